@@ -1,0 +1,57 @@
+# Everything sets itself up on first use; a machine with Python 3.11 or newer, make and a package index is enough.
+#
+#   make demo    train a small model from nothing on this machine and print how it went
+#   make test    the whole test suite, with leak checks
+#   make check   ruff, pyright, import-linter
+#   make soak    long runs with random kills
+#   make clean   remove what these targets made (not runs/)
+#
+# PYTHON=/path/to/python3.x chooses the interpreter. pip's own variables apply; with an index of CPU builds
+# in PIP_EXTRA_INDEX_URL the install is some gigabytes smaller.
+
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 python; do \
+  "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS := cpu,math,parquet,tensorboard,dev
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+TESTS ?= tests
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test check soak clean setup
+.DELETE_ON_ERROR:
+
+demo: $(STAMP)
+	@$(BIN)/myxa demo
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest $(TESTS)
+
+soak: $(STAMP)
+	@$(BIN)/python -m pytest $(TESTS) -m soak --timeout=1800
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; install one or say make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "make: $(PYTHON) cannot make virtual environments (its ensurepip is missing)." >&2; \
+	  echo "make: install it (Debian, Ubuntu: the package python3-venv) or say make PYTHON=/path/to/another/python" >&2; exit 2; }
+	@$(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@echo "make: installing into $(VENV); the first time takes some minutes (torch)"
+	@$(PIP) install -q -c constraints.txt setuptools
+	@$(PIP) install -q -c constraints.txt torch
+	@$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,212 @@
+"""Saving and restoring the state of training: weights, AdamW's moments, RNG, number of updates.
+
+Every rank writes its own shards; a replicated model is written by rank 0 alone. Rows of a tensor are put together
+from whatever files hold them, so a checkpoint may be restored on another number of ranks; on the same number the next
+step is the same to the last bit. Nothing is unpickled: files are safetensors, digests are checked first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ....core.errors import MyxaError, TrainError
+from ....core.protocols import NamedArray
+from ...models.hf_folder import ModelConfig
+from ...models.safetensors_file import open_safetensors, write_safetensors
+from .adamw import AdamW
+from .checkpoint_folder import (
+    FORMAT,
+    FileEntry,
+    Manifest,
+    begin,
+    check_digest,
+    commit,
+    describe_file,
+    find_checkpoint,
+    partial_of,
+    rank_file,
+    read_manifest,
+)
+from .export import named_array
+from .parallel import Replica
+from .tensors import from_bytes, integers, local_part
+
+KINDS = ("weights", "first_moments", "second_moments")
+RNG_CPU, RNG_CUDA = "rng/cpu", "rng/cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """What a checkpoint is made of."""
+
+    replica: Replica
+    optimizer: AdamW
+    model: ModelConfig
+
+
+def save_checkpoint(folder: str | Path, state: TrainingState, extra: Mapping[str, Any]) -> None:
+    """Write a checkpoint to `folder`; it appears there when it is complete on all ranks. Collective.
+
+    `extra` must be JSON. Raises TrainError (on every rank) if any rank fails; an older checkpoint there then stays.
+    """
+    world, target = state.replica.world, Path(folder)
+    files: list[FileEntry] = []
+    _checked_extra(extra)
+    with _together(state, f"saving checkpoint {target}"):
+        if world.rank == 0:
+            begin(target)
+    with _together(state, f"saving checkpoint {target}"):
+        path = partial_of(target) / rank_file(world.rank)
+        write_safetensors(path, [named_array(name, tensor) for name, tensor in _tensors(state)])
+        files = _gather_entries(state, describe_file(path))
+    with _together(state, f"saving checkpoint {target}"):
+        if world.rank == 0:
+            manifest = Manifest(
+                format=FORMAT,
+                model=_identity(state.model),
+                world_size=world.size,
+                num_updates=state.optimizer.num_updates,
+                files=tuple(files),
+                extra=dict(extra),
+            )
+            commit(target, manifest)
+
+
+def load_checkpoint(folder: str | Path, state: TrainingState) -> dict[str, Any]:
+    """Restore weights, optimizer and RNG; returns `extra`. Collective.
+
+    Raises TrainError if the checkpoint is torn or of another model; weights are untouched then.
+    """
+    found: list[tuple[Path, Manifest]] = []
+    with _together(state, f"loading checkpoint {folder}"):
+        path = find_checkpoint(folder)
+        manifest = read_manifest(path)
+        _check_model(path, manifest, state.model)
+        for entry in manifest.files:
+            check_digest(path, entry)
+        found.append((path, manifest))
+    path, manifest = found[0]
+    with _together(state, f"loading checkpoint {path}"), ExitStack() as stack:
+        files = [stack.enter_context(open_safetensors(path / entry.name)) for entry in manifest.files]
+        _restore(state, files)
+        state.optimizer.num_updates = manifest.num_updates
+    return manifest.extra
+
+
+@contextmanager
+def _together(state: TrainingState, what: str) -> Generator[None]:
+    """Run a stretch on every rank and end it together, failed or not."""
+    failure: Exception | None = None
+    try:
+        yield
+    except (MyxaError, OSError) as error:
+        failure = error
+    state.replica.world.agree(failure, what)
+
+
+def _tensors(state: TrainingState) -> Iterator[tuple[str, Tensor]]:
+    """Names and local tensors that this rank writes."""
+    replica = state.replica
+    if replica.is_sharded or replica.world.rank == 0:
+        for name, parameter in replica.parameters():
+            parts = (local_part(parameter.detach()), *state.optimizer.moments[name])
+            for kind, part in zip(KINDS, parts, strict=True):
+                if part.numel():  # a small tensor leaves the last ranks without rows
+                    yield f"{kind}/{name}", part
+    yield RNG_CPU, torch.get_rng_state()
+    if replica.world.device.type == "cuda":
+        yield RNG_CUDA, torch.cuda.get_rng_state(replica.world.device)
+
+
+def _restore(state: TrainingState, files: list[dict[str, NamedArray]]) -> None:
+    world = state.replica.world
+    for name, parameter in state.replica.parameters():
+        parts = (local_part(parameter.detach()), *state.optimizer.moments[name])
+        first_row = _first_row(parameter.shape[0], state.replica)
+        for kind, part in zip(KINDS, parts, strict=True):
+            _copy_rows(f"{kind}/{name}", files, part, first_row, parameter.shape[0])
+    own = files[world.rank] if world.rank < len(files) else {}
+    if RNG_CPU in own:
+        torch.set_rng_state(from_bytes(own[RNG_CPU]))
+    if RNG_CUDA in own and world.device.type == "cuda":
+        torch.cuda.set_rng_state(from_bytes(own[RNG_CUDA]), world.device)
+
+
+def _copy_rows(key: str, files: list[dict[str, NamedArray]], part: Tensor, first: int, num_rows: int) -> None:
+    """Fill rows `first ...` of a tensor into `part` from the files, whose parts follow one another along dimension 0."""
+    last = first + part.shape[0]
+    start = 0
+    for file in files:
+        if key not in file:
+            continue
+        end = start + file[key].spec.shape[0]
+        low, high = max(first, start), min(last, end)
+        if low < high:
+            part[low - first : high - first].copy_(from_bytes(file[key])[low - start : high - start])
+        start = end
+    if start != num_rows:
+        raise TrainError(
+            f"the checkpoint holds {start} of {num_rows} rows of {key}", remedy="it is torn; use an older one"
+        )
+
+
+def _first_row(num_rows: int, replica: Replica) -> int:
+    """First row of this rank's shard: `fully_shard` cuts like `torch.chunk`."""
+    if not replica.is_sharded:
+        return 0
+    each = -(-num_rows // replica.world.size)
+    return min(num_rows, each * replica.world.rank)
+
+
+def _gather_entries(state: TrainingState, entry: FileEntry) -> list[FileEntry]:
+    """Every rank's file entry, on every rank."""
+    own = torch.frombuffer(
+        bytearray(entry.num_bytes.to_bytes(8, "little") + bytes.fromhex(entry.sha256)), dtype=torch.uint8
+    )
+    rows = state.replica.world.gather(own).cpu()
+    return [
+        FileEntry(
+            name=rank_file(rank),
+            num_bytes=int.from_bytes(bytes(integers(row[:8])), "little"),
+            sha256=bytes(integers(row[8:])).hex(),
+        )
+        for rank, row in enumerate(rows)
+    ]
+
+
+def _checked_extra(extra: Mapping[str, Any]) -> None:
+    """Raise TrainError if `extra` would not come back as it is."""
+    try:
+        same = msgspec.json.decode(msgspec.json.encode(extra)) == dict(extra)
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        remedy = "use numbers, texts, lists, objects"
+        raise TrainError(f"`extra` of a checkpoint is not JSON: {error}", remedy=remedy) from error
+    if not same:
+        raise TrainError("`extra` of a checkpoint changes in JSON", remedy="use lists for tuples and texts for keys")
+
+
+def _identity(config: ModelConfig) -> dict[str, Any]:
+    """What makes the weights of one model useless to another."""
+    names = (
+        "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+        "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps",
+    )  # fmt: skip
+    return {name: getattr(config, name) for name in names}
+
+
+def _check_model(path: Path, manifest: Manifest, config: ModelConfig) -> None:
+    for name, ours in _identity(config).items():
+        theirs = manifest.model.get(name)
+        if theirs != ours:
+            raise TrainError(
+                f"checkpoint {path} is of another model: {name} is {theirs!r}, here it is {ours!r}",
+                remedy="resume with the model folder that the run began with",
+            )

@@ -1,0 +1,82 @@
+"""Weights on their way out: HuggingFace names, whole tensors, raw bytes on rank 0.
+
+On one CPU rank, or replicated ones, in float32 the bytes are the live parameters themselves (no copy): they hold until
+the next training step or load. Otherwise they lie in buffers that the next export overwrites.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....core.errors import MyxaError
+from ....core.messages import TensorSpec
+from ....core.protocols import NamedArray
+from ...models.hf_folder import ModelConfig, write_folder
+from .parallel import Replica
+from .tensors import NAME_OF, raw_bytes, whole_tensor
+
+
+def named_array(name: str, tensor: Tensor, offset: int = 0) -> NamedArray:
+    """A CPU tensor as raw bytes; a view of its memory when it is contiguous."""
+    raw = raw_bytes(tensor.contiguous())
+    spec = TensorSpec(
+        name=name, dtype=NAME_OF[tensor.dtype], shape=tuple(tensor.shape), offset=offset, num_bytes=raw.nbytes
+    )
+    return NamedArray(spec=spec, data=raw)
+
+
+class Exporter:
+    """Gathers a replica's weights in `dtype`."""
+
+    def __init__(self, replica: Replica, config: ModelConfig, dtype: torch.dtype, model_path: str) -> None:
+        self._replica = replica
+        self._config = config
+        self._dtype = dtype
+        self._model_path = model_path
+        self._buffers: dict[str, Tensor] = {}
+
+    def tensors(self) -> list[NamedArray]:
+        """All weights in the order of the forward pass, one behind the other (`offset`); empty on other ranks.
+
+        Collective: under fsdp every tensor is gathered, one at a time.
+        """
+        parameters = dict(self._replica.parameters())
+        arrays: list[NamedArray] = []
+        offset = 0
+        for name in self._config.tensor_shapes():
+            whole = whole_tensor(parameters[name].detach())
+            if self._replica.world.rank == 0:
+                array = named_array(name, self._on_host(name, whole), offset)
+                offset += array.spec.num_bytes
+                arrays.append(array)
+        return arrays
+
+    def write(self, folder: str) -> None:
+        """Write a HuggingFace folder, tokenizer files included. Collective; raises on every rank if rank 0 fails."""
+        tensors = self.tensors()
+        failure: Exception | None = None
+        if self._replica.world.rank == 0:
+            try:
+                write_folder(folder, self._config_json(), tensors, tokenizer_from=self._model_path)
+            except (MyxaError, OSError) as error:
+                failure = error
+        self._replica.world.agree(failure, f"exporting to {folder}")
+
+    def _config_json(self) -> dict[str, Any]:
+        """The config as it was read, but with the type that the weights have now."""
+        name = NAME_OF[self._dtype]
+        return {**self._config.source, "dtype": name, "torch_dtype": name}
+
+    def _on_host(self, name: str, tensor: Tensor) -> Tensor:
+        is_ready = tensor.device.type == "cpu" and tensor.dtype == self._dtype and not self._replica.is_sharded
+        if is_ready:
+            return tensor
+        buffer = self._buffers.get(name)
+        if buffer is None:
+            is_cuda = tensor.device.type == "cuda"
+            buffer = torch.empty(tensor.shape, dtype=self._dtype, device="cpu", pin_memory=is_cuda)
+            self._buffers[name] = buffer
+        return buffer.copy_(tensor)

@@ -1,0 +1,157 @@
+"""A shard cut into micro-batches that are ready to compute: layout, and one value per loss token beside it.
+
+Knows shards and layouts. Must not know models, losses or ranks. All tensors are on the token axis M of the layout: loss
+tokens of all its samples, one after another. Masked tokens do not appear, so every mask over M is True.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....algos.segments import Segments
+from ....core.errors import TrainError
+from ....core.samples import F32, TrainSample, TrainShard
+from .layout import Layout, plan_layout
+from .tensors import from_array
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """One forward and backward pass. The fields at the end are filled in by the passes before training."""
+
+    layout: Layout
+    group_ids: tuple[int, ...]
+    """Groups in it, for error messages."""
+    behaviour_M: Tensor
+    """float32 [M]"""
+    segments: Segments
+    """Which of the layout's members each loss token belongs to; its mask is True throughout."""
+    scalar_S: Tensor
+    """float32 [S]: sample-level advantages."""
+    advantages_M: Tensor
+    """float32 [M]"""
+    proximal_M: Tensor | None = None
+    reference_M: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """How samples become micro-batches."""
+
+    linear_cost: float
+    """See `plan_layout`."""
+    device: torch.device
+    vocab_size: int
+    skips_neutral: bool
+    """Whether samples of advantage 0 are left out: right when nothing but the policy loss depends on them."""
+
+
+def cut_shard(shard: TrainShard, cutting: Cutting) -> list[list[MicroBatch]]:
+    """[minibatch][micro-batch]. Raises TrainError for a shard that contradicts itself."""
+    check_shard(shard, cutting.vocab_size)
+    return [[_micro(shard.samples, _trained(shard, micro, cutting), cutting) for micro in m] for m in shard.minibatches]
+
+
+def left_out(shard: TrainShard, cutting: Cutting) -> list[list[int]]:
+    """Per micro-batch in order, the members that `cut_shard` leaves out (often none)."""
+    micros = [micro for minibatch in shard.minibatches for micro in minibatch]
+    return [sorted(set(micro) - set(_trained(shard, micro, cutting))) for micro in micros]
+
+
+def plan_scoring(samples: Sequence[TrainSample], max_tokens: int) -> list[list[int]]:
+    """Consecutive samples in micro-batches of at most `max_tokens` (P + R); a longer one sits alone."""
+    micros: list[list[int]] = []
+    load = 0
+    for i, sample in enumerate(samples):
+        count = len(sample.token_ids)
+        if not micros or load + count > max_tokens:
+            micros.append([])
+            load = 0
+        micros[-1].append(i)
+        load += count
+    return micros
+
+
+def scatter_scores(samples: Sequence[TrainSample], layout: Layout, logprobs_M: Tensor, into: list[F32]) -> None:
+    """Write scores of a layout's loss tokens to their places in the samples' responses; `into[i]` is float32 [R]."""
+    values = logprobs_M.detach().float().cpu().numpy()
+    for k, i in enumerate(layout.members):
+        part = slice(int(layout.offsets[k]), int(layout.offsets[k + 1]))
+        into[i][layout.columns_M[part]] = values[part]
+
+
+def check_shard(shard: TrainShard, vocab_size: int) -> None:
+    """Raise TrainError naming what is wrong with a shard: sizes, ids, indexes."""
+    check_samples(shard.samples, vocab_size)
+    members = [i for minibatch in shard.minibatches for micro in minibatch for i in micro]
+    if sorted(members) != list(range(len(shard.samples))):
+        raise TrainError(
+            f"shard of step {shard.step}: its micro-batches do not hold each of the {len(shard.samples)} samples once",
+            remedy="a bug in the planner",
+        )
+    for name in ("minibatch_tokens", "minibatch_samples"):
+        values = getattr(shard, name)
+        if len(values) != len(shard.minibatches):
+            raise TrainError(
+                f"shard of step {shard.step}: {len(values)} {name} for {len(shard.minibatches)} mini-batches",
+                remedy="a bug in the planner",
+            )
+
+
+def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
+    """Raise TrainError naming the first sample whose arrays disagree or that holds an impossible token."""
+    for sample in samples:
+        length = len(sample.token_ids) - sample.prompt_len
+        sizes = {name: len(getattr(sample, name)) for name in ("loss_mask", "logprobs", "versions")}
+        if sample.prompt_len < 0 or any(size != length for size in sizes.values()):
+            raise TrainError(
+                f"{_name(sample)}: {len(sample.token_ids)} tokens, prompt_len {sample.prompt_len}, but "
+                + ", ".join(f"{name} [{size}]" for name, size in sizes.items()),
+                remedy="token_ids holds prompt and response, the others one entry per response token",
+            )
+        if sample.prompt_len == 0 and length and sample.loss_mask[0]:
+            raise TrainError(
+                f"{_name(sample)}: its first token has nothing in front that could predict it",
+                remedy="a prompt needs at least one token",
+            )
+    if not samples:
+        return
+    tokens = np.concatenate([s.token_ids for s in samples])
+    if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
+        bad = next(s for s in samples if ((s.token_ids < 0) | (s.token_ids >= vocab_size)).any())
+        raise TrainError(
+            f"{_name(bad)}: a token id lies outside [0, {vocab_size})",
+            remedy="engine and trainer must use the same model folder",
+        )
+
+
+def _name(sample: TrainSample) -> str:
+    return f"sample {sample.group_id}/{sample.index}"
+
+
+def _trained(shard: TrainShard, micro: Sequence[int], cutting: Cutting) -> list[int]:
+    return [i for i in micro if not (cutting.skips_neutral and shard.samples[i].advantage == 0.0)]
+
+
+def _micro(samples: Sequence[TrainSample], members: Sequence[int], cutting: Cutting) -> MicroBatch:
+    layout = plan_layout(samples, members, linear_cost=cutting.linear_cost, device=cutting.device)
+    chosen = [samples[i] for i in layout.members]
+    counts = np.diff(layout.offsets)
+    behaviour = np.concatenate([s.logprobs[s.loss_mask != 0] for s in chosen] or [np.zeros(0, np.float32)])
+    sample_M = from_array(np.repeat(np.arange(len(chosen)), counts))
+    mask_M = torch.ones(len(sample_M), dtype=torch.bool)
+    scalar = torch.tensor([s.advantage for s in chosen], dtype=torch.float32)
+    device = cutting.device
+    return MicroBatch(
+        layout=layout,
+        group_ids=tuple(sorted({s.group_id for s in chosen})),
+        behaviour_M=from_array(behaviour.astype(np.float32)).to(device),
+        segments=Segments(mask_M.to(device), sample_M.to(device), len(chosen)),
+        scalar_S=scalar.to(device),
+        advantages_M=scalar[sample_M].to(device),
+    )

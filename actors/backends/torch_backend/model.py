@@ -1,0 +1,229 @@
+"""The policy: a dense Qwen3 decoder over packed tokens, with the parameter names of HuggingFace.
+
+Knows weights and index tensors (`layout.py`), not samples, losses or ranks. `state_dict()` keys are the names in the
+HuggingFace folder, so loading and exporting rename nothing. Qwen2 (bias on q, k, v; no norm of q and k) and Llama
+(neither) are the same decoder with parts left out.
+
+Parameters are float32 masters; every matrix product runs in the compute type, which the embedding's output carries
+through the layers (`weight.to(x.dtype)` is free when they agree, and when FSDP has cast the weight already).
+
+Library considered: transformers' own modules. Not used: seconds of import, padded batches, no shared prompts; it
+judges this file in the tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from ...models.hf_folder import ModelConfig
+from .layout import Layout
+from .logprobs import TokenScores, score_tokens
+from .tensors import recomputed
+
+
+class Linear(nn.Module):
+    """`x @ weight.T (+ bias)` in the type of x."""
+
+    def __init__(self, num_in: int, num_out: int, *, has_bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_out, num_in))
+        self.bias = nn.Parameter(torch.empty(num_out)) if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return functional.linear(x, self.weight.to(x.dtype), bias)
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (arXiv 1910.07467, equation 4)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class Embedding(nn.Module):
+    """Rows of a table, in the compute type."""
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_rows, width))
+
+    def forward(self, ids_T: Tensor, dtype: torch.dtype) -> Tensor:
+        return functional.embedding(ids_T, self.weight).to(dtype)
+
+
+class _PadRows(Function):
+    """Packed [T, ...] -> slots [S, ...]. Each token has one slot, so the gradient is a gather too and no scatter-add.
+
+    What reaches padding slots is dropped: it is zero, because no real token attends to them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index_S: Tensor, slots_T: Tensor) -> Tensor:
+        ctx.save_for_backward(slots_T)
+        return x.index_select(0, index_S)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (slots_T,) = ctx.saved_tensors
+        return grads[0].index_select(0, slots_T), None, None
+
+
+def pad_rows(x: Tensor, layout: Layout) -> Tensor:
+    """Every block slot's token: [T, ...] -> [S, ...], differentiable."""
+    return cast(Tensor, cast(Any, _PadRows).apply(x, layout.index_S, layout.slots_T))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention inside the blocks of a layout."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width, bias = config.hidden_size, config.attention_bias
+        self.head_dim = config.head_dim
+        self.is_grouped = config.num_heads != config.num_kv_heads
+        self.q_proj = Linear(width, config.num_heads * config.head_dim, has_bias=bias)
+        self.k_proj = Linear(width, config.num_kv_heads * config.head_dim, has_bias=bias)
+        self.v_proj = Linear(width, config.num_kv_heads * config.head_dim, has_bias=bias)
+        self.o_proj = Linear(config.num_heads * config.head_dim, width)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
+
+    def forward(self, x_Th: Tensor, rope: tuple[Tensor, Tensor], layout: Layout, rows_N: Tensor | None) -> Tensor:
+        """[T, hidden] -> [T, hidden], or [N, hidden] for the rows asked for."""
+        q_THD = self.q_proj(x_Th).unflatten(-1, (-1, self.head_dim))
+        k_TKD = self.k_proj(x_Th).unflatten(-1, (-1, self.head_dim))
+        v_TKD = self.v_proj(x_Th).unflatten(-1, (-1, self.head_dim))
+        q_THD, k_TKD = rotate(self.q_norm(q_THD), rope), rotate(self.k_norm(k_TKD), rope)
+        padded = [pad_rows(x, layout) for x in (q_THD, k_TKD, v_TKD)]
+        outputs: list[Tensor] = []
+        start = 0
+        for block in layout.blocks:
+            end = start + block.num_rows * block.row_len
+            shape = (block.num_rows, block.row_len, -1, self.head_dim)
+            q, k, v = (x[start:end].view(shape).transpose(1, 2) for x in padded)
+            out_nHLD = functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=block.mask_nLL, is_causal=block.mask_nLL is None, enable_gqa=self.is_grouped
+            )
+            outputs.append(out_nHLD.transpose(1, 2).flatten(2).flatten(0, 1))
+            start = end
+        slots = layout.slots_T if rows_N is None else layout.slots_T[rows_N]
+        return self.o_proj(torch.cat(outputs).index_select(0, slots))
+
+
+def rotate(x_THD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary positions, first half paired with second half as HuggingFace does (arXiv 2104.09864, equation 34)."""
+    cos_T1D, signed_sin_T1D = rope
+    first, second = x_THD.chunk(2, dim=-1)
+    return x_THD * cos_T1D + torch.cat([second, first], dim=-1) * signed_sin_T1D
+
+
+class MLP(nn.Module):
+    """SwiGLU: `down(silu(gate(x)) * up(x))` (arXiv 2002.05202, equation 6)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each with its norm in front and its residual around."""
+
+    def __init__(self, config: ModelConfig, *, recomputes: bool) -> None:
+        super().__init__()
+        self.recomputes = recomputes
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x_Th: Tensor, rope: tuple[Tensor, Tensor], layout: Layout, rows_N: Tensor | None = None
+    ) -> Tensor:
+        """[T, hidden] -> [T, hidden]; with `rows_N` the result holds these rows only."""
+        if self.recomputes and torch.is_grad_enabled():  # inside the module, so that FSDP's hooks stay outside
+            return recomputed(self._compute, x_Th, rope, layout, rows_N)
+        return self._compute(x_Th, rope, layout, rows_N)
+
+    def _compute(self, x: Tensor, rope: tuple[Tensor, Tensor], layout: Layout, rows_N: Tensor | None) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x), rope, layout, rows_N)
+        x = (x if rows_N is None else x.index_select(0, rows_N)) + attended
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm."""
+
+    def __init__(self, config: ModelConfig, *, recomputes: bool) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, recomputes=recomputes) for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, layout: Layout, rope: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+        """Normalised hidden states [N, hidden] of the tokens that predict something."""
+        x = self.embed_tokens(layout.token_ids_T, dtype)
+        last = len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            x = layer(x, rope, layout, layout.rows_N if number == last else None)
+        return self.norm(x)
+
+
+class CausalLM(nn.Module):
+    """The language model. `forward` gives log-probs and entropies of a layout's loss tokens."""
+
+    inv_freq: Tensor
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, recomputes: bool = False
+    ) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.model = Decoder(config, recomputes=recomputes)
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+        self.register_buffer("inv_freq", 1.0 / config.rope_theta**exponents, persistent=False)
+
+    def forward(self, layout: Layout, temperature: float = 1.0, needs_entropy_grad: bool = False) -> TokenScores:
+        """Log-probs and entropies of the loss tokens, float32 [M] each."""
+        hidden_Nh = self.model(layout, self._rope(layout.positions_T), self.dtype)
+        head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return score_tokens(
+            hidden_Nh.index_select(0, layout.row_of_M),
+            head.to(self.dtype),
+            layout.targets_M,
+            temperature,
+            needs_entropy_grad=needs_entropy_grad,
+        )
+
+    def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines, and sines with the sign of the first half turned: [T, 1, head_dim] each."""
+        angles = torch.outer(positions_T.float(), self.inv_freq)
+        cos, sin = angles.cos(), angles.sin()
+        return (
+            torch.cat([cos, cos], dim=-1)[:, None].to(self.dtype),
+            torch.cat([-sin, sin], dim=-1)[:, None].to(self.dtype),
+        )
+
+
+def linear_cost(config: ModelConfig) -> float:
+    """Number of attended tokens whose attention costs what the matrix products of one token cost in a layer."""
+    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
+    return (attention + 3 * config.hidden_size * config.intermediate_size) / (2 * config.num_heads * config.head_dim)

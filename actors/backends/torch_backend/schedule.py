@@ -1,0 +1,38 @@
+"""The learning rate as a function of finished optimizer updates. No state: resuming needs the count alone.
+
+Library considered: `torch.optim.lr_scheduler`. Not used: it keeps its own counter inside the optimizer's groups, which
+must then be saved, restored and kept equal to ours, and it fights with a rate changed while the run goes on.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ....core.config import OptimizerConfig
+from ....core.errors import ConfigError
+
+
+def check_schedule(config: OptimizerConfig, total_updates: int) -> None:
+    """Raise ConfigError if the end of a decay is neither given nor known from the run's length (0 = endless)."""
+    if config.schedule != "constant" and config.decay_steps == 0 and total_updates <= 0:
+        raise ConfigError(
+            f'[optimizer] schedule = "{config.schedule}" has no end: the run has no fixed number of steps',
+            remedy="set optimizer.decay_steps or run.num_steps",
+        )
+
+
+def learning_rate(config: OptimizerConfig, num_updates: int, total_updates: int, peak: float | None = None) -> float:
+    """Rate of the next update after `num_updates` finished ones.
+
+    Warm-up rises linearly and reaches the peak at its last update; then constant, or a half cosine, or a line down to
+    `min_lr_ratio * peak` at `decay_steps` (0: at `total_updates`). `peak` overrides `config.lr`.
+    """
+    top = config.lr if peak is None else peak
+    if num_updates < config.warmup_steps:
+        return top * (num_updates + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return top
+    end = config.decay_steps or total_updates
+    progress = min(1.0, (num_updates - config.warmup_steps) / max(1, end - config.warmup_steps))
+    share = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
+    return top * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)

@@ -1,0 +1,338 @@
+"""One training step: score what must be scored before, then one optimizer update per mini-batch.
+
+    before     proximal log-probs (weights of the step's start), reference log-probs, token advantages, whitening
+    update     forward and backward of every micro-batch -> agreement that all numbers are finite -> clip -> AdamW
+    after      sums over micro-batches and ranks become metrics
+
+Knows the objective (`algos/`), the replica and the world. Must not know files, processes or engines. A micro-batch
+computes its *share* of the mini-batch's global mean (denominators come with the shard), so shares add up over
+micro-batches and ranks, and any cut of a batch gives the same gradient. All ranks walk through the same passes in the
+same order, whatever they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....algos.advantages import needs_whitening, token_advantages, whiten
+from ....algos.kl import kl_terms
+from ....algos.objective import (
+    Normaliser,
+    Objective,
+    ObjectiveConfig,
+    TokenBatch,
+    needs_proximal,
+    needs_reference,
+    objective_config,
+    policy_objective,
+)
+from ....core.clock import Clock
+from ....core.errors import ConfigError, TrainError
+from ....core.samples import F32, TrainSample, TrainShard
+from .adamw import AdamW
+from .finite import accusation, first_not_finite
+from .layout import plan_layout
+from .logprobs import TokenScores
+from .microbatch import (
+    Cutting,
+    MicroBatch,
+    check_samples,
+    check_shard,
+    cut_shard,
+    left_out,
+    plan_scoring,
+    scatter_scores,
+)
+from .parallel import Replica
+from .schedule import learning_rate
+from .settings import StepSettings, with_knobs
+from .tally import Tally
+from .tensors import backward, floats
+
+RENAMED = {"approx_kl": "old_kl", "approx_kl_k3": "old_kl_k3"}
+"""The objective's estimates of KL(old || live), old being what the loss clips around; `approx_kl` here is always
+behaviour against live."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What stays the same from the first to the last update of a step."""
+
+    shard: TrainShard
+    settings: StepSettings
+    objective: ObjectiveConfig
+    tally: Tally
+    num_updates: int = 0
+
+
+class Stepper:
+    """Trains a replica, shard by shard."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        reference: Replica | None,
+        optimizer: AdamW,
+        settings: StepSettings,
+        cutting: Cutting,
+        clock: Clock,
+    ) -> None:
+        self._replica = replica
+        self._reference = reference
+        self._optimizer = optimizer
+        self._settings = settings
+        self._cutting = cutting
+        self._clock = clock
+        self._world = replica.world
+
+    def settings_for(self, knobs: dict[str, float]) -> StepSettings:
+        """The settings with live values put in; needs no other rank. Raises ConfigError for impossible ones."""
+        settings = with_knobs(self._settings, knobs)
+        if settings.algo.kl_coef > 0 and self._reference is None:
+            raise ConfigError(
+                f"kl_coef = {settings.algo.kl_coef} needs a reference model, but the run began with kl_coef = 0",
+                remedy="begin with a small kl_coef; it can be changed later",
+            )
+        return settings
+
+    def train(self, shard: TrainShard, settings: StepSettings) -> dict[str, float]:
+        """One update per mini-batch; returns metrics, equal on all ranks except for times.
+
+        Raises TrainError, on all ranks and before the update concerned, if a loss or gradient is not finite.
+        """
+        started_s = self._clock.monotonic()
+        objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
+        step = _Step(shard, settings, objective, Tally())
+        minibatches = cut_shard(shard, self._cutting_for(objective))
+        self._score_before(step, [micro for minibatch in minibatches for micro in minibatch])
+        for number, micros in enumerate(minibatches):
+            if micros:  # fewer groups than mini-batches: the last ones are empty on every rank
+                problem = self._update(step, number, micros)
+                if problem is not None:
+                    self._optimizer.forget_gradients()
+                    raise self._world.agreed(problem)
+        return self._metrics(step, minibatches, started_s)
+
+    def score_shard(self, shard: TrainShard) -> list[F32]:
+        """Log-probs of each sample's loss tokens, float32 [R] (0 where the mask is 0), through exactly the passes that
+        `train` would make of this shard: with unchanged weights the numbers are the same to the last bit."""
+        objective = objective_config(self._settings.algo, max(1, len(shard.minibatches)))
+        cutting = self._cutting_for(objective)
+        check_shard(shard, cutting.vocab_size)
+        scores = [np.zeros(len(s.loss_mask), dtype=np.float32) for s in shard.samples]
+        for minibatch in cut_shard(shard, cutting):
+            for micro in minibatch:
+                scores_M = self._scores(self._replica, micro).logprobs_M
+                scatter_scores(shard.samples, micro.layout, scores_M, scores)
+        if cutting.skips_neutral:
+            self._score_micros(shard.samples, left_out(shard, cutting), scores)
+        return scores
+
+    def score(self, samples: Sequence[TrainSample], max_tokens: int) -> list[F32]:
+        """Log-probs of each sample's loss tokens, float32 [R] (0 where the mask is 0); ranks may differ in samples."""
+        check_samples(samples, self._cutting.vocab_size)
+        scores = [np.zeros(len(s.loss_mask), dtype=np.float32) for s in samples]
+        micros = plan_scoring(samples, max_tokens)
+        longest = int(self._world.max(torch.tensor([len(micros)])).item())
+        self._score_micros(samples, micros + [[] for _ in range(longest - len(micros))], scores)
+        return scores
+
+    def _score_micros(self, samples: Sequence[TrainSample], micros: Sequence[Sequence[int]], into: list[F32]) -> None:
+        for members in micros:
+            layout = plan_layout(
+                samples, members, linear_cost=self._cutting.linear_cost, device=self._cutting.device
+            )
+            scores_M = self._replica.score(layout, self._settings.temperature).logprobs_M
+            scatter_scores(samples, layout, scores_M, into)
+
+    def _cutting_for(self, objective: ObjectiveConfig) -> Cutting:
+        """Samples of advantage 0 may go if the policy loss is all there is: A = 0 makes loss and gradient 0."""
+        neutral = (
+            objective.loss != "sft"
+            and not needs_whitening(objective.kind)
+            and objective.kl_coef == 0
+            and objective.entropy_coef == 0
+            and not objective.mis_normalise
+        )
+        return Cutting(self._cutting.linear_cost, self._cutting.device, self._cutting.vocab_size, neutral)
+
+    def _scores(self, replica: Replica, micro: MicroBatch) -> TokenScores:
+        return replica.score(micro.layout, self._settings.temperature)
+
+    # -- before the first update
+
+    def _score_before(self, step: _Step, micros: Sequence[MicroBatch]) -> None:
+        """Fill in proximal and reference log-probs and the advantages of every token."""
+        objective, algo = step.objective, step.settings.algo
+        charges_kl = objective.kl_coef > 0 and objective.kl_in == "reward"
+        for micro in micros:
+            start_M = self._scores(self._replica, micro).logprobs_M if needs_proximal(objective) or charges_kl else None
+            if needs_proximal(objective):
+                micro.proximal_M = start_M
+            if needs_reference(objective) and self._reference is not None:
+                micro.reference_M = self._scores(self._reference, micro).logprobs_M
+            kl_M: Tensor | None = None
+            if charges_kl and start_M is not None and micro.reference_M is not None:
+                kl_M = kl_terms(objective.kl_kind, start_M, micro.reference_M)
+            micro.advantages_M = token_advantages(
+                algo.kind,
+                micro.scalar_S,
+                micro.segments,
+                kl_T=kl_M,
+                kl_coef=objective.kl_coef if charges_kl else 0.0,
+                gamma=algo.gamma,
+                lam=algo.lam,
+            )
+        if needs_whitening(algo.kind):
+            self._whiten(micros)
+
+    def _whiten(self, micros: Sequence[MicroBatch]) -> None:
+        """Whiten the advantages over all loss tokens of the step, on all ranks."""
+        counts = [len(m.advantages_M) for m in micros]
+        joined = torch.cat([m.advantages_M for m in micros]) if micros else torch.zeros(0, device=self._world.device)
+        white = whiten(joined, torch.ones_like(joined, dtype=torch.bool), self._world.sum)
+        start = 0
+        for micro, count in zip(micros, counts, strict=True):
+            micro.advantages_M = white[start : start + count]
+            start += count
+
+    # -- one update
+
+    def _update(self, step: _Step, number: int, micros: Sequence[MicroBatch]) -> TrainError | None:
+        """Gradient of one mini-batch and an AdamW update; or the error that all ranks agreed on, and no update."""
+        settings = step.settings
+        place = f"step {step.shard.step}, mini-batch {number}"
+        normaliser = Normaliser(
+            tokens=step.shard.minibatch_tokens[number],
+            samples=step.shard.minibatch_samples[number],
+            constant=step.shard.minibatch_samples[number] * settings.max_new_tokens,
+        )
+        self._optimizer.forget_gradients()
+        losses: list[Tensor] = []
+        for k, micro in enumerate(micros):
+            with self._replica.accumulating(is_last=k == len(micros) - 1):
+                loss = self._loss(step, micro, normaliser, is_first=number == 0)
+                backward(loss * self._replica.loss_scale)
+            losses.append(loss.detach())
+        bad = first_not_finite(torch.stack(losses))
+        norm = self._replica.gradient_norm()
+        trouble = torch.tensor([float(bad >= 0), float(not torch.isfinite(norm))])
+        loss_is_bad, gradient_is_bad = floats(self._world.max(trouble))
+        if loss_is_bad:
+            return accusation(self._world, "loss", place, bad, micros[bad].group_ids if bad >= 0 else ())
+        if gradient_is_bad:
+            return self._find_bad_gradient(step, micros, normaliser, place)
+        rate = learning_rate(settings.optimizer, self._optimizer.num_updates, settings.total_updates)
+        self._replica.clip(norm, settings.optimizer.max_grad_norm)
+        self._optimizer.update(rate, settings.optimizer.weight_decay)
+        step.num_updates += 1
+        share = 1.0 / self._world.size  # equal on all ranks, and the tally adds ranks up
+        step.tally.add("grad_norm", norm * share)
+        step.tally.add("lr", rate * share)
+        return None
+
+    def _loss(self, step: _Step, micro: MicroBatch, normaliser: Normaliser, *, is_first: bool) -> Tensor:
+        """This micro-batch's share of the global loss, 0-dim, and its metrics into the tally."""
+        needs_entropy_grad = step.objective.entropy_coef > 0
+        scores = self._replica.forward(
+            micro.layout, self._settings.temperature, needs_entropy_grad=needs_entropy_grad
+        )
+        batch = TokenBatch(
+            logprobs_T=scores.logprobs_M,
+            behaviour_T=micro.behaviour_M,
+            advantages_T=micro.advantages_M,
+            mask_T=micro.segments.mask_T,
+            sample_T=micro.segments.sample_T,
+            num_samples=micro.segments.num_samples,
+            proximal_T=micro.proximal_M,
+            reference_T=micro.reference_M,
+            entropy_T=scores.entropy_M,
+        )
+        objective = policy_objective(batch, step.objective, normaliser)
+        with torch.no_grad():
+            self._tally(step, batch, objective, is_first=is_first)
+        return objective.loss
+
+    def _tally(self, step: _Step, batch: TokenBatch, objective: Objective, *, is_first: bool) -> None:
+        tally = step.tally
+        tally.add("loss", objective.loss)
+        for name, part in objective.parts.items():
+            tally.add(name, part)
+        tally.add("tokens", objective.tokens)
+        for name, total in objective.sums.items():
+            tally.add(f"mean/{RENAMED.get(name, name)}", total)
+        if step.objective.loss == "sft":
+            return
+        drift_M = batch.behaviour_T - batch.logprobs_T.detach()
+        tally.add("mean/approx_kl", drift_M.sum())
+        tally.top("ratio_max", self._log_ratio(step.objective, batch).exp())
+        if is_first:
+            start_M = batch.logprobs_T.detach() if batch.proximal_T is None else batch.proximal_T
+            gap_M = (start_M - batch.behaviour_T).abs()
+            tally.add("first_tokens", float(len(gap_M)))
+            tally.add("first_gap", gap_M.sum())
+            tally.top("logprob_diff_abs_max", gap_M)
+
+    def _log_ratio(self, objective: ObjectiveConfig, batch: TokenBatch) -> Tensor:
+        """log(live / old) per token, old being what the loss clips around."""
+        live_M = batch.logprobs_T.detach()
+        if objective.correction == "behaviour":
+            return live_M - batch.behaviour_T
+        return live_M - batch.proximal_T if batch.proximal_T is not None else torch.zeros_like(live_M)
+
+    def _find_bad_gradient(
+        self, step: _Step, micros: Sequence[MicroBatch], normaliser: Normaliser, place: str
+    ) -> TrainError:
+        """All losses are finite but the gradient is not: repeat the passes one by one to find where it comes from."""
+        bad = -1
+        for k, micro in enumerate(micros):
+            self._optimizer.forget_gradients()
+            with self._replica.accumulating(is_last=False):  # gradients stay on this rank (ddp)
+                spare = _Step(step.shard, step.settings, step.objective, Tally())
+                backward(self._loss(spare, micro, normaliser, is_first=False))
+            if bad < 0 and not self._replica.local_gradient_is_finite():
+                bad = k
+        found = accusation(self._world, "gradient", place, bad, micros[bad].group_ids if bad >= 0 else ())
+        return found or TrainError(
+            f"{place}: the gradient is not a finite number, though that of every micro-batch is",
+            remedy="lower the learning rate or the loss: their sum overflows",
+        )
+
+    # -- metrics
+
+    def _metrics(self, step: _Step, minibatches: Sequence[Sequence[MicroBatch]], started_s: float) -> dict[str, float]:
+        """Everything reduced over ranks, under `train/`. Means are over loss tokens, losses over updates."""
+        shard, tally = step.shard, step.tally
+        micros = [micro for minibatch in minibatches for micro in minibatch]
+        counts = {
+            "num_tokens": float(sum(len(s.token_ids) for s in shard.samples)),
+            "num_samples": float(len(shard.samples)),
+            "num_trained_samples": float(sum(m.segments.num_samples for m in micros)),
+            "num_computed_tokens": float(sum(m.layout.num_tokens for m in micros)),
+        }
+        for name, count in counts.items():
+            tally.add(name, count)
+        sums, maxima = tally.reduced(self._world)
+        tokens = max(1.0, sums.pop("tokens", 0.0))
+        first_tokens = sums.pop("first_tokens", None)
+        first_gap = sums.pop("first_gap", 0.0)
+        updates = max(1, step.num_updates)
+        metrics = {f"train/{name}": value for name, value in maxima.items()}
+        for name, value in sums.items():
+            if name.startswith("mean/"):
+                metrics[f"train/{name[5:]}"] = value / tokens
+            else:
+                metrics[f"train/{name}"] = value if name in counts else value / updates
+        if first_tokens is not None:
+            metrics["train/logprob_diff_abs_mean"] = first_gap / max(1.0, first_tokens)
+        step_s = self._clock.monotonic() - started_s
+        metrics["train/num_loss_tokens"] = tokens
+        metrics["train/num_updates"] = float(self._optimizer.num_updates)
+        metrics["train/step_s"] = step_s
+        metrics["train/tokens_per_s"] = metrics["train/num_tokens"] / max(step_s, 1e-9)
+        return metrics

@@ -1,0 +1,377 @@
+"""What the buffer decides, without waiting for anybody: the ledger, admission and the prompt source in step.
+
+Every method is one event. The ledger is written first and admission follows; where admission has to answer first
+(draw, claim) and the ledger then cannot be written, admission is rebuilt from the ledger. Knows no actor, no message
+loop, no clock but the one it is told.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from ..algos.staleness import Admission, LinePlace, Overdue, Stage
+from ..core.errors import LedgerError, UserCodeError
+from ..core.messages import Assignment, BufferStats, DrawRequest, GroupMeta, PutResult, SamplingParams
+from ..core.protocols import PromptSource
+from ..core.samples import NO_VERSION, Group, Prompt, Sample
+from .buffer_checks import num_response_tokens, wrong_in_group, wrong_in_partial
+from .buffer_cursor import PromptCursor
+from .ledger import Ledger
+from .ledger_payload import decode_group, decode_partial, encode
+from .ledger_states import LEFTOVER, OPEN, Row, State
+
+INVALID = "invalid-samples"
+"""Reason of groups whose records contradict each other or the assignment."""
+
+REATTACH_S = 10.0
+"""After a restart of the buffer, for so long a group waits for the actor that still has it in hand."""
+
+_STAGES = {State.DISPATCHED: Stage.UNDER_WAY, State.REQUEUED: Stage.WAITING, State.READY: Stage.READY}
+
+
+class BufferStore:
+    """All state of the buffer. Raises LedgerError, DataError, UserCodeError; never for what a rollout actor sends."""
+
+    def __init__(
+        self,
+        *,
+        source: PromptSource,
+        ledger: Ledger,
+        admission: Admission,
+        num_samples: int,
+        sampling: SamplingParams,
+        group_filter: Callable[[Group], str | None],
+        vocab_size: int | None,
+        log: logging.Logger,
+        started_s: float,
+    ) -> None:
+        self.ledger = ledger
+        self.admission = admission
+        self.cursor = PromptCursor(source, ledger, num_samples)
+        self._sampling = sampling
+        self._filter = group_filter
+        self._vocab_size = vocab_size
+        self._log = log
+        self._reattach_until_s = started_s + REATTACH_S
+        self._metas: dict[int, GroupMeta] = {}
+        self.is_stopping = False
+        """No new prompts are wanted."""
+        self.is_finished = False
+        """No batch will ever come again."""
+        self._rebuild()
+
+    # ---- drawing
+
+    def hear(self, request: DrawRequest) -> None:
+        """What a rollout actor says of itself in a draw: which incarnation it is and which groups it has in hand."""
+        holding = request.holding
+        lost: list[Row] = []
+        kept: list[Row] = []
+        for row in self._owned_by(request.rollout):
+            if row.epoch < request.epoch:
+                lost.append(row)
+            elif holding is not None and row.epoch == request.epoch:
+                if row.group_id not in holding:
+                    lost.append(row)
+                elif row.state is State.REQUEUED:
+                    kept.append(row)
+        self._requeue(lost, f"{request.rollout} does not have it")
+        if kept:
+            self.ledger.reattach([row.group_id for row in kept])
+            for row in kept:
+                self.admission.dispatched(row.group_id, row.version)
+
+    def draw(self, request: DrawRequest, version: int, now_s: float) -> list[Assignment]:
+        """Groups for an engine that serves `version`: first what was handed back, then new draws."""
+        again: list[Row] = []
+        new: list[tuple[Row, Prompt]] = []
+        try:
+            for row in self._redispatchable(request.rollout, now_s):
+                if len(again) < request.max_groups and self.admission.may_dispatch(version, row.group_id):
+                    self.admission.dispatched(row.group_id, version)
+                    again.append(row)
+            while len(again) + len(new) < request.max_groups and self.admission.may_dispatch(version):
+                drawn = None if self.is_stopping else self.cursor.next([row for row, _ in new])
+                if drawn is None:
+                    break
+                self.admission.dispatched(drawn[0].group_id, version)
+                new.append(drawn)
+            return self._dispatch(again, new, request, min(version, self.admission.newest_version))
+        except BaseException:
+            self._rebuild()
+            raise
+
+    def _dispatch(
+        self, again: list[Row], new: list[tuple[Row, Prompt]], request: DrawRequest, version: int
+    ) -> list[Assignment]:
+        if not (again or new):
+            return []
+        partials = {row.group_id: self._partial(row.group_id) for row in again}
+        started = [
+            replace(row, rollout=request.rollout, epoch=request.epoch, version=_oldest(partials[row.group_id], version))
+            for row in again
+        ]
+        fresh = [replace(row, rollout=request.rollout, epoch=request.epoch, version=version) for row, _ in new]
+        prompts = {row.group_id: self.cursor.prompt_of(row) for row in again}
+        prompts |= {row.group_id: prompt for row, prompt in new}
+        self.ledger.dispatch(fresh, started)
+        return [
+            Assignment(
+                prompt=prompts[row.group_id],
+                attempt=self._row(row.group_id).attempt,
+                num_samples=row.num_samples,
+                sampling=self._sampling,
+                partial=partials.get(row.group_id, ()),
+            )
+            for row in (*started, *fresh)
+        ]
+
+    def _redispatchable(self, rollout: str, now_s: float) -> Iterable[Row]:
+        for row in self.ledger.rows(State.REQUEUED):
+            is_somebodys = row.rollout and row.rollout != rollout and now_s < self._reattach_until_s
+            if not is_somebodys:
+                yield row
+
+    # ---- what comes back
+
+    def put(self, group: Group, attempt: int, rollout: str) -> PutResult:
+        """A finished group; only the attempt and actor that have it now are heard."""
+        group_id = group.group_id
+        row = self.ledger.find(group_id)
+        if row is None:
+            return PutResult(outcome="stale-attempt", reason=f"group {group_id} was never drawn")
+        is_theirs = (row.attempt, row.rollout) == (attempt, rollout)
+        if row.state not in (State.DISPATCHED, State.REQUEUED) or not is_theirs:
+            return self._answer_again(row, group, is_theirs)
+        reason, detail = self._refusal(group, row)
+        num_tokens = num_response_tokens(group)
+        if reason is None:
+            try:
+                payload = encode(group)
+            except ValueError as error:
+                reason, detail = INVALID, str(error)
+            else:
+                return self._keep(group, payload, num_tokens)
+        self.ledger.refuse(group_id, reason, detail=detail, num_tokens=num_tokens)
+        self.admission.filtered(group_id)
+        return PutResult(outcome="filtered", reason=detail or reason)
+
+    def _keep(self, group: Group, payload: bytes, num_tokens: int) -> PutResult:
+        group_id, version = group.group_id, group.oldest_version()
+        self.ledger.finish(group_id, payload, version=version, num_tokens=num_tokens)
+        self.admission.ready(group_id, version)
+        self._metas[group_id] = _meta(group, version)
+        return PutResult(outcome="ready")
+
+    def _answer_again(self, row: Row, group: Group, is_theirs: bool) -> PutResult:
+        if row.state is State.DROPPED and row.num_tokens < 0:
+            self.ledger.note_length(row.group_id, num_response_tokens(group))
+            return PutResult(outcome="stale-attempt", reason=f"was dropped meanwhile: {row.reason}")
+        if is_theirs:
+            return PutResult(outcome="duplicate", reason=f"is {row.state}")
+        return PutResult(outcome="stale-attempt", reason=f"is {row.state} in attempt {row.attempt} of {row.rollout!r}")
+
+    def _refusal(self, group: Group, row: Row) -> tuple[str | None, str]:
+        wrong = wrong_in_group(group, self.cursor.prompt_of(row), row.num_samples, self._vocab_size)
+        if wrong is not None:
+            self._log.warning("group %d of %s is dropped: %s", row.group_id, row.rollout, wrong)
+            return INVALID, wrong
+        try:
+            reason: object = self._filter(group)
+        except Exception as error:
+            raise UserCodeError(
+                f"the group filter raised {type(error).__name__} for group {row.group_id}: {error}",
+                remedy="mend algo.group_filter; it gets a Group and returns a reason to leave it out, or None",
+            ) from error
+        if reason is not None and not isinstance(reason, str):
+            raise UserCodeError(
+                f"the group filter returned {type(reason).__name__} for group {row.group_id}",
+                remedy="return a reason to leave the group out, or None",
+            )
+        return (reason or None), ""
+
+    def give_up(self, group_id: int, attempt: int, rollout: str, reason: str, detail: str) -> bool:
+        """A rollout actor gives a group up; False if it is not (any more) its to give up."""
+        if self._held(group_id, attempt, rollout) is None:
+            return False
+        self.ledger.drop([(group_id, reason)], detail)
+        self.admission.filtered(group_id)
+        return True
+
+    def take_back(self, group_id: int, attempt: int, rollout: str, partial: tuple[Sample, ...]) -> bool:
+        """A rollout actor hands a group back with the tokens it has; False if it is not (any more) its to hand back."""
+        row = self._held(group_id, attempt, rollout)
+        if row is None:
+            return False
+        wrong = wrong_in_partial(partial, group_id, row.num_samples, self._vocab_size)
+        if wrong is not None:
+            self._log.warning("group %d of %s starts again from its prompt: %s", group_id, rollout, wrong)
+        self._requeue([row], f"handed back by {rollout}", partial if wrong is None else ())
+        return True
+
+    def gone(self, rollout: str, epoch: int) -> int:
+        """An incarnation (and every older one) of a rollout actor ended; returns how many groups it had."""
+        rows = [row for row in self._owned_by(rollout) if row.epoch <= epoch]
+        self._requeue(rows, f"{rollout} (epoch {epoch}) is gone")
+        return len(rows)
+
+    def _requeue(self, rows: list[Row], detail: str, partial: tuple[Sample, ...] = ()) -> None:
+        if not rows:
+            return
+        data = encode(partial) if partial else None
+        oldest = {row.group_id: _oldest(partial or self._partial(row.group_id), NO_VERSION) for row in rows}
+        self.ledger.requeue([(row.group_id, data, oldest[row.group_id]) for row in rows], detail)
+        for row in rows:
+            self.admission.requeued(row.group_id, oldest[row.group_id])
+
+    # ---- training
+
+    def claim(self, step: int) -> tuple[GroupMeta, ...] | None:
+        """The batch of `step`, now or again; None while it cannot be formed. Sets `is_finished` when it never will."""
+        held = self.ledger.claim_of(step)
+        if held:
+            return tuple(self._meta_of(row) for row in held)
+        if step != self.ledger.next_step:
+            raise LedgerError(
+                f"step {step} asks for a batch, but the next step is {self.ledger.next_step}",
+                remedy="a trainer that starts from a checkpoint first calls rewind with its version",
+            )
+        if self.is_finished:
+            return None
+        try:
+            selection = self.admission.select(step)
+            self._drop_overdue(selection.overdue)
+            if selection.claim is not None:
+                self.ledger.claim(step, selection.claim)
+                return tuple(self._meta_of(row) for row in self.ledger.claim_of(step))
+        except BaseException:
+            self._rebuild()
+            raise
+        if self.admission.num_open < self.admission.batch_size and not self.may_draw:
+            self._finish()
+        return None
+
+    def fetch(self, group_ids: Iterable[int]) -> tuple[Group, ...]:
+        """Payloads in the order asked for. Raises LedgerError naming the first group that has none."""
+        return tuple(self._group(group_id) for group_id in group_ids)
+
+    def trained(self, step: int) -> bool:
+        """The batch of `step` was trained; False if that was known."""
+        held = self.ledger.claim_of(step)
+        if not self.ledger.trained(step):
+            return False
+        self.admission.trained(step)
+        for row in held:
+            self._metas.pop(row.group_id, None)
+        return True
+
+    def rewind(self, version: int) -> int:
+        """Training goes on from `version`; returns how many groups are READY again."""
+        num_ready = self.ledger.rewind(version)
+        self.is_finished = self.is_stopping = False
+        self._metas.clear()
+        self._rebuild()
+        return num_ready
+
+    def retune(self, max_staleness: int | None, policy: str | None) -> tuple[Overdue, ...]:
+        """Another bound or policy from now on; returns what had to be dropped for it."""
+        overdue = self.admission.retune(max_staleness=max_staleness, policy=policy)
+        self._drop_overdue(overdue)
+        return overdue
+
+    def _finish(self) -> None:
+        leftovers = self.ledger.rows(*OPEN)
+        self.ledger.drop([(row.group_id, LEFTOVER) for row in leftovers], "no whole batch can be formed any more")
+        for row in leftovers:
+            self.admission.filtered(row.group_id)
+            self._metas.pop(row.group_id, None)
+        self.is_finished = True
+
+    def _drop_overdue(self, overdue: tuple[Overdue, ...]) -> None:
+        if overdue:
+            self.ledger.drop([(item.group_id, item.reason) for item in overdue])
+        for item in overdue:
+            self._metas.pop(item.group_id, None)
+
+    # ---- facts
+
+    def stats(self) -> BufferStats:
+        """Counts by state and what admission allows now."""
+        tally, states = self.ledger.tally, self.ledger.tally.states
+        return BufferStats(
+            states=states,
+            drawn=self.ledger.next_draw,
+            trained=states.get(State.TRAINED, 0) + states.get(State.DURABLE, 0),
+            dropped=tally.dropped,
+            slots_total=self.admission.slots_total,
+            slots_used=self.admission.slots_used,
+            max_staleness=self.admission.max_staleness,
+            policy=self.admission.policy,
+            mean_tokens=tally.mean_tokens,
+        )
+
+    @property
+    def may_draw(self) -> bool:
+        """Is there, or may there come, a prompt that nobody has got?"""
+        return not self.is_stopping and self.cursor.has_next
+
+    # ---- inside
+
+    def _rebuild(self) -> None:
+        """Admission from the ledger: at the start, after a rewind, and when the ledger could not be written."""
+        places = [
+            LinePlace(row.group_id, row.version, _STAGES.get(row.state, Stage.TAKEN)) for row in self.ledger.line()
+        ]
+        overdue = self.admission.restore(
+            places, next_step=self.ledger.next_step, newest_version=self.ledger.newest_version
+        )
+        self._drop_overdue(overdue)
+
+    def _row(self, group_id: int) -> Row:
+        row = self.ledger.find(group_id)
+        if row is None:
+            raise LedgerError(f"group {group_id} was never drawn")
+        return row
+
+    def _owned_by(self, rollout: str) -> list[Row]:
+        return [row for row in self.ledger.rows(State.DISPATCHED, State.REQUEUED) if row.rollout == rollout]
+
+    def _held(self, group_id: int, attempt: int, rollout: str) -> Row | None:
+        row = self.ledger.find(group_id)
+        if row is None or row.state not in (State.DISPATCHED, State.REQUEUED):
+            return None
+        return row if (row.attempt, row.rollout) == (attempt, rollout) else None
+
+    def _partial(self, group_id: int) -> tuple[Sample, ...]:
+        data = self.ledger.payload(group_id)
+        return () if data is None else decode_partial(group_id, data)
+
+    def _group(self, group_id: int) -> Group:
+        row = self._row(group_id)
+        if row.state not in (State.READY, State.CLAIMED, State.TRAINED):
+            raise LedgerError(f"group {group_id} is {row.state}: it has no payload to fetch")
+        return decode_group(group_id, self.ledger.payload(group_id) or b"")
+
+    def _meta_of(self, row: Row) -> GroupMeta:
+        meta = self._metas.get(row.group_id)
+        if meta is None:
+            meta = self._metas[row.group_id] = _meta(self._group(row.group_id), row.version)
+        return meta
+
+
+def _meta(group: Group, version: int) -> GroupMeta:
+    return GroupMeta(
+        group_id=group.group_id,
+        num_tokens=tuple(sample.num_tokens for sample in group.samples),
+        loss_tokens=tuple(int(sample.loss_mask.sum()) for sample in group.samples),
+        rewards=tuple(float(reward) for reward in group.rewards),
+        oldest_version=version,
+    )
+
+
+def _oldest(partial: tuple[Sample, ...], version: int) -> int:
+    """Oldest stamp of unfinished samples, or of what starts now at `version`."""
+    stamps = [stamp for stamp in (sample.oldest_version() for sample in partial) if stamp >= 0]
+    return min([*stamps, version]) if version >= 0 else min(stamps, default=NO_VERSION)

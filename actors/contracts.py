@@ -1,0 +1,257 @@
+"""What each role answers to: the typed handlers other roles may call. References are typed by these classes.
+
+A contract only declares; the role class derives from it and implements every handler. Deadlines are defaults
+and may be shortened per call with `with_deadline(ref, seconds)`.
+"""
+
+from __future__ import annotations
+
+from ..core.actor import Actor
+from ..core.handlers import call, cast, durable_put
+from ..core.messages import (
+    BufferStats,
+    Claim,
+    DrawReply,
+    DrawRequest,
+    EngineStatus,
+    EvalRequest,
+    EvalResult,
+    GroupDropped,
+    GroupReturned,
+    PutResult,
+    RunStatus,
+    StepReport,
+    Telemetry,
+    WeightAck,
+    WeightManifest,
+)
+from ..core.samples import Group, Prompt, TrainShard
+
+
+class BufferContract(Actor):
+    """Prompt cursor, ledger, finished groups, admission."""
+
+    @call(deadline=60, reentrant=True)
+    async def draw(self, request: DrawRequest) -> DrawReply:
+        """Long poll for work; admission by the staleness policy happens here."""
+        raise NotImplementedError
+
+    @durable_put(key="group.prompt.group_id", deadline=60)
+    async def put_group(self, group: Group, attempt: int, rollout: str) -> PutResult:
+        """A finished group with rewards. Effectively once."""
+        raise NotImplementedError
+
+    @call(deadline=10)
+    async def adopted(self, rollout: str, epoch: int, version: int) -> None:
+        """An engine serves that version now; a draw of that rollout that is waiting is judged by it."""
+        raise NotImplementedError
+
+    @call(deadline=30)
+    async def drop_group(self, dropped: GroupDropped) -> None:
+        """A group that will never be finished."""
+        raise NotImplementedError
+
+    @call(deadline=30)
+    async def return_group(self, returned: GroupReturned) -> None:
+        """A group to be continued elsewhere."""
+        raise NotImplementedError
+
+    @call(deadline=30)
+    async def rollout_gone(self, rollout: str, epoch: int) -> int:
+        """All groups assigned to that incarnation go back to REQUEUED; returns how many."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True)
+    async def claim(self, step: int, wait_s: float) -> Claim:
+        """Long poll for a whole batch to train from version `step`. Claiming a step again returns the same groups."""
+        raise NotImplementedError
+
+    @call(deadline=60)
+    async def fetch(self, group_ids: tuple[int, ...]) -> tuple[Group, ...]:
+        """Payloads of claimed groups, in the order asked for."""
+        raise NotImplementedError
+
+    @call(deadline=30)
+    async def trained(self, step: int) -> None:
+        """The claim of `step` was trained; version `step + 1` exists. Idempotent."""
+        raise NotImplementedError
+
+    @call(deadline=30)
+    async def durable(self, version: int) -> None:
+        """A checkpoint covers everything trained up to `version`; payloads before it may go. Idempotent."""
+        raise NotImplementedError
+
+    @call(deadline=30)
+    async def rewind(self, version: int) -> int:
+        """The trainer restarted from the checkpoint of `version`: groups trained after it are READY again."""
+        raise NotImplementedError
+
+    @call(deadline=10)
+    async def set_admission(self, max_staleness: int | None = None, policy: str | None = None) -> BufferStats:
+        """Change the staleness bound or policy while running; None leaves a value as it is."""
+        raise NotImplementedError
+
+    @call(deadline=10)
+    async def set_paused(self, is_paused: bool) -> None:
+        """Stop or go on handing out work."""
+        raise NotImplementedError
+
+    @call(deadline=10)
+    async def stop_drawing(self) -> None:
+        """No new prompts; claims end with `finished` once a whole batch cannot be formed any more."""
+        raise NotImplementedError
+
+    @call(deadline=10)
+    async def stats(self) -> BufferStats:
+        """Counts by state."""
+        raise NotImplementedError
+
+
+class RolloutContract(Actor):
+    """One engine and the workflows that use it."""
+
+    @call(deadline=120, reentrant=True)
+    async def prepare_weights(self, manifest: WeightManifest) -> WeightAck:
+        """Phase 1 of adoption: bytes arrive beside the old weights."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True)
+    async def commit_weights(self, version: int) -> WeightAck:
+        """Phase 2: the next token is stamped with `version`."""
+        raise NotImplementedError
+
+    @call(deadline=600, reentrant=True)
+    async def evaluate(self, request: EvalRequest) -> EvalResult:
+        """Answer held-out prompts; does not touch the ledger."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def status(self) -> EngineStatus:
+        """Engine version and load."""
+        raise NotImplementedError
+
+    @cast
+    async def fence(self, reason: str) -> None:
+        """The engine missed a deadline or serves the wrong weights: the actor fails and is built anew."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True)
+    async def drain(self) -> int:
+        """Abort what runs, return it with its tokens to the buffer; returns the number of groups returned."""
+        raise NotImplementedError
+
+
+class TrainerContract(Actor):
+    """One rank of the trainer gang; rank 0 leads."""
+
+    @call(deadline=600)
+    async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> dict[str, float]:
+        """This rank's part of one step; returns the metrics (reduced over ranks)."""
+        raise NotImplementedError
+
+    @call(deadline=600)
+    async def publish(self, version: int) -> WeightManifest | None:
+        """Gather and write the weights; the manifest on rank 0, None elsewhere."""
+        raise NotImplementedError
+
+    @call(deadline=1800)
+    async def save_checkpoint(self, folder: str) -> None:
+        """Collective checkpoint of all ranks."""
+        raise NotImplementedError
+
+    @call(deadline=1800)
+    async def export_hf(self, folder: str) -> None:
+        """Collective export to a HuggingFace folder."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def release_weights(self, version: int) -> None:
+        """No engine reads that version any more (leader only)."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def run_leader(self, start_version: int) -> None:
+        """Leader only: start the loop claim -> train -> publish from that version."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def stop_leader(self, reason: str) -> None:
+        """Leader only: end the loop after the step in hand, then save and export as configured."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def set_knobs(self, knobs: dict[str, float]) -> None:
+        """Live values (for example `lr`) used from the next step on."""
+        raise NotImplementedError
+
+
+class CoordinatorContract(Actor):
+    """Run state machine, version clock, adoption of weights, evaluation, the end of the run."""
+
+    @call(deadline=60, reentrant=True)
+    async def version_made(self, manifest: WeightManifest | None, report: StepReport) -> None:
+        """The trainer made a version: adopt it on the engines, one after another."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def rollout_ready(self, status: EngineStatus, epoch: int) -> None:
+        """An engine serves and may be given weights."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def trainer_ready(self, version: int, manifest: WeightManifest | None, facts: dict[str, str]) -> None:
+        """The gang is up at `version`."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def trainer_finished(self, version: int, reason: str) -> None:
+        """The leader's loop ended (all steps done, or no more data)."""
+        raise NotImplementedError
+
+    @cast
+    async def actor_failed(self, name: str, error: str) -> None:
+        """An actor hit an error that ends the run."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def status(self) -> RunStatus:
+        """Where the run stands."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def set_max_staleness(self, max_staleness: int) -> BufferStats:
+        """Change eta while running."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def stop(self, reason: str) -> None:
+        """End the run in good order."""
+        raise NotImplementedError
+
+
+class DataContract(Actor):
+    """Anything that hands out held-out prompts (the buffer does)."""
+
+    @call(deadline=30)
+    async def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
+        """The evaluation set, at most `limit` prompts."""
+        raise NotImplementedError
+
+
+class MonitorContract(Actor):
+    """Sinks for metrics, events and spans. Lossy: training never waits for it."""
+
+    @cast
+    async def telemetry(self, bundle: Telemetry) -> None:
+        """Take a bundle."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def snapshot(self) -> dict[str, dict[str, float]]:
+        """Latest values per source, and time shares per actor under `time/<actor>`."""
+        raise NotImplementedError
+
+    @call(deadline=60)
+    async def finish(self) -> str:
+        """Flush all sinks, close the trace; returns the run directory."""
+        raise NotImplementedError

@@ -1,0 +1,174 @@
+"""From the columns of a row to a prompt: which column is what, and what may stand in it.
+
+Pure. Knows the presets; must not know files. Conventions: slime and miles (prompt, label, metadata), verl (prompt,
+reward_model, data_source, extra_info), chat (messages).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+import orjson
+
+from ...core.config import DataSettings
+from ...core.suggestion import suggest
+from ...core.samples import Message
+from .conversation import parse_messages
+from .row_file import Columns, RowError
+
+SHOWN_COLUMNS = 12
+DEMONSTRATION = "demonstration"
+DEMONSTRATION_TURNS = "demonstration_turns"
+
+
+class Item(msgspec.Struct, frozen=True):
+    """What a row means."""
+
+    messages: tuple[Message, ...]
+    label: str
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One thing a row holds."""
+
+    key: str
+    """Column name, dots reaching into objects; empty = not in this layout."""
+    setting: str
+    """The key of the run file that names it."""
+    is_required: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Column names of a convention."""
+
+    prompt: str
+    label: str
+    metadata: str
+    source: str = ""
+    """A column whose value is added to the metadata under its own name."""
+
+
+PRESETS: Mapping[str, Preset] = {
+    "slime": Preset("prompt", "label", "metadata"),
+    "verl": Preset("prompt", "reward_model.ground_truth", "extra_info", source="data_source"),
+    "chat": Preset("messages", "label", "metadata"),
+    "plain": Preset("prompt", "label", ""),
+}
+
+
+class Layout:
+    """How the rows of a run's data are read."""
+
+    def __init__(self, settings: DataSettings, *, needs_label: bool = False, needs_demonstration: bool = False) -> None:
+        preset = PRESETS[settings.preset]
+        self._is_chat = settings.preset == "chat"
+        self._system = settings.system
+        self._needs_demonstration = needs_demonstration
+        self._source = preset.source
+        prompt_setting = "messages_key" if self._is_chat else "prompt_key"
+        prompt_key = settings.messages_key if self._is_chat else settings.prompt_key
+        self._prompt = Column(prompt_key or preset.prompt, prompt_setting, is_required=True)
+        must_have_label = needs_label or bool(settings.label_key) or settings.preset in ("plain", "verl")
+        self._label = Column(settings.label_key or preset.label, "label_key", must_have_label)
+        self._metadata = Column(settings.metadata_key or preset.metadata, "metadata_key", bool(settings.metadata_key))
+        self._answer = Column(settings.answer_key, "answer_key", bool(settings.answer_key) and needs_demonstration)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Top-level columns that are looked at. A name with dots is also looked for as it is."""
+        keys = (self._prompt.key, self._label.key, self._metadata.key, self._answer.key, self._source)
+        return tuple(name for key in keys if key for name in (key, key.partition(".")[0]))
+
+    def item(self, columns: Columns) -> Item:
+        """The meaning of a row. Raises RowError."""
+        messages = parse_messages(_value(columns, self._prompt), self._prompt.key)
+        metadata = self._metadata_of(columns)
+        messages = self._take_demonstration(columns, messages, metadata)
+        if self._system and messages[0].role != "system":
+            messages = (Message(role="system", content=self._system), *messages)
+        return Item(messages, self._label_of(columns), metadata)
+
+    def _label_of(self, columns: Columns) -> str:
+        value = _value(columns, self._label)
+        if value is None:
+            return ""
+        return value if isinstance(value, str) else _json(value, self._label.key)
+
+    def _metadata_of(self, columns: Columns) -> dict[str, Any]:
+        value = _value(columns, self._metadata)
+        if value is not None and not isinstance(value, dict):
+            raise RowError(
+                f'column "{self._metadata.key}" holds {type(value).__name__}, not an object',
+                "make it an object, or name another column with data.metadata_key",
+            )
+        metadata = dict(cast("dict[str, Any]", value or {}))
+        _json(metadata, self._metadata.key)
+        if self._source and columns.get(self._source) is not None:
+            metadata.setdefault(self._source, columns[self._source])
+        return metadata
+
+    def _take_demonstration(
+        self, columns: Columns, messages: tuple[Message, ...], metadata: dict[str, Any]
+    ) -> tuple[Message, ...]:
+        """Put the answer to be learnt into the metadata; what is left is the prompt."""
+        answer = _value(columns, self._answer)
+        if isinstance(answer, str):
+            metadata[DEMONSTRATION] = answer
+        elif answer is not None:
+            turns = parse_messages(answer, self._answer.key)
+            metadata[DEMONSTRATION_TURNS] = [{"role": turn.role, "content": turn.content} for turn in turns]
+        elif self._is_chat and messages[-1].role == "assistant":
+            metadata[DEMONSTRATION] = messages[-1].content
+            messages = messages[:-1]
+        elif self._needs_demonstration:
+            raise RowError(
+                f'the last message of "{self._prompt.key}" is from {messages[-1].role}: there is no demonstration',
+                "end the conversation with an assistant message, or name a column with data.answer_key",
+            )
+        if not messages or messages[-1].role in ("assistant", "system"):
+            last = messages[-1].role if messages else "nobody"
+            raise RowError(
+                f'the prompt in "{self._prompt.key}" ends with a message from {last}: there is nothing to answer',
+                'end it with a user message, or use preset = "chat" if the last message is the answer',
+            )
+        return messages
+
+
+def _value(columns: Columns, column: Column) -> Any:
+    """The value of a column, None if it may be missing. Raises RowError."""
+    if not column.key:
+        return None
+    level: Any = columns
+    path = [column.key] if column.key in columns else column.key.split(".")
+    for depth, part in enumerate(path):
+        table = cast("Columns", level) if isinstance(level, dict) else {}
+        if part not in table:
+            if column.is_required:
+                raise _missing(column, ".".join(path[:depth]), table, part)
+            return None
+        level = table[part]
+    if level is None and column.is_required:
+        raise RowError(f'column "{column.key}" is null', f"fill it, or name another column with data.{column.setting}")
+    return level
+
+
+def _missing(column: Column, above: str, table: Columns, part: str) -> RowError:
+    names = sorted(table)
+    shown = ", ".join(names[:SHOWN_COLUMNS]) + (", ..." if len(names) > SHOWN_COLUMNS else "")
+    holder = f'"{above}"' if above else "the row"
+    near = suggest(part, names)
+    remedy = f"name it with data.{column.setting}" + (f"; {near}" if "did you mean" in near else "")
+    return RowError(f'column "{column.key}" is missing; {holder} has {shown or "no columns"}', remedy)
+
+
+def _json(value: object, key: str) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except (TypeError, ValueError) as error:
+        raise RowError(f'column "{key}" cannot be written as JSON: {error}', "store it as text") from error

@@ -1,0 +1,80 @@
+"""The prompts of a run: draw number in, prompt out, a pure function of data and seed. The cursor is the ledger's.
+
+Knows rows and orders. Must not know who draws, or what has been drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from ...core.config import DataSettings, RunConfig
+from ...core.config.source import parse_sources
+from ...core.samples import Prompt
+from .layout import Layout
+from .order import Order
+from .row_set import RowSet
+
+LABEL_REWARDS = frozenset({"exact", "numeric", "math"})
+"""Built-in rewards that compare with the label."""
+
+
+class PromptDataset:
+    """Training prompts in draw order, and the held-out ones."""
+
+    def __init__(self, rows: RowSet, held_out: RowSet | None, settings: DataSettings, seed: int) -> None:
+        self._rows = rows
+        self._held_out = held_out
+        self._max_passes = settings.max_passes
+        self._order = Order(len(rows), seed, is_shuffled=settings.shuffle)
+        order = f"seed {seed}" if settings.shuffle else "file order"
+        self._fingerprint = hashlib.blake2b(f"{rows.digest} {order}".encode(), digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        """Rows in one pass."""
+        return len(self._rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal exactly when every draw gives the same prompt (but for file names): a ledger belongs to one."""
+        return self._fingerprint
+
+    @property
+    def num_bad(self) -> int:
+        """Rows left out because they are bad."""
+        return self._rows.num_bad + (self._held_out.num_bad if self._held_out is not None else 0)
+
+    @property
+    def bad_rows(self) -> tuple[str, ...]:
+        """What is wrong with the first few of them."""
+        return (*self._rows.bad_rows, *(self._held_out.bad_rows if self._held_out is not None else ()))
+
+    def prompt(self, draw: int) -> Prompt | None:
+        """The prompt of a draw (from 0), or None when all passes are over. Raises DataError if the row has changed."""
+        if draw < 0:
+            raise ValueError(f"draws count from 0, not {draw}")
+        pass_index, at = divmod(draw, len(self._rows))
+        if self._max_passes and pass_index >= self._max_passes:
+            return None
+        row = self._order.row(pass_index, at)
+        return self._rows.prompt(row, group_id=draw, pass_index=pass_index)
+
+    def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
+        """The first held-out prompts. Their group ids are -1, -2, ..., so that they are never taken for draws."""
+        if self._held_out is None:
+            return ()
+        count = min(limit, len(self._held_out))
+        return tuple(self._held_out.prompt(row, group_id=-1 - row, pass_index=0) for row in range(count))
+
+
+def open_prompts(config: RunConfig) -> PromptDataset:
+    """Open and check all data of a run. Raises ConfigError for files that are not there, DataError for bad rows."""
+    data = config.data
+    is_sft = config.algo.kind == "sft"
+    needs_label = config.reward.fn in LABEL_REWARDS and not is_sft
+    skips_bad = data.on_bad_line == "skip"
+    layout = Layout(data, needs_label=needs_label, needs_demonstration=is_sft)
+    rows = RowSet(parse_sources(data.train), layout, key="data.train", skips_bad=skips_bad)
+    held_out = None
+    if config.eval.data:
+        held_out = RowSet(parse_sources(config.eval.data), layout, key="eval.data", skips_bad=skips_bad)
+    return PromptDataset(rows, held_out, data, config.run.seed)

@@ -1,0 +1,113 @@
+"""The chosen rows of one or several files: every row is looked at once at the start, and read again when drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from ...core.config.source import Source
+from ...core.errors import DataError, MyxaError
+from ...core.samples import Prompt
+from .jsonl import JsonlFile
+from .layout import Item, Layout
+from .parquet import ParquetFile
+from .row_file import PARQUET_MAGIC, RowError, RowFile, check_data_file
+
+SHOWN_BAD_ROWS = 5
+_encode = msgspec.json.Encoder(order="deterministic").encode
+
+
+def open_rows(path: str, layout: Layout, key: str) -> RowFile:
+    """A data file by what it holds. Raises ConfigError naming `key`, DataError."""
+    head = check_data_file(path, key)
+    if head.startswith(PARQUET_MAGIC) or path.endswith(".parquet"):
+        return ParquetFile(path, layout.columns)
+    return JsonlFile(path)
+
+
+class RowSet:
+    """All good rows, in the order of files and rows."""
+
+    def __init__(self, sources: Sequence[Source], layout: Layout, *, key: str, skips_bad: bool = False) -> None:
+        """Look at every chosen row. Raises DataError for the first bad one (unless they are skipped) or if none is
+        left, ConfigError for a file that is not there."""
+        self._layout = layout
+        self._sources = [str(source) for source in sources]
+        self._files: list[RowFile] = []
+        self._file_of = array("l")
+        self._row_of = array("q")  # in the file
+        self._number_of = array("q")  # in the slice
+        self._checksums = array("I")
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.num_bad = 0
+        self.bad_rows: list[str] = []
+        """What is wrong with the first few."""
+        for source in sources:
+            self._add(source, open_rows(source.path, layout, key), skips_bad=skips_bad)
+        if not self._row_of:
+            raise DataError(
+                f"{key}: none of the {self.num_bad} rows is good; the first: {self.bad_rows[0]}",
+                remedy="mend them, or see whether data.preset is right",
+            )
+
+    def _add(self, source: Source, file: RowFile, *, skips_bad: bool) -> None:
+        rows = source.rows(file.num_rows)
+        if not rows:
+            raise DataError(f"{source}: the slice is empty; the file has {file.num_rows} rows", remedy="mend the slice")
+        self._files.append(file)
+        for number, row in enumerate(rows):
+            try:
+                encoded = _encode(self._layout.item(file.read(row)))
+            except RowError as bad:
+                if not skips_bad:
+                    raise DataError(f"{file.place(row)}: {bad.cause}", remedy=bad.remedy) from bad
+                self._note_bad(f"{file.place(row)}: {bad.cause}")
+                continue
+            self._file_of.append(len(self._files) - 1)
+            self._row_of.append(row)
+            self._number_of.append(number)
+            self._checksums.append(zlib.crc32(encoded))
+            self._hash.update(len(encoded).to_bytes(8, "little") + encoded)
+
+    def _note_bad(self, text: str) -> None:
+        self.num_bad += 1
+        if len(self.bad_rows) < SHOWN_BAD_ROWS:
+            self.bad_rows.append(text)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    @property
+    def digest(self) -> str:
+        """Hash of what all good rows mean, in order."""
+        return self._hash.hexdigest()
+
+    def prompt(self, index: int, *, group_id: int, pass_index: int) -> Prompt:
+        """The good row number `index` as a prompt. Raises DataError if it is not what it was at the start."""
+        item = self._read_again(index)
+        return Prompt(
+            group_id=group_id,
+            row=self._number_of[index],
+            pass_index=pass_index,
+            messages=item.messages,
+            label=item.label,
+            metadata=item.metadata,
+            source=self._sources[self._file_of[index]],
+        )
+
+    def _read_again(self, index: int) -> Item:
+        file, row = self._files[self._file_of[index]], self._row_of[index]
+        changed: MyxaError = DataError(
+            f"{file.place(row)}: the row has changed since the run started", remedy="leave data alone during a run"
+        )
+        try:
+            item = self._layout.item(file.read(row))
+        except RowError as error:
+            raise changed from error
+        if zlib.crc32(_encode(item)) != self._checksums[index]:
+            raise changed
+        return item

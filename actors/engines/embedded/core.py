@@ -1,0 +1,282 @@
+"""Continuous batching, one step at a time: waiting requests are admitted between decode steps, ended rows make room.
+
+Synchronous and single-threaded: whoever owns it calls `step` and takes the events. Knows model, cache and sampler;
+knows no threads, no asyncio, no clock.
+
+    submit -> waiting -> (prefill) -> row -> ... -> end delta
+                ^------- retract -------|
+
+Requests with the same context that are admitted together (the members of a group) are prefilled once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from ....core.errors import EngineError
+from ....core.protocols import Delta, GenerateRequest, PauseMode
+from ....core.samples import I32, FinishReason
+from ...models.model_config import ModelConfig
+from .arrays import as_tensor
+from .kv import SlotCache
+from .model import DecodeAttention, Decoder, PrefillAttention
+from .request import Running, check_request, make_running
+from .sampler import draw, stream_state
+from .slots import SlotTable
+from .weights import DecoderWeights
+
+PREFILL_TOKENS = 4096
+"""Prompt tokens per step at most (one prompt at least), so that a flood of prompts does not starve running rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something to tell the owner of a request: new tokens, or the error that ended it."""
+
+    owner: object
+    news: Delta | EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class CoreOptions:
+    """Sizes and habits."""
+
+    num_slots: int
+    context_length: int
+    eos_token_ids: frozenset[int]
+    seed: int = 0
+    version: int = 0
+    stream_interval: int = 16
+    """Tokens are told of every so many steps, and when a request ends; 0 = only then."""
+    name: str = "embedded engine"
+
+
+def _everything(request: Running) -> bool:
+    return True
+
+
+_EMPTY_I32: I32 = np.zeros(0, dtype=np.int32)
+_NOTHING = Delta(
+    output_ids=_EMPTY_I32, logprobs=np.zeros(0, dtype=np.float32), versions=_EMPTY_I32, finish="abort"
+)
+"""The end of a request that had no untold token."""
+
+
+class EngineCore:
+    """The engine without its thread."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, options: CoreOptions) -> None:
+        self._config = config
+        self._weights = weights
+        self._options = options
+        self._decoder = Decoder(config, options.context_length)
+        self._cache = SlotCache(config, options.num_slots, options.context_length, weights.dtype)
+        self._slots = SlotTable(self._cache, options.num_slots, options.context_length, config.vocab_size)
+        self._waiting: deque[Running] = deque()
+        self._ids: set[str] = set()
+        self._events: list[Event] = []
+        self._random = Random(options.seed)
+        self._steps_untold = 0
+        self.version = options.version
+        self.is_paused = False
+
+    # -- state
+
+    @property
+    def num_running(self) -> int:
+        """Rows that decode, or stand still in a pause."""
+        return len(self._slots)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return not self.is_paused and bool(self._slots.rows or self._waiting)
+
+    def take_events(self) -> list[Event]:
+        """What happened since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    # -- requests
+
+    def submit(self, request: GenerateRequest, owner: object) -> None:
+        """Queue a request; its events carry `owner`. Raises EngineError if it cannot be served."""
+        check_request(
+            request,
+            vocab_size=self._config.vocab_size,
+            context_length=self._options.context_length,
+            place=self._options.name,
+        )
+        if request.request_id in self._ids:
+            raise EngineError(
+                f"{self._options.name}: request {request.request_id!r} is running already",
+                remedy="give every request its own id, or abort the first",
+            )
+        seed = request.sampling.seed
+        state = stream_state(self._random.getrandbits(64) if seed is None else seed)
+        self._ids.add(request.request_id)
+        self._waiting.append(make_running(request, owner, self._options.eos_token_ids, state))
+
+    def abort(self, is_meant: Callable[[Running], bool] = _everything) -> None:
+        """End the requests that are meant (all); their last delta says "abort" and holds what was not told."""
+        for row in reversed(range(len(self._slots))):
+            if is_meant(self._slots.rows[row]):
+                self._end(row, "abort")
+        waiting, self._waiting = self._waiting, deque()
+        for request in waiting:
+            if is_meant(request):
+                self._forget(request, _NOTHING)
+            else:
+                self._waiting.append(request)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stand still until `resume`; what becomes of running requests is in the table below."""
+        self.is_paused = True
+        _WHEN_PAUSED[mode](self)
+
+    def resume(self) -> None:
+        """Go on."""
+        self.is_paused = False
+
+    def retract(self) -> None:
+        self.tell()
+        rows = [self._slots.retract(row) for row in reversed(range(len(self._slots)))]
+        self._waiting.extendleft(rows)
+
+    def swap(self, weights: DecoderWeights, version: int, mode: PauseMode) -> DecoderWeights:
+        """Serve other weights from the next token on; returns the old ones. `mode` is as in `pause`."""
+        was_paused = self.is_paused
+        self.pause(mode)
+        self.is_paused = was_paused
+        self.tell()
+        old, self._weights = self._weights, weights
+        self.version = version
+        return old
+
+    # -- steps
+
+    @torch.inference_mode()
+    def step(self) -> int:
+        """Admit what fits, then one token for every row. Returns the number of tokens drawn."""
+        if self.is_paused:
+            return 0
+        drawn = self._admit()
+        if self._slots.rows:
+            ids, positions = self._slots.inputs()
+            attention = DecodeAttention(self._cache, positions, self._weights.dtype, self._config.num_kv_heads)
+            logits = self._decoder.forward(self._weights, as_tensor(ids), as_tensor(positions), attention)
+            drawn += len(self._slots)
+            self._draw(logits, 0)
+        self._steps_untold += 1
+        if self._steps_untold == self._options.stream_interval:
+            self.tell()
+        return drawn
+
+    def _admit(self) -> int:
+        """Prefill waiting requests into free slots and draw their first token."""
+        new = self._next_requests()
+        if not new:
+            return 0
+        first = len(self._slots)
+        members: dict[bytes, list[int]] = {}
+        for row, request in enumerate(new, start=first):
+            members.setdefault(request.context.tobytes(), []).append(row)
+        # Packed by length, so that prompts of equal length are attended to side by side.
+        unique = sorted(members.values(), key=lambda rows: len(new[rows[0] - first].context))
+        contexts = [new[rows[0] - first].context for rows in unique]
+        logits = self._prefill(contexts, [rows[0] for rows in unique])
+        which = np.zeros(len(new), dtype=np.int64)
+        for number, rows in enumerate(unique):
+            which[np.asarray(rows) - first] = number
+            for row in rows[1:]:
+                self._cache.copy_row(rows[0], row, len(contexts[number]))
+        self._slots.add(new)
+        self._draw(logits[as_tensor(which)], first)
+        return len(new)
+
+    def _next_requests(self) -> list[Running]:
+        """Requests for the free slots, as long as their distinct contexts stay within a step's share of tokens."""
+        new: list[Running] = []
+        seen: set[bytes] = set()
+        room = PREFILL_TOKENS
+        while self._waiting and len(new) < self._slots.num_free:
+            context = self._waiting[0].context
+            key = context.tobytes()
+            if key not in seen:
+                if new and len(context) > room:
+                    break
+                seen.add(key)
+                room -= len(context)
+            new.append(self._waiting.popleft())
+        return new
+
+    def _prefill(self, contexts: list[I32], rows: list[int]) -> torch.Tensor:
+        """Run contexts (sorted by length) into their slots; logits [contexts, vocabulary] after each."""
+        lengths = [len(context) for context in contexts]
+        attention = PrefillAttention(self._cache, rows, lengths)
+        ids = as_tensor(np.concatenate(contexts).astype(np.int64))
+        lasts = as_tensor(np.cumsum(lengths) - 1)
+        return self._decoder.forward(self._weights, ids, as_tensor(attention.positions), attention, lasts)
+
+    def _draw(self, logits: torch.Tensor, first: int) -> None:
+        """Draw and record a token for rows first..n-1; end the rows that are done."""
+        drawn = draw(logits, self._slots.sampling(first))
+        stopped, ended = self._slots.append(first, drawn.ids, drawn.logprobs, self.version)
+        ended |= ~drawn.is_finite
+        if not ended.any():
+            return
+        for offset in reversed(np.flatnonzero(ended).tolist()):
+            if drawn.is_finite[offset]:
+                self._end(first + offset, "stop" if stopped[offset] else "length")
+            else:
+                self._fail(first + offset)
+
+    # -- endings and news
+
+    def _end(self, row: int, finish: FinishReason) -> None:
+        news = self._slots.news(row, finish)
+        self._forget(self._slots.remove(row), news)
+
+    def _fail(self, row: int) -> None:
+        """End a row whose logits are NaN or infinite, and wipe what it left in the cache."""
+        request = self._slots.rows[row]
+        error = EngineError(
+            f"{self._options.name}: request {request.request_id!r}: the logits of weight version {self.version} are "
+            f"not finite after {int(self._slots.lengths[row]) - 1} tokens",
+            remedy="the weights hold NaN or overflow: look at the trainer's gradient norm, lower the learning rate",
+        )
+        self._cache.clear_row(row)
+        self._forget(self._slots.remove(row), error)
+
+    def _forget(self, request: Running, news: Delta | EngineError) -> None:
+        self._ids.discard(request.request_id)
+        self._events.append(Event(request.owner, news))
+
+    def tell(self) -> None:
+        """Hand out all tokens that were not."""
+        self._steps_untold = 0
+        for row, request in enumerate(self._slots.rows):
+            if self._slots.has_news(row):
+                self._events.append(Event(request.owner, self._slots.news(row)))
+
+
+_WHEN_PAUSED: Mapping[PauseMode, Callable[[EngineCore], None]] = MappingProxyType(
+    {
+        "abort": EngineCore.abort,
+        "retract": EngineCore.retract,
+        "in_place": EngineCore.tell,
+    }
+)
+"""abort: all requests end; retract: rows go back to waiting and are prefilled anew; in_place: rows keep their cache."""

@@ -1,0 +1,112 @@
+"""Drawing tokens from logits, one random number per token, and the log-prob of what was drawn.
+
+Log-probs are those of `logits / temperature` over the whole vocabulary, before top-p and top-k cut it down: what SGLang
+returns and what a trainer that divides its logits by the temperature computes. Greedy requests (temperature 0) report
+the log-prob at temperature 1, as SGLang does.
+
+Randomness is counter-based: the number for a token depends on the request's seed and the token's position only, so a
+seeded request draws the same tokens alone or in a crowd, and when it is continued after an abort. (Logits themselves
+differ by about 1e-7 with the size of the batch; a draw can only change where it falls that close to a boundary.)
+Libraries considered: torch.multinomial has one generator for the whole batch; `exponential_` over the whole vocabulary
+costs more than a layer of a small model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....core.samples import F32
+from .arrays import F64, U64, Flags, Index, as_tensor
+
+MASK_64 = (1 << 64) - 1
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SHIFTS = (30, 27, 31)
+NO_TOP_K = -1
+
+
+def stream_state(seed: int) -> int:
+    """Start of a request's stream of random numbers; neighbouring seeds start far apart."""
+    z = (seed * GOLDEN_GAMMA + GOLDEN_GAMMA) & MASK_64
+    for shift, factor in zip(SHIFTS, (*FACTORS, 1), strict=True):
+        z = ((z ^ (z >> shift)) * factor) & MASK_64
+    return z
+
+
+def uniforms(states: U64, positions: Index) -> F64:
+    """Numbers in [0, 1), one per (stream, position): step `position` of SplitMix64 (Steele, Lea and Flood 2014)."""
+    z = states + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN_GAMMA)
+    z = (z ^ (z >> np.uint64(SHIFTS[0]))) * np.uint64(FACTORS[0])
+    z = (z ^ (z >> np.uint64(SHIFTS[1]))) * np.uint64(FACTORS[1])
+    z ^= z >> np.uint64(SHIFTS[2])
+    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each of n rows is drawn from; numpy arrays of length n."""
+
+    temperatures: F32
+    """0: greedy."""
+    top_ps: F32
+    top_ks: Index
+    """-1: no limit."""
+    uniforms: F64
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Result of a draw over n rows."""
+
+    ids: Index
+    logprobs: F32
+    is_finite: Flags
+    """False where the logits hold NaN or infinity; the row's id and log-prob mean nothing."""
+
+
+def draw(logits: Tensor, rows: SamplingRows) -> Drawn:
+    """One token per row of float32 logits [n, vocabulary], by inversion of the cumulative distribution."""
+    greedy = rows.temperatures == 0
+    scale = np.where(greedy, np.float32(1), rows.temperatures)
+    if bool((scale != 1).any()):
+        logits = logits / as_tensor(scale)[:, None]
+    peaks = logits.amax(dim=-1, keepdim=True)
+    masses = (logits - peaks).exp_()
+    cumulated = masses.cumsum(dim=-1, dtype=torch.float64)
+    totals = cumulated[:, -1:]
+    thresholds = as_tensor(rows.uniforms)[:, None]
+    ids = torch.searchsorted(cumulated, thresholds * totals, right=True).clamp_(max=logits.shape[-1] - 1)
+    cut = np.flatnonzero(((rows.top_ps < 1) | (rows.top_ks > 0)) & ~greedy)
+    if cut.size:
+        index = as_tensor(cut)
+        ids[index] = _draw_cut(masses[index], totals[index], thresholds[index], rows.top_ps[cut], rows.top_ks[cut])
+    if bool(greedy.any()):
+        index = as_tensor(np.flatnonzero(greedy))
+        ids[index] = logits[index].argmax(dim=-1, keepdim=True)
+    logprobs = logits.gather(1, ids) - peaks - totals.log().float()
+    return Drawn(
+        ids=ids[:, 0].numpy(),
+        logprobs=logprobs[:, 0].numpy(),
+        is_finite=np.isfinite(totals[:, 0].numpy()) & np.isfinite(peaks[:, 0].numpy()),
+    )
+
+
+def _draw_cut(masses: Tensor, totals: Tensor, thresholds: Tensor, top_ps: F32, top_ks: Index) -> Tensor:
+    """Draw from the likeliest tokens only, int64 [m, 1].
+
+    A token stays if those before it in order of probability sum to less than top_p, and it is among the first top_k;
+    both are judged on the full distribution (SGLang's joint order).
+    """
+    ordered, order = masses.sort(dim=-1, descending=True)
+    before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
+    limits = np.where(top_ks > 0, top_ks, masses.shape[-1])
+    stays = before < as_tensor(top_ps.astype(np.float64))[:, None] * totals
+    stays &= torch.arange(masses.shape[-1]) < as_tensor(limits)[:, None]
+    stays[:, 0] = True
+    cumulated = (ordered * stays).cumsum(dim=-1, dtype=torch.float64)
+    ranks = torch.searchsorted(cumulated, thresholds * cumulated[:, -1:], right=True)
+    return order.gather(1, ranks.clamp_(max=masses.shape[-1] - 1))

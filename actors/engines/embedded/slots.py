@@ -1,0 +1,181 @@
+"""Per-row state of the running sequences, in arrays: python touches a row only when it begins, is told of, or ends.
+
+Row r of every array belongs to slot r of the key-value cache; rows 0..n-1 are running. A row's newest token is known
+but not in the cache yet: it is the input of the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ....core.protocols import Delta
+from ....core.samples import F32, I32, FinishReason
+from .arrays import Flags, Index
+from .kv import SlotCache
+from .request import Running
+from .sampler import SamplingRows, uniforms
+
+MAX_STOP_SETS = 64
+
+
+class StopSets:
+    """Distinct sets of stop ids as rows of one table, so that checking n rows is one lookup."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._numbers: dict[frozenset[int], int] = {}
+        self._table: Flags = np.zeros((0, vocab_size), dtype=np.bool_)
+
+    def number(self, stop_ids: frozenset[int]) -> int:
+        """Row of the set; it is added if it is new."""
+        found = self._numbers.get(stop_ids)
+        if found is None:
+            row = np.zeros((1, self._vocab_size), dtype=np.bool_)
+            row[0, list(stop_ids)] = True
+            found = self._numbers[stop_ids] = len(self._table)
+            self._table = np.concatenate([self._table, row])
+        return found
+
+    @property
+    def is_full(self) -> bool:
+        """Time to forget sets that no row uses any more."""
+        return len(self._numbers) >= MAX_STOP_SETS
+
+    def forget(self) -> None:
+        """Start anew; the numbers given out are void."""
+        self._numbers.clear()
+        self._table = self._table[:0]
+
+    def matches(self, numbers: Index, ids: Index) -> Flags:
+        """Whether each id is in its row's set."""
+        return self._table[numbers, ids]
+
+
+class SlotTable:
+    """All running rows. `context_length` bounds prompt plus answer."""
+
+    def __init__(self, cache: SlotCache, num_slots: int, context_length: int, vocab_size: int) -> None:
+        self._cache = cache
+        self.num_slots = num_slots
+        self.rows: list[Running] = []
+        self.lengths: Index = np.zeros(num_slots, dtype=np.int64)
+        """Context plus tokens drawn, the newest included."""
+        self._newest: Index = np.zeros(num_slots, dtype=np.int64)
+        self._limits: Index = np.zeros(num_slots, dtype=np.int64)
+        self._starts: Index = np.zeros(num_slots, dtype=np.int64)
+        """Where the row's own tokens begin: length of its context."""
+        self._told: Index = np.zeros(num_slots, dtype=np.int64)
+        """Tokens before this position were handed out."""
+        self._temperatures: F32 = np.zeros(num_slots, dtype=np.float32)
+        self._top_ps: F32 = np.zeros(num_slots, dtype=np.float32)
+        self._top_ks: Index = np.zeros(num_slots, dtype=np.int64)
+        self._states = np.zeros(num_slots, dtype=np.uint64)
+        self._stop_sets: Index = np.zeros(num_slots, dtype=np.int64)
+        self._ids: I32 = np.zeros((num_slots, context_length), dtype=np.int32)
+        self._logprobs: F32 = np.zeros((num_slots, context_length), dtype=np.float32)
+        self._versions: I32 = np.zeros((num_slots, context_length), dtype=np.int32)
+        self._stops = StopSets(vocab_size)
+        self._scalars = (
+            self.lengths,
+            self._newest,
+            self._limits,
+            self._starts,
+            self._told,
+            self._temperatures,
+            self._top_ps,
+            self._top_ks,
+            self._states,
+            self._stop_sets,
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_free(self) -> int:
+        """Slots without a sequence."""
+        return self.num_slots - len(self.rows)
+
+    def add(self, requests: Sequence[Running]) -> None:
+        """Append rows; their contexts must be in the cache already."""
+        if self._stops.is_full:
+            self._stops.forget()
+            for row, running in enumerate(self.rows):
+                self._stop_sets[row] = self._stops.number(running.stop_ids)
+        for request in requests:
+            row, sampling = len(self.rows), request.sampling
+            self.rows.append(request)
+            self.lengths[row] = self._starts[row] = self._told[row] = len(request.context)
+            self._limits[row] = request.limit
+            self._temperatures[row] = sampling.temperature
+            self._top_ps[row] = sampling.top_p
+            self._top_ks[row] = sampling.top_k
+            self._states[row] = request.state
+            self._stop_sets[row] = self._stops.number(request.stop_ids)
+
+    def inputs(self) -> tuple[Index, Index]:
+        """Newest token and its position of every row."""
+        count = len(self.rows)
+        return self._newest[:count], self.lengths[:count] - 1
+
+    def sampling(self, first: int) -> SamplingRows:
+        """How the next token of rows first..n-1 is drawn."""
+        rows = slice(first, len(self.rows))
+        return SamplingRows(
+            temperatures=self._temperatures[rows],
+            top_ps=self._top_ps[rows],
+            top_ks=self._top_ks[rows],
+            uniforms=uniforms(self._states[rows], self.lengths[rows]),
+        )
+
+    def append(self, first: int, ids: Index, logprobs: F32, version: int) -> tuple[Flags, Flags]:
+        """Record one token for rows first..n-1. Returns (stopped, ended by stop or length) per row."""
+        rows = slice(first, len(self.rows))
+        numbers, places = np.arange(first, len(self.rows)), self.lengths[rows]
+        self._ids[numbers, places] = ids
+        self._logprobs[numbers, places] = logprobs
+        self._versions[numbers, places] = version
+        self._newest[rows] = ids
+        self.lengths[rows] += 1
+        stopped = self._stops.matches(self._stop_sets[rows], ids)
+        return stopped, stopped | (self.lengths[rows] >= self._limits[rows])
+
+    def has_news(self, row: int) -> bool:
+        """Whether there are tokens that were not handed out."""
+        return bool(self._told[row] < self.lengths[row])
+
+    def news(self, row: int, finish: FinishReason | None = None) -> Delta:
+        """The row's tokens since the last call."""
+        new = slice(int(self._told[row]), int(self.lengths[row]))
+        self._told[row] = self.lengths[row]
+        ids = self._ids[row, new].copy()
+        return Delta(
+            output_ids=ids,
+            logprobs=self._logprobs[row, new].copy(),
+            versions=self._versions[row, new].copy(),
+            finish=finish,
+            matched=int(ids[-1]) if finish == "stop" else None,
+        )
+
+    def remove(self, row: int) -> Running:
+        """Take a row out; the last row moves into its place."""
+        gone, last = self.rows[row], len(self.rows) - 1
+        if row != last:
+            length, start = int(self.lengths[last]), int(self._starts[last])
+            self._cache.copy_row(last, row, length - 1)
+            for array in self._scalars:
+                array[row] = array[last]
+            for array in (self._ids, self._logprobs, self._versions):
+                array[row, start:length] = array[last, start:length]
+            self.rows[row] = self.rows[last]
+        self.rows.pop()
+        return gone
+
+    def retract(self, row: int) -> Running:
+        """Take a row out with its tokens in its context, so that it can be prefilled and go on later."""
+        own = self._ids[row, int(self._starts[row]) : int(self.lengths[row])]
+        request = self.rows[row]
+        request.context = np.concatenate([request.context, own])
+        return self.remove(row)

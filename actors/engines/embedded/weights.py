@@ -1,0 +1,157 @@
+"""The weights of a dense decoder in the layout the engine computes with, filled from HuggingFace-named bytes.
+
+Knows names, layouts and dtypes; knows nothing of versions or requests. Differences to the folder's layout, all undone
+by nothing else than the mathematics:
+
+* q, k, v are one matrix, gate and up are one matrix: fewer, larger products;
+* rows of q and k are reordered so that the two halves of a rotary pair are neighbours: a rotation is then one complex
+  multiplication. Scores are dot products of q and k, so a common reordering changes nothing;
+* the attention scale 1/sqrt(head_dim) is inside q (its norm weight, or its matrix where q is not normalised).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....core.errors import EngineError
+from ....core.protocols import NamedArray
+from ...models.model_config import ModelConfig
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "float64": torch.float64,
+        "float32": torch.float32,
+        "float16": torch.float16,
+        "bfloat16": torch.bfloat16,
+    }
+)
+"""Number types that weights may arrive in."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. Matrices are [out, in]."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    """[q heads + kv heads, head_dim], q's part scaled."""
+    out: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class DecoderWeights:
+    """One complete set of weights. `load` overwrites it in place, so that two sets can take turns."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.embedding = torch.zeros(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.norm = torch.zeros(config.hidden_size, dtype=dtype)
+        tied = config.tie_word_embeddings
+        self.head = self.embedding if tied else torch.zeros_like(self.embedding)
+        self.layers = tuple(_empty_layer(config, dtype) for _ in range(config.num_layers))
+
+    def load(self, tensors: Mapping[str, NamedArray], place: str) -> None:
+        """Copy all weights; the bytes in `tensors` are not needed afterwards.
+
+        Raises EngineError naming the tensor and `place` when one is missing or has the wrong shape or type; the set
+        is then half old, half new and must not be served.
+        """
+        source = _Source(self.config, tensors, place)
+        half = self.config.head_dim // 2
+        scale = 1.0 / math.sqrt(self.config.head_dim)
+        num_q = self.config.num_heads * self.config.head_dim
+        num_k = self.config.num_kv_heads * self.config.head_dim
+        source.copy("model.embed_tokens.weight", self.embedding)
+        source.copy("model.norm.weight", self.norm)
+        if self.head is not self.embedding:
+            source.copy("lm_head.weight", self.head)
+        for number, layer in enumerate(self.layers):
+            prefix = f"model.layers.{number}."
+            attention, inner = prefix + "self_attn.", self.config.intermediate_size
+            source.copy(prefix + "input_layernorm.weight", layer.input_norm)
+            source.copy(prefix + "post_attention_layernorm.weight", layer.post_norm)
+            for kind, target in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
+                if target is not None:
+                    source.copy_pairs(f"{attention}q_proj.{kind}", target[:num_q], half)
+                    source.copy_pairs(f"{attention}k_proj.{kind}", target[num_q : num_q + num_k], half)
+                    source.copy(f"{attention}v_proj.{kind}", target[num_q + num_k :])
+            if layer.qk_norm is not None:
+                source.copy_pairs(attention + "q_norm.weight", layer.qk_norm[: self.config.num_heads], half)
+                source.copy_pairs(attention + "k_norm.weight", layer.qk_norm[self.config.num_heads :], half)
+                layer.qk_norm[: self.config.num_heads] *= scale
+            else:
+                layer.qkv[:num_q] *= scale
+                if layer.qkv_bias is not None:
+                    layer.qkv_bias[:num_q] *= scale
+            source.copy(attention + "o_proj.weight", layer.out)
+            source.copy(prefix + "mlp.gate_proj.weight", layer.gate_up[:inner])
+            source.copy(prefix + "mlp.up_proj.weight", layer.gate_up[inner:])
+            source.copy(prefix + "mlp.down_proj.weight", layer.down)
+
+
+def _empty_layer(config: ModelConfig, dtype: torch.dtype) -> LayerWeights:
+    num_heads = config.num_heads + 2 * config.num_kv_heads
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    num_normed = config.num_heads + config.num_kv_heads
+    return LayerWeights(
+        input_norm=torch.zeros(hidden, dtype=dtype),
+        qkv=torch.zeros(num_heads * head_dim, hidden, dtype=dtype),
+        qkv_bias=torch.zeros(num_heads * head_dim, dtype=dtype) if config.attention_bias else None,
+        qk_norm=torch.zeros(num_normed, head_dim, dtype=dtype) if config.has_qk_norm else None,
+        out=torch.zeros(hidden, config.num_heads * head_dim, dtype=dtype),
+        post_norm=torch.zeros(hidden, dtype=dtype),
+        gate_up=torch.zeros(2 * inner, hidden, dtype=dtype),
+        down=torch.zeros(hidden, inner, dtype=dtype),
+    )
+
+
+class _Source:
+    """Named bytes, checked against the config, handed out as tensors."""
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, NamedArray], place: str) -> None:
+        self._shapes = config.tensor_shapes()
+        self._tensors = tensors
+        self._place = place
+
+    def _take(self, name: str) -> Tensor:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise EngineError(
+                f"{self._place}: weight {name} is missing ({len(self._tensors)} weights came)",
+                remedy="trainer and engine must use the same model folder",
+            )
+        spec, shape = tensor.spec, self._shapes[name]
+        dtype = DTYPES.get(spec.dtype)
+        if dtype is None or spec.shape != shape or tensor.data.nbytes != dtype.itemsize * math.prod(shape):
+            raise EngineError(
+                f"{self._place}: weight {name} came as {spec.dtype}{list(spec.shape)} in {tensor.data.nbytes} bytes, "
+                f"the engine needs a float type {list(shape)}",
+                remedy="trainer and engine must use the same model folder",
+            )
+        # torch complains of read-only buffers, which mapped files and received frames are; so the bytes are copied.
+        whole = torch.empty(shape, dtype=dtype)
+        whole.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(tensor.data, dtype=np.uint8)
+        return whole
+
+    def copy(self, name: str, target: Tensor) -> None:
+        target.copy_(self._take(name))
+
+    def copy_pairs(self, name: str, target: Tensor, half: int) -> None:
+        """Copy with index (s, i) of each head's first dimension moved to (i, s): pairs become neighbours."""
+        source = self._take(name)
+        num_heads = source.shape[0] // (2 * half)
+        rest = source.shape[1:]
+        pairs = source.view(num_heads, 2, half, *rest).transpose(1, 2)
+        target.view(-1, half, 2, *rest).copy_(pairs)  # a norm weight, one for all heads, is broadcast

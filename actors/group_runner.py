@@ -1,0 +1,267 @@
+"""From an assignment to a finished group: workflows side by side, each sample rewarded as soon as it is finished.
+
+Knows workflows, rewards and the engine's contract; knows nothing of the ledger, of admission or of other actors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+
+from ..core.clock import Clock
+from ..core.completions import Completion
+from ..core.errors import DataError, EngineError, MyxaError, RewardError, UserCodeError
+from ..core.messages import Assignment, SamplingParams
+from ..core.protocols import Delta, GenerateRequest, Tokenizer
+from ..core.samples import Group, Prompt, Sample, check_sample
+from .workflows.context import Workflow, WorkflowContext
+from .workflows.episode import Episode, Interrupted
+
+T = TypeVar("T")
+
+
+class Outcome(Protocol):
+    """A reward and its named parts."""
+
+    @property
+    def value(self) -> float: ...
+    @property
+    def parts(self) -> dict[str, float]: ...
+
+
+class Scorer(Protocol):
+    """Scores one completion; raises UserCodeError naming function, sample and cause."""
+
+    async def score(self, completion: Completion) -> Outcome:
+        """The reward of one completion."""
+        ...
+
+
+class NoEngine:
+    """Stands where an engine would be when the workflow needs none (demonstrations)."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """Always raises EngineError."""
+        raise EngineError(
+            f"request {request.request_id}: this rollout actor has no engine",
+            remedy='set roles.rollout.kind to "embedded" or "sglang", or use workflow = "demonstration"',
+        )
+
+
+@dataclass(slots=True)
+class RunnerStats:
+    """Running sums since the last `take`."""
+
+    num_tokens: int = 0
+    num_samples: int = 0
+    num_truncated: int = 0
+    reward_s: float = 0.0
+
+    def take(self) -> RunnerStats:
+        """The sums so far; starts again from zero."""
+        taken = RunnerStats(self.num_tokens, self.num_samples, self.num_truncated, self.reward_s)
+        self.num_tokens = self.num_samples = self.num_truncated = 0
+        self.reward_s = 0.0
+        return taken
+
+
+@dataclass(slots=True)
+class Partial(Exception):
+    """The group was interrupted; `samples` are what there is, finished members included."""
+
+    samples: tuple[Sample, ...] = field(default_factory=tuple)
+
+
+@dataclass(slots=True)
+class Load:
+    """What this actor's groups are doing, for the time accounting: who is waited for."""
+
+    generating: int = 0
+    rewarding: int = 0
+
+
+class GroupRunner:
+    """Runs groups. One per rollout actor; `run` may be called concurrently."""
+
+    def __init__(
+        self,
+        *,
+        workflow: Workflow,
+        scorer: Scorer,
+        tokenizer: Tokenizer,
+        generate: Callable[[GenerateRequest], AsyncIterator[Delta]],
+        context_length: int,
+        max_turns: int,
+        clock: Clock,
+        on_load: Callable[[Load], None],
+        vocab_size: int | None = None,
+        request_prefix: str = "",
+        workflow_timeout_s: float = 600.0,
+        goes_on: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._workflow = workflow
+        self._scorer = scorer
+        self._tokenizer = tokenizer
+        self._generate = generate
+        self._context_length = context_length
+        self._max_turns = max_turns
+        self._clock = clock
+        self._on_load = on_load
+        self._vocab_size = vocab_size
+        self._prefix = request_prefix
+        self._timeout_s = workflow_timeout_s
+        self._goes_on = goes_on
+        self._load = Load()
+        self.stats = RunnerStats()
+
+    async def run(self, assignment: Assignment) -> Group:
+        """All members of one group, rewarded.
+
+        Raises Partial when generation was interrupted, DataError for a prompt that does not fit, UserCodeError for
+        a workflow or reward that failed, EngineError for an engine that failed.
+        """
+        recorded = {s.index: s for s in assignment.partial}
+        members = [
+            self._member(assignment.prompt, i, assignment.sampling, recorded.get(i), f"a{assignment.attempt}.")
+            for i in range(assignment.num_samples)
+        ]
+        done = await _all_or_first_error(members)
+        interrupted = [d for d in done if isinstance(d, Interrupted)]
+        if interrupted:
+            finished = [d[0] for d in done if not isinstance(d, Interrupted)]
+            raise Partial((*finished, *(i.partial for i in interrupted)))
+        pairs = [d for d in done if not isinstance(d, Interrupted)]
+        return Group(
+            prompt=assignment.prompt,
+            samples=tuple(p[0] for p in pairs),
+            rewards=np.asarray([p[1].value for p in pairs], dtype=np.float32),
+            reward_parts=tuple(dict(p[1].parts) for p in pairs),
+        )
+
+    async def _member(
+        self, prompt: Prompt, index: int, sampling: SamplingParams, recorded: Sample | None, attempt: str
+    ) -> tuple[Sample, Outcome] | Interrupted:
+        try:
+            sample = await self._produce(prompt, index, sampling, recorded, attempt)
+        except Interrupted as interrupted:
+            return interrupted
+        self.stats.num_tokens += int(sample.loss_mask.sum())
+        self.stats.num_samples += 1
+        self.stats.num_truncated += sample.finish == "length"
+        return sample, await self._reward(prompt, sample)
+
+    async def _produce(
+        self, prompt: Prompt, index: int, sampling: SamplingParams, recorded: Sample | None, attempt: str
+    ) -> Sample:
+        episode = Episode(
+            prompt=prompt,
+            index=index,
+            tokenizer=self._tokenizer,
+            generate=self._generate,
+            sampling=sampling,
+            context_length=self._context_length,
+            recorded=recorded,
+            request_prefix=self._prefix + attempt,
+            goes_on=self._goes_on,
+        )
+        context = WorkflowContext(
+            episode=episode, tokenizer=self._tokenizer, max_turns=self._max_turns, index=index
+        )
+        self._note(generating=1)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                sample = await self._workflow(context, prompt)
+        except (Interrupted, MyxaError, asyncio.CancelledError):
+            raise
+        except TimeoutError as err:
+            raise UserCodeError(
+                f"workflow did not finish group {prompt.group_id} sample {index} within {self._timeout_s:g} s",
+                remedy="bound its waits, or raise rollout.timeout_s",
+            ) from err
+        except Exception as err:
+            raise UserCodeError(
+                f"workflow raised {type(err).__name__} for group {prompt.group_id} sample {index} "
+                f"(row {prompt.row} of {prompt.source}): {err}",
+                remedy="mend the workflow function; the traceback is in this actor's log",
+            ) from err
+        finally:
+            self._note(generating=-1)
+        return self._checked(sample, prompt, index)
+
+    def _checked(self, sample: object, prompt: Prompt, index: int) -> Sample:
+        """User code may return anything: only a consistent Sample of this very prompt passes."""
+        if not isinstance(sample, Sample):
+            raise UserCodeError(
+                f"workflow returned {type(sample).__name__} for group {prompt.group_id}, not a Sample",
+                remedy="end it with `return ctx.episode.sample()`",
+            )
+        if (sample.group_id, sample.index) != (prompt.group_id, index):
+            raise UserCodeError(
+                f"workflow returned sample {sample.group_id}/{sample.index} for {prompt.group_id}/{index}",
+                remedy="return the sample of the episode it was given",
+            )
+        try:
+            check_sample(sample, self._vocab_size)
+        except ValueError as err:
+            raise EngineError(str(err), remedy="the engine or workflow broke the per-token contract") from err
+        return sample
+
+    async def _reward(self, prompt: Prompt, sample: Sample) -> Outcome:
+        completion = Completion(
+            group_id=prompt.group_id,
+            index=sample.index,
+            messages=prompt.messages,
+            prompt=prompt.messages[-1].content if prompt.messages else "",
+            text=sample.text,
+            turns=sample.turns,
+            label=prompt.label,
+            metadata=prompt.metadata,
+            finish=sample.finish,
+            num_tokens=len(sample.response_ids),
+        )
+        started = self._clock.monotonic()
+        self._note(rewarding=1)
+        try:
+            return await self._scorer.score(completion)
+        except UserCodeError as err:
+            raise RewardError(err.message, remedy=err.remedy) from err
+        finally:
+            self.stats.reward_s += self._clock.monotonic() - started
+            self._note(rewarding=-1)
+
+    def _note(self, *, generating: int = 0, rewarding: int = 0) -> None:
+        self._load.generating += generating
+        self._load.rewarding += rewarding
+        self._on_load(self._load)
+
+
+async def _all_or_first_error(members: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order; the first failure cancels the other members and is raised as it is."""
+    tasks = [asyncio.ensure_future(m) for m in members]  # noqa: TID251 -- every task is awaited right below
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    return [t.result() for t in tasks]
+
+
+DropReason = Literal["reward-error", "workflow-error", "prompt-too-long", "engine-error"]
+
+_REASONS: tuple[tuple[type[MyxaError], DropReason], ...] = (
+    (RewardError, "reward-error"),
+    (DataError, "prompt-too-long"),
+    (EngineError, "engine-error"),
+    (MyxaError, "workflow-error"),
+)
+
+
+def drop_reason(error: MyxaError) -> DropReason:
+    """Ledger reason for a group that failed with `error`: the first row of the table that fits."""
+    return next(reason for kind, reason in _REASONS if isinstance(error, kind))

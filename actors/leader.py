@@ -1,0 +1,224 @@
+"""The leader's loop: claim -> plan -> train on all ranks -> publish -> report; one pass makes one weight version.
+
+    waits for the buffer (wait-data), for the ranks (compute), and, before publishing, for engines that still read
+    old weights (wait-weights); every wait is a call with a deadline or an event that the coordinator sets
+
+Runs inside the trainer actor of rank 0, and speaks to all ranks, itself included, by their contract. The hard
+staleness bound is checked here once more before a step: a batch that breaks it stops the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from ..core.activity import ActivityMeter, TelemetryBuffer
+from ..core.actor import ActorContext
+from ..core.clock import Clock
+from ..core.errors import TrainError
+from ..core.messages import Claim, StepReport, WeightManifest
+from ..core.patience import until_answered
+from ..core.samples import Group, TrainShard
+from .contracts import BufferContract, CoordinatorContract, TrainerContract
+from .step_plan import PlanOptions, batch_metrics, plan_step
+
+T = TypeVar("T")
+
+CLAIM_WAIT_S = 5.0
+MAX_UNRELEASED = 3
+"""Published versions that engines may still be reading; one more waits."""
+RELEASE_DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderOptions:
+    """Plain settings of the loop."""
+
+    world_size: int
+    num_steps: int
+    """0: until the data ends or the run is stopped."""
+    plan: PlanOptions
+    publishes: bool
+    """False when no engine wants weights (supervised runs)."""
+    run_dir: str
+    checkpoint_every: int = 0
+    keep_last: int = 2
+    export_at_end: bool = True
+    setup_timeout_s: float = 300.0
+
+
+class Leader:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        ctx: ActorContext,
+        options: LeaderOptions,
+        meter: ActivityMeter,
+        telemetry: TelemetryBuffer,
+        clock: Clock,
+    ) -> None:
+        self._ctx = ctx
+        self._options = options
+        self._meter = meter
+        self._telemetry = telemetry
+        self._clock = clock
+        self._ranks = [ctx.ref(TrainerContract, f"trainer/{r}") for r in range(options.world_size)]
+        self._buffer = ctx.ref(BufferContract, "buffer")
+        self._coordinator = ctx.ref(CoordinatorContract, "coordinator")
+        self._knobs: dict[str, float] = {}
+        self._unreleased: set[int] = set()
+        self._release_seen = asyncio.Event()
+        self._may_go = asyncio.Event()
+        self._stop_reason = ""
+
+    # -- told by the coordinator
+
+    def go(self, start_version: int) -> None:
+        """Start stepping. The version is the coordinator's view and must be ours."""
+        self._ctx.log.info("the coordinator lets the loop start at version %d", start_version)
+        self._may_go.set()
+
+    def stop(self, reason: str) -> None:
+        """End after the step in hand."""
+        self._stop_reason = self._stop_reason or reason
+        self._may_go.set()
+
+    def released(self, version: int) -> None:
+        """No engine reads `version` any more."""
+        self._unreleased.discard(version)
+        self._release_seen.set()
+
+    def set_knobs(self, knobs: dict[str, float]) -> None:
+        """Live values, used from the next step on."""
+        self._knobs = {**self._knobs, **knobs}
+
+    # -- the loop
+
+    async def run(self, version: int, facts: dict[str, str]) -> None:
+        """From set-up to the end of the run."""
+        names = [f"trainer/{r}" for r in range(self._options.world_size)]
+        await self._ctx.wait_for("coordinator", "buffer", *names, timeout_s=self._options.setup_timeout_s)
+        manifest = await self._publish(version) if self._options.publishes else None
+        await self._coordinator.trainer_ready(version, manifest, facts)
+        with self._meter.during("wait-weights", "first adoption"):
+            await self._may_go.wait()
+        start_version = version
+        last = self._options.num_steps or sys.maxsize
+        reason = f"all {last} steps done"
+        while version < last:
+            groups = await self._next_batch(version)
+            if groups is None:
+                reason = self._stop_reason or f"no more data after {version} steps"
+                break
+            version = await self._step(version, groups)
+            if self._stop_reason:
+                reason = self._stop_reason
+                break
+        await self._finish(version, start_version, reason)
+
+    async def _next_batch(self, version: int) -> list[Group] | None:
+        """Wait for a whole batch; None when there is none to come or the run was told to stop."""
+        with self._meter.during("wait-data", f"claim {version}"):
+            while not self._stop_reason:
+                claim: Claim = await self._ask("buffer", lambda: self._buffer.claim(version, CLAIM_WAIT_S))
+                if claim.finished:
+                    return None
+                if claim.groups:
+                    ids = tuple(g.group_id for g in claim.groups)
+                    return list(await self._ask("buffer", lambda: self._buffer.fetch(ids)))
+        return None
+
+    async def _step(self, version: int, groups: Sequence[Group]) -> int:
+        """One optimizer step (or several mini-batches), told to buffer, engines and people."""
+        started = self._clock.monotonic()
+        metrics, lags = batch_metrics(version, groups)
+        shards = plan_step(version, groups, self._options.plan)
+        metrics.update(await self._train(shards))
+        made = version + 1
+        await self._ask("buffer", lambda: self._buffer.trained(version))
+        publish_started = self._clock.monotonic()
+        manifest = await self._publish(made) if self._options.publishes else None
+        metrics["weights/publish_s"] = self._clock.monotonic() - publish_started
+        metrics["leader/step_wall_s"] = self._clock.monotonic() - started
+        report = StepReport(
+            step=version,
+            version=made,
+            metrics=metrics,
+            lags=lags,
+            group_ids=tuple(g.group_id for g in groups),
+        )
+        self._telemetry.metric(made, metrics)
+        await self._ask("coordinator", lambda: self._coordinator.version_made(manifest, report))
+        every = self._options.checkpoint_every
+        if every and made % every == 0:
+            await self._checkpoint(made)
+        return made
+
+    async def _train(self, shards: Sequence[TrainShard]) -> dict[str, float]:
+        """All ranks at once; one that fails fails the step, by name."""
+        results = await asyncio.gather(
+            *(rank.train_shard(shard, self._knobs) for rank, shard in zip(self._ranks, shards, strict=True)),
+            return_exceptions=True,
+        )
+        for number, result in enumerate(results):
+            if isinstance(result, BaseException):
+                raise TrainError(
+                    f"trainer/{number} failed in step {shards[0].step}: {result}",
+                    remedy=f"see the log of trainer/{number}",
+                ) from result
+        first = results[0]
+        assert not isinstance(first, BaseException)
+        return dict(first)
+
+    async def _publish(self, version: int) -> WeightManifest:
+        if len(self._unreleased) >= MAX_UNRELEASED:
+            with self._meter.during("wait-weights", f"publish {version}"):
+                await self._await_release()
+        results = await asyncio.gather(*(rank.publish(version) for rank in self._ranks))
+        manifest = results[0]
+        if manifest is None:
+            raise TrainError(f"trainer/0 gathered no weights for version {version}", remedy="see the log of trainer/0")
+        self._unreleased.add(version)
+        return manifest
+
+    async def _await_release(self) -> None:
+        """Wait until the engines let go of an old version."""
+        try:
+            async with asyncio.timeout(RELEASE_DEADLINE_S):
+                while len(self._unreleased) >= MAX_UNRELEASED:
+                    self._release_seen.clear()
+                    await self._release_seen.wait()
+        except TimeoutError as err:
+            raise TrainError(
+                f"the coordinator did not release any of the versions {sorted(self._unreleased)} "
+                f"within {RELEASE_DEADLINE_S:g} s",
+                remedy="an engine is stuck in a weight update; see the coordinator's log for its name",
+            ) from err
+
+    async def _checkpoint(self, version: int) -> None:
+        folder = Path(self._options.run_dir) / "checkpoints" / f"version_{version:08d}"
+        await asyncio.gather(*(rank.save_checkpoint(str(folder)) for rank in self._ranks))
+        await self._ask("buffer", lambda: self._buffer.durable(version))
+        await asyncio.get_running_loop().run_in_executor(None, self._prune, folder.parent)
+
+    def _prune(self, parent: Path) -> None:
+        kept = sorted(p for p in parent.glob("version_*") if p.is_dir())
+        for old in kept[: -self._options.keep_last or None] if self._options.keep_last else []:
+            shutil.rmtree(old, ignore_errors=True)
+
+    async def _finish(self, version: int, start_version: int, reason: str) -> None:
+        if self._options.checkpoint_every and version > start_version:
+            await self._checkpoint(version)
+        if self._options.export_at_end:
+            folder = str(Path(self._options.run_dir) / "export")
+            await asyncio.gather(*(rank.export_hf(folder) for rank in self._ranks))
+        await self._ask("coordinator", lambda: self._coordinator.trainer_finished(version, reason))
+
+    async def _ask(self, who: str, send: Callable[[], Awaitable[T]]) -> T:
+        return await until_answered(send, who=who, clock=self._clock, log=self._ctx.log)

@@ -1,0 +1,203 @@
+"""A model folder as HuggingFace lays it out: config, weights in one file or in shards, tokenizer files.
+
+Knows files; knows no torch (the launcher and engine-less rollouts read folders too). Every complaint is a ModelError
+that names the file and says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from ...core.errors import ModelError
+from ...core.protocols import NamedArray
+from .model_config import ModelConfig, parse_model_config, token_ids
+from .safetensors_file import open_safetensors, write_safetensors
+
+__all__ = [
+    "CONFIG",
+    "TOKENIZER_FILES",
+    "ModelConfig",
+    "check_tensors",
+    "copy_tokenizer",
+    "open_weights",
+    "read_config",
+    "read_eos_token_ids",
+    "read_json",
+    "write_folder",
+]
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+MAX_JSON_BYTES = 64 << 20
+MAX_SHARD_BYTES = 5_000_000_000
+"""Shard size of the Hub; larger models are written in several files."""
+
+
+def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
+    """A JSON object from a file of sane size. Raises ModelError naming the file."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path} has {path.stat().st_size} bytes, more than any honest one", remedy=remedy)
+        value: Any = json.loads(path.read_bytes())
+    except FileNotFoundError as err:
+        raise ModelError(f"{path} is missing", remedy=remedy) from err
+    except (OSError, ValueError, RecursionError) as err:
+        raise ModelError(f"cannot read {path}: {err}", remedy=remedy) from err
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds {type(value).__name__}, not a JSON object", remedy=remedy)
+    return cast("dict[str, Any]", value)
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """The folder's `config.json`. Raises ModelError when the folder or the file is missing or not understood."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise ModelError(
+            f"model folder {root} does not exist",
+            remedy="set model.path to a HuggingFace folder, or make a small one with `myxa init`",
+        )
+    path = root / CONFIG
+    return parse_model_config(read_json(path, remedy="the folder must be a HuggingFace model folder"), str(path))
+
+
+def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
+    """Ids that end a generation by the word of `generation_config.json` and `config.json`, without repetition.
+
+    The ids of the tokenizer's own `eos_token` are added by `tokenizer.load_tokenizer`.
+    """
+    root = Path(folder)
+    found: list[int] = []
+    for name in (GENERATION_CONFIG, CONFIG):
+        path = root / name
+        if path.exists():
+            value = read_json(path, remedy="mend the file").get("eos_token_id")
+            found.extend(token_ids(value, f"{path}: eos_token_id"))
+    return tuple(dict.fromkeys(found))
+
+
+@contextmanager
+def open_weights(folder: str | Path, config: ModelConfig) -> Generator[Mapping[str, NamedArray], None, None]:
+    """All weights by HuggingFace name, as views of the mapped files, checked against `config`.
+
+    The bytes are valid inside the block only. Raises ModelError for a missing file, name or a wrong shape.
+    """
+    root = Path(folder)
+    with ExitStack() as stack:
+        tensors: dict[str, NamedArray] = {}
+        for name in _weight_files(root):
+            for key, tensor in stack.enter_context(open_safetensors(root / name)).items():
+                if key in tensors:
+                    raise ModelError(f"{root / name}: tensor {key} is in another shard too", remedy="export it again")
+                tensors[key] = tensor
+        check_tensors(config, tensors, str(root))
+        yield tensors
+
+
+def _weight_files(root: Path) -> list[str]:
+    index = root / INDEX
+    if not index.exists():
+        if not (root / WEIGHTS).exists():
+            raise ModelError(
+                f"{root} has neither {WEIGHTS} nor {INDEX}",
+                remedy="convert the weights to safetensors; other formats can run code and are not read",
+            )
+        return [WEIGHTS]
+    weight_map = read_json(index, remedy="download the index again").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has no weight_map", remedy="download the index again")
+    names = sorted({str(name) for name in cast("dict[str, Any]", weight_map).values()})
+    for name in names:
+        if Path(name).name != name:
+            raise ModelError(f"{index} names a file outside its folder: {name!r}", remedy="do not use this folder")
+    return names
+
+
+def check_tensors(config: ModelConfig, tensors: Mapping[str, NamedArray], place: str) -> None:
+    """Raise ModelError naming the first weight that is missing or has another shape than `config` demands."""
+    for name, shape in config.tensor_shapes().items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            raise ModelError(
+                f"{place}: weight {name} is missing ({len(tensors)} weights found)",
+                remedy="the config belongs to another model, or a shard is missing",
+            )
+        if tensor.spec.shape != shape:
+            raise ModelError(
+                f"{place}: weight {name} has shape {list(tensor.spec.shape)}, config.json demands {list(shape)}",
+                remedy="config and weights must come from the same model",
+            )
+
+
+def write_folder(
+    folder: str | Path,
+    config: Mapping[str, Any],
+    tensors: Sequence[NamedArray],
+    *,
+    tokenizer_from: str | Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a folder that transformers, SGLang, vLLM and myxa load: config, weights, tokenizer files.
+
+    `config` is the JSON object of `config.json` (`ModelConfig.source`). Files are mode 0644; the weights appear under
+    their names only when complete. Raises ModelError naming the file when the disk refuses.
+    """
+    root = Path(folder)
+    shards = _shards(tensors, max_shard_bytes)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        (root / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if tokenizer_from is not None:
+            copy_tokenizer(tokenizer_from, root)
+    except OSError as err:
+        raise ModelError(f"cannot write model folder {root}: {err}", remedy="choose another folder") from err
+    if len(shards) == 1:
+        write_safetensors(root / WEIGHTS, shards[0])
+        (root / INDEX).unlink(missing_ok=True)
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(root / name, shard)
+        weight_map.update({t.spec.name: name for t in shard})
+    index = {"metadata": {"total_size": sum(t.spec.num_bytes for t in tensors)}, "weight_map": weight_map}
+    (root / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (root / WEIGHTS).unlink(missing_ok=True)
+
+
+def _shards(tensors: Sequence[NamedArray], max_bytes: int) -> list[list[NamedArray]]:
+    shards: list[list[NamedArray]] = [[]]
+    room = max_bytes
+    for tensor in tensors:
+        if shards[-1] and tensor.spec.num_bytes > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(tensor)
+        room -= tensor.spec.num_bytes
+    return shards
+
+
+def copy_tokenizer(source: str | Path, target: str | Path) -> None:
+    """Copy the tokenizer files and `generation_config.json`. Raises ModelError if `source` has no `tokenizer.json`."""
+    root = Path(source)
+    if not (root / "tokenizer.json").exists():
+        raise ModelError(f"{root / 'tokenizer.json'} is missing", remedy="point to the folder the model came from")
+    for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
+        if (root / name).exists() and root.resolve() != Path(target).resolve():
+            shutil.copyfile(root / name, Path(target) / name)

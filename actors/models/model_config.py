@@ -1,0 +1,234 @@
+"""What myxa needs to know of a model's `config.json`, and which tensors such a model has.
+
+Knows the dense decoder families Qwen3, Qwen2 and Llama; knows no files and no tensors. Anything in the file that would
+change the mathematics and is not implemented is refused by name, never ignored.
+
+Library considered: transformers' AutoConfig. Not used: seconds of import, and it accepts what our engine cannot run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from ...core.errors import ModelError
+
+MODEL_TYPES = ("qwen3", "qwen2", "llama")
+MAX_DIMENSION = 1 << 24
+"""No honest size in a config is larger; guards against a file that would make us allocate the moon."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A dense decoder with grouped-query attention, RMSNorm, SwiGLU and rotary positions."""
+
+    model_type: str
+    vocab_size: int
+    """Rows of the embedding; may be padded beyond the tokenizer's vocabulary."""
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    context_length: int
+    """`max_position_embeddings`: longest sequence in tokens."""
+    tie_word_embeddings: bool
+    attention_bias: bool
+    """Whether q, k and v have a bias (Qwen2); the output projection never has one."""
+    has_qk_norm: bool
+    """Whether each head's q and k are normalised (Qwen3)."""
+    dtype: str
+    """Number type the weights are stored in, by the file's word."""
+    eos_token_ids: tuple[int, ...] = ()
+    """End-of-sequence ids of `config.json` alone; see `hf_folder.read_eos_token_ids` for all of them."""
+    source: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
+    """The file as it was read, for writing it back unchanged."""
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """HuggingFace name -> shape of every weight, in the order of the forward pass."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        num_q, num_kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        for layer in range(self.num_layers):
+            prefix = f"model.layers.{layer}."
+            attention = prefix + "self_attn."
+            shapes[prefix + "input_layernorm.weight"] = (hidden,)
+            for name, rows in (("q_proj", num_q), ("k_proj", num_kv), ("v_proj", num_kv)):
+                shapes[f"{attention}{name}.weight"] = (rows, hidden)
+                if self.attention_bias:
+                    shapes[f"{attention}{name}.bias"] = (rows,)
+            shapes[attention + "o_proj.weight"] = (hidden, num_q)
+            if self.has_qk_norm:
+                shapes[attention + "q_norm.weight"] = (self.head_dim,)
+                shapes[attention + "k_norm.weight"] = (self.head_dim,)
+            shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+            shapes[prefix + "mlp.gate_proj.weight"] = (inner, hidden)
+            shapes[prefix + "mlp.up_proj.weight"] = (inner, hidden)
+            shapes[prefix + "mlp.down_proj.weight"] = (hidden, inner)
+        shapes["model.norm.weight"] = (hidden,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        return shapes
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights, tied ones counted once."""
+        total = 0
+        for shape in self.tensor_shapes().values():
+            size = 1
+            for length in shape:
+                size *= length
+            total += size
+        return total
+
+
+class _Fields:
+    """Typed access to a JSON object; every complaint names the file and the key."""
+
+    def __init__(self, source: Mapping[str, Any], place: str) -> None:
+        self._source = source
+        self._place = place
+
+    def fail(self, why: str, remedy: str = "mend the file, or use another model") -> ModelError:
+        return ModelError(f"{self._place}: {why}", remedy=remedy)
+
+    def get(self, key: str) -> Any:
+        return self._source.get(key)
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self._source.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_DIMENSION:
+            raise self.fail(f"{key} must be a positive whole number, it is {value!r}")
+        return value
+
+    def number(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self.fail(f"{key} must be a positive number, it is {value!r}")
+        return float(value)
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        value = self._source.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(f"{key} must be true or false, it is {value!r}")
+        return value
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        return token_ids(self._source.get(key), f"{self._place}: {key}")
+
+
+def token_ids(value: Any, place: str) -> tuple[int, ...]:
+    """The ids of a JSON value that is absent, one id or a list of ids. Raises ModelError naming the place."""
+    values: list[Any] = [] if value is None else cast("list[Any]", value) if isinstance(value, list) else [value]
+    for one in values:
+        if not isinstance(one, int) or isinstance(one, bool) or one < 0:
+            raise ModelError(f"{place} must be a token id or a list of them, it is {value!r}", remedy="mend the file")
+    return tuple(values)
+
+
+def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
+    """Read a `config.json` that was loaded from `place`. Raises ModelError naming the key that is wrong or unknown."""
+    fields = _Fields(source, place)
+    model_type = fields.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise fields.fail(
+            f"model_type {model_type!r} is not known",
+            remedy=f"use a dense model of type {', '.join(MODEL_TYPES)}",
+        )
+    for refuses in _REFUSALS:
+        why = refuses(fields, str(model_type))
+        if why:
+            raise fields.fail(why, remedy="this part of the architecture is not implemented; use another model")
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    config = ModelConfig(
+        model_type=str(model_type),
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=fields.size("intermediate_size"),
+        num_layers=fields.size("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=fields.size("num_key_value_heads", heads),
+        head_dim=fields.size("head_dim", max(hidden // heads, 1)),
+        rms_norm_eps=fields.number("rms_norm_eps", fields.get("rms_norm_eps") or 1e-6),
+        rope_theta=_rope_theta(fields),
+        context_length=fields.size("max_position_embeddings"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        attention_bias=model_type == "qwen2",
+        has_qk_norm=model_type == "qwen3",
+        dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
+        eos_token_ids=fields.ids("eos_token_id"),
+        source=dict(source),
+    )
+    if config.num_heads % config.num_kv_heads:
+        raise fields.fail(f"{config.num_heads} attention heads cannot share {config.num_kv_heads} key-value heads")
+    if config.head_dim % 2:
+        raise fields.fail(f"head_dim must be even for rotary positions, it is {config.head_dim}")
+    return config
+
+
+def _rope_parameters(fields: _Fields) -> Mapping[str, Any]:
+    """Versions of transformers: 5 writes `rope_parameters`, earlier ones `rope_scaling` (which may be null)."""
+    for key in ("rope_parameters", "rope_scaling"):
+        value = fields.get(key)
+        if isinstance(value, dict):
+            return cast("Mapping[str, Any]", value)
+        if value is not None:
+            raise fields.fail(f"{key} must be an object, it is {value!r}")
+    return {}
+
+
+def _rope_theta(fields: _Fields) -> float:
+    inner = _rope_parameters(fields).get("rope_theta")
+    outer = fields.get("rope_theta")
+    if inner is not None and outer is not None and inner != outer:
+        raise fields.fail(f"rope_theta is {outer!r} but rope_parameters says {inner!r}")
+    theta = inner if inner is not None else outer
+    return fields.number("rope_theta", 10_000.0 if theta is None else theta)
+
+
+def _strange_rope(fields: _Fields, model_type: str) -> str:
+    parameters = _rope_parameters(fields)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    return "" if kind in (None, "default") else f"rotary positions of type {kind!r}"
+
+
+def _strange_activation(fields: _Fields, model_type: str) -> str:
+    activation = fields.get("hidden_act")
+    return "" if activation in (None, "silu") else f"hidden_act {activation!r}"
+
+
+def _sliding_window(fields: _Fields, model_type: str) -> str:
+    if fields.get("use_sliding_window"):
+        return "use_sliding_window is true"
+    kinds: Any = fields.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        return f"layer_types is {kinds!r}"
+    other = sorted({str(kind) for kind in cast("list[Any]", kinds or [])} - {"full_attention"})
+    return f"layer_types has {other[0]!r}" if other else ""
+
+
+def _strange_bias(fields: _Fields, model_type: str) -> str:
+    if model_type != "qwen2" and fields.get("attention_bias"):
+        return "attention_bias is true (the output projection would have one too)"
+    return "mlp_bias is true" if fields.get("mlp_bias") else ""
+
+
+def _quantised(fields: _Fields, model_type: str) -> str:
+    return "the weights are quantised (quantization_config)" if fields.get("quantization_config") else ""
+
+
+_REFUSALS: tuple[Callable[[_Fields, str], str], ...] = (
+    _strange_rope,
+    _strange_activation,
+    _sliding_window,
+    _strange_bias,
+    _quantised,
+)
+"""Each answers with what it cannot run, or with nothing."""

@@ -1,0 +1,120 @@
+"""One safetensors file, read through a memory map and written from raw bytes; needs no torch.
+
+Format: 8 bytes little-endian header length, a JSON header `name -> {dtype, shape, data_offsets}`, the data.
+
+Library considered: safetensors. Its torch front imports torch, its numpy front knows no bfloat16, and
+`safetensors.deserialize` holds the whole file in memory twice; so reading is done here, where every offset of a
+file that may be hostile is checked, and writing by `safetensors.serialize_file`, which takes bytes of any dtype.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import safetensors
+
+from ...core.errors import ModelError
+from ...core.messages import TensorSpec
+from ...core.protocols import NamedArray
+
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+HEAD_BYTES = 8
+
+DTYPES: Mapping[str, tuple[str, int]] = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+"""Name in the file -> (name in a TensorSpec, bytes per element)."""
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Generator[dict[str, NamedArray], None, None]:
+    """Tensors of the file by name; their bytes are a view of the file and valid inside the block only.
+
+    Raises ModelError naming the file when it is missing, torn or not of this format.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < HEAD_BYTES:
+                raise _torn(path, f"it has {size} bytes")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as err:
+        raise ModelError(f"cannot read {path}: {err}", remedy="the weights must lie in the model folder") from err
+    try:
+        yield _tensors(path, mapped)
+    finally:
+        with suppress(BufferError):  # somebody kept a view; the map then goes when the view does
+            mapped.close()
+
+
+def _tensors(path: Path, mapped: mmap.mmap) -> dict[str, NamedArray]:
+    header_bytes = int.from_bytes(mapped[:HEAD_BYTES], "little")
+    start = HEAD_BYTES + header_bytes
+    if header_bytes > MAX_HEADER_BYTES or start > len(mapped):
+        raise _torn(path, f"its header would have {header_bytes} bytes, the file has {len(mapped)}")
+    try:
+        header: Any = json.loads(mapped[HEAD_BYTES:start])
+    except (ValueError, RecursionError) as err:
+        raise _torn(path, f"its header is not JSON ({err})") from err
+    if not isinstance(header, dict):
+        raise _torn(path, "its header is not a JSON object")
+    table = cast("dict[str, Any]", header)
+    view = memoryview(mapped)[start:]
+    return {name: _named(path, name, entry, view) for name, entry in table.items() if name != "__metadata__"}
+
+
+def _named(path: Path, name: str, entry: Any, data: memoryview) -> NamedArray:
+    try:
+        dtype, item_bytes = DTYPES[entry["dtype"]]
+        shape = tuple(int(length) for length in entry["shape"])
+        first, last = (int(offset) for offset in entry["data_offsets"])
+    except (KeyError, TypeError, ValueError) as err:
+        raise _torn(path, f"the entry of tensor {name} is malformed ({type(err).__name__}: {err})") from err
+    num_bytes = item_bytes
+    for length in shape:
+        num_bytes *= length
+    if min((0, *shape)) < 0 or not 0 <= first <= last <= len(data) or last - first != num_bytes:
+        raise _torn(path, f"tensor {name} {dtype}{list(shape)} cannot lie in bytes {first}..{last} of {len(data)}")
+    spec = TensorSpec(name=name, dtype=dtype, shape=shape, offset=first, num_bytes=num_bytes)
+    return NamedArray(spec=spec, data=data[first:last])
+
+
+def _torn(path: Path, why: str) -> ModelError:
+    return ModelError(f"{path} is not a whole safetensors file: {why}", remedy="download or export the weights again")
+
+
+def write_safetensors(path: Path, tensors: Iterable[NamedArray]) -> None:
+    """Write a file of mode 0644, complete or not at all. Raises ModelError if the disk refuses."""
+    arrays = {t.spec.name: (t.spec, np.frombuffer(t.data, dtype=np.uint8)) for t in tensors}
+    # `arrays` keeps every pointer alive until the file is written, as serialize_file demands.
+    table = {
+        name: safetensors.TensorSpec(
+            dtype=spec.dtype, shape=list(spec.shape), data_ptr=array.ctypes.data, data_len=array.nbytes
+        )
+        for name, (spec, array) in arrays.items()
+    }
+    partial = path.with_name(path.name + ".partial")
+    try:
+        safetensors.serialize_file(table, str(partial), {"format": "pt"})
+        partial.chmod(0o644)  # serialize_file makes it 0600, which another user's server cannot read
+        partial.replace(path)
+    except (OSError, safetensors.SafetensorError) as err:
+        partial.unlink(missing_ok=True)
+        raise ModelError(f"cannot write {path}: {err}", remedy="free disk space or choose another folder") from err

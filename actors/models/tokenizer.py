@@ -1,0 +1,81 @@
+"""Text <-> token ids by the model folder's own `tokenizer.json` and chat template.
+
+Implements `core.protocols.Tokenizer`. Needs `tokenizers` and `jinja2`; neither torch nor transformers, so the rollout's
+light paths and the launcher may use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from ...core.errors import DataError, ModelError
+from .chat_template import ChatTemplate, load_chat_template, read_eos_token
+from .hf_folder import read_eos_token_ids
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class FolderTokenizer:
+    """The tokenizer of one model folder."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        """Ids the tokenizer knows; the model's embedding may have more rows."""
+        self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
+        """The end-of-turn token first, then the other ids that end a generation."""
+
+    def render(self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool) -> list[int]:
+        """Token ids of a conversation of (role, content) pairs. Raises DataError when the template refuses it."""
+        return self.encode(self.render_text(messages, add_generation_prompt=add_generation_prompt))
+
+    def render_text(self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool) -> str:
+        """The same as text."""
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, nothing added; special tokens written out in the text are recognised."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of token ids. Raises DataError for an id that cannot be one; ids of padding rows decode to nothing."""
+        try:
+            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+        except (OverflowError, TypeError) as err:
+            raise DataError(f"cannot decode token ids: {err}", remedy="ids are whole numbers from 0 on") from err
+
+
+def load_tokenizer(folder: str | Path) -> FolderTokenizer:
+    """Read the folder's tokenizer. Raises ModelError naming the file that is missing or broken."""
+    root = Path(folder)
+    path = root / TOKENIZER_FILE
+    if not path.is_file():
+        raise ModelError(
+            f"{path} is missing",
+            remedy="copy the tokenizer files of the model into its folder (transformers' "
+            "AutoTokenizer.save_pretrained writes tokenizer.json)",
+        )
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as err:  # the library raises bare Exception for whatever is wrong in the file
+        raise ModelError(f"cannot read {path}: {err}", remedy="download the file again") from err
+    return FolderTokenizer(tokenizer, load_chat_template(root), load_eos_token_ids(root, tokenizer))
+
+
+def load_eos_token_ids(folder: str | Path, tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """All ids that end a generation: the tokenizer's end-of-turn token, then those of the configs.
+
+    Raises ModelError when there is none: generation could only ever end by length.
+    """
+    end_of_turn = tokenizer.token_to_id(read_eos_token(folder) or "")
+    ids = (*(() if end_of_turn is None else (end_of_turn,)), *read_eos_token_ids(folder))
+    if not ids:
+        raise ModelError(
+            f"{folder} names no end-of-sequence token",
+            remedy="set eos_token in tokenizer_config.json or eos_token_id in generation_config.json",
+        )
+    return tuple(dict.fromkeys(ids))

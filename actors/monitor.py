@@ -1,0 +1,120 @@
+"""The monitor: takes telemetry from every actor, keeps a picture of the run, feeds the sinks.
+
+Knows: bundles, `Sink` objects that it was given. Must not know: concrete sinks, files, formats.
+Nothing here is needed for training: actors send lossy casts, sinks live in a thread of their own, and a monitor that
+is slow or dead costs telemetry only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ..core.clock import Clock, SystemClock
+from ..core.messages import Event, MetricPoint, Telemetry
+from ..core.sink import Sink
+from .contracts import MonitorContract
+from .latest import TIME_PREFIX, Latest
+from .sink_thread import SinkThread
+
+_CLOSE_S = 20.0
+_REPORT_DROPS_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class Monitor(MonitorContract):
+    """Fans telemetry out to sinks; answers `snapshot`."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        sinks: Sequence[Sink],
+        *,
+        run_name: str = "",
+        clock: Clock | None = None,
+        time_every_s: float = 10.0,
+    ) -> None:
+        """`time_every_s`: how often the cumulative times of one actor go to the sinks (they arrive every second;
+        writing them all would make metrics.jsonl mostly that)."""
+        self._run_dir = run_dir
+        self._run_name = run_name or run_dir.name
+        self._clock: Clock = clock or SystemClock()
+        self._latest = Latest()
+        self._time_every_s = time_every_s
+        self._time_written_s: dict[str, float] = {}
+        self._held_times: dict[str, MetricPoint] = {}
+        self._drops_told = 0
+        self._drops_told_s = self._clock.monotonic()
+        self._sinks = SinkThread(sinks, run_dir=run_dir, run_name=self._run_name, clock=self._clock)
+        self._is_finished = False
+
+    async def on_start(self) -> None:
+        """Open the sinks. Raises LaunchError or ConfigError when one refuses, e.g. a port in use."""
+        await asyncio.wait_for(asyncio.wrap_future(self._sinks.start()), timeout=60.0)
+
+    async def on_stop(self, why: str) -> None:
+        """Write what waits and close the files, whatever the reason."""
+        await self.finish()
+
+    async def telemetry(self, bundle: Telemetry) -> None:
+        """Take a bundle."""
+        self._latest.apply(bundle)
+        self._sinks.put(self._thinned(bundle))
+        self._tell_drops()
+
+    async def snapshot(self) -> dict[str, dict[str, float]]:
+        """See `Latest.snapshot`; under `monitor` also the bundles that the sinks were too slow for."""
+        view = self._latest.snapshot(self._clock.wall())
+        view["monitor"]["bundles_refused"] = float(self._sinks.num_dropped)
+        view["monitor"]["sinks"] = float(len(self._sinks.active))
+        return view
+
+    async def finish(self) -> str:
+        """Write what waits, close every sink; returns the run directory. Harmless to call again."""
+        if not self._is_finished:
+            self._is_finished = True
+            if self._held_times:
+                self._sinks.put(Telemetry(metrics=tuple(self._held_times.values())))
+                self._held_times.clear()
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(self._sinks.stop()), timeout=_CLOSE_S)
+            self._sinks.join()
+        except TimeoutError:
+            _log.warning("the sinks %s were not closed within %.0f s", ", ".join(self._sinks.active), _CLOSE_S)
+        return str(self._run_dir)
+
+    def _thinned(self, bundle: Telemetry) -> Telemetry:
+        """Hold time totals back that come more often than `time_every_s`; the last ones are written by `finish`."""
+        if not any(_is_time(point) for point in bundle.metrics):
+            return bundle
+        now = self._clock.monotonic()
+        kept: list[MetricPoint] = []
+        for point in bundle.metrics:
+            if _is_time(point) and now < self._time_written_s.get(point.source, -1e18) + self._time_every_s:
+                self._held_times[point.source] = point
+                continue
+            if _is_time(point):
+                self._time_written_s[point.source] = now
+                self._held_times.pop(point.source, None)
+            kept.append(point)
+        return msgspec.structs.replace(bundle, metrics=tuple(kept))
+
+    def _tell_drops(self) -> None:
+        """One event for losses since the last one, at most every few seconds."""
+        dropped = self._latest.num_dropped + self._sinks.num_dropped
+        now = self._clock.monotonic()
+        if dropped == self._drops_told or now < self._drops_told_s + _REPORT_DROPS_S:
+            return
+        text = f"{dropped - self._drops_told} telemetry records or bundles were lost (senders or sinks too slow)"
+        self._drops_told, self._drops_told_s = dropped, now
+        event = Event(source="monitor", wall_s=self._clock.wall(), kind="telemetry-dropped", text=text)
+        self._sinks.put(Telemetry(events=(event,)))
+
+
+def _is_time(point: MetricPoint) -> bool:
+    return any(name.startswith(TIME_PREFIX) for name in point.values)

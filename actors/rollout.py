@@ -1,0 +1,396 @@
+"""The rollout role: pulls groups from the buffer, has them generated and rewarded, hands them back.
+
+Knows the contracts of buffer, coordinator and engine; knows no concrete engine. Who waits for whom:
+
+    pull loop      waits for room here, then for work in the buffer (long poll)
+    group tasks    wait for the engine, then for rewards, then for the buffer's answer
+    weight update  prepare (beside the old weights) -> commit (between two tokens); generation goes on meanwhile
+
+An actor serves nothing before its first commit: the coordinator brings every engine to the trainer's version first,
+so that what an engine calls version v is what the trainer calls version v, whatever folder it was started from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from ..core.actor import MailboxPolicy
+from ..core.activity import ActivityMeter, TelemetryBuffer
+from ..core.clock import Clock
+from ..core.errors import CallError, EngineError, MyxaError, UserCodeError
+from ..core.messages import (
+    ActivityKind,
+    Assignment,
+    DrawRequest,
+    EngineStatus,
+    EvalRequest,
+    EvalResult,
+    GroupDropped,
+    GroupReturned,
+    WeightAck,
+    WeightManifest,
+)
+from ..core.patience import until_answered
+from ..core.protocols import Engine, PauseMode, Tokenizer
+from ..core.samples import NO_VERSION, Group, Prompt
+from .contracts import BufferContract, CoordinatorContract, MonitorContract, RolloutContract
+from .group_runner import GroupRunner, Load, NoEngine, Partial, Scorer, drop_reason
+from .telemetry import report_forever
+from .workflows.context import Workflow
+
+R = TypeVar("R")
+
+POLL_S = 5.0
+"""Long poll for work: the buffer holds a draw that long at most."""
+RETRY_S = 0.2
+"""Pause after a call that failed because its callee is being restarted."""
+ALWAYS_NEWEST = (1 << 31) - 1
+"""Version an actor without an engine announces: its samples carry no version, so no age ever holds them back."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutOptions:
+    """Plain settings of the role."""
+
+    max_groups: int
+    """Groups in flight at most."""
+    max_turns: int
+    context_length: int
+    """0: the engine's own."""
+    pause_mode: PauseMode = "in_place"
+    """What running generations do while weights are swapped."""
+    report_s: float = 1.0
+    workflow_timeout_s: float = 600.0
+
+
+class PooledScorer(Scorer, Protocol):
+    """A scorer with worker processes and an error budget."""
+
+    @property
+    def too_many_errors(self) -> str:
+        """Empty, or the sentence that ends the run."""
+        ...
+
+    @property
+    def num_errors(self) -> int: ...
+
+    async def close(self) -> None: ...
+
+
+class Rollout(RolloutContract):
+    """One engine and the groups that use it. See the module's head."""
+
+    mailbox = MailboxPolicy(size=4096)
+
+    def __init__(
+        self,
+        *,
+        engine: Engine | None,
+        workflow: Workflow,
+        scorer: PooledScorer,
+        tokenizer: Tokenizer,
+        options: RolloutOptions,
+        clock: Clock,
+    ) -> None:
+        self._engine = engine
+        self._workflow = workflow
+        self._scorer = scorer
+        self._tokenizer = tokenizer
+        self._options = options
+        self._clock = clock
+        self._version = NO_VERSION
+        self._in_flight: dict[int, asyncio.Task[None]] = {}
+        self._room = asyncio.Event()
+        self._serving = asyncio.Event()
+        self._is_draining = False
+        self._prepared: WeightManifest | None = None
+        self._num_groups = 0
+        self._num_errors = 0
+
+    # -- life
+
+    async def on_start(self) -> None:
+        self._meter = ActivityMeter(self.ctx.name, self._clock)
+        self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
+        self._buffer = self.ctx.ref(BufferContract, "buffer")
+        self._coordinator = self.ctx.ref(CoordinatorContract, "coordinator")
+        self._meter.switch("other", "start")
+        send = self.ctx.ref(MonitorContract, "monitor").telemetry
+        self.ctx.spawn(report_forever(self._telemetry, send), name="rollout-telemetry")
+        self.ctx.spawn(self._run(), name="rollout-run")
+
+    async def _run(self) -> None:
+        """Start the engine, report in, then pull work until told to stop."""
+        vocab_size: int | None = None
+        context_length = self._options.context_length or 1 << 30
+        generate = NoEngine().generate
+        if self._engine is not None:
+            info = await self._engine.start()
+            vocab_size = info.vocab_size
+            context_length = min(context_length, info.context_length)
+            generate = self._engine.generate
+        self._runner = GroupRunner(
+            workflow=self._workflow,
+            scorer=self._scorer,
+            tokenizer=self._tokenizer,
+            generate=generate,
+            context_length=context_length,
+            max_turns=self._options.max_turns,
+            clock=self._clock,
+            on_load=self._on_load,
+            vocab_size=vocab_size,
+            request_prefix=f"{self.ctx.name}.{self.ctx.epoch}.",
+            workflow_timeout_s=self._options.workflow_timeout_s,
+            goes_on=lambda: not self._is_draining,
+        )
+        if self._engine is None:
+            self._version = ALWAYS_NEWEST
+            self._serving.set()
+        self.ctx.spawn(self._gauge_forever(), name="rollout-gauges")
+        self._meter.switch("wait-weights", "first weights")
+        await self.ctx.wait_for("coordinator", "buffer", timeout_s=120)
+        await self._coordinator.rollout_ready(await self.status(), self.ctx.epoch)
+        await self._serving.wait()
+        await self._pull()
+
+    async def on_stop(self, why: str) -> None:
+        self._is_draining = True
+        for task in list(self._in_flight.values()):
+            task.cancel()
+        await self._scorer.close()
+        if self._engine is not None:
+            await self._engine.close()
+
+    # -- work
+
+    async def _pull(self) -> None:
+        """Ask for work while there is room. Never gives up on a buffer that is being restarted."""
+        while not self._is_draining:
+            free = self._options.max_groups - len(self._in_flight)
+            if free <= 0:
+                self._room.clear()
+                await self._room.wait()
+                continue
+            self._idle("wait-data")
+            request = DrawRequest(
+                rollout=self.ctx.name,
+                epoch=self.ctx.epoch,
+                version=self._version,
+                max_groups=free,
+                wait_s=POLL_S,
+                holding=tuple(self._in_flight),
+            )
+            try:
+                reply = await self._buffer.draw(request)
+            except CallError as err:
+                self.ctx.log.warning("draw: %s", err)
+                await asyncio.sleep(RETRY_S)
+                continue
+            if not reply.assignments:
+                self._idle("paused" if reply.blocked_by == "paused" else "wait-capacity" if reply.blocked_by else "wait-data")
+                if reply.blocked_by:
+                    await asyncio.sleep(RETRY_S)
+            for assignment in reply.assignments:
+                self._take(assignment)
+
+    def _take(self, assignment: Assignment) -> None:
+        group_id = assignment.prompt.group_id
+        if group_id in self._in_flight:
+            self.ctx.log.warning("group %d was assigned twice; the second is ignored", group_id)
+            return
+        task = self.ctx.spawn(self._run_group(assignment), name=f"group-{group_id}")
+        self._in_flight[group_id] = task
+
+    async def _run_group(self, assignment: Assignment) -> None:
+        """One group from assignment to the buffer's answer. Only a broken error budget or engine ends the actor."""
+        group_id, attempt = assignment.prompt.group_id, assignment.attempt
+        try:
+            group = await self._runner.run(assignment)
+            await self._deliver(group, attempt)
+            self._num_groups += 1
+        except Partial as partial:
+            await self._give_back(assignment, partial)
+        except MyxaError as err:
+            if isinstance(err, CallError):
+                raise
+            await self._drop(assignment, err)
+        finally:
+            self._in_flight.pop(group_id, None)
+            self._room.set()
+
+    async def _deliver(self, group: Group, attempt: int) -> None:
+        result = await self._ask_buffer(lambda: self._buffer.put_group(group, attempt, self.ctx.name))
+        if result.outcome not in ("ready", "filtered"):
+            self.ctx.log.info("group %d: %s %s", group.group_id, result.outcome, result.reason)
+
+    async def _give_back(self, assignment: Assignment, partial: Partial) -> None:
+        returned = GroupReturned(
+            group_id=assignment.prompt.group_id,
+            attempt=assignment.attempt,
+            rollout=self.ctx.name,
+            partial=partial.samples,
+        )
+        await self._ask_buffer(lambda: self._buffer.return_group(returned))
+
+    async def _drop(self, assignment: Assignment, err: MyxaError) -> None:
+        self._num_errors += 1
+        prompt: Prompt = assignment.prompt
+        self.ctx.log.error("group %d (row %d) dropped: %s", prompt.group_id, prompt.row, err)
+        self._telemetry.event("group-dropped", f"group {prompt.group_id}: {err}")
+        dropped = GroupDropped(
+            group_id=prompt.group_id,
+            attempt=assignment.attempt,
+            rollout=self.ctx.name,
+            reason=drop_reason(err),
+            detail=str(err)[:2000],
+        )
+        await self._ask_buffer(lambda: self._buffer.drop_group(dropped))
+        if self._scorer.too_many_errors:
+            raise UserCodeError(self._scorer.too_many_errors, remedy=f"last error: {err}")
+
+    async def _ask_buffer(self, send: Callable[[], Awaitable[R]]) -> R:
+        """Keyed or idempotent calls, repeated while the buffer is being restarted: the group in hand must not be lost."""
+        return await until_answered(send, who="buffer", clock=self._clock, log=self.ctx.log)
+
+    # -- weights
+
+    async def prepare_weights(self, manifest: WeightManifest) -> WeightAck:
+        if self._engine is None:
+            return self._ack(manifest.version)
+        try:
+            await self._engine.prepare_weights(manifest)
+        except MyxaError as err:
+            return self._ack(manifest.version, reason=str(err))
+        self._prepared = manifest
+        return self._ack(manifest.version)
+
+    async def commit_weights(self, version: int) -> WeightAck:
+        if self._engine is None:
+            self._version = version
+        else:
+            if self._prepared is None or self._prepared.version != version:
+                return self._ack(version, reason=f"{self.ctx.name} has not prepared version {version}")
+            try:
+                await self._swap(self._engine, version)
+            except MyxaError as err:
+                return self._ack(version, reason=str(err))
+            self._prepared = None
+            self._version = version
+        self._serving.set()
+        self._telemetry.event("weights-adopted", f"serves version {version}", version=version)
+        try:
+            await self._buffer.adopted(self.ctx.name, self.ctx.epoch, version)
+        except CallError as err:
+            self.ctx.log.warning("buffer was not told of version %d: %s (the next draw tells it)", version, err)
+        return self._ack(version)
+
+    async def _swap(self, engine: Engine, version: int) -> None:
+        """In place, the engine swaps between two tokens by itself; the other modes stop it around the swap."""
+        mode = self._options.pause_mode
+        if mode == "in_place":
+            await engine.commit_weights(version)
+            return
+        await engine.pause(mode)
+        try:
+            await engine.commit_weights(version)
+        finally:
+            await engine.resume()
+
+    def _ack(self, version: int, *, reason: str = "") -> WeightAck:
+        return WeightAck(rollout=self.ctx.name, version=version, accepted=not reason, reason=reason)
+
+    async def fence(self, reason: str) -> None:
+        raise_later = EngineError(f"{self.ctx.name} was fenced: {reason}", remedy="it is restarted with new weights")
+        self.ctx.spawn(_fail(raise_later), name="fenced")
+
+    # -- questions
+
+    async def evaluate(self, request: EvalRequest) -> EvalResult:
+        assignments = [
+            Assignment(prompt=p, attempt=0, num_samples=request.num_samples, sampling=request.sampling)
+            for p in request.prompts
+        ]
+        results = await asyncio.gather(*(self._runner.run(a) for a in assignments), return_exceptions=True)
+        groups = [r for r in results if isinstance(r, Group)]
+        for failure in results:
+            if isinstance(failure, BaseException):
+                self.ctx.log.warning("evaluation: %s", failure)
+        if not groups:
+            raise EngineError(
+                f"{self.ctx.name}: none of {len(results)} evaluation prompts was answered; first: {results[:1]}",
+                remedy="see this actor's log",
+            )
+        rewards = [float(r) for g in groups for r in g.rewards]
+        versions = [v for g in groups for s in g.samples for v in s.versions.tolist() if v >= 0] or [self._version]
+        return EvalResult(
+            mean_reward=sum(rewards) / len(rewards),
+            num_samples=len(rewards),
+            oldest_version=min(versions),
+            newest_version=max(versions),
+            num_errors=len(results) - len(groups),
+        )
+
+    async def status(self) -> EngineStatus:
+        running, waiting = 0, 0
+        if self._engine is not None and self._serving.is_set():
+            info = await self._engine.info()
+            running, waiting = info.running, info.waiting
+        return EngineStatus(
+            rollout=self.ctx.name,
+            version=self._version,
+            running=running,
+            waiting=waiting,
+            draining=self._is_draining,
+        )
+
+    async def drain(self) -> int:
+        self._is_draining = True
+        tasks = list(self._in_flight.values())
+        if self._engine is not None:
+            await self._engine.abort()
+        if tasks:
+            await asyncio.wait(tasks, timeout=30)
+        return len(tasks)
+
+    # -- telling
+
+    def _on_load(self, load: Load) -> None:
+        if load.generating:
+            self._meter.switch("compute", "generate")
+        elif load.rewarding:
+            self._meter.switch("wait-data", "reward")
+        else:
+            self._meter.switch("wait-data", "draw")
+
+    def _idle(self, kind: ActivityKind) -> None:
+        """The reason why nothing runs here; ignored while something runs."""
+        if not self._in_flight:
+            self._meter.switch(kind, "draw")
+
+    async def _gauge_forever(self) -> None:
+        """Rates and counts for the monitor, once a second."""
+        started = self._clock.monotonic()
+        while True:
+            await asyncio.sleep(self._options.report_s)
+            now = self._clock.monotonic()
+            elapsed, started = max(now - started, 1e-6), now
+            stats = self._runner.stats.take()
+            status = await self.status()
+            values = {
+                "rollout/tokens_per_s": stats.num_tokens / elapsed,
+                "rollout/running": float(status.running),
+                "rollout/waiting": float(status.waiting),
+                "rollout/num_groups": float(self._num_groups),
+                "rollout/num_errors": float(self._num_errors),
+            }
+            if stats.num_samples:
+                values["rollout/reward_s_mean"] = stats.reward_s / stats.num_samples
+                values["rollout/truncated_fraction"] = stats.num_truncated / stats.num_samples
+            self._telemetry.metric(-1 if self._engine is None else self._version, values)
+
+
+async def _fail(error: MyxaError) -> None:
+    raise error

@@ -1,0 +1,221 @@
+"""`trace.json`: what every actor did when, in Chrome's trace format; opens in ui.perfetto.dev and chrome://tracing.
+
+A row ("process") per actor, in it a row for the actor itself and one per `track`; complete events (ph X) with the
+activity kind as category, counters (ph C) from metrics, instants (ph i) from events, and flow arrows (ph s, t) that
+follow a weight version: from a span with `args["makes_version"]` to the spans with `args["adopts_version"]`.
+
+Valid JSON at any time: the file is one array, one event per line. Each flush is a single write that starts on the
+closing "]" and ends with a new one, so between any two system calls the file is complete. Only a kill *inside* that
+one call, a power cut, or a writer that cannot be repaired leaves a torn tail: `open` cuts the file back to its last
+whole line and goes on, a short write (disk full) is rolled back, and trace viewers accept an array without its end.
+
+Considered: viztracer and perfetto's own SDK (they profile functions, not actors), small trace writers on PyPI
+(single-person projects that write at exit only).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+
+from ...core.messages import Event, MetricPoint, Span, Telemetry
+from ...core.sink import SinkContext
+
+TRACE_FILE = "trace.json"
+
+_END = b"\n]\n"
+_MAX_BYTES = 256 * 1024 * 1024
+_MAX_TRACKS = 128
+_UNCOUNTED = ("time/", "lag_hist/")
+_ROLE_ORDER = ("launcher", "coordinator", "buffer", "trainer", "rollout", "monitor")
+
+
+class ChromeTraceSink:
+    """Writes spans, counters, instants and flow arrows."""
+
+    name = "chrome_trace"
+
+    def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
+        """At `max_bytes` the trace stops with an event: a trace that no viewer can load helps nobody."""
+        self._max_bytes = max_bytes
+        self._file = -1
+        self._end = 0
+        """Offset of the closing bracket's line break: where the next flush starts."""
+        self._pending: list[dict[str, Any]] = []
+        self._pids: dict[str, int] = {}
+        self._tids: dict[tuple[str, str], int] = {}
+        self._num_tracks: dict[str, int] = {}
+        self._is_full = False
+        self._context: SinkContext | None = None
+
+    def open(self, context: SinkContext) -> None:
+        """Begin a trace, or go on with the one an earlier monitor left."""
+        self._context = context
+        path = context.run_dir / TRACE_FILE
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._end = whole_events_end(path)
+        for event in read_trace(path):
+            self._learn(event)
+        self._commit(b"[" if self._end == 0 else b"")
+
+    def write(self, bundle: Telemetry) -> None:
+        """Turn records into trace events; they reach the file with the next flush."""
+        if self._is_full or self._file < 0:
+            return
+        # `list` first: making an event may itself add the names of a new row to what is pending.
+        for span in bundle.spans:
+            self._pending += list(self._from_span(span))
+        for point in bundle.metrics:
+            self._pending += list(self._from_metrics(point))
+        for event in bundle.events:
+            self._pending.append(self._from_event(event))
+
+    def flush(self) -> None:
+        """Append what waits; the file is complete JSON before and after. Raises OSError when the disk refuses."""
+        if not self._pending or self._file < 0:
+            return
+        lines = [orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY) for event in self._pending]
+        self._pending.clear()
+        separator = b",\n" if self._end > 1 else b"\n"
+        self._commit(separator + b",\n".join(lines))
+        if self._end > self._max_bytes and self._context is not None:
+            self._is_full = True
+            size_mib = self._end / 2**20
+            self._context.emit("trace-full", f"{TRACE_FILE} has {size_mib:.0f} MiB and takes no more spans")
+
+    def close(self) -> None:
+        """Flush and close."""
+        if self._file < 0:
+            return
+        try:
+            self.flush()
+        finally:
+            os.close(self._file)
+            self._file = -1
+
+    def _commit(self, text: bytes) -> None:
+        """One write over the old end; on a short write the old end is put back."""
+        data = text + _END
+        written = os.pwrite(self._file, data, self._end)
+        if written != len(data):
+            os.ftruncate(self._file, self._end)
+            os.pwrite(self._file, _END, self._end)
+            raise OSError(f"only {written} of {len(data)} bytes could be written to {TRACE_FILE} (disk full?)")
+        self._end += len(text)
+        os.ftruncate(self._file, self._end + len(_END))
+
+    def _learn(self, event: dict[str, Any]) -> None:
+        """Take the names of rows from an earlier monitor's trace, so that actors keep their rows."""
+        if event.get("ph") != "M":
+            return
+        name = str(event.get("args", {}).get("name", ""))
+        if event.get("name") == "process_name":
+            self._pids[name] = int(event["pid"])
+        elif event.get("name") == "thread_name":
+            owner = next((actor for actor, pid in self._pids.items() if pid == event["pid"]), "")
+            tid = int(event["tid"])
+            self._tids[owner, "" if tid == 0 else name] = tid
+            self._num_tracks[owner] = max(tid, self._num_tracks.get(owner, 0))
+
+    def _pid(self, source: str) -> int:
+        if source not in self._pids:
+            pid = self._pids[source] = len(self._pids) + 1
+            role = source.partition("/")[0]
+            order = _ROLE_ORDER.index(role) if role in _ROLE_ORDER else len(_ROLE_ORDER)
+            self._pending.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": source}})
+            sort = {"sort_index": order * 1000 + pid}
+            self._pending.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": sort})
+        if (source, "") not in self._tids:  # also when an earlier trace was torn just behind the row's name
+            self._name_track(source, "", 0)
+        return self._pids[source]
+
+    def _tid(self, source: str, track: str) -> int:
+        self._pid(source)
+        if (source, track) not in self._tids:
+            tid = self._num_tracks.get(source, 0) + 1
+            if tid > _MAX_TRACKS:  # tracks made from ids would be a row each; the rest shares the last one
+                return _MAX_TRACKS
+            self._name_track(source, track, tid)
+        return self._tids[source, track]
+
+    def _name_track(self, source: str, track: str, tid: int) -> None:
+        self._tids[source, track] = tid
+        self._num_tracks[source] = max(tid, self._num_tracks.get(source, 0))
+        name = {"name": track or "actor"}
+        self._pending.append({"ph": "M", "name": "thread_name", "pid": self._pids[source], "tid": tid, "args": name})
+
+    def _from_span(self, span: Span) -> Iterator[dict[str, Any]]:
+        pid, tid = self._pid(span.source), self._tid(span.source, span.track)
+        start_us, duration_us = _us(span.start_wall_s), _us(span.duration_s)
+        row = {"pid": pid, "tid": tid}
+        yield {
+            "ph": "X",
+            "name": span.name,
+            "cat": span.activity,
+            "ts": start_us,
+            "dur": duration_us,
+            **row,
+            "args": span.args,
+        }
+        flow = {"name": "weights", "cat": "weights", **row}
+        if isinstance(version := span.args.get("makes_version"), int):
+            # An arrow binds to the slice that encloses its time, so it starts just inside the end.
+            yield {"ph": "s", "id": version, "ts": max(start_us, start_us + duration_us - 1), **flow}
+        if isinstance(version := span.args.get("adopts_version"), int):
+            yield {"ph": "t", "id": version, "ts": start_us, **flow}
+
+    def _from_metrics(self, point: MetricPoint) -> Iterator[dict[str, Any]]:
+        counted = {name: value for name, value in point.values.items() if not name.startswith(_UNCOUNTED)}
+        if not counted:
+            return
+        pid, ts = self._pid(point.source), _us(point.wall_s)
+        for name, value in counted.items():
+            yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": ts, "args": {"value": value}}
+
+    def _from_event(self, event: Event) -> dict[str, Any]:
+        pid, ts = self._pid(event.source), _us(event.wall_s)
+        args = {**event.data, "text": event.text}
+        return {"ph": "i", "s": "p", "name": event.kind, "cat": "event", "pid": pid, "tid": 0, "ts": ts, "args": args}
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def whole_events_end(path: Path) -> int:
+    """Offset behind the last whole event of a trace (0: there is none, begin anew). A torn last line does not count."""
+    with path.open("rb") as file:
+        position = len(first := file.readline())
+        if first.rstrip() != b"[":
+            return 0
+        end = 1
+        for line in file:
+            body = line.rstrip(b"\n").removesuffix(b",")
+            if _event(body) is None:
+                break
+            end = position + len(body)
+            position += len(line)
+    return end
+
+
+def read_trace(path: Path) -> Iterator[dict[str, Any]]:
+    """All whole events of a trace, also of one that is torn; lines that are not events are skipped."""
+    with path.open("rb") as file:
+        for line in file:
+            event = _event(line.strip().removesuffix(b","))
+            if event is not None:
+                yield event
+
+
+def _event(text: bytes) -> dict[str, Any] | None:
+    if not text.startswith(b"{"):
+        return None
+    try:
+        event: Any = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    return cast("dict[str, Any]", event) if isinstance(event, dict) and "ph" in event else None

@@ -1,0 +1,116 @@
+"""From claimed groups to one shard per trainer rank: advantages, balance, micro-batches. Pure; runs on the leader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..algos.advantages import group_advantages
+from ..algos.packing import plan_shards
+from ..core.samples import Group, TrainSample, TrainShard
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What shapes a step."""
+
+    kind: str
+    """Algorithm, e.g. "grpo": decides the group-level advantage."""
+    normalise_std: bool
+    num_ranks: int
+    max_tokens: int
+    """Tokens (P + R) a micro-batch may hold; a single longer sample sits alone."""
+    minibatches: int
+    """Optimizer steps per batch."""
+
+
+def plan_step(step: int, groups: Sequence[Group], options: PlanOptions) -> tuple[TrainShard, ...]:
+    """One shard per rank, covering every sample exactly once.
+
+    Advantages are normalised inside each group by its id, so groups of unequal size are safe. Raises ValueError
+    for an empty batch.
+    """
+    if not groups:
+        raise ValueError(f"step {step}: no groups to train on")
+    flat = [(g, i) for g in groups for i in range(len(g.samples))]
+    rewards = np.asarray([float(g.rewards[i]) for g, i in flat], dtype=np.float32)
+    group_ids = np.asarray([g.group_id for g, _ in flat], dtype=np.int64)
+    advantages = group_advantages(options.kind, rewards, group_ids, normalise_std=options.normalise_std)
+    samples = [
+        _train_sample(g, i, float(advantage)) for (g, i), advantage in zip(flat, advantages, strict=True)
+    ]
+    plan = plan_shards(
+        [len(s.token_ids) for s in samples],
+        options.num_ranks,
+        options.max_tokens,
+        options.minibatches,
+        [s.group_id for s in samples],
+    )
+    loss_tokens = [float(s.loss_mask.sum()) for s in samples]
+    num_minibatches = len(plan[0])
+    members = [[i for rank in plan for micro in rank[m] for i in micro] for m in range(num_minibatches)]
+    tokens = tuple(sum(loss_tokens[i] for i in part) for part in members)
+    counts = tuple(float(sum(1 for i in part if loss_tokens[i] > 0)) for part in members)
+    return tuple(_shard(step, rank, samples, tokens, counts) for rank in plan)
+
+
+def _train_sample(group: Group, i: int, advantage: float) -> TrainSample:
+    sample = group.samples[i]
+    return TrainSample(
+        group_id=group.group_id,
+        index=sample.index,
+        token_ids=np.concatenate([sample.prompt_ids, sample.response_ids]),
+        prompt_len=len(sample.prompt_ids),
+        loss_mask=sample.loss_mask,
+        logprobs=sample.logprobs,
+        versions=sample.versions,
+        reward=float(group.rewards[i]),
+        advantage=advantage,
+    )
+
+
+def _shard(
+    step: int,
+    rank_plan: Sequence[Sequence[Sequence[int]]],
+    samples: Sequence[TrainSample],
+    tokens: tuple[float, ...],
+    counts: tuple[float, ...],
+) -> TrainShard:
+    """Renumber one rank's part of the plan to indexes into its own samples."""
+    mine = [i for minibatch in rank_plan for micro in minibatch for i in micro]
+    local = {i: k for k, i in enumerate(mine)}
+    return TrainShard(
+        step=step,
+        samples=tuple(samples[i] for i in mine),
+        minibatches=tuple(
+            tuple(tuple(local[i] for i in micro) for micro in minibatch) for minibatch in rank_plan
+        ),
+        minibatch_tokens=tokens,
+        minibatch_samples=counts,
+    )
+
+
+def batch_metrics(step: int, groups: Sequence[Group]) -> tuple[dict[str, float], tuple[int, ...]]:
+    """Reward, length and lag facts of a batch, and the lag of every group (-1: no engine took part)."""
+    rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
+    spread = [float(np.ptp(g.rewards)) for g in groups]
+    lengths = [len(s.response_ids) for g in groups for s in g.samples]
+    cut = [s.finish == "length" for g in groups for s in g.samples]
+    lags = tuple(step - g.oldest_version() if g.oldest_version() >= 0 else -1 for g in groups)
+    known = [lag for lag in lags if lag >= 0] or [0]
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/zero_std_groups": float(sum(s == 0.0 for s in spread)),
+        "lag/max": float(max(known)),
+        "lag/mean": float(np.mean(known)),
+        "lag/min": float(min(known)),
+        "batch/num_groups": float(len(groups)),
+        "batch/response_tokens_mean": float(np.mean(lengths)),
+        "batch/truncated_fraction": float(np.mean(cut)),
+    }
+    for lag in sorted(set(known)):
+        metrics[f"lag_hist/{lag}"] = float(known.count(lag))
+    return metrics, lags

@@ -1,0 +1,56 @@
+"""Sending an actor's telemetry to the monitor without ever holding the actor up.
+
+Knows: the buffer and a callable that sends. Must not know: how a message travels, what the monitor does with it.
+The rule of the house: training never waits for the monitor and never fails because of it. A bundle that cannot be sent
+is counted as dropped and the count travels with the next bundle that can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from ..core.activity import TelemetryBuffer
+from ..core.messages import Telemetry
+
+SendTelemetry = Callable[[Telemetry], Awaitable[None]]
+"""Usually `ctx.ref(MonitorContract, "monitor").telemetry`."""
+
+_log = logging.getLogger(__name__)
+
+
+async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s: float = 5.0) -> bool:
+    """Send everything that waits; False if a bundle was lost (the rest stays buffered). Raises only CancelledError."""
+    while True:
+        bundle = buffer.drain()
+        if not (bundle.metrics or bundle.events or bundle.spans or bundle.dropped):
+            return True
+        try:
+            await asyncio.wait_for(send(bundle), timeout_s)
+        except asyncio.CancelledError:
+            buffer.lost(bundle)
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with the monitor, the actor must go on
+            buffer.lost(bundle)
+            _log.debug("%s: a telemetry bundle was lost: %r", buffer.source, error)
+            return False
+        if not len(buffer):
+            return True
+
+
+async def report_forever(
+    buffer: TelemetryBuffer, send: SendTelemetry, interval_s: float = 1.0, *, timeout_s: float = 5.0
+) -> None:
+    """Send the buffer every `interval_s` until cancelled. Says once when the monitor cannot be reached and once when it
+    can again; never raises anything but CancelledError."""
+    is_reachable = True
+    while True:
+        await asyncio.sleep(interval_s)
+        was_sent = await report_once(buffer, send, timeout_s=timeout_s)
+        if was_sent != is_reachable:
+            is_reachable = was_sent
+            if was_sent:
+                _log.info("%s: the monitor answers again; %d records lost so far", buffer.source, buffer.num_lost)
+            else:
+                _log.warning("%s: the monitor cannot be reached; telemetry is dropped, work goes on", buffer.source)

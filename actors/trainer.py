@@ -1,0 +1,139 @@
+"""The trainer role: a gang of ranks around one `TrainBackend` each; rank 0 leads (see `leader.py`).
+
+A rank does what the leader asks, one call at a time, in one worker thread: collectives need one order on all ranks,
+and the event loop stays free to answer. Knows the `TrainBackend` and `WeightWriter` protocols; knows no engine and
+no concrete backend. Version v exists when all ranks finished the optimizer step that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..core.activity import ActivityMeter, TelemetryBuffer
+from ..core.actor import MailboxPolicy
+from ..core.clock import Clock
+from ..core.errors import TrainError
+from ..core.messages import WeightManifest
+from ..core.protocols import TrainBackend, WeightWriter
+from ..core.samples import TrainShard
+from .contracts import MonitorContract, TrainerContract
+from .leader import Leader, LeaderOptions
+from .telemetry import report_forever
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerOptions:
+    """Plain settings of the role."""
+
+    rank: int
+    leader: LeaderOptions
+    resume: str = ""
+    """Checkpoint folder to start from; empty: start from the model folder at version 0."""
+
+
+class Trainer(TrainerContract):
+    """One rank. See the module's head."""
+
+    mailbox = MailboxPolicy(size=256)
+
+    def __init__(
+        self, *, backend: TrainBackend, writer: WeightWriter, options: TrainerOptions, clock: Clock
+    ) -> None:
+        self._backend = backend
+        self._writer = writer
+        self._options = options
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="backend")
+        self._is_set_up = asyncio.Event()
+        self._leader: Leader | None = None
+        self._version = 0
+
+    # -- life
+
+    async def on_start(self) -> None:
+        self._meter = ActivityMeter(self.ctx.name, self._clock)
+        self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
+        self._meter.switch("other", "setup")
+        send = self.ctx.ref(MonitorContract, "monitor").telemetry
+        self.ctx.spawn(report_forever(self._telemetry, send), name="trainer-telemetry")
+        self.ctx.spawn(self._run(), name="trainer-run")
+
+    async def _run(self) -> None:
+        """Model, optimizer, process group; rank 0 then leads until the run is over."""
+        facts = await self._in_thread(self._backend.setup)
+        if self._options.resume:
+            extra = await self._in_thread(lambda: self._backend.load(self._options.resume))
+            self._version = int(extra["version"])
+        self.ctx.log.info("rank %d is ready at version %d: %s", self._options.rank, self._version, facts)
+        self._meter.switch("wait-data", "ready")
+        self._is_set_up.set()
+        if self._options.rank == 0:
+            self._leader = Leader(self.ctx, self._options.leader, self._meter, self._telemetry, self._clock)
+            await self._leader.run(self._version, {k: str(v) for k, v in facts.items()})
+
+    async def on_stop(self, why: str) -> None:
+        if self._leader is not None:
+            self._leader.stop(why)
+        await self._in_thread(self._backend.close)
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._writer.close()
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    # -- what every rank answers
+
+    async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> dict[str, float]:
+        await self._is_set_up.wait()
+        with self._meter.during("compute", f"train {shard.step}"):
+            stats = await self._in_thread(lambda: self._backend.train(shard, knobs))
+        self._version = shard.step + 1
+        return stats.metrics
+
+    async def publish(self, version: int) -> WeightManifest | None:
+        await self._is_set_up.wait()
+        with self._meter.during("compute", f"publish {version}"):
+            tensors = await self._in_thread(self._backend.export_weights)
+            if self._options.rank != 0:
+                return None
+            return await self._in_thread(lambda: self._writer.publish(version, tensors))
+
+    async def save_checkpoint(self, folder: str) -> None:
+        extra = {"version": self._version}
+        with self._meter.during("compute", "checkpoint"):
+            await self._in_thread(lambda: self._backend.save(folder, extra))
+        self._telemetry.event("checkpoint", f"version {self._version} saved to {folder}")
+
+    async def export_hf(self, folder: str) -> None:
+        with self._meter.during("compute", "export"):
+            await self._in_thread(lambda: self._backend.export_hf(folder))
+
+    # -- what only the leader answers
+
+    def _require_leader(self) -> Leader:
+        if self._leader is None:
+            raise TrainError(
+                f"{self.ctx.name} does not lead" if self._options.rank else f"{self.ctx.name} is still setting up",
+                remedy="ask trainer/0" if self._options.rank else "ask again once trainer_ready was told",
+            )
+        return self._leader
+
+    async def release_weights(self, version: int) -> None:
+        await self._in_thread(lambda: self._writer.release(version))
+        self._require_leader().released(version)
+
+    async def run_leader(self, start_version: int) -> None:
+        self._require_leader().go(start_version)
+
+    async def stop_leader(self, reason: str) -> None:
+        self._require_leader().stop(reason)
+
+    async def set_knobs(self, knobs: dict[str, float]) -> None:
+        self._require_leader().set_knobs(knobs)
+        self._telemetry.event("knobs", f"set {knobs} from the next step on")

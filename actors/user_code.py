@@ -1,0 +1,151 @@
+"""A user's own functions, found by name once, at the start: reward, workflow, group filter.
+
+Knows how a name becomes a function and what each kind is called with. Must not know who calls it. Names are
+`module:attr` or `path/to/file.py:attr`. Mistakes in the name are ConfigError; code that raises while it is imported is
+UserCodeError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..core.suggestion import suggest
+from ..core.errors import ConfigError, UserCodeError
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a kind of user function is called with."""
+
+    key: str
+    """The key of the run file that names it."""
+    num_args: int
+    signature: str
+    """As it is shown in messages."""
+    must_be_async: bool = False
+
+
+REWARD = Expected("reward.fn", 1, "def reward(completion: Completion) -> float | dict[str, float]")
+WORKFLOW = Expected(
+    "rollout.workflow", 2, "async def generate(ctx: WorkflowContext, prompt: Prompt) -> Sample", must_be_async=True
+)
+GROUP_FILTER = Expected("algo.group_filter", 1, "def keep(group: Group) -> bool | str")
+
+
+@dataclass(frozen=True, slots=True)
+class UserFunction:
+    """A user's function, ready to be called."""
+
+    name: str
+    """As it is written in the run file."""
+    fn: Callable[..., Any]
+    is_async: bool
+
+
+def load_function(name: str, expected: Expected, args: Mapping[str, Any] | None = None) -> UserFunction:
+    """Import and check a function. `args` are the named arguments it will get besides.
+
+    Raises ConfigError if module, attribute or signature is wrong, UserCodeError if importing it raises.
+    """
+    where, colon, attr = name.rpartition(":")
+    if not colon or not where or not attr:
+        raise ConfigError(f'{expected.key} = "{name}" is not a function name', remedy="write module:function")
+    module = _module_of_file(where, expected) if where.endswith(".py") else _module_of_name(where, expected)
+    fn = _attribute(module, where, attr, expected)
+    is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
+    _check_signature(name, fn, expected, args or {})
+    if expected.must_be_async and not is_async:
+        raise ConfigError(
+            f'{expected.key} = "{name}" is not an async function', remedy=f"it must look like: {expected.signature}"
+        )
+    return UserFunction(name, fn, is_async)
+
+
+def _module_of_name(name: str, expected: Expected) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise _raised(name, expected, error) from error
+        raise ConfigError(
+            f'{expected.key}: there is no module "{error.name}"',
+            remedy="install it, or name the file itself: path/to/file.py:function",
+        ) from error
+    except Exception as error:
+        raise _raised(name, expected, error) from error
+
+
+def _module_of_file(name: str, expected: Expected) -> ModuleType:
+    path = Path(name).absolute()
+    if not path.is_file():
+        raise ConfigError(f"{expected.key}: there is no file {path}", remedy="check the path before the colon")
+    digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
+    unique = f"myxa_user_{path.stem}_{digest}"
+    if unique in sys.modules:
+        return sys.modules[unique]
+    spec = importlib.util.spec_from_file_location(unique, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{expected.key}: {path} cannot be imported as Python", remedy="name a .py file")
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # so that it can import its neighbours; last, so that it shadows nothing
+    sys.modules[unique] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[unique]
+        raise _raised(name, expected, error) from error
+    return module
+
+
+def _raised(name: str, expected: Expected, error: Exception) -> UserCodeError:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    if isinstance(error, SyntaxError):
+        place = f" ({error.filename}:{error.lineno})"
+    cause = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    return UserCodeError(
+        f"{expected.key}: importing {name} raised {cause}{place}", remedy="mend it; `python -c 'import ...'` shows more"
+    )
+
+
+def _attribute(module: ModuleType, where: str, attr: str, expected: Expected) -> Callable[..., Any]:
+    found: Any = module
+    for part in attr.split("."):
+        if not hasattr(found, part):
+            names: list[str] = dir(found)
+            known = [one for one in names if callable(getattr(found, one, None)) and not one.startswith("_")]
+            raise ConfigError(f'{expected.key}: {where} has no "{attr}"', remedy=suggest(part, known))
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(
+            f"{expected.key}: {where}:{attr} is of type {type(found).__name__}, not a function",
+            remedy=f"it must look like: {expected.signature}",
+        )
+    return found
+
+
+def _check_signature(name: str, fn: Callable[..., Any], expected: Expected, args: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # some built-in functions have none to look at
+        return
+    try:
+        signature.bind(*([None] * expected.num_args), **args)
+    except TypeError as error:
+        named = f" and the arguments {', '.join(args)}" if args else ""
+        raise ConfigError(
+            f'{expected.key} = "{name}" has the signature {signature}: {error}',
+            remedy=f"it must look like: {expected.signature}, called with {expected.num_args} value"
+            f"{'s' if expected.num_args > 1 else ''}{named}",
+        ) from error

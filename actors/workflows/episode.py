@@ -1,0 +1,284 @@
+"""One sample in the making: token in, token out, turn by turn.
+
+An `Episode` owns the token stream of a sample. Model turns come from the engine with their log-probs and version
+stamps; replies (tools, environments) are rendered by the chat template and carry loss mask 0. Text is decoded for
+the workflow to look at and is never encoded back, so the trained ids are the generated ids.
+
+Continuation: an episode may be given the tokens of an interrupted attempt. The workflow runs from its beginning;
+recorded turns are handed out again without asking the engine as long as the workflow does what it did before, and
+the first unfinished turn goes on from its last token. A reply that differs from the recorded one ends the replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...core.errors import DataError, EngineError, UserCodeError
+from ...core.messages import SamplingParams
+from ...core.protocols import Delta, GenerateRequest, Tokenizer
+from ...core.samples import F32, I32, NO_VERSION, U8, FinishReason, Message, Prompt, Sample
+
+Generate = Callable[[GenerateRequest], AsyncIterator[Delta]]
+
+
+class Interrupted(Exception):
+    """Generation was aborted on purpose (drain, pause); `partial` holds the sample so far."""
+
+    def __init__(self, partial: Sample) -> None:
+        super().__init__(f"sample {partial.group_id}/{partial.index} was interrupted")
+        self.partial = partial
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One model turn."""
+
+    text: str
+    """Without special tokens."""
+    token_ids: tuple[int, ...]
+    finish: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A run of tokens of one origin: a model turn (mask 1) or a reply (mask 0)."""
+
+    ids: I32
+    logprobs: F32
+    versions: I32
+    is_model: bool
+
+
+def _split(sample: Sample) -> list[_Segment]:
+    """Cut a recorded sample into runs of equal loss mask."""
+    mask = sample.loss_mask
+    cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+    return [
+        _Segment(sample.response_ids[a:b], sample.logprobs[a:b], sample.versions[a:b], bool(mask[a]))
+        for a, b in zip(cuts, cuts[1:], strict=False)
+        if b > a
+    ]
+
+
+class Episode:
+    """The token stream of one sample. See the module's head."""
+
+    def __init__(
+        self,
+        *,
+        prompt: Prompt,
+        index: int,
+        tokenizer: Tokenizer,
+        generate: Generate,
+        sampling: SamplingParams,
+        context_length: int,
+        recorded: Sample | None = None,
+        request_prefix: str = "",
+        goes_on: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`goes_on` is asked when the engine aborts a turn: True continues it at once with the tokens it has (weights
+        were swapped with pause mode "abort"), False ends the episode with Interrupted (the actor drains)."""
+        self._prompt = prompt
+        self._index = index
+        self._tokenizer = tokenizer
+        self._generate = generate
+        self._sampling = sampling
+        self._context_length = context_length
+        self._prefix = request_prefix
+        self._goes_on = goes_on
+        pairs = [(m.role, m.content) for m in prompt.messages]
+        self._prompt_ids = np.asarray(tokenizer.render(pairs, add_generation_prompt=True), dtype=np.int32)
+        if len(self._prompt_ids) >= context_length:
+            raise DataError(
+                f"prompt of row {prompt.row} in {prompt.source or 'the data'} has {len(self._prompt_ids)} tokens, "
+                f"the engine's context is {context_length}",
+                remedy="shorten or filter the row, or raise engine.context_length",
+            )
+        self._segments: list[_Segment] = []
+        self._turns: list[str] = []
+        self._finish: FinishReason = "abort"
+        self._replay: list[_Segment] = []
+        if recorded is not None and np.array_equal(recorded.prompt_ids, self._prompt_ids):
+            self._replay = _split(recorded)
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt this episode answers."""
+        return self._prompt
+
+    @property
+    def num_turns(self) -> int:
+        """Model turns finished so far."""
+        return len(self._turns)
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit into the context."""
+        return self._context_length - len(self._context())
+
+    def _context(self) -> I32:
+        return np.concatenate([self._prompt_ids, *(s.ids for s in self._segments)]).astype(np.int32, copy=False)
+
+    async def generate(self, sampling: SamplingParams | None = None) -> Turn:
+        """The model's next turn. Raises Interrupted when the engine was told to abort, EngineError when it fails."""
+        params = sampling or self._sampling
+        done = self._next_recorded(is_model=True)
+        if done is not None and done.ids.size and int(done.ids[-1]) in self._stop_ids(params):
+            return self._close_turn(done, "stop")
+        start = done if done is not None else _segment([], is_model=True)
+        limit = min(params.max_new_tokens - len(start.ids), self.room - len(start.ids))
+        if limit <= 0:
+            return self._close_turn(start, "length")
+        segment, finish = await self._ask(start, params, limit)
+        while finish == "abort" and self._goes_on():
+            left = limit + len(start.ids) - len(segment.ids)
+            if left <= 0:
+                return self._close_turn(segment, "length")
+            segment, finish = await self._ask(segment, params, left)
+        if finish == "abort":
+            self._segments.append(segment)
+            self._finish = "abort"
+            raise Interrupted(self.sample())
+        return self._close_turn(segment, finish)
+
+    async def _ask(self, start: _Segment, params: SamplingParams, limit: int) -> tuple[_Segment, FinishReason]:
+        """Stream one turn from the engine, going on from `start`."""
+        request = GenerateRequest(
+            request_id=f"{self._prefix}{self._prompt.group_id}.{self._index}.{len(self._turns)}",
+            input_ids=np.concatenate([self._context(), start.ids]).astype(np.int32, copy=False),
+            sampling=_with_limit(params, limit),
+        )
+        deltas: list[Delta] = []
+        finish: FinishReason | None = None
+        async for delta in self._generate(request):
+            deltas.append(delta)
+            finish = delta.finish
+        if finish is None:
+            raise EngineError(
+                f"the engine ended request {request.request_id} without saying why",
+                remedy="restart the engine; its stream broke off",
+            )
+        return _segment(deltas, is_model=True, start=start), finish
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        eos = () if params.ignore_eos else self._tokenizer.eos_token_ids
+        return frozenset((*eos, *params.stop_token_ids))
+
+    def _next_recorded(self, *, is_model: bool) -> _Segment | None:
+        if not self._replay or self._replay[0].is_model is not is_model:
+            self._replay = []
+            return None
+        return self._replay.pop(0)
+
+    def _close_turn(self, segment: _Segment, finish: FinishReason) -> Turn:
+        self._segments.append(segment)
+        self._finish = finish
+        text = self._tokenizer.decode(segment.ids.tolist())
+        self._turns.append(text)
+        return Turn(text=text, token_ids=tuple(segment.ids.tolist()), finish=finish)
+
+    def reply(self, role: str, content: str) -> bool:
+        """Append a message that the model did not write (mask 0) and open the next model turn.
+
+        Returns False, and ends the episode as "length", if it does not fit into the context.
+        """
+        if not self._segments or not self._segments[-1].is_model:
+            raise UserCodeError(
+                f"workflow: reply() for row {self._prompt.row} without a model turn before it",
+                remedy="call `await episode.generate()` first",
+            )
+        ids = self._render_reply(role, content)
+        if len(ids) >= self.room:
+            self._finish = "length"
+            return False
+        recorded = self._next_recorded(is_model=False)
+        if recorded is not None and not np.array_equal(recorded.ids, ids):
+            self._replay = []
+        zeros = np.zeros(len(ids), dtype=np.float32)
+        versions = np.full(len(ids), NO_VERSION, dtype=np.int32)
+        self._segments.append(_Segment(ids, zeros, versions, is_model=False))
+        return True
+
+    def _render_reply(self, role: str, content: str) -> I32:
+        """Tokens between the model's end of turn and its next turn, as the chat template writes them.
+
+        Taken from a two-message conversation, so that the stream already generated is never encoded again.
+        """
+        base_messages = [("user", "x"), ("assistant", "y")]
+        base = self._tokenizer.render(base_messages, add_generation_prompt=False)
+        full = self._tokenizer.render([*base_messages, (role, content)], add_generation_prompt=True)
+        ends = [i for i, t in enumerate(base) if t in self._tokenizer.eos_token_ids]
+        if not ends or full[: ends[-1] + 1] != base[: ends[-1] + 1]:
+            raise DataError(
+                f"the chat template does not append a {role!r} message after an assistant turn unchanged",
+                remedy="use a template whose rendering of a conversation starts with that of its beginning",
+            )
+        return np.asarray(full[ends[-1] + 1 :], dtype=np.int32)
+
+    def sample(self) -> Sample:
+        """The record of everything so far."""
+        segments = self._segments
+        empty = np.zeros(0, dtype=np.int32)
+        mask: list[U8] = [np.full(len(s.ids), 1 if s.is_model else 0, dtype=np.uint8) for s in segments]
+        return Sample(
+            group_id=self._prompt.group_id,
+            index=self._index,
+            prompt_ids=self._prompt_ids,
+            response_ids=np.concatenate([s.ids for s in segments]) if segments else empty,
+            logprobs=np.concatenate([s.logprobs for s in segments]) if segments else empty.astype(np.float32),
+            loss_mask=np.concatenate(mask) if mask else empty.astype(np.uint8),
+            versions=np.concatenate([s.versions for s in segments]) if segments else empty,
+            finish=self._finish,
+            num_turns=len(self._turns),
+            text=self._turns[-1] if self._turns else "",
+            turns=tuple(self._turns),
+        )
+
+    def demonstration(self, turns: Sequence[Message]) -> Sample:
+        """A sample made of given turns instead of generated ones: assistant turns get loss mask 1, all others 0."""
+        for turn in turns:
+            if turn.role == "assistant":
+                ids = [*self._tokenizer.encode(turn.content), self._tokenizer.eos_token_ids[0]]
+                array = np.asarray(ids, dtype=np.int32)
+                segment = _Segment(
+                    array, np.zeros(len(ids), np.float32), np.full(len(ids), NO_VERSION, np.int32), is_model=True
+                )
+                self._close_turn(segment, "stop")
+            elif not self.reply(turn.role, turn.content):
+                break
+        if self._context_length < len(self._context()):
+            raise DataError(
+                f"demonstration of row {self._prompt.row} has {len(self._context())} tokens with its prompt, "
+                f"the context is {self._context_length}",
+                remedy="shorten the row or raise engine.context_length",
+            )
+        return self.sample()
+
+
+def _segment(deltas: Sequence[Delta], *, is_model: bool, start: _Segment | None = None) -> _Segment:
+    ids = [*([start.ids] if start is not None else []), *(d.output_ids for d in deltas)]
+    logprobs = [*([start.logprobs] if start is not None else []), *(d.logprobs for d in deltas)]
+    versions = [*([start.versions] if start is not None else []), *(d.versions for d in deltas)]
+    if not ids:
+        return _Segment(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), is_model)
+    return _Segment(
+        np.concatenate(ids).astype(np.int32, copy=False),
+        np.concatenate(logprobs).astype(np.float32, copy=False),
+        np.concatenate(versions).astype(np.int32, copy=False),
+        is_model,
+    )
+
+
+def _with_limit(params: SamplingParams, limit: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        max_new_tokens=limit,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        seed=params.seed,
+    )

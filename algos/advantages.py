@@ -1,0 +1,91 @@
+"""From one advantage per sample to one per token: broadcasting, KL in the reward, discounting, whitening.
+
+Knows kinds of algorithm and log-prob tensors. Must not know losses, ranks or how sums travel between ranks.
+Sample-level advantages (`group_advantages`) live in `baselines.py`, which needs no torch, and are exported here too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigError, TrainError
+from .baselines import BASELINES, group_advantages
+from .ratios import ReduceSums
+from .returns import discounted_returns, gae
+from .segments import Segments
+
+__all__ = ["gae", "group_advantages", "needs_whitening", "token_advantages", "whiten"]
+
+WHITENED = frozenset({"ppo", "reinforce_pp", "reinforce_pp_baseline"})
+WHITEN_EPS = 1e-8
+"""Added to the variance."""
+
+
+def needs_whitening(kind: str) -> bool:
+    """Whether token advantages of this kind are whitened over the whole batch: they have no other baseline."""
+    return kind in WHITENED
+
+
+def token_advantages(
+    kind: str,
+    advantages_S: Tensor,
+    segments: Segments,
+    *,
+    kl_T: Tensor | None = None,
+    kl_coef: float = 0.0,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    values_T: Tensor | None = None,
+) -> Tensor:
+    """Float [T]: advantage of every token before whitening, detached; 0 at masked tokens.
+
+    `advantages_S` is `group_advantages` of the kind, float [S]. `kl_T` [T] (needed iff `kl_coef` > 0) is a KL
+    estimate towards the reference on log-probs without gradient.
+
+        others                 A_t = a
+        reinforce_pp_baseline  A_t = a - kl_coef k_t                                     arXiv 2501.03262, section 3
+        reinforce_pp           rho_t = -kl_coef k_t, plus R at the last unmasked token; A_t = sum gamma^(s-t) rho_s
+        ppo                    the same rho; GAE with `values_T` (0 when there is no critic)
+
+    The reward falls on the last *unmasked* token, never on one that is not trained. A fully masked sample gets zeros.
+    Raises ConfigError for an unknown kind or a KL term it does not define, TrainError when `kl_T` is missing.
+    """
+    if kind not in BASELINES:
+        raise ConfigError(f'algorithm "{kind}" is not known', remedy=f"use one of {', '.join(sorted(BASELINES))}")
+    if kl_coef and kind not in WHITENED:
+        raise ConfigError(
+            f'a KL term in the reward is not defined for "{kind}"', remedy='use kl_in = "loss" or kl_coef = 0'
+        )
+    if kl_coef and kl_T is None:
+        raise TrainError(
+            "a KL term in the reward needs reference log-probs", remedy="score the batch with the reference model first"
+        )
+    scalar_T = segments.spread_T(advantages_S.detach())
+    penalty_T = -kl_coef * kl_T.detach() if kl_coef and kl_T is not None else torch.zeros_like(scalar_T)
+    if kind not in ("reinforce_pp", "ppo"):
+        return segments.kept(scalar_T + penalty_T)
+    rewards_T = segments.kept(penalty_T) + torch.where(segments.last_T(), scalar_T, 0.0)
+    if kind == "reinforce_pp":
+        return discounted_returns(rewards_T, segments, gamma)
+    values = torch.zeros_like(rewards_T) if values_T is None else values_T
+    return gae(rewards_T, values, segments, gamma, lam)[0]
+
+
+def whiten(advantages_T: Tensor, mask_T: Tensor, reduce_sums: ReduceSums | None = None) -> Tensor:
+    """(A - mean) / sqrt(var + 1e-8) over all unmasked tokens of all ranks, unbiased variance; 0 at masked tokens.
+
+    `reduce_sums` adds a float64 [3] vector (sum, sum of squares, count) over ranks; None: this rank is alone. Every
+    rank must call, also one without tokens (its tensors are [0]). Nothing to whiten (no token at all, or a single
+    one) gives zeros, never NaN.
+    """
+    mask_T = mask_T.bool()
+    wide_T = torch.where(mask_T, advantages_T.detach().double(), 0.0)
+    sums_3 = torch.stack([wide_T.sum(), wide_T.square().sum(), mask_T.sum().double()])
+    if reduce_sums is not None:
+        sums_3 = reduce_sums(sums_3)
+    count = sums_3[2].clamp(min=1)
+    mean = sums_3[0] / count
+    variance = (sums_3[1] / count - mean.square()).clamp(min=0) * count / (count - 1).clamp(min=1)
+    white_T = torch.where(mask_T, (wide_T - mean) * torch.rsqrt(variance + WHITEN_EPS), 0.0)
+    return white_T.to(advantages_T.dtype)

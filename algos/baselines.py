@@ -1,0 +1,106 @@
+"""Sample-level advantages: rewards compared inside their group. numpy only, so the leader can plan without a device.
+
+Knows rewards and group ids. Must not know tokens. Groups are told apart by *id*, never by position or a fixed size,
+so groups of unequal size (a member was masked, a workflow fanned out) are normalised rightly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from ..core.errors import ConfigError, TrainError
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+
+STD_EPS = 1e-6
+"""Added to the standard deviation (in units of reward)."""
+
+
+class _Groups:
+    """Statistics per sample of the group it belongs to; all float64 [S]."""
+
+    def __init__(self, rewards_S: F64, group_ids_S: I64) -> None:
+        _, group_S = np.unique(group_ids_S, return_inverse=True)
+        count_G = np.bincount(group_S).astype(np.float64)
+        mean_G = np.bincount(group_S, weights=rewards_S) / count_G
+        self.count_S: F64 = count_G[group_S]
+        self.centred_S: F64 = rewards_S - mean_G[group_S]
+        # Equal rewards must give exactly 0: a rounding residue of the mean divided by STD_EPS would be a signal.
+        high_G = np.full(count_G.shape, -np.inf)
+        low_G = np.full(count_G.shape, np.inf)
+        np.maximum.at(high_G, group_S, rewards_S)
+        np.minimum.at(low_G, group_S, rewards_S)
+        self.centred_S[(high_G == low_G)[group_S]] = 0.0
+        square_G = np.bincount(group_S, weights=self.centred_S**2)
+        self.std_S: F64 = np.sqrt(square_G / np.maximum(count_G - 1, 1))[group_S]
+
+
+def _standardised(groups: _Groups, rewards_S: F64, normalise_std: bool) -> F64:
+    """(R - mean) / (std + eps), unbiased std: GRPO, arXiv 2402.03300, section 4.1.2; without std: Dr.GRPO."""
+    return groups.centred_S / (groups.std_S + STD_EPS) if normalise_std else groups.centred_S
+
+
+def _centred(groups: _Groups, rewards_S: F64, normalise_std: bool) -> F64:
+    """R - mean: Dr.GRPO, arXiv 2503.20783, section 3; REINFORCE++-baseline before its whitening."""
+    return groups.centred_S
+
+
+def _leave_one_out(groups: _Groups, rewards_S: F64, normalise_std: bool) -> F64:
+    """R - mean of the others = (R - mean) n / (n - 1): RLOO, arXiv 2402.14740. A lone sample gets 0."""
+    return groups.centred_S * groups.count_S / np.maximum(groups.count_S - 1, 1)
+
+
+def _raw(groups: _Groups, rewards_S: F64, normalise_std: bool) -> F64:
+    """R itself: PPO and REINFORCE++ have their baseline elsewhere (values, whitening over the batch)."""
+    return rewards_S
+
+
+def _one(groups: _Groups, rewards_S: F64, normalise_std: bool) -> F64:
+    """Supervised: every demonstration counts the same."""
+    return np.ones_like(rewards_S)
+
+
+BASELINES: dict[str, Callable[[_Groups, F64, bool], F64]] = {
+    "grpo": _standardised,
+    "gspo": _standardised,
+    "cispo": _standardised,
+    "dr_grpo": _centred,
+    "rloo": _leave_one_out,
+    "reinforce_pp_baseline": _centred,
+    "reinforce_pp": _raw,
+    "ppo": _raw,
+    "sft": _one,
+}
+
+
+def group_advantages(
+    kind: str, rewards_S: npt.ArrayLike, group_ids_S: npt.ArrayLike, *, normalise_std: bool = True
+) -> F32:
+    """float32 [S]: one advantage per sample from its reward and the rewards of its group.
+
+    `rewards_S` numbers [S] in any order, `group_ids_S` integers [S]. A group of equal rewards, or of one sample, gets
+    exactly 0 from all kinds that compare. `normalise_std` concerns grpo, gspo and cispo; the formula of each kind
+    stands at its function above. Raises ConfigError for an unknown kind, TrainError for shapes that disagree and for
+    a reward that is not a finite number.
+    """
+    rule = BASELINES.get(kind)
+    if rule is None:
+        raise ConfigError(f'algorithm "{kind}" is not known', remedy=f"use one of {', '.join(sorted(BASELINES))}")
+    rewards = np.asarray(rewards_S, dtype=np.float64)
+    ids = np.asarray(group_ids_S, dtype=np.int64)
+    if rewards.ndim != 1 or rewards.shape != ids.shape:
+        raise TrainError(
+            f"rewards have shape {rewards.shape}, group ids {ids.shape}", remedy="both must be [S], one per sample"
+        )
+    if not bool(np.isfinite(rewards).all()):
+        at = int(np.flatnonzero(~np.isfinite(rewards))[0])
+        raise TrainError(
+            f"sample {at} of the batch (group {int(ids[at])}) has reward {float(rewards[at])}",
+            remedy="a reward function must return a finite number",
+        )
+    return rule(_Groups(rewards, ids), rewards, normalise_std).astype(np.float32)

@@ -1,0 +1,100 @@
+"""Loss of every token, before masks, weights and means: plain functions from tensors to tensors.
+
+Every function returns its loss per token, so that one reducer (in `objective.py`) serves them all and no algorithm
+has a denominator of its own. Notation: A advantage, r ratio live/old. Shapes: [T] throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigError
+from .segments import Segments
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """A per-token loss and where its bounds acted."""
+
+    loss_T: Tensor
+    """float [T], differentiable."""
+    clipped_T: Tensor
+    """bool [T]: the clip changed the loss (or the weight, for CISPO)."""
+    dual_clipped_T: Tensor
+    """bool [T]: the dual clip changed the loss."""
+
+
+def ppo_clip_loss(
+    ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
+) -> TokenLoss:
+    """max(-r A, -clip(r, 1 - low, 1 + high) A); with dual clip c > 1 and A < 0: min of that and -c A.
+
+    PPO, arXiv 1707.06347, eq. 7; asymmetric bounds ("clip-higher"): DAPO, arXiv 2503.14476, eq. 10; dual clip:
+    arXiv 1912.09729, eq. 5. With `ratios.sequence_ratio` it is GSPO, arXiv 2507.18071, eq. 5. `dual_clip` 0 = off;
+    otherwise it must exceed 1 (ConfigError).
+    """
+    if dual_clip and dual_clip <= 1:
+        raise ConfigError(f"dual_clip = {dual_clip} would turn the loss round", remedy="use 0 (off) or more than 1")
+    plain_T = -ratio_T * advantages_T
+    bounded_T = -ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T
+    loss_T = torch.maximum(plain_T, bounded_T)
+    clipped_T = bounded_T > plain_T
+    dual_clipped_T = torch.zeros_like(clipped_T)
+    if dual_clip:
+        ceiling_T = -dual_clip * advantages_T
+        dual_clipped_T = (advantages_T < 0) & (loss_T > ceiling_T)
+        loss_T = torch.where(dual_clipped_T, ceiling_T, loss_T)
+    return TokenLoss(loss_T, clipped_T, dual_clipped_T)
+
+
+def cispo_loss(
+    logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float
+) -> TokenLoss:
+    """-sg(clip(r, 1 - low, 1 + high)) A logp: the weight is clipped, every token keeps its gradient.
+
+    CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4. Usual bounds: low >= 1 (none), high about 4.
+    """
+    fixed_T = ratio_T.detach()
+    bounded_T = fixed_T.clamp(max(1 - clip_low, 0.0), 1 + clip_high)
+    loss_T = -bounded_T * advantages_T * logprobs_T
+    clipped_T = bounded_T != fixed_T
+    return TokenLoss(loss_T, clipped_T, torch.zeros_like(clipped_T))
+
+
+def reinforce_loss(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor) -> TokenLoss:
+    """-sg(r) A logp, nothing clipped. With r = 1 this is REINFORCE (Williams 1992), else its off-policy form."""
+    loss_T = -ratio_T.detach() * advantages_T * logprobs_T
+    nowhere_T = torch.zeros_like(loss_T, dtype=torch.bool)
+    return TokenLoss(loss_T, nowhere_T, nowhere_T)
+
+
+def sft_loss(logprobs_T: Tensor) -> TokenLoss:
+    """-logp: cross entropy of the demonstration's tokens. Advantages have no part in it."""
+    nowhere_T = torch.zeros_like(logprobs_T, dtype=torch.bool)
+    return TokenLoss(-logprobs_T, nowhere_T, nowhere_T)
+
+
+def opsm_keep(live_T: Tensor, old_T: Tensor, advantages_T: Tensor, segments: Segments, delta: float) -> Tensor:
+    """Bool [T]: off-policy sequence masking; False where A < 0 and the sample's mean of (old - live) exceeds `delta`.
+
+    DeepSeek-V3.2, arXiv 2512.02556. Only samples that the live policy has already left behind are dropped.
+    """
+    drift_S = segments.mean_S(old_T.detach() - live_T.detach())
+    return ~((advantages_T < 0) & (segments.spread_T(drift_S) > delta))
+
+
+def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: float) -> TokenLoss:
+    """max((V' - G)^2, (V - G)^2) with V' = Vold + clamp(V - Vold, -clip, clip); no factor 1/2.
+
+    The clipped critic loss of PPO's reference implementation (Schulman et al. 2017).
+    """
+    old_T = old_values_T.detach()
+    returns_T = returns_T.detach()
+    plain_T = (values_T - returns_T).square()
+    bounded_T = (old_T + (values_T - old_T).clamp(-clip, clip) - returns_T).square()
+    return TokenLoss(
+        torch.maximum(plain_T, bounded_T), bounded_T > plain_T, torch.zeros_like(plain_T, dtype=torch.bool)
+    )

@@ -1,0 +1,329 @@
+"""The objective of a training step: one micro-batch in, its additive share of the global loss out.
+
+Knows log-probs, masks, advantages and the options of the algorithm. Must not know models, ranks or collectives: the
+denominators are global and come from outside (`Normaliser`), so gradients of any cut of the batch into micro-batches
+and ranks simply add up to the gradient of the whole.
+
+    loss = red(w L) + kl_coef red(k) - entropy_coef red(H)
+
+L: `losses.py`; w: `ratios.py`; k: `kl.py`; red: sum over unmasked tokens divided by
+    token      unmasked tokens of the mini-batch                      DAPO, arXiv 2503.14476, eq. 8
+    rollout    the sample's own unmasked tokens, then samples         GRPO, arXiv 2402.03300, eq. 3
+    constant   a constant, e.g. samples x longest answer              Dr.GRPO, arXiv 2503.20783, section 3.2
+
+Which ratio the loss clips and which weight w multiplies it, by `correction`:
+
+    none        live / sg(live)      1                            pretends to be on-policy; collapses when it is not
+    behaviour   live / behaviour     1                            PPO's clip around the sampling policy
+    decoupled   live / proximal      min(prox/behaviour, cap)     Hilton et al. 2110.00641; AReaL 2505.24298
+    tis         live / proximal      clamp(prox/behaviour)        the same formula, plus an optional lower bound
+    icepop      live / proximal      prox/behaviour or 0
+    mis         live / proximal      see `ratios.py`
+
+With one optimizer step a batch the proximal policy *is* the live one, no extra pass is needed and the ratio of the
+last four is 1, so their clip never acts. Hence "auto": behaviour with one mini-batch, decoupled with several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.errors import TrainError
+from . import losses, ratios
+from .kl import kl_terms
+from .mismatch import mismatch_sums
+from .options import (
+    ObjectiveConfig,
+    needs_proximal,
+    needs_reference,
+    objective_config,
+    resolve_correction,
+)
+from .ratios import Weights
+from .segments import Segments
+
+__all__ = [
+    "Normaliser",
+    "Objective",
+    "ObjectiveConfig",
+    "TokenBatch",
+    "needs_proximal",
+    "needs_reference",
+    "objective_config",
+    "policy_objective",
+    "resolve_correction",
+    "weight_sums",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """One micro-batch: the response tokens of all its samples one after another, masked ones included.
+
+    What stands at masked tokens is never looked at. T may be 0 (an empty micro-batch that only pads the count).
+    """
+
+    logprobs_T: Tensor
+    """float [T]: live log-probs, with gradient."""
+    behaviour_T: Tensor
+    """float [T]: the engine's, at the moment of sampling."""
+    advantages_T: Tensor
+    """float [T]."""
+    mask_T: Tensor
+    """bool or 0/1 [T]: loss mask."""
+    sample_T: Tensor
+    """int64 [T]: number of the sample inside this micro-batch, never decreasing."""
+    num_samples: int
+    proximal_T: Tensor | None = None
+    """float [T]: log-probs under the weights at the start of the step; see `needs_proximal`."""
+    reference_T: Tensor | None = None
+    """float [T]: log-probs under the reference model; see `needs_reference`."""
+    entropy_T: Tensor | None = None
+    """float [T]: entropy of the live distribution, with gradient if `entropy_coef` is not 0."""
+
+    def __post_init__(self) -> None:
+        if self.logprobs_T.dim() != 1:
+            raise TrainError(f"logprobs_T has shape {tuple(self.logprobs_T.shape)}", remedy="it must be [T]")
+        names = ("behaviour_T", "advantages_T", "mask_T", "sample_T", "proximal_T", "reference_T", "entropy_T")
+        for name in names:
+            tensor: Tensor | None = getattr(self, name)
+            if tensor is not None and tensor.shape != self.logprobs_T.shape:
+                raise TrainError(
+                    f"{name} has shape {tuple(tensor.shape)}, logprobs_T {tuple(self.logprobs_T.shape)}",
+                    remedy="an optional tensor covers every token of the micro-batch or is None",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Normaliser:
+    """Denominators, global over the mini-batch and all ranks."""
+
+    tokens: float
+    """Unmasked tokens."""
+    samples: float
+    """Samples with at least one unmasked token."""
+    constant: float = 0.0
+    """Divisor of reduction "constant", e.g. samples x max_new_tokens."""
+    mean_weight: float = 1.0
+    """Mean importance weight (see `weight_sums`), when `mis_normalise` is on."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "samples", "constant", "mean_weight"):
+            value = float(getattr(self, name))
+            if not 0 <= value < float("inf"):
+                raise TrainError(f"normaliser {name} = {value}", remedy="it must be a finite number, not negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Result for one micro-batch. All of it is additive over micro-batches and ranks."""
+
+    loss: Tensor
+    """0-dim, differentiable: this micro-batch's share of the global loss."""
+    parts: dict[str, Tensor]
+    """0-dim, detached shares of the loss: policy_loss, kl_loss, entropy_loss; they add up to it."""
+    sums: dict[str, Tensor]
+    """0-dim, detached sums of metrics over unmasked tokens; divide by the global number of tokens."""
+    tokens: Tensor
+    """0-dim int64: unmasked tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """The micro-batch as the formulas want it: wide floats, exact zeros at masked tokens, nothing missing."""
+
+    segments: Segments
+    live_T: Tensor
+    behaviour_T: Tensor
+    train_T: Tensor
+    old_T: Tensor
+    advantages_T: Tensor
+    reference_T: Tensor | None
+    entropy_T: Tensor | None
+
+
+def policy_objective(batch: TokenBatch, config: ObjectiveConfig, normaliser: Normaliser) -> Objective:
+    """This micro-batch's share of the loss and its metrics. Gradient flows through `logprobs_T` and `entropy_T`.
+
+    Raises TrainError when log-probs that the options need are missing or a denominator is.
+    """
+    view = _view(batch, config)
+    weights = _weights(view, config, normaliser.mean_weight)
+    ratio_T = _ratio(view, config)
+    token_loss = _token_loss(view, ratio_T, config)
+    keep_T = weights.keep_T
+    if config.opsm_delta:
+        opsm_T = losses.opsm_keep(view.live_T, view.old_T, view.advantages_T, view.segments, config.opsm_delta)
+        policy_T = torch.where(opsm_T, token_loss.loss_T, 0.0)
+    else:
+        policy_T = token_loss.loss_T
+    policy = _reduce(weights.weight_T * policy_T, keep_T, view.segments, config, normaliser)
+    parts = {"policy_loss": policy}
+    kl_T = _kl(view, ratio_T, config)
+    if kl_T is not None and config.kl_coef and config.kl_in == "loss":
+        parts["kl_loss"] = config.kl_coef * _reduce(kl_T, keep_T, view.segments, config, normaliser)
+    if config.entropy_coef and view.entropy_T is not None:
+        parts["entropy_loss"] = -config.entropy_coef * _reduce(
+            view.entropy_T, keep_T, view.segments, config, normaliser
+        )
+    loss = torch.stack(list(parts.values())).sum()
+    sums = _metrics(view, ratio_T, token_loss, weights, kl_T, config)
+    return Objective(
+        loss=loss,
+        parts={name: part.detach() for name, part in parts.items()},
+        sums={name: total.detach() for name, total in sums.items()},
+        tokens=view.segments.mask_T.sum(),
+    )
+
+
+def weight_sums(batch: TokenBatch, config: ObjectiveConfig) -> Tensor:
+    """float64 [2]: (sum, count) of this micro-batch's importance weights before normalisation.
+
+    Add them over micro-batches and ranks before the first backward pass; the quotient is `Normaliser.mean_weight`.
+    """
+    view = _view(batch, config)
+    return ratios.weight_sums(_weights(view, config, 1.0).weight_T, view.segments, config.mis_level)
+
+
+def _view(batch: TokenBatch, config: ObjectiveConfig) -> _View:
+    segments = Segments.of(batch.mask_T, batch.sample_T, batch.num_samples)
+    live_T = _wide(batch.logprobs_T, segments)
+    if config.minibatches > 1 and needs_proximal(config) and batch.proximal_T is None:
+        raise TrainError(
+            f'correction "{config.correction}" with {config.minibatches} mini-batches got no proximal log-probs: '
+            "the ratio would be 1 and the clip dead",
+            remedy="score the batch once before the first mini-batch (needs_proximal says when)",
+        )
+    if needs_reference(config) and config.kl_in == "loss" and batch.reference_T is None:
+        raise TrainError(
+            f"kl_coef = {config.kl_coef} but the micro-batch has no reference log-probs",
+            remedy="score it with the reference model (needs_reference says when)",
+        )
+    if config.entropy_coef and batch.entropy_T is None:
+        raise TrainError(
+            f"entropy_coef = {config.entropy_coef} but the micro-batch has no entropy",
+            remedy="compute it with the log-probs",
+        )
+    behaviour_T = _wide(batch.behaviour_T, segments).detach()
+    train_T = live_T.detach() if batch.proximal_T is None else _wide(batch.proximal_T, segments).detach()
+    old_T = {"none": live_T.detach(), "behaviour": behaviour_T}.get(config.correction, train_T)
+    return _View(
+        segments=segments,
+        live_T=live_T,
+        behaviour_T=behaviour_T,
+        train_T=train_T,
+        old_T=old_T,
+        advantages_T=_wide(batch.advantages_T, segments).detach(),
+        reference_T=None if batch.reference_T is None else _wide(batch.reference_T, segments).detach(),
+        entropy_T=None if batch.entropy_T is None else _wide(batch.entropy_T, segments),
+    )
+
+
+def _wide(x_T: Tensor, segments: Segments) -> Tensor:
+    """At least float32, and 0 at masked tokens *before* any exp: infinity times mask 0 would be NaN, backwards too."""
+    return segments.kept(x_T if x_T.dtype == torch.float64 else x_T.float())
+
+
+def _ratio(view: _View, config: ObjectiveConfig) -> Tensor:
+    if config.loss == "gspo":
+        return ratios.sequence_ratio(view.live_T, view.old_T, view.segments)
+    return ratios.ratio(view.live_T, view.old_T)
+
+
+def _token_loss(view: _View, ratio_T: Tensor, config: ObjectiveConfig) -> losses.TokenLoss:
+    if config.loss == "sft":
+        return losses.sft_loss(view.live_T)
+    if config.loss == "reinforce":
+        return losses.reinforce_loss(view.live_T, ratio_T, view.advantages_T)
+    if config.loss == "cispo":
+        return losses.cispo_loss(view.live_T, ratio_T, view.advantages_T, config.clip_low, config.clip_high)
+    return losses.ppo_clip_loss(ratio_T, view.advantages_T, config.clip_low, config.clip_high, config.dual_clip)
+
+
+def _weights(view: _View, config: ObjectiveConfig, mean_weight: float) -> Weights:
+    """The weight of the correction, level by level; see the module's table."""
+    correction = config.correction
+    if correction in ("none", "behaviour"):
+        return ratios.unit_weights(view.behaviour_T)
+    if correction in ("decoupled", "tis"):
+        log_q_T = ratios.log_weight(view.train_T, view.behaviour_T, view.segments, "token")
+        return ratios.tis_weights(log_q_T, config.tis_cap, config.tis_floor if correction == "tis" else 0.0)
+    log_q_T = ratios.log_weight(view.train_T, view.behaviour_T, view.segments, config.mis_level)
+    if correction == "icepop":
+        return ratios.icepop_weights(log_q_T, config.mis_low, config.tis_cap)
+    return _mis(view, log_q_T, config, mean_weight)
+
+
+def _mis(view: _View, log_q_T: Tensor, config: ObjectiveConfig, mean_weight: float) -> Weights:
+    weights = ratios.mis_weights(log_q_T, config.mis_mode, config.mis_low, config.mis_high)
+    keep_T = weights.keep_T
+    if config.reject_high:
+        judged_T = ratios.log_weight(view.train_T, view.behaviour_T, view.segments, config.reject_level)
+        keep_T = keep_T & ratios.rejection(judged_T, config.reject_low, config.reject_high)
+    if config.veto:
+        keep_T = keep_T & ratios.veto(view.train_T, view.behaviour_T, view.segments, config.veto)
+    weights = Weights(weights.weight_T, keep_T, weights.cut_T | ~keep_T)
+    return ratios.normalise(weights, mean_weight) if config.mis_normalise else weights
+
+
+def _kl(view: _View, ratio_T: Tensor, config: ObjectiveConfig) -> Tensor | None:
+    """KL towards the reference, for the loss and the metric; None without a reference."""
+    if view.reference_T is None:
+        return None
+    weight_T = ratio_T if config.kl_unbiased else None
+    if weight_T is not None and config.loss == "gspo":
+        weight_T = ratios.ratio(view.live_T, view.old_T)
+    return kl_terms(config.kl_kind, view.live_T, view.reference_T, weight_T)
+
+
+def _reduce(x_T: Tensor, keep_T: Tensor, segments: Segments, config: ObjectiveConfig, normaliser: Normaliser) -> Tensor:
+    """0-dim share of the global mean. Removed tokens count in every denominator: removal is not a reweighting."""
+    kept_T = torch.where(keep_T, x_T, 0.0)
+    if config.reduction == "rollout":
+        return segments.mean_S(kept_T).sum() / max(normaliser.samples, 1.0)
+    total = segments.kept(kept_T).sum()
+    if config.reduction == "token":
+        return total / max(normaliser.tokens, 1.0)
+    if normaliser.constant <= 0:
+        raise TrainError(
+            'reduction "constant" got no constant', remedy="set Normaliser.constant, e.g. samples x max_new_tokens"
+        )
+    return total / normaliser.constant
+
+
+def _metrics(
+    view: _View,
+    ratio_T: Tensor,
+    token_loss: losses.TokenLoss,
+    weights: Weights,
+    kl_T: Tensor | None,
+    config: ObjectiveConfig,
+) -> dict[str, Tensor]:
+    """Sums over unmasked tokens. Supervised runs have no behaviour policy, so they leave out all that compares."""
+    segments = view.segments
+    rows: dict[str, Tensor] = {"logprob": view.live_T}
+    if view.entropy_T is not None:
+        rows["entropy"] = view.entropy_T
+    if kl_T is not None:
+        rows["kl"] = kl_T
+    if config.loss != "sft":
+        drift_T = view.old_T - view.live_T.detach()
+        rows |= {
+            "advantage": view.advantages_T,
+            "ratio": ratio_T,
+            "approx_kl": drift_T,
+            "approx_kl_k3": ratios.ratio(view.live_T.detach(), view.old_T) - 1 + drift_T,
+            "clip_fraction": token_loss.clipped_T,
+            "dual_clip_fraction": token_loss.dual_clipped_T,
+            "weight": weights.weight_T,
+            "weight_cut_fraction": weights.cut_T,
+            "removed_fraction": ~weights.keep_T,
+        }
+    sums = {name: segments.kept(row_T.detach().to(view.live_T.dtype)).sum() for name, row_T in rows.items()}
+    if config.loss != "sft":
+        sums |= mismatch_sums(view.train_T, view.behaviour_T, segments)
+        sums["logprob_diff_abs"] = sums["mismatch_diff_abs"]
+    return sums

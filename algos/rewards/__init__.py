@@ -1,0 +1,22 @@
+"""Rewards as pure functions of a completion; nothing here knows processes, actors or files."""
+
+from __future__ import annotations
+
+from .catalogue import BUILTINS, RewardFunction, RewardValue, bind_builtin
+from .extraction import boxed, extract
+from .numbers import last_number, parse_number
+from .outcome import SCALAR_KEY, RewardOutcome, outcome_of
+
+__all__ = [
+    "BUILTINS",
+    "SCALAR_KEY",
+    "RewardFunction",
+    "RewardOutcome",
+    "RewardValue",
+    "bind_builtin",
+    "boxed",
+    "extract",
+    "last_number",
+    "outcome_of",
+    "parse_number",
+]

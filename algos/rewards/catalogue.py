@@ -1,0 +1,69 @@
+"""The built-in rewards by name, and their arguments bound and checked once, before the first completion."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from ...core.completions import Completion
+from ...core.suggestion import suggest
+from ...core.errors import ConfigError
+from .builtin import exact, math_equal, numeric, regex, text_format
+
+RewardValue = float | dict[str, float]
+RewardFunction = Callable[[Completion], RewardValue]
+
+
+@dataclass(frozen=True, slots=True)
+class Builtin:
+    """A built-in reward and where it may run."""
+
+    fn: Callable[..., float]
+    takes_pattern: bool = False
+    needs_process: bool = False
+    """Never inside an actor's own process."""
+
+
+BUILTINS: Mapping[str, Builtin] = {
+    "exact": Builtin(exact),
+    "numeric": Builtin(numeric),
+    "math": Builtin(math_equal, needs_process=True),
+    "regex": Builtin(regex, takes_pattern=True),
+    "format": Builtin(text_format, takes_pattern=True),
+}
+
+
+def bind_builtin(name: str, *, pattern: str = "", args: Mapping[str, Any] | None = None) -> RewardFunction:
+    """The named reward with its arguments. Raises ConfigError for arguments that it does not take."""
+    builtin = BUILTINS[name]
+    given = dict(args or {})
+    if pattern and builtin.takes_pattern:
+        given["pattern"] = pattern
+    known = {
+        key: parameter.annotation
+        for key, parameter in inspect.signature(builtin.fn).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    hints = get_type_hints(builtin.fn)
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(f'reward.args.{key}: reward "{name}" takes no such argument', remedy=suggest(key, known))
+        _check_type(key, value, hints[key])
+    return partial(builtin.fn, **given)
+
+
+def _check_type(key: str, value: object, hint: Any) -> None:
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        if value not in choices:
+            raise ConfigError(f"reward.args.{key} = {value!r}: must be one of {', '.join(map(str, choices))}")
+        return
+    allowed = (int, float) if hint is float else (hint,)
+    is_bool = isinstance(value, bool)
+    if not isinstance(value, allowed) or (is_bool and hint is not bool):
+        raise ConfigError(f"reward.args.{key} = {value!r}: must be of type {hint.__name__}")
+    if isinstance(value, (int, float)) and not is_bool and value < 0:
+        raise ConfigError(f"reward.args.{key} = {value!r}: must not be negative")

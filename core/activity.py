@@ -1,0 +1,381 @@
+"""Where an actor's time goes, and the bounded buffer of what it has to tell the monitor.
+
+Knows: a clock, the six activity kinds, the telemetry records. Must not know: sockets, files, the event loop.
+
+An actor is in exactly one state at a time, so its shares always add up to all of its wall time. The state is, in
+this order of precedence:
+
+    1. the innermost `during(...)` block that is still open       (explicit, nestable, inner wins)
+    2. "compute" while at least one `working(...)` block is open  (for actors with many tasks at once)
+    3. what `switch(...)` said last                               (the reason to wait)
+
+Blocks may close in any order, because tasks of one actor interleave. Not thread-safe: call it from the actor's loop.
+
+Written by hand: prometheus-client counts but does not partition time, and OpenTelemetry spans may overlap, so
+neither can promise 100 %.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections import deque
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from .clock import Clock
+from .messages import ActivityKind, Event, MetricPoint, Span, Telemetry
+
+ACTIVITY_KINDS: tuple[ActivityKind, ...] = get_args(ActivityKind)
+
+_NUMBER = re.compile(r"[\s#/:-]*\d+$")
+_MAX_NAMES = 48
+_MAX_TEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    kind: ActivityKind
+    name: str
+    args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class _Window:
+    """Seconds per kind over the last `window_s`, in buckets: fixed memory whatever the switching rate."""
+
+    def __init__(self, window_s: float, bucket_s: float) -> None:
+        self._bucket_s = bucket_s
+        self._num_buckets = max(1, round(window_s / bucket_s))
+        self._buckets: deque[tuple[int, dict[str, float]]] = deque()
+
+    def add(self, key: str, start_s: float, end_s: float) -> None:
+        """Book the stretch [start_s, end_s); stretches arrive in order of time."""
+        last = math.floor(end_s / self._bucket_s)
+        start_s = max(start_s, (last - self._num_buckets + 1) * self._bucket_s)
+        while start_s < end_s:
+            index = math.floor(start_s / self._bucket_s)
+            stop_s = min(end_s, (index + 1) * self._bucket_s)
+            if stop_s <= start_s:  # the bucket's edge is not representable: do not spin on it
+                stop_s = end_s
+            self._book(index, key, stop_s - start_s)
+            start_s = stop_s
+        self._forget(last)
+
+    def _book(self, index: int, key: str, seconds: float) -> None:
+        if not self._buckets or self._buckets[-1][0] < index:
+            self._buckets.append((index, {}))
+        bucket = self._buckets[-1][1]
+        bucket[key] = bucket.get(key, 0.0) + seconds
+
+    def _forget(self, last: int) -> None:
+        while self._buckets and self._buckets[0][0] <= last - self._num_buckets:
+            self._buckets.popleft()
+
+    def sums(self) -> dict[str, float]:
+        """Seconds per key inside the window."""
+        total: dict[str, float] = {}
+        for _, bucket in self._buckets:
+            for key, seconds in bucket.items():
+                total[key] = total.get(key, 0.0) + seconds
+        return total
+
+
+class ActivityMeter:
+    """Partitions one actor's wall time into activity kinds and cuts it into spans."""
+
+    def __init__(
+        self,
+        source: str,
+        clock: Clock,
+        *,
+        window_s: float = 60.0,
+        max_spans: int = 2048,
+        max_span_s: float = 10.0,
+    ) -> None:
+        """`max_spans` bounds what waits to be drained (the oldest go first, counted); a state that lasts is reported in
+        pieces of about `max_span_s`, so a trace shows it before it ends."""
+        self.source = source
+        self._clock = clock
+        self._max_span_s = max_span_s
+        self._base = _State("other", "")
+        self._blocks: list[_State] = []
+        self._working: list[_State] = []
+        self._state = self._base
+        now = clock.monotonic()
+        # One anchor for all spans: a stepping wall clock must not make them overlap.
+        self._wall_offset_s = clock.wall() - now
+        self._settled_s = now
+        self._span_start_s = now
+        self._totals: dict[ActivityKind, float] = dict.fromkeys(ACTIVITY_KINDS, 0.0)
+        self._named: dict[str, float] = {}
+        self._window = _Window(window_s, bucket_s=max(window_s / 60.0, 0.01))
+        self._spans: deque[Span] = deque()
+        self._max_spans = max_spans
+        self._num_dropped = 0
+
+    @property
+    def kind(self) -> ActivityKind:
+        """What the actor does now."""
+        return self._state.kind
+
+    @contextlib.contextmanager
+    def during(self, kind: ActivityKind, name: str = "", **args: Any) -> Generator[None]:
+        """The block's time counts as `kind`; an inner block takes over until it ends. `args` go into the trace."""
+        block = _State(kind, name, args)
+        self._blocks.append(block)
+        self._update()
+        try:
+            yield
+        finally:
+            _remove(self._blocks, block)
+            self._update()
+
+    @contextlib.contextmanager
+    def working(self, name: str = "", **args: Any) -> Generator[None]:
+        """One of many concurrent pieces of work: the actor counts as computing while any is open."""
+        block = _State("compute", name, args)
+        self._working.append(block)
+        self._update()
+        try:
+            yield
+        finally:
+            _remove(self._working, block)
+            self._update()
+
+    def switch(self, kind: ActivityKind, name: str = "", **args: Any) -> None:
+        """Set the state that holds while no block is open. Saying the same again costs nothing."""
+        self._base = _State(kind, name, args)
+        self._update()
+
+    def totals(self) -> dict[ActivityKind, float]:
+        """Seconds per kind since the meter was made; they sum to the elapsed time."""
+        self._settle()
+        return dict(self._totals)
+
+    def named_totals(self) -> dict[str, float]:
+        """Seconds per "kind/name" for states that have a name, e.g. "wait-data/reward"; a number at the name's end is
+        left out ("claim 7" is booked as "claim"). They are parts of `totals`."""
+        self._settle()
+        return dict(self._named)
+
+    def shares(self) -> dict[ActivityKind, float]:
+        """Share of each kind over the last window; sums to 1."""
+        self._settle()
+        return self._normalised(self._window.sums())
+
+    def total_shares(self) -> dict[ActivityKind, float]:
+        """Share of each kind since the meter was made; sums to 1."""
+        self._settle()
+        return self._normalised(self._totals)
+
+    def drain_spans(self) -> tuple[tuple[Span, ...], int]:
+        """Finished spans in order of time, and how many were thrown away since the last drain."""
+        self._settle()
+        if self._settled_s - self._span_start_s >= self._max_span_s:
+            self._close_span()
+        spans, dropped = tuple(self._spans), self._num_dropped
+        self._spans.clear()
+        self._num_dropped = 0
+        return spans, dropped
+
+    def close_span(self) -> None:
+        """End the running span now, so that the next drain holds everything up to this moment."""
+        self._settle()
+        self._close_span()
+
+    def _normalised(self, seconds: Mapping[Any, float]) -> dict[ActivityKind, float]:
+        total = sum(seconds.values())
+        if total <= 0.0:
+            return {kind: float(kind == self._state.kind) for kind in ACTIVITY_KINDS}
+        return {kind: seconds.get(kind, 0.0) / total for kind in ACTIVITY_KINDS}
+
+    def _current(self) -> _State:
+        if self._blocks:
+            return self._blocks[-1]
+        # The oldest names the work: with many tasks the newest would cut a span for each of them.
+        return self._working[0] if self._working else self._base
+
+    def _update(self) -> None:
+        state = self._current()
+        if state is self._state or state == self._state:
+            return
+        self._settle()
+        self._close_span()
+        self._state = state
+
+    def _settle(self) -> None:
+        now = max(self._clock.monotonic(), self._settled_s)
+        elapsed_s = now - self._settled_s
+        if elapsed_s > 0.0:
+            state = self._state
+            self._totals[state.kind] += elapsed_s
+            self._window.add(state.kind, self._settled_s, now)
+            self._book_name(state, elapsed_s)
+        self._settled_s = now
+
+    def _book_name(self, state: _State, elapsed_s: float) -> None:
+        family = _NUMBER.sub("", state.name)
+        if not family:
+            return
+        key = f"{state.kind}/{family}"
+        if key not in self._named and len(self._named) >= _MAX_NAMES:
+            return  # a name made from an id would grow without end; its kind is booked all the same
+        self._named[key] = self._named.get(key, 0.0) + elapsed_s
+
+    def _close_span(self) -> None:
+        duration_s = self._settled_s - self._span_start_s
+        if duration_s > 0.0:
+            if len(self._spans) >= self._max_spans:
+                self._spans.popleft()
+                self._num_dropped += 1
+            self._spans.append(
+                Span(
+                    source=self.source,
+                    name=self._state.name or self._state.kind,
+                    activity=self._state.kind,
+                    start_wall_s=self._span_start_s + self._wall_offset_s,
+                    duration_s=duration_s,
+                    args=dict(self._state.args),
+                )
+            )
+        self._span_start_s = self._settled_s
+
+
+def _remove(blocks: list[_State], block: _State) -> None:
+    for index in range(len(blocks) - 1, -1, -1):
+        if blocks[index] is block:
+            del blocks[index]
+            return
+
+
+class TelemetryBuffer:
+    """What an actor has to tell, until the next bundle leaves. Bounded: the oldest records go first, counted.
+
+    With a meter it adds the meter's spans, and the meter's totals as metrics "time/<kind>" and
+    "time/<kind>/<name>" in cumulative seconds: a lost bundle then costs resolution, never truth.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        clock: Clock,
+        *,
+        meter: ActivityMeter | None = None,
+        max_records: int = 4096,
+        time_every_s: float = 1.0,
+    ) -> None:
+        self.source = source
+        self.meter = meter
+        self._clock = clock
+        self._metrics: deque[MetricPoint] = deque()
+        self._events: deque[Event] = deque()
+        self._spans: deque[Span] = deque()
+        self._max_records = max_records
+        self._time_every_s = time_every_s
+        self._next_time_s = clock.monotonic()
+        self._last_step = -1
+        self._num_dropped = 0
+        self.num_lost = 0
+        """Records thrown away over the whole life of the buffer."""
+
+    def __len__(self) -> int:
+        return len(self._metrics) + len(self._events) + len(self._spans)
+
+    def metric(self, step: int, values: Mapping[str, float], *, source: str = "") -> None:
+        """Values of one step (step < 0: of this moment). A NaN or infinite value cannot travel as JSON: it becomes an
+        event of kind "non-finite" that names it."""
+        finite: dict[str, float] = {}
+        for name, raw in values.items():
+            value = float(raw)
+            if math.isfinite(value):
+                finite[name] = value
+            else:
+                text = f"{name} is {value} at step {step}"
+                self.event("non-finite", text, metric=name, step=step, value=str(value))
+        self._last_step = max(self._last_step, step)
+        if finite:
+            point = MetricPoint(source=source or self.source, step=step, wall_s=self._clock.wall(), values=finite)
+            self._append(self._metrics, point)
+
+    def event(self, kind: str, text: str, **data: Any) -> None:
+        """Something a person may want to know. `data` must be JSON types."""
+        now = self._clock.wall()
+        event = Event(source=self.source, wall_s=now, kind=kind, text=text[:_MAX_TEXT], data=data)
+        self._append(self._events, event)
+
+    def span(
+        self, name: str, activity: ActivityKind, start_wall_s: float, duration_s: float, *, track: str, **args: Any
+    ) -> None:
+        """A stretch of one of several concurrent things; `track` gives it an own row in the trace. It does not
+        count in the time accounting, which is the meter's alone."""
+        span = Span(
+            source=self.source,
+            name=name,
+            activity=activity,
+            start_wall_s=start_wall_s,
+            duration_s=max(0.0, duration_s),
+            track=track,
+            args=args,
+        )
+        self._append(self._spans, span)
+
+    def drain(self, max_bytes: int = 400_000) -> Telemetry:
+        """The next bundle, of about `max_bytes` once encoded (the control lane refuses messages over 1 MiB).
+        Call again while `len(buffer)` is not 0."""
+        self._take_from_meter()
+        budget = max_bytes
+        events, budget = _take(self._events, budget)
+        metrics, budget = _take(self._metrics, budget)
+        spans, budget = _take(self._spans, budget)
+        dropped, self._num_dropped = self._num_dropped, 0
+        return Telemetry(metrics=tuple(metrics), events=tuple(events), spans=tuple(spans), dropped=dropped)
+
+    def lost(self, bundle: Telemetry) -> None:
+        """A drained bundle could not be sent: its records count as dropped in the next one."""
+        count = len(bundle.metrics) + len(bundle.events) + len(bundle.spans)
+        self.num_lost += count
+        self._num_dropped += count + bundle.dropped
+
+    def _take_from_meter(self) -> None:
+        if self.meter is None:
+            return
+        spans, dropped = self.meter.drain_spans()
+        self._num_dropped += dropped
+        self.num_lost += dropped
+        for span in spans:
+            self._append(self._spans, span)
+        now = self._clock.monotonic()
+        if now >= self._next_time_s:
+            self._next_time_s = now + self._time_every_s
+            values = {f"time/{kind}": seconds for kind, seconds in self.meter.totals().items()}
+            values |= {f"time/{name}": seconds for name, seconds in self.meter.named_totals().items()}
+            self._append(
+                self._metrics,
+                MetricPoint(source=self.source, step=self._last_step, wall_s=self._clock.wall(), values=values),
+            )
+
+    def _append(self, queue: deque[Any], record: MetricPoint | Event | Span) -> None:
+        if len(queue) >= self._max_records:
+            queue.popleft()
+            self._num_dropped += 1
+            self.num_lost += 1
+        queue.append(record)
+
+
+def _take(queue: deque[Any], budget: int) -> tuple[list[Any], int]:
+    taken: list[Any] = []
+    while queue and (budget > 0):
+        budget -= _size_bytes(queue[0])
+        taken.append(queue.popleft())
+    return taken, budget
+
+
+def _size_bytes(record: MetricPoint | Event | Span) -> int:
+    """About how long the record is as JSON; an estimate, since encoding twice would cost more than it saves."""
+    if isinstance(record, MetricPoint):
+        return 90 + 44 * len(record.values)
+    if isinstance(record, Event):
+        return 120 + len(record.text) + len(repr(record.data))
+    return 180 + len(record.name) + len(repr(record.args))

@@ -1,0 +1,47 @@
+"""The run file: typed sections, loading with good messages, writing back. No torch, no sockets, fast to import."""
+
+from __future__ import annotations
+
+from .conflict import Conflict
+from .dumping import dump_config
+from .learning import AlgoConfig, AlgoKind, AsyncSettings, OptimizerConfig, TrainerConfig
+from .loading import load_config
+from .roles import RestartPolicy, RoleName, RoleSettings, RolesSettings, RolloutRole, TrainerRole, parse_devices
+from .root import RunConfig
+from .settings import (
+    DataSettings,
+    EngineSettings,
+    EvalSettings,
+    ModelSettings,
+    MonitorSettings,
+    RewardSettings,
+    RolloutSettings,
+    RunSettings,
+)
+
+__all__ = [
+    "AlgoConfig",
+    "AlgoKind",
+    "AsyncSettings",
+    "Conflict",
+    "DataSettings",
+    "EngineSettings",
+    "EvalSettings",
+    "ModelSettings",
+    "MonitorSettings",
+    "OptimizerConfig",
+    "RestartPolicy",
+    "RewardSettings",
+    "RoleName",
+    "RoleSettings",
+    "RolesSettings",
+    "RolloutRole",
+    "RolloutSettings",
+    "RunConfig",
+    "RunSettings",
+    "TrainerConfig",
+    "TrainerRole",
+    "dump_config",
+    "load_config",
+    "parse_devices",
+]

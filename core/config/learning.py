@@ -1,0 +1,170 @@
+"""Sections that describe how the model learns: algorithm, staleness, optimizer, trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field, Strict, field_validator
+
+from .conflict import Conflict
+from .section import (
+    CodeName,
+    CountInt,
+    NonNegativeFloat,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    UnitFloat,
+)
+from .settings import FILTER_BUILTINS, check_code_name
+
+AlgoKind = Literal["grpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sft"]
+REWARD_KL_KINDS: tuple[AlgoKind, ...] = ("ppo", "reinforce_pp", "reinforce_pp_baseline")
+"""Algorithms whose token-level rewards have a place for a KL term."""
+
+Betas = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)]
+
+
+class AlgoConfig(Section, frozen=True):
+    """Which loss on which batch."""
+
+    kind: AlgoKind = "grpo"
+    """Algorithm: how rewards become advantages and which ratio the loss uses."""
+    batch_size: PositiveInt = 32
+    """Groups trained on in one step (so `batch_size * rollout.num_samples` samples)."""
+    minibatches: PositiveInt = 1
+    """Optimizer updates per step; divides `batch_size`."""
+    loss: Literal["auto", "ppo", "gspo", "cispo", "reinforce", "sft"] = "auto"
+    """Policy loss; auto = the one that belongs to `kind`."""
+    clip_low: PositiveFloat = 0.2
+    """Ratio is clipped below at `1 - clip_low`."""
+    clip_high: PositiveFloat = 0.28
+    """Ratio is clipped above at `1 + clip_high`."""
+    dual_clip: NonNegativeFloat = 0.0
+    """Bound (> 1) on the loss of negative advantages; 0 = off."""
+    correction: Literal["auto", "none", "behaviour", "decoupled", "tis", "icepop", "mis"] = "auto"
+    """What is done about tokens sampled from older weights or another engine; auto = decoupled when staleness or
+    several mini-batches make it necessary."""
+    tis_cap: PositiveFloat = 2.0
+    """Upper bound of the importance weight of `tis`, `icepop` and `decoupled`."""
+    mis_level: Literal["token", "sequence", "geometric"] = "token"
+    """Level on which `mis` and `icepop` judge the importance weight."""
+    mis_mode: Literal["truncate", "clip", "mask"] = "mask"
+    """What `mis` does outside its bounds."""
+    mis_low: PositiveFloat = 0.5
+    """Lower bound of the importance weight of `mis` and `icepop`."""
+    mis_high: PositiveFloat = 2.0
+    """Upper bound of the importance weight of `mis`."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the KL term towards the initial model; 0 = no reference model is kept."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL term goes; reward is defined for ppo, reinforce_pp and reinforce_pp_baseline only."""
+    kl_kind: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
+    """Estimator of the KL divergence; low_var_kl is k3 clamped to [-10, 10]."""
+    kl_unbiased: bool = False
+    """Whether the KL term in the loss is weighted by the ratio (unbiased gradient)."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus; 0 = off."""
+    reduction: Literal["token", "rollout", "constant"] = "token"
+    """Mean of the loss: over all tokens, per rollout first, or divided by a constant (dr_grpo)."""
+    normalise_std: bool = True
+    """Whether group advantages are divided by the group's standard deviation."""
+    group_filter: CodeName = "zero_variance"
+    """Which groups are left out: zero_variance (all rewards equal), none, or your own `module:function`."""
+    gamma: UnitFloat = 1.0
+    """Discount per token."""
+    lam: UnitFloat = 1.0
+    """Lambda of generalised advantage estimation (ppo)."""
+
+    @field_validator("dual_clip")
+    @classmethod
+    def _dual_clip_is_off_or_above_one(cls, value: float) -> float:
+        if value != 0 and value <= 1:
+            raise ValueError("must be 0 (off) or greater than 1")
+        return value
+
+    @field_validator("group_filter")
+    @classmethod
+    def _filter_is_named(cls, value: str) -> str:
+        return check_code_name(value, FILTER_BUILTINS)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Batch arithmetic and options that the algorithm does not define."""
+        if self.batch_size % self.minibatches:
+            yield Conflict(
+                ("minibatches", "batch_size"), f"does not divide batch_size = {self.batch_size} (groups in one step)"
+            )
+        if self.kl_in == "reward" and self.kind not in REWARD_KL_KINDS:
+            yield Conflict(
+                ("kl_in", "kind"),
+                f'is not defined for kind = "{self.kind}", only for {", ".join(REWARD_KL_KINDS)}; use "loss"',
+            )
+        if self.clip_low > 1 and self.kind != "cispo":
+            yield Conflict(("clip_low", "kind"), f'must be at most 1 for kind = "{self.kind}": ratios are not negative')
+        if self.mis_low >= self.mis_high:
+            yield Conflict(("mis_low", "mis_high"), f"must be below mis_high = {self.mis_high:g}")
+        if self.loss != "auto" and (self.loss == "sft") != (self.kind == "sft"):
+            yield Conflict(("loss", "kind"), f'does not go with kind = "{self.kind}"; use "auto"')
+
+
+class AsyncSettings(Section, frozen=True):
+    """How far generation may run ahead of training."""
+
+    max_staleness: Annotated[int, Field(ge=0, le=1000)] = 2
+    """eta: training steps that the weights behind any token may be old when it is trained on; 0 = on-policy."""
+    policy: Literal["pace", "wait", "drop"] = "pace"
+    """How the bound is kept: pace (work is handed out so that nothing grows too old), wait (the trainer waits for the
+    oldest), drop (too old groups are thrown away; favours short answers)."""
+    window: CountInt = 0
+    """Groups among which the trainer may choose (windowed first-in first-out); 0 = the largest that keeps the bound."""
+
+
+class OptimizerConfig(Section, frozen=True):
+    """AdamW and its schedule."""
+
+    lr: PositiveFloat = 1e-4
+    """Learning rate at the top of the schedule."""
+    betas: Betas = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment, each in [0, 1)."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay (matrices only)."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Course of the learning rate after the warm-up."""
+    warmup_steps: CountInt = 0
+    """Optimizer updates over which the rate rises from 0."""
+    min_lr_ratio: UnitFloat = 0.0
+    """Share of `lr` at which cosine and linear end."""
+    decay_steps: CountInt = 0
+    """Optimizer updates at which cosine and linear end; 0 = at the end of the run."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A schedule that ends before it begins."""
+        if self.decay_steps and self.decay_steps <= self.warmup_steps:
+            yield Conflict(("decay_steps", "warmup_steps"), f"must be above warmup_steps = {self.warmup_steps}")
+
+
+class TrainerConfig(Section, frozen=True):
+    """The training processes."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number type of forward and backward; master weights are float32."""
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """How ranks share the model: ddp (each has all of it) or fsdp (sharded)."""
+    max_tokens_per_microbatch: PositiveInt = 4096
+    """Tokens (prompt and answer, all samples) in one forward pass; a longer sample gets a pass of its own."""
+    checkpoint_every: CountInt = 0
+    """Steps between checkpoints; 0 = none during the run."""
+    keep_last: PositiveInt = 2
+    """Checkpoints kept; older ones are deleted."""
+    resume: PathText = ""
+    """Checkpoint folder, or run directory (its newest checkpoint), to go on from; empty = start anew."""
+    export_at_end: bool = True
+    """Whether the trained model is written as a HuggingFace folder when the run ends."""
+    activation_checkpointing: bool = False
+    """Whether activations are recomputed in the backward pass to save memory."""

@@ -1,0 +1,215 @@
+"""From TOML files and `--set` flags to a checked `RunConfig`, or one error that lists everything wrong at once.
+
+Files are merged left to right, key by key; flags win over files. A relative path in a file is relative to that file's
+folder, in a flag to the current folder.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..errors import ConfigError
+from .fields import paths_with_meaning
+from .key_lines import key_lines
+from .problems import Origin, Origins, Problem, described, misspelt_aliases, problems_of, render
+from .root import RunConfig
+from .section import Meaning
+from .tables import KeyPath, Table, as_array, as_table, holds, single_path, table_at, table_made_at
+
+DECODE_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
+
+
+@dataclass(slots=True)
+class _Layers:
+    """What has been read so far: merged values, where each came from, what could not be read."""
+
+    origins: Origins
+    table: Table = field(default_factory=dict[str, Any])
+    problems: list[Problem] = field(default_factory=list[Problem])
+
+
+def load_config(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ()
+) -> RunConfig:
+    """Read, merge and check run files.
+
+    `path`: one TOML file or several, later ones winning; `overrides`: `section.key=value` texts (TOML values; a bare
+    word is text). Raises ConfigError with every problem found: file and line, dotted path, value, cause, suggestion.
+    """
+    files = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+    if not files:
+        raise ConfigError("no run file was given", remedy="name a TOML file")
+    layers = _Layers(Origins(str(files[0])))
+    for file in files:
+        _read_file(layers, Path(file))
+    for override in overrides:
+        _read_override(layers, override)
+    _default_run_dir(layers)
+    config = _check(layers)
+    if config is None or layers.problems:
+        raise ConfigError(render(layers.problems, [str(file) for file in files]))
+    return config
+
+
+def _check(layers: _Layers) -> RunConfig | None:
+    """Validate; when values are wrong, leave them out and look again, so that conflicts of the others show too."""
+    table = copy.deepcopy(layers.table)
+    bad = {problem.path for problem in layers.problems if problem.path}
+    layers.problems.extend(misspelt_aliases(table, layers.origins))
+    while True:
+        try:
+            return RunConfig.model_validate(table)
+        except ValidationError as error:
+            found = problems_of(error, table, layers.origins)
+        fresh = [problem for problem in found if not _touches(problem, bad)]
+        layers.problems.extend(described(problem, layers.table) for problem in fresh)
+        progress = [_leave_out(table, problem, bad) for problem in found]
+        if not any(progress):
+            return None
+
+
+def _touches(problem: Problem, bad: set[KeyPath]) -> bool:
+    paths = (problem.path, *problem.involved)
+    return any(path[:length] in bad for path in paths for length in range(1, len(path) + 1))
+
+
+def _leave_out(table: Table, problem: Problem, bad: set[KeyPath]) -> bool:
+    """Take the wrong value out (or, if it is a default, those it conflicts with); whether anything changed."""
+    bad.add(problem.path)
+    if problem.is_required:
+        above = table_made_at(table, problem.path[:-1])
+        above[problem.path[-1]] = "?"  # all required values are texts; the run is refused anyway
+        return True
+    if _remove(table, problem.path):
+        return True
+    bad.update(problem.involved)
+    removed = [_remove(table, path) for path in problem.involved]
+    return any(removed)
+
+
+def _remove(table: Table, path: KeyPath) -> bool:
+    above = table_at(table, path[:-1])
+    if above is None or path[-1] not in above:
+        return False
+    del above[path[-1]]
+    return True
+
+
+def _read_file(layers: _Layers, file: Path) -> None:
+    text = _read_text(file)
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(_syntax_message(file, text, str(error))) from error
+    _resolve(table, file.absolute().parent)
+    _merge(layers.table, table)
+    for key, line in key_lines(text).items():
+        layers.origins.note(key, Origin(str(file), line))
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: there is no such run file", remedy="check the path") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: is not UTF-8 text (byte {error.start})", remedy="save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}", remedy="name a readable TOML file") from error
+
+
+def _syntax_message(file: Path, text: str, error: str) -> str:
+    match = DECODE_PLACE.search(error)
+    line = int(match[1]) if match and match[1] else text.rstrip().count("\n") + 1
+    column = f", column {match[2]}" if match and match[2] else ""
+    return f"{file}:{line}: is not TOML{column}: {DECODE_PLACE.sub('', error)}"
+
+
+def _read_override(layers: _Layers, override: str) -> None:
+    origin = Origin(f"--set {override}", 0)
+    key_text, equals, value_text = override.partition("=")
+    path = _override_path(key_text) if equals else None
+    if path is None:
+        layers.problems.append(Problem((), "must look like section.key=value", origin))
+        return
+    try:
+        value = _override_value(value_text.strip())
+    except ValueError as error:
+        layers.problems.append(Problem(path, f"is not a TOML value: {error}", origin, shown=value_text.strip()))
+        return
+    nested: Table = {}
+    table_made_at(nested, path[:-1])[path[-1]] = value
+    _resolve(nested, Path.cwd())
+    _merge(layers.table, nested)
+    layers.origins.note(path, origin)
+
+
+def _override_path(text: str) -> KeyPath | None:
+    try:
+        path = single_path(tomllib.loads(f"{text} = 0"))
+    except tomllib.TOMLDecodeError:
+        return None
+    return path if len(path) >= 2 else None
+
+
+def _override_value(text: str) -> Any:
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError as error:
+        if text[:1] in ('"', "'", "[", "{"):
+            raise ValueError(DECODE_PLACE.sub("", str(error))) from error
+        table = tomllib.loads(f"value = {json.dumps(text)}")
+    if len(table) != 1:
+        raise ValueError("it holds more than one value")
+    return table["value"]
+
+
+def _merge(base: Table, layer: Mapping[str, Any]) -> None:
+    for key, value in layer.items():
+        below, above = as_table(base.get(key)), as_table(value)
+        if below is not None and above is not None:
+            _merge(below, above)
+        else:
+            base[key] = copy.deepcopy(value)
+
+
+def _default_run_dir(layers: _Layers) -> None:
+    run = as_table(layers.table.setdefault("run", {}))
+    if run is not None and "dir" not in run:
+        run["dir"] = str(Path.cwd() / "runs")
+
+
+def _resolve(table: Table, folder: Path) -> None:
+    for path, meaning in paths_with_meaning(RunConfig):
+        if holds(table, path):
+            above = table_made_at(table, path[:-1])
+            above[path[-1]] = _resolve_value(above[path[-1]], meaning, folder)
+
+
+def _resolve_value(value: Any, meaning: Meaning, folder: Path) -> Any:
+    array = as_array(value)
+    if array is not None and meaning == "sources":
+        return [_resolve_value(one, meaning, folder) for one in array]
+    if not isinstance(value, str) or not value:
+        return value
+    if meaning == "code":
+        file, colon, attr = value.rpartition(":")
+        return f"{_absolute(file, folder)}:{attr}" if colon and file.endswith(".py") else value
+    if meaning == "program" and "/" not in value:
+        return value
+    return _absolute(value, folder)
+
+
+def _absolute(text: str, folder: Path) -> str:
+    # normpath takes "a/../b" apart without asking the disk: symbolic links stay as they are written.
+    return os.path.normpath(folder / Path(text).expanduser())

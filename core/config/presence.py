@@ -1,0 +1,40 @@
+"""Whether what a configuration names is there. Apart from loading, so that a run can be planned on another machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from .root import RunConfig
+from .source import parse_sources
+
+
+def missing_paths(config: RunConfig) -> tuple[str, ...]:
+    """One sentence per file or folder that the run will read and that does not exist on this machine."""
+    return tuple(
+        f"{key} = {path}: there is no such {kind}"
+        for key, path, kind in _named_paths(config)
+        if not (Path(path).is_dir() if kind == "folder" else Path(path).is_file())
+    )
+
+
+def _named_paths(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    yield "model.path", config.model.path, "folder"
+    for source in parse_sources(config.data.train):
+        yield "data.train", source.path, "file"
+    for source in parse_sources(config.eval.data):
+        yield "eval.data", source.path, "file"
+    if config.trainer.resume:
+        yield "trainer.resume", config.trainer.resume, "folder"
+    code = (
+        ("rollout.workflow", config.rollout.workflow),
+        ("reward.fn", config.reward.fn),
+        ("algo.group_filter", config.algo.group_filter),
+    )
+    for key, name in code:
+        file, colon, _ = name.rpartition(":")
+        if colon and file.endswith(".py"):
+            yield key, file, "file"
+    for name, role in config.roles.by_name():
+        if "/" in role.python:
+            yield f"roles.{name}.python", role.python, "file"

@@ -1,0 +1,180 @@
+"""Which actors run how often, on which nodes and devices, and what happens when one dies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from .section import CountInt, IntTuple, PositiveInt, ProgramName, Section
+
+DEVICE_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+MAX_DEVICES = 64
+
+RoleName = Literal["coordinator", "buffer", "monitor", "trainer", "rollout"]
+RestartPolicy = Literal["one", "gang", "never"]
+
+
+def parse_devices(text: str) -> tuple[int, ...]:
+    """GPU numbers of `"0-3,6"`; empty for `"cpu"`. Raises ValueError saying what is wrong."""
+    if text == "cpu":
+        return ()
+    devices: list[int] = []
+    for part in text.split(","):
+        match = DEVICE_RANGE.fullmatch(part.strip())
+        if match is None:
+            raise ValueError('must be "cpu" or GPU numbers like "0-3" or "0,2,5"')
+        first = int(match[1])
+        last = int(match[2]) if match[2] else first
+        if last < first:
+            raise ValueError(f'range "{part.strip()}" runs backwards')
+        if last >= MAX_DEVICES:
+            raise ValueError(f"GPU {last} is beyond the {MAX_DEVICES} a node can have")
+        devices.extend(range(first, last + 1))
+    if len(set(devices)) != len(devices):
+        raise ValueError("names a GPU twice")
+    return tuple(devices)
+
+
+class RoleSettings(Section, frozen=True):
+    """One role: how many actors, where, with which interpreter, and how failures are met."""
+
+    kind: str = ""
+    """Which adapter or implementation; see the role's own table."""
+    count: PositiveInt = 1
+    """Actors on each of `nodes`."""
+    nodes: Literal["*"] | IntTuple = (0,)
+    """Node numbers on which the actors run, or "*" for every node."""
+    python: ProgramName = ""
+    """Python interpreter of the role's processes; empty = the launcher's own."""
+    env: dict[str, str] = {}
+    """Further environment variables of the role's processes."""
+    restart: RestartPolicy = "one"
+    """After a failure: one (only the failed actor is restarted), gang (all of the role), never (the run ends)."""
+    max_restarts: CountInt = 3
+    """Restarts of one actor (or gang) after which the run ends."""
+    devices: str = "cpu"
+    """"cpu", or GPU numbers per node like "0-3" or "0,2"."""
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Threads for numeric libraries in each process (OMP_NUM_THREADS)."""
+
+    @property
+    def device_ids(self) -> tuple[int, ...]:
+        """GPU numbers; empty on CPU."""
+        return parse_devices(self.devices)
+
+    @field_validator("nodes")
+    @classmethod
+    def _nodes_are_named_once(cls, value: str | tuple[int, ...]) -> str | tuple[int, ...]:
+        if isinstance(value, tuple):
+            if not value:
+                raise ValueError("must name at least one node")
+            if min(value) < 0:
+                raise ValueError("node numbers must not be negative")
+            if len(set(value)) != len(value):
+                raise ValueError("names a node twice")
+        return value
+
+    @field_validator("devices")
+    @classmethod
+    def _devices_parse(cls, value: str) -> str:
+        parse_devices(value)
+        return value
+
+    @field_validator("env")
+    @classmethod
+    def _env_names_are_names(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, text in value.items():
+            if not ENV_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is not a name of an environment variable")
+            if "\0" in text:
+                raise ValueError(f"the value of {name} contains a NUL character")
+        return value
+
+
+class SingleRole(RoleSettings, frozen=True):
+    """A role of which a run has exactly one actor."""
+
+    count: Annotated[int, Field(ge=1, le=1)] = 1
+    """Always 1."""
+
+    @field_validator("nodes")
+    @classmethod
+    def _one_node(cls, value: str | tuple[int, ...]) -> str | tuple[int, ...]:
+        if value == "*" or len(value) != 1:
+            raise ValueError("this role has one actor in the whole run: name exactly one node")
+        return value
+
+
+class CoordinatorRole(SingleRole, frozen=True):
+    """Run state machine and version clock."""
+
+    kind: Literal["coordinator"] = "coordinator"
+    """Only "coordinator"."""
+
+
+class BufferRole(SingleRole, frozen=True):
+    """Prompt cursor, ledger, finished groups."""
+
+    kind: Literal["buffer"] = "buffer"
+    """Only "buffer"."""
+
+
+class MonitorRole(SingleRole, frozen=True):
+    """Metrics, events, traces."""
+
+    kind: Literal["monitor"] = "monitor"
+    """Only "monitor"."""
+
+
+class TrainerRole(RoleSettings, frozen=True):
+    """The gang of trainer ranks; `count` ranks on each node."""
+
+    kind: Literal["torch"] = "torch"
+    """Training backend: torch."""
+    restart: RestartPolicy = "gang"
+    """After a failure: gang (all ranks restart from the last checkpoint) or never; "one" is refused."""
+
+    @field_validator("restart")
+    @classmethod
+    def _ranks_restart_together(cls, value: RestartPolicy) -> RestartPolicy:
+        if value == "one":
+            raise ValueError('ranks cannot restart one by one; use "gang" or "never"')
+        return value
+
+
+class RolloutRole(RoleSettings, frozen=True):
+    """Rollout actors; `count` on each node, one engine each."""
+
+    kind: Literal["embedded", "sglang"] = "embedded"
+    """Engine: embedded (CPU, in the process) or sglang (attached through `engine.url`)."""
+
+
+class RolesSettings(Section, frozen=True):
+    """All roles. `roles["trainer"]` and `roles.trainer` are the same."""
+
+    coordinator: CoordinatorRole = CoordinatorRole()
+    """Run state machine and version clock."""
+    buffer: BufferRole = BufferRole()
+    """Prompt cursor, ledger, finished groups."""
+    monitor: MonitorRole = MonitorRole()
+    """Metrics, events, traces."""
+    trainer: TrainerRole = TrainerRole()
+    """The gang of trainer ranks."""
+    rollout: RolloutRole = RolloutRole()
+    """Rollout actors, one engine each."""
+
+    def __getitem__(self, name: str) -> RoleSettings:
+        """The role of that name; KeyError for an unknown one."""
+        if name not in type(self).model_fields:
+            raise KeyError(name)
+        role: RoleSettings = getattr(self, name)
+        return role
+
+    def by_name(self) -> Iterator[tuple[str, RoleSettings]]:
+        """All roles with their names, in the order in which they are started."""
+        for name in type(self).model_fields:
+            yield name, self[name]

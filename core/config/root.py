@@ -1,0 +1,216 @@
+"""The whole run file as one record, and the checks that need more than one section."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from pydantic import Field, model_validator
+
+from .conflict import Conflict
+from .learning import AlgoConfig, AsyncSettings, OptimizerConfig, TrainerConfig
+from .roles import RolesSettings
+from .section import Section
+from .settings import (
+    DataSettings,
+    EngineSettings,
+    EvalSettings,
+    ModelSettings,
+    MonitorSettings,
+    RewardSettings,
+    RolloutSettings,
+    RunSettings,
+)
+from .tables import as_table
+
+SFT_DEFAULTS = (
+    ("rollout", "workflow", "demonstration"),
+    ("rollout", "num_samples", 1),
+    ("algo", "group_filter", "none"),
+)
+
+
+class RunConfig(Section, frozen=True):
+    """Everything a run needs to know. Made by `load_config`, or in Python; checked either way."""
+
+    run: RunSettings = RunSettings()
+    """Name, folder, seed, when it ends."""
+    model: ModelSettings
+    """The model that is trained."""
+    data: DataSettings
+    """The prompts that are trained on."""
+    eval: EvalSettings = EvalSettings()
+    """Evaluation on held-out prompts."""
+    rollout: RolloutSettings = RolloutSettings()
+    """How answers are generated."""
+    reward: RewardSettings = RewardSettings()
+    """How answers are judged."""
+    algo: AlgoConfig = AlgoConfig()
+    """Algorithm and batch."""
+    asynchrony: AsyncSettings = Field(default=AsyncSettings(), alias="async")
+    """How far generation may run ahead of training."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its schedule."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The training processes."""
+    engine: EngineSettings = EngineSettings()
+    """The rollout engine."""
+    monitor: MonitorSettings = MonitorSettings()
+    """Metrics, events, traces."""
+    roles: RolesSettings = RolesSettings()
+    """Which actors run where."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_for_sft(cls, raw: object) -> object:
+        """SFT has one sample per prompt and no use for a filter: values left out become that, not the RL defaults."""
+        table = as_table(raw)
+        if table is None or not _kind_is_sft(table.get("algo")):
+            return raw
+        filled = dict(table)
+        for section, key, value in SFT_DEFAULTS:
+            below = as_table(filled.get(section, {}))
+            if below is not None and key not in below:
+                filled[section] = {**below, key: value}
+        return filled
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Conflicts between sections."""
+        for check in CHECKS:
+            yield from check(self)
+
+
+def _kind_is_sft(algo: object) -> bool:
+    table = as_table(algo)
+    return table.get("kind") == "sft" if table is not None else isinstance(algo, AlgoConfig) and algo.kind == "sft"
+
+
+def _sft_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    learns = config.algo.kind == "sft"
+    shows = config.rollout.workflow == "demonstration"
+    if learns and not shows:
+        yield Conflict(
+            ("rollout.workflow", "algo.kind"),
+            'must be "demonstration": algo.kind = "sft" learns from demonstrations',
+        )
+    if shows and not learns:
+        yield Conflict(
+            ("algo.kind", "rollout.workflow"),
+            'must be "sft": rollout.workflow = "demonstration" gives every sample the same reward',
+        )
+    if learns and config.data.preset != "chat" and not config.data.answer_key:
+        yield Conflict(
+            ("data.answer_key", "data.preset", "algo.kind"),
+            'algo.kind = "sft" needs demonstrations: name their column here, or use preset = "chat"',
+        )
+    if learns and config.rollout.num_samples != 1:
+        yield Conflict(
+            ("rollout.num_samples", "algo.kind"), 'must be 1: algo.kind = "sft" has one demonstration per prompt'
+        )
+
+
+def _exploration_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    if config.algo.kind == "sft":
+        return
+    if config.rollout.temperature == 0:
+        yield Conflict(
+            ("rollout.temperature", "algo.kind"),
+            f'gives identical samples, from which algo.kind = "{config.algo.kind}" learns nothing; use 1.0',
+        )
+    needs_group = config.algo.kind in ("grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp_baseline")
+    if needs_group and config.rollout.num_samples < 2:
+        yield Conflict(
+            ("rollout.num_samples", "algo.kind"),
+            f'must be at least 2: algo.kind = "{config.algo.kind}" compares the samples of a group',
+        )
+    elif config.rollout.num_samples < 2 and config.algo.group_filter == "zero_variance":
+        yield Conflict(
+            ("algo.group_filter", "rollout.num_samples"),
+            'would leave out every group of one sample; use "none"',
+        )
+
+
+def _eval_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    if config.eval.every and not config.eval.data:
+        yield Conflict(("eval.every", "eval.data"), "needs eval.data, the held-out prompts")
+    if config.run.stop_reward and not (config.eval.data and config.eval.every):
+        yield Conflict(
+            ("run.stop_reward", "eval.data", "eval.every"),
+            "needs evaluation: set eval.data and eval.every",
+        )
+
+
+def _end_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    decays = config.optimizer.schedule != "constant"
+    if config.run.num_steps == 0:
+        if decays and config.optimizer.decay_steps == 0:
+            yield Conflict(
+                ("optimizer.decay_steps", "run.num_steps", "optimizer.schedule"),
+                f'must be set: run.num_steps = 0 does not say where schedule = "{config.optimizer.schedule}" ends',
+            )
+        return
+    updates = config.run.num_steps * config.algo.minibatches
+    if decays and config.optimizer.decay_steps == 0 and config.optimizer.warmup_steps >= updates:
+        yield Conflict(
+            ("optimizer.warmup_steps", "run.num_steps", "algo.minibatches"),
+            f"is as long as the whole run of {updates} optimizer updates",
+        )
+
+
+def _engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    attaches = config.roles.rollout.kind == "sglang"
+    if attaches and not config.engine.url:
+        yield Conflict(
+            ("engine.url", "roles.rollout.kind"), 'must be set: roles.rollout.kind = "sglang" attaches to a server'
+        )
+    if config.engine.url and not attaches:
+        yield Conflict(("roles.rollout.kind", "engine.url"), 'must be "sglang" when engine.url is set')
+    limit = config.engine.context_length
+    if limit and config.rollout.max_new_tokens >= limit:
+        yield Conflict(
+            ("rollout.max_new_tokens", "engine.context_length"),
+            f"leaves no room for a prompt in engine.context_length = {limit}",
+        )
+
+
+def _window_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    # lag <= (N + W - 2) // B with N >= B slots, so W = eta * B + 1 is the widest window that any N allows.
+    limit = config.asynchrony.max_staleness * config.algo.batch_size + 1
+    if config.asynchrony.policy == "pace" and config.asynchrony.window > limit:
+        yield Conflict(
+            ("async.window", "async.max_staleness", "algo.batch_size", "async.policy"),
+            f"must be at most max_staleness * batch_size + 1 = {limit}: a wider window cannot keep the bound",
+        )
+
+
+def _device_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    trainer = config.roles.trainer
+    if trainer.device_ids and len(trainer.device_ids) < trainer.count:
+        yield Conflict(
+            ("roles.trainer.devices", "roles.trainer.count"),
+            f"names {len(trainer.device_ids)} GPUs for {trainer.count} ranks on each node; every rank needs its own",
+        )
+    if config.roles.rollout.kind == "embedded" and config.roles.rollout.device_ids:
+        yield Conflict(
+            ("roles.rollout.devices", "roles.rollout.kind"), 'must be "cpu": the embedded engine runs on the CPU'
+        )
+
+
+def _bounded_data_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    endless = config.run.num_steps == 0 and config.run.max_wall_s == 0 and config.run.stop_reward == 0
+    if endless and config.data.max_passes == 0:
+        yield Conflict(
+            ("run.num_steps", "run.max_wall_s", "data.max_passes"),
+            "makes a run that never ends: set it, run.max_wall_s, run.stop_reward or data.max_passes",
+        )
+
+
+CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
+    _sft_conflicts,
+    _exploration_conflicts,
+    _eval_conflicts,
+    _end_conflicts,
+    _engine_conflicts,
+    _window_conflicts,
+    _device_conflicts,
+    _bounded_data_conflicts,
+)

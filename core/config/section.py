@@ -1,0 +1,69 @@
+"""The base of every section of a run file: strict, frozen, unknown keys refused.
+
+Knows pydantic and the markers that say what a string stands for. Must not know any section.
+Library: pydantic (reports all errors in one go, with paths). The layer around it, in `loading.py`, is ours because no
+kept library adds file and line, "did you mean" and all errors at once (pydantic-settings and jsonargparse were tried).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+
+from .conflict import Conflict, conflict_error
+
+Meaning = Literal["path", "sources", "code", "program"]
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a string in the run file stands for, so that relative paths in it can be resolved.
+
+    path: a file or folder; sources: one or several `path@[start:stop]`; code: `module:attr` or `file.py:attr` or a
+    built-in name; program: an executable, a path only if it holds a slash.
+    """
+
+    meaning: Meaning
+
+
+PathText = Annotated[str, Means("path")]
+SourceText = Annotated[str | Annotated[tuple[str, ...], Strict(False)], Means("sources")]
+CodeName = Annotated[str, Means("code")]
+ProgramName = Annotated[str, Means("program")]
+
+PositiveInt = Annotated[int, Field(ge=1)]
+CountInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+UnitFloat = Annotated[float, Field(ge=0, le=1)]
+
+IntTuple = Annotated[tuple[int, ...], Strict(False)]
+"""A TOML array of integers; the elements stay strict."""
+
+
+class Section(BaseModel, frozen=True):
+    """A table of the run file. Equal values make equal sections; nothing can be changed after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=False,
+        validate_by_name=True,
+        validate_by_alias=True,
+        use_attribute_docstrings=True,
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Values of this section (or of the sections in it) that cannot go together."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _values_fit(self) -> Self:
+        found = tuple(self.conflicts())
+        if found:
+            raise conflict_error(found)
+        return self

@@ -1,0 +1,255 @@
+"""Sections that describe the run, its data and how answers are made and judged.
+
+Every field's docstring says what it is, its unit and what the special values mean; `docs/config.md` is generated
+from them. Checks inside one section are here, checks between sections in `root.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from .conflict import Conflict
+from .section import (
+    CodeName,
+    CountInt,
+    IntTuple,
+    NonNegativeFloat,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    SourceText,
+    UnitFloat,
+)
+from .source import check_sources
+from .tables import Table
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+CODE_NAME = re.compile(r"[^:\s][^:]*:[A-Za-z_][A-Za-z0-9_.]*")
+
+REWARD_BUILTINS = ("exact", "numeric", "math", "regex", "format")
+WORKFLOW_BUILTINS = ("single_turn", "demonstration")
+FILTER_BUILTINS = ("zero_variance", "none")
+
+
+def check_code_name(value: str, builtins: tuple[str, ...]) -> str:
+    """Accept a built-in name, `module:attr` or `file.py:attr`; raise ValueError otherwise."""
+    if value in builtins or CODE_NAME.fullmatch(value):
+        return value
+    raise ValueError(f"must be one of {', '.join(builtins)}, or module:function, or file.py:function")
+
+
+class RunSettings(Section, frozen=True):
+    """The run as a whole: its name, its folder, when it ends."""
+
+    name: str = "run"
+    """Name of the run; letters, digits, `.`, `_`, `-`, at most 64. The run directory is `<dir>/<name>-<stamp>`."""
+    dir: PathText = "runs"
+    """Folder in which run directories are made; if left out, `runs` in the current folder."""
+    seed: CountInt = 1
+    """Seed of everything random: data order, sampling, initial value head."""
+    num_steps: CountInt = 100
+    """Training steps (weight versions made) after which the run ends; 0 = until the data or `max_wall_s` ends it."""
+    stop_reward: float = 0.0
+    """Mean evaluation reward at which the run ends early; 0 = off."""
+    max_wall_s: NonNegativeFloat = 0.0
+    """Seconds of wall time after which the run ends in good order; 0 = no limit."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_file_name(cls, value: str) -> str:
+        if not RUN_NAME.fullmatch(value):
+            raise ValueError("must be 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit")
+        return value
+
+
+class ModelSettings(Section, frozen=True):
+    """The model that is trained."""
+
+    path: Annotated[PathText, Field(min_length=1)]
+    """HuggingFace folder: config.json, safetensors, tokenizer files."""
+
+
+class DataSettings(Section, frozen=True):
+    """The prompts that are trained on."""
+
+    train: Annotated[SourceText, Field(min_length=1)]
+    """JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99."""
+    preset: Literal["slime", "verl", "chat", "plain"] = "slime"
+    """How rows are laid out: slime (prompt, label, metadata), verl (prompt, reward_model, data_source, extra_info),
+    chat (messages; the last assistant message is the demonstration), plain (prompt, label)."""
+    prompt_key: str = ""
+    """Column with the prompt: text, or a list of messages. Dots reach into objects. Empty = the preset's."""
+    label_key: str = ""
+    """Column with the expected answer. Empty = the preset's."""
+    metadata_key: str = ""
+    """Column with an object handed to reward and workflow as it is. Empty = the preset's."""
+    messages_key: str = ""
+    """Column with the conversation of the `chat` preset. Empty = "messages"."""
+    answer_key: str = ""
+    """Column with the demonstration to be learnt by SFT. Empty = the preset's (chat: last assistant message)."""
+    system: str = ""
+    """System message put in front of conversations that have none; empty = none."""
+    shuffle: bool = True
+    """Whether each pass goes through the rows in a new order (from `run.seed`); false = file order."""
+    max_passes: CountInt = 0
+    """Passes over the data after which it is exhausted; 0 = endless."""
+    on_bad_line: Literal["stop", "skip"] = "stop"
+    """stop: a bad row ends the run with its place; skip: bad rows are left out and counted."""
+
+    @field_validator("train")
+    @classmethod
+    def _sources_parse(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        return check_sources(value)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Columns that the preset does not look at."""
+        if self.preset == "chat" and self.prompt_key:
+            yield Conflict(("prompt_key", "preset"), 'is not used by preset = "chat"; set messages_key')
+        if self.preset != "chat" and self.messages_key:
+            yield Conflict(("messages_key", "preset"), f'is used by preset = "chat" only, not "{self.preset}"')
+
+
+class EvalSettings(Section, frozen=True):
+    """Evaluation on held-out prompts, beside training. Read with the keys and preset of `[data]`."""
+
+    data: SourceText = ""
+    """JSONL or parquet file(s) with held-out prompts; empty = no evaluation."""
+    every: CountInt = 0
+    """Steps between evaluations; 0 = only at the start (see `at_start`) or never."""
+    num_prompts: PositiveInt = 64
+    """Prompts used in one evaluation: the first ones of the file."""
+    num_samples: PositiveInt = 1
+    """Answers per prompt."""
+    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+    """Sampling temperature of evaluation; 0 = greedy."""
+    at_start: bool = True
+    """Whether the untrained weights are evaluated too."""
+
+    @field_validator("data")
+    @classmethod
+    def _sources_parse(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        return check_sources(value)
+
+
+class RolloutSettings(Section, frozen=True):
+    """How answers are generated."""
+
+    num_samples: PositiveInt = 8
+    """Samples per prompt: the size of a group."""
+    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+    """Sampling temperature; 0 = greedy (refused when the algorithm needs exploration)."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus: smallest set of tokens with at least this probability; 1 = off."""
+    top_k: int = -1
+    """Only the k most likely tokens; -1 = off."""
+    max_new_tokens: PositiveInt = 256
+    """Tokens a model turn may have at most."""
+    stop_token_ids: IntTuple = ()
+    """Token ids that end a turn, besides the model's end-of-sequence tokens."""
+    workflow: CodeName = "single_turn"
+    """How a prompt becomes a sample: single_turn, demonstration (SFT, no engine), or your own `module:function` or
+    `file.py:function`."""
+    max_turns: PositiveInt = 1
+    """Model turns a workflow may take."""
+    max_groups: PositiveInt = 64
+    """Groups in flight per rollout actor."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds a workflow may take for one sample, waiting for weights included."""
+    pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
+    """What happens to running generations while weights are swapped: in_place (stand still, keep KV), retract (KV is
+    rebuilt), abort (returned to the buffer with their tokens)."""
+
+    @field_validator("top_k")
+    @classmethod
+    def _top_k_is_off_or_positive(cls, value: int) -> int:
+        if value != -1 and value < 1:
+            raise ValueError("must be -1 (off) or at least 1")
+        return value
+
+    @field_validator("stop_token_ids")
+    @classmethod
+    def _ids_are_not_negative(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if any(token < 0 for token in value):
+            raise ValueError("token ids must not be negative")
+        return value
+
+    @field_validator("workflow")
+    @classmethod
+    def _workflow_is_named(cls, value: str) -> str:
+        return check_code_name(value, WORKFLOW_BUILTINS)
+
+
+class RewardSettings(Section, frozen=True):
+    """How answers are judged."""
+
+    fn: CodeName = "exact"
+    """exact, numeric, math, regex, format, or your own `module:function` or `file.py:function`."""
+    workers: Annotated[int, Field(ge=0, le=256)] = 0
+    """Worker processes per rollout actor; 0 = in the rollout actor's own process (`math` always uses at least one)."""
+    timeout_s: PositiveFloat = 30.0
+    """Seconds one call may take; a worker process that takes longer is killed and replaced."""
+    max_error_rate: UnitFloat = 0.1
+    """Share of failed calls (over at least 20) above which the run ends."""
+    pattern: str = ""
+    """Regular expression of `regex` and `format` (Python syntax)."""
+    truncated: Literal["score", "zero"] = "score"
+    """What an answer cut off by `max_new_tokens` gets: score (judged like any other) or zero."""
+    args: Table = {}
+    """Further named arguments of the reward function, for example `tolerance = 0.01` for numeric."""
+
+    @field_validator("fn")
+    @classmethod
+    def _function_is_named(cls, value: str) -> str:
+        return check_code_name(value, REWARD_BUILTINS)
+
+    @field_validator("pattern")
+    @classmethod
+    def _pattern_compiles(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"is not a regular expression: {error}") from error
+        return value
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A built-in without its argument."""
+        if self.fn == "regex" and not self.pattern:
+            yield Conflict(("pattern", "fn"), 'fn = "regex" needs a pattern')
+
+
+class EngineSettings(Section, frozen=True):
+    """The rollout engine."""
+
+    max_running: PositiveInt = 256
+    """Sequences decoded together."""
+    context_length: CountInt = 0
+    """Longest prompt plus answer in tokens; 0 = what the model allows."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Number type the engine computes in."""
+    url: str = ""
+    """Address of a running SGLang server to attach to (rollout kind `sglang`); empty = the embedded engine."""
+    seed: CountInt = 0
+    """Added to `run.seed` for sampling."""
+
+    @field_validator("url")
+    @classmethod
+    def _url_is_http(cls, value: str) -> str:
+        if value and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
+            raise ValueError("must look like http://host:port")
+        return value
+
+
+class MonitorSettings(Section, frozen=True):
+    """Where metrics, events and traces go."""
+
+    tensorboard: bool = True
+    """Whether TensorBoard files are written (needs the `tensorboard` extra; left out if it is not installed)."""
+    prometheus_port: Annotated[int, Field(ge=-1, le=65535)] = 0
+    """Port of the Prometheus page; 0 = any free port (told in the log), -1 = off."""
+    trace: bool = True
+    """Whether a Chrome trace (`trace.json`) is written."""

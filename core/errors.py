@@ -1,0 +1,180 @@
+"""The one exception tree. Every message names the place, the cause and the remedy.
+
+    MyxaError
+    ├── ConfigError              the TOML file, a flag or a path in it is wrong             (exit code 2)
+    ├── DataError                a dataset line, column or prompt is wrong                  (exit code 5)
+    ├── UserCodeError            a user's reward, workflow or filter raised or lied         (exit code 5)
+    │   └── RewardError          it was the reward
+    ├── ModelError               a model folder is incomplete or of an unknown kind         (exit code 2)
+    ├── EngineError              a rollout engine answered wrongly or not at all
+    ├── TrainError               a training step or checkpoint failed
+    ├── StalenessError           a group would break the staleness bound (a bug if ever seen)
+    ├── LedgerError              an illegal transition in the life of a sample
+    ├── LaunchError              processes could not be started or did not meet             (exit code 3)
+    │   └── BudgetSpent          an actor was restarted too often                           (exit code 4)
+    └── CallError                a call to another actor did not end in a reply
+        ├── NotSent              it never left this process; repeating it is safe
+        ├── NotExecuted          the callee refused it; repeating it is safe
+        │   ├── Overloaded       its mailbox is full; `.retry_after_s` says when to come back
+        │   ├── Draining         it is shutting down
+        │   ├── NoSuchActor      nobody of that name is known
+        │   ├── NoSuchMethod     that actor has no such handler
+        │   ├── BadRequest       the arguments do not fit the handler's types
+        │   └── StaleEpoch       it was meant for an earlier incarnation
+        ├── OutcomeUnknown       it may or may not have run
+        │   ├── DeadlineExceeded no answer by the deadline
+        │   ├── PeerDied         the callee's process ended while the call was pending
+        │   └── StreamBroken     a stream ended before its end; `.last_seq` is the last item received
+        ├── WouldDeadlock        the call chain came back to an actor that waits for it
+        ├── RemoteError          the handler raised; `.remote_type`, `.remote_traceback` tell what
+        └── MessageTooLarge      over the lane's limit; it was not sent
+"""
+
+from __future__ import annotations
+
+
+class MyxaError(Exception):
+    """Root of all errors that myxa raises on purpose."""
+
+    exit_code: int = 1
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(f"{message} -- {remedy}" if remedy else message)
+        self.message = message
+        self.remedy = remedy
+
+
+class ConfigError(MyxaError):
+    """The run file, a flag or a path named in it is wrong."""
+
+    exit_code = 2
+
+
+class ModelError(MyxaError):
+    """A model folder is incomplete or of a kind that is not known."""
+
+    exit_code = 2
+
+
+class DataError(MyxaError):
+    """A dataset file, line, column or prompt is wrong."""
+
+    exit_code = 5
+
+
+class UserCodeError(MyxaError):
+    """A user's reward, workflow or filter raised, hung or returned nonsense."""
+
+    exit_code = 5
+
+
+class RewardError(UserCodeError):
+    """A reward function raised, hung or returned nonsense."""
+
+
+class EngineError(MyxaError):
+    """A rollout engine answered wrongly or not at all."""
+
+
+class TrainError(MyxaError):
+    """A training step or a checkpoint failed."""
+
+
+class StalenessError(MyxaError):
+    """A group would break the staleness bound. Seeing it means a bug in the admission policy."""
+
+
+class LedgerError(MyxaError):
+    """An illegal transition in the life of a sample."""
+
+
+class LaunchError(MyxaError):
+    """Processes could not be started or did not meet in time."""
+
+    exit_code = 3
+
+
+class BudgetSpent(LaunchError):
+    """An actor was restarted more often than its policy allows."""
+
+    exit_code = 4
+
+
+class CallError(MyxaError):
+    """A call to another actor did not end in a reply."""
+
+    callee: str = ""
+    """Name of the actor that was called; set by the runtime. Empty: raised by a handler or policy itself."""
+
+
+class NotSent(CallError):
+    """The call never left this process; repeating it is safe."""
+
+
+class NotExecuted(CallError):
+    """The callee refused the call before running it; repeating it is safe."""
+
+
+class Overloaded(NotExecuted):
+    """The callee's mailbox is full."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.1, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.retry_after_s = retry_after_s
+
+
+class Draining(NotExecuted):
+    """The callee is shutting down and takes no new calls."""
+
+
+class NoSuchActor(NotExecuted):
+    """No actor of that name is known."""
+
+
+class NoSuchMethod(NotExecuted):
+    """The actor has no handler of that name."""
+
+
+class BadRequest(NotExecuted):
+    """The arguments do not fit the handler's declared types."""
+
+
+class StaleEpoch(NotExecuted):
+    """The message was meant for an earlier incarnation of the callee."""
+
+
+class OutcomeUnknown(CallError):
+    """The call may or may not have been executed."""
+
+
+class DeadlineExceeded(OutcomeUnknown):
+    """No answer arrived by the deadline."""
+
+
+class PeerDied(OutcomeUnknown):
+    """The callee's process ended while the call was pending."""
+
+
+class StreamBroken(OutcomeUnknown):
+    """A stream ended before its end."""
+
+    def __init__(self, message: str, *, last_seq: int = -1, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.last_seq = last_seq
+
+
+class WouldDeadlock(CallError):
+    """The chain of calls came back to an actor that waits for it."""
+
+
+class RemoteError(CallError):
+    """The handler raised. The remote error travels as text, never as a pickled object."""
+
+    def __init__(self, message: str, *, remote_type: str = "", remote_traceback: str = "", remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.remote_type = remote_type
+        self.remote_traceback = remote_traceback
+
+
+class MessageTooLarge(CallError):
+    """A message exceeds its lane's limit and was not sent."""

@@ -1,0 +1,196 @@
+"""What an actor answers to: handlers declared by decorator, compiled once from their annotations.
+
+    @call            request and reply; at most once; every call has a deadline
+    @cast            one way, still under credit; nobody hears of its outcome, so an exception in it fails the actor
+    @stream          an async iterator of items, demand driven
+    @durable_put     request and reply, re-sent until answered, executed once per key and content by an incarnation
+
+Undecorated methods cannot be called from outside. A method that overrides a declared one inherits the declaration:
+a contract class declares, a role implements. Knows nothing of bytes: the transport encodes the compiled types.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args, get_origin, overload
+
+import msgspec
+
+from .schema import fingerprint
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+HandlerKind = Literal["call", "cast", "stream", "put"]
+
+_MARK = "__myxa_handler__"
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """How a handler may be called."""
+
+    kind: HandlerKind
+    deadline_s: float | None = 30.0
+    """Default; None must be written out and means: for ever."""
+    is_reentrant: bool = False
+    """Runs beside the actor's other handlers instead of waiting for its turn."""
+    is_idempotent: bool = False
+    """The runtime may send it again within the deadline."""
+    is_cancellable: bool = True
+    """The handler is cancelled when nobody waits for it any more; else only its reply is lost."""
+    window: int = 32
+    """Streams: items under way at most."""
+    key: str = ""
+    """Durable puts: path of the request that names what is put, e.g. "group.prompt.group_id"."""
+
+
+def _mark(fn: F, declaration: Declaration) -> F:
+    if not callable(fn):
+        raise TypeError(f"a handler decorator needs parentheses or a method, not {fn!r}")
+    setattr(fn, _MARK, declaration)
+    return fn
+
+
+def call(
+    *, deadline: float | None = 30.0, reentrant: bool = False, idempotent: bool = False, cancellable: bool = True
+) -> Callable[[F], F]:
+    """Request and reply. `deadline` in seconds is the default and may be shortened or stretched per call."""
+    declaration = Declaration("call", deadline, reentrant, idempotent, cancellable)
+    return lambda fn: _mark(fn, declaration)
+
+
+@overload
+def cast(fn: F, /) -> F: ...
+@overload
+def cast(*, deadline: float | None = 30.0, reentrant: bool = False) -> Callable[[F], F]: ...
+def cast(fn: Any = None, /, *, deadline: float | None = 30.0, reentrant: bool = False) -> Any:
+    """One way. `deadline` bounds the wait for credit; an older message is not executed."""
+    declaration = Declaration("cast", deadline, reentrant)
+    return _mark(fn, declaration) if fn is not None else functools.partial(_mark, declaration=declaration)
+
+
+def stream(*, window: int = 32, deadline: float | None = None, reentrant: bool = True) -> Callable[[F], F]:
+    """Async iterator of items; at most `window` of them under way. `deadline` bounds the whole stream."""
+    if window < 1:
+        raise ValueError(f"a stream needs a window of at least one item, not {window}")
+    declaration = Declaration("stream", deadline, reentrant, window=window)
+    return lambda fn: _mark(fn, declaration)
+
+
+def durable_put(*, key: str, deadline: float | None = 60.0, reentrant: bool = False) -> Callable[[F], F]:
+    """Re-sent until answered, also to the callee's next incarnation; executed once per key and content.
+
+    `key` is a dotted path into the parameters. Once in effect over restarts of the callee needs the callee's own
+    ledger; one incarnation remembers the replies that it gave.
+    """
+    if not key:
+        raise ValueError("a durable put needs a key: the path of what identifies it among the parameters")
+    declaration = Declaration("put", deadline, reentrant, is_idempotent=True, is_cancellable=False, key=key)
+    return lambda fn: _mark(fn, declaration)
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerSpec:
+    """One compiled handler."""
+
+    name: str
+    index: int
+    """Position in the actor's table; travels instead of the name."""
+    declaration: Declaration
+    request: type[msgspec.Struct]
+    """Struct of the parameters."""
+    reply: Any
+    """Type of the reply, or of an item of a stream."""
+    schema: str
+    """Fingerprint of both."""
+
+    def key_of(self, request: msgspec.Struct) -> str:
+        """Value of the key of a durable put."""
+        value: Any = request
+        for part in self.declaration.key.split("."):
+            value = getattr(value, part)
+        return str(value)
+
+
+class HandlerTable:
+    """All handlers of an actor class, by name and by index."""
+
+    def __init__(self, specs: tuple[HandlerSpec, ...]) -> None:
+        self.specs = specs
+        self.by_name = {spec.name: spec for spec in specs}
+
+    @property
+    def schema(self) -> dict[str, str]:
+        """Handler name -> fingerprint, in the order of the indexes."""
+        return {spec.name: spec.schema for spec in self.specs}
+
+
+@functools.cache
+def handlers_of(cls: type) -> HandlerTable:
+    """Compile a class's handlers. Raises TypeError naming class and handler for what cannot travel."""
+    declared: dict[str, Callable[..., Any]] = {}
+    for ancestor in reversed(cls.__mro__):
+        declared.update({name: value for name, value in vars(ancestor).items() if hasattr(value, _MARK)})
+    return HandlerTable(tuple(_compile(cls, i, declared[name]) for i, name in enumerate(sorted(declared))))
+
+
+def _compile(cls: type, index: int, declarer: Callable[..., Any]) -> HandlerSpec:
+    name = declarer.__name__
+    place = f"{cls.__qualname__}.{name}"
+    declaration: Declaration = getattr(declarer, _MARK)
+    implementation = getattr(cls, name)
+    parameters = _parameters(place, declarer)
+    if [p.name for p in _parameters(place, implementation)] != [p.name for p in parameters]:
+        raise TypeError(f"{place}: parameters differ from the declaration in {declarer.__qualname__}")
+    hints = typing.get_type_hints(declarer, include_extras=True)
+    missing = [p.name for p in parameters if p.name not in hints] + ([] if "return" in hints else ["return"])
+    if missing:
+        raise TypeError(f"{place}: not annotated: {', '.join(missing)}; everything that travels has a type")
+    fields: list[Any] = [
+        (p.name, hints[p.name]) if p.default is p.empty else (p.name, hints[p.name], p.default) for p in parameters
+    ]
+    request = msgspec.defstruct(f"{cls.__name__}_{name}", fields, frozen=True, forbid_unknown_fields=True)
+    reply = _item_type(place, hints["return"]) if declaration.kind == "stream" else hints["return"]
+    if declaration.kind == "cast" and reply not in (None, type(None)):
+        raise TypeError(f"{place}: a cast returns nothing; annotate it `-> None`")
+    _check_travels(place, request, reply)
+    if declaration.kind == "put" and declaration.key.split(".")[0] not in request.__struct_fields__:
+        raise TypeError(f"{place}: key {declaration.key!r} does not start with a parameter")
+    _check_coroutine(place, implementation, declaration)
+    schema = fingerprint(declaration.kind, name, *(x for f in fields for x in (f[0], f[1])), reply)
+    return HandlerSpec(name, index, declaration, request, reply, schema)
+
+
+def _parameters(place: str, fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    parameters = list(inspect.signature(fn).parameters.values())[1:]
+    for parameter in parameters:
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            raise TypeError(f"{place}: parameter {parameter.name!r} must be a plain one (no *, /, **)")
+    return parameters
+
+
+def _item_type(place: str, annotation: Any) -> Any:
+    origin = get_origin(annotation)
+    if getattr(origin, "__name__", "") not in ("AsyncIterator", "AsyncGenerator", "AsyncIterable"):
+        raise TypeError(f"{place}: a stream is annotated `-> AsyncIterator[Item]`")
+    return get_args(annotation)[0]
+
+
+def _check_travels(place: str, request: type[msgspec.Struct], reply: Any) -> None:
+    for kind in (request, reply):
+        try:
+            msgspec.json.Decoder(kind, dec_hook=lambda _, value: value)
+        except TypeError as error:
+            raise TypeError(f"{place}: cannot travel: {error}") from error
+
+
+def _check_coroutine(place: str, implementation: Callable[..., Any], declaration: Declaration) -> None:
+    is_async = inspect.iscoroutinefunction(implementation)
+    if declaration.kind == "stream" and is_async:
+        raise TypeError(f"{place}: a stream handler is an async generator, or a plain method returning an iterator")
+    if declaration.kind != "stream" and not is_async:
+        raise TypeError(f"{place}: a handler is `async def`")

@@ -1,0 +1,268 @@
+"""Control-plane records that travel between roles. Small; bulk data is in `core/samples.py`.
+
+All are frozen msgspec structs: unknown fields are refused, types are checked when a message is decoded.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from .samples import Prompt, Sample
+
+ActivityKind = Literal["compute", "wait-data", "wait-weights", "wait-capacity", "paused", "other"]
+RunPhase = Literal["starting", "running", "draining", "finished", "failed"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all control-plane records."""
+
+
+class SamplingParams(Record, frozen=True):
+    """How tokens are drawn. Defaults are plain sampling from the model's own distribution."""
+
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1: no limit."""
+    max_new_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    """Per-request seed: same seed, prompt and weights give the same tokens whatever else runs."""
+
+
+class Assignment(Record, frozen=True):
+    """One group handed to a rollout actor. `attempt` fences: a put for an older attempt has no effect."""
+
+    prompt: Prompt
+    attempt: int
+    num_samples: int
+    sampling: SamplingParams
+    partial: tuple[Sample, ...] = ()
+    """Unfinished samples of an earlier attempt, continued with the tokens they have (finish == "abort")."""
+
+
+class DrawRequest(Record, frozen=True):
+    """A rollout actor with room asks the buffer for work."""
+
+    rollout: str
+    """Actor name, e.g. "rollout/0"."""
+    epoch: int
+    version: int
+    """Weight version its engine serves now."""
+    max_groups: int
+    wait_s: float
+    """Long poll: how long the buffer may hold the call when there is nothing to give."""
+    holding: tuple[int, ...] | None = None
+    """Groups the rollout actor still has in hand. A group assigned to this incarnation that is not among them was
+    lost on the way (its draw reply never arrived) and goes back to REQUEUED. None: not told."""
+
+
+class DrawReply(Record, frozen=True):
+    """Work, or the reason why there is none."""
+
+    assignments: tuple[Assignment, ...] = ()
+    blocked_by: Literal["", "staleness", "data-exhausted", "paused", "finished"] = ""
+
+
+class PutResult(Record, frozen=True):
+    """What became of a finished group."""
+
+    outcome: Literal["ready", "filtered", "duplicate", "stale-attempt"]
+    reason: str = ""
+
+
+class GroupMeta(Record, frozen=True):
+    """What the trainer's leader needs to plan a step, without the tokens."""
+
+    group_id: int
+    num_tokens: tuple[int, ...]
+    """P + R per member."""
+    loss_tokens: tuple[int, ...]
+    """Tokens with loss mask 1 per member."""
+    rewards: tuple[float, ...]
+    oldest_version: int
+
+
+class Claim(Record, frozen=True):
+    """Groups claimed for one step; `None` groups mean: not yet (ask again) or never (`finished`)."""
+
+    step: int
+    groups: tuple[GroupMeta, ...] = ()
+    finished: bool = False
+    """No batch will ever come again: data exhausted or the run was told to stop."""
+    blocked_by: Literal["", "wait-data", "paused"] = ""
+
+
+class TensorSpec(Record, frozen=True):
+    """Where one named tensor lies in a slab."""
+
+    name: str
+    """HuggingFace parameter name."""
+    dtype: str
+    """"float32", "bfloat16", "float16", "int64", ..."""
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+class WeightManifest(Record, frozen=True):
+    """One published weight version: where the bytes are and what they must hash to."""
+
+    version: int
+    channel: Literal["shm", "disk"]
+    location: str
+    """shm: path that opens the slab (`/proc/<pid>/fd/<n>`); disk: folder with safetensors files."""
+    generation: int
+    """Slab generation; a reader that sees another one after copying must discard what it read."""
+    num_bytes: int
+    tensors: tuple[TensorSpec, ...]
+    digest: str
+    """xxh64-style digest of the bytes (see transport/shm.py)."""
+    host: str
+    """Boot id of the publishing host: shm is readable only there."""
+
+
+class StepReport(Record, frozen=True):
+    """One trained step, sent by the trainer's leader to the coordinator and the monitor."""
+
+    step: int
+    """Version trained from."""
+    version: int
+    """Version made: `step + 1`."""
+    metrics: dict[str, float]
+    lags: tuple[int, ...] = ()
+    """Per group: `step - oldest version`."""
+    group_ids: tuple[int, ...] = ()
+
+
+class EngineStatus(Record, frozen=True):
+    """What a rollout actor says of its engine."""
+
+    rollout: str
+    version: int
+    running: int
+    waiting: int
+    draining: bool = False
+
+
+class WeightAck(Record, frozen=True):
+    """Answer to prepare or commit."""
+
+    rollout: str
+    version: int
+    accepted: bool
+    reason: str = ""
+
+
+class EvalRequest(Record, frozen=True):
+    """Ask a rollout actor to answer held-out prompts with pinned sampling."""
+
+    prompts: tuple[Prompt, ...]
+    num_samples: int
+    sampling: SamplingParams
+
+
+class EvalResult(Record, frozen=True):
+    """Mean reward over held-out prompts, and the versions that took part."""
+
+    mean_reward: float
+    num_samples: int
+    oldest_version: int
+    newest_version: int
+    num_errors: int = 0
+
+
+class BufferStats(Record, frozen=True):
+    """Counts of groups by state and what admission allows now."""
+
+    states: dict[str, int]
+    """ledger state -> number of groups"""
+    drawn: int
+    trained: int
+    dropped: dict[str, int]
+    """reason -> number of groups"""
+    slots_total: int
+    slots_used: int
+    max_staleness: int
+    policy: str
+    mean_tokens: dict[str, float] = {}
+    """"trained", and each reason for dropping -> mean response tokens of a group: shows a bias for short answers"""
+
+
+class RunStatus(Record, frozen=True):
+    """One line of truth about the run, served by the coordinator."""
+
+    name: str
+    phase: RunPhase
+    version: int
+    num_steps: int
+    engines: tuple[EngineStatus, ...] = ()
+    error: str = ""
+    reason: str = ""
+    """Why it ended, in one sentence."""
+    eval_reward: float | None = None
+
+
+class MetricPoint(Record, frozen=True):
+    """Values that belong to one step or one moment."""
+
+    source: str
+    """Actor name."""
+    step: int
+    wall_s: float
+    values: dict[str, float]
+
+
+class Event(Record, frozen=True):
+    """Something a person may want to know: engine joined, group dropped, knob changed."""
+
+    source: str
+    wall_s: float
+    kind: str
+    text: str
+    data: dict[str, Any] = {}
+
+
+class Span(Record, frozen=True):
+    """A stretch of an actor's time; feeds the Chrome trace and the time accounting."""
+
+    source: str
+    name: str
+    activity: ActivityKind
+    start_wall_s: float
+    duration_s: float
+    track: str = ""
+    args: dict[str, Any] = {}
+
+
+class Telemetry(Record, frozen=True):
+    """A bundle of what an actor has to tell the monitor; lossy by contract."""
+
+    metrics: tuple[MetricPoint, ...] = ()
+    events: tuple[Event, ...] = ()
+    spans: tuple[Span, ...] = ()
+    dropped: int = 0
+    """Records that the sender had to throw away since the last bundle."""
+
+
+class GroupDropped(Record, frozen=True):
+    """A rollout actor gives a group up: the ledger moves it to DROPPED and its slot is released."""
+
+    group_id: int
+    attempt: int
+    rollout: str
+    reason: Literal["reward-error", "workflow-error", "prompt-too-long", "engine-error"]
+    detail: str = ""
+
+
+class GroupReturned(Record, frozen=True):
+    """A rollout actor hands a group back unfinished (drain, abort): it goes on elsewhere with its tokens."""
+
+    group_id: int
+    attempt: int
+    rollout: str
+    partial: tuple[Sample, ...] = ()

@@ -1,0 +1,54 @@
+"""Repeating a call until it is answered, for callees that may be restarting.
+
+Only for calls whose repetition is safe: idempotent at the callee, or keyed. `stamina` and `tenacity` were considered:
+they retry by exception type with growing pauses, but know nothing of outcome classes, and the point here is to give
+up with the name of who was waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from .clock import Clock
+from .errors import BadRequest, CallError, NoSuchMethod, NotExecuted, NotSent, OutcomeUnknown
+
+T = TypeVar("T")
+
+PAUSE_S = 0.2
+GIVE_UP_S = 120.0
+
+_FINAL = (BadRequest, NoSuchMethod)
+"""Refusals that no repetition can change."""
+
+
+async def until_answered(
+    send: Callable[[], Awaitable[T]],
+    *,
+    who: str,
+    clock: Clock,
+    log: logging.Logger,
+    give_up_s: float = GIVE_UP_S,
+) -> T:
+    """The answer of `send()`, repeated while the callee is away.
+
+    Raises the callee's own error if the handler ran and raised, and CallError naming `who` after `give_up_s` seconds
+    without an answer.
+    """
+    started = clock.monotonic()
+    while True:
+        try:
+            return await send()
+        except (NotSent, NotExecuted, OutcomeUnknown) as err:
+            waited = clock.monotonic() - started
+            if isinstance(err, _FINAL):
+                raise
+            if waited >= give_up_s:
+                raise CallError(
+                    f"{who} did not answer for {waited:.0f} s; last: {err}",
+                    remedy=f"see the log of {who}; it is dead, stuck or unreachable",
+                ) from err
+            log.warning("%s: %s; asking again", who, err)
+            await asyncio.sleep(PAUSE_S)

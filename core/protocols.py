@@ -1,0 +1,210 @@
+"""Contracts between roles and adapters. Roles know these, never a concrete engine, backend or channel."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from .messages import SamplingParams, TensorSpec, WeightManifest
+from .samples import F32, I32, FinishReason, Prompt, TrainSample, TrainShard
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation by token ids."""
+
+    request_id: str
+    input_ids: I32
+    """int32 [P]: the whole context, earlier turns and partial tokens included."""
+    sampling: SamplingParams
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of a running generation, in order and without gaps; the last one carries `finish`."""
+
+    output_ids: I32
+    """int32 [k]"""
+    logprobs: F32
+    """float32 [k]"""
+    versions: I32
+    """int32 [k]: stamped by the engine"""
+    finish: FinishReason | None = None
+    matched: int | None = None
+    """Token that stopped it, when finish == "stop". It is the last of the output ids."""
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine can do and how it is."""
+
+    kind: str
+    vocab_size: int
+    context_length: int
+    """Longest P + new tokens it accepts."""
+    max_running: int
+    version: int
+    running: int = 0
+    waiting: int = 0
+
+
+class Engine(Protocol):
+    """A rollout engine. All methods raise `EngineError` naming the engine when it misbehaves."""
+
+    async def start(self) -> EngineInfo:
+        """Load the model; returns when requests are served. Raises ModelError for a bad folder."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """Stream tokens. Ends with a delta whose `finish` is set ("abort" if aborted or paused with abort).
+        Closing the iterator early aborts the request."""
+        ...
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """Abort one request, or all."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """abort: running requests end with finish "abort"; retract: they wait and their KV is rebuilt;
+        in_place: they stand still and keep their KV."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after a pause."""
+        ...
+
+    async def prepare_weights(self, manifest: WeightManifest) -> None:
+        """Bring the bytes beside the old weights and check the digest; serving goes on with the old ones."""
+        ...
+
+    async def commit_weights(self, version: int) -> None:
+        """Serve `version` from the next token on. Raises EngineError if that version was not prepared."""
+        ...
+
+    async def info(self) -> EngineInfo:
+        """Current state."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything; never raises."""
+        ...
+
+
+class NamedArray(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor on its way out of the trainer: raw little-endian bytes plus dtype and shape."""
+
+    spec: TensorSpec
+    data: memoryview
+
+
+class StepStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank measured in one step; the leader gets values reduced over all ranks."""
+
+    metrics: dict[str, float]
+
+
+class TrainBackend(Protocol):
+    """One trainer rank. Methods block and are called from one worker thread, in the same order on every rank."""
+
+    def setup(self) -> dict[str, Any]:
+        """Join the process group, build model and optimizer. Returns facts for the log (parameters, dtype, device)."""
+        ...
+
+    def train(self, shard: TrainShard, knobs: dict[str, float]) -> StepStats:
+        """One optimizer step per mini-batch of the shard. `knobs` overrides live values such as `lr`."""
+        ...
+
+    def score(self, samples: Sequence[TrainSample]) -> list[F32]:
+        """Log-probs of the response tokens under the current weights, float32 [R] each; no gradient."""
+        ...
+
+    def export_weights(self) -> list[NamedArray]:
+        """HF-named tensors on rank 0 (empty list on other ranks). Collective: every rank must call it."""
+        ...
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None:
+        """Resumable checkpoint (weights, optimizer, RNG, schedule, `extra`). Collective."""
+        ...
+
+    def load(self, folder: str) -> dict[str, Any]:
+        """Restore a checkpoint; returns `extra`. Collective. Raises TrainError if it is torn or of another model."""
+        ...
+
+    def export_hf(self, folder: str) -> None:
+        """Write a HuggingFace-format folder (rank 0 writes). Collective."""
+        ...
+
+    def close(self) -> None:
+        """Leave the process group; never raises."""
+        ...
+
+
+class WeightWriter(Protocol):
+    """Trainer's end of a weight channel."""
+
+    def publish(self, version: int, tensors: Sequence[NamedArray]) -> WeightManifest:
+        """Write all tensors and return where they are. The bytes stay valid until `release(version)`."""
+        ...
+
+    def release(self, version: int) -> None:
+        """Nobody reads `version` any more."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; never raises."""
+        ...
+
+
+class WeightReader(Protocol):
+    """Engine's end of a weight channel."""
+
+    def open(self, manifest: WeightManifest) -> AbstractContextManager[Mapping[str, NamedArray]]:
+        """The published tensors by HuggingFace name; their bytes are valid inside the block only.
+
+        The bytes are checked against `manifest.digest` and `manifest.generation`: on entry where they cannot change
+        afterwards, else on leaving the block. Both ends raise EngineError; what was copied must then be thrown away.
+        """
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text <-> token ids by the model folder's own tokenizer and chat template."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def render(self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool) -> list[int]:
+        """Token ids of a conversation of (role, content) pairs through the chat template."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, no special tokens added; special tokens written out in the text are recognised."""
+        ...
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of token ids."""
+        ...
+
+
+class PromptSource(Protocol):
+    """A dataset as the buffer sees it: a pure function from draw number to prompt. The cursor is the ledger's."""
+
+    def __len__(self) -> int:
+        """Rows in one pass."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal exactly when every draw gives the same prompt: a ledger belongs to one."""
+        ...
+
+    def prompt(self, draw: int) -> Prompt | None:
+        """The prompt of a draw (from 0), `group_id == draw`; None from the first draw on that is beyond the data.
+        Raises DataError if the row cannot be read."""
+        ...
+
+    def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
+        """The first `limit` held-out prompts; empty without an evaluation set."""
+        ...

@@ -1,0 +1,161 @@
+"""The data model: one complete record per stage, `Prompt -> Sample -> Group -> Batch`; no bag of optional fields.
+
+Shapes: P = prompt tokens, R = response tokens (model turns and tool replies in order). Arrays are numpy,
+little-endian, C-contiguous; on the wire they travel as raw frames beside the JSON body.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+I32 = npt.NDArray[np.int32]
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+
+FinishReason = Literal["stop", "length", "abort"]
+
+NO_VERSION = -1
+"""Version stamp of tokens that no engine generated (tool replies, demonstrations)."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One chat message."""
+
+    role: str
+    content: str
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One draw of one dataset row. `group_id` counts draws over the whole run and is the ledger's key."""
+
+    group_id: int
+    row: int
+    """Row in the dataset file (0-based, after slicing)."""
+    pass_index: int
+    """How often the data had been gone through when this row was drawn."""
+    messages: tuple[Message, ...]
+    """The conversation so far; a plain-text prompt is one user message."""
+    label: str = ""
+    metadata: dict[str, Any] = {}
+    source: str = ""
+    """Dataset path the row came from."""
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One finished generation: everything per *token*, exactly as the engine produced it.
+
+    `len(response_ids) == len(logprobs) == len(loss_mask) == len(versions) == R`.
+    """
+
+    group_id: int
+    index: int
+    """Member number inside the group, 0-based."""
+    prompt_ids: I32
+    """int32 [P]."""
+    response_ids: I32
+    """int32 [R]: all turns in order, tool replies included."""
+    logprobs: F32
+    """float32 [R]: behaviour log-probs (nats) at the moment of sampling; 0 where `loss_mask` is 0."""
+    loss_mask: U8
+    """uint8 [R]: 1 where the model generated the token."""
+    versions: I32
+    """int32 [R]: weight version stamped by the engine, `NO_VERSION` where no engine generated the token."""
+    finish: FinishReason
+    num_turns: int = 1
+    text: str = ""
+    """Text of the last model turn, without special tokens."""
+    turns: tuple[str, ...] = ()
+    """Text of every model turn."""
+
+    def oldest_version(self) -> int:
+        """Oldest engine stamp of any token, or `NO_VERSION` when no engine took part."""
+        stamped = self.versions[self.versions >= 0]
+        return int(stamped.min()) if stamped.size else NO_VERSION
+
+    @property
+    def num_tokens(self) -> int:
+        """P + R."""
+        return int(self.prompt_ids.shape[0] + self.response_ids.shape[0])
+
+
+def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
+    """Raise ValueError naming the field if the per-token arrays disagree or hold impossible values."""
+    length = sample.response_ids.shape[0]
+    for name in ("logprobs", "loss_mask", "versions"):
+        got = getattr(sample, name).shape
+        if got != (length,):
+            raise ValueError(f"sample {sample.group_id}/{sample.index}: {name} has shape {got}, response has {length} tokens")
+    if length and not bool(np.isfinite(sample.logprobs).all()):
+        raise ValueError(f"sample {sample.group_id}/{sample.index}: a behaviour log-prob is NaN or infinite")
+    if length and float(sample.logprobs.max()) > 1e-3:
+        raise ValueError(f"sample {sample.group_id}/{sample.index}: a behaviour log-prob is above 0")
+    if vocab_size is not None:
+        ids = np.concatenate([sample.prompt_ids, sample.response_ids])
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+            raise ValueError(f"sample {sample.group_id}/{sample.index}: a token id lies outside [0, {vocab_size})")
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All samples of one prompt with their rewards: the unit that is kept, dropped, trained. Never split."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    rewards: F32
+    """float32 [num samples]."""
+    reward_parts: tuple[dict[str, float], ...] = ()
+    """Named components per sample, for metrics only."""
+
+    @property
+    def group_id(self) -> int:
+        """The draw this group answers."""
+        return self.prompt.group_id
+
+    def oldest_version(self) -> int:
+        """Oldest engine stamp of any token of any member, or `NO_VERSION`."""
+        versions = [v for v in (s.oldest_version() for s in self.samples) if v >= 0]
+        return min(versions) if versions else NO_VERSION
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one training step consumes: whole groups, claimed for `step` (the version trained from)."""
+
+    step: int
+    groups: tuple[Group, ...]
+
+
+class TrainSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A sample as a trainer rank sees it: tokens, mask, behaviour log-probs and the group-level advantage."""
+
+    group_id: int
+    index: int
+    token_ids: I32
+    """int32 [P + R]."""
+    prompt_len: int
+    loss_mask: U8
+    """uint8 [R]."""
+    logprobs: F32
+    """float32 [R]: behaviour log-probs."""
+    versions: I32
+    """int32 [R]."""
+    reward: float
+    """Raw scalar reward."""
+    advantage: float
+    """Sample-level advantage after group normalisation; token-level terms (KL, discounting) are added by the rank."""
+
+
+class TrainShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rank's part of one step. Every rank gets the same number of micro-batches in each mini-batch."""
+
+    step: int
+    """Version trained from; the step produces version `step + 1`."""
+    samples: tuple[TrainSample, ...]
+    minibatches: tuple[tuple[tuple[int, ...], ...], ...]
+    """[minibatch][micro-batch] -> indexes into `samples`; an empty micro-batch only pads the count."""
+    minibatch_tokens: tuple[float, ...]
+    """Global number of loss tokens (all ranks) of each mini-batch."""
+    minibatch_samples: tuple[float, ...]
+    """Global number of samples with at least one loss token of each mini-batch."""

@@ -1,0 +1,55 @@
+"""The seam between the monitor and whatever stores or shows telemetry.
+
+Knows: the telemetry records. Must not know: any format, the monitor, the event loop.
+A sink is plain blocking code: the monitor calls all of them from one thread of its own, so a slow disk never holds an
+actor up. A sink that raises in `write` or `flush` is switched off with one event and the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from .clock import Clock
+from .messages import Telemetry
+
+
+@dataclass(frozen=True, slots=True)
+class SinkContext:
+    """What a sink may use."""
+
+    run_dir: Path
+    """Exists; a sink keeps its files in here."""
+    run_name: str
+    clock: Clock
+    emit: Callable[[str, str], None]
+    """`emit(kind, text)`: tell all sinks an event, e.g. the address that was bound."""
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """A place where telemetry goes. All methods are called from one thread, `open` first and `close` last."""
+
+    @property
+    def name(self) -> str:
+        """Short name for events and errors."""
+        ...
+
+    def open(self, context: SinkContext) -> None:
+        """Raise ConfigError or LaunchError to refuse the start of the run; any other exception only switches this
+        sink off. May find files of an earlier monitor of the same run: go on with them."""
+        ...
+
+    def write(self, bundle: Telemetry) -> None:
+        """Take a bundle. May buffer until `flush`."""
+        ...
+
+    def flush(self) -> None:
+        """Make everything visible to readers; called at least once a second while bundles arrive."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release everything. Called once, also after a failed `write`, never before `open`."""
+        ...

@@ -1,0 +1,175 @@
+"""A node's agent: starts processes, watches them, ends them. Decides nothing; the run supervisor on node 0 does.
+
+Knows children, log files and the run-time directory. Must not know policies, roles or what a run is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core.errors import LaunchError
+from ..core.patience import until_answered
+from .actor_spec import GangMeeting
+from .child import Child, start_child
+from .child_env import child_env
+from .contracts import SUPERVISOR, AgentContract, ChildEnd, RunPlan, StartOrder, SupervisorContract
+from .first_failure import read_tail
+from .run_dir import RunDir
+from .worker_spec import DEFAULT_PROGRAM, WorkerSpec, write_spec
+
+KILL_S = 5.0
+"""How long a process may take to vanish after SIGKILL (longer: it hangs in the kernel)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """What a node's agent works with."""
+
+    node: int
+    address: str
+    """Under which the other nodes reach this one."""
+    runtime_dir: Path
+    config_text: str
+    """Resolved configuration as TOML."""
+    rdzv_path: str
+    """File that tells workers how to reach the registry."""
+    program: str = DEFAULT_PROGRAM
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """How this node's launcher is to exit."""
+
+    exit_code: int
+    reason: str
+
+
+ExitSeen = Callable[[ChildEnd], Awaitable[None]]
+
+
+class Agent(AgentContract):
+    """See the module's head. `exit_seen` hears of every end before the supervisor does."""
+
+    def __init__(self, options: AgentOptions, exit_seen: ExitSeen) -> None:
+        self.left: asyncio.Future[Farewell] = asyncio.get_running_loop().create_future()
+        """Set once the run is over."""
+        self._options = options
+        self._exit_seen = exit_seen
+        self._plan: RunPlan | None = None
+        self._run_dir: RunDir | None = None
+        self._children: dict[str, Child] = {}
+        self._is_stopped = False
+
+    @property
+    def children(self) -> tuple[Child, ...]:
+        """Processes that run now."""
+        return tuple(self._children.values())
+
+    async def on_stop(self, why: str) -> None:
+        """Nothing may outlive the launcher."""
+        self._is_stopped = True
+        await self.kill_all()
+
+    async def prepare(self, plan: RunPlan) -> None:
+        self._plan = plan
+        self._run_dir = RunDir.join(plan.run_dir)
+        self._run_dir.config.write_text(self._options.config_text, encoding="utf-8")
+
+    async def start_actor(self, order: StartOrder) -> str:
+        if self._plan is None or self._run_dir is None:
+            raise LaunchError(f"{self.ctx.name} is not prepared", remedy="this is a bug; report it")
+        name = order.actor.name
+        if name in self._children:
+            raise LaunchError(f"{name} runs already as attempt {self._children[name].attempt}")
+        log_path = self._run_dir.new_log(name, order.attempt)
+        try:
+            self._children[name] = self._start(order, self._plan, self._run_dir, log_path)
+        except LaunchError as error:
+            log_path.write_text(f"{error}\n", encoding="utf-8")
+            return str(error)
+        self.ctx.log.info("%s: attempt %d is process %d", name, order.attempt, self._children[name].pid)
+        return ""
+
+    def _start(self, order: StartOrder, plan: RunPlan, run_dir: RunDir, log_path: Path) -> Child:
+        spec = WorkerSpec(
+            actor=order.actor,
+            attempt=order.attempt,
+            launcher_pid=os.getpid(),
+            config_path=str(run_dir.config),
+            run_dir=plan.run_dir,
+            socket_dir=str(self._options.runtime_dir),
+            rdzv_path=self._options.rdzv_path,
+            program=self._options.program,
+        )
+        env = child_env(
+            os.environ,
+            order.actor,
+            spec_path=str(write_spec(spec, self._options.runtime_dir)),
+            run_id=plan.run_id,
+            attempt=order.attempt,
+            meeting=order.meeting,
+        )
+        command = [order.actor.python or sys.executable, "-m", "myxa.launch.worker"]
+        return start_child(
+            order.actor.name, order.attempt, command, env=env, log_path=log_path, told=self._on_child_end
+        )
+
+    def _on_child_end(self, child: Child, status: int) -> None:
+        self._children.pop(child.name, None)
+        end = ChildEnd(
+            name=child.name,
+            attempt=child.attempt,
+            status=status,
+            node=self._options.node,
+            log_path=str(child.log_path),
+            tail=read_tail(child.log_path),
+        )
+        if not self._is_stopped:
+            self.ctx.spawn(self._tell(end), name=f"end of {child.name}")
+
+    async def _tell(self, end: ChildEnd) -> None:
+        await self._exit_seen(end)
+        supervisor = self.ctx.ref(SupervisorContract, SUPERVISOR)
+        await until_answered(
+            lambda: supervisor.child_ended(end), who=SUPERVISOR, clock=self.ctx.clock, log=self.ctx.log
+        )
+
+    async def end_actors(self, names: tuple[str, ...], grace_s: float) -> None:
+        children = [self._children[name] for name in names if name in self._children]
+        for child in children:
+            child.signal(signal.SIGTERM)
+        hung = await _still_there(children, grace_s)
+        for child in hung:
+            self.ctx.log.warning("%s did not end within %g s and is killed", child.name, grace_s)
+            child.kill()
+        for child in await _still_there(hung, KILL_S):
+            self.ctx.log.error("%s (process %d) survives SIGKILL: it hangs in the kernel", child.name, child.pid)
+
+    async def kill_all(self) -> None:
+        """End all children at once."""
+        for child in self.children:
+            child.kill()
+        await _still_there(self.children, KILL_S)
+
+    async def meeting_place(self) -> GangMeeting:
+        family = socket.AF_INET6 if ":" in self._options.address else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.bind(("", 0))
+            return GangMeeting(address=self._options.address, port=int(probe.getsockname()[1]))
+
+    async def leave(self, exit_code: int, reason: str) -> None:
+        if not self.left.done():
+            self.left.set_result(Farewell(exit_code, reason))
+
+
+async def _still_there(children: Sequence[Child], timeout_s: float) -> list[Child]:
+    """Those that have not ended within that time."""
+    ended = await asyncio.gather(*(child.wait(timeout_s) for child in children))
+    return [child for child, has_ended in zip(children, ended, strict=True) if not has_ended]

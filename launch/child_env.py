@@ -1,0 +1,54 @@
+"""The environment of an actor's process. Pure: variables in, variables out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .actor_spec import ActorSpec, GangMeeting
+
+SPEC_VARIABLE = "MYXA_WORKER_SPEC"
+"""Names the JSON file that tells a worker who it is."""
+
+_TORCHRUN = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+)
+"""Not inherited: they would be those of whatever started the launcher."""
+
+
+def child_env(
+    base: Mapping[str, str],
+    actor: ActorSpec,
+    *,
+    spec_path: str,
+    run_id: str,
+    attempt: int,
+    meeting: GangMeeting | None = None,
+) -> dict[str, str]:
+    """Variables of one attempt: the launcher's own, ours, then the role's `env`, which may overrule all but the spec.
+
+    A gang's ranks get torchrun's contract, so that unmodified torch and Megatron code runs. ValueError if a rank has
+    no meeting place.
+    """
+    env = {name: value for name, value in base.items() if name not in _TORCHRUN}
+    env["OMP_NUM_THREADS"] = str(actor.threads)
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in actor.visible_devices)
+    env["PYTHONUNBUFFERED"] = "1"
+    env["PYTHONFAULTHANDLER"] = "1"
+    if actor.rank is not None:
+        if meeting is None:
+            raise ValueError(f"{actor.name} is a rank of {actor.rank.gang} and has no meeting place")
+        env |= {
+            "RANK": str(actor.rank.rank),
+            "LOCAL_RANK": str(actor.rank.local_rank),
+            "WORLD_SIZE": str(actor.rank.world_size),
+            "LOCAL_WORLD_SIZE": str(actor.rank.local_world_size),
+            "GROUP_RANK": str(actor.rank.group_rank),
+            "MASTER_ADDR": meeting.address,
+            "MASTER_PORT": str(meeting.port),
+            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        }
+    env |= actor.env
+    env[SPEC_VARIABLE] = spec_path
+    return env

@@ -1,0 +1,234 @@
+"""One launcher per node: node 0 hosts the registry and conducts the run, the others lend their processes to it.
+
+No torch here. Puts the parts together: meeting, agent, run supervisor, signals, view, report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from .. import __version__
+from ..core.clock import SystemClock
+from ..core.config import RunConfig, dump_config
+from ..core.errors import CallError, LaunchError
+from ..core.patience import until_answered
+from .agent import Agent, AgentOptions, Farewell
+from .contracts import SUPERVISOR, AgentContract, NodeFacts, RunPlan, SupervisorContract, agent_name
+from .lead import Ending, Lead
+from .meeting import Meeting, host_meeting, join_meeting
+from .node_place import NodePlace
+from .placement import place as place_actors
+from .run_dir import RunDir
+from .run_supervisor import Patience, RunPlace, RunSupervisor
+from .run_watch import RunWatch
+from .runtime_dir import RuntimeDir
+from .screen import Screen
+from .stop_signals import StopSignals
+from .worker_spec import DEFAULT_PROGRAM
+
+_log = logging.getLogger("myxa.launcher")
+
+CLOSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """How to launch; what to launch is the run's configuration."""
+
+    place: NodePlace
+    rdzv_file: Path | None = None
+    job_key: Path | None = None
+    program: str = DEFAULT_PROGRAM
+    is_quiet: bool = False
+    patience: Patience = Patience()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the run ended, as this node's launcher saw it."""
+
+    exit_code: int
+    reason: str
+    run_dir: Path | None = None
+
+
+def launch(config: RunConfig, options: LaunchOptions) -> Outcome:
+    """Run this node's part of a run to its end. Raises ConfigError and LaunchError for what cannot start."""
+    part = _lead if options.place.rank == 0 else _follow
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(part(config, options))
+
+
+# -- node 0 ----------------------------------------------------------------------------------------------------------
+
+
+async def _lead(config: RunConfig, options: LaunchOptions) -> Outcome:
+    actors = place_actors(config, options.place.num_nodes)
+    text = dump_config(config)
+    with RuntimeDir() as runtime:
+        async with host_meeting(options.place, runtime.path, options.job_key, options.rdzv_file) as meeting:
+            run_dir = RunDir.create(config.run.dir, config.run.name, datetime.now())
+            screen = Screen(Console(), run_dir.path, is_quiet=options.is_quiet)
+            with _logging(run_dir, 0, screen), screen:
+                run_place = RunPlace(
+                    actors=actors,
+                    num_nodes=options.place.num_nodes,
+                    version=__version__,
+                    config=text,
+                    plan=RunPlan(run_id=run_dir.path.name, run_dir=str(run_dir.path)),
+                )
+                supervisor = RunSupervisor(run_place, lot=random.Random().random, patience=options.patience)
+                screen.say(f"run directory: {run_dir.path}")
+                if options.place.num_nodes > 1:
+                    screen.say(f"waiting for {options.place.num_nodes} nodes at {meeting.endpoint}")
+                ending = await _conduct(supervisor, meeting, runtime, text, options, screen)
+    screen.finish(ending)
+    return Outcome(ending.exit_code, ending.reason, run_dir.path)
+
+
+async def _conduct(
+    supervisor: RunSupervisor, meeting: Meeting, runtime: RuntimeDir, text: str, options: LaunchOptions, screen: Screen
+) -> Ending:
+    clock = SystemClock()
+    agent = Agent(_agent_options(options, meeting, runtime, text), meeting.exit_seen)
+    await meeting.node.start(supervisor, name=SUPERVISOR)
+    await meeting.node.start(agent, name=agent_name(0))
+    await supervisor.join(_facts(options.place, text))
+    lead = Lead(supervisor, RunWatch(meeting.node, clock), clock=clock, patience=options.patience, show=screen.show)
+    stops: list[asyncio.Task[None]] = []
+
+    def asked(reason: str, number: int) -> None:
+        screen.say(f"{reason}: ending in good order; once more ends at once")
+        supervisor.wish_stop(reason, number)
+
+    ending = Ending(1, "the launcher failed")
+    try:
+        with StopSignals(asked) as signals:
+            ending = await _until_forced(lead, supervisor, meeting, signals)
+    except LaunchError as error:
+        ending = Ending(error.exit_code, str(error))
+        raise
+    finally:
+        await supervisor.kill_all(ending.reason)
+        await _dismiss(meeting, options.place.num_nodes, ending)
+        del stops
+    return ending
+
+
+async def _until_forced(lead: Lead, supervisor: RunSupervisor, meeting: Meeting, signals: StopSignals) -> Ending:
+    """The run to its end, or to the second signal, or to a failure of this launcher itself."""
+    async with asyncio.TaskGroup() as group:
+        run = group.create_task(lead.run())
+        await asyncio.wait({run, signals.forced, meeting.node.failed}, return_when=asyncio.FIRST_COMPLETED)
+        if run.done():
+            return await run
+        run.cancel()
+    if signals.forced.done():
+        return Ending(128 + signals.forced.result(), "ended at once")
+    raise LaunchError(f"the launcher itself failed: {meeting.node.failed.result()}", remedy="this is a bug; report it")
+
+
+async def _dismiss(meeting: Meeting, num_nodes: int, ending: Ending) -> None:
+    for node in range(1, num_nodes):
+        agent = meeting.node.ref(AgentContract, agent_name(node))
+        try:
+            await agent.leave(ending.exit_code, ending.reason)
+        except CallError as error:
+            _log.info("node %d was not told of the end: %s", node, error)
+
+
+# -- the other nodes -------------------------------------------------------------------------------------------------
+
+
+async def _follow(config: RunConfig, options: LaunchOptions) -> Outcome:
+    place_actors(config, options.place.num_nodes)
+    text = dump_config(config)
+    clock = SystemClock()
+    deadline = time.monotonic() + options.patience.gather_s
+    with RuntimeDir() as runtime:
+        async with join_meeting(options.place, runtime.path, options.job_key, options.rdzv_file, deadline) as meeting:
+            agent = Agent(_agent_options(options, meeting, runtime, text), meeting.exit_seen)
+            await meeting.node.start(agent, name=agent_name(options.place.rank))
+            supervisor = meeting.node.ref(SupervisorContract, SUPERVISOR)
+            reply = await until_answered(
+                lambda: supervisor.join(_facts(options.place, text)),
+                who=f"node 0 at {meeting.endpoint}",
+                clock=clock,
+                log=_log,
+                give_up_s=max(0.0, deadline - time.monotonic()),
+            )
+            if not reply.accepted:
+                raise LaunchError(f"node 0 refused this node: {reply.reason}")
+            farewell = await _lend(agent, supervisor)
+    return Outcome(farewell.exit_code, farewell.reason)
+
+
+async def _lend(agent: Agent, supervisor: SupervisorContract) -> Farewell:
+    """Serve node 0 until it says that the run is over, or is gone."""
+    asks: set[asyncio.Task[None]] = set()
+
+    async def ask(reason: str, number: int) -> None:
+        with contextlib.suppress(CallError):
+            await supervisor.stop_run(reason, number)
+
+    async with asyncio.TaskGroup() as group:
+        with StopSignals(lambda reason, number: asks.add(group.create_task(ask(reason, number)))) as signals:
+            await asyncio.wait({agent.left, signals.forced}, return_when=asyncio.FIRST_COMPLETED)
+            await agent.kill_all()
+            if agent.left.done():
+                return agent.left.result()
+            return Farewell(128 + signals.forced.result(), "ended at once")
+
+
+# -- common ----------------------------------------------------------------------------------------------------------
+
+
+def _facts(place: NodePlace, text: str) -> NodeFacts:
+    return NodeFacts(
+        node=place.rank, num_nodes=place.num_nodes, version=__version__, config=text, host=socket.gethostname()
+    )
+
+
+def _agent_options(options: LaunchOptions, meeting: Meeting, runtime: RuntimeDir, text: str) -> AgentOptions:
+    return AgentOptions(
+        node=options.place.rank,
+        address=meeting.address,
+        runtime_dir=runtime.path,
+        config_text=text,
+        rdzv_path=str(meeting.rdzv_path),
+        program=options.program,
+    )
+
+
+@contextlib.contextmanager
+def _logging(run_dir: RunDir, node: int, screen: Screen) -> Iterator[None]:
+    """The launcher's log goes to a file; warnings are also shown."""
+    logger = logging.getLogger("myxa")
+    file = logging.FileHandler(run_dir.logs / f"launcher.{node}.log", encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    shown = screen.handler()
+    before = logger.level, logger.propagate
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(file)
+    logger.addHandler(shown)
+    try:
+        yield
+    finally:
+        logger.removeHandler(shown)
+        logger.removeHandler(file)
+        file.close()
+        logger.setLevel(before[0])
+        logger.propagate = before[1]

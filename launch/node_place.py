@@ -1,0 +1,106 @@
+"""Which node this is, of how many, and where node 0 is met: from flags, or from what the scheduler says. Pure.
+
+Flags win over torchrun's variables (PET_*), these over Slurm's. `hostlist` was considered for Slurm's list of nodes:
+only its first name is needed here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..core.errors import ConfigError
+
+DEFAULT_PORT = 29400
+_PORTS = range(65536)
+
+_NUM_NODES = ("PET_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+_NODE_RANK = ("PET_NODE_RANK", "SLURM_NODEID")
+_ENDPOINT = ("PET_RDZV_ENDPOINT",)
+_ADDRESS = ("PET_MASTER_ADDR",)
+_PORT = ("PET_MASTER_PORT",)
+_HOST_LIST = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Host (name or address) and port; port 0 on node 0 means: any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """This node among the nodes of the run."""
+
+    rank: int
+    num_nodes: int
+    endpoint: Endpoint
+
+
+def parse_endpoint(text: str, *, where: str) -> Endpoint:
+    """`host:port`, `host`, `[v6]:port`, `tcp://host:port`; ConfigError naming `where` for anything else."""
+    match = re.fullmatch(r"(?:tcp://)?(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\s\[\]:/]+))(?::(\d{1,5}))?", text.strip())
+    if match is None:
+        raise ConfigError(f"{where}: {text!r} is no endpoint", remedy="write host:port, or [IPv6 address]:port")
+    port = int(match[3]) if match[3] else DEFAULT_PORT
+    if port not in _PORTS:
+        raise ConfigError(f"{where}: there is no port {port}", remedy="ports are 0 to 65535")
+    return Endpoint(match[1] or match[2], port)
+
+
+def find_place(num_nodes: int | None, rank: int | None, endpoint: str | None, env: Mapping[str, str]) -> NodePlace:
+    """This node's place. ConfigError naming what is missing or impossible and where it could come from."""
+    nodes = num_nodes if num_nodes is not None else _number(_NUM_NODES, env, 1, "--nnodes")
+    if nodes < 1:
+        raise ConfigError(f"--nnodes is {nodes}", remedy="a run has at least one node")
+    place = rank if rank is not None else _number(_NODE_RANK, env, 0 if nodes == 1 else None, "--node-rank")
+    if not 0 <= place < nodes:
+        raise ConfigError(f"--node-rank {place} is not among {nodes} nodes", remedy=f"ranks are 0 to {nodes - 1}")
+    met = parse_endpoint(endpoint, where="--rdzv") if endpoint else _scheduled_endpoint(env, nodes)
+    if met.port == 0 and place != 0:
+        raise ConfigError("--rdzv has port 0", remedy="only node 0 may choose a free port; give its port to the others")
+    return NodePlace(place, nodes, met)
+
+
+def _number(names: tuple[str, ...], env: Mapping[str, str], default: int | None, flag: str) -> int:
+    for name in names:
+        text = env.get(name, "")
+        if text:
+            # torchrun writes an elastic range as MIN:MAX; a run has one number of nodes, and MIN must be enough.
+            first = text.partition(":")[0]
+            if not first.isdecimal():
+                raise ConfigError(f"{name}={text!r} is not a number", remedy=f"give {flag}")
+            return int(first)
+    if default is None:
+        raise ConfigError(f"{flag} is not given", remedy=f"neither is {', '.join(names)} in the environment")
+    return default
+
+
+def _scheduled_endpoint(env: Mapping[str, str], num_nodes: int) -> Endpoint:
+    for name in _ENDPOINT:
+        if env.get(name):
+            return parse_endpoint(env[name], where=name)
+    port = _number(_PORT, env, DEFAULT_PORT, "--rdzv")
+    for name in _ADDRESS:
+        if env.get(name):
+            return Endpoint(env[name], port)
+    for name in _HOST_LIST:
+        if env.get(name):
+            return Endpoint(first_host(env[name]), port)
+    if num_nodes == 1:
+        return Endpoint("127.0.0.1", 0)
+    raise ConfigError("--rdzv is not given", remedy="say where node 0 is met, e.g. --rdzv node0:29400")
+
+
+def first_host(host_list: str) -> str:
+    """First name of Slurm's notation: `gpu[07-12,15],x1` -> `gpu07`; ConfigError if it is not that notation."""
+    match = re.match(r"([^\s,\[\]]+)(?:\[(\d+)[\d,-]*\])?([^\s,\[\]]*)", host_list.strip())
+    if match is None:
+        raise ConfigError(f"{host_list!r} is no list of hosts", remedy="give --rdzv")
+    return match[1] + (match[2] or "") + match[3]

@@ -1,0 +1,83 @@
+"""Where a run keeps its files: logs, configuration, metrics, checkpoints, report. It stays after the run.
+
+Knows paths and links. Must not know what the files hold.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from ..core.errors import LaunchError
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The folder of one run; made by `create` on node 0, joined by the others."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, parent: str, name: str, now: datetime) -> RunDir:
+        """Make `<parent>/<name>-<stamp>` and point `<parent>/latest` at it. Raises LaunchError if that fails."""
+        stamp = now.strftime("%Y%m%d-%H%M%S")
+        base = Path(parent)
+        for suffix in ("", *(f"-{n}" for n in range(2, 100))):
+            path = base / f"{name}-{stamp}{suffix}"
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise LaunchError(f"{path} cannot be made: {error.strerror}", remedy="set run.dir") from error
+            run_dir = cls.join(str(path))
+            _point(base / "latest", path.name)
+            return run_dir
+        raise LaunchError(f"{base} holds a hundred runs of this second", remedy="set run.dir")
+
+    @classmethod
+    def join(cls, path: str) -> RunDir:
+        """Make sure that an already named run directory is there, with its folders."""
+        run_dir = cls(Path(path))
+        try:
+            (run_dir.logs / "latest").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"{run_dir.logs} cannot be made: {error.strerror}", remedy="set run.dir") from error
+        return run_dir
+
+    @property
+    def logs(self) -> Path:
+        """One file per actor and attempt; `latest/` links to the newest attempts."""
+        return self.path / "logs"
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.toml"
+
+    def log_path(self, actor: str, attempt: int) -> Path:
+        """Log file of one attempt: `rollout/1` -> `logs/rollout.1.0.log`."""
+        return self.logs / f"{_stem(actor)}.{attempt}.log"
+
+    def new_log(self, actor: str, attempt: int) -> Path:
+        """The same, and from now on `logs/latest/rollout.1.log` links to it."""
+        path = self.log_path(actor, attempt)
+        _point(self.logs / "latest" / f"{_stem(actor)}.log", f"../{path.name}")
+        return path
+
+
+def _stem(actor: str) -> str:
+    return actor.replace("/", ".")
+
+
+def _point(link: Path, target: str) -> None:
+    """Make or move a symbolic link in one step, so that readers never see it missing."""
+    new = link.with_name(f".{link.name}.{os.getpid()}")
+    try:
+        new.unlink(missing_ok=True)
+        new.symlink_to(target)
+        new.replace(link)
+    except OSError as error:
+        raise LaunchError(f"link {link} cannot be made: {error.strerror}", remedy="set run.dir") from error

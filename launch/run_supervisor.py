@@ -1,0 +1,339 @@
+"""The run supervisor on node 0: gathers nodes, has actors started, carries out what `core/supervision` decides.
+
+Knows names, nodes, attempts and deadlines. Must not know processes (agents do), sockets, or what actors are for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+from ..core.actor import PeerEvent, with_deadline
+from ..core.errors import CallError, LaunchError
+from ..core.supervision import (
+    ChildSpec,
+    Done,
+    End,
+    FailRun,
+    Instruction,
+    Restart,
+    Supervisor,
+    describe_status,
+)
+from .actor_spec import ActorSpec, GangMeeting
+from .config_differences import differences
+from .contracts import (
+    AgentContract,
+    ChildEnd,
+    JoinReply,
+    NodeFacts,
+    RunPlan,
+    StartOrder,
+    SupervisorContract,
+    agent_name,
+)
+from .first_failure import FirstFailure
+from .run_dir import RunDir
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long this run waits for whom."""
+
+    gather_s: float = 300.0
+    """For all nodes to join."""
+    start_s: float = 600.0
+    """For a started process to register; a slow file system under torch is the usual cause of long starts."""
+    finish_s: float = 60.0
+    """For the coordinator to end the run in good order once it was asked to."""
+    end_s: float = 10.0
+    """For a process to end after SIGTERM."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlace:
+    """What all nodes must agree on, and what they are told."""
+
+    actors: tuple[ActorSpec, ...]
+    num_nodes: int
+    version: str
+    config: str
+    plan: RunPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StopWish:
+    """A person or a scheduler wants the run to end."""
+
+    reason: str
+    signal: int
+
+    def exit_code(self, *, is_orderly: bool) -> int:
+        """130 after Ctrl-C, as shells have it; a scheduler's SIGTERM is no failure if the run ended in good order."""
+        return 0 if self.signal == signal.SIGTERM and is_orderly else 128 + self.signal
+
+
+@dataclass(slots=True)
+class _Gang:
+    """Meeting place of a gang's current attempt."""
+
+    attempt: int = -1
+    meeting: GangMeeting | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class RunSupervisor(SupervisorContract):
+    """See the module's head. The launcher of node 0 hosts it and calls `gather`, `start_all`, `stop_all` directly."""
+
+    def __init__(self, place: RunPlace, *, lot: Callable[[], float], patience: Patience) -> None:
+        self.failed: asyncio.Future[FailRun] = asyncio.get_running_loop().create_future()
+        """Set when an actor may not be started again, or a node is lost."""
+        self.stop_wished: asyncio.Future[StopWish] = asyncio.get_running_loop().create_future()
+        self._blamed: tuple[str, str] | None = None
+        self._place = place
+        self._patience = patience
+        self._actors = {actor.name: actor for actor in place.actors}
+        self._rules = Supervisor([_child_spec(actor) for actor in place.actors], lot=lot)
+        self._nodes: dict[int, NodeFacts] = {}
+        self._refused: dict[int, str] = {}
+        self._changed = asyncio.Event()
+        self._gone = asyncio.Event()
+        self._gangs: dict[str, _Gang] = {}
+        self._ends: dict[str, ChildEnd] = {}
+        self._started_at: dict[str, float] = {}
+
+    async def on_start(self) -> None:
+        """Hear of every actor and every node."""
+        self.ctx.watch("")
+
+    async def on_peer(self, event: PeerEvent) -> None:
+        if event.kind in ("up", "restarted") and event.name in self._actors:
+            if self._rules.state(event.name) == "starting":
+                self.ctx.log.info("%s is up (epoch %d)", event.name, event.epoch)
+                self._carry_out(self._rules.on_up(event.name, self._now()))
+            return
+        if event.kind != "up" and event.name.startswith(agent_name(0)[:-1]) and event.name != agent_name(0):
+            self._lose_node(int(event.name.rpartition("/")[2]), event.reason)
+
+    # -- what the launcher asks for ----------------------------------------------------------------------------
+
+    async def gather(self) -> None:
+        """Until all nodes joined. LaunchError naming the missing ones, and why those that came were refused."""
+        wanted = set(range(self._place.num_nodes))
+        try:
+            async with asyncio.timeout(self._patience.gather_s):
+                while not wanted <= self._nodes.keys():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            missing = sorted(wanted - self._nodes.keys())
+            told = "".join(f"; node {node} was refused: {why}" for node, why in sorted(self._refused.items()))
+            raise LaunchError(
+                f"{len(missing)} of {len(wanted)} nodes did not join within {self._patience.gather_s:g} s: "
+                f"{', '.join(map(str, missing))}{told}",
+                remedy="start `myxa launch` on every node with the same run file and the --rdzv of node 0",
+            ) from None
+
+    async def start_all(self) -> None:
+        """Prepare every node, then start every actor in order."""
+        for node in range(self._place.num_nodes):
+            await self._agent(node).prepare(self._place.plan)
+        for actor in self._place.actors:
+            if self.failed.done():
+                return
+            await self._start(actor.name, 0)
+        self.ctx.spawn(self._watch_starts(), name="watch starts")
+
+    async def stop_all(self, reason: str) -> None:
+        """End all actors, last started role first, and wait until they are gone."""
+        self._carry_out(self._rules.stop(reason, self._now()))
+        roles = len({actor.role for actor in self._place.actors})
+        try:
+            await asyncio.wait_for(self._gone.wait(), (self._patience.end_s + 10.0) * roles)
+        except TimeoutError:
+            raise LaunchError(f"these did not end: {', '.join(self._rules.alive)}") from None
+
+    async def kill_all(self, reason: str) -> None:
+        """End all actors at once."""
+        self._rules.stop(reason, self._now())
+        names = self._rules.alive
+        await asyncio.gather(*(self._end_on(node, mine, 0.0) for node, mine in self._by_node(names)))
+
+    def blame(self, name: str, reason: str) -> None:
+        """Keep who failed first, for the report."""
+        self._blamed = self._blamed or (name, reason)
+
+    @property
+    def first_failure(self) -> FirstFailure | None:
+        """Who failed first, with the end of its log; complete once its process has ended."""
+        if self._blamed is None:
+            return None
+        name, reason = self._blamed
+        end = self._ends.get(name)
+        if end is None:
+            return FirstFailure(name, reason)
+        return FirstFailure(name, reason, end.log_path, end.tail, end.node)
+
+    @property
+    def starting(self) -> tuple[str, ...]:
+        """Actors that have a process and did not register yet."""
+        return tuple(name for name in self._rules.alive if self._rules.state(name) == "starting")
+
+    def knows(self, name: str) -> bool:
+        """Whether the run has an actor of that name."""
+        return name in self._actors
+
+    # -- what others tell --------------------------------------------------------------------------------------
+
+    async def join(self, facts: NodeFacts) -> JoinReply:
+        reason = self._objection(facts)
+        if reason:
+            self._refused[facts.node] = reason
+            self.ctx.log.error("node %d (%s) is refused: %s", facts.node, facts.host, reason)
+            return JoinReply(accepted=False, reason=reason)
+        self.ctx.log.info("node %d joined from %s", facts.node, facts.host)
+        self._refused.pop(facts.node, None)
+        self._nodes[facts.node] = facts
+        self._changed.set()
+        return JoinReply(accepted=True)
+
+    def _objection(self, facts: NodeFacts) -> str:
+        place = self._place
+        if facts.version != place.version:
+            return f"it runs myxa {facts.version}, node 0 runs {place.version}"
+        if facts.num_nodes != place.num_nodes:
+            return f"it expects {facts.num_nodes} nodes, node 0 expects {place.num_nodes} (--nnodes)"
+        if not 0 <= facts.node < place.num_nodes:
+            return f"there is no node {facts.node} among {place.num_nodes} (--node-rank)"
+        if facts.config != place.config:
+            return f"its configuration differs from node 0's: {differences(facts.config, place.config)}"
+        if facts.node in self._nodes:
+            return f"node {facts.node} joined already, from {self._nodes[facts.node].host} (--node-rank)"
+        return ""
+
+    async def child_ended(self, end: ChildEnd) -> None:
+        if end.name not in self._actors or end.attempt != self._rules.attempt(end.name):
+            return  # told twice, or of an attempt before a lost node's
+        if end.name not in self._rules.alive:
+            return
+        self._ends[end.name] = end
+        level = logging.INFO if self._rules.state(end.name) == "ending" else logging.WARNING
+        self.ctx.log.log(level, "%s ended: %s", end.name, describe_status(end.status))
+        self._carry_out(self._rules.on_exit(end.name, end.status, self._now()))
+
+    async def stop_run(self, reason: str, signal_number: int) -> None:
+        if not self.stop_wished.done():
+            self.stop_wished.set_result(StopWish(reason, signal_number))
+
+    def _lose_node(self, node: int, why: str) -> None:
+        names = [actor.name for actor in self._place.actors if actor.node == node]
+        if node in self._nodes:
+            reason = f"the launcher of node {node} on {self._nodes[node].host} is gone ({why or 'no word from it'})"
+            self.ctx.log.error("%s", reason)
+            self._carry_out(self._rules.on_lost(agent_name(node), names, reason, self._now()))
+
+    # -- carrying out ------------------------------------------------------------------------------------------
+
+    def _carry_out(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Restart():
+                    self.ctx.log.warning(
+                        "%s: attempt %d in %.1f s (%s)",
+                        ", ".join(instruction.children),
+                        instruction.attempt,
+                        instruction.delay_s,
+                        instruction.reason,
+                    )
+                    self.ctx.spawn(self._restart(instruction), name=f"restart {instruction.children[0]}")
+                case End():
+                    self.ctx.spawn(self._end(instruction.children), name=f"end {len(instruction.children)} actors")
+                case FailRun():
+                    self.blame(instruction.culprit, instruction.reason)
+                    if not self.failed.done():
+                        self.failed.set_result(instruction)
+                case Done():
+                    self._gone.set()
+
+    async def _restart(self, restart: Restart) -> None:
+        await asyncio.sleep(restart.delay_s)
+        for name in restart.children:
+            # A stop, or a newer restart of the same gang, makes this one void.
+            if self._rules.state(name) != "backing-off" or self._rules.attempt(name) != restart.attempt:
+                return
+            self._carry_out(self._rules.on_launch(name, self._now()))
+            await self._start(name, restart.attempt)
+
+    async def _start(self, name: str, attempt: int) -> None:
+        actor = self._actors[name]
+        try:
+            meeting = await self._meeting(actor, attempt)
+            problem = await self._agent(actor.node).start_actor(
+                StartOrder(actor=actor, attempt=attempt, meeting=meeting)
+            )
+        except CallError as error:
+            self._lose_node(actor.node, str(error))
+            return
+        self._started_at[name] = self._now()
+        if problem:
+            log_path = str(RunDir(Path(self._place.plan.run_dir)).log_path(name, attempt))
+            end = ChildEnd(name=name, attempt=attempt, status=2, node=actor.node, log_path=log_path, tail=(problem,))
+            await self.child_ended(end)
+
+    async def _meeting(self, actor: ActorSpec, attempt: int) -> GangMeeting | None:
+        """The gang's meeting place for this attempt, on the node of its rank 0."""
+        if actor.rank is None:
+            return None
+        gang = self._gangs.setdefault(actor.rank.gang, _Gang())
+        async with gang.lock:
+            if gang.attempt != attempt:
+                first = next(a for a in self._place.actors if a.rank is not None and a.rank.gang == actor.rank.gang)
+                gang.meeting = await self._agent(first.node).meeting_place()
+                gang.attempt = attempt
+            return gang.meeting
+
+    async def _end(self, names: Sequence[str]) -> None:
+        """One role after the other, in the given order; the actors of a role together."""
+        for _, stage in groupby(names, key=lambda name: self._actors[name].role):
+            waits = [self._end_on(node, mine, self._patience.end_s) for node, mine in self._by_node(tuple(stage))]
+            await asyncio.gather(*waits)
+
+    async def _end_on(self, node: int, names: tuple[str, ...], grace_s: float) -> None:
+        agent = with_deadline(self._agent(node), grace_s + 30.0)
+        try:
+            await agent.end_actors(names, grace_s)
+        except CallError as error:
+            self._lose_node(node, str(error))
+
+    async def _watch_starts(self) -> None:
+        """A process that never registers counts as ended: kill it, the rules judge its end as any other."""
+        while True:
+            await asyncio.sleep(1.0)
+            late = [
+                name
+                for name, at in self._started_at.items()
+                if self._rules.state(name) == "starting" and self._now() - at > self._patience.start_s
+            ]
+            for name in late:
+                self.ctx.log.error("%s did not register within %g s and is killed", name, self._patience.start_s)
+                await self._end_on(self._actors[name].node, (name,), 0.0)
+
+    def _by_node(self, names: Sequence[str]) -> list[tuple[int, tuple[str, ...]]]:
+        nodes = sorted({self._actors[name].node for name in names})
+        return [(node, tuple(name for name in names if self._actors[name].node == node)) for node in nodes]
+
+    def _agent(self, node: int) -> AgentContract:
+        return self.ctx.ref(AgentContract, agent_name(node))
+
+    def _now(self) -> float:
+        return self.ctx.clock.monotonic()
+
+
+def _child_spec(actor: ActorSpec) -> ChildSpec:
+    unit = actor.rank.gang if actor.rank is not None else ""
+    return ChildSpec(actor.name, actor.restart, unit, actor.max_restarts)

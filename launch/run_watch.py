@@ -1,0 +1,82 @@
+"""Looks at a running run twice a second, for the live view and for the launcher's own decisions. Asks, never acts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+from ..actors.contracts import BufferContract, CoordinatorContract, MonitorContract
+from ..core.actor import with_deadline
+from ..core.clock import Clock
+from ..core.errors import CallError
+from .views.live_state import LiveState
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+ASK_S = 2.0
+"""How long one look may take; whoever does not answer in time is left out of it."""
+
+
+class RefMaker(Protocol):
+    """The part of a node that makes references."""
+
+    def ref(self, contract: type[A], name: str) -> A: ...
+
+
+class RunWatch:
+    """Takes looks; remembers the last one that had a status."""
+
+    def __init__(self, node: RefMaker, clock: Clock) -> None:
+        self._coordinator = node.ref(CoordinatorContract, "coordinator")
+        self._buffer = node.ref(BufferContract, "buffer")
+        self._monitor = node.ref(MonitorContract, "monitor")
+        self._clock = clock
+        self._started_wall_s = clock.wall()
+        self.last = LiveState(now_wall_s=self._started_wall_s, started_wall_s=self._started_wall_s)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Wall time of the run so far."""
+        return self._clock.wall() - self._started_wall_s
+
+    async def look(self, note: str = "") -> LiveState:
+        """Ask coordinator, buffer and monitor at the same time."""
+        status, stats, snapshot = await asyncio.gather(
+            _answer(with_deadline(self._coordinator, ASK_S).status),
+            _answer(with_deadline(self._buffer, ASK_S).stats),
+            _answer(with_deadline(self._monitor, ASK_S).snapshot),
+        )
+        state = LiveState(
+            now_wall_s=self._clock.wall(),
+            started_wall_s=self._started_wall_s,
+            status=status,
+            buffer=stats,
+            snapshot=snapshot if snapshot is not None else self.last.snapshot,
+            note=note,
+        )
+        if status is not None or self.last.status is None:
+            self.last = state
+        return state
+
+    async def ask_to_stop(self, reason: str, seconds: float) -> bool:
+        """Ask the coordinator to end the run in good order; whether it heard."""
+        stop = with_deadline(self._coordinator, seconds).stop
+        try:
+            await stop(reason)
+        except CallError:
+            return False
+        return True
+
+    async def close_monitor(self, seconds: float) -> bool:
+        """Have the monitor write everything; whether it did."""
+        finish = with_deadline(self._monitor, seconds).finish
+        return await _answer(finish) is not None
+
+
+async def _answer(ask: Callable[[], Awaitable[T]]) -> T | None:
+    try:
+        return await ask()
+    except CallError:
+        return None

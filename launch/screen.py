@@ -1,0 +1,102 @@
+"""What a person at node 0 sees: the live view, the launcher's warnings, the report and how the run ended.
+
+Knows the views and the terminal. Must not know actors, processes or sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.text import Text
+
+from ..core.errors import MyxaError
+from .lead import Ending
+from .views.live import LiveState, LiveView
+from .views.report import write_report
+from .views.summary import final_summary
+
+_log = logging.getLogger("myxa.launcher")
+
+
+class Screen:
+    """Shows one run. Use as a context manager while it runs; `finish` afterwards."""
+
+    def __init__(self, console: Console, run_dir: Path, *, is_quiet: bool = False) -> None:
+        self._console = console
+        self._run_dir = run_dir
+        self._is_quiet = is_quiet
+        self._view = LiveView(console)
+        self._last: LiveState | None = None
+        self._started_s = time.monotonic()
+
+    def __enter__(self) -> Screen:
+        if not self._is_quiet:
+            self._view.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._is_quiet:
+            self._view.__exit__(kind, error, trace)
+
+    def show(self, state: LiveState) -> None:
+        """The newest look at the run."""
+        if state.snapshot or self._last is None:
+            self._last = state
+        if not self._is_quiet:
+            self._view.update(state)
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if not self._is_quiet:
+            self._view.say(text)
+
+    def handler(self) -> logging.Handler:
+        """Shows warnings of the launcher's own log."""
+        return _Shown(self)
+
+    def finish(self, ending: Ending) -> None:
+        """Write the report, print how the run ended; the cause of a failure comes last."""
+        report = self._report()
+        if ending.status is not None:
+            last = self._last
+            final_summary(
+                self._console,
+                ending.status,
+                elapsed_s=time.monotonic() - self._started_s,
+                run_dir=self._run_dir,
+                report=report,
+                reward=last.curve("reward/mean") if last else {},
+                eval_reward=last.curve("eval/reward") if last else {},
+            )
+        else:
+            self._console.print(Text(f"run directory: {self._run_dir}"), soft_wrap=True)
+        if ending.exit_code == 0:
+            return
+        if ending.first_failure is not None:
+            self._console.print(Text(ending.first_failure.render()), soft_wrap=True)
+        else:
+            self._console.print(Text(f"ended: {ending.reason}"), soft_wrap=True)
+
+    def _report(self) -> Path | None:
+        try:
+            return write_report(self._run_dir)
+        except (MyxaError, OSError, ValueError) as error:
+            self._console.print(Text(f"no report: {error}"), soft_wrap=True)
+            return None
+
+
+class _Shown(logging.Handler):
+    """Hands warnings to the screen."""
+
+    def __init__(self, screen: Screen) -> None:
+        super().__init__(level=logging.WARNING)
+        self._screen = screen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._screen.say(f"{record.levelname.lower()}: {record.getMessage()}")

@@ -1,0 +1,144 @@
+"""What a practised eye looks for in a finished run, as sentences with a colour.
+
+Knows: the run's numbers. Must not know: how they are shown. Each rule is one function and one planted test; thresholds
+are named beside it. Red: the result is not to be trusted. Amber: worth a look. No finding: nothing to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from .numbers import percent, short
+from .run_files import RunFiles
+
+Level = Literal["red", "amber"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence and how bad it is."""
+
+    level: Level
+    text: str
+
+
+def findings(run: RunFiles) -> list[Finding]:
+    """All findings, red ones first."""
+    found = [finding for rule in _RULES for finding in rule(run)]
+    return sorted(found, key=lambda finding: finding.level != "red")
+
+
+def setting(run: RunFiles, section: str, key: str) -> Any:
+    """A value of the resolved configuration, or None."""
+    table = run.config.get(section)
+    return cast("dict[str, Any]", table).get(key) if isinstance(table, dict) else None
+
+
+def tail_mean(values: Sequence[float]) -> float | None:
+    """Mean of the last fifth: what the run looks like at its end."""
+    if not values:
+        return None
+    num = max(1, len(values) // 5)
+    return sum(values[-num:]) / num
+
+
+def _tail(run: RunFiles, metric: str) -> float | None:
+    return tail_mean(list(run.steps(metric).values()))
+
+
+def _non_finite(run: RunFiles) -> Iterator[Finding]:
+    texts = [event.text for event in run.events if event.kind == "non-finite"]
+    if texts:
+        more = f", and {len(texts) - 1} more" if len(texts) > 1 else ""
+        yield Finding("red", f"Not a number: {texts[0]}{more}.")
+
+
+def _over_stale(run: RunFiles) -> Iterator[Finding]:
+    """The bound is hard: a lag above it is a bug, unless it was lowered while running."""
+    bound, lags = setting(run, "async", "max_staleness"), run.steps("lag/max")
+    if not isinstance(bound, int) or not lags:
+        return
+    worst = max(lags, key=lambda step: lags[step])
+    if lags[worst] > bound:
+        knobs = any(event.kind == "knob" and "max_staleness" in event.text for event in run.events)
+        tail = "max_staleness was changed while running." if knobs else "This must not happen: please report it."
+        level: Level = "amber" if knobs else "red"
+        yield Finding(level, f"Lag {lags[worst]:.0f} at step {worst} is above max_staleness = {bound}. {tail}")
+
+
+def _logprob_gap(run: RunFiles) -> Iterator[Finding]:
+    """Mean |trainer - behaviour| log-prob in nats. Part of it is staleness; a lot of it at lag 0 is a mismatch."""
+    gap = _tail(run, "train/logprob_diff_abs_mean")
+    if gap is not None and gap > 0.1:
+        level: Level = "red" if gap > 0.3 else "amber"
+        text = f"Trainer and engines disagree by {short(gap)} nats per token at the end (below 0.1 is usual)."
+        yield Finding(level, text)
+
+
+def _no_spread(run: RunFiles) -> Iterator[Finding]:
+    zero, groups = _tail(run, "reward/zero_std_groups"), _tail(run, "batch/num_groups")
+    if zero is not None and groups and zero / groups > 0.5:
+        share = percent(zero / groups)
+        yield Finding("amber", f"{share} of the groups at the end have no spread of rewards and teach nothing.")
+
+
+def _truncated(run: RunFiles) -> Iterator[Finding]:
+    share = _tail(run, "batch/truncated_fraction")
+    share = _tail(run, "rollout/truncated_fraction") if share is None else share
+    if share is not None and share > 0.3:
+        yield Finding("amber", f"{percent(share)} of the samples at the end hit the length limit.")
+
+
+def _collapse(run: RunFiles) -> Iterator[Finding]:
+    rewards = list(run.steps("reward/mean").values())
+    end = tail_mean(rewards)
+    if len(rewards) < 10 or end is None:
+        return
+    best = max(sum(rewards[i : i + 5]) / 5 for i in range(len(rewards) - 4))
+    spread = best - min(rewards)
+    if spread > 0 and best - end > 0.5 * spread:
+        yield Finding("amber", f"The reward fell from {short(best)} to {short(end)}: the run collapsed or forgot.")
+
+
+def _entropy(run: RunFiles) -> Iterator[Finding]:
+    values = list(run.steps("train/entropy").values())
+    end = tail_mean(values)
+    if len(values) >= 10 and end is not None and values[0] > 0 and end < 0.02 * values[0]:
+        yield Finding("amber", f"Entropy fell from {short(values[0])} to {short(end)}: the policy hardly explores.")
+
+
+def _dropped(run: RunFiles) -> Iterator[Finding]:
+    """Drops for staleness favour short answers; drops for errors hide a broken reward."""
+    trained = sum(run.steps("batch/num_groups").values())
+    for name in run.names("buffer/dropped/"):
+        num, reason = run.last(name) or 0.0, name.removeprefix("buffer/dropped/")
+        if num > 0 and trained > 0 and num > 0.2 * trained and "variance" not in reason:
+            yield Finding("amber", f"{num:.0f} groups were dropped for {reason}, {trained:.0f} were trained.")
+
+
+def _restarts(run: RunFiles) -> Iterator[Finding]:
+    if run.num_steps_repeated:
+        yield Finding("amber", f"{run.num_steps_repeated} steps were trained again after a restart.")
+
+
+def _sinks(run: RunFiles) -> Iterator[Finding]:
+    for event in run.events:
+        if event.kind in {"sink-disabled", "telemetry-dropped", "trace-full"}:
+            yield Finding("amber", f"Telemetry is incomplete: {event.text}.")
+            return
+
+
+_RULES: tuple[Callable[[RunFiles], Iterator[Finding]], ...] = (
+    _non_finite,
+    _over_stale,
+    _logprob_gap,
+    _no_spread,
+    _truncated,
+    _collapse,
+    _entropy,
+    _dropped,
+    _restarts,
+    _sinks,
+)

@@ -1,0 +1,50 @@
+"""Numbers, durations and sizes as people read them. Pure text."""
+
+from __future__ import annotations
+
+import math
+
+
+def short(value: float | None, digits: int = 3) -> str:
+    """About `digits` significant digits: 0.0412, 1.5, 12.3k, 4.1M; "-" for None, NaN and infinities spelt out."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size == 0:
+        return "0"
+    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit * 0.99995:
+            scale = 1e3 if suffix == "k" else limit
+            return f"{_trim(value / scale, digits)}{suffix}"
+    if size < 1e-4:
+        return f"{value:.{max(digits - 2, 0)}e}".replace("e-0", "e-").replace("e+0", "e+")
+    return _trim(value, digits)
+
+
+def _trim(value: float, digits: int) -> str:
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def duration(seconds: float) -> str:
+    """850 ms, 12.3 s, 4 min 05 s, 2 h 07 min, 3 d 4 h."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "-"
+    if 0 < seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f}".removesuffix(".0") + " s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def percent(share: float) -> str:
+    """0.624 -> "62 %"."""
+    return f"{share * 100:.0f} %"

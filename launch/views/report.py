@@ -1,0 +1,97 @@
+"""`myxa report RUN`: one self-contained HTML page about a run, made from the files in its directory.
+
+Knows: the run's files and the template beside this module. Must not know: actors; it works long after they are gone.
+The page asks nobody for anything: style, script and charts are inside it, and a content policy forbids the rest. It can
+be read without JavaScript; the script only adds values under the pointer and a filter.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from ...core.activity import ACTIVITY_KINDS
+from ...core.errors import ConfigError
+from .bottleneck import judge
+from .findings import findings
+from .numbers import duration
+from .report_charts import learning_charts, speed_charts, staleness_charts, time_bars, timelines
+from .report_facts import (
+    SLOW_COLUMNS,
+    config_text,
+    event_counts,
+    event_lines,
+    outcome,
+    run_name,
+    settings,
+    slow_steps,
+    tiles,
+)
+from .run_files import RunFiles, load_run
+
+REPORT_FILE = "report.html"
+
+_FOLDER = Path(__file__).parent
+
+
+def write_report(run_dir: Path, out: Path | None = None) -> Path:
+    """Write the report of a run and return where it is (`<run_dir>/report.html` unless `out` says otherwise).
+
+    Raises ConfigError when `run_dir` is not a run directory or `out` cannot be written. Damaged or missing files of the
+    run are no error: the page says what is missing.
+    """
+    page = render_report(load_run(Path(run_dir)))
+    path = Path(out) if out is not None else Path(run_dir) / REPORT_FILE
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(page, encoding="utf-8", errors="replace")
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        why = error.strerror or str(error)
+        raise ConfigError(f"the report cannot be written to {path}: {why}", remedy="name a file with --out") from error
+    return path
+
+
+def render_report(run: RunFiles) -> str:
+    """The page as text."""
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    script = (_FOLDER / "report_script.jinja").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    span = run.wall_range_s
+    return environment.get_template("report.html.jinja").render(
+        name=run_name(run),
+        style=Markup((_FOLDER / "report_style.jinja").read_text(encoding="utf-8")),
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+        outcome=outcome(run),
+        tiles=tiles(run),
+        settings=settings(run),
+        verdict=judge(run.shares()),
+        findings=findings(run),
+        learning=learning_charts(run),
+        staleness=staleness_charts(run),
+        speed=speed_charts(run),
+        time_bars=time_bars(run),
+        kinds=ACTIVITY_KINDS,
+        timelines=timelines(run),
+        slow_columns=SLOW_COLUMNS,
+        slow_steps=slow_steps(run),
+        events=event_lines(run),
+        num_events=len(run.events),
+        event_counts=list(event_counts(run)),
+        config_text=config_text(run),
+        notes=run.notes,
+        length=duration(span[1] - span[0]) if span else "",
+    )

@@ -1,0 +1,262 @@
+"""Reading a run directory: metrics, events, trace, configuration.
+
+Knows: the files that sinks and launcher write. Must not know: how a report looks.
+A run may have been killed at any moment and files may be missing, torn or full of garbage: whatever can be read is
+read, and what could not be is said in `notes`. Nothing here raises for the content of a file.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+
+from ...actors.sinks.chrome_trace import TRACE_FILE, read_trace
+from ...actors.sinks.jsonl import EVENTS_FILE, METRICS_FILE
+from ...core.activity import ACTIVITY_KINDS
+from ...core.errors import ConfigError
+
+CONFIG_FILE = "config.toml"
+
+_SUMMED = ("rollout/tokens_per_s", "rollout/running", "rollout/waiting", "rollout/num_groups", "rollout/num_errors")
+_MAX_SPANS = 400_000
+_MAX_EVENTS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    """One line of events.jsonl."""
+
+    wall_s: float
+    source: str
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRow:
+    """One stretch of an actor's own time."""
+
+    start_s: float
+    duration_s: float
+    activity: str
+    name: str
+
+
+@dataclass(slots=True)
+class RunFiles:
+    """All that is left of a run."""
+
+    run_dir: Path
+    config_text: str = ""
+    config: dict[str, Any] = field(default_factory=dict[str, Any])
+    by_step: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict[str, dict[str, dict[int, float]]])
+    """metric -> source -> step -> value; a step that was reported again holds the later value."""
+    by_time: dict[str, dict[str, list[tuple[float, float]]]] = field(
+        default_factory=dict[str, dict[str, list[tuple[float, float]]]]
+    )
+    """metric -> source -> (wall_s, value) in order of the file, for what is measured by the clock."""
+    step_wall_s: dict[int, float] = field(default_factory=dict[int, float])
+    """Step -> when the trainer reported it."""
+    time_totals: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
+    """Actor -> kind (or "kind/name") -> seconds over the run, all incarnations."""
+    events: list[EventRow] = field(default_factory=list[EventRow])
+    spans: dict[str, list[SpanRow]] = field(default_factory=dict[str, list[SpanRow]])
+    """Actor -> its own stretches, by time; tracks of single requests are left out."""
+    num_steps_repeated: int = 0
+    notes: list[str] = field(default_factory=list[str])
+    """What is missing or could not be read."""
+
+    def steps(self, metric: str) -> dict[int, float]:
+        """Step -> value, by step. Several sources: sums of rates and counts, else the first source's value."""
+        sources = self.by_step.get(metric, {})
+        merged: dict[int, float] = {}
+        for source in sorted(sources):
+            for step, value in sources[source].items():
+                if metric in _SUMMED:
+                    merged[step] = merged.get(step, 0.0) + value
+                else:
+                    merged.setdefault(step, value)
+        return {step: merged[step] for step in sorted(merged)}
+
+    def last(self, metric: str) -> float | None:
+        """The newest value by the clock; of sums over sources the sum of their newest values."""
+        newest = [points[-1] for points in self.by_time.get(metric, {}).values() if points]
+        if not newest:
+            return None
+        return sum(value for _, value in newest) if metric in _SUMMED else max(newest)[1]
+
+    def names(self, prefix: str) -> list[str]:
+        """Known metrics that start with the prefix, sorted."""
+        return sorted(name for name in self.by_time if name.startswith(prefix))
+
+    @property
+    def wall_range_s(self) -> tuple[float, float] | None:
+        """First and last moment that anything was heard."""
+        moments = [w for sources in self.by_time.values() for points in sources.values() for w, _ in points]
+        moments += [event.wall_s for event in self.events]
+        moments += [s.start_s for spans in self.spans.values() for s in spans]
+        moments += [s.start_s + s.duration_s for spans in self.spans.values() for s in spans]
+        return (min(moments), max(moments)) if moments else None
+
+    def shares(self) -> dict[str, dict[str, float]]:
+        """Actor -> kind -> share of its time over the run."""
+        shares: dict[str, dict[str, float]] = {}
+        for actor, seconds in self.time_totals.items():
+            total = sum(seconds.get(kind, 0.0) for kind in ACTIVITY_KINDS)
+            if total > 0:
+                shares[actor] = {kind: value / total for kind, value in seconds.items()}
+        return shares
+
+
+def load_run(run_dir: Path) -> RunFiles:
+    """Read everything. Raises ConfigError only when the directory is not there or holds no file of a run."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is not a directory", remedy="name a run directory, e.g. runs/latest")
+    names = (METRICS_FILE, EVENTS_FILE, CONFIG_FILE, TRACE_FILE)
+    if not any((run_dir / name).is_file() for name in names):
+        raise ConfigError(
+            f"{run_dir} holds none of {', '.join(names)}", remedy="name a run directory, e.g. runs/latest"
+        )
+    run = RunFiles(run_dir)
+    _read_config(run)
+    _read_metrics(run)
+    _read_events(run)
+    _read_trace(run)
+    return run
+
+
+def _read_config(run: RunFiles) -> None:
+    path = run.run_dir / CONFIG_FILE
+    try:
+        run.config_text = path.read_text(encoding="utf-8", errors="replace")
+        run.config = tomllib.loads(run.config_text)
+    except FileNotFoundError:
+        run.notes.append(f"{CONFIG_FILE} is missing")
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        run.notes.append(f"{CONFIG_FILE} cannot be read: {error}")
+
+
+def _lines(run: RunFiles, name: str) -> Iterator[dict[str, Any]]:
+    """Objects of a JSON-lines file; garbage is counted, not raised."""
+    path, num_bad = run.run_dir / name, 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if not line.strip():
+                    continue
+                try:
+                    record: Any = orjson.loads(line)
+                except orjson.JSONDecodeError:
+                    record = None
+                if isinstance(record, dict):
+                    yield cast("dict[str, Any]", record)
+                else:
+                    num_bad += 1
+    except FileNotFoundError:
+        run.notes.append(f"{name} is missing")
+    except OSError as error:
+        run.notes.append(f"{name} cannot be read: {error}")
+    if num_bad:
+        lines = "1 line" if num_bad == 1 else f"{num_bad} lines"
+        run.notes.append(f"{lines} of {name} could not be read and {'was' if num_bad == 1 else 'were'} skipped")
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def _read_metrics(run: RunFiles) -> None:
+    times: dict[str, dict[str, float]] = {}
+    num_odd = 0
+    for record in _lines(run, METRICS_FILE):
+        source, step, wall_s, values = (record.get(key) for key in ("source", "step", "wall_s", "values"))
+        wall = _number(wall_s)
+        if not isinstance(source, str) or not isinstance(step, int) or wall is None or not isinstance(values, dict):
+            num_odd += 1
+            continue
+        seconds: dict[str, float] = {}
+        for name, raw in cast("dict[str, Any]", values).items():
+            value = _number(raw)
+            if value is not None and name.startswith("time/"):
+                seconds[name.removeprefix("time/")] = value
+            elif value is not None:
+                _add_value(run, source, step, wall, name, value)
+        if seconds:
+            _add_times(run.time_totals.setdefault(source, {}), times.get(source, {}), seconds)
+            times[source] = seconds
+    if num_odd:
+        run.notes.append(f"{num_odd} lines of {METRICS_FILE} are not metric points and were skipped")
+
+
+def _add_value(run: RunFiles, source: str, step: int, wall_s: float, name: str, value: float) -> None:
+    run.by_time.setdefault(name, {}).setdefault(source, []).append((wall_s, value))
+    if step < 0:
+        return
+    points = run.by_step.setdefault(name, {}).setdefault(source, {})
+    if name == "train/loss":
+        run.num_steps_repeated += step in points
+        run.step_wall_s[step] = wall_s
+    points[step] = value
+
+
+def _add_times(totals: dict[str, float], before: dict[str, float], now: dict[str, float]) -> None:
+    """Cumulative seconds -> totals over all incarnations: a meter whose sum fell began again at 0."""
+    if sum(now.get(kind, 0.0) for kind in ACTIVITY_KINDS) < sum(before.get(kind, 0.0) for kind in ACTIVITY_KINDS):
+        before = {}
+    for key, seconds in now.items():
+        totals[key] = totals.get(key, 0.0) + max(0.0, seconds - before.get(key, 0.0))
+
+
+def _read_events(run: RunFiles) -> None:
+    for record in _lines(run, EVENTS_FILE):
+        if len(run.events) >= _MAX_EVENTS:
+            run.notes.append(f"only the first {_MAX_EVENTS} events were read")
+            break
+        wall_s = _number(record.get("wall_s"))
+        texts = [record.get(key) for key in ("source", "kind", "text")]
+        if wall_s is not None and all(isinstance(text, str) for text in texts):
+            source, kind, text = (str(value) for value in texts)
+            run.events.append(EventRow(wall_s, source, kind, text))
+    run.events.sort(key=lambda event: event.wall_s)
+
+
+def _read_trace(run: RunFiles) -> None:
+    path = run.run_dir / TRACE_FILE
+    if not path.is_file():
+        run.notes.append(f"{TRACE_FILE} is missing: no timeline")
+        return
+    names: dict[object, str] = {}
+    num = 0
+    try:
+        for event in read_trace(path):
+            if event.get("ph") == "M" and event.get("name") == "process_name":
+                args: Any = event.get("args")
+                named = cast("dict[str, Any]", args) if isinstance(args, dict) else {}
+                names[event.get("pid")] = str(named.get("name", "?"))
+            elif event.get("ph") == "X" and event.get("tid") == 0:
+                if num >= _MAX_SPANS:
+                    run.notes.append(f"only the first {_MAX_SPANS} spans of {TRACE_FILE} were read")
+                    break
+                num += _add_span(run, names, event)
+    except OSError as error:
+        run.notes.append(f"{TRACE_FILE} cannot be read: {error}")
+    for spans in run.spans.values():
+        spans.sort(key=lambda span: span.start_s)
+
+
+def _add_span(run: RunFiles, names: dict[object, str], event: dict[str, Any]) -> bool:
+    start_us, duration_us = _number(event.get("ts")), _number(event.get("dur"))
+    if start_us is None or duration_us is None or duration_us < 0:
+        return False
+    actor = names.get(event.get("pid"), str(event.get("pid")))
+    span = SpanRow(start_us / 1e6, duration_us / 1e6, str(event.get("cat")), str(event.get("name")))
+    run.spans.setdefault(actor, []).append(span)
+    return True

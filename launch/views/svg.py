@@ -1,0 +1,228 @@
+"""Small charts as inline SVG: lines, bars. Pure: numbers in, safe markup out.
+
+matplotlib was considered: a 10 MB dependency that draws fixed colours, while a report must follow the reader's light or
+dark scheme; plotly and vega need scripts of megabytes, and the report must work without any.
+
+Colours are classes (`c1`..`c6`) which the page's style sheet fills in. All text is escaped here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from markupsafe import Markup
+
+from .numbers import short
+
+WIDTH, HEIGHT = 560, 210
+_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 10, 30
+_MAX_POINTS = 400
+_SMOOTH_FROM = 60
+"""From so many points on a noisy curve is drawn faintly with its moving mean on top."""
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One curve of a chart."""
+
+    name: str
+    points: Points
+    """(x, y), by x."""
+    colour: int = 1
+    """1..6: class of the style sheet."""
+    is_dashed: bool = False
+    has_dots: bool = False
+    """Draw the points themselves: for few, far apart ones such as evaluations."""
+    is_noisy: bool = False
+    """Show the moving mean when there are many points."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Maps a range of values to a range of pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+
+def nice_ticks(low: float, high: float, num: int = 5) -> list[float]:
+    """At most about `num` round values inside [low, high] (1, 2, 2.5 or 5 times a power of ten apart)."""
+    if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
+        return [low]
+    raw = (high - low) / num
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def thinned(points: Points, limit: int = _MAX_POINTS) -> list[tuple[float, float]]:
+    """At most about `limit` points that keep every peak: lowest and highest of each bucket, first and last."""
+    if len(points) <= limit:
+        return list(points)
+    num_buckets = max(1, limit // 2)
+    kept = {0, len(points) - 1}
+    for bucket in range(num_buckets):
+        indexes = range(bucket * len(points) // num_buckets, (bucket + 1) * len(points) // num_buckets)
+        kept |= {min(indexes, key=lambda i: points[i][1]), max(indexes, key=lambda i: points[i][1])}
+    return [points[index] for index in sorted(kept)]
+
+
+def moving_mean(points: Points) -> list[tuple[float, float]]:
+    """Mean over a centred window of about a twelfth of the points, cut off at the ends."""
+    half = max(2, len(points) // 24)
+    sums = [0.0]
+    for _, y in points:
+        sums.append(sums[-1] + y)
+    smooth: list[tuple[float, float]] = []
+    for index, (x, _) in enumerate(points):
+        first, last = max(0, index - half), min(len(points) - 1, index + half)
+        smooth.append((x, (sums[last + 1] - sums[first]) / (last + 1 - first)))
+    return smooth
+
+
+def line_chart(
+    title: str,
+    lines: Sequence[Line],
+    *,
+    x_label: str = "step",
+    bound: tuple[str, float] | None = None,
+    y_from_zero: bool = False,
+    y_text: Callable[[float], str] = short,
+) -> Markup:
+    """A chart of curves; `bound` is a labelled horizontal limit. Empty markup when there is nothing to draw."""
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return Markup("")
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, y in line.points] + ([bound[1]] if bound else [])
+    x, y = _x_scale(xs), _y_scale(ys, y_from_zero=y_from_zero)
+    parts = [_grid(x, y, x_label, y_text)]
+    if bound is not None:
+        parts.append(_bound(y(bound[1]), bound[0]))
+    parts += [_draw(line, x, y) for line in lines]
+    hover = [{"n": line.name, "c": line.colour, "p": _hover_points(line, x, y, x_label, y_text)} for line in lines]
+    data = escape(json.dumps(hover, separators=(",", ":")), quote=True)
+    legend = _legend(lines) if len(lines) > 1 or lines[0].name != title else ""
+    body = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_label(title, lines)}">{"".join(parts)}</svg>'
+    caption = f"<figcaption><b>{escape(title)}</b>{legend}</figcaption>"
+    return Markup(f'<figure class="chart" data-hover="{data}">{caption}{body}</figure>')
+
+
+def _x_scale(xs: Sequence[float]) -> Scale:
+    low, high = min(xs), max(xs)
+    return Scale(low, high if high > low else low + 1.0, _LEFT, WIDTH - _RIGHT)
+
+
+def _y_scale(ys: Sequence[float], *, y_from_zero: bool) -> Scale:
+    low, high = min(ys), max(ys)
+    if y_from_zero:
+        low, high = min(0.0, low), max(0.0, high)
+    margin = (high - low) * 0.06 or max(abs(high) * 0.1, 1e-9)
+    return Scale(low if y_from_zero and low == 0.0 else low - margin, high + margin, HEIGHT - _BOTTOM, _TOP)
+
+
+def _grid(x: Scale, y: Scale, x_label: str, y_text: Callable[[float], str]) -> str:
+    parts = [
+        f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
+        f"{_text(_LEFT - 6, y(tick) + 3.5, y_text(tick), anchor='end')}"
+        for tick in nice_ticks(y.low, y.high)
+    ]
+    parts += [_text(x(tick), HEIGHT - _BOTTOM + 14, short(tick, 6)) for tick in nice_ticks(x.low, x.high, 6)]
+    parts.append(
+        f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{HEIGHT - _BOTTOM}" y2="{HEIGHT - _BOTTOM}"/>'
+    )
+    middle = (_LEFT + WIDTH - _RIGHT) / 2
+    parts.append(_text(middle, HEIGHT - 3, x_label))
+    return "".join(parts)
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "middle", css: str = "tick") -> str:
+    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _bound(pixel: float, name: str) -> str:
+    return (
+        f'<line class="bound" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{pixel:.1f}" y2="{pixel:.1f}"/>'
+        f"{_text(WIDTH - _RIGHT - 4, pixel - 4, name, anchor='end', css='tick boundtext')}"
+    )
+
+
+def _draw(line: Line, x: Scale, y: Scale) -> str:
+    colour = f"c{line.colour}"
+    if line.is_noisy and len(line.points) >= _SMOOTH_FROM:
+        return _path(line.points, x, y, f"{colour} faint") + _path(moving_mean(line.points), x, y, colour)
+    text = _path(line.points, x, y, f"{colour} dashed" if line.is_dashed else colour)
+    if line.has_dots or len(line.points) == 1:
+        text += "".join(f'<circle class="{colour}" cx="{x(a):.1f}" cy="{y(b):.1f}" r="3"/>' for a, b in line.points)
+    return text
+
+
+def _path(points: Points, x: Scale, y: Scale, classes: str) -> str:
+    corners = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in thinned(points))
+    return f'<polyline class="{classes}" points="{corners}"/>'
+
+
+def _hover_points(
+    line: Line, x: Scale, y: Scale, x_label: str, y_text: Callable[[float], str]
+) -> list[list[float | str]]:
+    unit = x_label.partition(" ")[0]
+    return [
+        [round(x(a), 1), round(y(b), 1), f"{unit} {short(a, 6)}" if unit == "step" else f"{short(a)} {unit}", y_text(b)]
+        for a, b in thinned(line.points, 240)  # enough for a pointer on a chart 560 pixels wide
+    ]
+
+
+def _legend(lines: Sequence[Line]) -> str:
+    keys = "".join(f'<span class="key c{line.colour}">{escape(line.name)}</span>' for line in lines)
+    return f'<span class="keys">{keys}</span>'
+
+
+def _label(title: str, lines: Sequence[Line]) -> str:
+    """What a screen reader says instead of the picture."""
+    facts = [
+        f"{line.name} from {short(line.points[0][1])} to {short(line.points[-1][1])} in {len(line.points)} points"
+        for line in lines
+    ]
+    return escape(f"{title}: {'; '.join(facts)}", quote=True)
+
+
+def bar_chart(title: str, bars: Mapping[str, float], *, x_label: str = "", colour: int = 1) -> Markup:
+    """Vertical bars with their values on top. Empty markup without bars."""
+    if not bars or max(bars.values()) <= 0:
+        return Markup("")
+    y = Scale(0.0, max(bars.values()) * 1.12, HEIGHT - _BOTTOM, _TOP)
+    slot = (WIDTH - _LEFT - _RIGHT) / len(bars)
+    width = min(56.0, slot * 0.72)
+    total = sum(bars.values())
+    parts: list[str] = []
+    for index, (name, value) in enumerate(bars.items()):
+        middle, top = _LEFT + slot * (index + 0.5), y(value)
+        share = f"{name}: {short(value, 6)} ({value / total * 100:.1f} %)"
+        parts.append(
+            f'<rect class="c{colour}" x="{middle - width / 2:.1f}" y="{top:.1f}" width="{width:.1f}" '
+            f'height="{HEIGHT - _BOTTOM - top:.1f}" rx="2"><title>{escape(share)}</title></rect>'
+            f"{_text(middle, HEIGHT - _BOTTOM + 14, name)}{_text(middle, top - 4, short(value, 4), css='value')}"
+        )
+    parts.append(
+        f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{HEIGHT - _BOTTOM}" y2="{HEIGHT - _BOTTOM}"/>'
+    )
+    middle = (_LEFT + WIDTH - _RIGHT) / 2
+    parts.append(_text(middle, HEIGHT - 3, x_label))
+    facts = "; ".join(f"{name}: {short(value, 6)}" for name, value in bars.items())
+    label = escape(f"{title}: {facts}", quote=True)
+    body = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    figure = f'<figure class="chart"><figcaption><b>{escape(title)}</b></figcaption>{body}</figure>'
+    return Markup(figure)

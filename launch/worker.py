@@ -1,0 +1,90 @@
+"""Entry of every actor process: `python -m myxa.launch.worker`, with MYXA_WORKER_SPEC naming its description.
+
+Builds one actor by the composition root, attaches it to the run, serves until SIGTERM. Exit status 0 after an orderly
+end, else that of the error; the last line of the log is the error's message. Only the launcher starts this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, cast
+
+import uvloop
+
+from ..core.actor import Actor
+from ..core.config import RunConfig, load_config
+from ..core.errors import LaunchError, MyxaError
+from ..core.lifeline import die_with_parent
+from ..core.registry import load_callable
+from .actor_spec import ActorSpec
+from .child_env import SPEC_VARIABLE
+from .meeting import attach_worker
+from .worker_spec import WorkerSpec, read_spec
+
+BuildActor = Callable[[ActorSpec, RunConfig, Path], Actor]
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+CLOSE_S = 5.0
+
+_log = logging.getLogger("myxa.worker")
+
+
+async def serve(spec: WorkerSpec) -> None:
+    """Run the actor until SIGTERM. Raises what failed it."""
+    loop = asyncio.get_running_loop()
+    told_to_stop: asyncio.Future[None] = loop.create_future()
+    loop.add_signal_handler(signal.SIGTERM, lambda: told_to_stop.done() or told_to_stop.set_result(None))
+    config = load_config(spec.config_path)
+    build = cast("BuildActor", load_callable(spec.program, where="program"))
+    actor = build(spec.actor, config, Path(spec.run_dir))
+    node = await attach_worker(spec)
+    try:
+        await node.start(actor, name=spec.actor.name)
+        _log.info("%s serves as attempt %d, epoch %d", spec.actor.name, spec.attempt, node.epoch)
+        await asyncio.wait({told_to_stop, node.failed}, return_when=asyncio.FIRST_COMPLETED)
+        if node.failed.done():
+            raise node.failed.result()
+        _log.info("%s was told to stop", spec.actor.name)
+    finally:
+        await node.close(grace_s=CLOSE_S)
+
+
+def end(code: int, message: str) -> NoReturn:
+    """Leave at once with the message as the last line of the log: a thread stuck in a collective must not hold the
+    process, for nobody would hear of the failure."""
+    print(f"myxa: {message}", file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+def main() -> int:
+    """See the module's head."""
+    path = os.environ.get(SPEC_VARIABLE, "")
+    if not path:
+        print(f"{SPEC_VARIABLE} is not set: workers are started by `myxa up`", file=sys.stderr)
+        return LaunchError.exit_code
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    try:
+        spec = read_spec(path)
+        die_with_parent(spec.launcher_pid)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(spec))
+    except MyxaError as error:
+        _log.error("failed", exc_info=error)
+        end(error.exit_code, str(error))
+    except Exception as error:
+        _log.exception("failed")
+        end(1, f"{type(error).__name__}: {error}")
+    with contextlib.suppress(OSError):
+        Path(path).unlink()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

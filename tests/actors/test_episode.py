@@ -1,0 +1,200 @@
+"""Episodes: token exact, multi-turn, continued after an interruption without repeating what was generated."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import numpy as np
+import pytest
+
+from myxa.actors.workflows.context import WorkflowContext
+from myxa.actors.workflows.demonstration import generate as demonstrate
+from myxa.actors.workflows.episode import Episode, Interrupted
+from myxa.core.errors import DataError, EngineError, UserCodeError
+from myxa.core.messages import SamplingParams
+from myxa.core.protocols import Delta, GenerateRequest
+from myxa.core.samples import NO_VERSION, FinishReason, Message, Prompt, Sample
+
+END = 99
+
+
+class Letters:
+    """One id per character, `<role>` marks as single ids above 100, END after every message."""
+
+    vocab_size = 200
+    eos_token_ids: tuple[int, ...] = (END,)
+    roles = {"system": 101, "user": 102, "assistant": 103, "tool": 104}
+
+    def render(self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool) -> list[int]:
+        ids: list[int] = []
+        for role, content in messages:
+            ids += [self.roles[role], *self.encode(content), END]
+        return [*ids, self.roles["assistant"]] if add_generation_prompt else ids
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) - 32 for c in text]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return "".join(chr(i + 32) for i in ids if i < END)
+
+
+def delta(ids: Sequence[int], version: int, finish: FinishReason | None) -> Delta:
+    return Delta(
+        output_ids=np.asarray(ids, np.int32),
+        logprobs=np.full(len(ids), -0.5, np.float32),
+        versions=np.full(len(ids), version, np.int32),
+        finish=finish,
+    )
+
+
+class Script:
+    """An engine that answers requests from a list and remembers what it was asked."""
+
+    def __init__(self, *answers: tuple[str, int, FinishReason]) -> None:
+        self.answers = list(answers)
+        self.asked: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        self.asked.append(request)
+        text, version, finish = self.answers.pop(0)
+        ids = Letters().encode(text)
+        for i in ids:
+            yield delta([i], version, None)
+        yield delta([END] if finish == "stop" else [], version, finish)
+
+
+PROMPT = Prompt(group_id=7, row=3, pass_index=0, messages=(Message(role="user", content="2+2"),), source="d.jsonl")
+
+
+def episode(
+    script: Script,
+    *,
+    recorded: Sample | None = None,
+    context_length: int = 64,
+    goes_on: Callable[[], bool] = lambda: False,
+) -> Episode:
+    return Episode(
+        prompt=PROMPT,
+        index=0,
+        tokenizer=Letters(),
+        generate=script.generate,
+        sampling=SamplingParams(max_new_tokens=16),
+        context_length=context_length,
+        recorded=recorded,
+        goes_on=goes_on,
+    )
+
+
+async def calculator(ep: Episode) -> Sample:
+    turn = await ep.generate()
+    if turn.text.startswith("@") and turn.finish == "stop" and ep.reply("tool", "4"):
+        await ep.generate()
+    return ep.sample()
+
+
+@pytest.mark.asyncio
+async def test_two_turns_with_a_tool_reply_masked_out() -> None:
+    script = Script(("@2+2", 3, "stop"), ("four", 4, "stop"))
+    sample = await calculator(episode(script))
+    tool = [104, ord("4") - 32, END, 103]
+    enc = Letters().encode
+    assert sample.response_ids.tolist() == [*enc("@2+2"), END, *tool, *enc("four"), END]
+    assert sample.loss_mask.tolist() == [1] * 5 + [0] * 4 + [1] * 5
+    assert sample.versions.tolist() == [3] * 5 + [NO_VERSION] * 4 + [4] * 5
+    assert sample.logprobs[5:9].tolist() == [0.0] * 4
+    assert (sample.finish, sample.num_turns, sample.text, sample.turns) == ("stop", 2, "four", ("@2+2", "four"))
+    assert sample.oldest_version() == 3
+    # The second request holds exactly the ids produced so far: nothing was decoded and encoded again.
+    assert script.asked[1].input_ids.tolist() == [*sample.prompt_ids.tolist(), *sample.response_ids[:9].tolist()]
+
+
+@pytest.mark.asyncio
+async def test_interrupted_turn_continues_with_its_tokens_and_their_stamps() -> None:
+    with pytest.raises(Interrupted) as caught:
+        await calculator(episode(Script(("@2+2", 3, "stop"), ("fo", 4, "abort"))))
+    partial = caught.value.partial
+    assert partial.finish == "abort"
+    again = Script(("ur", 6, "stop"))
+    sample = await calculator(episode(again, recorded=partial))
+    assert sample.text == "four"
+    assert sample.versions.tolist() == [3] * 5 + [NO_VERSION] * 4 + [4, 4, 6, 6, 6]
+    assert len(again.asked) == 1, "the first turn was recorded and must not be generated again"
+    assert again.asked[0].sampling.max_new_tokens == 14
+
+
+@pytest.mark.asyncio
+async def test_a_different_tool_reply_ends_the_replay() -> None:
+    with pytest.raises(Interrupted) as caught:
+        await calculator(episode(Script(("@2+2", 3, "stop"), ("fo", 4, "abort"))))
+
+    async def other(ep: Episode) -> Sample:
+        await ep.generate()
+        ep.reply("tool", "5")
+        await ep.generate()
+        return ep.sample()
+
+    again = Script(("five", 6, "stop"))
+    sample = await other(episode(again, recorded=caught.value.partial))
+    assert sample.turns == ("@2+2", "five")
+
+
+@pytest.mark.asyncio
+async def test_abort_during_a_weight_swap_goes_on_at_once() -> None:
+    script = Script(("fo", 1, "abort"), ("ur", 2, "stop"))
+    ep = episode(script, goes_on=lambda: True)
+    turn = await ep.generate()
+    assert turn.text == "four"
+    assert ep.sample().versions.tolist() == [1, 1, 2, 2, 2]
+
+
+@pytest.mark.asyncio
+async def test_context_full_ends_as_length() -> None:
+    script = Script(("@2+2", 1, "stop"))
+    ep = episode(script, context_length=14)
+    await ep.generate()
+    assert not ep.reply("tool", "4444444")
+    assert ep.sample().finish == "length"
+
+
+def test_prompt_longer_than_the_context_is_a_data_error() -> None:
+    with pytest.raises(DataError, match=r"prompt of row 3 in d\.jsonl has 6 tokens, the engine's context is 6"):
+        episode(Script(), context_length=6)
+
+
+@pytest.mark.asyncio
+async def test_stream_without_an_end_is_an_engine_error() -> None:
+    class Silent(Script):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+            yield delta([1], 0, None)
+
+    with pytest.raises(EngineError, match="ended request 7.0.0 without saying why"):
+        await episode(Silent()).generate()
+
+
+def test_reply_before_a_turn_is_a_workflow_mistake() -> None:
+    with pytest.raises(UserCodeError, match="without a model turn before it"):
+        episode(Script()).reply("tool", "4")
+
+
+@pytest.mark.asyncio
+async def test_demonstration_turns_become_masked_tokens() -> None:
+    turns = [{"role": "assistant", "content": "@1"}, {"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"}]
+    prompt = Prompt(
+        group_id=1,
+        row=0,
+        pass_index=0,
+        messages=(Message(role="user", content="1"),),
+        metadata={"demonstration_turns": turns},
+    )
+    ep = Episode(
+        prompt=prompt,
+        index=0,
+        tokenizer=Letters(),
+        generate=Script().generate,
+        sampling=SamplingParams(),
+        context_length=32,
+    )
+    sample = await demonstrate(WorkflowContext(episode=ep, tokenizer=Letters(), max_turns=2, index=0), prompt)
+    assert sample.loss_mask.tolist() == [1, 1, 1, 0, 0, 0, 0, 1, 1]
+    assert sample.oldest_version() == NO_VERSION
+    assert sample.finish == "stop"

@@ -1,0 +1,80 @@
+"""The leader's plan: every sample once, advantages per group, the same number of micro-batches on every rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from myxa.actors.step_plan import PlanOptions, batch_metrics, plan_step
+from myxa.core.samples import NO_VERSION, Group, Message, Prompt, Sample
+
+
+def group(group_id: int, rewards: list[float], *, length: int = 5, version: int = 3, masked: bool = False) -> Group:
+    prompt = Prompt(group_id=group_id, row=group_id, pass_index=0, messages=(Message(role="user", content="q"),))
+    samples = tuple(
+        Sample(
+            group_id=group_id,
+            index=i,
+            prompt_ids=np.arange(4, dtype=np.int32),
+            response_ids=np.arange(length + i, dtype=np.int32),
+            logprobs=np.full(length + i, -1.0, np.float32),
+            loss_mask=np.full(length + i, 0 if masked else 1, np.uint8),
+            versions=np.full(length + i, version, np.int32),
+            finish="stop",
+        )
+        for i in range(len(rewards))
+    )
+    return Group(prompt=prompt, samples=samples, rewards=np.asarray(rewards, np.float32))
+
+
+def options(**changes: int) -> PlanOptions:
+    values = {"num_ranks": 2, "max_tokens": 40, "minibatches": 1} | changes
+    return PlanOptions(kind="grpo", normalise_std=True, **values)
+
+
+def test_every_sample_lands_on_exactly_one_rank_and_micro_batch() -> None:
+    groups = [group(i, [0.0, 1.0, 1.0, 0.0], length=3 + i) for i in range(6)]
+    shards = plan_step(7, groups, options(minibatches=2))
+    seen = [(s.group_id, s.index) for shard in shards for s in shard.samples]
+    assert sorted(seen) == sorted((g.group_id, i) for g in groups for i in range(4))
+    for shard in shards:
+        placed = sorted(i for minibatch in shard.minibatches for micro in minibatch for i in micro)
+        assert placed == list(range(len(shard.samples)))
+        assert shard.step == 7
+    for parts in zip(*(shard.minibatches for shard in shards), strict=True):
+        assert len({len(part) for part in parts}) == 1, "ranks must meet in the same number of collectives"
+
+
+def test_normalisers_are_global_and_count_only_trained_tokens() -> None:
+    groups = [group(0, [0.0, 1.0]), group(1, [1.0, 0.0], masked=True)]
+    shards = plan_step(3, groups, options())
+    assert {shard.minibatch_tokens for shard in shards} == {(11.0,)}
+    assert {shard.minibatch_samples for shard in shards} == {(2.0,)}
+
+
+def test_uneven_groups_are_normalised_by_their_own_members() -> None:
+    groups = [group(0, [0.0, 1.0]), group(1, [0.0, 0.0, 0.0, 1.0])]
+    samples = [s for shard in plan_step(3, groups, options()) for s in shard.samples]
+    for group_id in (0, 1):
+        advantages = [s.advantage for s in samples if s.group_id == group_id]
+        assert sum(advantages) == pytest.approx(0.0, abs=1e-5)
+    assert max(s.advantage for s in samples if s.group_id == 1) > max(s.advantage for s in samples if s.group_id == 0)
+
+
+def test_empty_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="no groups"):
+        plan_step(3, [], options())
+
+
+def test_lag_counts_from_the_oldest_token_of_the_group() -> None:
+    old = group(0, [0.0, 1.0], version=1)
+    metrics, lags = batch_metrics(3, [old, group(1, [1.0, 1.0], version=3)])
+    assert lags == (2, 0)
+    assert (metrics["lag/max"], metrics["lag_hist/2"], metrics["lag_hist/0"]) == (2.0, 1.0, 1.0)
+    assert metrics["reward/zero_std_groups"] == 1.0
+
+
+def test_samples_without_an_engine_have_no_lag() -> None:
+    metrics, lags = batch_metrics(9, [group(0, [1.0], version=NO_VERSION)])
+    assert lags == (-1,)
+    assert metrics["lag/max"] == 0.0

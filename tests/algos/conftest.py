@@ -1,0 +1,113 @@
+"""Random token batches for the tests of the objective; every draw comes from a printed seed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from myxa.algos.objective import TokenBatch
+
+LENGTHS = (5, 3, 7, 1, 4)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A batch as plain lists: what the explicit loops of a test read. Sample 3 of the default is fully masked."""
+
+    live: list[float]
+    behaviour: list[float]
+    proximal: list[float]
+    reference: list[float]
+    entropy: list[float]
+    advantages: list[float]
+    mask: list[int]
+    owner: list[int]
+    num_samples: int
+    leaves: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def batch(self, *, dtype: torch.dtype = torch.float64, leave_out: Sequence[str] = ()) -> TokenBatch:
+        """The same as tensors; `leaves` keeps those that get a gradient."""
+        live = torch.tensor(self.live, dtype=dtype, requires_grad=True)
+        entropy = torch.tensor(self.entropy, dtype=dtype, requires_grad=True)
+        self.leaves.update(live=live, entropy=entropy)
+        optional = {
+            "proximal_T": torch.tensor(self.proximal, dtype=dtype),
+            "reference_T": torch.tensor(self.reference, dtype=dtype),
+            "entropy_T": entropy,
+        }
+        return TokenBatch(
+            logprobs_T=live,
+            behaviour_T=torch.tensor(self.behaviour, dtype=dtype),
+            advantages_T=torch.tensor(self.advantages, dtype=dtype),
+            mask_T=torch.tensor(self.mask, dtype=torch.uint8),
+            sample_T=torch.tensor(self.owner, dtype=torch.int64),
+            num_samples=self.num_samples,
+            **{name: tensor for name, tensor in optional.items() if name not in leave_out},
+        )
+
+    def part(self, samples: Sequence[int]) -> Draw:
+        """Only these samples, renumbered: one micro-batch of several."""
+        new = {s: k for k, s in enumerate(samples)}
+        at = [t for s in samples for t, owner in enumerate(self.owner) if owner == s]
+
+        def pick(values: list) -> list:
+            return [values[t] for t in at]
+
+        return replace(
+            self,
+            live=pick(self.live),
+            behaviour=pick(self.behaviour),
+            proximal=pick(self.proximal),
+            reference=pick(self.reference),
+            entropy=pick(self.entropy),
+            advantages=pick(self.advantages),
+            mask=pick(self.mask),
+            owner=[new[self.owner[t]] for t in at],
+            num_samples=len(samples),
+            leaves={},
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.mask)
+
+    @property
+    def num_present(self) -> int:
+        return len({o for o, m in zip(self.owner, self.mask, strict=True) if m})
+
+
+def draw_batch(seed: int, lengths: Sequence[int] = LENGTHS, spread: float = 0.4) -> Draw:
+    """Log-probs in (-4, 0), the policies `spread` nats apart, one advantage a sample, about a fifth masked."""
+    sys.stdout.write(f"seed {seed}\n")
+    gen = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+
+    def noise(scale: float) -> torch.Tensor:
+        return torch.randn(total, generator=gen, dtype=torch.float64) * scale
+
+    base = -4 * torch.rand(total, generator=gen, dtype=torch.float64) - 0.5
+    owner = [s for s, length in enumerate(lengths) for _ in range(length)]
+    per_sample = torch.randn(len(lengths), generator=gen, dtype=torch.float64).tolist()
+    mask = (torch.rand(total, generator=gen) > 0.2).int().tolist()
+    if len(lengths) > 3:
+        mask = [0 if o == 3 else m for o, m in zip(owner, mask, strict=True)]
+    return Draw(
+        live=(base + noise(spread)).tolist(),
+        behaviour=(base + noise(spread)).tolist(),
+        proximal=(base + noise(spread / 2)).tolist(),
+        reference=(base + noise(spread)).tolist(),
+        entropy=(torch.rand(total, generator=gen, dtype=torch.float64) + 0.2).tolist(),
+        advantages=[per_sample[o] for o in owner],
+        mask=mask,
+        owner=owner,
+        num_samples=len(lengths),
+    )
+
+
+@pytest.fixture
+def draw() -> Callable[..., Draw]:
+    return draw_batch

@@ -1,0 +1,192 @@
+"""Token advantages, discounted scans, GAE and whitening against explicit loops."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+
+from myxa.algos.advantages import gae, needs_whitening, token_advantages, whiten
+from myxa.algos.returns import CHUNK, discounted_sums
+from myxa.algos.segments import Segments
+from myxa.core.errors import ConfigError, TrainError
+
+# Sample 0 has a masked tool reply in the middle and at the end, 1 is fully masked, 2 is plain, 3 has no token at all.
+MASK = [1, 1, 0, 1, 0, 0, 0, 1, 1, 1]
+OWNER = [0, 0, 0, 0, 0, 1, 1, 2, 2, 2]
+SAMPLES = 4
+KL = [0.1, -0.2, 9.0, 0.3, 9.0, 9.0, 9.0, 0.05, 0.0, 0.4]
+VALUES = [0.5, 0.1, 7.0, -0.4, 7.0, 7.0, 7.0, 0.2, 0.3, 0.6]
+SCALARS = [1.5, 2.5, -0.5, 8.0]
+
+
+def segments() -> Segments:
+    return Segments.of(torch.tensor(MASK), torch.tensor(OWNER), SAMPLES)
+
+
+def f64(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def trained(sample: int) -> list[int]:
+    return [t for t, (o, m) in enumerate(zip(OWNER, MASK, strict=True)) if o == sample and m]
+
+
+def token_rewards(kl_coef: float) -> list[float]:
+    rewards = [-kl_coef * k if m else 0.0 for k, m in zip(KL, MASK, strict=True)]
+    for sample in range(SAMPLES):
+        if trained(sample):
+            rewards[trained(sample)[-1]] += SCALARS[sample]
+    return rewards
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo", "cispo", "dr_grpo", "rloo", "sft"])
+def test_sample_advantage_is_given_to_every_trained_token(kind):
+    got = token_advantages(kind, f64(SCALARS), segments())
+    assert got.tolist() == [SCALARS[o] if m else 0.0 for o, m in zip(OWNER, MASK, strict=True)]
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.7])
+def test_reinforce_pp_returns(gamma, kl_coef):
+    got = token_advantages("reinforce_pp", f64(SCALARS), segments(), kl_T=f64(KL), kl_coef=kl_coef, gamma=gamma)
+    want = [0.0] * len(MASK)
+    for sample in range(SAMPLES):
+        for position, t in enumerate(trained(sample)):
+            for ahead, s in enumerate(trained(sample)[position:]):
+                want[t] += gamma**ahead * token_rewards(kl_coef)[s]
+    assert got.tolist() == pytest.approx(want, abs=1e-12)
+
+
+def test_reinforce_pp_baseline_subtracts_kl_per_token():
+    got = token_advantages("reinforce_pp_baseline", f64(SCALARS), segments(), kl_T=f64(KL), kl_coef=0.5)
+    want = [SCALARS[o] - 0.5 * k if m else 0.0 for o, k, m in zip(OWNER, KL, MASK, strict=True)]
+    assert got.tolist() == pytest.approx(want, abs=1e-12)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.95, 0.8), (1.0, 0.0)])
+def test_ppo_gae_skips_masked_tokens(gamma, lam):
+    got = token_advantages(
+        "ppo", f64(SCALARS), segments(), kl_T=f64(KL), kl_coef=0.3, gamma=gamma, lam=lam, values_T=f64(VALUES)
+    )
+    want = [0.0] * len(MASK)
+    for sample in range(SAMPLES):
+        carried = 0.0
+        value_ahead = 0.0
+        for t in reversed(trained(sample)):
+            delta = token_rewards(0.3)[t] + gamma * value_ahead - VALUES[t]
+            carried = delta + gamma * lam * carried
+            want[t] = carried
+            value_ahead = VALUES[t]
+    assert got.tolist() == pytest.approx(want, abs=1e-12)
+
+
+def test_gae_returns_are_advantages_plus_values():
+    rewards, values = f64(token_rewards(0.0)), f64(VALUES)
+    advantages, returns = gae(rewards, values, segments(), 0.9, 0.7)
+    want = [a + v if m else 0.0 for a, v, m in zip(advantages.tolist(), VALUES, MASK, strict=True)]
+    assert returns.tolist() == pytest.approx(want, abs=1e-12)
+
+
+def test_ppo_without_critic_is_the_discounted_return():
+    with_zero = token_advantages("ppo", f64(SCALARS), segments(), gamma=0.9, values_T=f64([0.0] * len(MASK)))
+    without = token_advantages("ppo", f64(SCALARS), segments(), gamma=0.9)
+    assert without.tolist() == with_zero.tolist()
+
+
+def test_reward_never_falls_on_a_masked_token():
+    """The last response token of sample 0 is a tool reply: the reward belongs to the last token that is trained."""
+    got = token_advantages("reinforce_pp", f64(SCALARS), segments(), gamma=0.0)
+    assert [t for t, a in enumerate(got.tolist()) if a != 0] == [3, 9]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "reinforce_pp", "reinforce_pp_baseline", "ppo"])
+def test_fully_masked_batch_gives_zeros(kind):
+    only_masked = Segments.of(torch.zeros(4), torch.tensor([0, 0, 1, 1]), 2)
+    got = token_advantages(kind, f64([1.0, 2.0]), only_masked, gamma=0.5)
+    assert got.tolist() == [0.0] * 4
+    nothing = Segments.of(torch.zeros(0), torch.zeros(0, dtype=torch.int64), 0)
+    assert token_advantages(kind, torch.zeros(0), nothing).shape == (0,)
+
+
+def test_kl_in_the_reward_is_refused_where_it_has_no_place():
+    with pytest.raises(ConfigError, match="grpo"):
+        token_advantages("grpo", f64(SCALARS), segments(), kl_T=f64(KL), kl_coef=0.1)
+    with pytest.raises(TrainError, match="reference"):
+        token_advantages("ppo", f64(SCALARS), segments(), kl_coef=0.1)
+    with pytest.raises(ConfigError, match="bogus"):
+        token_advantages("bogus", f64(SCALARS), segments())
+
+
+@pytest.mark.parametrize("length", [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 17])
+@pytest.mark.parametrize("factor", [0.0, 0.5, 0.99, 1.0])
+def test_chunked_scan_equals_the_loop(length, factor):
+    x = torch.randn(3, length, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+    want = torch.zeros_like(x)
+    for row in range(3):
+        carried = 0.0
+        for t in range(length - 1, -1, -1):
+            carried = float(x[row, t]) + factor * carried
+            want[row, t] = carried
+    assert torch.allclose(discounted_sums(x, factor), want, rtol=0, atol=1e-10)
+    assert torch.allclose(discounted_sums(x.float(), factor), want.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_whitening_equals_the_statistics_of_the_trained_tokens():
+    values = [0.5, -1.0, 99.0, 2.0, 0.25, 99.0]
+    mask = [1, 1, 0, 1, 1, 0]
+    kept = [v for v, m in zip(values, mask, strict=True) if m]
+    mean, spread = statistics.fmean(kept), (statistics.variance(kept) + 1e-8) ** 0.5
+    got = whiten(f64(values), torch.tensor(mask))
+    want = [(v - mean) / spread if m else 0.0 for v, m in zip(values, mask, strict=True)]
+    assert got.tolist() == pytest.approx(want, abs=1e-12)
+
+
+def test_whitening_over_ranks_equals_whitening_of_everything():
+    gen = torch.Generator().manual_seed(3)
+    values = torch.randn(40, generator=gen) * 5 + 100
+    mask = torch.rand(40, generator=gen) > 0.3
+    whole = whiten(values, mask)
+    cuts = [slice(0, 7), slice(7, 7), slice(7, 30), slice(30, 40)]  # the second rank holds nothing
+    seen: list[torch.Tensor] = []
+
+    def gather(sums: torch.Tensor) -> torch.Tensor:
+        seen.append(sums)
+        return sums
+
+    for cut in cuts:
+        whiten(values[cut], mask[cut], gather)
+    total = torch.stack(seen).sum(0)
+    parts = [whiten(values[cut], mask[cut], lambda _: total) for cut in cuts]
+    assert torch.allclose(torch.cat(parts), whole, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("mask", [[0, 0, 0], [0, 1, 0], [1, 1, 1]])
+def test_whitening_nothing_one_token_or_equal_values_is_finite(mask):
+    got = whiten(torch.tensor([0.1, 0.1, 0.1]), torch.tensor(mask))
+    assert got.tolist() == pytest.approx([0.0] * 3, abs=1e-3)
+    assert whiten(torch.zeros(0), torch.zeros(0)).shape == (0,)
+
+
+def test_whitening_ignores_what_stands_at_masked_tokens():
+    got = whiten(torch.tensor([1.0, float("nan"), 3.0]), torch.tensor([1, 0, 1]))
+    assert got.tolist() == pytest.approx([-(0.5**0.5), 0.0, 0.5**0.5], abs=1e-6)
+
+
+def test_whitening_survives_a_large_offset_in_single_precision():
+    values = torch.tensor([10000.0, 10001.0, 10002.0])
+    assert whiten(values, torch.ones(3)).tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-6)
+
+
+def test_kinds_without_a_group_baseline_are_whitened():
+    kinds = ("grpo", "dr_grpo", "gspo", "cispo", "rloo", "sft", "ppo", "reinforce_pp", "reinforce_pp_baseline")
+    assert [k for k in kinds if needs_whitening(k)] == ["ppo", "reinforce_pp", "reinforce_pp_baseline"]
+
+
+@pytest.mark.parametrize("owner", [[0, 0, 2], [0, -1, 0], [1, 0, 1]])
+def test_wrong_sample_numbers_are_an_error(owner):
+    with pytest.raises(TrainError, match="sample numbers"):
+        Segments.of(torch.ones(3), torch.tensor(owner), 2)
+    with pytest.raises(TrainError, match=r"\[T\]"):
+        Segments.of(torch.ones(4), torch.tensor([0, 0, 1]), 2)

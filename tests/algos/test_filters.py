@@ -1,0 +1,47 @@
+"""Group filters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from myxa.algos.filters import GROUP_FILTERS, group_filter, zero_variance
+from myxa.core.config.settings import FILTER_BUILTINS
+from myxa.core.errors import ConfigError
+from myxa.core.samples import Group, Message, Prompt, Sample
+
+
+def group(rewards: list[float]) -> Group:
+    prompt = Prompt(group_id=3, row=0, pass_index=0, messages=(Message(role="user", content="x"),))
+    sample = Sample(
+        group_id=3,
+        index=0,
+        prompt_ids=np.array([1], np.int32),
+        response_ids=np.array([2], np.int32),
+        logprobs=np.array([-0.5], np.float32),
+        loss_mask=np.array([1], np.uint8),
+        versions=np.array([0], np.int32),
+        finish="stop",
+    )
+    return Group(prompt=prompt, samples=(sample,) * len(rewards), rewards=np.array(rewards, np.float32))
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.0], [0.1, 0.1 + 1e-8], []])
+def test_equal_rewards_are_left_out_with_a_reason(rewards):
+    assert zero_variance(group(rewards)) == "zero_variance"
+
+
+@pytest.mark.parametrize("rewards", [[0.0, 1.0], [0.5, 0.5, 0.50001], [-1.0, 1.0, 0.0]])
+def test_groups_with_spread_stay(rewards):
+    assert zero_variance(group(rewards)) is None
+
+
+def test_none_keeps_everything():
+    assert group_filter("none")(group([1.0, 1.0])) is None
+
+
+def test_the_run_file_and_the_table_name_the_same_filters():
+    assert set(GROUP_FILTERS) == set(FILTER_BUILTINS)
+    assert group_filter("zero_variance") is zero_variance
+    with pytest.raises(ConfigError, match="zero_varience"):
+        group_filter("zero_varience")

@@ -1,0 +1,110 @@
+"""Mismatch and lag figures against explicit loops."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from myxa.algos.lag import lag_statistics
+from myxa.algos.mismatch import mismatch_metrics, mismatch_sums
+from myxa.algos.segments import Segments
+from myxa.core.errors import StalenessError
+from myxa.core.samples import NO_VERSION
+
+TRAIN = [-1.0, -0.5, -2.0, -0.3, -4.0, -1.5]
+BEHAVIOUR = [-0.9, -0.6, -2.2, 0.0, -3.5, -1.4]
+MASK = [1, 1, 1, 0, 1, 0]
+OWNER = [0, 0, 1, 1, 1, 2]
+
+
+def segments() -> Segments:
+    return Segments.of(torch.tensor(MASK), torch.tensor(OWNER), 3)
+
+
+def f64(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_token_sums():
+    kept = [(t, b) for t, b, m in zip(TRAIN, BEHAVIOUR, MASK, strict=True) if m]
+    got = {name: float(value) for name, value in mismatch_sums(f64(TRAIN), f64(BEHAVIOUR), segments()).items()}
+    assert got == pytest.approx(
+        {
+            "mismatch_diff_abs": sum(abs(t - b) for t, b in kept),
+            "mismatch_k1": sum(b - t for t, b in kept),
+            "mismatch_k3": sum(math.exp(t) / math.exp(b) - 1 - (t - b) for t, b in kept),
+            "mismatch_chi2": sum((math.exp(t) / math.exp(b)) ** 2 - 1 for t, b in kept),
+        }
+    )
+
+
+def test_sample_figures():
+    got = mismatch_metrics(f64(TRAIN), f64(BEHAVIOUR), segments())
+    ratios, products = [], []
+    for sample in (0, 1):  # sample 2 is fully masked
+        own = [t for t, o in enumerate(OWNER) if o == sample and MASK[t]]
+        ppl_train = math.exp(-sum(TRAIN[t] for t in own) / len(own))
+        ppl_behaviour = math.exp(-sum(BEHAVIOUR[t] for t in own) / len(own))
+        ratios.append(ppl_train / ppl_behaviour)
+        products.append(math.prod(math.exp(TRAIN[t] - BEHAVIOUR[t]) for t in own) ** 2 - 1)
+    assert got["mismatch_ppl_ratio"] == pytest.approx(sum(ratios) / 2)
+    assert got["mismatch_sequence_chi2"] == pytest.approx(sum(products) / 2)
+    assert got["mismatch_k3"] == pytest.approx(
+        float(mismatch_sums(f64(TRAIN), f64(BEHAVIOUR), segments())["mismatch_k3"]) / 4
+    )
+
+
+def test_equal_log_probs_give_exact_zeros():
+    same = torch.tensor(TRAIN, dtype=torch.float32)
+    got = mismatch_metrics(same, same.clone(), segments())
+    assert got.pop("mismatch_ppl_ratio") == 1.0
+    assert set(got.values()) == {0.0}
+
+
+def test_k1_cancels_where_the_absolute_figure_does_not():
+    """A signed check passes although every token is wrong; slime's CI test is of that kind."""
+    one = Segments.of(torch.ones(2), torch.zeros(2, dtype=torch.int64), 1)
+    got = mismatch_metrics(f64([-1.0, -2.0]), f64([-1.5, -1.5]), one)
+    assert got["mismatch_k1"] == 0.0
+    assert got["mismatch_diff_abs"] == 0.5
+    assert got["mismatch_k3"] > 0.1
+
+
+def test_fully_masked_or_empty_batches_give_numbers():
+    hidden = Segments.of(torch.zeros(2), torch.zeros(2, dtype=torch.int64), 1)
+    nothing = Segments.of(torch.zeros(0), torch.zeros(0, dtype=torch.int64), 0)
+    for batch, size in ((hidden, 2), (nothing, 0)):
+        got = mismatch_metrics(torch.full((size,), float("nan")), torch.zeros(size), batch)
+        assert all(math.isfinite(value) for value in got.values())
+
+
+def i32(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def test_lag_is_that_of_the_oldest_token():
+    """Pitfall 8: a start stamp hides mixtures, an end stamp understates the age."""
+    got = lag_statistics(10, [i32(7, 7, 9), i32(10, NO_VERSION, 10), i32(NO_VERSION), i32()])
+    assert got == pytest.approx(
+        {
+            "lag_token_mean": (3 + 3 + 1 + 0 + 0) / 5,
+            "lag_token_max": 3.0,
+            "lag_sample_mean": (3 + 0) / 2,
+            "lag_mixed_fraction": 0.5,
+            "lag_span_mean": 1.0,
+        }
+    )
+
+
+def test_lag_without_an_engine_is_zero_and_on_policy_is_zero():
+    assert set(lag_statistics(4, [i32(NO_VERSION, NO_VERSION)]).values()) == {0.0}
+    assert set(lag_statistics(4, [i32(4, 4), i32(4)]).values()) == {0.0}
+    assert set(lag_statistics(4, []).values()) == {0.0}
+
+
+def test_a_token_from_the_future_is_an_error():
+    with pytest.raises(StalenessError, match="version 12"):
+        lag_statistics(10, [i32(9, 12)])

@@ -1,0 +1,414 @@
+"""Mistakes that others made with the objective of asynchronous RL; each is a test with the mistake's name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from myxa.algos.objective import (
+    Normaliser,
+    ObjectiveConfig,
+    needs_proximal,
+    needs_reference,
+    objective_config,
+    policy_objective,
+    resolve_correction,
+)
+from myxa.core.config.learning import AlgoConfig
+from myxa.core.errors import ConfigError, TrainError
+
+ALL_LOSSES = ("ppo", "gspo", "cispo", "reinforce")
+
+
+def normaliser_of(draw) -> Normaliser:
+    return Normaliser(draw.num_tokens, draw.num_present, 50.0)
+
+
+def run(draw, config, **batch_options):
+    """(result, gradient of the live log-probs)."""
+    result = policy_objective(draw.batch(**batch_options), config, normaliser_of(draw))
+    result.loss.backward()
+    grad = draw.leaves["live"].grad
+    assert grad is not None
+    return result, grad
+
+
+# --- the cut of a batch must not matter
+
+
+@pytest.mark.parametrize("loss", [*ALL_LOSSES, "sft"])
+@pytest.mark.parametrize("reduction", ["token", "rollout", "constant"])
+@pytest.mark.parametrize("cut", [[[0], [1], [2], [3], [4]], [[3], [4, 0], [1, 2]], [[2, 0, 1, 3, 4]]])
+def test_loss_gradient_and_metrics_do_not_depend_on_the_cut_into_microbatches(draw, loss, reduction, cut):
+    """Uneven lengths, a fully masked sample alone in its micro-batch, an empty micro-batch at the end."""
+    config = ObjectiveConfig(
+        kind="sft" if loss == "sft" else "grpo",
+        loss=loss,
+        correction="mis",
+        mis_level="sequence",
+        minibatches=2,
+        kl_coef=0.2,
+        entropy_coef=0.03,
+        reduction=reduction,
+    )
+    whole = draw(51)
+    want, want_grad = run(whole, config)
+    loss_sum, tokens, sums, grad = 0.0, 0, dict.fromkeys(want.sums, 0.0), torch.zeros_like(want_grad)
+    for samples in [*cut, []]:
+        part = whole.part(samples)
+        result = policy_objective(part.batch(), config, normaliser_of(whole))
+        result.loss.backward()
+        part_grad = part.leaves["live"].grad
+        assert part_grad is not None
+        loss_sum += result.loss.item()
+        tokens += int(result.tokens)
+        sums = {name: sums[name] + float(value) for name, value in result.sums.items()}
+        at = [t for s in samples for t, owner in enumerate(whole.owner) if owner == s]
+        grad[at] = part_grad
+    assert loss_sum == pytest.approx(want.loss.item(), abs=1e-12)
+    assert torch.allclose(grad, want_grad, rtol=0, atol=1e-14)
+    assert tokens == whole.num_tokens
+    assert sums == pytest.approx({name: float(value) for name, value in want.sums.items()}, abs=1e-10)
+
+
+def test_token_mean_weighs_tokens_and_rollout_mean_weighs_samples(draw):
+    """A long and a short sample: per token both tokens count alike, per rollout the short one's tokens count more."""
+    pair = draw(52, lengths=(8, 2))
+    pair = replace(pair, mask=[1] * 10)
+    _, token = run(pair, ObjectiveConfig(loss="sft"))
+    _, rollout = run(pair, ObjectiveConfig(loss="sft", reduction="rollout"))
+    assert token.tolist() == pytest.approx([-0.1] * 10)
+    assert rollout.tolist() == pytest.approx([-1 / 16] * 8 + [-1 / 4] * 2)
+
+
+def test_constant_reduction_has_no_length_bias(draw):
+    pair = draw(53, lengths=(8, 2))
+    pair = replace(pair, mask=[1] * 10)
+    _, grad = run(pair, ObjectiveConfig(loss="sft", reduction="constant"))
+    assert grad.tolist() == pytest.approx([-1 / 50] * 10)
+    with pytest.raises(TrainError, match="constant"):
+        policy_objective(pair.batch(), ObjectiveConfig(loss="sft", reduction="constant"), Normaliser(10, 2))
+
+
+# --- masks
+
+
+@pytest.mark.parametrize("loss", [*ALL_LOSSES, "sft"])
+@pytest.mark.parametrize("rubbish", [float("nan"), float("-inf"), float("inf"), -1e30])
+def test_what_stands_at_masked_tokens_has_no_effect(draw, loss, rubbish):
+    config = ObjectiveConfig(
+        kind="sft" if loss == "sft" else "grpo", loss=loss, correction="decoupled", minibatches=2, kl_coef=0.1,
+        entropy_coef=0.1,
+    )  # fmt: skip
+    clean = draw(54)
+    want, want_grad = run(clean, config)
+
+    def spoil(values):
+        return [v if m else rubbish for v, m in zip(values, clean.mask, strict=True)]
+
+    names = ("live", "behaviour", "proximal", "reference", "entropy", "advantages")
+    dirty = replace(clean, leaves={}, **{name: spoil(getattr(clean, name)) for name in names})
+    got, grad = run(dirty, config)
+    assert got.loss.item() == want.loss.item()
+    assert grad.tolist() == want_grad.tolist()
+    assert {n: float(v) for n, v in got.sums.items()} == {n: float(v) for n, v in want.sums.items()}
+
+
+@pytest.mark.parametrize("loss", [*ALL_LOSSES, "sft"])
+@pytest.mark.parametrize("reduction", ["token", "rollout", "constant"])
+def test_fully_masked_batch_gives_a_zero_loss_and_zero_gradient(draw, loss, reduction):
+    some = draw(55)
+    some = replace(some, mask=[0] * len(some.mask))
+    config = ObjectiveConfig(loss=loss, correction="mis", minibatches=2, reduction=reduction, kl_coef=0.1)
+    result = policy_objective(some.batch(), config, Normaliser(0, 0, 10.0))
+    result.loss.backward()
+    assert result.loss.item() == 0.0
+    grad = some.leaves["live"].grad
+    assert grad is not None
+    assert grad.tolist() == [0.0] * len(some.mask)
+    assert int(result.tokens) == 0
+    assert all(float(v) == 0 for v in result.sums.values())
+
+
+@pytest.mark.parametrize("loss", [*ALL_LOSSES, "sft"])
+def test_empty_microbatch_can_be_trained_on(draw, loss):
+    nothing = draw(56).part([])
+    result, grad = run(nothing, ObjectiveConfig(loss=loss, correction="decoupled"))
+    assert result.loss.item() == 0.0
+    assert grad.shape == (0,)
+
+
+def test_removed_tokens_stay_in_the_denominator(draw):
+    """Rejection that shrank the denominator would turn into a reweighting of the tokens left."""
+    some = replace(
+        draw(57, lengths=(2,)), mask=[1, 1], behaviour=[-1.0, -1.0], proximal=[-1.0, -9.0], live=[-1.0, -9.0]
+    )
+    _, grad = run(some, ObjectiveConfig(correction="mis", mis_mode="mask", minibatches=2))
+    assert grad.tolist() == pytest.approx([-some.advantages[0] / 2, 0.0])
+
+
+# --- which policy is which
+
+
+@pytest.mark.parametrize("loss", ALL_LOSSES)
+@pytest.mark.parametrize("correction", ["none", "behaviour", "decoupled", "tis", "icepop", "mis"])
+def test_on_policy_ratio_and_weight_are_exactly_one_and_kl_exactly_zero(draw, loss, correction):
+    """In float32: no tolerance, since equal numbers have difference 0."""
+    some = draw(61)
+    live = torch.tensor(some.live, dtype=torch.float32).tolist()
+    some = replace(some, live=live, behaviour=live, proximal=live, reference=live)
+    config = ObjectiveConfig(loss=loss, correction=correction, minibatches=2, kl_coef=0.5)
+    result, grad = run(some, config, dtype=torch.float32)
+    count = float(some.num_tokens)
+    sums = {name: float(value) for name, value in result.sums.items()}
+    assert sums["ratio"] == count
+    assert sums["weight"] == count
+    zero = ("approx_kl", "approx_kl_k3", "kl", "clip_fraction", "weight_cut_fraction", "removed_fraction")
+    mismatch = ("mismatch_diff_abs", "mismatch_k1", "mismatch_k3", "mismatch_chi2", "logprob_diff_abs")
+    assert [sums[name] for name in zero + mismatch] == [0.0] * 11
+    assert float(result.parts["kl_loss"]) == 0.0
+    if loss != "gspo":  # all of them are then the plain policy gradient
+        want = [-a / count if m else 0.0 for a, m in zip(some.advantages, some.mask, strict=True)]
+        assert grad.tolist() == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "reinforce"])
+def test_none_pretends_to_be_on_policy(draw, loss):
+    """Plain policy gradient, blind to the behaviour policy; it is there to show the collapse."""
+    some = draw(62)
+    config = ObjectiveConfig(loss=loss, correction="none", minibatches=4)
+    result, grad = run(some, config)
+    want = [-a / some.num_tokens if m else 0.0 for a, m in zip(some.advantages, some.mask, strict=True)]
+    assert grad.tolist() == pytest.approx(want, abs=1e-14)
+    other = replace(some, behaviour=[b - 3 for b in some.behaviour], proximal=[p - 2 for p in some.proximal], leaves={})
+    _, other_grad = run(other, config)
+    assert other_grad.tolist() == grad.tolist()
+    assert float(result.sums["ratio"]) == some.num_tokens
+
+
+def test_three_policies_are_not_confused(draw):
+    """Behaviour, proximal and live are all different; each correction must use the right pair, once."""
+    behaviour, proximal, live = math.log(0.2), math.log(0.25), math.log(0.27)
+    one = replace(
+        draw(63, lengths=(1,)), live=[live], behaviour=[behaviour], proximal=[proximal], advantages=[1.0], mask=[1]
+    )
+    got = {}
+    for correction in ("none", "behaviour", "decoupled", "tis", "icepop", "mis"):
+        config = ObjectiveConfig(correction=correction, minibatches=2, clip_high=0.3)
+        got[correction] = -run(one, config)[0].loss.item()
+    assert got["none"] == pytest.approx(1.0)
+    assert got["behaviour"] == pytest.approx(1.3)  # live/behaviour = 1.35, clipped
+    for correction in ("decoupled", "tis", "icepop", "mis"):
+        assert got[correction] == pytest.approx(0.27 / 0.25 * 0.25 / 0.2)
+    capped = ObjectiveConfig(correction="decoupled", minibatches=2, tis_cap=1.1)
+    assert -run(one, capped)[0].loss.item() == pytest.approx(0.27 / 0.25 * 1.1)  # the cap is on proximal/behaviour
+
+
+def test_decoupled_and_tis_are_one_formula_with_the_same_cap(draw):
+    some = draw(64, spread=1.0)
+    decoupled = run(some, ObjectiveConfig(correction="decoupled", minibatches=3))
+    tis = run(some, ObjectiveConfig(correction="tis", minibatches=3))
+    floored = run(some, ObjectiveConfig(correction="tis", minibatches=3, tis_floor=0.9))
+    assert decoupled[0].loss.item() == tis[0].loss.item()
+    assert floored[0].loss.item() != tis[0].loss.item()
+
+
+def test_several_minibatches_without_proximal_would_kill_the_clip_so_they_are_refused(draw):
+    some = draw(65)
+    for correction in ("decoupled", "tis", "icepop", "mis"):
+        config = ObjectiveConfig(correction=correction, minibatches=2)
+        with pytest.raises(TrainError, match="proximal"):
+            policy_objective(some.batch(leave_out=["proximal_T"]), config, normaliser_of(some))
+
+
+def test_proximal_pass_makes_the_clip_act(draw):
+    some = draw(66, spread=1.0)
+    result, _ = run(some, ObjectiveConfig(correction="decoupled", minibatches=2))
+    assert float(result.sums["clip_fraction"]) > 0
+    assert float(result.sums["ratio"]) != some.num_tokens
+
+
+def test_clip_on_the_behaviour_ratio_stops_tokens_that_moved_far_enough(draw):
+    some = replace(
+        draw(67, lengths=(2,)), live=[-1.0, -1.0], behaviour=[-2.0, -1.1], advantages=[1.0, 1.0], mask=[1, 1]
+    )
+    _, grad = run(some, ObjectiveConfig(correction="behaviour"))
+    assert grad[0] == 0.0
+    assert grad[1] < 0
+
+
+def test_behaviour_log_probs_receive_no_gradient(draw):
+    some = draw(68)
+    batch = some.batch()
+    for tensor in (batch.behaviour_T, batch.proximal_T, batch.reference_T, batch.advantages_T):
+        assert tensor is not None
+        tensor.requires_grad_()
+    config = ObjectiveConfig(correction="decoupled", minibatches=2, kl_coef=0.1)
+    policy_objective(batch, config, normaliser_of(some)).loss.backward()
+    for tensor in (batch.behaviour_T, batch.proximal_T, batch.reference_T, batch.advantages_T):
+        assert tensor is not None
+        assert tensor.grad is None
+
+
+# --- optional fields
+
+
+@pytest.mark.parametrize("name", ["proximal_T", "reference_T", "entropy_T", "behaviour_T", "advantages_T", "mask_T"])
+def test_a_tensor_that_covers_only_some_samples_is_refused(draw, name):
+    """slime judged optional fields by the first sample, and lost data when a batch was mixed."""
+    some = draw(71)
+    whole = some.batch()
+    part = some.part([0, 1]).batch()
+    with pytest.raises(TrainError, match=name):
+        replace(whole, **{name: getattr(part, name)})
+
+
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        (ObjectiveConfig(kl_coef=0.1), "reference_T"),
+        (ObjectiveConfig(entropy_coef=0.1), "entropy_T"),
+    ],
+)
+def test_a_term_without_its_tensor_is_an_error_and_not_left_out(draw, config, missing):
+    some = draw(72)
+    with pytest.raises(TrainError, match=missing.removesuffix("_T")):
+        policy_objective(some.batch(leave_out=[missing]), config, normaliser_of(some))
+
+
+def test_optional_tensors_are_optional(draw):
+    some = draw(73)
+    result, _ = run(some, ObjectiveConfig(), leave_out=["proximal_T", "reference_T", "entropy_T"])
+    assert "kl" not in result.sums
+    assert "entropy" not in result.sums
+
+
+def test_two_dimensional_log_probs_and_bad_denominators_are_refused(draw):
+    batch = draw(74).batch()
+    with pytest.raises(TrainError, match="logprobs_T"):
+        replace(batch, logprobs_T=batch.logprobs_T[None])
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(TrainError, match="normaliser"):
+            Normaliser(bad, 1.0)
+
+
+# --- numbers
+
+
+def test_half_precision_log_probs_are_widened(draw):
+    some = draw(75)
+    result, grad = run(some, ObjectiveConfig(correction="behaviour", kl_coef=0.1), dtype=torch.bfloat16)
+    assert result.loss.dtype == torch.float32
+    assert grad.dtype == torch.bfloat16
+    assert bool(torch.isfinite(grad).all())
+
+
+@pytest.mark.parametrize("correction", ["behaviour", "decoupled", "tis", "icepop", "mis"])
+@pytest.mark.parametrize("loss", ALL_LOSSES)
+def test_absurd_log_probs_never_give_nan(draw, correction, loss):
+    """A token whose probability changed by e^300 is a broken engine, but it must not poison the weights."""
+    some = draw(76, lengths=(3, 2))
+    some = replace(
+        some,
+        mask=[1] * 5,
+        live=[-300.0, -1e-3, -1.0, -1e-4, -80.0],
+        behaviour=[-1e-3, -300.0, -1.0, -90.0, -1e-4],
+        proximal=[-150.0, -150.0, -1.0, -1e-4, -1.0],
+        reference=[-1e-4, -300.0, -1.0, -1.0, -200.0],
+    )
+    config = ObjectiveConfig(loss=loss, correction=correction, minibatches=2, kl_coef=0.1, mis_level="sequence")
+    result, grad = run(some, config, dtype=torch.float32)
+    assert math.isfinite(result.loss.item())
+    assert bool(torch.isfinite(grad).all())
+    assert all(math.isfinite(float(value)) for value in result.sums.values())
+
+
+def test_metrics_carry_no_graph(draw):
+    result, _ = run(draw(77), ObjectiveConfig(kl_coef=0.1, entropy_coef=0.1))
+    assert not any(value.requires_grad for value in (*result.sums.values(), *result.parts.values()))
+
+
+def test_reported_metrics_are_token_means_by_definition(draw):
+    some = draw(78)
+    result, _ = run(some, ObjectiveConfig(correction="behaviour"))
+    kept = [t for t, m in enumerate(some.mask) if m]
+    gap = [some.behaviour[t] - some.live[t] for t in kept]
+    assert float(result.sums["approx_kl"]) == pytest.approx(sum(gap))
+    assert float(result.sums["approx_kl_k3"]) == pytest.approx(sum(math.exp(-g) - 1 + g for g in gap))
+    assert float(result.sums["logprob"]) == pytest.approx(sum(some.live[t] for t in kept))
+    assert float(result.sums["advantage"]) == pytest.approx(sum(some.advantages[t] for t in kept))
+    diff = [abs(some.proximal[t] - some.behaviour[t]) for t in kept]
+    assert float(result.sums["logprob_diff_abs"]) == pytest.approx(sum(diff))
+
+
+# --- options
+
+
+def test_auto_correction_depends_on_the_number_of_minibatches():
+    assert resolve_correction("auto", 1) == "behaviour"
+    assert resolve_correction("auto", 2) == "decoupled"
+    assert resolve_correction("none", 4) == "none"
+    assert ObjectiveConfig(minibatches=1).correction == "behaviour"
+    assert ObjectiveConfig(minibatches=4).correction == "decoupled"
+    assert ObjectiveConfig(kind="sft", minibatches=4).correction == "none"
+    with pytest.raises(ConfigError, match="minibatches"):
+        resolve_correction("auto", 0)
+
+
+def test_loss_of_each_kind():
+    for kind, loss in {"grpo": "ppo", "gspo": "gspo", "cispo": "cispo", "sft": "sft", "rloo": "ppo"}.items():
+        assert ObjectiveConfig(kind=kind).loss == loss  # pyright: ignore[reportArgumentType]
+    assert ObjectiveConfig(kind="grpo", loss="reinforce").loss == "reinforce"
+
+
+def test_what_the_trainer_must_compute():
+    assert not needs_proximal(ObjectiveConfig(correction="decoupled", minibatches=1))
+    assert needs_proximal(ObjectiveConfig(correction="decoupled", minibatches=2))
+    assert not needs_proximal(ObjectiveConfig(correction="behaviour", minibatches=2))
+    assert needs_proximal(ObjectiveConfig(correction="mis", mis_normalise=True))
+    assert not needs_reference(ObjectiveConfig())
+    assert needs_reference(ObjectiveConfig(kl_coef=0.1))
+    assert needs_reference(ObjectiveConfig(kind="ppo", kl_coef=0.1, kl_in="reward"))
+
+
+def test_every_option_of_the_run_file_is_forwarded():
+    """An option that the run file accepts and the loss never sees is the quietest of all bugs."""
+    algo = AlgoConfig(
+        kind="gspo", loss="ppo", correction="mis", minibatches=2, clip_low=0.11, clip_high=0.33, dual_clip=4.0,
+        tis_cap=3.5, mis_level="sequence", mis_mode="clip", mis_low=0.21, mis_high=4.5, kl_coef=0.07,
+        kl_in="loss", kl_kind="k2", kl_unbiased=True, entropy_coef=0.013, reduction="rollout",
+    )  # fmt: skip
+    config = objective_config(algo)
+    shared = {f.name for f in fields(ObjectiveConfig)} & set(AlgoConfig.model_fields)
+    assert {name: getattr(config, name) for name in shared} == {name: getattr(algo, name) for name in shared}
+    assert len(shared) >= 17
+    default = AlgoConfig()
+    unchanged = {name for name in shared if getattr(algo, name) == getattr(default, name)}
+    assert unchanged == {"kl_in"}  # the test would not notice these being dropped
+    reward = AlgoConfig(kind="ppo", kl_in="reward", kl_coef=0.1)
+    assert objective_config(reward).kl_in == "reward"
+    assert objective_config(algo, 7).minibatches == 7
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kind": "grppo"},
+        {"correction": "trust"},
+        {"reduction": "sum"},
+        {"clip_low": -0.1},
+        {"tis_cap": float("nan")},
+        {"dual_clip": 0.9},
+        {"dual_clip": 3.0, "kind": "cispo"},
+        {"mis_low": 3.0},
+        {"reject_low": 2.0, "reject_high": 1.0},
+        {"mis_normalise": True, "mis_level": "geometric"},
+        {"minibatches": 0},
+    ],
+)
+def test_options_that_make_no_sense_are_named(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong)).split("_", maxsplit=1)[0]):
+        ObjectiveConfig(**wrong)

@@ -1,0 +1,135 @@
+"""The planner's promises as properties over random batches."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from myxa.algos.packing import plan_shards
+from myxa.core.errors import TrainError
+
+MAX_TOKENS = 100
+batches = st.lists(st.tuples(st.integers(1, 140), st.integers(0, 12)), min_size=0, max_size=60)
+ranks = st.integers(1, 5)
+minibatch_counts = st.integers(1, 4)
+
+
+def plan_of(rows, num_ranks, minibatches, max_tokens=MAX_TOKENS):
+    return plan_shards([n for n, _ in rows], num_ranks, max_tokens, minibatches, [g for _, g in rows])
+
+
+def load(rows, micro):
+    return sum(rows[i][0] for i in micro)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches, ranks, minibatch_counts)
+def test_every_sample_is_trained_exactly_once(rows, num_ranks, minibatches):
+    plan = plan_of(rows, num_ranks, minibatches)
+    seen = [i for rank in plan for part in rank for micro in part for i in micro]
+    assert sorted(seen) == list(range(len(rows)))
+    assert all(micro == sorted(micro) for rank in plan for part in rank for micro in part)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches, ranks, minibatch_counts)
+def test_all_ranks_have_the_same_number_of_microbatches(rows, num_ranks, minibatches):
+    plan = plan_of(rows, num_ranks, minibatches)
+    assert len(plan) == num_ranks
+    assert all(len(rank) == minibatches for rank in plan)
+    for m in range(minibatches):
+        assert len({len(rank[m]) for rank in plan}) == 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches, ranks, minibatch_counts)
+def test_no_microbatch_is_over_the_limit_unless_it_is_one_long_sample(rows, num_ranks, minibatches):
+    for rank in plan_of(rows, num_ranks, minibatches):
+        for micro in (micro for part in rank for micro in part):
+            assert load(rows, micro) <= MAX_TOKENS or len(micro) == 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches, ranks, minibatch_counts)
+def test_groups_stay_in_one_minibatch_and_minibatches_hold_equally_many(rows, num_ranks, minibatches):
+    plan = plan_of(rows, num_ranks, minibatches)
+    groups = [{rows[i][1] for rank in plan for micro in rank[m] for i in micro} for m in range(minibatches)]
+    assert sum(len(part) for part in groups) == len({g for _, g in rows})  # no group twice
+    sizes = [len(part) for part in groups]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches, ranks)
+def test_ranks_and_microbatches_are_balanced(rows, num_ranks):
+    """Without oversize samples two micro-batches, and two ranks, differ by at most the longest sample."""
+    rows = [(min(n, MAX_TOKENS), g) for n, g in rows]
+    plan = plan_of(rows, num_ranks, 1)
+    longest = max((n for n, _ in rows), default=0)
+    loads = [load(rows, micro) for rank in plan for micro in rank[0]]
+    totals = [sum(load(rows, micro) for micro in rank[0]) for rank in plan]
+    assert max(loads, default=0) - min(loads, default=0) <= longest
+    assert max(totals) - min(totals) <= longest
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches, ranks)
+def test_padding_is_never_a_whole_round_of_empty_microbatches(rows, num_ranks):
+    plan = plan_of(rows, num_ranks, 1)
+    for position in range(len(plan[0][0])):
+        assert any(rank[0][position] for rank in plan)
+
+
+@settings(max_examples=50, deadline=None)
+@given(batches, ranks, minibatch_counts)
+def test_the_plan_is_deterministic(rows, num_ranks, minibatches):
+    assert plan_of(rows, num_ranks, minibatches) == plan_of(rows, num_ranks, minibatches)
+
+
+def test_few_microbatches_are_used():
+    """400 samples of 1 to 100 tokens: a plan at most a tenth over the least possible number of bins."""
+    rows = [(1 + (37 * i) % 100, i // 8) for i in range(400)]
+    plan = plan_of(rows, 4, 1, max_tokens=512)
+    bins = sum(len(rank[0]) for rank in plan)
+    least = -(-sum(n for n, _ in rows) // 512)
+    assert bins <= least * 1.1 + 4
+
+
+def test_tokens_of_minibatches_are_even():
+    rows = [(1 + (37 * i) % 90, i // 4) for i in range(128)]
+    plan = plan_of(rows, 2, 4)
+    loads = [sum(load(rows, micro) for rank in plan for micro in rank[m]) for m in range(4)]
+    assert max(loads) - min(loads) < 0.05 * sum(loads) / 4
+
+
+def test_an_oversize_sample_sits_alone():
+    plan = plan_shards([500, 10, 10, 10], 2, 100, 1, [0, 0, 0, 0])
+    micros = [micro for rank in plan for micro in rank[0]]
+    assert sorted(micros) == [[0], [1, 2, 3]]
+
+
+def test_fewer_groups_than_minibatches_leave_the_last_ones_empty():
+    plan = plan_shards([10, 10], 2, 100, 3, [5, 6])
+    assert [[len(part) for part in rank] for rank in plan] == [[1, 1, 0], [1, 1, 0]]
+    assert plan_shards([], 2, 100, 1, []) == [[[]], [[]]]
+
+
+def test_fewer_samples_than_ranks_pad_with_empty_microbatches():
+    plan = plan_shards([10], 3, 100, 1, [0])
+    assert sorted(len(micro) for rank in plan for micro in rank[0]) == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (([1], 0, 10, 1, [0]), "num_ranks"),
+        (([1], 1, 0, 1, [0]), "max_tokens"),
+        (([1], 1, 10, 0, [0]), "minibatches"),
+        (([1, 2], 1, 10, 1, [0]), "group ids"),
+        (([1, -2], 1, 10, 1, [0, 0]), "sample 1"),
+    ],
+)
+def test_nonsense_is_refused(arguments, named):
+    with pytest.raises(TrainError, match=named):
+        plan_shards(*arguments)

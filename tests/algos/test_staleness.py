@@ -1,0 +1,371 @@
+"""The pitfalls of asynchronous training that concern admission, one named test each, and the rules one by one."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from scipy import stats
+
+from myxa.algos.staleness import (
+    POLICIES,
+    STALE_AFTER_RETUNE,
+    STALE_STAMP,
+    Admission,
+    LinePlace,
+    Overdue,
+    Stage,
+    default_window,
+)
+from myxa.algos.staleness_policy import Pace
+from myxa.algos.staleness_sim import Scenario, simulate
+from myxa.core.errors import ConfigError, StalenessError
+
+
+def _dispatch(admission: Admission, count: int, version: int, first: int = 0) -> list[int]:
+    ids = list(range(first, first + count))
+    for group_id in ids:
+        assert admission.may_dispatch(version)
+        admission.dispatched(group_id, version)
+    return ids
+
+
+def _claim(admission: Admission, step: int) -> tuple[int, ...] | None:
+    selection = admission.select(step)
+    assert not selection.overdue
+    return selection.claim
+
+
+def _lags(
+    length_of: Callable[[int], int], rule: Callable[[int, int], bool], num_steps: int, batch_size: int
+) -> list[int]:
+    """Lags when a bare count `rule(num_submitted, version)` admits and batches are filled in order of completion."""
+    lags: list[int] = []
+    running: list[tuple[int, int, int]] = []
+    now = version = submitted = 0
+    done: list[int] = []
+    while version < num_steps:
+        while rule(submitted, version):
+            heapq.heappush(running, (now + length_of(submitted), submitted, version))
+            submitted += 1
+        now, _, born = heapq.heappop(running)
+        done.append(born)
+        if len(done) >= batch_size:
+            lags += [version - born for born in done[:batch_size]]
+            del done[:batch_size]
+            version += 1
+    return lags
+
+
+def test_pitfall_01_a_count_bound_is_no_age_bound() -> None:
+    """One episode of 20 times the length: counting submissions lets it grow old, the policies do not."""
+    eta, size = 1, 4
+    by_count = _lags(
+        lambda g: 20 if g == 3 else 1, lambda n, v: n < (v + eta + 1) * size, num_steps=30, batch_size=size
+    )
+    assert max(by_count) > eta
+    for policy in POLICIES:
+        admission = Admission(policy, max_staleness=eta, batch_size=size)
+        ids = _dispatch(admission, 2 * size, version=0)
+        straggler, quick = ids[3], [g for g in ids if g != 3]
+        for group_id in quick:
+            admission.ready(group_id, 0)
+        seen: list[int] = []
+        for step in range(2):
+            selection = admission.select(step)
+            if selection.claim is None:
+                assert policy != "drop", "drop never waits for a straggler"
+                admission.ready(straggler, 0)
+                selection = admission.select(step)
+            assert selection.claim is not None
+            seen += selection.claim
+            if straggler in selection.claim:
+                assert step <= eta
+            admission.trained(step)
+            if step == 0:
+                for group_id in _dispatch(admission, size, version=1, first=2 * size):
+                    admission.ready(group_id, 1)
+        assert (straggler in seen) == (policy != "drop")
+
+
+def test_pitfall_02_eta_0_is_on_policy() -> None:
+    """With eta 0 nothing starts before the batch is trained *and* adopted; every lag is 0."""
+    admission = Admission(max_staleness=0, batch_size=4)
+    for step in range(5):
+        ids = _dispatch(admission, 4, version=step, first=4 * step)
+        assert not admission.may_dispatch(step), "a fifth group would be trained one step off"
+        for group_id in ids:
+            admission.ready(group_id, step)
+        assert _claim(admission, step) == tuple(ids)
+        assert not admission.may_dispatch(step)
+        admission.trained(step)
+        assert not admission.may_dispatch(step), "this engine has not adopted the new version"
+        assert admission.may_dispatch(step + 1)
+    for policy in POLICIES:
+        assert set(simulate(Scenario(policy=policy, max_staleness=0, num_steps=20, batch_size=8)).lags) == {0}
+
+
+def test_pitfall_02_eta_1_is_one_step_off() -> None:
+    """With equal lengths, the batch of step s + 1 is made by version s while step s trains: lag 1 from then on."""
+    scenario = Scenario(max_staleness=1, batch_size=8, num_steps=20, sigma=0.0, step_s=5.0, adopt_s=0.0)
+    lags = simulate(scenario).lags
+    assert lags[:8] == [0] * 8
+    assert lags[8:] == [1] * (8 * 19)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pitfall_03_no_burst_after_recovery(policy: str) -> None:
+    """A run that resumes at version 50 admits what a run at version 0 admits, not 50 batches more."""
+    fresh = Admission(policy, max_staleness=2, batch_size=4)
+    resumed = Admission(policy, max_staleness=2, batch_size=4, next_step=50)
+    restored = Admission(policy, max_staleness=2, batch_size=4)
+    assert restored.restore((), next_step=50, newest_version=50) == ()
+    counts: list[int] = []
+    for admission, version in ((fresh, 0), (resumed, 50), (restored, 50)):
+        count = 0
+        while admission.may_dispatch(version):
+            admission.dispatched(count, version)
+            count += 1
+        counts.append(count)
+        assert admission.slots_used == count == admission.slots_total
+    assert counts[0] == counts[1] == counts[2]
+
+
+def test_pitfall_03_an_engine_from_before_a_rewind_gets_no_burst() -> None:
+    """The trainer went back from 9 to 5; an engine still announces 9. It counts as 5, and so do its stamps."""
+    admission = Admission(max_staleness=1, batch_size=2)
+    admission.restore((), next_step=5, newest_version=5)
+    _dispatch(admission, admission.slots_total, version=9)
+    assert not admission.may_dispatch(9)
+    admission.ready(0, 9)
+    admission.ready(1, 9)
+    assert _claim(admission, 5) == (0, 1)
+    admission.trained(5)
+    admission.ready(2, 9)
+    admission.ready(3, 9)
+    assert _claim(admission, 6) == (2, 3)
+    assert admission.may_dispatch(6)
+
+
+def _slowest_of_eight(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return stats.norm.cdf(np.log(values)) ** 8
+
+
+@pytest.mark.parametrize(("policy", "is_fair"), [("pace", True), ("wait", True), ("drop", False)])
+def test_pitfall_04_trained_lengths_follow_the_drawn_lengths(policy: str, is_fair: bool) -> None:
+    """Kolmogorov-Smirnov against the law that lengths are drawn from: only `drop` favours the short."""
+    outcome = simulate(Scenario(policy=policy, max_staleness=2, batch_size=8, num_steps=600, step_s=5.0, seed=7))
+    p_value = stats.kstest(outcome.trained, _slowest_of_eight).pvalue
+    assert (p_value > 0.05) == is_fair, f"seed 7: p {p_value:.4f}, {len(outcome.dropped)} dropped"
+    assert (not outcome.dropped) == is_fair
+    if outcome.dropped:
+        assert np.mean(outcome.dropped) > 1.5 * np.mean(outcome.trained)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pitfall_06_consumption_is_in_order_of_dispatch(policy: str) -> None:
+    """Ready groups are taken oldest first, in whatever order they finished; never the freshest first."""
+    admission = Admission(policy, max_staleness=2, batch_size=3)
+    ids = _dispatch(admission, 6, version=0)
+    for group_id in reversed(ids):
+        admission.ready(group_id, 0)
+    assert _claim(admission, 0) == (0, 1, 2)
+    assert _claim(admission, 1) == (3, 4, 5)
+
+
+def test_pitfall_06_the_window_is_in_dispatch_order_not_in_ready_order() -> None:
+    """While the oldest group is under way, no group W or more places behind it may be taken."""
+    admission = Admission(max_staleness=2, batch_size=4, window=4)
+    ids = _dispatch(admission, 9, version=0)
+    for group_id in ids[4:]:
+        admission.ready(group_id, 0)
+    for group_id in ids[1:3]:
+        admission.ready(group_id, 0)
+    assert admission.num_ready == 7
+    assert _claim(admission, 0) is None, "only 1 and 2 lie in the window of 4 behind group 0"
+    admission.ready(3, 0)
+    assert _claim(admission, 0) is None
+    admission.filtered(0)
+    assert _claim(admission, 0) == (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pitfall_08_age_is_that_of_the_oldest_token(policy: str) -> None:
+    """A group handed back with tokens of version 0 stays of version 0, wherever it goes on."""
+    admission = Admission(policy, max_staleness=1, batch_size=1)
+    _dispatch(admission, 2, version=0)
+    admission.ready(0, 0)
+    assert _claim(admission, 0) == (0,)
+    admission.trained(0)
+    admission.requeued(1, 0)
+    assert admission.may_dispatch(1, 1)
+    admission.dispatched(1, 1)
+    admission.ready(1, 0)
+    assert _claim(admission, 1) == (1,)
+    admission.trained(1)
+    admission.dispatched(2, 0)
+    admission.ready(2, 0)
+    assert [item.group_id for item in admission.select(2).overdue] == [2]
+
+
+def test_pitfall_08_an_engine_that_stamps_older_than_announced_is_found_out() -> None:
+    """The stamp counts, not the announcement; a group that breaks the bound by it is dropped and named."""
+    admission = Admission(max_staleness=1, batch_size=1)
+    admission.restore((), next_step=5, newest_version=5)
+    _dispatch(admission, 2, version=5)
+    admission.ready(0, 1)
+    admission.ready(1, 5)
+    selection = admission.select(5)
+    assert selection.overdue == (Overdue(0, STALE_STAMP),)
+    assert selection.claim == (1,)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pitfall_16_filtered_groups_release_their_slot(policy: str) -> None:
+    """Nine of ten groups filtered: a producer that kept their slots would stand still after a few steps."""
+    outcome = simulate(
+        Scenario(policy=policy, max_staleness=1, batch_size=4, num_steps=30, filter_rate=0.9, groups_per_engine=16)
+    )
+    assert len(outcome.trained) == 30 * 4
+    assert len(outcome.drawn) > 5 * len(outcome.trained)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pitfall_17_steps_are_counted_when_trained(policy: str) -> None:
+    """Neither a ready batch nor a claimed one makes a version; capacity comes back with training and adoption."""
+    admission = Admission(policy, max_staleness=0, batch_size=2)
+    _dispatch(admission, 2, version=0)
+    admission.ready(0, 0)
+    admission.ready(1, 0)
+    assert _claim(admission, 0) == (0, 1)
+    assert admission.newest_version == 0
+    assert not admission.may_dispatch(0)
+    assert not admission.may_dispatch(1), "version 1 does not exist before step 0 is trained"
+    with pytest.raises(StalenessError, match="no batch of it"):
+        admission.trained(1)
+    admission.trained(0)
+    admission.trained(0)
+    assert (admission.newest_version, admission.next_step) == (1, 1)
+    with pytest.raises(StalenessError, match="the next step is 1"):
+        admission.select(0)
+
+
+def test_lowering_eta_drops_what_is_too_old_and_raising_acts_at_once() -> None:
+    """Groups of version 0 at step 2 are fine under eta 2, gone under eta 1; slots follow."""
+    admission = Admission(max_staleness=2, batch_size=2)
+    ids = _dispatch(admission, admission.slots_total, version=0)
+    for group_id in ids[:4]:
+        admission.ready(group_id, 0)
+    for step in range(2):
+        assert _claim(admission, step) is not None
+        admission.trained(step)
+    dropped = admission.retune(max_staleness=1)
+    assert dropped == tuple(Overdue(g, STALE_AFTER_RETUNE) for g in ids[4:])
+    assert admission.slots_total == 4
+    assert admission.slots_used == 0
+    _dispatch(admission, 4, version=2, first=10)
+    assert not admission.may_dispatch(2)
+    assert admission.retune(max_staleness=2) == ()
+    assert admission.may_dispatch(2)
+
+
+def test_retune_to_nonsense_changes_nothing() -> None:
+    """A bad value is refused whole; the rules in force stay."""
+    admission = Admission(max_staleness=1, batch_size=2)
+    with pytest.raises(ConfigError, match="max_staleness is -1"):
+        admission.retune(max_staleness=-1)
+    with pytest.raises(ConfigError, match="choose one of"):
+        admission.retune(policy="hope")
+    assert (admission.max_staleness, admission.policy) == (1, "pace")
+
+
+def test_a_window_too_wide_for_eta_is_refused() -> None:
+    """W takes its places from N; N below B would never fill a batch."""
+    with pytest.raises(ConfigError, match="may be 1 to 9"):
+        Admission(max_staleness=1, batch_size=8, window=10)
+    assert Admission(max_staleness=1, batch_size=8, window=9).slots_total == 8
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 32])
+def test_n_and_w_are_maximal_and_grow_with_eta(batch_size: int) -> None:
+    """N + W = (eta + 1)*B + 1, N >= B, and raising eta never takes a slot or a place of the window away."""
+    before = (0, 0)
+    for eta in range(9):
+        rules = Admission(max_staleness=eta, batch_size=batch_size).rules
+        assert isinstance(rules, Pace)
+        assert rules.num_slots + rules.window == (eta + 1) * batch_size + 1
+        assert rules.num_slots >= batch_size
+        assert rules.num_slots >= before[0]
+        assert rules.window >= before[1]
+        before = (rules.num_slots, rules.window)
+        assert rules.window == default_window(eta, batch_size)
+
+
+def test_the_default_window_makes_the_trainer_wait_no_longer_than_the_best() -> None:
+    """The rule of `default_window` against a grid of windows, same draws; 3 points of waiting are noise."""
+    size = 16
+    for eta in (1, 2, 4):
+        for step_s in (6.0, 12.0):
+
+            def waiting(window: int, eta: int = eta, step_s: float = step_s) -> float:
+                shares = [
+                    simulate(
+                        Scenario(
+                            max_staleness=eta, batch_size=size, window=window, step_s=step_s, num_steps=120, seed=seed
+                        )
+                    ).waiting_share
+                    for seed in range(3)
+                ]
+                return math.fsum(shares) / len(shares)
+
+            grid = {w: waiting(w) for w in (1, 1 + size // 4, 1 + size // 2, 1 + size)}
+            assert grid[default_window(eta, size)] <= min(grid.values()) + 0.03, (eta, step_s, grid)
+
+
+def test_resume_with_another_batch_size_drops_only_what_cannot_make_it() -> None:
+    """Forty ready groups of versions 0 to 4 at step 5 with batches of two: the bound is kept group by group."""
+    admission = Admission(max_staleness=4, batch_size=2)
+    places = [LinePlace(g, g // 8, Stage.READY) for g in range(40)]
+    overdue = list(admission.restore(places, next_step=5, newest_version=5))
+    num_trained = 0
+    while admission.num_open:
+        step = admission.next_step
+        selection = admission.select(step)
+        assert selection.claim is not None
+        overdue += selection.overdue
+        num_trained += len(selection.claim)
+        assert all(step - group_id // 8 <= 4 for group_id in selection.claim)
+    assert num_trained == 8
+    assert num_trained + len(overdue) == 40
+    assert {item.reason for item in overdue} == {STALE_AFTER_RETUNE}
+
+
+def test_demonstrations_have_no_age_but_hold_slots() -> None:
+    """Groups without any engine token are never too old, yet the producer is still paced by training."""
+    for policy in POLICIES:
+        admission = Admission(policy, max_staleness=0, batch_size=2)
+        ids = _dispatch(admission, 2, version=0)
+        assert not admission.may_dispatch(0)
+        for group_id in ids:
+            admission.ready(group_id, -1)
+        assert admission.retune(max_staleness=0) == ()
+        assert _claim(admission, 0) == (0, 1)
+
+
+def test_events_out_of_order_are_refused() -> None:
+    """The line refuses what a ledger would refuse."""
+    admission = Admission(max_staleness=1, batch_size=2)
+    admission.dispatched(3, 0)
+    with pytest.raises(StalenessError, match="ids must grow"):
+        admission.dispatched(2, 0)
+    with pytest.raises(StalenessError, match="expected waiting"):
+        admission.dispatched(3, 0)
+    with pytest.raises(StalenessError, match="not in the line"):
+        admission.ready(9, 0)
+    admission.ready(3, 0)
+    with pytest.raises(StalenessError, match="is ready, expected"):
+        admission.requeued(3, 0)

@@ -1,0 +1,123 @@
+"""Model folders, batches and gangs of real processes for the tests of the trainer backend."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from myxa.actors.backends.torch_backend.backend import TorchBackend
+from myxa.actors.models.tiny import make_tiny_model
+
+PROGRAM = Path(__file__).with_name("gang_rank.py")
+SPEC = importlib.util.spec_from_file_location("gang_rank", PROGRAM)
+assert SPEC is not None and SPEC.loader is not None
+gang_rank = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(gang_rank)
+
+RANK_TIMEOUT_S = 90
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """0.46M parameters, 2 layers, 262 tokens."""
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder, "0p5m", seed=3, vocab_size=gang_rank.VOCAB)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_shards() -> Callable[..., Any]:
+    return gang_rank.make_shards
+
+
+@pytest.fixture(scope="session")
+def weights_of() -> Callable[[TorchBackend], dict[str, np.ndarray]]:
+    return gang_rank.weights_of
+
+
+@pytest.fixture
+def backends(model: Path) -> Iterator[Callable[..., TorchBackend]]:
+    """Makes backends of a gang of one, set up; closes them at the end."""
+    made: list[TorchBackend] = []
+
+    def make(**options: Any) -> TorchBackend:
+        backend = gang_rank.make_backend(options.pop("folder", model), **options)
+        backend.setup()
+        made.append(backend)
+        return backend
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def programs() -> Callable[..., list[tuple[int, str]]]:
+    """Runs one process per command to its end: [(exit status, output)]. None outlives the call."""
+
+    def run_all(commands: list[list[str]], timeout_s: float = RANK_TIMEOUT_S) -> list[tuple[int, str]]:
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        children = [
+            subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) for c in commands
+        ]
+        try:
+            outputs = [child.communicate(timeout=timeout_s)[0] for child in children]
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    child.kill()
+                    child.communicate()
+        return [(child.returncode, output) for child, output in zip(children, outputs, strict=True)]
+
+    return run_all
+
+
+@pytest.fixture(scope="session")
+def run_gang(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, programs: Callable[..., list[tuple[int, str]]]
+) -> Callable[..., tuple[Path, list[dict[str, Any]]]]:
+    """Runs `gang_rank.run` on that many ranks; returns the output folder and each rank's result."""
+
+    def run(num_ranks: int, strategy: str, algo: dict[str, Any]) -> tuple[Path, list[dict[str, Any]]]:
+        out = tmp_path_factory.mktemp(f"{strategy}{num_ranks}")
+        spec = {
+            "model": str(model),
+            "out": str(out),
+            "port": free_port(),
+            "num_ranks": num_ranks,
+            "algo": algo,
+            "optimizer": {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2},
+            "trainer": {"strategy": strategy},
+        }
+        if num_ranks == 1:
+            return out, [gang_rank.run(spec, 0)]
+        place = out / "spec.json"
+        place.write_text(json.dumps(spec))
+        ended = programs([[sys.executable, str(PROGRAM), str(place), str(r)] for r in range(num_ranks)])
+        for rank, (status, output) in enumerate(ended):
+            assert status == 0, f"rank {rank} ended with {status}:\n{output}"
+        return out, [json.loads((out / f"rank{r}.json").read_text()) for r in range(num_ranks)]
+
+    return run

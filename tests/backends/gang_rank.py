@@ -1,0 +1,159 @@
+"""One rank of a trainer gang through a whole little run; a program for the tests, and their maker of batches.
+
+    python gang_rank.py SPEC.json RANK
+
+The test process calls `run` itself for a gang of one, so that all gangs go through the same steps.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from myxa.actors.backends.torch_backend.backend import TorchBackend, TorchBackendConfig
+from myxa.actors.backends.torch_backend.world import Gang
+from myxa.actors.step_plan import PlanOptions, plan_step
+from myxa.core.config import AlgoConfig, OptimizerConfig, TrainerConfig
+from myxa.core.errors import MyxaError
+from myxa.core.samples import Group, Message, Prompt, Sample, TrainShard
+
+VOCAB = 262
+
+
+def make_groups(seed: int, num_groups: int = 6, num_samples: int = 4, *, with_tools: bool = True) -> list[Group]:
+    """Groups of random tokens and rewards; one group without spread, some masked stretches, one fully masked sample."""
+    rng = np.random.default_rng(seed)
+    groups: list[Group] = []
+    for group_id in range(num_groups):
+        prompt_ids = rng.integers(0, VOCAB, int(rng.integers(3, 12))).astype(np.int32)
+        samples: list[Sample] = []
+        for index in range(num_samples):
+            length = int(rng.integers(1, 10))
+            mask = np.ones(length, np.uint8)
+            if with_tools and index == 1:
+                mask[length // 3 : 2 * length // 3] = 0
+            if with_tools and (group_id, index) == (1, 2):
+                mask[:] = 0
+            logprobs = (-rng.random(length) * 3 - 3.5).astype(np.float32) * mask
+            samples.append(
+                Sample(
+                    group_id=group_id,
+                    index=index,
+                    prompt_ids=prompt_ids,
+                    response_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+                    logprobs=logprobs.astype(np.float32),
+                    loss_mask=mask,
+                    versions=np.where(mask == 1, 0, -1).astype(np.int32),
+                    finish="stop",
+                )
+            )
+        rewards = rng.normal(size=num_samples) if group_id != 2 else np.ones(num_samples)
+        prompt = Prompt(group_id=group_id, row=group_id, pass_index=0, messages=(Message(role="user", content="q"),))
+        groups.append(Group(prompt=prompt, samples=tuple(samples), rewards=rewards.astype(np.float32)))
+    return groups
+
+
+def make_shards(
+    seed: int, num_ranks: int = 1, *, kind: str = "grpo", max_tokens: int = 120, minibatches: int = 1, **groups: Any
+) -> tuple[TrainShard, ...]:
+    """One shard per rank, planned as the leader does."""
+    options = PlanOptions(
+        kind=kind, normalise_std=True, num_ranks=num_ranks, max_tokens=max_tokens, minibatches=minibatches
+    )
+    return plan_step(seed, make_groups(seed, **groups), options)
+
+
+def make_backend(
+    model: str | Path,
+    *,
+    algo: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    gang: Gang | None = None,
+    **rest: Any,
+) -> TorchBackend:
+    """A backend that is not set up yet."""
+    config = TorchBackendConfig(
+        model_path=str(model),
+        algo=AlgoConfig.model_validate(algo or {}),
+        optimizer=OptimizerConfig.model_validate(optimizer or {}),
+        trainer=TrainerConfig.model_validate(trainer or {}),
+        gang=gang or Gang(),
+        **rest,
+    )
+    return TorchBackend(config)
+
+
+def weights_of(backend: TorchBackend) -> dict[str, np.ndarray]:
+    """Copies of the exported float32 weights; empty on other ranks than 0."""
+    return {
+        a.spec.name: np.frombuffer(bytes(a.data), np.float32).reshape(a.spec.shape) for a in backend.export_weights()
+    }
+
+
+def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Train, save, go on, come back, meet a NaN. Weights go to `out`, the rest is returned."""
+    out = Path(spec["out"])
+    gang = Gang(rank, spec["num_ranks"], "127.0.0.1", spec["port"], timeout_s=60)
+    backend = make_backend(
+        spec["model"], algo=spec["algo"], optimizer=spec["optimizer"], trainer=spec["trainer"], gang=gang, num_steps=9
+    )
+    kind, minibatches = spec["algo"]["kind"], spec["algo"]["minibatches"]
+    shards = [
+        make_shards(seed, spec["num_ranks"], kind=kind, minibatches=minibatches)[rank] for seed in (11, 12, 13)
+    ]
+    result: dict[str, Any] = {"facts": backend.setup()}
+    try:
+        result["scores"] = {
+            f"{s.group_id}/{s.index}": scores.tolist()
+            for s, scores in zip(shards[0].samples, backend.score(shards[0].samples), strict=True)
+        }
+        result["metrics"] = [backend.train(shard, {}).metrics for shard in shards[:2]]
+        keep(out / "weights.npz", weights_of(backend))
+        backend.save(str(out / "checkpoints" / "two"), {"version": 2})
+        result["metrics"].append(backend.train(shards[2], {}).metrics)
+        keep(out / "weights_on.npz", weights_of(backend))
+        result["extra"] = backend.load(str(out / "checkpoints"))
+        keep(out / "weights_back.npz", weights_of(backend))
+        backend.train(shards[2], {})
+        keep(out / "weights_again.npz", weights_of(backend))
+        backend.export_hf(str(out / "hf"))
+        result["error"] = refusal(backend, poisoned(shards[0], rank=spec["num_ranks"] - 1, own=rank))
+        keep(out / "weights_after_nan.npz", weights_of(backend))
+    finally:
+        backend.close()
+    return result
+
+
+def keep(path: Path, weights: dict[str, np.ndarray]) -> None:
+    if weights:
+        np.savez(path, **weights)
+
+
+def poisoned(shard: TrainShard, *, rank: int, own: int) -> TrainShard:
+    """The last rank's first trained sample gets a NaN."""
+    if rank != own:
+        return shard
+    victim = next(i for i, s in enumerate(shard.samples) if s.loss_mask.any() and s.advantage)
+    samples = list(shard.samples)
+    samples[victim] = msgspec.structs.replace(samples[victim], advantage=float("nan"))
+    return msgspec.structs.replace(shard, samples=tuple(samples))
+
+
+def refusal(backend: TorchBackend, shard: TrainShard) -> str:
+    try:
+        backend.train(shard, {})
+    except MyxaError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+if __name__ == "__main__":
+    the_spec = json.loads(Path(sys.argv[1]).read_text())
+    the_result = run(the_spec, int(sys.argv[2]))
+    (Path(the_spec["out"]) / f"rank{sys.argv[2]}.json").write_text(json.dumps(the_result))

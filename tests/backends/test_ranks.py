@@ -1,0 +1,92 @@
+"""Several real processes over gloo train exactly what one process trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from myxa.actors.backends.torch_backend.checkpoint_folder import list_checkpoints
+
+ALGO = {"kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.05}
+WHITENED = {"kind": "reinforce_pp", "batch_size": 6, "minibatches": 1, "kl_coef": 0.1, "kl_in": "reward"}
+TIMES = ("train/step_s", "train/tokens_per_s", "train/num_computed_tokens")
+
+Gang = tuple[Path, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module", params=[("ddp", 2, ALGO), ("fsdp", 3, ALGO), ("fsdp", 2, WHITENED)], ids=str)
+def gangs(request: pytest.FixtureRequest, run_gang: Callable[..., Gang]) -> tuple[Gang, Gang]:
+    strategy, num_ranks, algo = request.param
+    return run_gang(1, strategy, algo), run_gang(num_ranks, strategy, algo)
+
+
+def load(place: Gang, name: str) -> dict[str, np.ndarray]:
+    with np.load(place[0] / f"{name}.npz") as file:
+        return dict(file)
+
+
+def test_metrics_agree_with_one_process_and_between_ranks(gangs: tuple[Gang, Gang]) -> None:
+    (_, (alone,)), (_, ranks) = gangs
+    for step, expected in enumerate(alone["metrics"]):
+        for result in ranks:
+            metrics = result["metrics"][step]
+            assert metrics.keys() == expected.keys()
+            for name, value in expected.items():
+                if name not in TIMES:
+                    assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), (step, name)
+                if not name.endswith("_s"):
+                    assert metrics[name] == ranks[0]["metrics"][step][name], (step, name)
+
+
+def test_weights_agree_with_one_process(gangs: tuple[Gang, Gang]) -> None:
+    one, many = load(gangs[0], "weights"), load(gangs[1], "weights")
+    assert one.keys() == many.keys()
+    start = max(np.abs(one[n] - load(gangs[0], "weights_on")[n]).max() for n in one)
+    assert start > 1e-4, "a step must change something, or this test proves nothing"
+    for name in one:
+        np.testing.assert_allclose(many[name], one[name], rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_going_on_from_a_checkpoint_gives_the_same_bits(gangs: tuple[Gang, Gang]) -> None:
+    for gang in gangs:
+        saved, on, back, again = (load(gang, n) for n in ("weights", "weights_on", "weights_back", "weights_again"))
+        for name in saved:
+            assert np.array_equal(back[name], saved[name]), name
+            assert np.array_equal(again[name], on[name]), name
+        assert gang[1][0]["extra"] == {"version": 2}
+        (info,) = list_checkpoints(gang[0] / "checkpoints")
+        assert info.is_complete and info.extra == {"version": 2}
+
+
+def test_a_checkpoint_of_many_ranks_restores_on_one(
+    gangs: tuple[Gang, Gang], backends: Callable[..., Any], weights_of: Callable[..., dict[str, np.ndarray]]
+) -> None:
+    backend = backends()
+    assert backend.load(str(gangs[1][0] / "checkpoints" / "two")) == {"version": 2}
+    saved = load(gangs[1], "weights")
+    for name, value in weights_of(backend).items():
+        assert np.array_equal(value, saved[name]), name
+
+
+def test_a_nan_on_one_rank_stops_all_of_them_before_the_update(gangs: tuple[Gang, Gang]) -> None:
+    for gang in gangs:
+        errors = {result["error"] for result in gang[1]}
+        assert len(errors) == 1, "every rank must say the same"
+        (error,) = errors
+        assert error.startswith("TrainError: step 11, mini-batch ")
+        assert f"of rank {len(gang[1]) - 1} (groups " in error
+        before, after = load(gang, "weights_again"), load(gang, "weights_after_nan")
+        if " mini-batch 0:" in error:
+            assert all(np.array_equal(before[n], after[n]) for n in before)
+
+
+def test_scores_do_not_depend_on_the_number_of_ranks(gangs: tuple[Gang, Gang]) -> None:
+    (_, (alone,)), (_, ranks) = gangs
+    together = {name: scores for result in ranks for name, scores in result["scores"].items()}
+    assert together.keys() == alone["scores"].keys()
+    for name, scores in alone["scores"].items():
+        np.testing.assert_allclose(together[name], scores, atol=1e-5, err_msg=name)

@@ -1,0 +1,305 @@
+"""The ledger on real files: verbs, refusals, restarts, rewinds, identity and damage."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from myxa.actors.ledger import Ledger
+from myxa.actors.ledger_states import AT_REST, LEFTOVER, REWIND, TRANSITIONS, Row, State, check_path
+from myxa.algos.staleness import STALE
+from myxa.core.errors import LedgerError
+
+
+def open_ledger(path: Path, run: str = "sort", fingerprint: str = "data-1") -> Ledger:
+    return Ledger(path, run=run, fingerprint=fingerprint, wall=lambda: 1.0)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.sqlite"
+
+
+@pytest.fixture
+def ledger(path: Path) -> Iterator[Ledger]:
+    opened = open_ledger(path)
+    yield opened
+    opened.close()
+
+
+def draw(ledger: Ledger, count: int, version: int = 0, rollout: str = "rollout/0") -> list[int]:
+    first = ledger.next_group_id
+    rows = [
+        Row(first + i, ledger.next_draw + i, -1, 2, rollout=rollout, epoch=1, version=version) for i in range(count)
+    ]
+    ledger.dispatch(rows)
+    return [row.group_id for row in rows]
+
+
+def train(ledger: Ledger, step: int, ids: list[int]) -> None:
+    for group_id in ids:
+        ledger.finish(group_id, b"payload %d" % group_id, version=step, num_tokens=10)
+    ledger.claim(step, ids)
+    assert ledger.trained(step)
+
+
+def states(ledger: Ledger) -> dict[int, State]:
+    found = [ledger.find(group_id) for group_id in range(ledger.next_group_id)]
+    return {row.group_id: row.state for row in found if row is not None}
+
+
+def test_a_life_from_draw_to_durable(ledger: Ledger, path: Path) -> None:
+    ids = draw(ledger, 2)
+    train(ledger, 0, ids)
+    assert ledger.durable(1) == 2
+    assert ledger.durable(1) == 0
+    assert states(ledger) == {0: State.DURABLE, 1: State.DURABLE}
+    with sqlite3.connect(path) as db:
+        walked = db.execute("SELECT to_state FROM transitions WHERE group_id = 1 ORDER BY seq").fetchall()
+    db.close()
+    assert [state for (state,) in walked] == [
+        "DISPATCHED",
+        "FINISHED",
+        "REWARDED",
+        "READY",
+        "CLAIMED",
+        "TRAINED",
+        "DURABLE",
+    ]
+
+
+def test_every_transition_that_is_not_in_the_table_is_refused() -> None:
+    row = Row(7, 7, -1, 2, attempt=3)
+    for table in (TRANSITIONS, REWIND):
+        for source in State:
+            for target in State:
+                moved = replace(row, state=source)
+                if target in table.get(source, ()):
+                    check_path(moved, (target,), table)
+                else:
+                    text = rf"group 7 \(attempt 3\) cannot go from {source} to {target}"
+                    with pytest.raises(LedgerError, match=text):
+                        check_path(moved, (target,), table)
+    assert set(TRANSITIONS) == set(State)
+    assert {state for state in State if state not in AT_REST} == {State.DRAWN, State.FINISHED, State.REWARDED}
+
+
+def test_a_refused_verb_changes_nothing(ledger: Ledger) -> None:
+    first, second = draw(ledger, 2)
+    ledger.finish(first, b"x", version=0, num_tokens=1)
+    before = (states(ledger), ledger.tally.states, ledger.next_step)
+    with pytest.raises(LedgerError, match=f"group {second} .* from DISPATCHED to CLAIMED"):
+        ledger.claim(0, [first, second])
+    with pytest.raises(LedgerError, match=f"group {first} .* from READY to FINISHED"):
+        ledger.finish(first, b"y", version=0, num_tokens=1)
+    with pytest.raises(LedgerError, match="group 99 was never drawn"):
+        ledger.drop([(second, "x"), (99, "x")])
+    with pytest.raises(LedgerError, match="the next step is 0"):
+        ledger.claim(4, [first])
+    with pytest.raises(LedgerError, match="the next id is 2"):
+        ledger.dispatch([Row(5, 5, -1, 2)])
+    with pytest.raises(LedgerError, match="step 0 was trained, but claimed are"):
+        ledger.trained(0)
+    with pytest.raises(LedgerError, match="the newest is 0"):
+        ledger.durable(3)
+    assert (states(ledger), ledger.tally.states, ledger.next_step) == before
+    assert ledger.payload(first) == b"x"
+
+
+def test_a_restart_requeues_what_was_under_way_and_keeps_claims(ledger: Ledger, path: Path) -> None:
+    ids = draw(ledger, 4)
+    for group_id in ids[:2]:
+        ledger.finish(group_id, b"whole", version=0, num_tokens=5)
+    ledger.claim(0, ids[:2])
+    ledger.close()
+    again = open_ledger(path)
+    assert states(again) == {0: State.CLAIMED, 1: State.CLAIMED, 2: State.REQUEUED, 3: State.REQUEUED}
+    assert [row.group_id for row in again.claim_of(0)] == ids[:2]
+    assert (again.next_step, again.newest_version) == (1, 0)
+    assert (again.next_draw, again.next_group_id) == (4, 4)
+    row = again.find(2)
+    assert row is not None
+    assert row.rollout == "rollout/0", "its worker may still deliver"
+    assert again.trained(0)
+    again.close()
+
+
+def test_a_rewind_makes_later_groups_ready_again(ledger: Ledger, path: Path) -> None:
+    batches = [draw(ledger, 2, version=step) for step in range(4)]
+    for step in range(4):
+        train(ledger, step, batches[step])
+    ledger.durable(1)
+    ledger.durable(2)
+    assert ledger.payload(batches[0][0]) is None, "two checkpoints cover it"
+    assert ledger.payload(batches[1][0]) is not None, "only the newest checkpoint covers it"
+    in_flight = draw(ledger, 1, version=4)
+    assert ledger.rewind(2) == 4
+    assert (ledger.next_step, ledger.newest_version) == (2, 2)
+    assert [row.group_id for row in ledger.rows(State.READY)] == [*batches[2], *batches[3]]
+    assert {row.version for row in ledger.rows(State.READY)} == {2}, "version 3 is undone: its stamp counts as 2"
+    flying = ledger.find(in_flight[0])
+    assert flying is not None
+    assert flying.version == 2
+    assert ledger.rewind(1) == 2, "the checkpoint of version 2 was damaged"
+    ledger.claim(1, batches[1])
+    ledger.trained(1)
+    assert ledger.durable(2) == 2
+    ledger.close()
+    again = open_ledger(path)
+    assert (again.next_step, again.newest_version) == (2, 2)
+    with pytest.raises(LedgerError, match="cannot go back to version 0"):
+        again.rewind(0)
+    again.close()
+
+
+def test_a_rewind_to_a_checkpoint_that_the_ledger_had_not_heard_of(ledger: Ledger) -> None:
+    """Killed between the optimizer step and `trained`: the checkpoint is right, the claim was trained."""
+    ids = draw(ledger, 2)
+    for group_id in ids:
+        ledger.finish(group_id, b"x", version=0, num_tokens=1)
+    ledger.claim(0, ids)
+    assert ledger.rewind(1) == 0
+    assert set(states(ledger).values()) == {State.TRAINED}
+    assert ledger.next_step == 1
+
+
+def test_a_rewind_to_the_step_under_way_keeps_its_claim(ledger: Ledger) -> None:
+    ids = draw(ledger, 3)
+    for group_id in ids:
+        ledger.finish(group_id, b"x", version=0, num_tokens=1)
+    ledger.claim(0, ids[:2])
+    assert ledger.rewind(0) == 0
+    assert [row.group_id for row in ledger.claim_of(0)] == ids[:2]
+    assert ledger.next_step == 1
+
+
+def test_a_fresh_ledger_can_start_at_a_later_version(ledger: Ledger, path: Path) -> None:
+    assert ledger.rewind(40) == 0
+    ledger.close()
+    again = open_ledger(path)
+    assert (again.next_step, again.newest_version) == (40, 40)
+    again.close()
+
+
+def test_leftovers_come_back_when_the_run_goes_on(ledger: Ledger) -> None:
+    ready, returned, under_way, filtered = draw(ledger, 4)
+    ledger.finish(ready, b"whole", version=0, num_tokens=3)
+    ledger.requeue([(returned, b"partial", 0)], "drained")
+    ledger.refuse(filtered, "zero-variance", detail="", num_tokens=4)
+    ledger.drop([(g, LEFTOVER) for g in (ready, returned, under_way)])
+    assert ledger.tally.dropped == {LEFTOVER: 3, "zero-variance": 1}
+    ledger.rewind(0)
+    assert states(ledger) == {
+        ready: State.READY,
+        returned: State.REQUEUED,
+        under_way: State.REQUEUED,
+        filtered: State.DROPPED,
+    }
+    assert ledger.payload(ready) == b"whole"
+    assert ledger.payload(returned) == b"partial"
+
+
+def test_stale_prompts_are_drawn_again_once_each(ledger: Ledger, path: Path) -> None:
+    ids = draw(ledger, 3)
+    ledger.drop([(ids[1], STALE), (ids[2], "workflow-error")])
+    assert ledger.redraw() == (1, 1)
+    ledger.note_length(1, 900)
+    ledger.close()
+    again = open_ledger(path)
+    assert again.redraw() == (1, 1)
+    again.dispatch([Row(3, 1, 1, 2, rollout="rollout/0", epoch=1, version=0)])
+    assert again.redraw() is None
+    again.note_length(1, 901)
+    assert again.redraw() is None
+    assert again.tally.mean_tokens == {STALE: 900.0}
+    assert again.next_draw == 3
+    again.close()
+    last = open_ledger(path)
+    assert last.redraw() is None
+    last.close()
+
+
+def test_a_tally_is_the_same_after_a_reload(ledger: Ledger, path: Path) -> None:
+    ids = draw(ledger, 6)
+    train(ledger, 0, ids[:2])
+    ledger.refuse(ids[2], "zero-variance", detail="", num_tokens=8)
+    ledger.drop([(ids[3], "engine-error")])
+    ledger.requeue([(ids[4], None, -1), (ids[5], None, -1)], "rollout/0 is gone")
+    before = (ledger.tally.states, ledger.tally.dropped, ledger.tally.mean_tokens)
+    assert before[2] == {"trained": 10.0, "zero-variance": 8.0}
+    ledger.close()
+    again = open_ledger(path)
+    assert (again.tally.states, again.tally.dropped, again.tally.mean_tokens) == before
+    again.close()
+
+
+def test_a_ledger_of_another_run_or_dataset_is_refused(ledger: Ledger, path: Path) -> None:
+    ledger.close()
+    with pytest.raises(LedgerError, match="belongs to another run: 'sort', this run has 'chat'"):
+        open_ledger(path, run="chat")
+    with pytest.raises(LedgerError, match="belongs to another dataset: 'data-1'"):
+        open_ledger(path, fingerprint="data-2")
+    open_ledger(path).close()
+
+
+def test_two_buffers_cannot_share_a_ledger(ledger: Ledger, path: Path) -> None:
+    with pytest.raises(LedgerError, match="in use by another process"):
+        open_ledger(path)
+
+
+def test_files_that_are_no_ledgers_are_refused(tmp_path: Path) -> None:
+    text = tmp_path / "notes.txt"
+    text.write_text("I am a diary of more than sixteen bytes, not a database.\n" * 40)
+    with pytest.raises(LedgerError, match="cannot be used as a ledger"):
+        open_ledger(text)
+    other = tmp_path / "other.sqlite"
+    with sqlite3.connect(other) as db:
+        db.execute("CREATE TABLE songs(title)")
+    db.close()
+    with pytest.raises(LedgerError, match="a database of something else"):
+        open_ledger(other)
+    with pytest.raises(LedgerError, match="does the run directory exist"):
+        open_ledger(tmp_path / "nowhere" / "ledger.sqlite")
+
+
+DAMAGE = [
+    ("UPDATE groups SET state = 'DISPATCHED' WHERE group_id = 2", "another state than its last transition"),
+    ("DELETE FROM payloads WHERE group_id = 0", "has no whole payload"),
+    ("DELETE FROM groups WHERE group_id = 1", "draws up to 3, of which 3 are known"),
+    ("UPDATE groups SET step = 4 WHERE group_id = 3", "has a step although it was not claimed"),
+    ("UPDATE groups SET step = -1 WHERE group_id = 0", "has no step although it was claimed"),
+    ("UPDATE groups SET reason = '' WHERE group_id = 1", "dropped without a reason"),
+    ("UPDATE groups SET redraw_of = 3 WHERE group_id = 2", "repeats a draw that was not dropped"),
+    ("DELETE FROM transitions WHERE group_id = 0 AND to_state = 'FINISHED'", "has a gap in its transitions"),
+    ("UPDATE transitions SET from_state = 'DRAWN', to_state = 'CLAIMED' WHERE group_id = 3", "another state"),
+]
+
+
+@pytest.mark.parametrize(("sql", "text"), DAMAGE, ids=[text for _, text in DAMAGE])
+def test_damage_is_found_at_load(ledger: Ledger, path: Path, sql: str, text: str) -> None:
+    ids = draw(ledger, 4)
+    train(ledger, 0, ids[:1])
+    ledger.drop([(1, "workflow-error")])
+    ledger.requeue([(2, None, -1)], "drained")
+    ledger.close()
+    with sqlite3.connect(path) as db:
+        db.execute(sql)
+    db.close()
+    with pytest.raises(LedgerError, match=text):
+        open_ledger(path)
+
+
+def test_a_full_disk_is_an_error_and_leaves_the_ledger_as_it_was(ledger: Ledger) -> None:
+    ids = draw(ledger, 1)
+    pages = ledger._file.query("PRAGMA page_count")[0][0]
+    ledger._file.query(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(LedgerError, match="cannot be written: database or disk is full"):
+        ledger.finish(ids[0], bytes(1 << 20), version=0, num_tokens=1)
+    assert states(ledger) == {0: State.DISPATCHED}
+    ledger._file.query("PRAGMA max_page_count = 1000000")
+    ledger.finish(ids[0], bytes(1 << 20), version=0, num_tokens=1)
+    assert states(ledger) == {0: State.READY}

@@ -1,0 +1,74 @@
+"""The line of every key, for any layout that TOML allows."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from myxa.core.config.dumping import toml_value
+from myxa.core.config.key_lines import key_lines
+
+TEXT = '''# comment
+top = 1
+[a]   # header
+b.c = """
+[not.a.header]
+x = 1
+"""
+list = [
+  1,  # [z]
+  2,
+]
+inline = { deep = { er = 1 }, k = "]" }
+
+["quoted.name"]
+'also "this"' = 3
+[[many]]
+x = 1
+[[many]]
+x = 2
+[a.sub]
+d = '[x]'
+'''
+
+
+def test_every_form_of_key() -> None:
+    assert key_lines(TEXT) == {
+        ("top",): 2,
+        ("a",): 3,
+        ("a", "b"): 4,
+        ("a", "b", "c"): 4,
+        ("a", "list"): 8,
+        ("a", "inline"): 12,
+        ("a", "inline", "deep"): 12,
+        ("a", "inline", "deep", "er"): 12,
+        ("a", "inline", "k"): 12,
+        ("quoted.name",): 14,
+        ("quoted.name", 'also "this"'): 15,
+        ("many",): 16,
+        ("many", "x"): 17,
+        ("a", "sub"): 20,
+        ("a", "sub", "d"): 21,
+    }
+
+
+keys = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=6)
+leaves = st.one_of(st.integers(-9, 9), st.booleans(), keys, st.lists(st.integers(0, 9), max_size=3), st.just("a\nb"))
+
+
+@given(st.dictionaries(keys, st.dictionaries(keys, leaves, max_size=4), max_size=4))
+def test_lines_of_generated_files(tables: dict[str, dict[str, Any]]) -> None:
+    lines: list[str] = []
+    expected: dict[tuple[str, ...], int] = {}
+    for name, table in tables.items():
+        lines.append(f"[{toml_value(name)}]")
+        expected[(name,)] = len(lines)
+        for key, value in table.items():
+            lines.extend(["", f"{toml_value(key)} = {toml_value(value)}"])
+            expected[(name, key)] = len(lines)
+    text = "\n".join(lines)
+    assert tomllib.loads(text) == tables
+    assert key_lines(text) == expected

@@ -1,0 +1,196 @@
+"""A run file that is right: defaults, merging, overrides, paths, sections derived for SFT."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from myxa.core.config import (
+    AlgoConfig,
+    DataSettings,
+    ModelSettings,
+    RunConfig,
+    dump_config,
+    load_config,
+    parse_devices,
+)
+from myxa.core.config.presence import missing_paths
+
+MINIMAL = '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n'
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    return tmp_path
+
+
+def write(folder: Path, text: str, name: str = "run.toml") -> Path:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def test_a_minimal_file_gets_every_default(folder: Path) -> None:
+    config = load_config(write(folder, MINIMAL))
+    assert config.algo.kind == "grpo"
+    assert config.asynchrony.max_staleness == 2
+    assert config.rollout.num_samples == 8
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert [name for name, _ in config.roles.by_name()] == ["coordinator", "buffer", "monitor", "trainer", "rollout"]
+    assert config.roles["trainer"] is config.roles.trainer
+    assert config.roles.trainer.restart == "gang"
+    assert config.roles.rollout.device_ids == ()
+
+
+def test_relative_paths_in_a_file_are_relative_to_its_folder(folder: Path) -> None:
+    text = """
+[run]
+dir = "out"
+[model]
+path = "../model"
+[data]
+train = ["a.jsonl@[10:20]", "/abs/b.jsonl"]
+[eval]
+data = "sub/../held.jsonl"
+[reward]
+fn = "rewards.py:score"
+[rollout]
+workflow = "pkg.flows:generate"
+[trainer]
+resume = "ckpt"
+[roles.rollout]
+python = "venv/bin/python"
+[roles.trainer]
+python = "python3.12"
+"""
+    config = load_config(write(folder, text, "nested/run.toml"))
+    base = str(folder / "nested")
+    assert config.run.dir == f"{base}/out"
+    assert config.model.path == f"{folder}/model"
+    assert config.data.train == (f"{base}/a.jsonl@[10:20]", "/abs/b.jsonl")
+    assert config.eval.data == f"{base}/held.jsonl"
+    assert config.reward.fn == f"{base}/rewards.py:score"
+    assert config.rollout.workflow == "pkg.flows:generate"
+    assert config.trainer.resume == f"{base}/ckpt"
+    assert config.roles.rollout.python == f"{base}/venv/bin/python"
+    assert config.roles.trainer.python == "python3.12"
+
+
+def test_paths_in_flags_and_the_default_run_dir_are_relative_to_the_current_folder(folder: Path) -> None:
+    config = load_config(write(folder, MINIMAL), ["model.path=here/model", "trainer.resume=~/ckpt"])
+    assert config.model.path == f"{folder}/elsewhere/here/model"
+    assert config.run.dir == f"{folder}/elsewhere/runs"
+    assert config.trainer.resume == str(Path("~/ckpt").expanduser())
+
+
+def test_files_are_merged_key_by_key_and_flags_win(folder: Path) -> None:
+    base = write(folder, MINIMAL + "[optimizer]\nlr = 0.1\neps = 1e-6\n[rollout]\nstop_token_ids = [1, 2]\n")
+    over = write(
+        folder, '[optimizer]\nlr = 0.2\n[rollout]\nstop_token_ids = [3]\n[data]\ntrain = "b.jsonl"\n', "o/over.toml"
+    )
+    config = load_config([base, over], ["optimizer.eps=1e-5"])
+    assert (config.optimizer.lr, config.optimizer.eps) == (0.2, 1e-5)
+    assert config.rollout.stop_token_ids == (3,)
+    assert config.data.train == f"{folder}/o/b.jsonl"
+    assert config.model.path == f"{folder}/model"
+
+
+@pytest.mark.parametrize(
+    ("flag", "path", "value"),
+    [
+        ("algo.batch_size=64", ("algo", "batch_size"), 64),
+        ("run.name=sort-2", ("run", "name"), "sort-2"),
+        ('run.name="sort"', ("run", "name"), "sort"),
+        ("optimizer.lr = 3e-4", ("optimizer", "lr"), 3e-4),
+        ("data.shuffle=false", ("data", "shuffle"), False),
+        ("rollout.stop_token_ids=[1, 2]", ("rollout", "stop_token_ids"), (1, 2)),
+        ("async.max_staleness=0", ("asynchrony", "max_staleness"), 0),
+        ("data.system=a = b", ("data", "system"), "a = b"),
+        ("roles.rollout.count=3", ("roles", "rollout", "count"), 3),
+        ('roles.rollout.env."A"="x"', ("roles", "rollout", "env"), {"A": "x"}),
+        ("reward.args.tolerance=0.5", ("reward", "args"), {"tolerance": 0.5}),
+    ],
+)
+def test_flags_are_toml_values_and_bare_words_are_text(
+    folder: Path, flag: str, path: tuple[str, ...], value: object
+) -> None:
+    found: object = load_config(write(folder, MINIMAL), [flag])
+    for name in path:
+        found = getattr(found, name)
+    assert found == value
+
+
+def test_sft_needs_no_rollout_section(folder: Path) -> None:
+    config = load_config(write(folder, MINIMAL + 'preset = "chat"\n[algo]\nkind = "sft"\n'))
+    assert config.rollout.workflow == "demonstration"
+    assert config.rollout.num_samples == 1
+    assert config.algo.group_filter == "none"
+
+
+def test_a_configuration_made_in_python_is_checked_too() -> None:
+    model, data = ModelSettings(path="m"), DataSettings(train="t.jsonl")
+    assert RunConfig(model=model, data=data).algo.batch_size == 32
+    with pytest.raises(ValidationError, match="minibatches: does not divide batch_size = 32"):
+        AlgoConfig(minibatches=5)
+    with pytest.raises(ValidationError, match=r"eval\.every: needs eval\.data"):
+        RunConfig.model_validate({"model": model, "data": data, "eval": {"every": 2}})
+
+
+def test_a_configuration_cannot_be_changed(folder: Path) -> None:
+    config = load_config(write(folder, MINIMAL))
+    with pytest.raises(ValidationError, match="frozen"):
+        config.algo.batch_size = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "",
+        'preset = "chat"\n[algo]\nkind = "sft"\n',
+        'system = "say \\"hi\\"\\n\\u007f \\\\ é 🙂"\n[roles.rollout]\nnodes = "*"\nenv = {A = "x y", B_2 = ""}\n',
+        (
+            "[reward]\nfn = \"regex\"\npattern = '(\\d+)\\s*$'\n"
+            "args = {deep = {x = [1, 2.5, true], y = []}, when = 2024-01-01T00:00:00Z}\n"
+        ),
+        '[roles.trainer]\ndevices = "0-3"\ncount = 4\nnodes = [0, 1]\n[async]\nmax_staleness = 0\npolicy = "drop"\n',
+    ],
+)
+def test_a_dumped_configuration_loads_as_the_same(folder: Path, extra: str) -> None:
+    config = load_config(write(folder, MINIMAL + extra))
+    dumped = dump_config(config)
+    again = load_config(write(folder, dumped, "elsewhere/deep/config.toml"))
+    assert again == config
+    assert dump_config(again) == dumped
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"), [("cpu", ()), ("0", (0,)), ("0-3", (0, 1, 2, 3)), ("0,2, 5-6", (0, 2, 5, 6)), ("63", (63,))]
+)
+def test_devices(text: str, devices: tuple[int, ...]) -> None:
+    assert parse_devices(text) == devices
+
+
+def test_missing_paths_are_named_with_their_keys(folder: Path) -> None:
+    (folder / "model").mkdir()
+    (folder / "train.jsonl").write_text("{}")
+    text = MINIMAL + '[eval]\ndata = "held.jsonl@[:5]"\n[reward]\nfn = "mine.py:f"\n[roles.rollout]\npython = "./py"\n'
+    config = load_config(write(folder, text))
+    assert missing_paths(config) == (
+        f"eval.data = {folder}/held.jsonl: there is no such file",
+        f"reward.fn = {folder}/mine.py: there is no such file",
+        f"roles.rollout.python = {folder}/py: there is no such file",
+    )
+
+
+def test_reading_a_run_file_imports_neither_torch_nor_numpy_nor_zmq() -> None:
+    code = "import sys, myxa.core.config; print(sorted({'torch', 'numpy', 'zmq', 'pyarrow'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

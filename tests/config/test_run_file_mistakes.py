@@ -1,0 +1,332 @@
+"""Every mistake in a run file gets its file, line, path, value and cause; all of them at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from myxa.core.config import load_config
+from myxa.core.errors import ConfigError
+
+HEAD = '[model]\npath = "m"\n[data]\ntrain = "t.jsonl"\n'
+KINDS = '"grpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sft"'
+ALL_SECTIONS = (
+    "known: algo, async, data, engine, eval, model, monitor, optimizer, reward, roles, rollout, run and 1 more"
+)
+
+
+def failure(folder: Path, text: str | bytes, overrides: tuple[str, ...] = ()) -> str:
+    file = folder / "run.toml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value).replace(str(file), "run.toml")
+
+
+MISTAKES: list[tuple[str, str]] = [
+    # unknown names
+    ("[optimiser]\nlr = 1\n", 'run.toml:5: optimiser: is not a known section; did you mean "optimizer"?'),
+    ("[xyz]\n", f"run.toml:5: xyz: is not a known section; {ALL_SECTIONS}"),
+    ("[asynchrony]\nwindow = 3\n", 'run.toml:5: asynchrony: is not a known section; did you mean "async"?'),
+    ("[algo]\nclip_lo = 0.2\n", 'run.toml:6: algo.clip_lo = 0.2: is not a known key; did you mean "clip_low"?'),
+    ("[Algo]\n", 'run.toml:5: Algo: is not a known section; did you mean "algo"?'),
+    ("[roles.rolout]\ncount = 2\n", 'run.toml:5: roles.rolout: is not a known role; did you mean "rollout"?'),
+    (
+        "[monitor]\nzzz = 1\n",
+        "run.toml:6: monitor.zzz = 1: is not a known key; known: prometheus_port, tensorboard, trace",
+    ),
+    # types
+    ('[algo]\nbatch_size = "32"\n', 'run.toml:6: algo.batch_size = "32": must be a whole number'),
+    ("[algo]\nbatch_size = 32.0\n", "run.toml:6: algo.batch_size = 32.0: must be a whole number"),
+    ("[algo]\nbatch_size = true\n", "run.toml:6: algo.batch_size = true: must be a whole number"),
+    ('[optimizer]\nlr = "high"\n', 'run.toml:6: optimizer.lr = "high": must be a number'),
+    ("[optimizer]\nlr = nan\n", "run.toml:6: optimizer.lr = nan: must be a finite number"),
+    ("[optimizer]\nlr = inf\n", "run.toml:6: optimizer.lr = inf: must be a finite number"),
+    ("shuffle = 1\n", "run.toml:5: data.shuffle = 1: must be true or false"),
+    ("system = 3\n", "run.toml:5: data.system = 3: must be text in quotes"),
+    ("algo = 3\n", "run.toml:5: data.algo = 3: is not a known key; "),
+    ("[rollout]\nstop_token_ids = 3\n", "run.toml:6: rollout.stop_token_ids = 3: must be an array"),
+    (
+        "[rollout]\nstop_token_ids = [\n  1,\n  '2',\n]\ntop_p = 0.5\n",
+        'run.toml:6: rollout.stop_token_ids = [1, "2"]: must be a whole number',
+    ),
+    ("[reward]\nargs = 3\n", "run.toml:6: reward.args = 3: must be a table"),
+    ("[optimizer]\nbetas = [0.9]\n", "run.toml:6: optimizer.betas = [0.9]: has too few elements"),
+    ("[optimizer]\nbetas = [0.9, 1.0]\n", "run.toml:6: optimizer.betas = [0.9, 1.0]: must be below 1"),
+    ("[optimizer]\nbetas = [0.9, 0.9, 0.9]\n", "run.toml:6: optimizer.betas = [0.9, 0.9, 0.9]: has too many elements"),
+    # ranges
+    ("[rollout]\ntemperature = -1\n", "run.toml:6: rollout.temperature = -1: must be at least 0"),
+    ("[rollout]\ntop_p = 0\n", "run.toml:6: rollout.top_p = 0: must be greater than 0"),
+    ("[rollout]\ntop_p = 1.5\n", "run.toml:6: rollout.top_p = 1.5: must be at most 1"),
+    ("[rollout]\ntop_k = 0\n", "run.toml:6: rollout.top_k = 0: must be -1 (off) or at least 1"),
+    ("[rollout]\nstop_token_ids = [-2]\n", "run.toml:6: rollout.stop_token_ids = [-2]: token ids must not be negative"),
+    ("[algo]\nclip_low = 0\n", "run.toml:6: algo.clip_low = 0: must be greater than 0"),
+    ("[algo]\nclip_high = -0.5\n", "run.toml:6: algo.clip_high = -0.5: must be greater than 0"),
+    ("[algo]\ndual_clip = 0.5\n", "run.toml:6: algo.dual_clip = 0.5: must be 0 (off) or greater than 1"),
+    ("[async]\nmax_staleness = -1\n", "run.toml:6: async.max_staleness = -1: must be at least 0"),
+    ("[monitor]\nprometheus_port = 70000\n", "run.toml:6: monitor.prometheus_port = 70000: must be at most 65535"),
+    # choices and names
+    ('[algo]\nkind = "grp"\n', f'run.toml:6: algo.kind = "grp": must be one of {KINDS}; did you mean "grpo"?'),
+    ('[roles.buffer]\nkind = "b"\n', 'run.toml:6: roles.buffer.kind = "b": must be "buffer"'),
+    ('preset = "alpaca"\n', 'run.toml:5: data.preset = "alpaca": must be one of "slime", "verl", "chat", "plain"'),
+    (
+        '[run]\nname = "a/b"\n',
+        "run.toml:6: run.name = \"a/b\": must be 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit",
+    ),
+    (
+        '[reward]\nfn = "exakt"\n',
+        (
+            'run.toml:6: reward.fn = "exakt": must be one of exact, numeric, math, regex, format, or module:function, '
+            "or file.py:function"
+        ),
+    ),
+    ('[reward]\npattern = "("\n', 'run.toml:6: reward.pattern = "(": is not a regular expression: '),
+    ('[engine]\nurl = "host:1"\n', 'run.toml:6: engine.url = "host:1": must look like http://host:port'),
+    # sources and devices
+    (
+        '[eval]\ndata = "h.jsonl@[3]"\n',
+        "a slice must look like file@[10:100], with whole numbers on either side of the colon",
+    ),
+    ("[roles.rollout]\nnodes = 3\n", 'run.toml:6: roles.rollout.nodes = 3: must be "*", or an array'),
+    ("[roles.rollout]\nnodes = []\n", "run.toml:6: roles.rollout.nodes = []: must name at least one node"),
+    ("[roles.rollout]\nnodes = [1, 1]\n", "run.toml:6: roles.rollout.nodes = [1, 1]: names a node twice"),
+    ("[roles.rollout]\nnodes = [-1]\n", "run.toml:6: roles.rollout.nodes = [-1]: node numbers must not be negative"),
+    ("[roles.buffer]\ncount = 2\n", "run.toml:6: roles.buffer.count = 2: must be at most 1"),
+    (
+        "[roles.monitor]\nnodes = [0, 1]\n",
+        "run.toml:6: roles.monitor.nodes = [0, 1]: this role has one actor in the whole run: name exactly one node",
+    ),
+    (
+        '[roles.trainer]\ndevices = "gpu"\n',
+        'run.toml:6: roles.trainer.devices = "gpu": must be "cpu" or GPU numbers like "0-3" or "0,2,5"',
+    ),
+    ('[roles.trainer]\ndevices = "3-0"\n', 'run.toml:6: roles.trainer.devices = "3-0": range "3-0" runs backwards'),
+    ('[roles.trainer]\ndevices = "0,0"\n', 'run.toml:6: roles.trainer.devices = "0,0": names a GPU twice'),
+    ('[roles.trainer]\ndevices = "99"\n', "GPU 99 is beyond the 64 a node can have"),
+    (
+        '[roles.trainer]\nrestart = "one"\n',
+        'run.toml:6: roles.trainer.restart = "one": ranks cannot restart one by one; use "gang" or "never"',
+    ),
+    (
+        '[roles.rollout]\nenv = {"A B" = "1"}\n',
+        "'A B' is not a name of an environment variable",
+    ),
+    ("[roles.rollout]\nenv = {A = 1}\n", "run.toml:6: roles.rollout.env.A = 1: must be text in quotes"),
+    # inside one section
+    (
+        "[algo]\nbatch_size = 30\nminibatches = 4\n",
+        "run.toml:7: algo.minibatches = 4: does not divide batch_size = 30 (groups in one step)",
+    ),
+    (
+        '[algo]\nkl_in = "reward"\n',
+        (
+            'run.toml:6: algo.kl_in = "reward": is not defined for kind = "grpo", only for ppo, reinforce_pp, '
+            'reinforce_pp_baseline; use "loss"'
+        ),
+    ),
+    (
+        "[algo]\nclip_low = 2\n",
+        'run.toml:6: algo.clip_low = 2: must be at most 1 for kind = "grpo": ratios are not negative',
+    ),
+    ("[algo]\nmis_low = 3\n", "run.toml:6: algo.mis_low = 3: must be below mis_high = 2"),
+    ('[algo]\nloss = "sft"\n', 'run.toml:6: algo.loss = "sft": does not go with kind = "grpo"; use "auto"'),
+    (
+        "[optimizer]\nwarmup_steps = 10\ndecay_steps = 5\n",
+        "run.toml:7: optimizer.decay_steps = 5: must be above warmup_steps = 10",
+    ),
+    ('[reward]\nfn = "regex"\n', 'run.toml:5: reward.pattern = "" (default): fn = "regex" needs a pattern'),
+    ('messages_key = "m"\n', 'run.toml:5: data.messages_key = "m": is used by preset = "chat" only, not "slime"'),
+    (
+        'preset = "chat"\nprompt_key = "p"\n',
+        'run.toml:6: data.prompt_key = "p": is not used by preset = "chat"; set messages_key',
+    ),
+    # between sections
+    (
+        '[algo]\nkind = "sft"\n',
+        (
+            'run.toml:3: data.answer_key = "" (default): algo.kind = "sft" needs demonstrations: name their column here, '
+            'or use preset = "chat"'
+        ),
+    ),
+    (
+        'preset = "chat"\n[algo]\nkind = "sft"\n[rollout]\nworkflow = "single_turn"\n',
+        'run.toml:9: rollout.workflow = "single_turn": must be "demonstration": algo.kind = "sft" learns from demonstrations',
+    ),
+    (
+        'preset = "chat"\n[algo]\nkind = "sft"\n[rollout]\nnum_samples = 4\n',
+        'run.toml:9: rollout.num_samples = 4: must be 1: algo.kind = "sft" has one demonstration per prompt',
+    ),
+    (
+        '[rollout]\nworkflow = "demonstration"\n',
+        'algo.kind = "grpo" (default): must be "sft": rollout.workflow = "demonstration" gives every sample the same reward',
+    ),
+    (
+        "[rollout]\ntemperature = 0\n",
+        'run.toml:6: rollout.temperature = 0: gives identical samples, from which algo.kind = "grpo" learns nothing; use 1.0',
+    ),
+    (
+        "[rollout]\nnum_samples = 1\n",
+        'run.toml:6: rollout.num_samples = 1: must be at least 2: algo.kind = "grpo" compares the samples of a group',
+    ),
+    (
+        '[rollout]\nnum_samples = 1\n[algo]\nkind = "ppo"\n',
+        'run.toml:7: algo.group_filter = "zero_variance" (default): would leave out every group of one sample; use "none"',
+    ),
+    ("[eval]\nevery = 5\n", "run.toml:6: eval.every = 5: needs eval.data, the held-out prompts"),
+    ("[run]\nstop_reward = 0.9\n", "run.toml:6: run.stop_reward = 0.9: needs evaluation: set eval.data and eval.every"),
+    (
+        "[run]\nnum_steps = 0\n",
+        "run.toml:6: run.num_steps = 0: makes a run that never ends: set it, run.max_wall_s, run.stop_reward or data.max_passes",
+    ),
+    (
+        'max_passes = 1\n[run]\nnum_steps = 0\n[optimizer]\nschedule = "cosine"\n',
+        (
+            "run.toml:8: optimizer.decay_steps = 0 (default): must be set: run.num_steps = 0 does not say where "
+            'schedule = "cosine" ends'
+        ),
+    ),
+    (
+        '[run]\nnum_steps = 5\n[optimizer]\nschedule = "linear"\nwarmup_steps = 5\n',
+        "run.toml:9: optimizer.warmup_steps = 5: is as long as the whole run of 5 optimizer updates",
+    ),
+    (
+        '[roles.rollout]\nkind = "sglang"\n',
+        'engine.url = "" (default): must be set: roles.rollout.kind = "sglang" attaches to a server',
+    ),
+    (
+        '[engine]\nurl = "http://h:1"\n',
+        'roles.rollout.kind = "embedded" (default): must be "sglang" when engine.url is set',
+    ),
+    (
+        "[engine]\ncontext_length = 64\n[rollout]\nmax_new_tokens = 64\n",
+        "run.toml:8: rollout.max_new_tokens = 64: leaves no room for a prompt in engine.context_length = 64",
+    ),
+    (
+        "[async]\nwindow = 66\n",
+        "run.toml:6: async.window = 66: must be at most max_staleness * batch_size + 1 = 65: a wider window cannot keep the bound",
+    ),
+    (
+        '[roles.trainer]\ndevices = "0-1"\ncount = 4\n',
+        'run.toml:6: roles.trainer.devices = "0-1": names 2 GPUs for 4 ranks on each node; every rank needs its own',
+    ),
+    (
+        '[roles.rollout]\ndevices = "0"\n',
+        'run.toml:6: roles.rollout.devices = "0": must be "cpu": the embedded engine runs on the CPU',
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), MISTAKES, ids=[str(i) for i in range(len(MISTAKES))])
+def test_one_mistake_gives_one_line(tmp_path: Path, text: str, expected: str) -> None:
+    message = failure(tmp_path, HEAD + text)
+    assert expected in message
+    is_whole = expected.startswith("run.toml:") and not expected.endswith((": ", "; "))
+    assert message == expected if is_whole else "\n" not in message
+
+
+def test_a_widest_window_is_accepted(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(HEAD + "[async]\nwindow = 65\n")
+    assert load_config(file).asynchrony.window == 65
+
+
+def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+    text = """[run]
+sed = 1
+[model]
+[data]
+train = ""
+[algo]
+batch_size = 10
+minibatches = 3
+kind = "grp"
+[eval]
+every = 5
+[optimizer]
+lr = -1
+"""
+    message = failure(tmp_path, text, ("trainer.dtype=float33", "novalue"))
+    assert message == (
+        "run.toml: 9 problems\n"
+        '  run.toml:2: run.sed = 1: is not a known key; did you mean "seed"?\n'
+        "  run.toml:3: model.path: is missing: HuggingFace folder: config.json, safetensors, tokenizer files\n"
+        '  run.toml:5: data.train = "": must not be empty\n'
+        "  run.toml:8: algo.minibatches = 3: does not divide batch_size = 10 (groups in one step)\n"
+        f'  run.toml:9: algo.kind = "grp": must be one of {KINDS}; did you mean "grpo"?\n'
+        "  run.toml:11: eval.every = 5: needs eval.data, the held-out prompts\n"
+        "  run.toml:13: optimizer.lr = -1: must be greater than 0\n"
+        "  --set novalue: must look like section.key=value\n"
+        '  --set trainer.dtype=float33: trainer.dtype = "float33": must be one of "float32", "bfloat16"; '
+        'did you mean "float32"?'
+    )
+
+
+def test_a_wrong_value_does_not_cause_a_second_report_through_its_default(tmp_path: Path) -> None:
+    message = failure(tmp_path, HEAD + '[algo]\nbatch_size = "x"\nminibatches = 5\n')
+    assert message == 'run.toml:6: algo.batch_size = "x": must be a whole number'
+
+
+def test_missing_sections_name_their_required_keys(tmp_path: Path) -> None:
+    assert failure(tmp_path, "") == (
+        "run.toml: 2 problems\n"
+        "  run.toml: model.path: is missing: HuggingFace folder: config.json, safetensors, tokenizer files\n"
+        "  run.toml: data.train: is missing: JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99"
+    )
+
+
+def test_a_section_that_is_no_table(tmp_path: Path) -> None:
+    assert failure(tmp_path, 'model = "m"\n[data]\ntrain = "t"\n') == 'run.toml:1: model = "m": must be a table'
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("algo", "--set algo: must look like section.key=value"),
+        ("=3", "--set =3: must look like section.key=value"),
+        ("x=3", "--set x=3: must look like section.key=value"),
+        ("a.b.=3", "--set a.b.=3: must look like section.key=value"),
+        ("algo.x\n[run]\ny=3", "must look like section.key=value"),
+        ("algo.batch_size=3\nminibatches=3", "is not a TOML value: it holds more than one value"),
+        ("algo.batch_size=1e", 'algo.batch_size = "1e": must be a whole number'),
+        ("rollout.stop_token_ids=[1", "rollout.stop_token_ids = [1: is not a TOML value: Unclosed array"),
+        ("algo.clip_lo=1", 'algo.clip_lo = 1: is not a known key; did you mean "clip_low"?'),
+    ],
+)
+def test_wrong_flags(tmp_path: Path, override: str, expected: str) -> None:
+    assert expected in failure(tmp_path, HEAD, (override,))
+
+
+def test_text_that_is_not_toml(tmp_path: Path) -> None:
+    assert failure(tmp_path, "[run\nname = 1\n").startswith("run.toml:1: is not TOML, column ")
+    assert failure(tmp_path, '[run]\nname = "a\n').startswith("run.toml:2: is not TOML, column ")
+    assert failure(tmp_path, "[run]\nx = 1\nx = 2\n").startswith("run.toml:3: is not TOML, column ")
+    assert failure(tmp_path, 'x = """').startswith("run.toml:1: is not TOML: ")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nope\.toml: there is no such run file -- check the path"):
+        load_config(tmp_path / "nope.toml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory -- name a readable TOML file"):
+        load_config(tmp_path)
+    assert failure(tmp_path, b"[run]\nname = '\xff'\n") == "run.toml: is not UTF-8 text (byte 14) -- save it as UTF-8"
+    with pytest.raises(ConfigError, match="no run file was given"):
+        load_config([])
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_fine(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(b"\xef\xbb\xbf" + HEAD.replace("\n", "\r\n").encode())
+    assert load_config(file).data.preset == "slime"
+    message = failure(tmp_path, b"\xef\xbb\xbf" + (HEAD + "[algo]\nbatch_size = 0\n").replace("\n", "\r\n").encode())
+    assert message == "run.toml:6: algo.batch_size = 0: must be at least 1"
+
+
+def test_the_file_that_set_a_value_last_is_named(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text(HEAD + "[algo]\nbatch_size = 0\n")
+    second.write_text("\n\n[algo]\nbatch_size = -1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config([first, second])
+    assert str(caught.value) == f"{second}:4: algo.batch_size = -1: must be at least 1"

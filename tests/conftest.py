@@ -1,0 +1,102 @@
+"""Leak checks over the whole suite: what a test module started, it must also have ended.
+
+After each module: no child process, no thread that would keep the process alive, no shared-memory segment, no
+run-time folder is left. After the session: no process that descends from any test, wherever it was re-parented to.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+MARK = "MYXA_TEST_SESSION"
+PATIENCE_S = 10.0
+KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+"""Python's own helpers: one of each per process, they end with it."""
+
+
+SEGMENTS = ("myxa", "psm_")
+"""How names in /dev/shm begin that could be ours; other programs of the machine have theirs there too."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    del config
+    os.environ[MARK] = uuid.uuid4().hex  # inherited by every process that a test starts
+    # Run-time folders of this session only; pytest's own folders stay where they are looked for after a failure.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")
+
+
+def left_processes() -> set[str]:
+    """Children of this process, zombies included."""
+    left: set[str] = set()
+    for child in psutil.Process().children(recursive=True):
+        try:
+            line = " ".join(child.cmdline()) or child.name()
+            state = child.status()
+        except psutil.NoSuchProcess:
+            continue
+        if not any(name in line for name in KEPT):
+            left.add(f"process {child.pid} ({state}): {line[:200]}")
+    return left
+
+
+def left_threads() -> set[str]:
+    return {f"thread {thread.name}" for thread in threading.enumerate() if not thread.daemon}
+
+
+def left_files() -> set[str]:
+    segments = {f"segment /dev/shm/{name}" for name in _names(Path("/dev/shm")) if name.startswith(SEGMENTS)}
+    return segments | {f"{tempfile.gettempdir()}/{name}" for name in _names(Path(tempfile.gettempdir()))}
+
+
+def _names(folder: Path) -> set[str]:
+    try:
+        return {path.name for path in folder.iterdir()}
+    except OSError:
+        return set()
+
+
+def leaks() -> set[str]:
+    return left_processes() | left_threads() | left_files()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = leaks()
+    yield
+    deadline = time.monotonic() + PATIENCE_S
+    while (left := leaks() - before) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.05)
+    assert not left, f"{request.node.name} left behind:\n" + "\n".join(sorted(left))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    mark = f"{MARK}={os.environ[MARK]}".encode()
+    orphans: list[str] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (folder / "environ").read_bytes()
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        is_kept = any(name in line for name in KEPT)
+        if mark in environ.split(b"\0") and int(folder.name) != os.getpid() and not is_kept:
+            orphans.append(f"process {folder.name}: {line[:200]}")
+    if orphans:
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line("\nprocesses outlived the tests:\n" + "\n".join(orphans), red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,0 +1,14 @@
+"""Fixtures of the end-to-end tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from run_job import Job, make_job
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """A fresh job; nothing of it survives the test."""
+    return make_job(tmp_path)

@@ -1,0 +1,141 @@
+"""Real runs of the real product: a tiny model, the sorting task, `myxa up` in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from myxa.actors.models.tiny import make_tiny_model
+from myxa.launch.demo.sort_task import write_rows
+
+RUN_TOML = """
+[run]
+name = "small"
+dir = "runs"
+num_steps = 5
+
+[model]
+path = "model"
+
+[data]
+train = "data/prompts.jsonl"
+
+[rollout]
+num_samples = 4
+max_new_tokens = 12
+max_groups = 16
+
+[algo]
+batch_size = 4
+group_filter = "none"
+
+[optimizer]
+lr = 1e-3
+
+[monitor]
+tensorboard = false
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A folder with a model, data and a run file."""
+
+    folder: Path
+
+    def command(self, *overrides: str) -> list[str]:
+        flags = [part for item in overrides for part in ("--set", item)]
+        return [sys.executable, "-m", "myxa.launch", "up", str(self.folder / "run.toml"), *flags]
+
+    def run(self, *overrides: str, timeout_s: float = 120) -> tuple[int, str, Path]:
+        """Run to the end: exit status, everything printed, run directory."""
+        done = subprocess.run(
+            self.command(*overrides), capture_output=True, text=True, timeout=timeout_s, check=False, cwd=self.folder
+        )
+        return done.returncode, done.stdout + done.stderr, self.run_dir()
+
+    def start(self, *overrides: str) -> subprocess.Popen[str]:
+        """Start and return at once."""
+        return subprocess.Popen(
+            self.command(*overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder
+        )
+
+    def run_dir(self) -> Path:
+        """Directory of the newest run."""
+        runs = [p for p in (self.folder / "runs").iterdir() if p.is_dir() and not p.is_symlink()]
+        return max(runs, key=lambda p: p.stat().st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What the ledger says."""
+
+    states: dict[str, int]
+    trained: list[int]
+    """Group ids in order of their transition to TRAINED; one entry per transition."""
+
+
+def make_job(folder: Path) -> Job:
+    """A fresh job in `folder`."""
+    make_tiny_model(folder / "model", preset="0p5m", seed=0)
+    write_rows(folder / "data" / "prompts.jsonl", 200, seed=1)
+    write_rows(folder / "data" / "heldout.jsonl", 16, seed=2)
+    (folder / "run.toml").write_text(RUN_TOML)
+    return Job(folder)
+
+
+def audit(run_dir: Path) -> Audit:
+    """Read the ledger from outside, by plain SQL."""
+    with sqlite3.connect(f"file:{run_dir / 'ledger.sqlite'}?mode=ro", uri=True) as db:
+        states = dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state").fetchall())
+        trained = [r[0] for r in db.execute("SELECT group_id FROM transitions WHERE to_state='TRAINED' ORDER BY seq")]
+    db.close()
+    return Audit(states={str(k): int(v) for k, v in states.items()}, trained=trained)
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """All metric points."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """All events of a kind."""
+    path = run_dir / "events.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [e for e in map(json.loads, lines) if e["kind"] == kind]
+
+
+def worker_pids(launcher_pid: int, name: str) -> list[int]:
+    """Processes that the launcher started for that actor."""
+    found: list[int] = []
+    for child in psutil.Process(launcher_pid).children(recursive=True):
+        try:
+            spec = child.environ().get("MYXA_WORKER_SPEC", "")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        if Path(spec).name.startswith(name.replace("/", ".") + "."):
+            found.append(child.pid)
+    return found
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
+    """Poll a condition; fail naming it."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s:g} s"
+        time.sleep(0.1)
+
+
+def is_alive(pids: Sequence[int]) -> bool:
+    """Whether any of these processes still runs."""
+    return any(os.path.exists(f"/proc/{pid}") for pid in pids)

@@ -1,0 +1,97 @@
+"""The whole loop by the command a user types."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from run_job import Job, audit, events, is_alive, metrics, until, worker_pids
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def test_a_run_ends_with_every_prompt_accounted_for(job: Job) -> None:
+    code, said, run_dir = job.run('eval.data="data/heldout.jsonl"', "eval.num_prompts=16")
+    assert code == 0, said
+    facts = audit(run_dir)
+    assert len(facts.trained) == len(set(facts.trained)) == 5 * 4, "each group is trained exactly once"
+    assert set(facts.states) <= {"TRAINED", "DURABLE", "READY", "DISPATCHED", "REQUEUED", "DROPPED"}, facts.states
+    lags = [p["values"]["lag/max"] for p in metrics(run_dir) if "lag/max" in p["values"]]
+    assert len(lags) == 5 and max(lags) <= 2
+    assert [p["values"]["eval/reward"] for p in metrics(run_dir) if "eval/reward" in p["values"]]
+    assert (run_dir / "report.html").stat().st_size > 10_000
+    assert (run_dir / "export" / "model.safetensors").exists()
+    assert (run_dir / "trace.json").exists()
+
+
+def test_on_policy_when_eta_is_zero(job: Job) -> None:
+    code, said, run_dir = job.run("async.max_staleness=0", "run.num_steps=3")
+    assert code == 0, said
+    steps = [p["values"] for p in metrics(run_dir) if "lag/max" in p["values"]]
+    assert [s["lag/max"] for s in steps] == [0.0, 0.0, 0.0]
+    assert max(s["train/logprob_diff_abs_max"] for s in steps) < 2e-5, "engine and trainer disagree"
+
+
+@pytest.mark.parametrize("policy", ["wait", "drop"])
+def test_other_staleness_policies_keep_the_bound(job: Job, policy: str) -> None:
+    code, said, run_dir = job.run(f'async.policy="{policy}"', "async.max_staleness=1")
+    assert code == 0, said
+    assert max(p["values"]["lag/max"] for p in metrics(run_dir) if "lag/max" in p["values"]) <= 1
+    assert len(set(audit(run_dir).trained)) == 20
+
+
+def test_killed_engine_costs_no_prompt(job: Job) -> None:
+    process = job.start("roles.rollout.count=2", "run.num_steps=30")
+    try:
+        until(lambda: _steps(job) >= 3, "the third step")
+        victim = worker_pids(process.pid, "rollout/1")[-1]
+        os.kill(victim, signal.SIGKILL)
+        said, _ = process.communicate(timeout=150)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, said
+    run_dir = job.run_dir()
+    facts = audit(run_dir)
+    assert len(facts.trained) == len(set(facts.trained)) == 30 * 4
+    assert sum(facts.states.values()) == sum(facts.states.get(s, 0) for s in ("TRAINED", "DURABLE")) + sum(
+        facts.states.get(s, 0) for s in ("READY", "DISPATCHED", "REQUEUED", "DROPPED")
+    )
+    assert len(events(run_dir, "engine-joined")) >= 3, "the killed engine came back"
+
+
+def test_two_engines_and_two_ranks(job: Job) -> None:
+    code, said, run_dir = job.run("roles.rollout.count=2", "roles.trainer.count=2", "run.num_steps=4")
+    assert code == 0, said
+    assert len(set(audit(run_dir).trained)) == 16
+    assert max(p["values"]["lag/max"] for p in metrics(run_dir) if "lag/max" in p["values"]) <= 2
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_and_leaves_nothing(job: Job, sig: signal.Signals) -> None:
+    shm_before = set(Path("/dev/shm").iterdir())
+    process = job.start("run.num_steps=100000")
+    try:
+        until(lambda: _steps(job) >= 2, "the second step")
+        pids = [p.pid for p in psutil.Process(process.pid).children(recursive=True)]
+        sockets = [c.laddr for p in pids for c in psutil.Process(p).net_connections("unix") if str(c.laddr).startswith("/")]
+        process.send_signal(sig)
+        said, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode in (0, 130, 143), said
+    assert not is_alive(pids)
+    assert not [s for s in sockets if os.path.exists(str(s))]
+    assert set(Path("/dev/shm").iterdir()) <= shm_before
+    assert len(audit(job.run_dir()).trained) == len(set(audit(job.run_dir()).trained))
+
+
+def _steps(job: Job) -> int:
+    try:
+        return sum("reward/mean" in p["values"] for p in metrics(job.run_dir()))
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,73 @@
+"""Rank, number of nodes and meeting point from flags, torchrun's and Slurm's variables."""
+
+from __future__ import annotations
+
+import pytest
+
+from myxa.core.errors import ConfigError
+from myxa.launch.node_place import Endpoint, NodePlace, find_place, first_host, parse_endpoint
+
+SLURM = {"SLURM_NODEID": "2", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[07-09,12]"}
+TORCH = {"PET_NNODES": "3:5", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "head:1234"}
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("host:1", Endpoint("host", 1)),
+        ("10.0.0.1:65535", Endpoint("10.0.0.1", 65535)),
+        ("tcp://host:80", Endpoint("host", 80)),
+        ("host", Endpoint("host", 29400)),
+        ("[::1]:7", Endpoint("::1", 7)),
+        ("host:0", Endpoint("host", 0)),
+    ],
+)
+def test_endpoints(text: str, want: Endpoint):
+    assert parse_endpoint(text, where="x") == want
+    assert parse_endpoint(str(want), where="x") == want
+
+
+@pytest.mark.parametrize("text", ["", ":5", "a b:5", "host:99999", "host:x", "::1:5", "host:5/x", "[::1"])
+def test_no_endpoints(text: str):
+    with pytest.raises(ConfigError, match="--rdzv"):
+        parse_endpoint(text, where="--rdzv")
+
+
+def test_one_node_needs_nothing():
+    assert find_place(None, None, None, {}) == NodePlace(0, 1, Endpoint("127.0.0.1", 0))
+
+
+def test_slurm_tells_everything():
+    assert find_place(None, None, None, SLURM) == NodePlace(2, 4, Endpoint("gpu07", 29400))
+
+
+def test_torchruns_variables_win_over_slurms_and_flags_over_both():
+    assert find_place(None, None, None, SLURM | TORCH) == NodePlace(1, 3, Endpoint("head", 1234))
+    assert find_place(2, 0, "h:9", SLURM | TORCH) == NodePlace(0, 2, Endpoint("h", 9))
+
+
+@pytest.mark.parametrize(
+    ("host_list", "want"),
+    [("gpu[07-12,15],x1", "gpu07"), ("a,b", "a"), ("node-3", "node-3"), ("n[1-2]-ib", "n1-ib"), ("a.b.c", "a.b.c")],
+)
+def test_first_hosts(host_list: str, want: str):
+    assert first_host(host_list) == want
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "said"),
+    [
+        ((2, None, "h:1"), {}, "--node-rank is not given"),
+        ((2, 2, "h:1"), {}, "--node-rank 2 is not among 2 nodes"),
+        ((2, -1, "h:1"), {}, "--node-rank -1"),
+        ((0, 0, "h:1"), {}, "--nnodes is 0"),
+        ((2, 1, None), {}, "--rdzv is not given"),
+        ((2, 1, "h:0"), {}, "port 0"),
+        ((None, None, None), {"SLURM_NNODES": "two"}, "SLURM_NNODES='two'"),
+        ((None, None, None), {"SLURM_NNODES": "2", "SLURM_NODEID": "0", "SLURM_NODELIST": "[]"}, "no list of hosts"),
+    ],
+)
+def test_what_is_missing_or_impossible_is_named(args, env, said: str):
+    with pytest.raises(ConfigError) as caught:
+        find_place(*args, env)
+    assert said in str(caught.value)

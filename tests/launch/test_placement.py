@@ -1,0 +1,113 @@
+"""Roles x nodes x devices -> actors, and the environment that each gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from myxa.core.config import RunConfig, load_config
+from myxa.core.errors import ConfigError
+from myxa.launch.actor_spec import GangMeeting, RankSpec
+from myxa.launch.child_env import child_env
+from myxa.launch.placement import place
+
+
+def config(tmp_path: Path, *overrides: str) -> RunConfig:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npath = "m"\n[data]\ntrain = "d.jsonl"\n')
+    return load_config(file, overrides)
+
+
+def test_one_node_gets_every_role_in_start_order(tmp_path: Path):
+    actors = place(config(tmp_path, "roles.rollout.count=2"), 1)
+    assert [a.name for a in actors] == ["monitor", "buffer", "coordinator", "trainer/0", "rollout/0", "rollout/1"]
+    assert {a.node for a in actors} == {0}
+    assert {a.visible_devices for a in actors} == {()}
+
+
+def test_a_star_means_every_node_and_indexes_run_over_nodes(tmp_path: Path):
+    actors = place(config(tmp_path, 'roles.rollout.nodes="*"', "roles.rollout.count=2"), 3)
+    rollouts = [(a.name, a.node) for a in actors if a.role == "rollout"]
+    assert rollouts == [
+        ("rollout/0", 0),
+        ("rollout/1", 0),
+        ("rollout/2", 1),
+        ("rollout/3", 1),
+        ("rollout/4", 2),
+        ("rollout/5", 2),
+    ]
+
+
+def test_ranks_are_numbered_as_torchrun_does(tmp_path: Path):
+    actors = place(
+        config(tmp_path, "roles.trainer.nodes=[1, 2]", "roles.trainer.count=2", 'roles.trainer.devices="0-3"'), 3
+    )
+    ranks = [a for a in actors if a.role == "trainer"]
+    assert [a.rank for a in ranks] == [
+        RankSpec(gang="trainer", rank=r, world_size=4, local_rank=r % 2, local_world_size=2, group_rank=r // 2)
+        for r in range(4)
+    ]
+    assert [a.node for a in ranks] == [1, 1, 2, 2]
+    assert [a.devices for a in ranks] == [(0, 1), (2, 3)] * 2
+    assert {a.visible_devices for a in ranks} == {(0, 1, 2, 3)}, "LOCAL_RANK picks among them"
+    assert {a.restart for a in ranks} == {"gang"}
+
+
+def test_all_impossible_places_are_told_at_once(tmp_path: Path):
+    wrong = config(
+        tmp_path,
+        "roles.rollout.nodes=[0, 4]",
+        "roles.trainer.nodes=[2]",
+        'roles.trainer.devices="0-2"',
+        "roles.trainer.count=2",
+    )
+    with pytest.raises(ConfigError) as caught:
+        place(wrong, 2)
+    text = str(caught.value)
+    assert "roles.rollout.nodes names node 4" in text
+    assert "roles.trainer.nodes names node 2" in text
+    assert "3 GPUs, which do not divide among 2 actors" in text
+
+
+def test_a_rank_gets_torchruns_contract(tmp_path: Path):
+    actors = place(
+        config(tmp_path, "roles.trainer.count=2", "roles.trainer.threads=3", 'roles.trainer.devices="0,5"'), 1
+    )
+    second = next(a for a in actors if a.name == "trainer/1")
+    base = {"PATH": "/bin", "RANK": "77", "ROLE_RANK": "77", "CUDA_VISIBLE_DEVICES": "9"}
+    env = child_env(
+        base, second, spec_path="/s.json", run_id="run-1", attempt=2, meeting=GangMeeting(address="h", port=5)
+    )
+    assert env == {
+        "PATH": "/bin",
+        "OMP_NUM_THREADS": "3",
+        "CUDA_VISIBLE_DEVICES": "0,5",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "5",
+        "TORCHELASTIC_RUN_ID": "run-1",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "MYXA_WORKER_SPEC": "/s.json",
+    }
+
+
+def test_the_role_overrules_the_environment_but_not_who_the_worker_is(tmp_path: Path):
+    actors = place(config(tmp_path, 'roles.buffer.env={OMP_NUM_THREADS = "7", MYXA_WORKER_SPEC = "x"}'), 1)
+    buffer = next(a for a in actors if a.name == "buffer")
+    env = child_env({"RANK": "3"}, buffer, spec_path="/s.json", run_id="r", attempt=0)
+    assert env["OMP_NUM_THREADS"] == "7"
+    assert env["MYXA_WORKER_SPEC"] == "/s.json"
+    assert "RANK" not in env
+
+
+def test_a_rank_without_a_meeting_place_is_refused(tmp_path: Path):
+    trainer = next(a for a in place(config(tmp_path), 1) if a.role == "trainer")
+    with pytest.raises(ValueError, match="no meeting place"):
+        child_env({}, trainer, spec_path="/s.json", run_id="r", attempt=0)

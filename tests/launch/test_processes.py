@@ -1,0 +1,200 @@
+"""Real processes: started, watched, ended with all they started; folders that go however their owner goes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+import pytest
+import uvloop
+
+from myxa.core.errors import LaunchError
+from myxa.core.lifeline import die_with_parent
+from myxa.launch.child import Child, start_child
+from myxa.launch.first_failure import FirstFailure, read_tail
+from myxa.launch.run_dir import RunDir
+from myxa.launch.runtime_dir import RuntimeDir
+
+WAIT_S = 30.0
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+
+
+def until(is_so, what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"waited {WAIT_S} s for {what}"
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def run_child(tmp_path: Path, code: str, act=None) -> tuple[Child, list[tuple[str, int]]]:
+    told: list[tuple[str, int]] = []
+    child = start_child(
+        "rollout/0",
+        3,
+        [sys.executable, "-u", "-c", code],
+        env=dict(os.environ),
+        log_path=tmp_path / "log",
+        told=lambda c, status: told.append((c.name, status)),
+    )
+    if act is not None:
+        await act(child)
+    assert await child.wait(WAIT_S)
+    return child, told
+
+
+@pytest.mark.parametrize("make_loop", LOOPS)
+def test_the_exit_status_is_told_once_and_output_is_in_the_log(tmp_path: Path, make_loop):
+    code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)"
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        child, told = runner.run(run_child(tmp_path, code))
+    assert told == [("rollout/0", 7)]
+    assert (child.status, child.attempt) == (7, 3)
+    assert (tmp_path / "log").read_text() == "out\nerr\n"
+
+
+@pytest.mark.parametrize("make_loop", LOOPS)
+def test_signals_reach_it_and_come_back_as_status(tmp_path: Path, make_loop):
+    async def end(child: Child) -> None:
+        assert not await child.wait(0.05)
+        child.signal(signal.SIGTERM)
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        child, told = runner.run(run_child(tmp_path, "import time; time.sleep(60)", end))
+        assert told == [("rollout/0", -15)]
+        child.signal(signal.SIGTERM)
+        child.kill()
+    assert child.status == -15
+
+
+def test_what_it_started_ends_with_it(tmp_path: Path):
+    code = "import subprocess, os; p = subprocess.Popen(['sleep', '60']); print(p.pid); os._exit(1)"
+    with asyncio.Runner() as runner:
+        runner.run(run_child(tmp_path, code))
+    grandchild = int((tmp_path / "log").read_text())
+    until(lambda: is_gone(grandchild), "the grandchild's end")
+
+
+def test_it_has_a_session_of_its_own_and_no_input(tmp_path: Path):
+    code = "import os, sys; print(os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid(), repr(sys.stdin.read()))"
+    with asyncio.Runner() as runner:
+        runner.run(run_child(tmp_path, code))
+    assert (tmp_path / "log").read_text() == "True True ''\n"
+
+
+def test_a_program_that_is_not_there_is_an_error_with_a_remedy(tmp_path: Path):
+    async def start() -> None:
+        start_child("rollout/0", 0, ["/no/such/python"], env={}, log_path=tmp_path / "log", told=lambda c, s: None)
+
+    with pytest.raises(LaunchError, match=r"rollout/0 cannot be started: /no/such/python: No such file.*`python`"):
+        asyncio.run(start())
+
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", '''
+import os, time
+from myxa.core.lifeline import die_with_parent
+die_with_parent(int(os.environ["PARENT"]))
+print(os.getpid(), flush=True)
+time.sleep(60)
+'''], env={**__import__("os").environ, "PARENT": str(__import__("os").getpid())})
+time.sleep(60)
+"""
+
+
+def test_a_child_ends_when_its_parent_is_killed():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = int(parent.stdout.readline())
+        assert not is_gone(child)
+        parent.kill()
+        parent.wait(WAIT_S)
+        until(lambda: is_gone(child), "the child's end")
+
+
+def test_a_child_whose_parent_is_gone_already_ends_at_once():
+    with pytest.raises(SystemExit):
+        die_with_parent(parent_pid=1 if os.getppid() != 1 else 2)
+
+
+def test_the_runtime_folder_is_private_and_goes():
+    with RuntimeDir() as folder:
+        assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+        (folder.path / "s" / "t").mkdir(parents=True)
+        assert len(os.fsencode(folder.path)) < 50
+    assert not folder.path.exists()
+    folder.close()
+
+
+OWNER = "import time, sys; from myxa.launch.runtime_dir import RuntimeDir; print(RuntimeDir().path, flush=True); time.sleep(60)"
+
+
+def test_the_runtime_folder_goes_even_when_its_owner_is_killed():
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    with owner.stdout:
+        folder = Path(owner.stdout.readline().strip())
+        (folder / "socket").touch()
+        assert folder.is_dir()
+        owner.kill()
+        owner.wait(WAIT_S)
+    until(lambda: not folder.exists(), "the folder's removal")
+
+
+def test_no_folder_with_a_short_name_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/tmp")
+    with pytest.raises(LaunchError, match="TMPDIR"):
+        RuntimeDir()
+
+
+def test_run_directories_do_not_collide_and_latest_points_at_the_newest(tmp_path: Path):
+    now = datetime(2026, 1, 2, 3, 4, 5)
+    first = RunDir.create(str(tmp_path / "runs"), "sort", now)
+    second = RunDir.create(str(tmp_path / "runs"), "sort", now)
+    assert [first.path.name, second.path.name] == ["sort-20260102-030405", "sort-20260102-030405-2"]
+    assert (tmp_path / "runs/latest").resolve() == second.path
+    assert second.new_log("rollout/1", 0).name == "rollout.1.0.log"
+    newest = second.new_log("rollout/1", 1)
+    newest.write_text("hello")
+    assert (second.logs / "latest/rollout.1.log").read_text() == "hello"
+
+
+def test_a_run_directory_that_cannot_be_made_is_an_error(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match=r"run\.dir"):
+        RunDir.create(str(tmp_path / "file"), "sort", datetime(2026, 1, 1))
+
+
+def test_the_tail_is_the_last_lines_and_the_cause_comes_last(tmp_path: Path):
+    log = tmp_path / "log"
+    log.write_bytes(b"".join(b"line %d\n" % n for n in range(100_000)) + b"x" * 1000 + b"\n\xff broken\n\n\n")
+    tail = read_tail(log)
+    assert len(tail) == 25
+    assert tail[-1] == "\ufffd broken"
+    assert len(tail[-2]) < 500
+    assert tail[0] == "line 99977"
+    text = FirstFailure("rollout/1", "exit status 1", str(log), tail, node=2).render()
+    assert text.splitlines()[-1] == "first failure: rollout/1: exit status 1"
+    assert f"{log} on node 2" in text.splitlines()[0]
+    assert read_tail(tmp_path / "none") == ()

@@ -1,0 +1,127 @@
+"""A composition root of tiny actors for the launcher's tests: they do nothing but live, and misbehave when told to.
+
+The run directory is the switchboard: a file `finish` ends the run, `fail` makes the coordinator give up, and
+`<actor>.<what>` (`rollout.1.crash`) makes an actor misbehave; "crash" and its kin take effect at the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+from myxa.actors.contracts import (
+    BufferContract,
+    CoordinatorContract,
+    MonitorContract,
+    RolloutContract,
+    TrainerContract,
+)
+from myxa.core.actor import Actor
+from myxa.core.config import RunConfig
+from myxa.core.errors import DataError, EngineError
+from myxa.core.messages import BufferStats, RunStatus
+from myxa.launch.actor_spec import ActorSpec
+
+GANG_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+                  "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")  # fmt: skip
+
+
+def build(spec: ActorSpec, config: RunConfig, run_dir: Path) -> Actor:
+    toys = {"coordinator": ToyCoordinator, "buffer": ToyBuffer, "monitor": ToyMonitor,
+            "trainer": ToyTrainer, "rollout": ToyRollout}  # fmt: skip
+    actor = toys[spec.role]()
+    actor.switches = Switches(spec.name, run_dir)
+    actor.num_steps = config.run.num_steps
+    return actor
+
+
+class Switches:
+    def __init__(self, name: str, run_dir: Path) -> None:
+        self._name = name.replace("/", ".")
+        self._run_dir = run_dir
+        # Switches that must hold from the first moment are given before there is a run directory.
+        self._given = os.environ.get("TOY", "").split()
+
+    def has(self, what: str) -> bool:
+        name = f"{self._name}.{what}"
+        return name in self._given or (self._run_dir / name).exists()
+
+    def global_has(self, what: str) -> bool:
+        return (self._run_dir / what).exists()
+
+    def note(self, what: str, text: str) -> None:
+        with (self._run_dir / f"{self._name}.{what}").open("a") as file:
+            file.write(text + "\n")
+
+
+class Toy(Actor):
+    switches: Switches
+    num_steps: int
+
+    async def on_start(self) -> None:
+        values = {name: os.environ.get(name, "") for name in GANG_VARIABLES}
+        self.ctx.log.info("pid %d epoch %d env %s", os.getpid(), self.ctx.epoch, values)
+        if self.switches.has("crash"):
+            raise EngineError("this engine is made of glass", remedy="do not drop it")
+        if self.switches.has("bad-data"):
+            raise DataError("line 7 of the data is rotten")
+        if self.switches.has("hang-at-start"):
+            await asyncio.sleep(1000)
+        self.ctx.spawn(self._misbehave(), name="misbehave")
+
+    async def _misbehave(self) -> None:
+        while not self.switches.has("fail-now"):
+            await asyncio.sleep(0.02)
+        raise EngineError("failed when it was told to")
+
+    async def on_stop(self, why: str) -> None:
+        self.ctx.log.info("stops: %s", why)
+        if self.switches.has("hang-at-stop"):
+            time.sleep(1000)
+        self.switches.note("stopped", f"{time.time():.3f}")
+
+
+class ToyCoordinator(Toy, CoordinatorContract):
+    _reason = ""
+
+    async def status(self) -> RunStatus:
+        is_failed = self.switches.global_has("fail")
+        is_over = self.switches.global_has("finish") or (bool(self._reason) and not self.switches.has("deaf"))
+        return RunStatus(
+            name="toy",
+            phase="failed" if is_failed else "finished" if is_over else "running",
+            version=3,
+            num_steps=self.num_steps,
+            error="rollout/0: it told the coordinator so" if is_failed else "",
+            reason=self._reason or ("all steps done" if is_over else ""),
+        )
+
+    async def stop(self, reason: str) -> None:
+        self._reason = reason
+        self.switches.note("asked", reason)
+
+
+class ToyBuffer(Toy, BufferContract):
+    async def stats(self) -> BufferStats:
+        return BufferStats(
+            states={"READY": 1}, drawn=1, trained=0, dropped={}, slots_total=4, slots_used=1, max_staleness=2, policy="pace"
+        )
+
+
+class ToyMonitor(Toy, MonitorContract):
+    async def snapshot(self) -> dict[str, dict[str, float]]:
+        return {"metrics": {"reward/mean": 0.5}, "curve/reward/mean": {"0": 0.1, "1": 0.5}}
+
+    async def finish(self) -> str:
+        self.switches.note("finished", "")
+        return ""
+
+
+class ToyTrainer(Toy, TrainerContract):
+    pass
+
+
+class ToyRollout(Toy, RolloutContract):
+    pass

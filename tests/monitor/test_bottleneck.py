@@ -1,0 +1,112 @@
+"""The sentence that says what holds a run back, on planted time shares."""
+
+from __future__ import annotations
+
+import pytest
+
+from myxa.launch.views.bottleneck import bottleneck, judge
+
+Shares = dict[str, dict[str, float]]
+
+CASES: list[tuple[str, str, Shares]] = [
+    (
+        "generation",
+        "trainer/0 waits for data 62 % of the time: generation is the bottleneck (rollout/0 computes 97 %)",
+        {"trainer/0": {"compute": 0.38, "wait-data": 0.62}, "rollout/0": {"compute": 0.97, "wait-data": 0.03}},
+    ),
+    (
+        "generation",
+        "trainer/0 waits for data 50 % of the time: generation is the bottleneck (2 rollout actors compute 90 %)",
+        {
+            "trainer/0": {"compute": 0.5, "wait-data": 0.5},
+            "trainer/1": {"compute": 0.0, "wait-data": 1.0},
+            "rollout/0": {"compute": 0.8, "wait-weights": 0.2},
+            "rollout/1": {"compute": 1.0},
+            "buffer": {"other": 1.0},
+        },
+    ),
+    (
+        "reward",
+        "trainer/0 waits for data 70 % of the time: the reward function is the bottleneck (rollout/0 waits for rewards 80 %)",
+        {
+            "trainer/0": {"compute": 0.3, "wait-data": 0.7},
+            "rollout/0": {"compute": 0.1, "wait-data": 0.9, "wait-data/reward": 0.8, "wait-data/draw": 0.1},
+        },
+    ),
+    (
+        "data",
+        "trainer/0 waits for data 70 % of the time: the rollout actors have nothing to do (rollout/0 waits for prompts 90 %)",
+        {
+            "trainer/0": {"compute": 0.3, "wait-data": 0.7},
+            "rollout/0": {"compute": 0.1, "wait-data": 0.9, "wait-data/draw": 0.9},
+        },
+    ),
+    (
+        "training",
+        "trainer/0 computes 95 % of the time: training is the bottleneck (rollout/0 waits for the trainer to catch up 60 % of the time)",
+        {"trainer/0": {"compute": 0.95, "wait-data": 0.05}, "rollout/0": {"compute": 0.4, "wait-capacity": 0.6}},
+    ),
+    (
+        "capacity",
+        "trainer/0 waits for data 50 % of the time: the staleness bound holds both back (rollout/0 waits for capacity 55 %)",
+        {"trainer/0": {"compute": 0.5, "wait-data": 0.5}, "rollout/0": {"compute": 0.45, "wait-capacity": 0.55}},
+    ),
+    (
+        "weights",
+        "trainer/0 waits for data 50 % of the time: weight adoption is the bottleneck (rollout/0 waits for weights 60 %)",
+        {"trainer/0": {"compute": 0.5, "wait-data": 0.5}, "rollout/0": {"compute": 0.4, "wait-weights": 0.6}},
+    ),
+    (
+        "weights",
+        "trainer/0 waits 40 % of the time until its weights are taken: publishing weights is the bottleneck",
+        {"trainer/0": {"compute": 0.5, "wait-data": 0.1, "wait-weights": 0.4}, "rollout/0": {"compute": 1.0}},
+    ),
+    (
+        "capacity",
+        "trainer/0 waits for capacity 60 % of the time: room (memory) is the bottleneck",
+        {"trainer/0": {"compute": 0.4, "wait-capacity": 0.6}, "rollout/0": {"compute": 1.0}},
+    ),
+    (
+        "none",
+        "well balanced: trainer/0 computes 90 % of the time, rollout/0 computes 88 %",
+        {"trainer/0": {"compute": 0.9, "wait-data": 0.1}, "rollout/0": {"compute": 0.88, "wait-data": 0.12}},
+    ),
+    (
+        "paused",
+        "the run is paused (trainer/0 20 %, rollout/0 95 %)",
+        {"trainer/0": {"wait-data": 0.8, "paused": 0.2}, "rollout/0": {"paused": 0.95, "compute": 0.05}},
+    ),
+    (
+        "starting",
+        "trainer/0 spends 80 % of the time on start-up and other chores: no verdict yet",
+        {"trainer/0": {"other": 0.8, "compute": 0.2}, "rollout/0": {"compute": 1.0}},
+    ),
+    ("unknown", "nothing can be said yet", {"trainer/0": {"compute": 1.0}}),
+    ("unknown", "nothing can be said yet", {"rollout/0": {"compute": 1.0}, "trainer/0": {}}),
+    ("unknown", "nothing can be said yet", {}),
+    (
+        "unknown",
+        "rollout/0 shows nothing that explains it",
+        {"trainer/0": {"wait-data": 1.0}, "rollout/0": {"other": 1.0}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("bound", "says", "shares"), CASES)
+def test_planted_cases(bound: str, says: str, shares: Shares) -> None:
+    verdict = judge(shares)
+    assert verdict.bound == bound
+    assert says in verdict.sentence
+    assert bottleneck(shares) == verdict.sentence
+
+
+def test_whatever_can_be_changed_comes_with_a_remedy() -> None:
+    for bound, _, shares in CASES:
+        if bound in {"generation", "reward", "data", "training", "weights", "capacity"}:
+            assert judge(shares).remedy
+
+
+def test_the_leader_is_asked_and_not_the_ranks_that_wait_for_it() -> None:
+    ranks: Shares = {f"trainer/{rank}": {"wait-data": 1.0} for rank in range(1, 12)}
+    shares = {**ranks, "trainer/0": {"compute": 1.0}, "rollout/0": {"wait-capacity": 1.0}}
+    assert judge(shares).bound == "training"

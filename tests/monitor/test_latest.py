@@ -1,0 +1,86 @@
+"""What `snapshot` says, made from bundles."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from myxa.actors.latest import Latest
+from myxa.core.messages import MetricPoint, Telemetry
+
+
+def put(latest: Latest, source: str, step: int, wall_s: float, values: dict[str, float], dropped: int = 0) -> None:
+    point = MetricPoint(source=source, step=step, wall_s=wall_s, values=values)
+    latest.apply(Telemetry(metrics=(point,), dropped=dropped))
+
+
+def test_latest_values_per_source_and_merged() -> None:
+    latest = Latest()
+    put(latest, "trainer/0", 3, 100.0, {"train/loss": 0.5})
+    put(latest, "rollout/0", 3, 101.0, {"rollout/running": 4})
+    put(latest, "rollout/1", 4, 102.0, {"rollout/running": 7})
+    put(latest, "rollout/0", 3, 103.0, {"rollout/running": 5}, dropped=2)
+    view = latest.snapshot(110.0)
+    assert view["rollout/0"] == {"rollout/running": 5}
+    assert view["metrics"] == {"train/loss": 0.5, "rollout/running": 7}  # the newest step wins over the newest message
+    assert view["age_s"] == {"trainer/0": 10.0, "rollout/0": 7.0, "rollout/1": 8.0}
+    assert view["monitor"] == {"bundles": 4.0, "dropped": 2.0, "refused": 0.0}
+
+
+def test_time_shares_come_from_cumulative_seconds() -> None:
+    latest = Latest(window_s=60.0)
+    for second in range(0, 200, 10):  # waits for 100 s, then computes
+        values = {"time/wait-data": min(second, 100.0), "time/compute": max(0.0, second - 100.0)}
+        values["time/wait-data/claim"] = values["time/wait-data"]
+        put(latest, "trainer/0", 1, 1000.0 + second, values)
+    view = latest.snapshot(1200.0)
+    assert view["time/trainer/0"]["compute"] == pytest.approx(1.0)
+    assert view["time_total/trainer/0"]["wait-data"] == pytest.approx(100 / 190)
+    assert view["time_total/trainer/0"]["wait-data/claim"] == pytest.approx(100 / 190)
+    assert "trainer/0" not in view  # times are not metrics
+    assert "time/compute" not in view["metrics"]
+
+
+def test_lost_bundles_change_nothing() -> None:
+    whole, holes = Latest(), Latest()
+    for second in range(100):
+        values = {"time/compute": second * 0.75, "time/wait-data": second * 0.25}
+        put(whole, "a", 1, float(second), values)
+        if second in (0, 41, 99):
+            put(holes, "a", 1, float(second), values)
+    assert whole.snapshot(0)["time/a"]["compute"] == pytest.approx(0.75)
+    assert holes.snapshot(0)["time/a"]["compute"] == pytest.approx(0.75)
+
+
+def test_a_restarted_actor_does_not_go_backwards() -> None:
+    latest = Latest()
+    put(latest, "rollout/0", 1, 0.0, {"time/compute": 90.0, "time/wait-data": 0.0})
+    put(latest, "rollout/0", 1, 10.0, {"time/compute": 0.0, "time/wait-data": 10.0})
+    view = latest.snapshot(10.0)
+    assert view["time/rollout/0"]["wait-data"] == 1.0
+    assert view["time_total/rollout/0"]["compute"] == pytest.approx(0.9)
+
+
+def test_a_curve_covers_the_whole_run_in_bounded_memory() -> None:
+    latest = Latest()
+    for step in range(10_000):
+        put(latest, "coordinator", step, float(step), {"reward/mean": step / 1e4})
+    curve = latest.snapshot(0.0)["curve/reward/mean"]
+    steps = [int(step) for step in curve]
+    assert len(steps) <= 480
+    assert steps == sorted(steps)
+    assert steps[0] == 0
+    assert steps[-1] == 9999
+    assert max(after - before for before, after in itertools.pairwise(steps)) < 200
+
+
+def test_names_and_sources_are_capped() -> None:
+    latest = Latest()
+    put(latest, "a", 0, 0.0, {f"m/{index}": 1.0 for index in range(10_000)})
+    for index in range(3000):
+        put(latest, f"actor/{index}", 0, 0.0, {"x": 1.0})
+    view = latest.snapshot(0.0)
+    assert len(view["a"]) == 4096
+    assert len(view) < 1100
+    assert view["monitor"]["refused"] == 10_000 - 4096 + 3000 - 1023

@@ -1,0 +1,120 @@
+"""The role itself, with real sinks and a real thread; its handlers are called as the node calls them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from myxa.actors.monitor import Monitor
+from myxa.actors.sinks.chrome_trace import ChromeTraceSink
+from myxa.actors.sinks.jsonl import JsonlSink
+from myxa.actors.sinks.prometheus import PrometheusSink
+from myxa.core.clock import ManualClock
+from myxa.core.errors import LaunchError
+from myxa.core.messages import Event, MetricPoint, Span, Telemetry
+from myxa.core.sink import SinkContext
+
+
+def times(source: str, second: float) -> MetricPoint:
+    values = {"time/compute": second * 0.7, "time/wait-data": second * 0.3}
+    return MetricPoint(source=source, step=1, wall_s=second, values=values)
+
+
+@pytest.mark.asyncio
+async def test_a_run_ends_up_in_the_files(tmp_path: Path) -> None:
+    monitor = Monitor(tmp_path, [JsonlSink(), ChromeTraceSink(), PrometheusSink(0)], run_name="sort")
+    await monitor.on_start()
+    for step in range(5):
+        point = MetricPoint(source="trainer/0", step=step, wall_s=float(step), values={"train/loss": 1.0 - step / 10})
+        span = Span(source="trainer/0", name="train", activity="compute", start_wall_s=float(step), duration_s=1.0)
+        event = Event(source="buffer", wall_s=0.0, kind="note", text=f"step {step}")
+        await monitor.telemetry(
+            Telemetry(metrics=(point, times("trainer/0", float(step))), spans=(span,), events=(event,))
+        )
+    view = await monitor.snapshot()
+    assert view["trainer/0"]["train/loss"] == pytest.approx(0.6)
+    assert view["time/trainer/0"]["compute"] == pytest.approx(0.7)
+    assert view["monitor"]["sinks"] == 3.0
+    assert await monitor.finish() == str(tmp_path)
+    assert await monitor.finish() == str(tmp_path)
+    await monitor.on_stop("end of the run")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line["values"]] == list(range(5))
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert kinds == ["prometheus-bound", *["note"] * 5]
+    assert sum(event["ph"] == "X" for event in json.loads((tmp_path / "trace.json").read_text())) == 5
+    assert not any(thread.name == "myxa-sinks" for thread in threading.enumerate())
+
+
+@pytest.mark.asyncio
+async def test_times_are_thinned_for_the_files_and_the_last_ones_are_kept(tmp_path: Path) -> None:
+    clock = ManualClock()
+    monitor = Monitor(tmp_path, [JsonlSink()], clock=clock, time_every_s=10.0)
+    await monitor.on_start()
+    for second in range(36):
+        await monitor.telemetry(
+            Telemetry(metrics=(times("trainer/0", float(second)), times("rollout/0", float(second))))
+        )
+        clock.advance(1.0)
+    await monitor.finish()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["wall_s"] for line in lines if line["source"] == "trainer/0"] == [0.0, 10.0, 20.0, 30.0, 35.0]
+    assert len(lines) == 10
+
+
+@pytest.mark.asyncio
+async def test_a_port_in_use_refuses_the_start_and_names_it(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monitor = Monitor(tmp_path, [JsonlSink(), PrometheusSink(port)])
+        with pytest.raises(LaunchError, match=f"port {port}"):
+            await monitor.on_start()
+    await monitor.on_stop("did not start")
+
+
+@pytest.mark.asyncio
+async def test_a_stuck_sink_never_blocks_the_handlers(tmp_path: Path) -> None:
+    release = threading.Event()
+
+    class Stuck:
+        name = "stuck"
+
+        def open(self, context: SinkContext) -> None: ...
+        def write(self, bundle: Telemetry) -> None:
+            release.wait(60)
+
+        def flush(self) -> None: ...
+        def close(self) -> None: ...
+
+    monitor = Monitor(tmp_path, [Stuck()])
+    await monitor.on_start()
+    point = MetricPoint(source="a", step=0, wall_s=0.0, values={"x": 1.0})
+    async with asyncio.timeout(20):
+        for _ in range(6000):
+            await monitor.telemetry(Telemetry(metrics=(point,)))
+        view = await monitor.snapshot()
+    assert view["monitor"]["bundles"] == 6000
+    assert view["monitor"]["bundles_refused"] > 1000
+    release.set()
+    await monitor.finish()
+
+
+@pytest.mark.asyncio
+async def test_losses_are_told_once_in_a_while(tmp_path: Path) -> None:
+    clock = ManualClock()
+    monitor = Monitor(tmp_path, [JsonlSink()], clock=clock)
+    await monitor.on_start()
+    for _ in range(30):
+        await monitor.telemetry(Telemetry(dropped=3))
+        clock.advance(1.0)
+    await monitor.finish()
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events] == ["telemetry-dropped"] * 2
+    assert events[0]["text"].startswith("33 telemetry records")

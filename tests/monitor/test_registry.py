@@ -1,0 +1,93 @@
+"""Sinks by name, and what is said when the name or the thing is wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from myxa.actors.sinks.chrome_trace import ChromeTraceSink
+from myxa.actors.sinks.jsonl import JsonlSink
+from myxa.actors.sinks.prometheus import PrometheusSink
+from myxa.actors.sinks.registry import BUILT_IN, choose_sinks, make_sink
+from myxa.actors.sinks.tensorboard import TensorBoardSink
+from myxa.core.errors import ConfigError, UserCodeError
+
+MODULE = """
+class Mine:
+    name = "mine"
+    def open(self, context): pass
+    def write(self, bundle): pass
+    def flush(self): pass
+    def close(self): pass
+
+class NoFlush:
+    name = "half"
+    def open(self, context): pass
+    def write(self, bundle): pass
+    def close(self): pass
+
+class Nameless(Mine):
+    name = 3
+
+class Explodes:
+    def __init__(self): raise RuntimeError("no key")
+
+class Outer:
+    Inner = Mine
+
+number = 5
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "sinks_of_a_user.py").write_text(MODULE)
+    (tmp_path / "broken_sinks.py").write_text("import a_module_that_is_not_there")
+    package = tmp_path / "my_sinks-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: my-sinks\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(
+        "[myxa.sinks]\nmine = sinks_of_a_user:Mine\nlost = sinks_of_a_user:Lost\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "sinks_of_a_user", raising=False)
+    return "sinks_of_a_user"
+
+
+def test_the_monitor_section_chooses() -> None:
+    assert [type(sink) for sink in choose_sinks()] == [JsonlSink, ChromeTraceSink, TensorBoardSink, PrometheusSink]
+    assert [type(sink) for sink in choose_sinks(tensorboard=False, prometheus_port=-1, trace=False)] == [JsonlSink]
+
+
+def test_every_built_in_sink_can_be_made() -> None:
+    for name in BUILT_IN:
+        assert make_sink(name).name == name
+
+
+def test_user_sinks_by_path_and_by_entry_point(module: str) -> None:
+    assert make_sink(f"{module}:Mine").name == "mine"
+    assert make_sink(f"{module}:Outer.Inner").name == "mine"
+    assert make_sink("mine").name == "mine"
+    assert [sink.name for sink in choose_sinks(extra=["mine"])][-1] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "says"),
+    [
+        ("wandb", ConfigError, "no sink is called 'wandb' -- known are chrome_trace, jsonl, lost, mine"),
+        (":Mine", ConfigError, "sink: ':Mine' does not say where the code is"),
+        ("nowhere_at_all:X", ConfigError, "there is no module 'nowhere_at_all'"),
+        ("broken_sinks:X", ModuleNotFoundError, "a_module_that_is_not_there"),
+        ("sinks_of_a_user:Missing", ConfigError, "has no 'Missing'"),
+        ("sinks_of_a_user:number", ConfigError, "is a int"),
+        ("sinks_of_a_user:NoFlush", UserCodeError, r"gave a NoFlush, which lacks flush\(\)"),
+        ("sinks_of_a_user:Nameless", UserCodeError, "lacks a name"),
+        ("sinks_of_a_user:Explodes", UserCodeError, "raised RuntimeError: no key"),
+        ("lost", ConfigError, "sink 'lost' .* has no 'Lost'"),
+    ],
+)
+def test_a_wrong_name_is_told_with_its_cause(module: str, name: str, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        make_sink(name)

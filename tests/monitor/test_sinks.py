@@ -1,0 +1,353 @@
+"""Every sink against real files, sockets and processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from myxa.actors.sinks.chrome_trace import ChromeTraceSink, read_trace
+from myxa.actors.sinks.jsonl import JsonlSink
+from myxa.actors.sinks.prometheus import PrometheusSink
+from myxa.actors.sinks.tensorboard import TensorBoardSink
+from myxa.core.clock import ManualClock
+from myxa.core.errors import LaunchError
+from myxa.core.messages import Event, MetricPoint, Span, Telemetry
+from myxa.core.sink import Sink, SinkContext
+
+SEED = 20
+WALL_S = 1_700_000_000.0
+
+
+class Told:
+    """Collects what a sink emits."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+
+    def __call__(self, kind: str, text: str) -> None:
+        self.events.append((kind, text))
+
+
+def context(run_dir: Path, told: Told | None = None) -> SinkContext:
+    return SinkContext(run_dir=run_dir, run_name="sort", clock=ManualClock(), emit=told or Told())
+
+
+def point(step: int, source: str = "trainer/0", **values: float) -> MetricPoint:
+    named = {name.replace("__", "/"): value for name, value in values.items()}
+    return MetricPoint(source=source, step=step, wall_s=WALL_S + step, values=named)
+
+
+def bundle(step: int) -> Telemetry:
+    return Telemetry(
+        metrics=(point(step, train__loss=1.0 / (step + 1)),),
+        events=(
+            Event(source="buffer", wall_s=WALL_S, kind="group-dropped", text='a "quoted" \n text', data={"id": step}),
+        ),
+        spans=(
+            Span(source="trainer/0", name="train", activity="compute", start_wall_s=WALL_S + step, duration_s=0.5),
+            Span(
+                source="rollout/0",
+                name="generate",
+                activity="compute",
+                start_wall_s=WALL_S,
+                duration_s=1,
+                track="group 3",
+            ),
+        ),
+    )
+
+
+@pytest.mark.parametrize("make", [JsonlSink, ChromeTraceSink, TensorBoardSink, PrometheusSink])
+def test_every_sink_keeps_the_contract(make: type[Sink], tmp_path: Path) -> None:
+    sink = make()
+    assert isinstance(sink, Sink)
+    sink.open(context(tmp_path))
+    sink.write(Telemetry())
+    sink.write(bundle(0))
+    sink.flush()
+    sink.write(bundle(1))
+    sink.close()
+    sink.close()  # the second one is harmless
+    again = make()  # a restarted monitor finds the files of the first
+    again.open(context(tmp_path))
+    again.write(bundle(2))
+    again.close()
+
+
+def test_jsonl_appends_and_repairs_a_torn_line(tmp_path: Path) -> None:
+    for step in range(2):
+        sink = JsonlSink()
+        sink.open(context(tmp_path))
+        sink.write(bundle(step))
+        sink.close()
+        with (tmp_path / "metrics.jsonl").open("ab") as file:
+            file.write(b'{"source":"trainer/0","st')  # killed in mid-line
+    lines = (tmp_path / "metrics.jsonl").read_text().split("\n")
+    assert json.loads(lines[0])["values"] == {"train/loss": 1.0}
+    assert json.loads(lines[2])["step"] == 1
+    event = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[0])
+    assert event["text"] == 'a "quoted" \n text'
+    assert event["data"] == {"id": 0}
+
+
+def test_jsonl_is_readable_after_a_flush_and_takes_odd_data(tmp_path: Path) -> None:
+    sink = JsonlSink()
+    sink.open(context(tmp_path))
+    odd = Event(source="x", wall_s=0.0, kind="k", text="t", data={"path": Path("/a"), "set": {1}})
+    sink.write(Telemetry(events=(odd,)))
+    sink.flush()
+    assert json.loads((tmp_path / "events.jsonl").read_text())["data"] == {"path": "/a", "set": "{1}"}
+    sink.close()
+
+
+def test_the_trace_is_whole_after_every_flush(tmp_path: Path) -> None:
+    sink = ChromeTraceSink()
+    sink.open(context(tmp_path))
+    assert json.loads((tmp_path / "trace.json").read_text()) == []
+    for step in range(5):
+        sink.write(bundle(step))
+        sink.flush()
+        json.loads((tmp_path / "trace.json").read_text())
+    sink.close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    names = {event["args"]["name"] for event in events if event["ph"] == "M" and event["name"] == "process_name"}
+    assert names == {"trainer/0", "rollout/0", "buffer"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == 10
+    assert spans[0]["dur"] == 500_000
+    assert spans[0]["cat"] == "compute"
+    tracks = {
+        event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name" and event["tid"]
+    }
+    assert {span["tid"] for span in spans if span["name"] == "generate"} == {tracks["group 3"]}
+    assert [event["args"]["value"] for event in events if event["ph"] == "C"][1] == 0.5
+    assert sum(event["ph"] == "i" for event in events) == 5
+    for event in events:  # what Chrome's format asks of every event
+        assert {"ph", "name", "pid", "tid"} <= set(event)
+        assert event["ph"] == "M" or isinstance(event["ts"], int)
+
+
+def test_arrows_follow_a_weight_version(tmp_path: Path) -> None:
+    spans = (
+        Span(
+            source="trainer/0",
+            name="publish",
+            activity="compute",
+            start_wall_s=1.0,
+            duration_s=0.5,
+            args={"makes_version": 7},
+        ),
+        Span(
+            source="rollout/0",
+            name="adopt",
+            activity="wait-weights",
+            start_wall_s=2.0,
+            duration_s=0.1,
+            args={"adopts_version": 7},
+        ),
+    )
+    sink = ChromeTraceSink()
+    sink.open(context(tmp_path))
+    sink.write(Telemetry(spans=spans))
+    sink.close()
+    flows = [event for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] in "stf"]
+    assert [(flow["ph"], flow["id"]) for flow in flows] == [("s", 7), ("t", 7)]
+    assert 1_000_000 <= flows[0]["ts"] < 1_500_000  # inside its slice, or no viewer draws it
+    assert flows[0]["pid"] != flows[1]["pid"]
+
+
+def test_a_trace_torn_at_any_byte_is_repaired_and_rows_keep_their_names(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    sink = ChromeTraceSink()
+    sink.open(context(tmp_path))
+    sink.write(bundle(0))
+    sink.close()
+    whole = path.read_bytes()
+    full = list(read_trace(path))
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        kept = list(read_trace(path))
+        assert kept == full[: len(kept)]
+        sink = ChromeTraceSink()
+        sink.open(context(tmp_path))
+        sink.write(bundle(1))
+        sink.close()
+        events = json.loads(path.read_text())
+        assert events[: len(kept)] == kept
+        pids = [event["pid"] for event in events if event["name"] == "process_name"]
+        assert len(pids) == len(set(pids)) == 3
+        rows = [(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"]
+        assert len(rows) == len(set(rows)) == 4
+
+
+def test_tracks_made_from_ids_do_not_grow_without_end(tmp_path: Path) -> None:
+    sink = ChromeTraceSink()
+    sink.open(context(tmp_path))
+    for index in range(500):
+        span = Span(source="x", name="n", activity="other", start_wall_s=1.0, duration_s=1.0, track=f"group {index}")
+        sink.write(Telemetry(spans=(span,)))
+    sink.close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    assert sum(event["ph"] == "X" for event in events) == 500
+    assert sum(event["name"] == "thread_name" for event in events) == 129
+
+
+def test_a_full_trace_stops_and_says_so(tmp_path: Path) -> None:
+    told = Told()
+    sink = ChromeTraceSink(max_bytes=2000)
+    sink.open(context(tmp_path, told))
+    for step in range(50):
+        sink.write(bundle(step))
+        sink.flush()
+    sink.close()
+    assert [kind for kind, _ in told.events] == ["trace-full"]
+    assert (tmp_path / "trace.json").stat().st_size < 4000
+    json.loads((tmp_path / "trace.json").read_text())
+
+
+def test_a_full_disk_leaves_the_trace_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = ChromeTraceSink()
+    sink.open(context(tmp_path))
+    sink.write(bundle(0))
+    sink.flush()
+    before = json.loads((tmp_path / "trace.json").read_text())
+    real = os.pwrite
+
+    def short(file: int, data: bytes, offset: int) -> int:  # the kernel writes less when the disk is nearly full
+        return real(file, data[:40] if len(data) > 40 else data, offset)
+
+    monkeypatch.setattr(os, "pwrite", short)
+    sink.write(bundle(1))
+    with pytest.raises(OSError, match="disk full"):
+        sink.flush()
+    assert json.loads((tmp_path / "trace.json").read_text()) == before
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from myxa.actors.sinks.chrome_trace import ChromeTraceSink
+from myxa.core.clock import SystemClock
+from myxa.core.messages import Span, Telemetry
+from myxa.core.sink import SinkContext
+
+sink = ChromeTraceSink()
+sink.open(SinkContext(run_dir=Path(sys.argv[1]), run_name="x", clock=SystemClock(), emit=lambda kind, text: None))
+span = Span(source="trainer/0", name="train", activity="compute", start_wall_s=1.0, duration_s=1.0)
+print("ready", flush=True)
+while True:
+    sink.write(Telemetry(spans=(span,) * 50))
+    sink.flush()
+"""
+
+
+def test_a_killed_writer_leaves_json(tmp_path: Path) -> None:
+    """A real process, killed at random moments while it does nothing but write."""
+    rng = random.Random(SEED)
+    for attempt in range(4):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        command = [sys.executable, "-c", WRITER, str(folder)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(rng.uniform(0.02, 0.1))
+            process.kill()
+            process.wait(timeout=10)
+        text = (folder / "trace.json").read_text()
+        try:
+            events = json.loads(text)
+        except json.JSONDecodeError:
+            # The kill hit inside the one system call: then the tail is torn, and only the tail.
+            events = list(read_trace(folder / "trace.json"))
+            assert len(events) >= text.count("\n") - 52
+        assert sum(event["ph"] == "X" for event in events) > 0
+
+
+def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink()
+    sink.open(context(tmp_path))
+    for step in range(4):
+        sink.write(Telemetry(metrics=(point(step, train__loss=float(step), time__compute=3.0),)))
+        sink.write(Telemetry(metrics=(point(-1, "rollout/0", rollout__running=2.0),)))
+    sink.close()
+    reader = EventAccumulator(str(tmp_path / "tb" / "trainer.0"))
+    reader.Reload()
+    assert reader.Tags()["scalars"] == ["train/loss"]
+    assert [(scalar.step, scalar.value) for scalar in reader.Scalars("train/loss")] == [(s, float(s)) for s in range(4)]
+    assert (tmp_path / "tb" / "rollout.0").is_dir()
+
+
+def test_tensorboard_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from myxa.core.clock import SystemClock; "
+        "from myxa.core.sink import SinkContext; import myxa.actors.sinks.registry as r; "
+        "assert 'tensorboard' not in sys.modules; s = r.make_sink('tensorboard'); "
+        "s.open(SinkContext(run_dir=Path(sys.argv[1]), run_name='', clock=SystemClock(), emit=lambda k, t: None)); "
+        "assert 'tensorboard' in sys.modules; s.close(); print('torch' in sys.modules, 'tensorflow' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+def scrape(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        return reply.read().decode()
+
+
+def test_prometheus_serves_the_latest_values_on_loopback(tmp_path: Path) -> None:
+    told = Told()
+    sink = PrometheusSink(0)
+    sink.open(context(tmp_path, told))
+    try:
+        port = int((tmp_path / "prometheus.port").read_text())
+        assert told.events == [("prometheus-bound", f"metrics are served at http://127.0.0.1:{port}/metrics")]
+        for step in range(3):
+            sink.write(bundle(step))
+        sink.write(Telemetry(metrics=(point(3, "rollout/1", lag__max=2.0, **{"train.loss": 9.0}),), dropped=4))
+        text = scrape(f"http://127.0.0.1:{port}/metrics")
+        assert 'myxa_train_loss{source="trainer/0"} 0.33' in text
+        assert 'myxa_lag_max{source="rollout/1"} 2.0' in text
+        assert 'myxa_step{source="trainer/0"} 2.0' in text
+        assert 'myxa_events_total{kind="group-dropped",source="buffer"} 3.0' in text
+        assert "myxa_telemetry_dropped_total 4.0" in text
+        assert "python_info" not in text  # an own registry, not the process-wide one
+        assert_loopback_only(port)
+    finally:
+        sink.close()
+    assert not (tmp_path / "prometheus.port").exists()
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def assert_loopback_only(port: int) -> None:
+    """The kernel's own table: nothing but 127.0.0.1 listens on the port."""
+    listening = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        lines = Path(table).read_text().splitlines()[1:] if Path(table).exists() else []
+        rows = [line.split() for line in lines]
+        listening += [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
+    assert listening == [f"0100007F:{port:04X}"]
+
+
+def test_prometheus_refuses_a_port_in_use(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(LaunchError, match=rf"port {port} .*in use.* -- set \[monitor\] prometheus_port"):
+            PrometheusSink(port).open(context(tmp_path))
+    assert not (tmp_path / "prometheus.port").exists()
+    with pytest.raises(LaunchError, match="70000 is not a port"):
+        PrometheusSink(70000).open(context(tmp_path))

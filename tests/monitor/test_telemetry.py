@@ -1,0 +1,99 @@
+"""Reporting never raises and never blocks, whatever happens to the monitor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from myxa.actors.telemetry import report_forever, report_once
+from myxa.core.activity import TelemetryBuffer
+from myxa.core.clock import SystemClock
+from myxa.core.errors import NoSuchActor
+from myxa.core.messages import Telemetry
+
+
+class Receiver:
+    """A monitor that can be dead, hang, or answer."""
+
+    def __init__(self) -> None:
+        self.mode = "up"
+        self.bundles: list[Telemetry] = []
+        self.num_calls = 0
+
+    async def __call__(self, bundle: Telemetry) -> None:
+        self.num_calls += 1
+        if self.mode == "dead":
+            raise NoSuchActor("nobody is called monitor")
+        if self.mode == "hangs":
+            await asyncio.Event().wait()
+        if self.mode == "broken":
+            raise TypeError("this is a bug in the way to the monitor")
+        self.bundles.append(bundle)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("mode", ["dead", "hangs", "broken"])
+async def test_a_bundle_that_cannot_be_sent_is_counted(mode: str) -> None:
+    buffer, receiver = TelemetryBuffer("trainer/0", SystemClock()), Receiver()
+    receiver.mode = mode
+    buffer.metric(1, {"train/loss": 1.0})
+    buffer.event("note", "something")
+    assert not await report_once(buffer, receiver, timeout_s=0.05)
+    assert buffer.num_lost == 2
+    receiver.mode = "up"
+    assert await report_once(buffer, receiver)
+    assert [bundle.dropped for bundle in receiver.bundles] == [2]
+    assert await report_once(buffer, receiver)
+    assert len(receiver.bundles) == 1  # nothing to say, nothing sent
+
+
+@pytest.mark.asyncio
+async def test_everything_waiting_is_sent_in_bundles() -> None:
+    buffer, receiver = TelemetryBuffer("trainer/0", SystemClock(), max_records=9000), Receiver()
+    for step in range(9000):
+        buffer.metric(step, {"train/loss": 1.0})
+    assert await report_once(buffer, receiver)
+    assert len(receiver.bundles) > 1
+    assert [point.step for bundle in receiver.bundles for point in bundle.metrics] == list(range(9000))
+
+
+@pytest.mark.asyncio
+async def test_it_goes_on_for_ever_and_speaks_once(caplog: pytest.LogCaptureFixture) -> None:
+    buffer, receiver = TelemetryBuffer("trainer/0", SystemClock()), Receiver()
+    receiver.mode = "dead"
+
+    async def until(is_true: Callable[[], bool]) -> None:
+        for _ in range(2000):
+            if is_true():
+                return
+            buffer.metric(1, {"train/loss": 1.0})
+            await asyncio.sleep(0.005)
+        pytest.fail("it never came true")
+
+    with caplog.at_level("INFO"):
+        task = asyncio.create_task(report_forever(buffer, receiver, 0.001))
+        await until(lambda: receiver.num_calls > 5)
+        assert not task.done()
+        receiver.mode = "up"
+        await until(lambda: bool(receiver.bundles))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert sum("cannot be reached" in record.message for record in caplog.records) == 1
+    assert sum("answers again" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_report_counts_what_it_held() -> None:
+    buffer, receiver = TelemetryBuffer("trainer/0", SystemClock()), Receiver()
+    receiver.mode = "hangs"
+    buffer.metric(1, {"train/loss": 1.0})
+    task = asyncio.create_task(report_once(buffer, receiver, timeout_s=30.0))
+    while not receiver.num_calls:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert buffer.num_lost == 1

@@ -1,0 +1,182 @@
+"""The built-in rewards, their arguments, and what any reward may return."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from myxa.algos.rewards import BUILTINS, RewardOutcome, bind_builtin, outcome_of
+from myxa.core.completions import Completion
+from myxa.core.config.settings import REWARD_BUILTINS
+from myxa.core.errors import ConfigError
+
+
+def completion(text: str, label: str = "") -> Completion:
+    return Completion(group_id=3, index=1, messages=(), prompt="?", text=text, label=label)
+
+
+def score(name: str, text: str, label: str = "", pattern: str = "", **args: Any) -> object:
+    return bind_builtin(name, pattern=pattern, args=args)(completion(text, label))
+
+
+def test_the_run_file_knows_the_same_names() -> None:
+    assert tuple(BUILTINS) == REWARD_BUILTINS
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "args", "value"),
+    [
+        ("1 2 3", "1 2 3", {}, 1.0),
+        (" 1  2\n3 ", "1 2 3", {}, 1.0),
+        ("1 2", "1 2 3", {}, 0.0),
+        ("ABC", "abc", {}, 0.0),
+        ("ABC", "abc", {"ignore_case": True}, 1.0),
+        ("so:\nabc", "abc", {"extract_from": "last_line"}, 1.0),
+        ("abc", "abc", {"extract_from": "boxed"}, 0.0),
+        ("", "", {}, 1.0),
+    ],
+)
+def test_exact(text: str, label: str, args: dict[str, Any], value: float) -> None:
+    assert score("exact", text, label, **args) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "args", "value"),
+    [
+        (r"thus \boxed{1,000}", "1000", {}, 1.0),
+        (r"\boxed{\frac{1}{3}}", "1/3", {"tolerance": 0}, 1.0),
+        (r"\boxed{0.333}", "1/3", {}, 0.0),
+        (r"\boxed{0.333}", "1/3", {"tolerance": 0.01}, 1.0),
+        ("1.05", "1", {"absolute": 0.1}, 1.0),
+        ("the answer is 7 apples", "7", {}, 1.0),
+        ("#### 12", "12", {}, 1.0),
+        ("12 and then 13", "12", {}, 0.0),
+        ("none", "12", {}, 0.0),
+        ("12", "12", {"extract_from": "tag"}, 0.0),
+        ("9007199254740993", "9007199254740992", {"tolerance": 0}, 0.0),
+    ],
+)
+def test_numeric(text: str, label: str, args: dict[str, Any], value: float) -> None:
+    assert score("numeric", text, label, **args) == value
+
+
+def test_numeric_refuses_a_label_that_is_no_number() -> None:
+    with pytest.raises(ValueError, match="the label 'many' is not a number"):
+        score("numeric", "3", "many")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "label", "value"),
+    [
+        (r"yes", "well, yes!", "", 1.0),
+        (r"yes", "no", "", 0.0),
+        (r"answer: (\d+)", "answer: 1, answer: 2", "2", 1.0),
+        (r"answer: (\d+)", "answer: 1, answer: 2", "1", 0.0),
+        (r"answer: (\d+)?", "answer: ", "", 1.0),
+        (r"answer: (\d+)", "nothing", "", 0.0),
+    ],
+)
+def test_regex(pattern: str, text: str, label: str, value: float) -> None:
+    assert score("regex", text, label, pattern=pattern) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern", "value"),
+    [
+        ("<think>a\nb</think>\n<answer>c</answer>", "", 1.0),
+        ("<think>a</think>", "", 0.0),
+        ("x <think>a</think><answer>c</answer>", "", 0.0),
+        ("a\nb", "a.b", 1.0),
+        ("ab", "a", 0.0),
+    ],
+)
+def test_format(text: str, pattern: str, value: float) -> None:
+    assert score("format", text, pattern=pattern) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "value"),
+    [
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{1+x^2}", "x^2+1", 1.0),
+        (r"\boxed{\sqrt 2}", r"\sqrt{2}", 1.0),
+        (r"\boxed{\sqrt 3}", r"\sqrt{2}", 0.0),
+        (r"so $x=3$", "$3$", 1.0),
+        ("the answer is 42.", "42", 1.0),
+        ("no idea", "42", 0.0),
+        (r"\boxed{A}", "A", 1.0),
+    ],
+)
+def test_math(text: str, label: str, value: float) -> None:
+    assert score("math", text, label) == value
+
+
+def test_math_refuses_a_label_that_it_cannot_read() -> None:
+    with pytest.raises(ValueError, match="math-verify cannot read the label ''"):
+        score("math", "3", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        (
+            "numeric",
+            {"tolerence": 1},
+            'reward.args.tolerence: reward "numeric" takes no such argument -- did you mean "tolerance"?',
+        ),
+        ("math", {"x": 1}, 'reward.args.x: reward "math" takes no such argument -- known: seconds'),
+        ("exact", {"ignore_case": 1}, "reward.args.ignore_case = 1: must be of type bool"),
+        ("numeric", {"tolerance": True}, "reward.args.tolerance = True: must be of type float"),
+        ("numeric", {"tolerance": -1}, "reward.args.tolerance = -1: must not be negative"),
+        ("math", {"seconds": 1.5}, "reward.args.seconds = 1.5: must be of type int"),
+        (
+            "exact",
+            {"extract_from": "line"},
+            "reward.args.extract_from = 'line': must be one of all, last_line, boxed, marker, tag, auto",
+        ),
+    ],
+)
+def test_wrong_arguments(name: str, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        bind_builtin(name, args=args)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("returned", "outcome"),
+    [
+        (1, RewardOutcome(1.0)),
+        (True, RewardOutcome(1.0)),
+        (-0.5, RewardOutcome(-0.5)),
+        (Fraction(1, 4), RewardOutcome(0.25)),
+        (np.float32(0.5), RewardOutcome(0.5)),
+        ({"reward": 1, "length": 3}, RewardOutcome(1.0, {"length": 3.0})),
+    ],
+)
+def test_what_a_reward_may_return(returned: object, outcome: RewardOutcome) -> None:
+    assert outcome_of(returned) == outcome
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "the reward is of type NoneType, not a number"),
+        ("1", "the reward is of type str, not a number"),
+        ([1.0], "the reward is of type list, not a number"),
+        (math.nan, "the reward is nan"),
+        (-math.inf, "the reward is -inf"),
+        ({}, 'the returned dict has no "reward", only nothing'),
+        ({"score": 1}, "the returned dict has no \"reward\", only 'score'"),
+        ({"reward": 1, 2: 3}, "the returned dict has the key 2, which is not text"),
+        ({"reward": None}, '"reward" is of type NoneType, not a number'),
+        ({"reward": 1, "x": math.inf}, '"x" is inf'),
+    ],
+)
+def test_what_it_may_not(returned: object, message: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        outcome_of(returned)
+    assert str(caught.value) == message

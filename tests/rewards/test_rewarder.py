@@ -1,0 +1,404 @@
+"""Rewards are run where they should be; whatever a function does, the rewarder says so and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from myxa.actors import rewarder as rewarder_module
+from myxa.actors.error_budget import ErrorBudget
+from myxa.actors.rewarder import FixedReward, Rewarder, make_rewarder
+from myxa.algos.rewards import RewardOutcome
+from myxa.core.completions import Completion
+from myxa.core.config import RewardSettings, RunConfig
+from myxa.core.errors import ConfigError, UserCodeError
+
+CODE = '''
+import asyncio, os, subprocess, sys, threading, time
+from pathlib import Path
+
+def act(completion):
+    """Does what the text says."""
+    verb, _, rest = completion.text.partition(" ")
+    if verb == "hang":
+        time.sleep(600)
+    if verb == "spawn":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path(rest).write_text(str(child.pid))
+        time.sleep(600)
+    if verb == "segfault":
+        os.kill(os.getpid(), 11)
+    if verb == "leave":
+        os._exit(7)
+    if verb == "exit":
+        raise SystemExit(3)
+    if verb == "raise":
+        raise KeyError("label")
+    if verb == "print":
+        print("noise on standard output", flush=True)
+    if verb == "input":
+        return float(sys.stdin.read() == "")
+    if verb == "pid":
+        return {"reward": 0.5, "pid": os.getpid(), "main": threading.current_thread() is threading.main_thread()}
+    return {"nan": float("nan"), "none": None, "dict": {"score": 1}}.get(verb, 1.0)
+
+async def act_later(completion):
+    await asyncio.sleep(0.01)
+    if completion.text == "hang":
+        await asyncio.sleep(600)
+    return act(completion)
+
+def forgot(completion):
+    return act_later(completion)
+
+gate = threading.Event()
+
+def wait_for_gate(completion):
+    gate.wait(60)
+    return 1.0
+
+def scaled(completion, *, factor, pattern=""):
+    return {"reward": factor, "pattern": len(pattern)}
+'''
+OWN = "mend the function or the row; reward.max_error_rate says how many failures a run bears"
+
+
+@pytest.fixture(autouse=True)
+def nothing_survives() -> Any:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    deadline = time.monotonic() + 10
+    while left := [c for c in psutil.Process().children(recursive=True) if c.pid not in before]:
+        assert time.monotonic() < deadline, f"still alive: {left}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "mine.py"
+    file.write_text(CODE)
+    return str(file)
+
+
+def answer(text: str, label: str = "", **more: Any) -> Completion:
+    return Completion(group_id=3, index=1, messages=(), prompt="?", text=text, label=label, **more)
+
+
+@asynccontextmanager
+async def rewarder(fn: str, **settings: Any) -> AsyncIterator[Rewarder]:
+    made = Rewarder(RewardSettings(fn=fn, **settings))
+    try:
+        yield made
+    finally:
+        await made.close()
+        assert made.worker_pids == ()
+
+
+async def failure(of: Rewarder, completion: Completion) -> str:
+    with pytest.raises(UserCodeError) as caught:
+        await of.score(completion)
+    return str(caught.value)
+
+
+@pytest.mark.asyncio
+async def test_builtins_run_in_the_loop() -> None:
+    async with rewarder("exact") as made:
+        assert await made.score(answer("4", "4")) == RewardOutcome(1.0)
+        assert await made.score(answer("5", "4")) == RewardOutcome(0.0)
+        assert made.worker_pids == ()
+
+
+@pytest.mark.asyncio
+async def test_math_gets_a_process_even_if_none_was_asked_for() -> None:
+    async with rewarder("math") as made:
+        done = await asyncio.gather(*(made.score(answer(rf"\boxed{{{i}+x}}", "x+3")) for i in range(5)))
+        assert [outcome.value for outcome in done] == [0.0, 0.0, 0.0, 1.0, 0.0]
+        assert len(made.worker_pids) == 1
+
+
+def test_math_is_imported_in_its_own_process_only() -> None:
+    code = (
+        "import sys; from myxa.actors.rewarder import Rewarder; from myxa.core.config import RewardSettings;"
+        "Rewarder(RewardSettings(fn='math')); print(sorted({'torch', 'sympy', 'math_verify', 'zmq'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.asyncio
+async def test_own_functions_run_in_threads_the_loop_or_processes(code: str) -> None:
+    async with rewarder(f"{code}:act") as made:
+        outcome = await made.score(answer("pid"))
+        assert outcome == RewardOutcome(0.5, {"pid": float(os.getpid()), "main": 0.0})
+    async with rewarder(f"{code}:act_later") as made:
+        outcome = await made.score(answer("pid"))
+        assert outcome.parts == {"pid": float(os.getpid()), "main": 1.0}
+    for fn in ("act", "act_later"):
+        async with rewarder(f"{code}:{fn}", workers=2) as made:
+            outcomes = await asyncio.gather(*(made.score(answer("pid")) for _ in range(8)))
+            pids = {int(outcome.parts["pid"]) for outcome in outcomes}
+            assert pids == set(made.worker_pids)
+            assert 1 <= len(pids) <= 2
+            assert os.getpid() not in pids
+            assert {outcome.parts["main"] for outcome in outcomes} == {1.0}
+
+
+@pytest.mark.asyncio
+async def test_named_arguments_and_pattern_reach_an_own_function(code: str) -> None:
+    for workers in (0, 1):
+        async with rewarder(f"{code}:scaled", args={"factor": 2.5}, pattern="abc", workers=workers) as made:
+            assert await made.score(answer("x")) == RewardOutcome(2.5, {"pattern": 3.0})
+    with pytest.raises(ConfigError, match="missing a required argument: 'factor'"):
+        Rewarder(RewardSettings(fn=f"{code}:scaled"))
+
+
+CAUSES = [
+    ("raise", "raised KeyError: 'label' at {code}:21"),
+    ("nan", "the reward is nan"),
+    ("none", "the reward is of type NoneType, not a number"),
+    ("dict", "the returned dict has no \"reward\", only 'score'"),
+    ("exit", "raised SystemExit: 3 at {code}:19"),
+]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("fn", "workers"), [("act", 0), ("act_later", 0), ("act", 1), ("act_later", 1)])
+async def test_what_a_function_may_do_wrong_anywhere(code: str, fn: str, workers: int) -> None:
+    async with rewarder(f"{code}:{fn}", workers=workers) as made:
+        for number, (text, cause) in enumerate(CAUSES, start=1):
+            assert await failure(made, answer(text)) == (
+                f'reward function "{code}:{fn}" {cause.format(code=code)} (group 3, sample 1) -- {OWN}'
+            )
+            assert made.num_errors == number
+        assert (await made.score(answer("fine"))).value == 1.0
+
+
+@pytest.mark.asyncio
+async def test_a_function_that_forgot_to_be_async(code: str) -> None:
+    async with rewarder(f"{code}:forgot") as made:
+        assert "returned a coroutine; declare it with `async def`" in await failure(made, answer("x"))
+
+
+@pytest.mark.asyncio
+async def test_a_hung_worker_is_killed_with_what_it_started_and_replaced(code: str, tmp_path: Path) -> None:
+    async with rewarder(f"{code}:act", workers=1, timeout_s=4.0) as made:
+        assert (await made.score(answer("warm"))).value == 1.0
+        (first,) = made.worker_pids
+        note = tmp_path / "grandchild"
+        assert await failure(made, answer(f"spawn {note}")) == (
+            f'reward function "{code}:act" took longer than 4 s; its worker process was killed (group 3, sample 1) -- {OWN}'
+        )
+        (second,) = (int((await made.score(answer("pid"))).parts["pid"]),)
+        assert second != first
+        assert not psutil.pid_exists(first)
+        await gone(int(note.read_text()))
+
+
+async def gone(pid: int) -> None:
+    async with asyncio.timeout(10):
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("text", "end"), [("segfault", "signal SIGSEGV"), ("leave", "exit code 7")])
+async def test_a_crashed_worker_is_named_and_replaced(code: str, text: str, end: str) -> None:
+    async with rewarder(f"{code}:act", workers=1) as made:
+        assert await failure(made, answer(text)) == (
+            f'reward function "{code}:act" ended its worker process ({end}) (group 3, sample 1) -- {OWN}'
+        )
+        assert (await made.score(answer("fine"))).value == 1.0
+
+
+@pytest.mark.asyncio
+async def test_a_worker_killed_while_idle_costs_no_completion(code: str) -> None:
+    async with rewarder(f"{code}:act", workers=1) as made:
+        await made.score(answer("warm"))
+        (pid,) = made.worker_pids
+        os.kill(pid, 9)
+        async with asyncio.timeout(10):
+            while made.worker_pids:
+                await asyncio.sleep(0.02)
+        assert (await made.score(answer("fine"))).value == 1.0
+        assert made.num_errors == 0
+
+
+@pytest.mark.asyncio
+async def test_what_a_worker_prints_or_reads_does_not_touch_the_protocol(
+    code: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with rewarder(f"{code}:act", workers=1) as made:
+        assert (await made.score(answer("print"))).value == 1.0
+        assert (await made.score(answer("input"))).value == 1.0
+    captured = capfd.readouterr()
+    assert "noise on standard output" in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_call_does_not_leave_its_answer_for_the_next(code: str) -> None:
+    async with rewarder(f"{code}:act", workers=1) as made:
+        await made.score(answer("warm"))
+        task = asyncio.ensure_future(made.score(answer("hang")))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await made.score(answer("pid"))).value == 0.5
+        assert made.num_errors == 0
+
+
+@pytest.mark.asyncio
+async def test_closing_ends_a_call_that_runs(code: str) -> None:
+    async with rewarder(f"{code}:act", workers=2) as made:
+        task = asyncio.ensure_future(made.score(answer("hang")))
+        await asyncio.sleep(0.5)
+        await made.close()
+        with pytest.raises(UserCodeError):
+            await task
+        assert "was called after the rewarder was closed" in await failure(made, answer("x"))
+
+
+@pytest.mark.asyncio
+async def test_workers_end_when_their_parent_is_killed(code: str, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import asyncio, os, signal\n"
+        "from myxa.actors.rewarder import Rewarder\n"
+        "from myxa.core.config import RewardSettings\n"
+        "from myxa.core.completions import Completion\n"
+        "async def main():\n"
+        f"    made = Rewarder(RewardSettings(fn={code + ':act'!r}, workers=1))\n"
+        "    await made.score(Completion(group_id=0, index=0, messages=(), prompt='', text='warm'))\n"
+        "    print(*made.worker_pids, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())\n"
+    )
+    parent = await asyncio.create_subprocess_exec(sys.executable, str(script), stdout=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(60):
+        out, _ = await parent.communicate()
+    assert parent.returncode == -9
+    await gone(int(out))
+
+
+@pytest.mark.asyncio
+async def test_an_async_function_that_takes_too_long_is_cancelled(code: str) -> None:
+    async with rewarder(f"{code}:act_later", timeout_s=0.2) as made:
+        assert "took longer than 0.2 s (group 3, sample 1)" in await failure(made, answer("hang"))
+
+
+@pytest.mark.asyncio
+async def test_threads_that_hang_are_told_and_keep_nothing_alive(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewarder_module, "MAX_THREADS", 2)
+    async with rewarder(f"{code}:wait_for_gate", timeout_s=0.2) as made:
+        for _ in range(2):
+            assert "took longer than 0.2 s in a thread, which cannot be stopped; with reward.workers" in await failure(
+                made, answer("x")
+            )
+        assert "could not be called: all 2 threads hang in earlier calls; use reward.workers" in await failure(
+            made, answer("x")
+        )
+        hung = [thread for thread in threading.enumerate() if thread.name == "reward"]
+        assert len(hung) == 2
+        assert all(thread.daemon for thread in hung)
+        loaded = next(
+            module
+            for name, module in sys.modules.items()
+            if name.startswith("myxa_user_mine") and module.__file__ == code
+        )
+        loaded.gate.set()
+        for thread in hung:
+            await asyncio.to_thread(thread.join, 10)
+            assert not thread.is_alive()
+    async with rewarder(f"{code}:wait_for_gate") as made:
+        assert (await made.score(answer("x"))).value == 1.0
+
+
+@pytest.mark.asyncio
+async def test_truncated_answers(code: str) -> None:
+    cut = answer("4", "4", finish="length")
+    async with rewarder("exact") as made:
+        assert (await made.score(cut)).value == 1.0
+    async with rewarder("exact", truncated="zero") as made:
+        assert (await made.score(cut)).value == 0.0
+        assert (await made.score(answer("4", "4"))).value == 1.0
+
+
+@pytest.mark.asyncio
+async def test_too_many_errors_end_the_run(code: str) -> None:
+    async with rewarder(f"{code}:act_later", max_error_rate=0.2) as made:
+        for number in range(20):
+            assert made.too_many_errors == ""
+            if number % 4:
+                await made.score(answer("fine"))
+            else:
+                await failure(made, answer("none"))
+        assert made.too_many_errors == (
+            f'reward function "{code}:act_later" failed in 5 of the last 20 calls, more than reward.max_error_rate = 0.2 '
+            "allows; last: the reward is of type NoneType, not a number"
+        )
+        assert made.num_errors == 5
+
+
+def test_the_error_budget_looks_at_the_last_calls_only() -> None:
+    budget = ErrorBudget(0.1)
+    for _ in range(19):
+        budget.note(has_failed=True)
+    assert not budget.is_spent
+    for _ in range(1000):
+        budget.note(has_failed=False)
+    assert not budget.is_spent
+    for _ in range(10):
+        budget.note(has_failed=True)
+    assert not budget.is_spent
+    budget.note(has_failed=True)
+    assert budget.is_spent
+    assert (budget.num_errors, budget.num_calls, budget.recent) == (30, 1030, (11, 100))
+    never = ErrorBudget(0.0)
+    for number in range(20):
+        never.note(has_failed=number == 0)
+    assert never.is_spent
+
+
+@pytest.mark.asyncio
+async def test_a_function_that_loads_here_but_not_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "here_only.py"
+    file.write_text(f"import os\nif os.getpid() != {os.getpid()}: raise OSError('no licence')\ndef f(c): return 1.0\n")
+    async with rewarder(f"{file}:f", workers=1) as made:
+        message = await failure(made, answer("x"))
+        assert message.startswith(f"reward.fn: importing {file} raised OSError: no licence ({file}:2) -- ")
+        assert made.too_many_errors == message
+
+
+def test_a_wrong_name_is_told_before_anything_runs(code: str) -> None:
+    makes: list[Callable[[], Rewarder]] = [
+        lambda: Rewarder(RewardSettings(fn=f"{code}:nope", workers=1)),
+        lambda: Rewarder(RewardSettings(fn="numeric", args={"tol": 1})),
+    ]
+    for make in makes:
+        with pytest.raises(ConfigError):
+            make()
+
+
+@pytest.mark.asyncio
+async def test_demonstrations_get_a_fixed_reward() -> None:
+    raw: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t", "preset": "chat"}}
+    made = make_rewarder(RunConfig.model_validate({**raw, "algo": {"kind": "sft"}}))
+    assert isinstance(made, FixedReward)
+    assert await made.score(answer("x", "y")) == RewardOutcome(1.0)
+    assert (made.too_many_errors, made.num_errors) == ("", 0)
+    await made.close()
+    assert isinstance(make_rewarder(RunConfig.model_validate(raw)), Rewarder)

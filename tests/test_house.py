@@ -1,0 +1,433 @@
+"""The laws of the house. Every law is a function from a tree of files to a list of breaches, so that each is also shown
+to bite: on a small tree that breaks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = ("core", "transport", "memory", "algos", "actors", "launch")
+HEIGHT = {"core": 0, "transport": 1, "memory": 2, "algos": 2, "actors": 3, "launch": 4}
+ADAPTERS = ("engines", "backends", "weights", "sinks")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}
+BANNED_MODULES = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
+TASK_MAKERS = r"^asyncio\.(create_task|ensure_future)$|(^|_|\.)loop(\(\))?\.create_task$"
+HEAVY = ("torch", "transformers", "pyarrow", "tensorboard", "math_verify", "sglang", "megatron")
+
+
+# -- reading a tree ------------------------------------------------------------------------------------------------
+
+
+@cache
+def parsed(path: Path, stamp: int) -> ast.Module:
+    del stamp
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def tree_of(path: Path) -> ast.Module:
+    return parsed(path, path.stat().st_mtime_ns)
+
+
+def modules(root: Path) -> list[Path]:
+    """All Python files of the package, paths relative to the root."""
+    files = [root / "__init__.py", *(file for floor in FLOORS for file in sorted((root / floor).rglob("*.py")))]
+    return [file.relative_to(root) for file in files if file.exists()]
+
+
+def name_of(path: Path) -> str:
+    """`core/config/root.py` -> `core.config.root`; a package's `__init__.py` has the package's name."""
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_for_types_only(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports(path: Path, root: Path, *, at_import_time: bool = False) -> Iterator[tuple[int, str, int]]:
+    """(line, dotted target, relative level) of every import; relative ones are resolved against the root."""
+    stack: list[ast.AST] = [tree_of(root / path)]
+    package = path.parent.parts
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, 0) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            stem = [*base, *(node.module.split(".") if node.module else [])]
+            for alias in node.names:
+                yield node.lineno, ".".join([*stem, alias.name]), node.level
+        if at_import_time and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if at_import_time and isinstance(node, ast.stmt) and is_for_types_only(node):
+            continue
+        stack.extend(ast.iter_child_nodes(node))
+
+
+def resolve(target: str, known: set[str]) -> str | None:
+    """The module that a dotted target means: itself, or the module that defines its last name."""
+    if target in known:
+        return target
+    parent = target.rpartition(".")[0]
+    return parent if parent in known else None
+
+
+def inner_edges(root: Path, *, at_import_time: bool) -> dict[str, set[str]]:
+    """module -> modules of the house that it imports."""
+    known = {name_of(path) for path in modules(root)}
+    edges: dict[str, set[str]] = {name: set() for name in known}
+    for path in modules(root):
+        for _, target, level in imports(path, root, at_import_time=at_import_time):
+            found = resolve(target, known) if level else None
+            if found is not None and found != name_of(path):
+                edges[name_of(path)].add(found)
+    return edges
+
+
+# -- laws ----------------------------------------------------------------------------------------------------------
+
+
+def unlisted_packages(root: Path) -> list[str]:
+    """Every folder with Python files is a package listed in pyproject.toml, and every listed package exists."""
+    listed = set(tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = {"myxa"} | {".".join(("myxa", *path.parent.parts)) for path in modules(root) if path.parent.parts}
+    breaches = [f"{name} is not listed in pyproject.toml" for name in sorted(found - listed)]
+    breaches += [f"{name} is listed but not there" for name in sorted(listed - found)]
+    for name in sorted(found & listed):
+        if not (root.joinpath(*name.split(".")[1:]) / "__init__.py").exists():
+            breaches.append(f"{name} has no __init__.py")
+    return breaches
+
+
+def wrong_links(root: Path) -> list[str]:
+    """`.ns/myxa` holds one relative link per floor and root file, and nothing else."""
+    wanted = {name: f"../../{name}" for name in (*FLOORS, "__init__.py", "py.typed")}
+    found = {path.name: str(path.readlink()) if path.is_symlink() else "" for path in (root / ".ns/myxa").iterdir()}
+    return [f".ns/myxa/{name}: {found.get(name)!r}, want {wanted.get(name)!r}"
+            for name in sorted(wanted.keys() | found.keys()) if found.get(name) != wanted.get(name)]  # fmt: skip
+
+
+def misplaced_files(root: Path) -> list[str]:
+    """No package inside tests/, no stray module in the root, no cupboard names."""
+    breaches = [f"{path.relative_to(root)} makes tests a package" for path in (root / "tests").rglob("__init__.py")]
+    breaches += [f"{path.name} in the root becomes part of the package"
+                 for path in root.glob("*.py") if path.name != "__init__.py"]  # fmt: skip
+    for path in modules(root):
+        words = set(path.with_suffix("").parts)
+        breaches += [f"{path}: '{word}' says nothing" for word in sorted(words & BANNED_NAMES)]
+    return breaches
+
+
+def oversize(root: Path) -> list[str]:
+    """Files and functions stay small enough to be read in one go."""
+    breaches: list[str] = []
+    for path in modules(root):
+        num_lines = len((root / path).read_text(encoding="utf-8").splitlines())
+        if num_lines > MAX_FILE_LINES:
+            breaches.append(f"{path} has {num_lines} lines")
+        for node in ast.walk(tree_of(root / path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    breaches.append(f"{path}:{node.lineno} {node.name} has {length} lines")
+    return breaches
+
+
+def upward_imports(root: Path) -> list[str]:
+    """launch > actors > (algos | memory) > transport > core; algos and memory do not know each other."""
+    breaches: list[str] = []
+    for source, targets in inner_edges(root, at_import_time=False).items():
+        for target in targets:
+            here, there = source.split(".")[0], target.split(".")[0]
+            if here not in HEIGHT or there not in HEIGHT or here == there:
+                continue
+            if HEIGHT[there] >= HEIGHT[here]:
+                breaches.append(f"{source} imports {target}")
+    return sorted(breaches)
+
+
+def roles_that_know_adapters(root: Path) -> list[str]:
+    """Modules directly in actors/ work over protocols."""
+    edges = inner_edges(root, at_import_time=False)
+    return sorted(
+        f"{source} imports {target}"
+        for source, targets in edges.items()
+        for target in targets
+        if re.fullmatch(r"actors\.\w+", source) and source.split(".")[1] not in sub_packages(root)
+        if target.startswith(tuple(f"actors.{name}" for name in ADAPTERS))
+    )
+
+
+def sub_packages(root: Path) -> set[str]:
+    return {path.name for path in (root / "actors").iterdir() if path.is_dir()}
+
+
+def absolute_self_imports(root: Path) -> list[str]:
+    """Inside the package imports are relative: an absolute one would load a second copy or a foreign `core`."""
+    return [
+        f"{path}:{line} imports {target}"
+        for path in modules(root)
+        for line, target, level in imports(path, root)
+        if level == 0 and target.split(".")[0] in {"myxa", *FLOORS}
+    ]
+
+
+def banned_imports(root: Path) -> list[str]:
+    """Nothing that runs code out of bytes."""
+    return [
+        f"{path}:{line} imports {target}"
+        for path in modules(root)
+        for line, target, level in imports(path, root)
+        if level == 0 and target.split(".")[0] in BANNED_MODULES
+    ]
+
+
+def orphans_and_sleepers(root: Path) -> list[str]:
+    """No task that nobody keeps, no sleeping in a process that has a loop, no print below launch."""
+    breaches: list[str] = []
+    for path in modules(root):
+        for node in ast.walk(tree_of(root / path)):
+            call = node.value if isinstance(node, ast.Expr) else node
+            if not isinstance(call, ast.Call):
+                continue
+            called = ast.unparse(call.func)
+            if node is not call and re.search(TASK_MAKERS, called):
+                breaches.append(f"{path}:{node.lineno} calls {called} and forgets the task")
+            if called == "time.sleep":
+                breaches.append(f"{path}:{call.lineno} calls {called}")
+            if called == "print" and path.parts[0] != "launch":
+                breaches.append(f"{path}:{call.lineno} prints")
+    return sorted(set(breaches))
+
+
+def swallowed_errors(root: Path) -> list[str]:
+    """A broad except that only passes hides the cause."""
+    breaches: list[str] = []
+    for path in modules(root):
+        for node in ast.walk(tree_of(root / path)):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            kinds = "" if node.type is None else ast.unparse(node.type)
+            is_broad = kinds == "" or re.search(r"\b(Base)?Exception\b", kinds)
+            is_silent = all(isinstance(s, ast.Pass) or ast.unparse(s) in ("...", "continue") for s in node.body)
+            if is_broad and is_silent:
+                breaches.append(f"{path}:{node.lineno} swallows {kinds or 'everything'}")
+    return breaches
+
+
+def import_cycles(root: Path) -> list[str]:
+    """No two modules need each other at import time (a package's face and its own modules aside)."""
+    edges = inner_edges(root, at_import_time=True)
+    packages = {name_of(path) for path in modules(root) if path.name == "__init__.py"}
+    graph = {name: {t for t in targets if t not in packages} for name, targets in edges.items() if name not in packages}
+    breaches: list[str] = []
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        if name in trail:
+            breaches.append(" -> ".join((*trail[trail.index(name) :], name)))
+            return
+        if name in done:
+            return
+        for target in sorted(graph.get(name, ())):
+            visit(target, (*trail, name))
+        done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
+    return breaches
+
+
+def heads_missing(root: Path) -> list[str]:
+    """Every module says what it is; empty package faces are let off."""
+    return [
+        f"{path} has no docstring"
+        for path in modules(root)
+        if (body := tree_of(root / path).body) and ast.get_docstring(tree_of(root / path)) is None and body
+    ]
+
+
+LAWS = (
+    unlisted_packages,
+    wrong_links,
+    misplaced_files,
+    oversize,
+    upward_imports,
+    roles_that_know_adapters,
+    absolute_self_imports,
+    banned_imports,
+    orphans_and_sleepers,
+    swallowed_errors,
+    import_cycles,
+    heads_missing,
+)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_the_house_keeps_the_law(law):
+    breaches = law(ROOT)
+    assert not breaches, "\n".join((law.__doc__ or "", *breaches))
+
+
+# -- each law bites ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_house(tmp_path: Path) -> Path:
+    """A lawful house with one module per floor."""
+    (tmp_path / ".ns/myxa").mkdir(parents=True)
+    (tmp_path / "tests").mkdir()
+    for name in (*FLOORS, "__init__.py", "py.typed"):
+        (tmp_path / ".ns/myxa" / name).symlink_to(f"../../{name}")
+    (tmp_path / "__init__.py").write_text('"""Face."""\n')
+    (tmp_path / "py.typed").touch()
+    for floor in FLOORS:
+        write(tmp_path, f"{floor}/__init__.py", "")
+        write(tmp_path, f"{floor}/thing.py", '"""A thing."""\n')
+    write(tmp_path, "actors/engines/__init__.py", "")
+    write(tmp_path, "actors/engines/one.py", '"""An adapter."""\n')
+    names = ", ".join(f'"{name}"' for name in ("myxa", *(f"myxa.{floor}" for floor in FLOORS), "myxa.actors.engines"))
+    write(tmp_path, "pyproject.toml", f"[tool.setuptools]\npackages = [{names}]\n")
+    for law in LAWS:
+        assert law(tmp_path) == []
+    return tmp_path
+
+
+def write(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+BREACHES = [
+    (unlisted_packages, "core/deep/__init__.py", '"""Deep."""\n', "myxa.core.deep is not listed"),
+    (unlisted_packages, "core/deep/thing.py", '"""Deep."""\n', "myxa.core.deep is not listed"),
+    (misplaced_files, "tests/__init__.py", "", "makes tests a package"),
+    (misplaced_files, "conftest.py", "", "conftest.py in the root"),
+    (misplaced_files, "core/utils.py", '"""Bits."""\n', "says nothing"),
+    (oversize, "core/long.py", '"""Long."""\n' + "A = 1\n" * 400, "401 lines"),
+    (oversize, "core/long.py", "def f():\n" + "    a = 1\n" * 60, "f has 61 lines"),
+    (upward_imports, "core/thing.py", "from ..actors.thing import x\n", "core.thing imports actors.thing"),
+    (
+        upward_imports,
+        "memory/thing.py",
+        "def f():\n    from ..algos import thing\n",
+        "memory.thing imports algos.thing",
+    ),
+    (upward_imports, "algos/thing.py", "from ..memory import thing\n", "algos.thing imports memory.thing"),
+    (roles_that_know_adapters, "actors/rollout.py", "from .engines.one import One\n", "imports actors.engines.one"),
+    (roles_that_know_adapters, "actors/rollout.py", "from . import engines\n", "imports actors.engines"),
+    (absolute_self_imports, "launch/thing.py", "from myxa.core import thing\n", "imports myxa.core.thing"),
+    (absolute_self_imports, "launch/thing.py", "import core.thing\n", "imports core.thing"),
+    (banned_imports, "transport/thing.py", "def f():\n    import pickle\n", "imports pickle"),
+    (orphans_and_sleepers, "actors/thing.py", "import asyncio\nasyncio.create_task(f())\n", "asyncio.create_task"),
+    (orphans_and_sleepers, "actors/thing.py", "self._loop.create_task(f())\n", "self._loop.create_task"),
+    (orphans_and_sleepers, "actors/thing.py", "import time\ntime.sleep(1)\n", "time.sleep"),
+    (orphans_and_sleepers, "core/thing.py", "print('x')\n", "core/thing.py:1 prints"),
+    (swallowed_errors, "core/thing.py", "try:\n    f()\nexcept Exception:\n    pass\n", "swallows Exception"),
+    (swallowed_errors, "core/thing.py", "try:\n    f()\nexcept:\n    pass\n", "swallows everything"),
+    (import_cycles, "core/thing.py", "from .other import x\n", "core.other -> core.thing -> core.other"),
+    (heads_missing, "core/thing.py", "A = 1\n", "core/thing.py has no docstring"),
+]
+
+
+@pytest.mark.parametrize(("law", "path", "text", "said"), BREACHES)
+def test_each_law_bites(small_house: Path, law, path: str, text: str, said: str):
+    write(small_house, path, text)
+    if law is import_cycles:
+        write(small_house, "core/other.py", "from . import thing\n")
+    assert any(said in breach for breach in law(small_house)), law(small_house)
+
+
+def test_a_listed_package_that_is_gone_is_seen(small_house: Path):
+    (small_house / "memory/thing.py").unlink()
+    (small_house / "memory/__init__.py").unlink()
+    assert unlisted_packages(small_house) == ["myxa.memory is listed but not there"]
+
+
+def test_a_missing_and_a_looping_link_are_seen(small_house: Path):
+    (small_house / ".ns/myxa/core").unlink()
+    (small_house / ".ns/myxa/all").symlink_to("..")
+    assert [breach.split(":")[0] for breach in wrong_links(small_house)] == [".ns/myxa/all", ".ns/myxa/core"]
+
+
+def test_imports_only_for_types_make_no_cycle(small_house: Path):
+    write(
+        small_house, "core/thing.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import other\n"
+    )
+    write(small_house, "core/other.py", "from . import thing\n")
+    assert import_cycles(small_house) == []
+
+
+# -- packaging and weight ------------------------------------------------------------------------------------------
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(tmp_path: Path):
+    source = tmp_path / "source"
+    copied = [*modules(ROOT), *(Path(name) for name in ("pyproject.toml", "LICENSE", "README.md", "py.typed"))]
+    data = [p.relative_to(ROOT) for suffix in ("*.toml", "*.html", "*.jinja") for p in (ROOT / "launch").rglob(suffix)]
+    for path in [*copied, *data]:
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        (source / path).write_bytes((ROOT / path).read_bytes())
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index",
+               "--disable-pip-version-check", "-w", str(tmp_path / "out"), str(source)]  # fmt: skip
+    built = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (wheel,) = (tmp_path / "out").glob("*.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert names == {f"myxa/{path}" for path in [*modules(ROOT), *data, Path("py.typed")]}
+
+
+LIGHT = ("launch.cli", "launch.launcher", "launch.worker", "actors.contracts", "actors.coordinator", "actors.buffer",
+         "actors.monitor", "transport.node", "core.config")  # fmt: skip
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_processes_load_no_heavy_library(module: str):
+    code = f"import sys, myxa.{module}; print([m for m in {HEAVY!r} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (out.returncode, out.stdout.strip()) == (0, "[]"), out.stderr
+
+
+def test_the_package_face_is_light():
+    code = "import sys, myxa; print(sorted(m for m in ('zmq', 'torch', 'numpy', 'asyncio') if m in sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert out.stdout.strip() == "[]", out.stderr
+
+
+def test_the_versions_agree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "__init__.py").read_text())
+    assert version is not None
+    assert version[1] == project["version"]
+
+
+def test_every_dependency_has_one_exact_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = dict(
+        line.lower().replace("_", "-").split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    )
+    (extras,) = re.findall(r"^EXTRAS := (.+)$", (ROOT / "Makefile").read_text(), re.M)
+    wanted = [
+        *project["dependencies"],
+        *(req for extra in extras.split(",") for req in project["optional-dependencies"][extra]),
+    ]
+    for requirement in wanted:
+        name = re.match(r"[A-Za-z0-9_.-]+", requirement)
+        assert name is not None
+        assert name[0].lower().replace("_", "-") in pins, requirement
+    assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in pins.values()), "no ranges, no local versions"

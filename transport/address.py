@@ -1,0 +1,79 @@
+"""Where processes meet: the rendezvous record, and directories for sockets that only their owner can enter."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from ..core.errors import LaunchError
+from .wire import Endpoints
+
+MAX_IPC_PATH = 106
+"""The kernel's limit for a Unix socket is 107 bytes and a final zero."""
+SOCKET_NAME_BYTES = 32
+
+
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a process must know to join: plain data for a file or an environment variable; holds no secret."""
+
+    node: str
+    """Name of the node that hosts the registry."""
+    node_id: int
+    epoch: int
+    endpoints: Endpoints
+    socket_dir: str = ""
+    """Where nodes of the same host put their ipc sockets (0700)."""
+    public_key: str = ""
+    """z85 public key of the job, for tcp."""
+    key_file: str = ""
+    """File with the job's key pair (0600) on the registry's host; "" : the key is given otherwise."""
+
+
+def make_socket_dir(run_dir: Path | None) -> Path:
+    """A fresh 0700 directory with a path short enough for sockets: in `run_dir` if that is short, else in /tmp."""
+    longest = SOCKET_NAME_BYTES + 16
+    parent = run_dir
+    if parent is None or len(os.fsencode(parent.resolve())) + longest > MAX_IPC_PATH:
+        parent = Path(tempfile.gettempdir())
+    if len(os.fsencode(parent.resolve())) + longest > MAX_IPC_PATH:
+        raise LaunchError(f"{parent} is too long a path for Unix sockets", remedy="set TMPDIR to a short one")
+    parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="myxa-", dir=parent.resolve()))
+
+
+def check_socket_dir(folder: Path) -> Path:
+    """`folder` if it exists, is ours and closed to others; else LaunchError."""
+    try:
+        facts = folder.stat()
+    except OSError as error:
+        remedy = "is the registry running on this host?"
+        raise LaunchError(f"{folder}: no such socket directory", remedy=remedy) from error
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+        raise LaunchError(f"{folder} is not a directory that only we can enter", remedy="chmod 700, same user")
+    return folder
+
+
+def socket_paths(folder: Path) -> tuple[Path, Path]:
+    """Two paths (control, bulk) that no other incarnation has or had."""
+    token = f"{os.getpid()}-{secrets.token_hex(6)}"
+    paths = folder / f"{token}.c", folder / f"{token}.b"
+    if len(os.fsencode(paths[0])) > MAX_IPC_PATH:
+        raise LaunchError(f"{paths[0]} is too long for a Unix socket", remedy="use a shorter run directory")
+    return paths
+
+
+def interface_towards(endpoint: str) -> str:
+    """Our own address on the network on which `endpoint` ("tcp://host:port") is reached."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, int(port)))
+        except (OSError, ValueError) as error:
+            raise LaunchError(f"no way to {endpoint}: {error}", remedy="check the registry's address") from error
+        return str(probe.getsockname()[0])

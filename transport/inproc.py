@@ -1,0 +1,194 @@
+"""The twin of the ZeroMQ transport inside one process: for tests, simulations and single-process runs.
+
+Same session, same bytes, no sockets; an envelope arrives in a later turn of the loop, in order per connection. A
+network can cut connections and kill nodes, so that failures can be had on purpose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable
+
+from ..core.errors import LaunchError
+from ..core.ids import PeerKey
+from .wire import Endpoints, Lane, Parcel, Sink
+
+RECONNECT_S = 0.05
+UNREACHABLE_S = 1.0
+
+
+class InprocNetwork:
+    """All in-process transports that can reach each other."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, InprocTransport] = {}
+        self._numbers = itertools.count(1)
+
+    def transport(self) -> InprocTransport:
+        """A new node's transport, with an endpoint of its own."""
+        address = f"inproc-{next(self._numbers)}"
+        made = self._nodes[address] = InprocTransport(self, address)
+        return made
+
+    def find(self, address: str) -> InprocTransport | None:
+        return self._nodes.get(address)
+
+    def drop(self, address: str) -> None:
+        self._nodes.pop(address, None)
+
+    def next_connection(self) -> bytes:
+        return f"c{next(self._numbers)}".encode()
+
+    def kill(self, transport: InprocTransport) -> None:
+        """As SIGKILL: nothing more goes out or comes in, nobody is told except by the broken connections."""
+        transport.is_dead = True
+        self.drop(transport.endpoints.inproc)
+        for other in list(self._nodes.values()):
+            other.cut(transport.endpoints.inproc, "the other side is gone")
+
+    def blip(self, one: InprocTransport, other: InprocTransport) -> None:
+        """Break the connections between two nodes, both ways; they are made again. What is under way is lost."""
+        one.cut(other.endpoints.inproc, "cut")
+        other.cut(one.endpoints.inproc, "cut")
+
+
+class _Outlet:
+    """Connections to one peer."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.connections: list[bytes | None] = [None, None]
+        self.sent_units = [0, 0]
+        self.queues: tuple[deque[Parcel], deque[Parcel]] = (deque(), deque())
+        self.timer: asyncio.TimerHandle | None = None
+        self.lost_at: float | None = None
+
+
+class InprocTransport:
+    """One node's end. Implements `wire.Transport`."""
+
+    def __init__(self, network: InprocNetwork, address: str) -> None:
+        self._network = network
+        self._endpoints = Endpoints(inproc=address)
+        self._sink: Sink | None = None
+        self._outlets: dict[PeerKey, _Outlet] = {}
+        self._open: set[bytes] = set()
+        self.is_dead = False
+
+    @property
+    def endpoints(self) -> Endpoints:
+        return self._endpoints
+
+    def start(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def connect(self, peer: PeerKey, endpoints: Endpoints) -> None:
+        if not endpoints.inproc:
+            raise LaunchError(f"{peer} listens at {endpoints}, not in this process", remedy="use the ZeroMQ transport")
+        if peer not in self._outlets and endpoints.inproc != self._endpoints.inproc:
+            self._outlets[peer] = _Outlet(endpoints.inproc)
+            self._soon(self._try, peer)
+
+    def send(self, peer: PeerKey, lane: Lane, parcel: Parcel) -> None:
+        outlet = self._outlets.get(peer)
+        if outlet is None or self.is_dead:
+            return
+        outlet.queues[lane].append(parcel)
+        if outlet.connections[lane] is not None:
+            self._flush(outlet, lane)
+
+    def disconnect(self, peer: PeerKey, linger_s: float) -> None:
+        outlet = self._outlets.pop(peer, None)
+        if outlet is None:
+            return
+        if outlet.timer is not None:
+            outlet.timer.cancel()
+        if linger_s > 0 and not self.is_dead and self._network.find(outlet.address) is not None:
+            for lane in Lane:
+                if outlet.queues[lane]:
+                    self._establish(peer, outlet, lane)
+        self._hang_up(outlet)
+
+    async def close(self, linger_s: float) -> None:
+        for peer in list(self._outlets):
+            self.disconnect(peer, linger_s)
+        await asyncio.sleep(0)
+        self._network.kill(self)
+
+    # -- outgoing
+
+    def _try(self, peer: PeerKey) -> None:
+        outlet = self._outlets.get(peer)
+        if outlet is None or self.is_dead or self._sink is None:
+            return
+        loop = asyncio.get_running_loop()
+        if self._network.find(outlet.address) is None:
+            outlet.lost_at = outlet.lost_at or loop.time()
+            if loop.time() - outlet.lost_at > UNREACHABLE_S:
+                self._sink.unreachable(peer, f"nobody listens at {outlet.address}")
+            else:
+                outlet.timer = loop.call_later(RECONNECT_S, self._try, peer)
+            return
+        outlet.lost_at = None
+        for lane in Lane:
+            if outlet.connections[lane] is None:
+                self._establish(peer, outlet, lane)
+
+    def _establish(self, peer: PeerKey, outlet: _Outlet, lane: Lane) -> None:
+        target = self._network.find(outlet.address)
+        if target is None or self._sink is None:
+            return
+        if outlet.connections[lane] is None:
+            connection = outlet.connections[lane] = self._network.next_connection()
+            target._open.add(connection)
+            self._deliver(outlet, lane, self._sink.greeting(peer, lane, outlet.sent_units[lane]))
+            self._sink.connected(peer, lane)
+        self._flush(outlet, lane)
+
+    def _flush(self, outlet: _Outlet, lane: Lane) -> None:
+        queue = outlet.queues[lane]
+        while queue:
+            parcel = queue.popleft()
+            if not parcel.is_withdrawn:
+                parcel.is_sent = True
+                outlet.sent_units[lane] += parcel.cost
+                self._deliver(outlet, lane, parcel.data)
+
+    def _deliver(self, outlet: _Outlet, lane: Lane, data: bytearray) -> None:
+        target, connection = self._network.find(outlet.address), outlet.connections[lane]
+        if target is not None and connection is not None:
+            self._soon(target._receive, connection, lane, data)
+
+    def _hang_up(self, outlet: _Outlet) -> None:
+        target = self._network.find(outlet.address)
+        for connection in outlet.connections:
+            if target is not None and connection is not None:
+                self._soon(target._open.discard, connection)
+
+    # -- incoming
+
+    def _receive(self, connection: bytes, lane: Lane, data: bytearray) -> None:
+        if connection in self._open and not self.is_dead and self._sink is not None:
+            self._sink.received(connection, lane, memoryview(data))
+
+    def cut(self, address: str, why: str) -> None:
+        """The connections to that endpoint break."""
+        for peer, outlet in list(self._outlets.items()):
+            if outlet.address != address or self._sink is None or self.is_dead:
+                continue
+            target = self._network.find(address)
+            for lane in Lane:
+                connection, outlet.connections[lane] = outlet.connections[lane], None
+                if connection is not None:
+                    if target is not None:
+                        target._open.discard(connection)
+                    self._sink.lost(peer, lane, why)
+            if outlet.timer is not None:
+                outlet.timer.cancel()
+            outlet.timer = asyncio.get_running_loop().call_later(RECONNECT_S, self._try, peer)
+
+    @staticmethod
+    def _soon(callback: Callable[..., None], *args: object) -> None:
+        asyncio.get_running_loop().call_soon(callback, *args)

@@ -1,0 +1,134 @@
+"""A node's mirror of the registry, kept up to date by a stream, and the lookups on it.
+
+When the stream breaks, the mirror stays as it is and a new stream is opened from the version it has; calls go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from ..core.actor import Caller, PeerEvent, make_ref, with_deadline
+from ..core.clock import Clock
+from ..core.errors import CallError, LaunchError
+from ..core.handlers import HandlerSpec
+from ..core.ids import PeerKey
+from .calls import Order, Route
+from .directory import Directory, DirectoryUpdate, Location
+from .registry import REGISTRY, RegistryContract
+from .session import Session
+
+LOOKUP_WAIT_S = 2.0
+"""How long a call to a name that was never heard of waits for it to come up."""
+RETRY_S = 0.5
+
+
+class Mirror:
+    """Implements `courier.Finder`."""
+
+    def __init__(self, registry: Location, session: Session, clock: Clock, tell: Callable[[PeerEvent], None]) -> None:
+        self.directory = Directory()
+        self._registry = registry
+        self._session = session
+        self._clock = clock
+        self._tell = tell
+        self._changed: set[asyncio.Event] = set()
+        self._log = logging.getLogger("myxa.transport")
+        self._caller: Caller | None = None
+
+    def call_with(self, caller: Caller) -> None:
+        self._caller = caller
+
+    @property
+    def registry(self) -> RegistryContract:
+        """A reference to the registry."""
+        if self._caller is None:
+            raise RuntimeError("the mirror has no caller yet")
+        return make_ref(self._caller, RegistryContract, REGISTRY)
+
+    # -- the stream
+
+    async def follow(self) -> None:
+        """Keep the mirror up to date until cancelled."""
+        while True:
+            try:
+                await self._follow_once()
+            except CallError as error:
+                self._log.warning("the registry's updates stopped: %s", error)
+            await asyncio.sleep(RETRY_S)
+
+    async def _follow_once(self) -> None:
+        async for update in self.registry.updates(self.directory.version):
+            if not self._take(update):
+                self.directory.version = -1
+                return
+
+    def _take(self, update: DirectoryUpdate) -> bool:
+        changes = self.directory.apply(update)
+        if changes is None:
+            return False
+        events, gone = changes
+        for departure in gone:
+            self._session.peer_over(PeerKey(departure.node_id, departure.epoch), departure.reason)
+        for event in events:
+            self._tell(event)
+            if event.kind != "down":
+                self._session.calls.on_located(event.name, self.reroute)
+        for changed in self._changed:
+            changed.set()
+        return True
+
+    def reroute(self, order: Order) -> Route | CallError | None:
+        """Where a call that waits for its callee's return has to go now."""
+        return self.directory.route(order.target, order.method, order.schema)
+
+    # -- lookups
+
+    def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None:
+        found = self.directory.route(target, spec.name, spec.schema)
+        if found is None and target == REGISTRY:
+            return self._registry.route(spec.name, spec.schema)
+        return found
+
+    async def find(self, target: str, spec: HandlerSpec, timeout_s: float | None) -> Route | CallError:
+        if self.directory.has_ended(target):
+            return self.directory.missing(target)
+        wait_s = LOOKUP_WAIT_S if timeout_s is None else min(LOOKUP_WAIT_S, max(0.0, timeout_s / 2))
+        try:
+            node = await with_deadline(self.registry, wait_s + 1.0).resolve(target, wait_s)
+        except CallError as error:
+            missing = self.directory.missing(target)
+            missing.add_note(f"and the registry could not be asked: {error}")
+            return missing
+        actor = next((a for a in node.actors if a.name == target), None) if node is not None else None
+        if node is None or actor is None:
+            return self.directory.missing(target)
+        return Location(node, actor).route(spec.name, spec.schema)
+
+    async def wait_until(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
+        """Until the mirror satisfies `is_met`; False after `timeout_s`."""
+        give_up_at = self._clock.monotonic() + timeout_s
+        changed = asyncio.Event()
+        self._changed.add(changed)
+        try:
+            while not is_met():
+                left_s = give_up_at - self._clock.monotonic()
+                if left_s <= 0:
+                    return False
+                changed.clear()
+                try:
+                    await asyncio.wait_for(changed.wait(), left_s)
+                except TimeoutError:
+                    return is_met()
+            return True
+        finally:
+            self._changed.discard(changed)
+
+    async def wait_for(self, *names: str, timeout_s: float) -> None:
+        """Until all these actors are registered; LaunchError naming the missing ones."""
+        if not await self.wait_until(lambda: all(self.directory.find(n) for n in names), timeout_s):
+            missing = ", ".join(n for n in names if self.directory.find(n) is None)
+            raise LaunchError(
+                f"waited {timeout_s:g} s for {missing}", remedy="see their logs; were they started, did they fail?"
+            )
