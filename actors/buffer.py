@@ -1,21 +1,21 @@
 """The buffer role: hands out prompts, takes finished groups, forms batches; the ledger behind it survives everything.
 
 Who waits for whom: `draw` and `claim` are long polls that hold until something changes, until their own time is over
-or shortly before the caller's deadline; everything else answers at once. Decisions are made in `buffer_store.py`, which
-never waits. Knows contracts, ledger and admission; knows no concrete dataset, engine or trainer, and never imports torch.
+or shortly before the caller's deadline; everything else answers at once. Decisions are made in `buffer_store.py`,
+which never waits. Knows contracts, ledger and admission; knows no concrete dataset, engine or trainer, and no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from ..algos.staleness import Admission
-from ..core.actor import MailboxPolicy, PeerEvent
 from ..core.activity import ActivityMeter, TelemetryBuffer
+from ..core.actor import MailboxPolicy, PeerEvent
 from ..core.errors import BadRequest, DataError, LedgerError, UserCodeError
 from ..core.messages import (
     Assignment,
@@ -58,7 +58,6 @@ class Buffer(BufferContract, DataContract):
         num_samples: int,
         sampling: SamplingParams,
         group_filter: Callable[[Group], str | None],
-        vocab_size: int | None = None,
         resume_from: Path | None = None,
     ) -> None:
         """`group_filter`: reason to leave a finished group out, or None. `resume_from`: ledger of an earlier run that
@@ -70,10 +69,10 @@ class Buffer(BufferContract, DataContract):
         self._num_samples = num_samples
         self._sampling = sampling
         self._filter = group_filter
-        self._vocab_size = vocab_size
         self._resume_from = resume_from
         self._serving: dict[str, tuple[int, int]] = {}
         """rollout -> (epoch, version that it told last)"""
+        self._ledger: Ledger | None = None
         self._is_paused = False
         self._changed = asyncio.Event()
         self._draw_wait_s = 0.0
@@ -86,22 +85,17 @@ class Buffer(BufferContract, DataContract):
         clock = self.ctx.clock
         if self._resume_from is not None:
             continue_ledger(self._resume_from, self._ledger_path, self._run)
-        ledger = Ledger(self._ledger_path, run=self._run, fingerprint=self._source.fingerprint, wall=clock.wall)
-        try:
-            self._store = BufferStore(
-                source=self._source,
-                ledger=ledger,
-                admission=self._admission,
-                num_samples=self._num_samples,
-                sampling=self._sampling,
-                group_filter=self._filter,
-                vocab_size=self._vocab_size,
-                log=self.ctx.log,
-                started_s=clock.monotonic(),
-            )
-        except BaseException:
-            ledger.close()
-            raise
+        self._ledger = Ledger(self._ledger_path, run=self._run, fingerprint=self._source.fingerprint, wall=clock.wall)
+        self._store = BufferStore(
+            source=self._source,
+            ledger=self._ledger,
+            admission=self._admission,
+            num_samples=self._num_samples,
+            sampling=self._sampling,
+            group_filter=self._filter,
+            log=self.ctx.log,
+            started_s=clock.monotonic(),
+        )
         self._meter = ActivityMeter(self.ctx.name, clock)
         self._meter.switch("wait-data", "messages")
         self._telemetry = TelemetryBuffer(self.ctx.name, clock, meter=self._meter)
@@ -111,7 +105,8 @@ class Buffer(BufferContract, DataContract):
         self.ctx.spawn(self._gauge_forever(), name="buffer-gauges")
 
     async def on_stop(self, why: str) -> None:
-        self._store.ledger.close()
+        if self._ledger is not None:
+            self._ledger.close()
 
     async def on_peer(self, event: PeerEvent) -> None:
         """The groups of a rollout actor that died go back."""
@@ -289,7 +284,7 @@ class Buffer(BufferContract, DataContract):
     # ---- telling
 
     @contextmanager
-    def _at_work(self, name: str) -> Iterator[None]:
+    def _at_work(self, name: str) -> Generator[None]:
         """Account for the time; an error that no retry can mend ends the run with its own cause, not the caller's."""
         with self._meter.working(name):
             try:

@@ -1,6 +1,7 @@
 """Does a finished group say what was asked for? Pure functions from records to a sentence or None.
 
-An engine or workflow that lies must cost its group and nothing else: no check here raises.
+An engine or workflow that lies must cost its group and nothing else: no check here raises. Token ids are compared with
+the vocabulary where the vocabulary is known, at the rollout actor.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _DTYPES = {
 }
 
 
-def wrong_in_group(group: Group, prompt: Prompt, num_samples: int, vocab_size: int | None) -> str | None:
+def wrong_in_group(group: Group, prompt: Prompt, num_samples: int) -> str | None:
     """What is wrong with a group that answers `prompt`; None if nothing is."""
     if (group.prompt.row, group.prompt.pass_index) != (prompt.row, prompt.pass_index):
         return f"answers row {group.prompt.row} of pass {group.prompt.pass_index}, asked was row {prompt.row}"
@@ -28,18 +29,18 @@ def wrong_in_group(group: Group, prompt: Prompt, num_samples: int, vocab_size: i
         return f"has {len(group.samples)} samples, {num_samples} were asked for"
     if sorted(sample.index for sample in group.samples) != list(range(num_samples)):
         return f"its members are numbered {[sample.index for sample in group.samples]}, not 0 to {num_samples - 1}"
-    return _wrong_in_rewards(group, num_samples) or wrong_in_samples(group.samples, prompt.group_id, vocab_size)
+    return _wrong_in_rewards(group, num_samples) or wrong_in_samples(group.samples, prompt.group_id)
 
 
-def wrong_in_partial(partial: Sequence[Sample], group_id: int, num_samples: int, vocab_size: int | None) -> str | None:
+def wrong_in_partial(partial: Sequence[Sample], group_id: int, num_samples: int) -> str | None:
     """What is wrong with unfinished samples; None if nothing is."""
     indexes = [sample.index for sample in partial]
     if len(set(indexes)) != len(indexes) or not all(0 <= i < num_samples for i in indexes):
         return f"its members are numbered {indexes}, of {num_samples}"
-    return wrong_in_samples(partial, group_id, vocab_size)
+    return wrong_in_samples(partial, group_id)
 
 
-def wrong_in_samples(samples: Sequence[Sample], group_id: int, vocab_size: int | None) -> str | None:
+def wrong_in_samples(samples: Sequence[Sample], group_id: int) -> str | None:
     """The first inconsistency of any sample; None if there is none."""
     for sample in samples:
         if sample.group_id != group_id:
@@ -53,7 +54,7 @@ def wrong_in_samples(samples: Sequence[Sample], group_id: int, vocab_size: int |
                 f"sample {sample.index}: the loss mask holds {int(sample.loss_mask.max())}, only 0 and 1 have a meaning"
             )
         try:
-            check_sample(sample, vocab_size)
+            check_sample(sample)
         except ValueError as error:
             return str(error)
     return None
@@ -65,8 +66,8 @@ def num_response_tokens(group: Group) -> int:
 
 
 def _wrong_in_rewards(group: Group, num_samples: int) -> str | None:
-    if group.rewards.shape != (num_samples,):
-        return f"has rewards of shape {group.rewards.shape} for {num_samples} samples"
+    if group.rewards.shape != (num_samples,) or group.rewards.dtype != np.float32:
+        return f"has rewards {group.rewards.dtype}{list(group.rewards.shape)}, not float32[{num_samples}]"
     if not bool(np.isfinite(group.rewards).all()):
         return f"has a reward that is not a number: {group.rewards.tolist()}"
     if group.reward_parts and len(group.reward_parts) != num_samples:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from ..algos.staleness import Admission, LinePlace, Overdue, Stage
 from ..core.errors import LedgerError, UserCodeError
@@ -43,7 +44,6 @@ class BufferStore:
         num_samples: int,
         sampling: SamplingParams,
         group_filter: Callable[[Group], str | None],
-        vocab_size: int | None,
         log: logging.Logger,
         started_s: float,
     ) -> None:
@@ -52,7 +52,6 @@ class BufferStore:
         self.cursor = PromptCursor(source, ledger, num_samples)
         self._sampling = sampling
         self._filter = group_filter
-        self._vocab_size = vocab_size
         self._log = log
         self._reattach_until_s = started_s + REATTACH_S
         self._metas: dict[int, GroupMeta] = {}
@@ -153,13 +152,14 @@ class BufferStore:
             except ValueError as error:
                 reason, detail = INVALID, str(error)
             else:
-                return self._keep(group, payload, num_tokens)
+                return self._keep(group, payload, num_tokens, row.version)
         self.ledger.refuse(group_id, reason, detail=detail, num_tokens=num_tokens)
         self.admission.filtered(group_id)
         return PutResult(outcome="filtered", reason=detail or reason)
 
-    def _keep(self, group: Group, payload: bytes, num_tokens: int) -> PutResult:
-        group_id, version = group.group_id, group.oldest_version()
+    def _keep(self, group: Group, payload: bytes, num_tokens: int, announced: int) -> PutResult:
+        group_id, stamp = group.group_id, group.oldest_version()
+        version = announced if stamp == NO_VERSION else stamp
         self.ledger.finish(group_id, payload, version=version, num_tokens=num_tokens)
         self.admission.ready(group_id, version)
         self._metas[group_id] = _meta(group, version)
@@ -174,23 +174,23 @@ class BufferStore:
         return PutResult(outcome="stale-attempt", reason=f"is {row.state} in attempt {row.attempt} of {row.rollout!r}")
 
     def _refusal(self, group: Group, row: Row) -> tuple[str | None, str]:
-        wrong = wrong_in_group(group, self.cursor.prompt_of(row), row.num_samples, self._vocab_size)
+        wrong = wrong_in_group(group, self.cursor.prompt_of(row), row.num_samples)
         if wrong is not None:
             self._log.warning("group %d of %s is dropped: %s", row.group_id, row.rollout, wrong)
             return INVALID, wrong
         try:
-            reason: object = self._filter(group)
+            verdict: Any = self._filter(group)
         except Exception as error:
             raise UserCodeError(
                 f"the group filter raised {type(error).__name__} for group {row.group_id}: {error}",
                 remedy="mend algo.group_filter; it gets a Group and returns a reason to leave it out, or None",
             ) from error
-        if reason is not None and not isinstance(reason, str):
+        if verdict is not None and not isinstance(verdict, str):
             raise UserCodeError(
-                f"the group filter returned {type(reason).__name__} for group {row.group_id}",
+                f"the group filter returned {type(verdict).__name__} for group {row.group_id}",
                 remedy="return a reason to leave the group out, or None",
             )
-        return (reason or None), ""
+        return verdict or None, ""
 
     def give_up(self, group_id: int, attempt: int, rollout: str, reason: str, detail: str) -> bool:
         """A rollout actor gives a group up; False if it is not (any more) its to give up."""
@@ -205,7 +205,7 @@ class BufferStore:
         row = self._held(group_id, attempt, rollout)
         if row is None:
             return False
-        wrong = wrong_in_partial(partial, group_id, row.num_samples, self._vocab_size)
+        wrong = wrong_in_partial(partial, group_id, row.num_samples)
         if wrong is not None:
             self._log.warning("group %d of %s starts again from its prompt: %s", group_id, rollout, wrong)
         self._requeue([row], f"handed back by {rollout}", partial if wrong is None else ())

@@ -196,7 +196,7 @@ class LedgerFile:
             raise LedgerError(f"{self.path} is damaged: group {group_id} ({state}) {text}")
 
 
-def _lock(path: Path) -> IO[str]:
+def lock_ledger(path: Path) -> IO[str]:
     """Hold `<path>.lock` as long as the process lives: one writer, and a killed one leaves nothing behind."""
     try:
         handle = path.with_name(path.name + ".lock").open("w")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,8 @@ from .contracts import MonitorContract
 from .latest import TIME_PREFIX, Latest
 from .sink_thread import SinkThread
 
-_CLOSE_S = 20.0
+_CLOSE_S = 8.0
+"""Below the time that a node gives an actor's `on_stop`."""
 _REPORT_DROPS_S = 10.0
 
 _log = logging.getLogger(__name__)
@@ -51,7 +53,6 @@ class Monitor(MonitorContract):
         self._drops_told = 0
         self._drops_told_s = self._clock.monotonic()
         self._sinks = SinkThread(sinks, run_dir=run_dir, run_name=self._run_name, clock=self._clock)
-        self._is_finished = False
 
     async def on_start(self) -> None:
         """Open the sinks. Raises LaunchError or ConfigError when one refuses, e.g. a port in use."""
@@ -59,7 +60,9 @@ class Monitor(MonitorContract):
 
     async def on_stop(self, why: str) -> None:
         """Write what waits and close the files, whatever the reason."""
-        await self.finish()
+        self._write_held()
+        await self._until(self._sinks.stop())
+        self._sinks.join()
 
     async def telemetry(self, bundle: Telemetry) -> None:
         """Take a bundle."""
@@ -75,18 +78,22 @@ class Monitor(MonitorContract):
         return view
 
     async def finish(self) -> str:
-        """Write what waits, close every sink; returns the run directory. Harmless to call again."""
-        if not self._is_finished:
-            self._is_finished = True
-            if self._held_times:
-                self._sinks.put(Telemetry(metrics=tuple(self._held_times.values())))
-                self._held_times.clear()
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(self._sinks.stop()), timeout=_CLOSE_S)
-            self._sinks.join()
-        except TimeoutError:
-            _log.warning("the sinks %s were not closed within %.0f s", ", ".join(self._sinks.active), _CLOSE_S)
+        """Everything told so far is in the files, and they are whole; returns the run directory. The sinks stay open:
+        the last words of actors that stop after this call are still written, and `on_stop` closes."""
+        self._write_held()
+        await self._until(self._sinks.flush())
         return str(self._run_dir)
+
+    def _write_held(self) -> None:
+        if self._held_times:
+            self._sinks.put(Telemetry(metrics=tuple(self._held_times.values())))
+            self._held_times.clear()
+
+    async def _until(self, written: Future[None]) -> None:
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(written), timeout=_CLOSE_S)
+        except TimeoutError:
+            _log.warning("the sinks %s did not write within %.0f s", ", ".join(self._sinks.active), _CLOSE_S)
 
     def _thinned(self, bundle: Telemetry) -> Telemetry:
         """Hold time totals back that come more often than `time_every_s`; the last ones are written by `finish`."""

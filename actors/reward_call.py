@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import os
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..algos.rewards import BUILTINS, RewardOutcome, bind_builtin, outcome_of
 from ..core.completions import Completion
 from .user_code import REWARD, load_function
+
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class BadReward(Exception):
@@ -72,7 +76,9 @@ def judged(returned: object) -> RewardOutcome:
 
 
 def raised(error: BaseException) -> BadReward:
-    """What the function raised, and in which line of it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    """What the function raised, and the line of its own file that did or called what did."""
+    files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    outside = [place for place in files if not place[0].startswith(PACKAGE)]
+    own = [place for place in outside if place[0] == outside[0][0]]
+    place = f" at {own[-1][0]}:{own[-1][1]}" if own else ""
     return BadReward(f"raised {type(error).__name__}: {error}{place}")

@@ -11,6 +11,7 @@ interpreter exit, so a hanging sink would hang the run.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -47,7 +48,7 @@ class SinkThread:
         self._clock = clock
         self._flush_s = flush_s
         self._max_bundles = max_bundles
-        self._queue: queue.SimpleQueue[Telemetry | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Telemetry | Future[None] | None] = queue.SimpleQueue()
         self._events: list[Event] = []
         self._context = SinkContext(run_dir=run_dir, run_name=run_name, clock=clock, emit=self._emit)
         self._opening: Future[None] = Future()
@@ -79,6 +80,18 @@ class SinkThread:
         self._queue.put(bundle)
         return True
 
+    def flush(self) -> Future[None]:
+        """The future ends when everything put so far has been written and flushed, or can never be."""
+        flushed: Future[None] = Future()
+        flushed.set_running_or_notify_cancel()
+        if self._thread is None or self._ending.done():
+            flushed.set_result(None)
+        else:
+            self._queue.put(flushed)
+            if self._ending.done():  # it ended in between
+                self._release()
+        return flushed
+
     def stop(self) -> Future[None]:
         """Write what waits, close every sink. The future ends when all of it is done; calling again is harmless."""
         if self._thread is None:
@@ -98,7 +111,7 @@ class SinkThread:
             self._open_all()
         except (ConfigError, LaunchError) as error:
             self._close_all()
-            self._ending.set_result(None)
+            self._end()
             self._opening.set_exception(error)
             return
         self._opening.set_result(None)
@@ -106,7 +119,18 @@ class SinkThread:
             self._pump()
         finally:
             self._close_all()
-            self._ending.set_result(None)
+            self._end()
+
+    def _end(self) -> None:
+        """From now on nothing is taken; whoever waits for a flush is let go."""
+        self._ending.set_result(None)
+        self._release()
+
+    def _release(self) -> None:
+        while not self._queue.empty():
+            with contextlib.suppress(queue.Empty):  # the other side may have been faster
+                if isinstance(item := self._queue.get_nowait(), Future):
+                    item.set_result(None)
 
     def _open_all(self) -> None:
         for sink in list(self._sinks):
@@ -126,14 +150,18 @@ class SinkThread:
         while True:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                bundle = self._queue.get(timeout=timeout) if timeout != 0.0 else self._queue.get_nowait()
+                item = self._queue.get(timeout=timeout) if timeout != 0.0 else self._queue.get_nowait()
             except queue.Empty:
                 self._each("flush", lambda sink: sink.flush())
                 deadline = time.monotonic() + self._flush_s if self._write_own_events() else None
                 continue
-            if bundle is None:
+            if item is None:
                 return
-            self._write(bundle)
+            if isinstance(item, Future):
+                self._each("flush", lambda sink: sink.flush())
+                item.set_result(None)
+                continue
+            self._write(item)
             now = time.monotonic()
             if deadline is None:
                 deadline = now + self._flush_s

@@ -17,6 +17,9 @@ from ..core.messages import Telemetry
 SendTelemetry = Callable[[Telemetry], Awaitable[None]]
 """Usually `ctx.ref(MonitorContract, "monitor").telemetry`."""
 
+LAST_WORDS_S = 1.0
+"""How long a stopping actor tries to send what it still has."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -42,15 +45,25 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
 async def report_forever(
     buffer: TelemetryBuffer, send: SendTelemetry, interval_s: float = 1.0, *, timeout_s: float = 5.0
 ) -> None:
-    """Send the buffer every `interval_s` until cancelled. Says once when the monitor cannot be reached and once when it
-    can again; never raises anything but CancelledError."""
+    """Send the buffer every `interval_s` until cancelled, then once more: an actor's last words are often the ones that
+    matter. Says once when the monitor cannot be reached and once when it can again; raises only CancelledError."""
     is_reachable = True
-    while True:
-        await asyncio.sleep(interval_s)
-        was_sent = await report_once(buffer, send, timeout_s=timeout_s)
-        if was_sent != is_reachable:
-            is_reachable = was_sent
-            if was_sent:
-                _log.info("%s: the monitor answers again; %d records lost so far", buffer.source, buffer.num_lost)
-            else:
-                _log.warning("%s: the monitor cannot be reached; telemetry is dropped, work goes on", buffer.source)
+    try:
+        while True:
+            await asyncio.sleep(interval_s)
+            was_sent = await report_once(buffer, send, timeout_s=timeout_s)
+            if was_sent != is_reachable:
+                is_reachable = was_sent
+                _tell(buffer, is_reachable=is_reachable)
+    finally:
+        if buffer.meter is not None:
+            buffer.meter.close_span()
+        if is_reachable:
+            await report_once(buffer, send, timeout_s=LAST_WORDS_S)
+
+
+def _tell(buffer: TelemetryBuffer, *, is_reachable: bool) -> None:
+    if is_reachable:
+        _log.info("%s: the monitor answers again; %d records lost so far", buffer.source, buffer.num_lost)
+    else:
+        _log.warning("%s: the monitor cannot be reached; telemetry is dropped, work goes on", buffer.source)

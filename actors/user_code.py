@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..core.suggestion import suggest
 from ..core.errors import ConfigError, UserCodeError
+from ..core.suggestion import suggest
 
 
 @dataclass(frozen=True, slots=True)

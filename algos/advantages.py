@@ -65,7 +65,7 @@ def token_advantages(
     penalty_T = -kl_coef * kl_T.detach() if kl_coef and kl_T is not None else torch.zeros_like(scalar_T)
     if kind not in ("reinforce_pp", "ppo"):
         return segments.kept(scalar_T + penalty_T)
-    rewards_T = segments.kept(penalty_T) + torch.where(segments.last_T(), scalar_T, 0.0)
+    rewards_T = penalty_T + torch.where(segments.last_T(), scalar_T, 0.0)
     if kind == "reinforce_pp":
         return discounted_returns(rewards_T, segments, gamma)
     values = torch.zeros_like(rewards_T) if values_T is None else values_T

@@ -72,7 +72,7 @@ class Segments:
         nowhere_S = torch.full((self.num_samples,), -1, dtype=torch.int64, device=self.mask_T.device)
         kept_T = torch.where(self.mask_T, place_T, -1)
         last_S = nowhere_S.scatter_reduce(0, self.sample_T, kept_T, "amax")
-        return self.mask_T & (place_T == self.spread_T(last_S))
+        return place_T == self.spread_T(last_S)
 
     def padded_SL(self, x_T: Tensor) -> Tensor:
         """[S, L]: unmasked tokens only, each sample's from the left, zeros behind; L = longest count."""

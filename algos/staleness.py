@@ -156,13 +156,13 @@ class Admission:
         self._line.remove(group_id)
 
     def ready(self, group_id: int, oldest_version: int) -> None:
-        """A group is finished and kept. `oldest_version`: stamp of its oldest token, negative without any."""
+        """A group is finished and kept. `oldest_version`: stamp of its oldest token.
+
+        Without any stamp (demonstrations) it is negative, and what was announced at the dispatch counts.
+        """
         entry = self._line.get(group_id)
         _expect(entry, Stage.UNDER_WAY, Stage.WAITING)
-        if oldest_version < 0:
-            entry.is_exempt = True
-            entry.version = min(entry.version, self.newest_version)
-        else:
+        if oldest_version >= 0:
             entry.version = self._credible(entry, oldest_version)
         self._line.set_stage(entry, Stage.READY)
         self._swept_for = -1
@@ -226,7 +226,6 @@ class Admission:
         ]
         for entry in entries:
             if entry.version == NO_TOKEN and entry.stage is not Stage.WAITING:
-                entry.is_exempt = entry.stage is Stage.READY
                 entry.version = newest_version
         num_taken = sum(entry.stage is Stage.TAKEN for entry in entries)
         self._line = Line(next_step * self.batch_size - num_taken, entries)
@@ -247,7 +246,7 @@ class Admission:
         found = tuple(
             Overdue(entry.group_id, self._reason(entry))
             for entry in self._line
-            if entry.version < oldest and entry.stage is not Stage.TAKEN and not entry.is_exempt
+            if entry.version < oldest and entry.stage is not Stage.TAKEN
         )
         for overdue in found:
             self._line.remove(overdue.group_id)
@@ -260,7 +259,7 @@ class Admission:
 
     def _check(self, entry: Entry, step: int) -> None:
         lag = step - entry.version
-        if lag > self.max_staleness and not entry.is_exempt:
+        if lag > self.max_staleness:
             raise StalenessError(
                 f"group {entry.group_id} has lag {lag} at step {step}, above max_staleness {self.max_staleness}",
                 remedy=f"a bug in the {self.policy} policy: report it with the ledger",

@@ -44,8 +44,6 @@ class Entry:
     """Number of retunes before its dispatch: an older era may break the newer, tighter rules."""
     ceiling: int = NO_TOKEN
     """Stamps above this belong to weights that a rewind undid; they count as this version."""
-    is_exempt: bool = False
-    """Ready, and no engine made any of its tokens (demonstrations): age has no meaning."""
 
 
 class Line:

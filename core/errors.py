@@ -7,6 +7,7 @@
     │   └── RewardError          it was the reward
     ├── ModelError               a model folder is incomplete or of an unknown kind         (exit code 2)
     ├── EngineError              a rollout engine answered wrongly or not at all
+    │   └── RequestRefused       the request itself cannot be served; repeating it is useless
     ├── TrainError               a training step or checkpoint failed
     ├── StalenessError           a group would break the staleness bound (a bug if ever seen)
     ├── LedgerError              an illegal transition in the life of a sample
@@ -74,6 +75,10 @@ class RewardError(UserCodeError):
 
 class EngineError(MyxaError):
     """A rollout engine answered wrongly or not at all."""
+
+
+class RequestRefused(EngineError):
+    """The engine is well, but the request itself cannot be served (too long, unknown token id); do not repeat it."""
 
 
 class TrainError(MyxaError):

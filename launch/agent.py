@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.errors import LaunchError
+from ..core.errors import CallError, LaunchError, NoSuchActor, PeerDied
 from ..core.patience import until_answered
 from .actor_spec import GangMeeting
 from .child import Child, start_child
@@ -24,6 +24,9 @@ from .first_failure import read_tail
 from .run_dir import RunDir
 from .worker_spec import DEFAULT_PROGRAM, WorkerSpec, write_spec
 
+PING_S = 2.0
+LOST_S = 20.0
+"""How long node 0 may be silent before this node gives up; node 0 gives a node up after as long."""
 KILL_S = 5.0
 """How long a process may take to vanish after SIGKILL (longer: it hangs in the kernel)."""
 
@@ -71,6 +74,26 @@ class Agent(AgentContract):
     def children(self) -> tuple[Child, ...]:
         """Processes that run now."""
         return tuple(self._children.values())
+
+    async def on_start(self) -> None:
+        """Node 0's own agent ends with node 0; the others must find out."""
+        if self._options.node != 0:
+            self.ctx.spawn(self._mind_node_0(), name="mind node 0")
+
+    async def _mind_node_0(self) -> None:
+        supervisor = self.ctx.ref(SupervisorContract, SUPERVISOR)
+        heard_s = self.ctx.clock.monotonic()
+        while True:
+            await asyncio.sleep(PING_S)
+            try:
+                await supervisor.ping(self._options.node)
+                heard_s = self.ctx.clock.monotonic()
+            except CallError as error:
+                silent_s = self.ctx.clock.monotonic() - heard_s
+                if isinstance(error, (PeerDied, NoSuchActor)) or silent_s > LOST_S:
+                    reason = f"node 0 is gone ({error})"
+                    await self.leave(LaunchError.exit_code, reason)
+                    return
 
     async def on_stop(self, why: str) -> None:
         """Nothing may outlive the launcher."""

@@ -1,6 +1,6 @@
 """The command `myxa`: reads flags, calls one function per verb, turns errors into exit statuses.
 
-    0 done   1 failed   2 configuration   3 nodes did not meet   4 restart budget spent   5 data or reward   130 Ctrl-C
+0 done   1 failed   2 configuration   3 nodes did not meet   4 restart budget spent   5 data or reward   130 Ctrl-C
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from .. import __version__
@@ -93,11 +95,16 @@ def _add_node_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rdzv-timeout", type=_seconds, default=Patience.gather_s, metavar="S",
                         help="seconds to wait for the other machines (%(default)g)")  # fmt: skip
     parser.add_argument("--job-key", type=Path, metavar="FILE",
-                        help="secret that lets machines join; the same file on all, made by node 0 if it is missing")  # fmt: skip
+                        help="secret that lets machines join, the same on all; node 0 makes a missing one")  # fmt: skip
 
 
 def _add_other_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
     demo = verbs.add_parser("demo", help="train a small model from nothing, in minutes, on the CPU")
+    demo.add_argument("--folder", type=Path, metavar="DIR", help="where everything goes (runs/demo-<time>)")
+    demo.add_argument("--seed", type=int, default=0, metavar="N", help="seed of model, data and sampling (%(default)s)")
+    demo.add_argument("--engines", type=int, default=1, metavar="N", help="rollout engines (%(default)s)")
+    demo.add_argument("--ranks", type=int, default=1, metavar="N", help="trainer ranks (%(default)s)")
+    demo.add_argument("--quiet", action="store_true", help="print only how the runs ended")
     demo.set_defaults(run=_demo)
     report = verbs.add_parser("report", help="write report.html of a run")
     report.add_argument("folder", type=Path, metavar="RUN", help="run directory, e.g. runs/latest")
@@ -138,7 +145,8 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    place = find_place(options.nnodes, options.node_rank, options.rdzv, os.environ)
+    has_file = options.rdzv_file is not None
+    place = find_place(options.nnodes, options.node_rank, options.rdzv, os.environ, has_file=has_file)
     return _run(options, LaunchOptions(place=place, rdzv_file=options.rdzv_file, job_key=options.job_key))
 
 
@@ -150,13 +158,22 @@ def _run(options: argparse.Namespace, base: LaunchOptions) -> int:
         finish_s=options.finish_timeout,
         end_s=options.stop_timeout,
     )
-    return launch(config, base.replace(program=options.program, is_quiet=options.quiet, patience=patience)).exit_code
+    chosen = replace(base, program=options.program, is_quiet=options.quiet, patience=patience)
+    return launch(config, chosen).exit_code
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from .demo.run import run_demo  # the demo builds models: torch
+    from .demo.run import DemoOptions, run_demo  # the demo builds models: torch
 
-    return run_demo()
+    return run_demo(
+        DemoOptions(
+            folder=options.folder or DemoOptions.default_folder(datetime.now()),
+            seed=options.seed,
+            engines=options.engines,
+            ranks=options.ranks,
+            is_quiet=options.quiet,
+        )
+    )
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -105,6 +105,11 @@ class SupervisorContract(Actor):
         """A node is here."""
         raise NotImplementedError
 
+    @call(deadline=5, reentrant=True)
+    async def ping(self, node: int) -> None:
+        """That node's launcher lives. An answer says that this one does."""
+        raise NotImplementedError
+
     @call(deadline=30)
     async def child_ended(self, end: ChildEnd) -> None:
         """A node's process ended."""

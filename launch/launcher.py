@@ -11,8 +11,8 @@ import logging
 import random
 import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Generator
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -52,7 +52,9 @@ class LaunchOptions:
     job_key: Path | None = None
     program: str = DEFAULT_PROGRAM
     is_quiet: bool = False
-    patience: Patience = Patience()
+    patience: Patience = field(default_factory=Patience)
+    next_steps: tuple[str, ...] = ()
+    """What to suggest at a good end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> Outcome:
                 if options.place.num_nodes > 1:
                     screen.say(f"waiting for {options.place.num_nodes} nodes at {meeting.endpoint}")
                 ending = await _conduct(supervisor, meeting, runtime, text, options, screen)
-    screen.finish(ending)
+    screen.finish(ending, options.next_steps)
     return Outcome(ending.exit_code, ending.reason, run_dir.path)
 
 
@@ -107,7 +109,6 @@ async def _conduct(
     await meeting.node.start(agent, name=agent_name(0))
     await supervisor.join(_facts(options.place, text))
     lead = Lead(supervisor, RunWatch(meeting.node, clock), clock=clock, patience=options.patience, show=screen.show)
-    stops: list[asyncio.Task[None]] = []
 
     def asked(reason: str, number: int) -> None:
         screen.say(f"{reason}: ending in good order; once more ends at once")
@@ -123,7 +124,6 @@ async def _conduct(
     finally:
         await supervisor.kill_all(ending.reason)
         await _dismiss(meeting, options.place.num_nodes, ending)
-        del stops
     return ending
 
 
@@ -213,7 +213,7 @@ def _agent_options(options: LaunchOptions, meeting: Meeting, runtime: RuntimeDir
 
 
 @contextlib.contextmanager
-def _logging(run_dir: RunDir, node: int, screen: Screen) -> Iterator[None]:
+def _logging(run_dir: RunDir, node: int, screen: Screen) -> Generator[None]:
     """The launcher's log goes to a file; warnings are also shown."""
     logger = logging.getLogger("myxa")
     file = logging.FileHandler(run_dir.logs / f"launcher.{node}.log", encoding="utf-8")

@@ -40,7 +40,8 @@ class NodePlace:
 
     rank: int
     num_nodes: int
-    endpoint: Endpoint
+    endpoint: Endpoint | None
+    """Where node 0 is met; None: a file will say."""
 
 
 def parse_endpoint(text: str, *, where: str) -> Endpoint:
@@ -54,16 +55,24 @@ def parse_endpoint(text: str, *, where: str) -> Endpoint:
     return Endpoint(match[1] or match[2], port)
 
 
-def find_place(num_nodes: int | None, rank: int | None, endpoint: str | None, env: Mapping[str, str]) -> NodePlace:
-    """This node's place. ConfigError naming what is missing or impossible and where it could come from."""
+def find_place(
+    num_nodes: int | None, rank: int | None, endpoint: str | None, env: Mapping[str, str], *, has_file: bool = False
+) -> NodePlace:
+    """This node's place. ConfigError naming what is missing or impossible and where it could come from.
+
+    `has_file`: a file will say where node 0 is met, if no flag does.
+    """
     nodes = num_nodes if num_nodes is not None else _number(_NUM_NODES, env, 1, "--nnodes")
     if nodes < 1:
         raise ConfigError(f"--nnodes is {nodes}", remedy="a run has at least one node")
     place = rank if rank is not None else _number(_NODE_RANK, env, 0 if nodes == 1 else None, "--node-rank")
     if not 0 <= place < nodes:
         raise ConfigError(f"--node-rank {place} is not among {nodes} nodes", remedy=f"ranks are 0 to {nodes - 1}")
-    met = parse_endpoint(endpoint, where="--rdzv") if endpoint else _scheduled_endpoint(env, nodes)
-    if met.port == 0 and place != 0:
+    if endpoint:
+        met = parse_endpoint(endpoint, where="--rdzv")
+    else:
+        met = None if has_file else _scheduled_endpoint(env, nodes)
+    if met is not None and met.port == 0 and place != 0:
         raise ConfigError("--rdzv has port 0", remedy="only node 0 may choose a free port; give its port to the others")
     return NodePlace(place, nodes, met)
 

@@ -10,10 +10,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from ..actors.workflows.context import Workflow
 from ..core.actor import Actor
 from ..core.clock import Clock, SystemClock
 from ..core.config import RoleName, RunConfig
 from ..core.messages import SamplingParams
+from ..core.protocols import Engine, WeightWriter
 from ..core.samples import Group
 from .actor_spec import ActorSpec
 
@@ -150,7 +152,29 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     )
 
 
-def _workflow(config: RunConfig) -> "Workflow":
+def _engine(spec: ActorSpec, config: RunConfig) -> Engine:
+    from ..actors.weights.channel import ChannelReader
+
+    engine = config.engine
+    if spec.kind == "sglang":
+        from ..actors.engines.sglang import SglangEngine
+
+        return SglangEngine(engine.url, reader=ChannelReader())
+    from ..actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
+
+    options = EmbeddedOptions(
+        max_running=engine.max_running,
+        context_length=engine.context_length,
+        dtype=engine.dtype,
+        seed=config.run.seed * 1000 + engine.seed + spec.index,
+        num_threads=spec.threads,
+        memory_share=0.6 / config.roles.rollout.count,
+        name=spec.name,
+    )
+    return EmbeddedEngine(config.model.path, options, reader=ChannelReader())
+
+
+def _workflow(config: RunConfig) -> Workflow:
     from ..actors.user_code import WORKFLOW, load_function
     from ..actors.workflows import demonstration, single_turn
 
@@ -205,6 +229,15 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     )
     options = TrainerOptions(rank=gang.rank, leader=leader, resume=config.trainer.resume)
     return Trainer(backend=backend, writer=_weight_writer(config, run_dir), options=options, clock=clock)
+
+
+def _weight_writer(config: RunConfig, run_dir: Path) -> WeightWriter:
+    """Shared memory for engines of this host that read it; folders for everything else."""
+    from ..actors.weights.channel import make_writer
+
+    reads_folders = config.roles.rollout.kind == "sglang"
+    is_spread = config.roles.rollout.nodes == "*" or set(config.roles.rollout.nodes) != set(config.roles.trainer.nodes)
+    return make_writer("disk", run_dir / "weights", Path(config.model.path))
 
 
 _BUILDERS: dict[RoleName, Builder] = {

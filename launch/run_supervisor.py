@@ -26,6 +26,7 @@ from ..core.supervision import (
     describe_status,
 )
 from .actor_spec import ActorSpec, GangMeeting
+from .agent import LOST_S
 from .config_differences import differences
 from .contracts import (
     AgentContract,
@@ -106,10 +107,12 @@ class RunSupervisor(SupervisorContract):
         self._gangs: dict[str, _Gang] = {}
         self._ends: dict[str, ChildEnd] = {}
         self._started_at: dict[str, float] = {}
+        self._heard_at: dict[int, float] = {}
 
     async def on_start(self) -> None:
         """Hear of every actor and every node."""
         self.ctx.watch("")
+        self.ctx.spawn(self._watch_silence(), name="watch silence")
 
     async def on_peer(self, event: PeerEvent) -> None:
         if event.kind in ("up", "restarted") and event.name in self._actors:
@@ -147,7 +150,6 @@ class RunSupervisor(SupervisorContract):
             if self.failed.done():
                 return
             await self._start(actor.name, 0)
-        self.ctx.spawn(self._watch_starts(), name="watch starts")
 
     async def stop_all(self, reason: str) -> None:
         """End all actors, last started role first, and wait until they are gone."""
@@ -226,14 +228,22 @@ class RunSupervisor(SupervisorContract):
         self.ctx.log.log(level, "%s ended: %s", end.name, describe_status(end.status))
         self._carry_out(self._rules.on_exit(end.name, end.status, self._now()))
 
+    async def ping(self, node: int) -> None:
+        self._heard_at[node] = self._now()
+
     async def stop_run(self, reason: str, signal_number: int) -> None:
+        self.wish_stop(reason, signal_number)
+
+    def wish_stop(self, reason: str, signal_number: int) -> None:
+        """The run shall end in good order; only the first wish counts."""
         if not self.stop_wished.done():
             self.stop_wished.set_result(StopWish(reason, signal_number))
 
     def _lose_node(self, node: int, why: str) -> None:
         names = [actor.name for actor in self._place.actors if actor.node == node]
-        if node in self._nodes:
-            reason = f"the launcher of node {node} on {self._nodes[node].host} is gone ({why or 'no word from it'})"
+        if self._nodes.pop(node, None) is not None:
+            self._heard_at.pop(node, None)
+            reason = f"the launcher of node {node} is gone ({why or 'no word from it'})"
             self.ctx.log.error("%s", reason)
             self._carry_out(self._rules.on_lost(agent_name(node), names, reason, self._now()))
 
@@ -310,18 +320,19 @@ class RunSupervisor(SupervisorContract):
         except CallError as error:
             self._lose_node(node, str(error))
 
-    async def _watch_starts(self) -> None:
-        """A process that never registers counts as ended: kill it, the rules judge its end as any other."""
+    async def _watch_silence(self) -> None:
+        """A process that never registers counts as ended: it is killed, and the rules judge its end as any other. A
+        node that is silent for too long is lost."""
         while True:
             await asyncio.sleep(1.0)
-            late = [
-                name
-                for name, at in self._started_at.items()
-                if self._rules.state(name) == "starting" and self._now() - at > self._patience.start_s
-            ]
-            for name in late:
-                self.ctx.log.error("%s did not register within %g s and is killed", name, self._patience.start_s)
-                await self._end_on(self._actors[name].node, (name,), 0.0)
+            now = self._now()
+            for name, at in list(self._started_at.items()):
+                if self._rules.state(name) == "starting" and now - at > self._patience.start_s:
+                    self.ctx.log.error("%s did not register within %g s and is killed", name, self._patience.start_s)
+                    await self._end_on(self._actors[name].node, (name,), 0.0)
+            for node, at in list(self._heard_at.items()):
+                if now - at > LOST_S:
+                    self._lose_node(node, f"no word from it for {LOST_S:g} s")
 
     def _by_node(self, names: Sequence[str]) -> list[tuple[int, tuple[str, ...]]]:
         nodes = sorted({self._actors[name].node for name in names})

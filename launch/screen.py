@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -60,7 +61,7 @@ class Screen:
         """Shows warnings of the launcher's own log."""
         return _Shown(self)
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: Ending, next_steps: Sequence[str]) -> None:
         """Write the report, print how the run ended; the cause of a failure comes last."""
         report = self._report()
         if ending.status is not None:
@@ -73,6 +74,7 @@ class Screen:
                 report=report,
                 reward=last.curve("reward/mean") if last else {},
                 eval_reward=last.curve("eval/reward") if last else {},
+                next_steps=next_steps if ending.exit_code == 0 else (),
             )
         else:
             self._console.print(Text(f"run directory: {self._run_dir}"), soft_wrap=True)

@@ -78,7 +78,7 @@ def main() -> int:
     except MyxaError as error:
         _log.error("failed", exc_info=error)
         end(error.exit_code, str(error))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - logged and told by the exit status
         _log.exception("failed")
         end(1, f"{type(error).__name__}: {error}")
     with contextlib.suppress(OSError):

@@ -205,7 +205,7 @@ def orphans_and_sleepers(root: Path) -> list[str]:
                 continue
             called = ast.unparse(call.func)
             if node is not call and re.search(TASK_MAKERS, called):
-                breaches.append(f"{path}:{node.lineno} calls {called} and forgets the task")
+                breaches.append(f"{path}:{call.lineno} calls {called} and forgets the task")
             if called == "time.sleep":
                 breaches.append(f"{path}:{call.lineno} calls {called}")
             if called == "print" and path.parts[0] != "launch":

@@ -20,19 +20,39 @@ SOCKET_NAME_BYTES = 32
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a process must know to join: plain data for a file or an environment variable; holds no secret."""
+    """What a process must know to join: plain data for a file; holds no secret."""
 
-    node: str
-    """Name of the node that hosts the registry."""
-    node_id: int
-    epoch: int
     endpoints: Endpoints
+    """Of the node that hosts the registry."""
+    node_id: int = 1
+    epoch: int = 1
+    """Of that node. A run has one registry process, so this is 1 unless it was restarted."""
     socket_dir: str = ""
-    """Where nodes of the same host put their ipc sockets (0700)."""
-    public_key: str = ""
-    """z85 public key of the job, for tcp."""
+    """Where nodes of the registry's host put their ipc sockets (0700)."""
     key_file: str = ""
-    """File with the job's key pair (0600) on the registry's host; "" : the key is given otherwise."""
+    """File with the job's key pair (0600), needed for tcp; "": the key is given otherwise."""
+
+    @classmethod
+    def at(cls, host_and_port: str, key_file: str = "") -> Rendezvous:
+        """For another host, which knows no more than "host:port"."""
+        host, _, port = host_and_port.removeprefix("tcp://").rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise LaunchError(f"{host_and_port!r} is no address of a registry", remedy='write "host:port"')
+        return cls(endpoints=Endpoints(node_rank=-1, tcp=(f"tcp://{host}:{port}", "")), key_file=key_file)
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, in one step: a reader sees all of it or no file."""
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_bytes(msgspec.json.encode(self))
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Rendezvous:
+        """Read what `save` wrote; raises LaunchError."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError) as error:
+            raise LaunchError(f"{path} is no rendezvous record: {error}", remedy="is the launcher running?") from error
 
 
 def make_socket_dir(run_dir: Path | None) -> Path:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from typing import Protocol
 
 from ..core.actor import PeerEvent
 from ..core.errors import BadRequest, ConfigError, MyxaError, NoSuchActor, NoSuchMethod
@@ -12,25 +13,32 @@ from .cell import ActorCell
 from .directory import ActorRecord
 from .frames import Kind
 from .inbound import Delivery
-from .serving import Arrival, Serving
+from .serving import Arrival
+from .session import LOOPBACK, Session
+from .wire import Lane
+
+
+class Keeper(Protocol):
+    """What the node does with news that concern all of it."""
+
+    def peer_unreachable(self, key: PeerKey, why: str) -> None: ...
+
+    def node_failed(self, error: BaseException) -> None: ...
 
 
 class Hosting:
     """Implements `session.SessionHost`."""
 
-    def __init__(
-        self, on_unreachable: Callable[[PeerKey, str], None], on_fenced: Callable[[MyxaError], None]
-    ) -> None:
+    def __init__(self, keeper: Keeper) -> None:
         self._cells: dict[int, ActorCell] = {}
         self._next_index = 0
-        self._serving: Serving | None = None
+        self._session: Session | None = None
         self._watched: list[tuple[str, ActorCell]] = []
-        self._on_unreachable = on_unreachable
-        self._on_fenced = on_fenced
+        self._keeper = keeper
 
-    def serve_with(self, serving: Serving) -> None:
+    def serve_with(self, session: Session) -> None:
         """Where answers go."""
-        self._serving = serving
+        self._session = session
 
     # -- actors
 
@@ -74,13 +82,13 @@ class Hosting:
     def deliver(self, arrival: Arrival) -> None:
         envelope = arrival.envelope
         cell = self._cells.get(envelope.actor)
-        if cell is None or self._serving is None:
+        if cell is None or self._session is None:
             raise NoSuchActor(f"there is no actor {envelope.actor} in this process (any more)")
         if envelope.method >= len(cell.table.specs):
             raise NoSuchMethod(f"{cell.name} has no handler {envelope.method}")
         spec = cell.table.specs[envelope.method]
         _check_kind(cell, spec, arrival)
-        delivery = arrival.handle = Delivery(arrival, spec, cell.name, self._serving)
+        delivery = arrival.handle = Delivery(arrival, spec, cell.name, self._session.serving)
         cell.accept(delivery)
 
     def abandon(self, arrival: Arrival) -> None:
@@ -92,13 +100,20 @@ class Hosting:
         if arrival.handle is not None:
             arrival.handle.demanded()
 
-    # -- peers
+    def loop_back(self, lane: Lane, data: bytearray) -> None:
+        if self._session is not None:
+            asyncio.get_running_loop().call_soon(self._session.received, LOOPBACK, lane, memoryview(data))
+
+    # -- news for the node
 
     def unreachable(self, key: PeerKey, why: str) -> None:
-        self._on_unreachable(key, why)
+        self._keeper.peer_unreachable(key, why)
 
     def fenced(self, error: MyxaError) -> None:
-        self._on_fenced(error)
+        self._keeper.node_failed(error)
+
+    def crashed(self, error: BaseException) -> None:
+        self._keeper.node_failed(error)
 
 
 def _check_kind(cell: ActorCell, spec: HandlerSpec, arrival: Arrival) -> None:

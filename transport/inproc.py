@@ -111,6 +111,9 @@ class InprocTransport:
                     self._establish(peer, outlet, lane)
         self._hang_up(outlet)
 
+    def forget(self, source: bytes, lane: Lane) -> None:
+        self._open.discard(source)
+
     async def close(self, linger_s: float) -> None:
         for peer in list(self._outlets):
             self.disconnect(peer, linger_s)

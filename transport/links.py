@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -86,12 +87,17 @@ class Link:
 class Links:
     """All incarnations we talk to, and the transport to them."""
 
-    def __init__(self, own: PeerKey, transport: Transport) -> None:
+    def __init__(self, own: PeerKey, transport: Transport, loop_back: Callable[[Lane, bytearray], None]) -> None:
         self.own = own
         self._transport = transport
+        self._loop_back = loop_back
         self._links: dict[PeerKey, Link] = {}
         self._newest: dict[int, int] = {}
         self._over: dict[int, int] = {}
+        self.itself = Link(own, transport.endpoints)
+        """The way to ourselves: always up, no transport between."""
+        self.itself.on("connected")
+        self._links[own] = self.itself
 
 
     def all(self) -> list[Link]:
@@ -124,6 +130,12 @@ class Links:
             link = self._links[key] = Link(key, endpoints)
         return link
 
+    def learn(self, link: Link, endpoints: Endpoints) -> None:
+        """The incarnation itself says where it listens; what we were told before may have been less."""
+        if endpoints != link.endpoints:
+            link.endpoints = endpoints
+            self._transport.connect(link.key, endpoints)
+
     def is_over(self, key: PeerKey) -> bool:
         """That incarnation, or a newer one, is known to have ended."""
         return 0 < key.epoch <= self._over.get(key.node_id, 0) or key.epoch < self.newest(key.node_id)
@@ -137,6 +149,13 @@ class Links:
         link.on("gone")
         del self._links[link.key]
         self._transport.disconnect(link.key, linger_s)
+        self.forget_sources(link)
+
+    def forget_sources(self, link: Link) -> None:
+        """Whatever still comes from its connections is of no interest."""
+        for lane in Lane:
+            if (source := link.sources[lane]) is not None:
+                self._transport.forget(source, lane)
 
     def tell_stranger(self, key: PeerKey, endpoints: Endpoints, data: bytearray) -> None:
         """Send one envelope to an incarnation that we will not link with."""
@@ -148,5 +167,9 @@ class Links:
         """Stamp and hand to the transport."""
         stamp(data, ttl_ms, link.credit_word())
         parcel = Parcel(data, cost)
-        self._transport.send(link.key, lane, parcel)
+        if link is self.itself:
+            parcel.is_sent = True
+            self._loop_back(lane, data)
+        else:
+            self._transport.send(link.key, lane, parcel)
         return parcel

@@ -60,6 +60,14 @@ class SessionHost(Host, Protocol):
         """Another incarnation has taken this process's place."""
         ...
 
+    def loop_back(self, lane: Lane, data: bytearray) -> None:
+        """Give an envelope back to `Session.received` as from LOOPBACK, in a later turn of the loop."""
+        ...
+
+    def crashed(self, error: BaseException) -> None:
+        """A bug in this layer; the node cannot be trusted any more."""
+        ...
+
 
 class Session:
     """See the module's head. Implements `wire.Sink`."""
@@ -73,16 +81,14 @@ class Session:
         self._transport = transport
         self._host = host
         self._limits = limits
-        self._links = Links(own, transport)
+        self._links = Links(own, transport, host.loop_back)
         self.calls = Calls(self._links, clock, limits)
         self.serving = Serving(self._links, host, clock, limits)
         self._sources: tuple[dict[bytes, Link], dict[bytes, Link]] = ({}, {})
         self._bad: Counter[bytes] = Counter()
         self._banned: set[bytes] = set()
-        itself = self._links.open(own, transport.endpoints)
-        itself.on("connected")
         for sources in self._sources:
-            sources[LOOPBACK] = itself
+            sources[LOOPBACK] = self._links.itself
         self._dispatch: dict[Kind, Callable[[Link, Lane, Envelope, int], None]] = {
             Kind.CALL: self.serving.on_call,
             Kind.CAST: self.serving.on_call,
@@ -164,6 +170,9 @@ class Session:
             self._down(link, f"{why}")
         self._host.unreachable(peer, why)
 
+    def crashed(self, error: BaseException) -> None:
+        self._host.crashed(error)
+
     # -- from the node
 
     def tick(self) -> None:
@@ -209,6 +218,7 @@ class Session:
             self.peer_over(older.key, f"{hello.name} restarted as epoch {key.epoch}")
         try:
             link = self._links.open(key, hello.endpoints)
+            self._links.learn(link, hello.endpoints)
         except LaunchError:
             self.counters["cannot_answer"] += 1
             return
@@ -222,6 +232,7 @@ class Session:
         if previous is not None and previous != source:
             self._sources[lane].pop(previous, None)
             self._bad.pop(previous, None)
+            self._transport.forget(previous, lane)
             self.calls.on_blip(link)
 
     def _refuse(self, key: PeerKey, hello: Hello, error: StaleEpoch) -> None:

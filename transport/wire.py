@@ -70,7 +70,11 @@ class Sink(Protocol):
         ...
 
     def unreachable(self, peer: PeerKey, why: str) -> None:
-        """Given up."""
+        """Nobody could be reached for a while. Trying stops when the peer is disconnected."""
+        ...
+
+    def crashed(self, error: BaseException) -> None:
+        """An error in the sink itself came up through the transport: a bug, to be told loudly."""
         ...
 
 
@@ -87,7 +91,10 @@ class Transport(Protocol):
         ...
 
     def connect(self, peer: PeerKey, endpoints: Endpoints) -> None:
-        """Begin to connect; sending may begin at once. Raises LaunchError if no endpoint can be used."""
+        """Begin to connect; sending may begin at once. Again for a known peer: only its endpoints are taken note of.
+
+        Raises LaunchError if no endpoint can be used.
+        """
         ...
 
     def send(self, peer: PeerKey, lane: Lane, parcel: Parcel) -> None:
@@ -96,6 +103,10 @@ class Transport(Protocol):
 
     def disconnect(self, peer: PeerKey, linger_s: float) -> None:
         """Forget the peer; what is queued may still leave within `linger_s`."""
+        ...
+
+    def forget(self, source: bytes, lane: Lane) -> None:
+        """That incoming connection is over: drop what is half received from it."""
         ...
 
     async def close(self, linger_s: float) -> None:

@@ -88,7 +88,7 @@ def _not_json(text: bytes, error: orjson.JSONDecodeError) -> RowError:
         return RowError(f"the line is not UTF-8 (byte {not_text.start + 1} of it)", "save the file as UTF-8")
     if text.strip() in (b"[", b"{"):
         return RowError("the JSON goes over several lines", "write one object per line (`jq -c .` does it)")
-    return RowError(f"the line is not JSON: {error.msg} (column {error.colno})", "mend the line")
+    return RowError(f"the line is not JSON from column {error.colno} on", "mend the line")
 
 
 def _kind(value: object) -> str:

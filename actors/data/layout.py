@@ -14,8 +14,8 @@ import msgspec
 import orjson
 
 from ...core.config import DataSettings
-from ...core.suggestion import suggest
 from ...core.samples import Message
+from ...core.suggestion import suggest
 from .conversation import parse_messages
 from .row_file import Columns, RowError
 

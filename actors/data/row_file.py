@@ -68,4 +68,4 @@ def _neighbours(path: str) -> str:
     if not folder.is_dir():
         return f"there is no folder {folder}"
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())[:8]
-    return f"{folder} holds {', '.join(names)}" if names else f"{folder} is empty"
+    return f"its folder holds {', '.join(names)}" if names else "its folder is empty"

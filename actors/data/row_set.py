@@ -57,7 +57,8 @@ class RowSet:
     def _add(self, source: Source, file: RowFile, *, skips_bad: bool) -> None:
         rows = source.rows(file.num_rows)
         if not rows:
-            raise DataError(f"{source}: the slice is empty; the file has {file.num_rows} rows", remedy="mend the slice")
+            size = f"{file.num_rows} row{'s' if file.num_rows > 1 else ''}"
+            raise DataError(f"{source}: the slice is empty; the file has {size}", remedy="mend the slice")
         self._files.append(file)
         for number, row in enumerate(rows):
             try:

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ...core.completions import Completion
-from ...core.suggestion import suggest
 from ...core.errors import ConfigError
+from ...core.suggestion import suggest
 from .builtin import exact, math_equal, numeric, regex, text_format
 
 RewardValue = float | dict[str, float]

@@ -22,26 +22,26 @@ class RewardOutcome(msgspec.Struct, frozen=True):
 
 
 def outcome_of(returned: object) -> RewardOutcome:
-    """A function's return value as an outcome. Raises TypeError or ValueError saying what is wrong with it."""
+    """A function's return value as an outcome. Raises TypeError or ValueError saying what was returned instead."""
     if not isinstance(returned, Mapping):
-        return RewardOutcome(_number(returned, "the reward"))
+        return RewardOutcome(_number(returned, ""))
     table = cast("Mapping[object, object]", returned)
     if SCALAR_KEY not in table:
         keys = ", ".join(repr(key) for key in table) or "nothing"
-        raise ValueError(f'the returned dict has no "{SCALAR_KEY}", only {keys}')
+        raise ValueError(f'returned a dict without "{SCALAR_KEY}"; it has {keys}')
     parts: dict[str, float] = {}
     for key, value in table.items():
         if not isinstance(key, str):
-            raise TypeError(f"the returned dict has the key {key!r}, which is not text")
+            raise TypeError(f"returned a dict with the key {key!r}, which is not text")
         if key != SCALAR_KEY:
-            parts[key] = _number(value, f'"{key}"')
-    return RewardOutcome(_number(table[SCALAR_KEY], f'"{SCALAR_KEY}"'), parts)
+            parts[key] = _number(value, f' as "{key}"')
+    return RewardOutcome(_number(table[SCALAR_KEY], f' as "{SCALAR_KEY}"'), parts)
 
 
-def _number(value: object, what: str) -> float:
+def _number(value: object, where: str) -> float:
     if not isinstance(value, Real):
-        raise TypeError(f"{what} is of type {type(value).__name__}, not a number")
+        raise TypeError(f"returned a value of type {type(value).__name__}{where}, not a number")
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{what} is {number}")
+        raise ValueError(f"returned {number}{where}")
     return number

@@ -6,6 +6,7 @@ from .conflict import Conflict
 from .dumping import dump_config
 from .learning import AlgoConfig, AlgoKind, AsyncSettings, OptimizerConfig, TrainerConfig
 from .loading import load_config
+from .presence import missing_paths
 from .roles import RestartPolicy, RoleName, RoleSettings, RolesSettings, RolloutRole, TrainerRole, parse_devices
 from .root import RunConfig
 from .settings import (
@@ -43,5 +44,6 @@ __all__ = [
     "TrainerRole",
     "dump_config",
     "load_config",
+    "missing_paths",
     "parse_devices",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, Strict, field_validator
@@ -23,6 +23,8 @@ from .settings import FILTER_BUILTINS, check_code_name
 AlgoKind = Literal["grpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sft"]
 REWARD_KL_KINDS: tuple[AlgoKind, ...] = ("ppo", "reinforce_pp", "reinforce_pp_baseline")
 """Algorithms whose token-level rewards have a place for a KL term."""
+LOSS_OF_KIND: Mapping[AlgoKind, str] = {"gspo": "gspo", "cispo": "cispo", "sft": "sft"}
+"""The loss that loss = "auto" stands for; ppo for all others."""
 
 Betas = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)]
 
@@ -43,10 +45,10 @@ class AlgoConfig(Section, frozen=True):
     clip_high: PositiveFloat = 0.28
     """Ratio is clipped above at `1 + clip_high`."""
     dual_clip: NonNegativeFloat = 0.0
-    """Bound (> 1) on the loss of negative advantages; 0 = off."""
+    """Bound (> 1) on the loss of negative advantages, for the ppo and gspo losses; 0 = off."""
     correction: Literal["auto", "none", "behaviour", "decoupled", "tis", "icepop", "mis"] = "auto"
-    """What is done about tokens sampled from older weights or another engine; auto = decoupled when staleness or
-    several mini-batches make it necessary."""
+    """What is done about tokens sampled from older weights or by another engine; auto = behaviour with one mini-batch,
+    decoupled with several."""
     tis_cap: PositiveFloat = 2.0
     """Upper bound of the importance weight of `tis`, `icepop` and `decoupled`."""
     mis_level: Literal["token", "sequence", "geometric"] = "token"
@@ -103,6 +105,9 @@ class AlgoConfig(Section, frozen=True):
             )
         if self.clip_low > 1 and self.kind != "cispo":
             yield Conflict(("clip_low", "kind"), f'must be at most 1 for kind = "{self.kind}": ratios are not negative')
+        loss = LOSS_OF_KIND.get(self.kind, "ppo") if self.loss == "auto" else self.loss
+        if self.dual_clip and loss not in ("ppo", "gspo"):
+            yield Conflict(("dual_clip", "kind", "loss"), f'is not defined for the loss "{loss}"; use 0')
         if self.mis_low >= self.mis_high:
             yield Conflict(("mis_low", "mis_high"), f"must be below mis_high = {self.mis_high:g}")
         if self.loss != "auto" and (self.loss == "sft") != (self.kind == "sft"):

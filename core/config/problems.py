@@ -10,10 +10,10 @@ from typing import Any, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from ..suggestion import suggest
 from .conflict import CONFLICTS, Conflict
 from .fields import find, keys_of
 from .root import RunConfig
-from ..suggestion import suggest
 from .tables import KeyPath, Table, table_at
 
 SHOWN_CHARS = 60

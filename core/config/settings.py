@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from ..suggestion import nearest
 from .conflict import Conflict
 from .section import (
     CodeName,
@@ -40,7 +41,9 @@ def check_code_name(value: str, builtins: tuple[str, ...]) -> str:
     """Accept a built-in name, `module:attr` or `file.py:attr`; raise ValueError otherwise."""
     if value in builtins or CODE_NAME.fullmatch(value):
         return value
-    raise ValueError(f"must be one of {', '.join(builtins)}, or module:function, or file.py:function")
+    near = nearest(value, builtins)
+    hint = f'; did you mean "{near}"?' if near else ""
+    raise ValueError(f"must be one of {', '.join(builtins)}, or module:function, or file.py:function{hint}")
 
 
 class RunSettings(Section, frozen=True):

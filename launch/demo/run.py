@@ -10,21 +10,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.resources import files
 from pathlib import Path
 
 import orjson
 
-from ...actors.models.tiny import make_tiny_model
 from ...core.config import load_config
 from ..launcher import LaunchOptions, Outcome, launch
 from ..node_place import find_place
-from .sort_task import prompts, write_rows
-
-PRESET = "0p5m"
-NUM_DEMONSTRATIONS = 12_800
-NUM_PROMPTS = 20_000
-NUM_HELDOUT = 256
+from .material import prepare
 
 _NEXT_STEPS = (
     "myxa up {folder}/rl.toml --set async.max_staleness=0     the same without asynchrony: watch the trainer wait",
@@ -74,19 +67,6 @@ def warm_up(options: DemoOptions) -> Outcome:
         link.unlink(missing_ok=True)
         link.symlink_to(result.run_dir.name)
     return result
-
-
-def prepare(folder: Path, seed: int) -> None:
-    """Random model, tokenizer, data and run files in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    make_tiny_model(folder / "model", preset=PRESET, seed=seed)
-    data = folder / "data"
-    write_rows(data / "heldout.jsonl", NUM_HELDOUT, seed=seed + 1)
-    unseen = prompts(data / "heldout.jsonl")
-    write_rows(data / "demonstrations.jsonl", NUM_DEMONSTRATIONS, seed=seed + 2, exclude=unseen)
-    write_rows(data / "prompts.jsonl", NUM_PROMPTS, seed=seed + 3, exclude=unseen)
-    for name in ("sft.toml", "rl.toml"):
-        (folder / name).write_text((files(__package__) / name).read_text())
 
 
 def _launch(options: DemoOptions, stage: str, overrides: Sequence[str], next_steps: tuple[str, ...]) -> Outcome:

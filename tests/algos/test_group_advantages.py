@@ -60,7 +60,7 @@ def test_every_algorithm_of_the_run_file_has_a_baseline():
 @pytest.mark.parametrize("value", [0.1, 0.3, 1 / 3, 1e8, -0.7, 0.0])
 @pytest.mark.parametrize("size", [1, 3, 7])
 def test_equal_rewards_give_exactly_zero_and_no_amplified_rounding(kind, value, size):
-    got = group_advantages(kind, np.full(size, value, np.float32), [5] * size)
+    got = group_advantages(kind, np.full(size, value), [5] * size)
     assert got.tolist() == [0.0] * size
 
 

@@ -103,6 +103,11 @@ def test_tokens_of_minibatches_are_even():
     assert max(loads) - min(loads) < 0.05 * sum(loads) / 4
 
 
+def test_the_rank_with_least_so_far_gets_the_largest_of_a_round():
+    plan = plan_shards([500, 400, 300, 200], 2, 100, 1, [0, 0, 0, 0])
+    assert plan == [[[[0], [3]]], [[[1], [2]]]]  # 700 tokens each, and rounds of like size
+
+
 def test_an_oversize_sample_sits_alone():
     plan = plan_shards([500, 10, 10, 10], 2, 100, 1, [0, 0, 0, 0])
     micros = [micro for rank in plan for micro in rank[0]]

@@ -122,6 +122,13 @@ def test_ratio_on_policy_is_exactly_one():
     assert ratios.sequence_ratio(live, live, segments()).tolist() == [1.0] * 7
 
 
+def test_only_the_live_policy_gets_a_gradient():
+    live, old = torch.tensor(TRAIN, requires_grad=True), torch.tensor(BEHAVIOUR, requires_grad=True)
+    (ratios.ratio(live, old).sum() + ratios.sequence_ratio(live, old, segments()).sum()).backward()
+    assert live.grad is not None
+    assert old.grad is None
+
+
 def test_sequence_ratio_is_the_geometric_mean_and_one_for_a_masked_sample():
     got = ratios.sequence_ratio(f64(TRAIN), f64(BEHAVIOUR), segments())
     assert got.tolist() == pytest.approx(q_by_hand("geometric"), rel=1e-12)

@@ -344,16 +344,18 @@ def test_resume_with_another_batch_size_drops_only_what_cannot_make_it() -> None
     assert {item.reason for item in overdue} == {STALE_AFTER_RETUNE}
 
 
-def test_demonstrations_have_no_age_but_hold_slots() -> None:
-    """Groups without any engine token are never too old, yet the producer is still paced by training."""
-    for policy in POLICIES:
-        admission = Admission(policy, max_staleness=0, batch_size=2)
-        ids = _dispatch(admission, 2, version=0)
-        assert not admission.may_dispatch(0)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_demonstrations_count_as_of_their_dispatch(policy: str) -> None:
+    """Groups without any engine token: an actor without an engine announces "newest", and is paced by training."""
+    newest = (1 << 31) - 1
+    admission = Admission(policy, max_staleness=0, batch_size=2)
+    for step in range(3):
+        ids = _dispatch(admission, 2, version=newest, first=2 * step)
+        assert not admission.may_dispatch(newest)
         for group_id in ids:
             admission.ready(group_id, -1)
-        assert admission.retune(max_staleness=0) == ()
-        assert _claim(admission, 0) == (0, 1)
+        assert _claim(admission, step) == tuple(ids)
+        admission.trained(step)
 
 
 def test_events_out_of_order_are_refused() -> None:

@@ -29,8 +29,12 @@ RANK_TIMEOUT_S = 90
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
+def one_thread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One thread, and a place for the folder that torch's compiler makes when torch.utils.checkpoint imports it."""
     torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -79,7 +79,7 @@ MISTAKES: list[tuple[str, str]] = [
         '[reward]\nfn = "exakt"\n',
         (
             'run.toml:6: reward.fn = "exakt": must be one of exact, numeric, math, regex, format, or module:function, '
-            "or file.py:function"
+            'or file.py:function; did you mean "exact"?'
         ),
     ),
     ('[reward]\npattern = "("\n', 'run.toml:6: reward.pattern = "(": is not a regular expression: '),
@@ -129,6 +129,10 @@ MISTAKES: list[tuple[str, str]] = [
     (
         "[algo]\nclip_low = 2\n",
         'run.toml:6: algo.clip_low = 2: must be at most 1 for kind = "grpo": ratios are not negative',
+    ),
+    (
+        '[algo]\nkind = "cispo"\ndual_clip = 3.0\n',
+        'run.toml:7: algo.dual_clip = 3.0: is not defined for the loss "cispo"; use 0',
     ),
     ("[algo]\nmis_low = 3\n", "run.toml:6: algo.mis_low = 3: must be below mis_high = 2"),
     ('[algo]\nloss = "sft"\n', 'run.toml:6: algo.loss = "sft": does not go with kind = "grpo"; use "auto"'),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -33,17 +32,10 @@ def failure(folder: Path, content: str | bytes, name: str = "t.jsonl", **section
     return str(caught.value).replace(str(file), name)
 
 
-def not_json(line: str) -> str:
-    """The words are orjson's, and change with its version."""
-    with pytest.raises(orjson.JSONDecodeError) as caught:
-        orjson.loads(line)
-    return f"the line is not JSON: {caught.value.msg} (column {caught.value.colno})"
-
-
 BAD_LINES: list[tuple[str, str]] = [
-    ('{"prompt": "a"', not_json('{"prompt": "a"') + " -- mend the line"),
-    ("not json", not_json("not json") + " -- mend the line"),
-    ('{"prompt": NaN}', not_json('{"prompt": NaN}') + " -- mend the line"),
+    ('{"prompt": "a"', "the line is not JSON from column 15 on -- mend the line"),
+    ("not json", "the line is not JSON from column 1 on -- mend the line"),
+    ('{"prompt": NaN}', "the line is not JSON from column 12 on -- mend the line"),
     ("[1, 2]", "the line holds an array, not a JSON object -- write one object per line"),
     ("null", "the line holds null, not a JSON object -- write one object per line"),
     ("3", "the line holds a number, not a JSON object -- write one object per line"),
@@ -200,7 +192,7 @@ def test_slices_and_skipping_that_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         open_prompts(config(str(file), data={"on_bad_line": "skip"}))
     assert str(caught.value) == (
-        f"data.train: none of the 2 rows is good; the first: {file}:1: {not_json('x')} -- mend them, "
+        f"data.train: none of the 2 rows is good; the first: {file}:1: the line is not JSON from column 1 on -- mend them, "
         "or see whether data.preset is right"
     )
 
@@ -210,7 +202,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         open_prompts(config(str(tmp_path / "trian.jsonl")))
     assert str(caught.value) == (
-        f"data.train: there is no file {tmp_path}/trian.jsonl -- check data.train; {tmp_path} holds train.jsonl"
+        f"data.train: there is no file {tmp_path}/trian.jsonl -- check data.train; its folder holds train.jsonl"
     )
     with pytest.raises(ConfigError, match=r"there is no folder .*/none"):
         open_prompts(config(str(tmp_path / "none" / "x.jsonl")))

@@ -46,6 +46,11 @@ def test_torchruns_variables_win_over_slurms_and_flags_over_both():
     assert find_place(2, 0, "h:9", SLURM | TORCH) == NodePlace(0, 2, Endpoint("h", 9))
 
 
+def test_a_file_may_say_where_node_0_is_met():
+    assert find_place(2, 1, None, SLURM, has_file=True) == NodePlace(1, 2, None)
+    assert find_place(2, 1, "h:5", SLURM, has_file=True) == NodePlace(1, 2, Endpoint("h", 5))
+
+
 @pytest.mark.parametrize(
     ("host_list", "want"),
     [("gpu[07-12,15],x1", "gpu07"), ("a,b", "a"), ("node-3", "node-3"), ("n[1-2]-ib", "n1-ib"), ("a.b.c", "a.b.c")],
@@ -67,7 +72,7 @@ def test_first_hosts(host_list: str, want: str):
         ((None, None, None), {"SLURM_NNODES": "2", "SLURM_NODEID": "0", "SLURM_NODELIST": "[]"}, "no list of hosts"),
     ],
 )
-def test_what_is_missing_or_impossible_is_named(args, env, said: str):
+def test_what_is_missing_or_impossible_is_named(args: tuple[int | None, int | None, str | None], env, said: str):
     with pytest.raises(ConfigError) as caught:
         find_place(*args, env)
     assert said in str(caught.value)

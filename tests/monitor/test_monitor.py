@@ -41,12 +41,16 @@ async def test_a_run_ends_up_in_the_files(tmp_path: Path) -> None:
     assert view["time/trainer/0"]["compute"] == pytest.approx(0.7)
     assert view["monitor"]["sinks"] == 3.0
     assert await monitor.finish() == str(tmp_path)
+    assert sum('"note"' in line for line in (tmp_path / "events.jsonl").read_text().splitlines()) == 5
+    late = Event(source="coordinator", wall_s=0.0, kind="phase", text="draining -> finished")
+    await monitor.telemetry(Telemetry(events=(late,)))  # others stop after `finish`
     assert await monitor.finish() == str(tmp_path)
     await monitor.on_stop("end of the run")
+    assert await monitor.finish() == str(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line["values"]] == list(range(5))
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert kinds == ["prometheus-bound", *["note"] * 5]
+    assert kinds == ["prometheus-bound", *["note"] * 5, "phase"]
     assert sum(event["ph"] == "X" for event in json.loads((tmp_path / "trace.json").read_text())) == 5
     assert not any(thread.name == "myxa-sinks" for thread in threading.enumerate())
 
@@ -61,7 +65,7 @@ async def test_times_are_thinned_for_the_files_and_the_last_ones_are_kept(tmp_pa
             Telemetry(metrics=(times("trainer/0", float(second)), times("rollout/0", float(second))))
         )
         clock.advance(1.0)
-    await monitor.finish()
+    await monitor.on_stop("end")
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["wall_s"] for line in lines if line["source"] == "trainer/0"] == [0.0, 10.0, 20.0, 30.0, 35.0]
     assert len(lines) == 10
@@ -103,7 +107,7 @@ async def test_a_stuck_sink_never_blocks_the_handlers(tmp_path: Path) -> None:
     assert view["monitor"]["bundles"] == 6000
     assert view["monitor"]["bundles_refused"] > 1000
     release.set()
-    await monitor.finish()
+    await monitor.on_stop("end")
 
 
 @pytest.mark.asyncio
@@ -114,7 +118,7 @@ async def test_losses_are_told_once_in_a_while(tmp_path: Path) -> None:
     for _ in range(30):
         await monitor.telemetry(Telemetry(dropped=3))
         clock.advance(1.0)
-    await monitor.finish()
+    await monitor.on_stop("end")
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in events] == ["telemetry-dropped"] * 2
     assert events[0]["text"].startswith("33 telemetry records")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,10 @@ from myxa.actors.sinks.jsonl import JsonlSink
 from myxa.actors.sinks.prometheus import PrometheusSink
 from myxa.actors.sinks.registry import BUILT_IN, choose_sinks, make_sink
 from myxa.actors.sinks.tensorboard import TensorBoardSink
+from myxa.core.clock import ManualClock
 from myxa.core.errors import ConfigError, UserCodeError
+from myxa.core.messages import MetricPoint, Telemetry
+from myxa.core.sink import SinkContext
 
 MODULE = """
 class Mine:
@@ -91,3 +95,17 @@ def test_user_sinks_by_path_and_by_entry_point(module: str) -> None:
 def test_a_wrong_name_is_told_with_its_cause(module: str, name: str, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         make_sink(name)
+
+
+def test_the_sink_of_the_documentation_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class PrintLoss" in block)
+    (tmp_path / "documented_sink.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sink = make_sink("documented_sink:PrintLoss")
+    sink.open(SinkContext(run_dir=tmp_path, run_name="x", clock=ManualClock(), emit=lambda kind, text: None))
+    point = MetricPoint(source="trainer/0", step=3, wall_s=0.0, values={"train/loss": 0.5})
+    sink.write(Telemetry(metrics=(point,)))
+    sink.flush()
+    assert (tmp_path / "loss.txt").read_text() == "3 0.5\n"
+    sink.close()

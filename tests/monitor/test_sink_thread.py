@@ -139,6 +139,22 @@ def test_a_failing_close_does_not_keep_the_others_open(tmp_path: Path) -> None:
     assert good.calls[-1] == "close"
 
 
+def test_a_flush_is_a_barrier_and_never_left_waiting(tmp_path: Path) -> None:
+    sink = Recorder()
+    thread = make(tmp_path, sink)
+    thread.flush().result(10)  # before the start
+    thread.start().result(10)
+    for index in range(50):
+        thread.put(note(str(index)))
+    thread.flush().result(10)
+    assert len(sink.events) == 51
+    assert sink.calls[-1] == "flush"
+    thread.stop()
+    thread.flush().result(10)  # while or after it stops
+    thread.stop().result(10)
+    thread.flush().result(10)
+
+
 def test_stopping_before_starting_and_twice_is_harmless(tmp_path: Path) -> None:
     thread = make(tmp_path, Recorder())
     thread.stop().result(10)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from myxa.actors.telemetry import report_forever, report_once
-from myxa.core.activity import TelemetryBuffer
+from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.clock import SystemClock
 from myxa.core.errors import NoSuchActor
 from myxa.core.messages import Telemetry
@@ -83,6 +83,35 @@ async def test_it_goes_on_for_ever_and_speaks_once(caplog: pytest.LogCaptureFixt
             await task
     assert sum("cannot be reached" in record.message for record in caplog.records) == 1
     assert sum("answers again" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.asyncio
+async def test_the_last_words_are_sent_when_the_actor_stops() -> None:
+    clock, receiver = SystemClock(), Receiver()
+    buffer = TelemetryBuffer("coordinator", clock, meter=ActivityMeter("coordinator", clock))
+    task = asyncio.create_task(report_forever(buffer, receiver, 60.0))
+    await asyncio.sleep(0)
+    buffer.event("phase", "draining -> finished")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    (bundle,) = receiver.bundles
+    assert [event.text for event in bundle.events] == ["draining -> finished"]
+    assert bundle.spans  # the state it was in, cut at the end
+
+
+@pytest.mark.asyncio
+async def test_a_hanging_monitor_does_not_hold_a_stopping_actor_up() -> None:
+    buffer, receiver = TelemetryBuffer("coordinator", SystemClock()), Receiver()
+    receiver.mode = "hangs"
+    task = asyncio.create_task(report_forever(buffer, receiver, 60.0))
+    await asyncio.sleep(0)
+    buffer.event("phase", "draining -> finished")
+    task.cancel()
+    async with asyncio.timeout(20):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert buffer.num_lost == 1
 
 
 @pytest.mark.asyncio

@@ -101,8 +101,6 @@ def test_a_whole_run(planted: Path, tmp_path: Path) -> None:
     assert {link["href"] for link in page.all("a")} <= {f"#{name}" for name in page.ids}
     for needed in ("sort-1", "finished", "all 40 steps were trained", "generation is the bottleneck", "Slowest steps"):
         assert needed in page.text
-    figures = dict(zip(*[iter(page.words["span"])] * 2, strict=False))
-    assert figures
     assert "missing" not in page.words.get("b", [])
 
 
@@ -151,7 +149,10 @@ def test_a_killed_run_says_so(plant_run: Plant, tmp_path: Path) -> None:
 def test_a_failed_run_gives_its_reason(plant_run: Plant, tmp_path: Path) -> None:
     run_dir = plant_run(tmp_path / "failed", num_steps=5, end="")
     with (run_dir / "events.jsonl").open("a") as file:
-        for kind, text in (("run-failed", "trainer/0 failed in step 4: loss is nan"), ("non-finite", "train/loss is nan")):
+        for kind, text in (
+            ("run-failed", "trainer/0 failed in step 4: loss is nan"),
+            ("non-finite", "train/loss is nan"),
+        ):
             file.write(json.dumps({"source": "coordinator", "wall_s": 1.8e9, "kind": kind, "text": text}) + "\n")
     page = report_of(run_dir, tmp_path)
     assert "failed" in page.words["span"]
@@ -164,7 +165,9 @@ def test_torn_and_garbage_lines_are_skipped_and_counted(planted: Path, tmp_path:
     shutil.copytree(planted, run_dir)
     metrics, trace = run_dir / "metrics.jsonl", run_dir / "trace.json"
     good = metrics.read_bytes()
-    metrics.write_bytes(b"\x00\xff garbage\n[1,2]\n{}\n" + b'{"source":1,"step":"x","wall_s":null,"values":[]}\n' + good[:-30])
+    metrics.write_bytes(
+        b"\x00\xff garbage\n[1,2]\n{}\n" + b'{"source":1,"step":"x","wall_s":null,"values":[]}\n' + good[:-30]
+    )
     trace.write_bytes(trace.read_bytes()[: trace.stat().st_size // 2])
     (run_dir / "events.jsonl").write_text('{"wall_s": "soon"}\nnot json\n')
     (run_dir / "config.toml").write_text("this is = = not toml <b>")
@@ -259,7 +262,7 @@ def test_the_report_lies_in_the_run_directory_and_is_replaced_whole(planted: Pat
 
 
 def test_a_long_run_gives_a_page_of_bounded_size(tmp_path: Path) -> None:
-    values = {name: 0.5 for name in ("train/loss", "reward/mean", "train/entropy", "lag/max", "rollout/tokens_per_s")}
+    values = dict.fromkeys(("train/loss", "reward/mean", "train/entropy", "lag/max", "rollout/tokens_per_s"), 0.5)
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step in range(20_000):
             point = {"source": "trainer/0", "step": step, "wall_s": step * 30.0, "values": values}
@@ -272,9 +275,18 @@ def test_a_long_run_gives_a_page_of_bounded_size(tmp_path: Path) -> None:
         file.write("[\n")
         for index in range(50_000):
             kind = ("compute", "wait-data")[index % 2]
-            span = {"ph": "X", "name": kind, "cat": kind, "ts": index * 12_000_000, "dur": 12_000_000, "pid": 1, "tid": 0}
-            file.write(("," if index else "") + json.dumps(span) + "\n")
+            span = {
+                "ph": "X",
+                "name": kind,
+                "cat": kind,
+                "ts": index * 12_000_000,
+                "dur": 12_000_000,
+                "pid": 1,
+                "tid": 0,
+            }
+            file.write(json.dumps(span) + (",\n" if index < 49_999 else "\n"))
         file.write("]\n")
     path = write_report(tmp_path)
     assert path.stat().st_size < 1_000_000
-    Page(path.read_text())
+    page = Page(path.read_text())
+    assert {"Reward", "The whole run", "Close-up"} <= page.charts

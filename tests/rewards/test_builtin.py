@@ -164,16 +164,16 @@ def test_what_a_reward_may_return(returned: object, outcome: RewardOutcome) -> N
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (None, "the reward is of type NoneType, not a number"),
-        ("1", "the reward is of type str, not a number"),
-        ([1.0], "the reward is of type list, not a number"),
-        (math.nan, "the reward is nan"),
-        (-math.inf, "the reward is -inf"),
-        ({}, 'the returned dict has no "reward", only nothing'),
-        ({"score": 1}, "the returned dict has no \"reward\", only 'score'"),
-        ({"reward": 1, 2: 3}, "the returned dict has the key 2, which is not text"),
-        ({"reward": None}, '"reward" is of type NoneType, not a number'),
-        ({"reward": 1, "x": math.inf}, '"x" is inf'),
+        (None, "returned a value of type NoneType, not a number"),
+        ("1", "returned a value of type str, not a number"),
+        ([1.0], "returned a value of type list, not a number"),
+        (math.nan, "returned nan"),
+        (-math.inf, "returned -inf"),
+        ({}, 'returned a dict without "reward"; it has nothing'),
+        ({"score": 1}, "returned a dict without \"reward\"; it has 'score'"),
+        ({"reward": 1, 2: 3}, "returned a dict with the key 2, which is not text"),
+        ({"reward": None}, 'returned a value of type NoneType as "reward", not a number'),
+        ({"reward": 1, "x": math.inf}, 'returned inf as "x"'),
     ],
 )
 def test_what_it_may_not(returned: object, message: str) -> None:

@@ -166,9 +166,9 @@ async def test_named_arguments_and_pattern_reach_an_own_function(code: str) -> N
 
 CAUSES = [
     ("raise", "raised KeyError: 'label' at {code}:21"),
-    ("nan", "the reward is nan"),
-    ("none", "the reward is of type NoneType, not a number"),
-    ("dict", "the returned dict has no \"reward\", only 'score'"),
+    ("nan", "returned nan"),
+    ("none", "returned a value of type NoneType, not a number"),
+    ("dict", "returned a dict without \"reward\"; it has 'score'"),
     ("exit", "raised SystemExit: 3 at {code}:19"),
 ]
 
@@ -347,7 +347,7 @@ async def test_too_many_errors_end_the_run(code: str) -> None:
                 await failure(made, answer("none"))
         assert made.too_many_errors == (
             f'reward function "{code}:act_later" failed in 5 of the last 20 calls, more than reward.max_error_rate = 0.2 '
-            "allows; last: the reward is of type NoneType, not a number"
+            "allows; last: returned a value of type NoneType, not a number"
         )
         assert made.num_errors == 5
 

@@ -3,8 +3,8 @@
 Knows parameters and their gradients. Must not know schedules or losses: rate and decay come with each update. Moments
 are plain tensors by parameter name, so a checkpoint reads and writes them as they are.
 
-Library considered: `torch.optim.AdamW`. Making one imports torch's whole compiler (1 s of CPU and 70 MB in every trainer
-process, as much as torch itself) and its state is private to it; the tests hold this file against it.
+Library considered: `torch.optim.AdamW`. Making one imports torch's whole compiler (1 s of CPU and 70 MB in every
+trainer process, as much time as torch itself) and its state is private to it; the tests hold this file against it.
 """
 
 from __future__ import annotations

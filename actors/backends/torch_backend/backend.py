@@ -18,17 +18,17 @@ from ....core.config import AlgoConfig, OptimizerConfig, TrainerConfig
 from ....core.errors import ConfigError, TrainError
 from ....core.protocols import NamedArray, StepStats
 from ....core.samples import F32, TrainSample, TrainShard
-from ...models.hf_folder import ModelConfig, open_weights, read_config
+from ...models.hf_folder import ModelConfig, read_config
 from .adamw import AdamW
 from .checkpoint import TrainingState, load_checkpoint, save_checkpoint
 from .export import Exporter
 from .microbatch import Cutting
-from .model import CausalLM, linear_cost
+from .model import CausalLM, linear_cost, load_weights
 from .parallel import Replica
 from .schedule import check_schedule
 from .settings import StepSettings
 from .step import Stepper
-from .tensors import DTYPE_OF, from_bytes
+from .tensors import DTYPE_OF
 from .world import Gang, World
 
 
@@ -199,15 +199,5 @@ class TorchBackend:
             dtype=DTYPE_OF[trainer.dtype],
             recomputes=is_trained and trainer.activation_checkpointing,
         )
-        _load_initial(module, self._config.model_path, model_config)
+        load_weights(module, self._config.model_path, model_config)
         return Replica(module.to(world.device), world, trainer.strategy, is_trained=is_trained)
-
-
-def _load_initial(module: CausalLM, path: str, model_config: ModelConfig) -> None:
-    """Copy the folder's weights into the float32 masters."""
-    parameters = dict(module.named_parameters())
-    with torch.no_grad(), open_weights(path, model_config) as tensors:
-        for name in model_config.tensor_shapes():
-            parameters.pop(name).copy_(from_bytes(tensors[name]))
-    if parameters:
-        raise TrainError(f"no weights for {', '.join(sorted(parameters))}", remedy="a bug: config and module disagree")

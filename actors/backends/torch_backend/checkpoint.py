@@ -141,7 +141,7 @@ def _restore(state: TrainingState, files: list[dict[str, NamedArray]]) -> None:
 
 
 def _copy_rows(key: str, files: list[dict[str, NamedArray]], part: Tensor, first: int, num_rows: int) -> None:
-    """Fill rows `first ...` of a tensor into `part` from the files, whose parts follow one another along dimension 0."""
+    """Fill `part`, rows `first ...` of a tensor, from the files' parts, which follow one another along dimension 0."""
     last = first + part.shape[0]
     start = 0
     for file in files:

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from ...models.hf_folder import ModelConfig
+from ....core.errors import TrainError
+from ...models.hf_folder import ModelConfig, open_weights
 from .layout import Layout
 from .logprobs import TokenScores, score_tokens
-from .tensors import recomputed
+from .tensors import from_bytes, recomputed
 
 
 class Linear(nn.Module):
@@ -227,3 +228,13 @@ def linear_cost(config: ModelConfig) -> float:
     """Number of attended tokens whose attention costs what the matrix products of one token cost in a layer."""
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     return (attention + 3 * config.hidden_size * config.intermediate_size) / (2 * config.num_heads * config.head_dim)
+
+
+def load_weights(module: CausalLM, folder: str, config: ModelConfig) -> None:
+    """Copy the weights of a HuggingFace folder into the float32 masters. Raises ModelError if they do not fit."""
+    parameters = dict(module.named_parameters())
+    with torch.no_grad(), open_weights(folder, config) as tensors:
+        for name in config.tensor_shapes():
+            parameters.pop(name).copy_(from_bytes(tensors[name]))
+    if parameters:
+        raise TrainError(f"no weights for {', '.join(sorted(parameters))}", remedy="a bug: config and module disagree")

@@ -20,13 +20,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DTYPE_OF: Mapping[str, torch.dtype] = {
+    "float64": torch.float64,
     "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
     "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
     "uint8": torch.uint8,
+    "bool": torch.bool,
 }
-"""Names as in `TensorSpec.dtype`."""
+"""Names as in `TensorSpec.dtype`: all that a safetensors file may hold here."""
 NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
 
 
@@ -52,7 +57,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def from_bytes(array: NamedArray) -> Tensor:
-    """A tensor with a copy of the bytes. Raises KeyError for a number type that is not in `DTYPE_OF`."""
+    """A tensor with a copy of the bytes."""
     dtype = DTYPE_OF[array.spec.dtype]
     if not array.spec.num_bytes:
         return torch.empty(array.spec.shape, dtype=dtype)

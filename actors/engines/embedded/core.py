@@ -20,7 +20,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from ....core.errors import EngineError
+from ....core.errors import EngineError, RequestRefused
 from ....core.protocols import Delta, GenerateRequest, PauseMode
 from ....core.samples import I32, FinishReason
 from ...models.model_config import ModelConfig
@@ -112,7 +112,18 @@ class EngineCore:
     # -- requests
 
     def submit(self, request: GenerateRequest, owner: object) -> None:
-        """Queue a request; its events carry `owner`. Raises EngineError if it cannot be served."""
+        """Queue a request; its events carry `owner`. One that cannot be served gets RequestRefused as only event."""
+        try:
+            self._check(request)
+        except RequestRefused as err:
+            self._events.append(Event(owner, err))
+            return
+        seed = request.sampling.seed
+        state = stream_state(self._random.getrandbits(64) if seed is None else seed)
+        self._ids.add(request.request_id)
+        self._waiting.append(make_running(request, owner, self._options.eos_token_ids, state))
+
+    def _check(self, request: GenerateRequest) -> None:
         check_request(
             request,
             vocab_size=self._config.vocab_size,
@@ -120,14 +131,10 @@ class EngineCore:
             place=self._options.name,
         )
         if request.request_id in self._ids:
-            raise EngineError(
+            raise RequestRefused(
                 f"{self._options.name}: request {request.request_id!r} is running already",
                 remedy="give every request its own id, or abort the first",
             )
-        seed = request.sampling.seed
-        state = stream_state(self._random.getrandbits(64) if seed is None else seed)
-        self._ids.add(request.request_id)
-        self._waiting.append(make_running(request, owner, self._options.eos_token_ids, state))
 
     def abort(self, is_meant: Callable[[Running], bool] = _everything) -> None:
         """End the requests that are meant (all); their last delta says "abort" and holds what was not told."""
@@ -154,6 +161,10 @@ class EngineCore:
         self.tell()
         rows = [self._slots.retract(row) for row in reversed(range(len(self._slots)))]
         self._waiting.extendleft(rows)
+
+    def relabel(self, version: int) -> None:
+        """Stamp the next tokens with another version, weights unchanged."""
+        self.version = version
 
     def swap(self, weights: DecoderWeights, version: int, mode: PauseMode) -> DecoderWeights:
         """Serve other weights from the next token on; returns the old ones. `mode` is as in `pause`."""

@@ -92,18 +92,15 @@ class DecodeAttention:
         self._places = cache.places(np.arange(num_rows), positions)
         past = torch.arange(self._length) <= as_tensor(positions)[:, None]
         bias = torch.zeros(num_rows, self._length, dtype=dtype).masked_fill_(past.logical_not_(), float("-inf"))
-        self._bias = bias.repeat_interleave(num_kv_heads, dim=0)
-        """[n * kv heads, length]"""
+        self._bias = bias.repeat_interleave(num_kv_heads, dim=0)[:, None]
+        """[n * kv heads, 1, length]"""
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Scores against the cache by batched products; a single query per head is a matrix-vector product."""
+        """Two batched products over views of the cache; reading it is most of a step's time at any batch."""
         self._cache.write(layer, self._places, keys, values)
         past_keys, past_values = self._cache.read(layer, self._num_rows, self._length)
         grouped = queries.reshape(past_keys.shape[0], -1, queries.shape[-1])
-        if grouped.shape[1] == 1:
-            scores = torch.bmm(past_keys, grouped.transpose(1, 2)).squeeze(-1).add_(self._bias)[:, None]
-        else:
-            scores = torch.bmm(grouped, past_keys.transpose(1, 2)).add_(self._bias[:, None])
+        scores = torch.bmm(grouped, past_keys.transpose(1, 2)).add_(self._bias)
         return torch.bmm(scores.softmax(dim=-1), past_values).view(self._num_rows, -1)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ....core.errors import EngineError
+from ....core.errors import RequestRefused
 from ....core.messages import SamplingParams
 from ....core.protocols import GenerateRequest
 from ....core.samples import I32
@@ -31,26 +31,26 @@ class Running:
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, context_length: int, place: str) -> None:
-    """Raise EngineError with the numbers and a remedy if the request cannot be served."""
+    """Raise RequestRefused with the numbers and a remedy if the request cannot be served."""
     name = f"{place}: request {request.request_id!r}"
     ids = request.input_ids
     if not request.request_id:
-        raise EngineError(f"{place}: a request has an empty request_id", remedy="give every request its own id")
+        raise RequestRefused(f"{place}: a request has an empty request_id", remedy="give every request its own id")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise EngineError(f"{name}: input_ids are {ids.dtype}{list(ids.shape)}", remedy="pass one sequence of int32")
+        raise RequestRefused(f"{name}: input_ids are {ids.dtype}{list(ids.shape)}", remedy="pass one sequence of int32")
     if not ids.size:
-        raise EngineError(f"{name}: the prompt is empty", remedy="send at least one token")
+        raise RequestRefused(f"{name}: the prompt is empty", remedy="send at least one token")
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
-        raise EngineError(
+        raise RequestRefused(
             f"{name}: token id {wrong} is outside the vocabulary [0, {vocab_size})",
             remedy="encode the prompt with the tokenizer of the engine's own model folder",
         )
     _check_sampling(request.sampling, name, vocab_size)
     longest = ids.size + request.sampling.max_new_tokens
     if longest > context_length:
-        raise EngineError(
+        raise RequestRefused(
             f"{name}: {ids.size} prompt tokens and max_new_tokens {request.sampling.max_new_tokens} make {longest}, "
             f"the engine's context is {context_length}",
             remedy=f"shorten the prompt or lower max_new_tokens to {max(context_length - ids.size, 0)}",
@@ -59,16 +59,16 @@ def check_request(request: GenerateRequest, *, vocab_size: int, context_length: 
 
 def _check_sampling(sampling: SamplingParams, name: str, vocab_size: int) -> None:
     if sampling.max_new_tokens < 1:
-        raise EngineError(f"{name}: max_new_tokens is {sampling.max_new_tokens}", remedy="ask for at least one token")
+        raise RequestRefused(f"{name}: max_new_tokens is {sampling.max_new_tokens}", remedy="ask for at least one token")
     if not 0 <= sampling.temperature < math.inf:
-        raise EngineError(f"{name}: temperature is {sampling.temperature}", remedy="use 0 (greedy) or more")
+        raise RequestRefused(f"{name}: temperature is {sampling.temperature}", remedy="use 0 (greedy) or more")
     if not 0 < sampling.top_p <= 1:
-        raise EngineError(f"{name}: top_p is {sampling.top_p}", remedy="use a number above 0 and at most 1")
+        raise RequestRefused(f"{name}: top_p is {sampling.top_p}", remedy="use a number above 0 and at most 1")
     if sampling.top_k < 1 and sampling.top_k != -1:
-        raise EngineError(f"{name}: top_k is {sampling.top_k}", remedy="use -1 (no limit) or a positive number")
+        raise RequestRefused(f"{name}: top_k is {sampling.top_k}", remedy="use -1 (no limit) or a positive number")
     outside = [i for i in sampling.stop_token_ids if not 0 <= i < vocab_size]
     if outside:
-        raise EngineError(
+        raise RequestRefused(
             f"{name}: stop token id {outside[0]} is outside the vocabulary [0, {vocab_size})",
             remedy="stop ids must come from the engine's own tokenizer",
         )

@@ -1,0 +1,329 @@
+"""The embedded engine: continuous batching on the CPU inside the rollout's process, behind `core.protocols.Engine`.
+
+Knows its model folder, its thread and the reader it is given for new weights. Life of a weight version here:
+
+    prepare_weights   a worker thread copies the bytes into the spare set while the engine goes on decoding
+    commit_weights    between two steps the two sets change places; the next token is stamped with the new version
+
+Libraries considered: transformers' continuous batching (2-5 times slower on a CPU, version stamps unknown to it),
+vLLM and SGLang (their CPU builds are not on the package index), llama.cpp (weights must be converted and reloaded).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....core.errors import EngineError
+from ....core.messages import WeightManifest
+from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode, WeightReader
+from ....memory.budget import EngineBudget, plan_engine
+from ....memory.host import available_bytes
+from ...models.hf_folder import ModelConfig, open_weights, read_config
+from ...models.tokenizer import load_tokenizer
+from .core import CoreOptions, EngineCore, Event
+from .request import Running
+from .thread import EngineThread
+from .weights import DTYPES, DecoderWeights
+
+CPU_DTYPES = ("float32", "bfloat16")
+JOIN_S = 10.0
+"""How long `close` waits for the step in hand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedOptions:
+    """Settings of an embedded engine."""
+
+    max_running: int = 256
+    """Sequences decoded together; fewer if memory demands it."""
+    context_length: int = 0
+    """Longest prompt plus answer in tokens; 0: the model's own."""
+    dtype: str = "float32"
+    """float32 agrees with the trainer to 1e-5 per log-prob; bfloat16 halves the memory and does not."""
+    seed: int = 0
+    """Of the requests that bring none."""
+    version: int = 0
+    """Weight version that the folder holds."""
+    pause_mode: PauseMode = "in_place"
+    """What a commit does to running requests: in_place keeps their cache, retract rebuilds it under the new weights,
+    abort ends them."""
+    stream_interval: int = 16
+    """Deltas come every so many tokens, and at the end."""
+    num_threads: int = 1
+    """Of torch. More than one only pays on cores that nobody else uses: its barriers spin."""
+    memory_share: float = 0.6
+    """Part of the host's available memory to plan with; divide it by the number of engines on the host."""
+    name: str = "embedded engine"
+
+
+class _Stream:
+    """What one `generate` call has not yielded yet."""
+
+    def __init__(self) -> None:
+        self.news: deque[Delta | EngineError] = deque()
+        self.has_news = asyncio.Event()
+
+    def put(self, news: Delta | EngineError) -> None:
+        self.news.append(news)
+        self.has_news.set()
+
+    async def get(self) -> Delta:
+        while not self.news:
+            self.has_news.clear()
+            await self.has_news.wait()
+        news = self.news.popleft()
+        if isinstance(news, EngineError):
+            raise news
+        return news
+
+
+@dataclass(slots=True)
+class _Started:
+    """What exists between `start` and `close`."""
+
+    config: ModelConfig
+    budget: EngineBudget
+    thread: EngineThread
+    worker: ThreadPoolExecutor
+    spare: DecoderWeights | None = None
+    prepared: int | None = None
+    """Version that the spare set holds."""
+
+
+class EmbeddedEngine:
+    """One model, one thread. `reader` opens the weight channel; without one, weights come from folders only."""
+
+    def __init__(
+        self, folder: str | Path, options: EmbeddedOptions | None = None, *, reader: WeightReader | None = None
+    ) -> None:
+        self._folder = Path(folder)
+        self._options = options or EmbeddedOptions()
+        self._reader = reader
+        self._state: _Started | None = None
+        self._is_closed = False
+        self._streams: set[_Stream] = set()
+        self._preparing = asyncio.Lock()
+        self._starting = asyncio.Lock()
+
+    @property
+    def _place(self) -> str:
+        return self._options.name
+
+    # -- life
+
+    async def start(self) -> EngineInfo:
+        """Check memory, load the folder, start the thread.
+
+        Raises ModelError for a bad folder, EngineError for impossible settings or too little memory.
+        """
+        async with self._starting:
+            if self._is_closed or self._state is not None:
+                raise EngineError(f"{self._place} was started before", remedy="build a new one")
+            worker = ThreadPoolExecutor(1, thread_name_prefix=f"{self._place} weights")
+            try:
+                config, budget, core = await asyncio.get_running_loop().run_in_executor(worker, self._load)
+                if self._is_closed:
+                    raise EngineError(f"{self._place} was closed while it started", remedy="build a new one")
+            except BaseException:
+                worker.shutdown(wait=False, cancel_futures=True)
+                raise
+            thread = EngineThread(
+                core,
+                on_events=self._on_events,
+                on_broken=self._fail_streams,
+                name=self._place,
+                num_threads=self._options.num_threads,
+            )
+            self._state = _Started(config=config, budget=budget, thread=thread, worker=worker)
+            thread.start()
+        return await self.info()
+
+    def _load(self) -> tuple[ModelConfig, EngineBudget, EngineCore]:
+        options = self._options
+        if options.dtype not in CPU_DTYPES:
+            raise EngineError(
+                f"{self._place}: dtype {options.dtype} is not for CPUs", remedy=f"use {' or '.join(CPU_DTYPES)}"
+            )
+        config = read_config(self._folder)
+        budget = plan_engine(
+            config,
+            dtype=options.dtype,
+            max_running=options.max_running,
+            context_length=options.context_length,
+            available_bytes=available_bytes(),
+            share=options.memory_share,
+        )
+        weights = DecoderWeights(config, DTYPES[options.dtype])
+        with open_weights(self._folder, config) as tensors:
+            weights.load(tensors, str(self._folder))
+        core_options = CoreOptions(
+            num_slots=budget.num_slots,
+            context_length=budget.context_length,
+            eos_token_ids=frozenset(load_tokenizer(self._folder).eos_token_ids),
+            seed=options.seed,
+            version=options.version,
+            stream_interval=options.stream_interval,
+            name=self._place,
+        )
+        return config, budget, EngineCore(config, weights, core_options)
+
+    def _started(self) -> _Started:
+        if self._is_closed:
+            raise EngineError(f"{self._place} is closed", remedy="build a new one")
+        if self._state is None:
+            raise EngineError(f"{self._place} was not started", remedy="await start() first")
+        return self._state
+
+    async def close(self) -> None:
+        """End the threads; open streams end with EngineError. Never raises; a second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._fail_streams(EngineError(f"{self._place} was closed", remedy="nothing; its requests go elsewhere"))
+        if self._state is not None:
+            self._state.thread.stop()
+            is_idle = await self._drain(self._state.worker)
+            self._state.worker.shutdown(wait=is_idle, cancel_futures=True)
+            await self._state.thread.join(JOIN_S)
+            self._state = None
+
+    async def _drain(self, worker: ThreadPoolExecutor) -> bool:
+        """Wait for a copy in hand; False when it takes too long to wait for."""
+        idle = asyncio.get_running_loop().run_in_executor(worker, int)
+        done, _ = await asyncio.wait([idle], timeout=JOIN_S)
+        return bool(done)
+
+    # -- requests
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        """Stream tokens; see `core.protocols.Engine`. Raises RequestRefused for a request that cannot be served."""
+        thread = self._started().thread
+        stream = _Stream()
+        self._streams.add(stream)
+        is_ended = False
+        try:
+            thread.post(lambda core: core.submit(request, stream))
+            while not is_ended:
+                delta = await stream.get()
+                is_ended = delta.finish is not None
+                yield delta
+        finally:
+            self._streams.discard(stream)
+            if not is_ended and not self._is_closed:
+                self._abandon(thread, stream)
+
+    def _abandon(self, thread: EngineThread, stream: _Stream) -> None:
+        """The caller closed the iterator early: its row is wanted by others."""
+
+        def is_mine(running: Running) -> bool:
+            return running.owner is stream
+
+        try:
+            thread.post(lambda core: core.abort(is_mine))
+        except EngineError:  # broken or closing: nothing runs any more
+            return
+
+    def _on_events(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event.owner, _Stream):
+                event.owner.put(event.news)
+
+    def _fail_streams(self, error: EngineError) -> None:
+        for stream in list(self._streams):
+            stream.put(error)
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """Abort one request, or all. When it returns, their last deltas are in their streams."""
+
+        def is_meant(running: Running) -> bool:
+            return request_id in (None, running.request_id)
+
+        await self._started().thread.call(lambda core: core.abort(is_meant))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stand still; see `core.protocols.Engine`."""
+        await self._started().thread.call(lambda core: core.pause(mode))
+
+    async def resume(self) -> None:
+        """Go on after a pause."""
+        await self._started().thread.call(lambda core: core.resume())
+
+    # -- weights
+
+    async def prepare_weights(self, manifest: WeightManifest) -> None:
+        """Copy a published version beside the one that is served. Raises EngineError naming what is wrong with it."""
+        reader = self._reader
+        if reader is None:
+            raise EngineError(
+                f"{self._place} was built without a reader for channel {manifest.channel!r}",
+                remedy="pass reader=, or load a folder with prepare_folder",
+            )
+
+        def load(weights: DecoderWeights) -> None:
+            with reader.open(manifest) as tensors:
+                weights.load(tensors, f"weight version {manifest.version}")
+
+        await self._prepare(manifest.version, load)
+
+    async def prepare_folder(self, folder: str | Path, version: int) -> None:
+        """Copy a model folder of the same shape beside the weights that are served, to be committed as `version`.
+
+        Raises ModelError or EngineError naming what is wrong with it.
+        """
+        path = Path(folder)
+
+        def load(weights: DecoderWeights) -> None:
+            with open_weights(path, weights.config) as tensors:
+                weights.load(tensors, str(path))
+
+        await self._prepare(version, load)
+
+    async def _prepare(self, version: int, load: Callable[[DecoderWeights], None]) -> None:
+        async with self._preparing:
+            state = self._started()
+            state.prepared = None  # its bytes are about to be overwritten
+            weights = state.spare or DecoderWeights(state.config, DTYPES[self._options.dtype])
+            state.spare = weights
+            await asyncio.get_running_loop().run_in_executor(state.worker, load, weights)
+            state.prepared = version
+
+    async def commit_weights(self, version: int) -> None:
+        """Serve a prepared version from the next token on; running requests meet it as `pause_mode` says."""
+        async with self._preparing:
+            state = self._started()
+            weights, prepared = state.spare, state.prepared
+            if weights is None or prepared != version:
+                has = "nothing" if prepared is None else f"version {prepared}"
+                raise EngineError(
+                    f"{self._place}: version {version} cannot be committed, {has} is prepared",
+                    remedy="call prepare_weights with its manifest first",
+                )
+            # From here on the spare set may be the served one, whether or not our caller waits for the answer.
+            state.spare = state.prepared = None
+            mode = self._options.pause_mode
+            state.spare = await state.thread.call(lambda core: core.swap(weights, version, mode))
+
+    async def relabel(self, version: int) -> None:
+        """Stamp the next tokens with another version, weights unchanged: the weights were known by another number."""
+        await self._started().thread.call(lambda core: core.relabel(version))
+
+    # -- questions
+
+    async def info(self) -> EngineInfo:
+        """Current state; answered between two steps."""
+        state = self._started()
+        running, waiting, version = await state.thread.call(lambda c: (c.num_running, c.num_waiting, c.version))
+        return EngineInfo(
+            kind="embedded",
+            vocab_size=state.config.vocab_size,
+            context_length=state.budget.context_length,
+            max_running=state.budget.num_slots,
+            version=version,
+            running=running,
+            waiting=waiting,
+        )

@@ -1,0 +1,171 @@
+"""The engine's own thread: runs commands between steps, steps while there is work, sleeps when there is none.
+
+Knows the core and one asyncio loop, to which it tells events in bundles: one wake-up of the loop for everything that
+happened since the last one. Commands run in the order in which they were given; what a command caused is told before
+its result. An exception that a step did not expect breaks the engine for good: it is told once, every later command
+fails with it, nothing is retried behind anybody's back.
+
+asyncio's executor was considered: a step must not wait behind other jobs, and the thread must end with the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from ....core.errors import EngineError, MyxaError
+from .core import EngineCore, Event
+
+T = TypeVar("T")
+
+Command = Callable[[EngineCore], None]
+
+
+class EngineThread:
+    """Drives one core. All methods belong to the loop's thread."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        *,
+        on_events: Callable[[list[Event]], None],
+        on_broken: Callable[[EngineError], None],
+        name: str,
+        num_threads: int,
+    ) -> None:
+        """`on_events` and `on_broken` are called in the loop that is running now; `num_threads` is torch's."""
+        self._core = core
+        self._on_events = on_events
+        self._on_broken = on_broken
+        self._name = name
+        self._num_threads = num_threads
+        self._loop = asyncio.get_running_loop()
+        self._changed = threading.Condition()
+        self._commands: list[Command] = []
+        self._is_stopping = False
+        self._broken: EngineError | None = None
+        self._unanswered: set[asyncio.Future[Any]] = set()
+        self._untold: list[Event] = []
+        self._is_telling = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def post(self, command: Command) -> None:
+        """Run a command between two steps; it must not raise. Raises EngineError if the engine is broken or closed."""
+        if self._broken is not None:
+            raise self._broken
+        with self._changed:
+            if self._is_stopping:
+                raise EngineError(f"{self._name} is closed", remedy="build a new one")
+            self._commands.append(command)
+            self._changed.notify()
+
+    async def call(self, function: Callable[[EngineCore], T]) -> T:
+        """Run a function between two steps and return its result; its events were told before."""
+        result: asyncio.Future[T] = self._loop.create_future()
+
+        def command(core: EngineCore) -> None:
+            try:
+                value = function(core)
+            except MyxaError as err:
+                self._answer(result, error=err)
+            else:
+                self._answer(result, value=value)
+
+        self.post(command)
+        self._unanswered.add(result)
+        result.add_done_callback(self._unanswered.discard)
+        return await result
+
+    def stop(self) -> None:
+        """Ask the thread to end after the step in hand."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
+
+    async def join(self, timeout_s: float) -> bool:
+        """Wait for the thread's end; False when it did not end in time."""
+        deadline = self._loop.time() + timeout_s
+        while self._thread.is_alive() and self._loop.time() < deadline:
+            await asyncio.sleep(0.002)
+        return not self._thread.is_alive()
+
+    # -- in the thread
+
+    def _run(self) -> None:
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        try:
+            while self._wait():
+                if self._core.has_work:
+                    self._core.step()
+                self._tell()
+        except Exception as err:  # noqa: BLE001 -- whatever it was, the loop must learn of it
+            why = f"{self._name} broke: {type(err).__name__}: {err}"
+            broken = EngineError(why, remedy="restart it; the cause is chained to this error")
+            broken.__cause__ = err
+            self._in_loop(self._break, broken)
+
+    def _wait(self) -> bool:
+        """Sleep until there is something to do, run commands; False: stop."""
+        with self._changed:
+            while not (self._commands or self._is_stopping or self._core.has_work):
+                self._changed.wait()
+            commands, self._commands = self._commands, []
+            is_stopping = self._is_stopping
+        for command in commands:
+            command(self._core)
+        return not is_stopping
+
+    def _tell(self) -> None:
+        """Add events to the bundle the loop will take; wake it only if it was not woken already."""
+        events = self._core.take_events()
+        if not events:
+            return
+        with self._changed:
+            self._untold.extend(events)
+            if self._is_telling:
+                return
+            self._is_telling = True
+        self._in_loop(self._deliver)
+
+    def _answer(self, result: asyncio.Future[T], *, value: T | None = None, error: MyxaError | None = None) -> None:
+        self._tell()
+        self._in_loop(_settle, result, value, error)
+
+    def _in_loop(self, function: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop is closed: nobody is left to be told
+            self._is_stopping = True
+
+    # -- in the loop
+
+    def _deliver(self) -> None:
+        with self._changed:
+            events, self._untold = self._untold, []
+            self._is_telling = False
+        self._on_events(events)
+
+    def _break(self, error: EngineError) -> None:
+        self._broken = error
+        for result in list(self._unanswered):
+            if not result.done():
+                result.set_exception(error)
+        self._on_broken(error)
+
+
+def _settle(result: asyncio.Future[T], value: T, error: MyxaError | None) -> None:
+    if result.done():  # the caller was cancelled
+        return
+    if error is not None:
+        result.set_exception(error)
+    else:
+        result.set_result(value)

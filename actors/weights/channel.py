@@ -1,0 +1,41 @@
+"""Which weight channel: chosen once for the writer, told by each manifest to the reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Literal
+
+from ...core.errors import EngineError
+from ...core.host import boot_id
+from ...core.messages import WeightManifest
+from ...core.protocols import NamedArray, WeightWriter
+from .disk import DiskWeightReader, DiskWeightWriter
+from .shm import ShmWeightReader, ShmWeightWriter
+
+
+class ChannelReader:
+    """Reads whatever channel a manifest names. Fulfils `core.protocols.WeightReader`."""
+
+    def __init__(self) -> None:
+        self._disk = DiskWeightReader()
+        self._shm = ShmWeightReader()
+
+    def open(self, manifest: WeightManifest) -> AbstractContextManager[Mapping[str, NamedArray]]:
+        """See the protocol. Shared memory of another host is refused by name instead of failing as a missing file."""
+        if manifest.channel == "disk":
+            return self._disk.open(manifest)
+        if manifest.host != boot_id():
+            raise EngineError(
+                f"weight version {manifest.version} lies in the shared memory of another host ({manifest.host})",
+                remedy="let trainer and rollout share their nodes, or name different nodes so that folders are used",
+            )
+        return self._shm.open(manifest)
+
+
+def make_writer(channel: Literal["shm", "disk"], folder: Path, model_folder: Path) -> WeightWriter:
+    """The trainer's end. `folder` holds the versions of the disk channel; `model_folder` gives config and tokenizer."""
+    if channel == "disk":
+        return DiskWeightWriter(folder, model_folder, boot_id())
+    return ShmWeightWriter(boot_id())

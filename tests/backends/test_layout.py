@@ -1,0 +1,117 @@
+"""The layout of a micro-batch: every token once, every attention inside its own sequence, prompts shared when it pays."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from myxa.actors.backends.torch_backend.layout import Layout, plan_layout
+from myxa.core.samples import TrainSample
+
+
+def sample(prompt: list[int], answer: list[int], mask: list[int] | None = None, index: int = 0) -> TrainSample:
+    length = len(answer)
+    return TrainSample(
+        group_id=0,
+        index=index,
+        token_ids=np.asarray(prompt + answer, np.int32),
+        prompt_len=len(prompt),
+        loss_mask=np.asarray(mask if mask is not None else [1] * length, np.uint8),
+        logprobs=np.zeros(length, np.float32),
+        versions=np.zeros(length, np.int32),
+        reward=0.0,
+        advantage=1.0,
+    )
+
+
+def draw(seed: int, count: int) -> list[TrainSample]:
+    """Samples over few prompts, lengths from 1 to 40, masks with holes, some empty."""
+    sys.stdout.write(f"seed {seed}\n")
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, 99, int(rng.integers(1, 20))).tolist() for _ in range(4)]
+    return [
+        sample(
+            prompts[int(rng.integers(4))],
+            rng.integers(0, 99, length := int(rng.integers(1, 40))).tolist(),
+            (rng.random(length) < rng.choice([0.0, 0.5, 1.0])).astype(int).tolist(),
+            index,
+        )
+        for index in range(count)
+    ]
+
+
+def visible(layout: Layout) -> list[set[int]]:
+    """For each packed token, the packed tokens it attends to, read off blocks and masks slot by slot."""
+    seen: list[set[int]] = [set() for _ in range(layout.num_tokens)]
+    real = set(layout.slots_T.tolist())
+    start = 0
+    for block in layout.blocks:
+        for row in range(block.num_rows):
+            slots = range(start + row * block.row_len, start + (row + 1) * block.row_len)
+            for q, slot in enumerate(slots):
+                if slot not in real:
+                    continue
+                keys = [
+                    k for k in range(block.row_len)
+                    if (k <= q if block.mask_nLL is None else bool(block.mask_nLL[row, 0, q, k]))
+                ]  # fmt: skip
+                assert all(slots[k] in real for k in keys), "a real token must not attend to padding"
+                seen[int(layout.index_S[slot])] = {int(layout.index_S[slots[k]]) for k in keys}
+        start += block.num_rows * block.row_len
+    return seen
+
+
+@pytest.mark.parametrize("linear_cost", [0.0, 30.0, 1e6])
+@pytest.mark.parametrize("seed", range(4))
+def test_each_loss_token_sees_exactly_its_own_context(seed: int, linear_cost: float) -> None:
+    samples = draw(seed, 24)
+    layout = plan_layout(samples, range(len(samples)), linear_cost=linear_cost)
+    assert sorted(layout.slots_T.tolist()) == sorted(set(layout.slots_T.tolist())), "one slot per token"
+    seen = visible(layout)
+    tokens, positions = layout.token_ids_T.tolist(), layout.positions_T.tolist()
+    rows = layout.rows_N[layout.row_of_M].tolist()
+    done = {}
+    for k, i in enumerate(layout.members):
+        part = slice(int(layout.offsets[k]), int(layout.offsets[k + 1]))
+        for column, row, target in zip(layout.columns_M[part], rows[part], layout.targets_M[part], strict=True):
+            place = samples[i].prompt_len + int(column)
+            context = sorted((positions[t], tokens[t]) for t in seen[row])
+            assert context == list(enumerate(samples[i].token_ids[:place].tolist()))
+            assert int(target) == samples[i].token_ids[place]
+        done[i] = layout.columns_M[part].tolist()
+    assert done == {i: np.flatnonzero(s.loss_mask).tolist() for i, s in enumerate(samples) if s.loss_mask.any()}
+
+
+def test_a_prompt_is_shared_when_products_cost_more_than_attention() -> None:
+    samples = [sample([1, 2, 3, 4, 5], [6, 7, 8], index=i) for i in range(8)]
+    assert plan_layout(samples, range(8), linear_cost=1e6).num_tokens == 5 + 8 * 2
+    assert plan_layout(samples, range(8), linear_cost=0.0).num_tokens == 8 * (5 + 2)
+
+
+def test_a_long_answer_is_not_joined_to_a_row_of_others() -> None:
+    long = [sample([1, 2], [3] * 4000, index=i) for i in range(2)]
+    assert plan_layout(long, range(2), linear_cost=800.0).num_tokens == 2 * (2 + 3999)
+
+
+def test_nothing_behind_the_last_loss_token_is_computed() -> None:
+    layout = plan_layout([sample([1, 2], [3, 4, 5, 6], [1, 0, 0, 0])], [0], linear_cost=0.0)
+    assert layout.token_ids_T.tolist() == [1, 2]
+    assert layout.targets_M.tolist() == [3]
+
+
+def test_rows_of_unlike_length_are_not_padded_to_one_rectangle() -> None:
+    samples = [sample([1], [2] * 2000), *(sample([1, k], [2], index=k) for k in range(50))]
+    layout = plan_layout(samples, range(51), linear_cost=0.0)
+    slots = sum(b.num_rows * b.row_len for b in layout.blocks)
+    assert slots < 1.4 * layout.num_tokens
+
+
+@pytest.mark.parametrize("samples", [[], [sample([1, 2], [3, 4], [0, 0])]])
+def test_a_micro_batch_without_loss_tokens_still_has_a_token(samples: list[TrainSample]) -> None:
+    layout = plan_layout(samples, range(len(samples)), linear_cost=0.0)
+    assert layout.num_tokens == 1
+    assert layout.members == ()
+    assert layout.targets_M.dtype == torch.int64 and not layout.targets_M.numel()

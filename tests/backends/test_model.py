@@ -1,0 +1,177 @@
+"""The model against transformers, and against itself in every other arrangement of the same samples."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from myxa.actors.backends.torch_backend import logprobs as logprobs_module
+from myxa.actors.backends.torch_backend.layout import plan_layout
+from myxa.actors.backends.torch_backend.model import CausalLM, load_weights
+from myxa.actors.models.hf_folder import read_config
+from myxa.core.samples import TrainSample, TrainShard
+
+SHARING = 1e6
+ALONE = 0.0
+
+SIZES = {
+    "vocab_size": 262,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def save_foreign(kind: str, folder: Path) -> Path:
+    """A small random model of another family, written by transformers itself."""
+    torch.manual_seed(5)
+    if kind == "qwen2":
+        config: Any = transformers.Qwen2Config(**SIZES, tie_word_embeddings=False)
+    elif kind == "llama":
+        config = transformers.LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=True, rope_theta=5000.0)
+    else:
+        config = transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)  # biases and norms start at 0 and 1, which tests nothing
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["tiny", "qwen3", "qwen2", "llama"])
+def folder(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model if request.param == "tiny" else save_foreign(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def load(folder: Path, **options: Any) -> CausalLM:
+    config = read_config(folder)
+    module = CausalLM(config, **options)
+    load_weights(module, str(folder), config)
+    return module
+
+
+def judged(judge: Any, sample: TrainSample, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of a sample's loss tokens by transformers, one sequence, no packing."""
+    ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+    table = (judge(ids).logits[0].float() / temperature).log_softmax(-1)
+    places = torch.from_numpy(sample.prompt_len + np.flatnonzero(sample.loss_mask))
+    rows = table[places - 1]
+    return rows.gather(-1, ids[0, places][:, None]).squeeze(-1), -(rows.exp() * rows).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("linear_cost", [SHARING, ALONE])
+def test_logprobs_entropies_and_gradients_equal_those_of_transformers(
+    folder: Path, make_shards: Callable[..., tuple[TrainShard, ...]], linear_cost: float, temperature: float
+) -> None:
+    samples = make_shards(21)[0].samples
+    layout = plan_layout(samples, range(len(samples)), linear_cost=linear_cost)
+    module = load(folder)
+    scores = module(layout, temperature, True)
+    judge = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    judge.train()
+    expected = [judged(judge, samples[i], temperature) for i in layout.members]
+    logprobs, entropy = (torch.cat(parts) for parts in zip(*expected, strict=True))
+    assert (scores.logprobs_M - logprobs).abs().max() < 1e-5
+    assert (scores.entropy_M - entropy).abs().max() < 1e-5
+    weight = torch.linspace(-1, 1, len(logprobs))
+    (scores.logprobs_M @ weight + scores.entropy_M.sum()).backward()
+    (logprobs @ weight + entropy.sum()).backward()
+    theirs = dict(judge.named_parameters())
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None and theirs[name].grad is not None
+        scale = theirs[name].grad.abs().max()
+        assert (parameter.grad - theirs[name].grad).abs().max() <= 1e-5 * scale + 1e-6, name
+
+
+def test_names_and_shapes_are_those_of_the_folder(folder: Path) -> None:
+    module = load(folder)
+    shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    assert shapes == read_config(folder).tensor_shapes()
+
+
+def test_packed_equals_one_by_one(model: Path, make_shards: Callable[..., tuple[TrainShard, ...]]) -> None:
+    samples = make_shards(22)[0].samples
+    module = load(model)
+    together = module(plan_layout(samples, range(len(samples)), linear_cost=SHARING)).logprobs_M
+    layout = plan_layout(samples, range(len(samples)), linear_cost=SHARING)
+    for k, i in enumerate(layout.members):
+        alone = module(plan_layout(samples, [i], linear_cost=SHARING)).logprobs_M
+        part = together[int(layout.offsets[k]) : int(layout.offsets[k + 1])]
+        assert (part - alone).abs().max() < 1e-5
+
+
+def test_another_sequence_in_the_pack_changes_nothing(
+    model: Path, make_shards: Callable[..., tuple[TrainShard, ...]]
+) -> None:
+    samples = list(make_shards(23)[0].samples)
+    module = load(model)
+    before = module(plan_layout(samples, [0, 1], linear_cost=SHARING)).logprobs_M
+    first = int(plan_layout(samples, [0, 1], linear_cost=SHARING).offsets[1])
+    after = module(plan_layout(samples, [0, 5], linear_cost=SHARING)).logprobs_M
+    assert (before[:first] - after[:first]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("linear_cost", [SHARING, ALONE])
+def test_activations_made_again_give_the_same_gradient(
+    model: Path, make_shards: Callable[..., tuple[TrainShard, ...]], linear_cost: float
+) -> None:
+    samples = make_shards(24)[0].samples
+    layout = plan_layout(samples, range(len(samples)), linear_cost=linear_cost)
+    gradients = []
+    for recomputes in (False, True):
+        module = load(model, recomputes=recomputes)
+        module(layout).logprobs_M.sum().backward()
+        gradients.append({n: p.grad for n, p in module.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+
+
+def test_scoring_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sys.stdout.write("seed 7\n")
+    torch.manual_seed(7)
+    hidden, head, targets = torch.randn(50, 8), torch.randn(30, 8), torch.randint(0, 30, (50,))
+    results = []
+    for limit in (1 << 26, 30 * 16):
+        monkeypatch.setattr(logprobs_module, "CHUNK_LOGITS", limit)
+        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        scores = logprobs_module.score_tokens(h, w, targets, 0.8, needs_entropy_grad=True)
+        (scores.logprobs_M.sum() + scores.entropy_M.square().sum()).backward()
+        results.append((scores.logprobs_M.detach(), scores.entropy_M.detach(), h.grad, w.grad))
+    for whole, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_entropy_has_no_gradient_unless_asked(
+    model: Path, make_shards: Callable[..., tuple[TrainShard, ...]]
+) -> None:
+    samples = make_shards(25)[0].samples
+    layout = plan_layout(samples, [0, 1, 2], linear_cost=SHARING)
+    module = load(model)
+    assert not module(layout).entropy_M.requires_grad
+    assert module(layout, 1.0, True).entropy_M.requires_grad
+
+
+def test_bfloat16_stays_near_float32_and_keeps_float32_masters(
+    model: Path, make_shards: Callable[..., tuple[TrainShard, ...]]
+) -> None:
+    samples = make_shards(26)[0].samples
+    layout = plan_layout(samples, range(len(samples)), linear_cost=SHARING)
+    exact, coarse = load(model)(layout), load(model, dtype=torch.bfloat16)
+    scores = coarse(layout)
+    assert scores.logprobs_M.dtype == torch.float32
+    assert 0 < (scores.logprobs_M - exact.logprobs_M).abs().max() < 0.3
+    scores.logprobs_M.sum().backward()
+    assert all(p.dtype == torch.float32 and p.grad is not None and p.grad.dtype == torch.float32
+               for p in coarse.parameters())  # fmt: skip

@@ -1,0 +1,276 @@
+"""A training step on one rank: exactness of ratios, invariance of cuts, refusals, learning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from myxa.actors.backends.torch_backend.backend import TorchBackend
+from myxa.core.errors import ConfigError, TrainError
+from myxa.core.samples import TrainSample, TrainShard
+
+Backends = Callable[..., TorchBackend]
+Shards = Callable[..., tuple[TrainShard, ...]]
+Weights = Callable[[TorchBackend], dict[str, np.ndarray]]
+
+PLAIN = {"eps": 1e-4, "lr": 1e-3}
+
+
+def with_behaviour(shard: TrainShard, scores: list[np.ndarray]) -> TrainShard:
+    """The shard as if the scores had been the engine's log-probs."""
+    samples = tuple(
+        msgspec.structs.replace(s, logprobs=scores[i]) for i, s in enumerate(shard.samples)
+    )
+    return msgspec.structs.replace(shard, samples=samples)
+
+
+def change(shard: TrainShard, position: int, **fields: Any) -> TrainShard:
+    samples = list(shard.samples)
+    samples[position] = msgspec.structs.replace(samples[position], **fields)
+    return msgspec.structs.replace(shard, samples=tuple(samples))
+
+
+def first_trained(shard: TrainShard) -> int:
+    return next(i for i, s in enumerate(shard.samples) if s.loss_mask.any() and s.advantage)
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.01], ids=["neutral-skipped", "all-trained"])
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_the_first_ratio_is_one_to_the_last_bit(
+    backends: Backends, make_shards: Shards, minibatches: int, entropy_coef: float
+) -> None:
+    backend = backends(algo={"minibatches": minibatches, "batch_size": 6, "entropy_coef": entropy_coef})
+    (shard,) = make_shards(31, minibatches=minibatches)
+    metrics = backend.train(with_behaviour(shard, backend.score_shard(shard)), {}).metrics
+    assert metrics["train/logprob_diff_abs_mean"] == 0.0
+    assert metrics["train/logprob_diff_abs_max"] == 0.0
+    if minibatches == 1:
+        assert metrics["train/ratio"] == 1.0
+        assert metrics["train/ratio_max"] == 1.0
+        assert metrics["train/approx_kl"] == 0.0
+        assert metrics["train/clip_fraction"] == 0.0
+    else:
+        assert metrics["train/approx_kl"] != 0.0, "later mini-batches have moved on"
+
+
+def test_kl_towards_the_reference_begins_at_zero_and_grows(backends: Backends, make_shards: Shards) -> None:
+    backend = backends(algo={"kl_coef": 0.1}, optimizer=PLAIN)
+    (shard,) = make_shards(32)
+    assert backend.train(shard, {}).metrics["train/kl"] == 0.0
+    assert backend.train(shard, {}).metrics["train/kl"] > 0.0
+
+
+def test_scores_of_loose_samples_are_those_of_the_shard(backends: Backends, make_shards: Shards) -> None:
+    backend = backends()
+    (shard,) = make_shards(33)
+    exact = backend.score_shard(shard)
+    for got, expected, sample in zip(backend.score(shard.samples), exact, shard.samples, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+        assert got.dtype == np.float32 and got.shape == sample.loss_mask.shape
+        assert not got[sample.loss_mask == 0].any()
+        assert (got[sample.loss_mask == 1] < 0).all()
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo", "cispo", "dr_grpo", "rloo", "reinforce_pp_baseline", "ppo"])
+def test_cutting_a_batch_into_micro_batches_changes_nothing(
+    backends: Backends, make_shards: Shards, weights_of: Weights, kind: str
+) -> None:
+    reduction = {"dr_grpo": "constant", "gspo": "rollout"}.get(kind, "token")
+    results = []
+    for max_tokens in (10_000, 60):
+        backend = backends(algo={"kind": kind, "reduction": reduction}, optimizer=PLAIN, max_new_tokens=9)
+        (shard,) = make_shards(34, kind=kind, max_tokens=max_tokens)
+        results.append((backend.train(shard, {}).metrics, weights_of(backend), len(shard.minibatches[0])))
+    (whole, weights, one), (cut, cut_weights, many) = results
+    assert one == 1 < many
+    for name in ("loss", "grad_norm", "entropy", "ratio", "approx_kl", "num_loss_tokens"):
+        assert cut[f"train/{name}"] == pytest.approx(whole[f"train/{name}"], rel=1e-4, abs=1e-6), name
+    for name in weights:
+        np.testing.assert_allclose(cut_weights[name], weights[name], rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_leaving_out_samples_of_no_advantage_changes_nothing(
+    backends: Backends, make_shards: Shards, weights_of: Weights
+) -> None:
+    (shard,) = make_shards(35)
+    results = []
+    for extra in ({}, {"entropy_coef": 1e-30}):  # an entropy term, however small, makes all samples count
+        backend = backends(algo={"kind": "grpo", **extra}, optimizer=PLAIN)
+        results.append((backend.train(shard, {}).metrics, weights_of(backend)))
+    (skipping, weights), (everything, all_weights) = results
+    assert skipping["train/num_trained_samples"] < everything["train/num_trained_samples"]
+    for name in ("loss", "grad_norm"):
+        assert skipping[f"train/{name}"] == pytest.approx(everything[f"train/{name}"], rel=1e-5)
+    for name in weights:
+        np.testing.assert_allclose(weights[name], all_weights[name], rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_a_step_without_any_advantage_is_a_step(backends: Backends, make_shards: Shards, weights_of: Weights) -> None:
+    backend = backends(optimizer=PLAIN)
+    (shard,) = make_shards(36)
+    backend.train(shard, {})
+    before = weights_of(backend)
+    idle = msgspec.structs.replace(
+        shard, samples=tuple(msgspec.structs.replace(s, advantage=0.0) for s in shard.samples)
+    )
+    metrics = backend.train(idle, {}).metrics
+    assert metrics["train/grad_norm"] == 0.0 and metrics["train/loss"] == 0.0
+    assert metrics["train/num_updates"] == 2.0
+    after = weights_of(backend)
+    assert any(not np.array_equal(before[n], after[n]) for n in before), "AdamW's momentum goes on"
+
+
+def test_the_advantage_pushes_its_own_tokens(backends: Backends, make_shards: Shards) -> None:
+    backend = backends(optimizer={"lr": 3e-4})
+    (shard,) = make_shards(37)
+    before = backend.score_shard(shard)
+    backend.train(with_behaviour(shard, before), {})
+    after = backend.score_shard(shard)
+    gain = sum(s.advantage * float((b - a).sum()) for s, a, b in zip(shard.samples, before, after, strict=True))
+    assert gain > 0
+
+
+def test_supervised_training_lowers_the_loss(backends: Backends, make_shards: Shards) -> None:
+    backend = backends(algo={"kind": "sft"}, optimizer={"lr": 3e-3, "warmup_steps": 3})
+    (shard,) = make_shards(38, kind="sft")
+    losses = [backend.train(shard, {}).metrics["train/loss"] for _ in range(25)]
+    assert losses[0] > 4
+    assert losses[-1] < 1.5, losses
+    assert losses[0] == pytest.approx(-np.mean(np.concatenate(
+        [s[x.loss_mask == 1] for s, x in zip(backends(algo={"kind": "sft"}).score_shard(shard), shard.samples, strict=True)]
+    )), rel=1e-5)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("field", ["advantage", "logprobs"])
+def test_a_number_that_is_not_finite_is_named_and_nothing_moves(
+    backends: Backends, make_shards: Shards, weights_of: Weights, field: str, value: float
+) -> None:
+    backend = backends(optimizer=PLAIN)
+    (shard,) = make_shards(39, max_tokens=60)
+    victim = first_trained(shard)
+    sample = shard.samples[victim]
+    bad = value if field == "advantage" else np.where(sample.loss_mask == 1, np.float32(np.nan), 0).astype(np.float32)
+    before = weights_of(backend)
+    with pytest.raises(TrainError) as caught:
+        backend.train(change(shard, victim, **{field: bad}), {})
+    micro = next(k for k, m in enumerate(shard.minibatches[0]) if victim in m)
+    message = str(caught.value)
+    assert f"step 39, mini-batch 0: the loss is not a finite number in micro-batch {micro} of rank 0 (groups " in message
+    assert str(sample.group_id) in message.partition("groups ")[2].partition(")")[0].split(", ")
+    after = weights_of(backend)
+    assert all(np.array_equal(before[n], after[n]) for n in before)
+    assert backend.train(shard, {}).metrics["train/num_updates"] == 1.0, "the next good batch is trained"
+
+
+def test_a_gradient_that_is_not_finite_is_traced_to_its_micro_batch(
+    backends: Backends, make_shards: Shards, weights_of: Weights
+) -> None:
+    backend = backends(algo={"clip_high": 1e38, "dual_clip": 0.0})
+    (shard,) = make_shards(40, max_tokens=60)
+    victim = first_trained(shard)
+    before = weights_of(backend)
+    with pytest.raises(TrainError) as caught:  # finite as a loss, but its gradient overflows
+        backend.train(change(shard, victim, advantage=-3e38, logprobs=shard.samples[victim].logprobs - 2), {})
+    assert "the gradient is not a finite number in micro-batch" in str(caught.value) or "the loss" in str(caught.value)
+    after = weights_of(backend)
+    assert all(np.array_equal(before[n], after[n]) for n in before)
+
+
+def test_knobs_replace_values_for_one_step(backends: Backends, make_shards: Shards) -> None:
+    backend = backends(optimizer={"lr": 1e-3, "warmup_steps": 2})
+    (shard,) = make_shards(41)
+    assert backend.train(shard, {"lr": 0.5e-3}).metrics["train/lr"] == pytest.approx(0.25e-3)
+    assert backend.train(shard, {}).metrics["train/lr"] == pytest.approx(1e-3)
+    loose = backend.train(shard, {"clip_low": 0.99, "clip_high": 1e6}).metrics["train/clip_fraction"]
+    tight = backend.train(shard, {"clip_low": 1e-6, "clip_high": 1e-6}).metrics["train/clip_fraction"]
+    assert loose < tight
+
+
+@pytest.mark.parametrize(
+    ("knobs", "cause"),
+    [({"learning_rate": 1.0}, "no such knob"), ({"lr": -1.0}, "knob lr"), ({"kl_coef": 0.1}, "reference model"),
+     ({"clip_low": float("nan")}, "knob clip_low")],
+)  # fmt: skip
+def test_impossible_knobs_are_refused(
+    backends: Backends, make_shards: Shards, knobs: dict[str, float], cause: str
+) -> None:
+    backend = backends()
+    (shard,) = make_shards(42)
+    with pytest.raises(ConfigError, match=cause):
+        backend.train(shard, knobs)
+    backend.train(shard, {})
+
+
+def test_max_grad_norm_bounds_what_is_applied(backends: Backends, make_shards: Shards, weights_of: Weights) -> None:
+    """With a huge epsilon AdamW's update is proportional to the clipped gradient."""
+    moved = []
+    for bound in (1e-3, 2e-3):
+        backend = backends(optimizer={"lr": 1.0, "eps": 1e6, "max_grad_norm": bound})
+        before = weights_of(backend)
+        metrics = backend.train(make_shards(43)[0], {}).metrics
+        assert metrics["train/grad_norm"] > 2e-3, "the metric is the norm before clipping"
+        after = weights_of(backend)
+        moved.append(sum(float(((after[n] - before[n]).astype(np.float64) ** 2).sum()) for n in before) ** 0.5)
+    assert moved[1] / moved[0] == pytest.approx(2.0, rel=0.05)
+
+
+def bad_shards(shard: TrainShard) -> dict[str, TrainShard]:
+    sample = shard.samples[0]
+    return {
+        "outside": change(shard, 0, token_ids=np.full_like(sample.token_ids, 262)),
+        "prompt_len": change(shard, 0, prompt_len=sample.prompt_len + 1),
+        "nothing in front": change(shard, 0, prompt_len=0, **{
+            n: np.ones(len(sample.token_ids), t) for n, t in
+            (("loss_mask", np.uint8), ("logprobs", np.float32), ("versions", np.int32))}),
+        "each of the": msgspec.structs.replace(shard, minibatches=shard.minibatches + shard.minibatches),
+        "minibatch_tokens": msgspec.structs.replace(shard, minibatch_tokens=()),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", ["outside", "prompt_len", "nothing in front", "each of the", "minibatch_tokens"])
+def test_a_shard_that_contradicts_itself_is_refused(backends: Backends, make_shards: Shards, cause: str) -> None:
+    with pytest.raises(TrainError, match=cause):
+        backends().train(bad_shards(make_shards(44)[0])[cause], {})
+
+
+def test_several_mini_batches_keep_the_proximal_policy_of_the_start(
+    backends: Backends, make_shards: Shards
+) -> None:
+    """With exact behaviour log-probs all weights are 1, whatever the earlier mini-batches did to the live policy."""
+    backend = backends(algo={"minibatches": 3, "batch_size": 6, "correction": "decoupled"}, optimizer={"lr": 3e-3})
+    (shard,) = make_shards(45, minibatches=3)
+    metrics = backend.train(with_behaviour(shard, backend.score_shard(shard)), {}).metrics
+    assert metrics["train/weight"] == 1.0
+    assert metrics["train/ratio_max"] > 1.0
+    assert metrics["train/num_updates"] == 3.0
+
+
+def test_empty_mini_batches_make_no_update(backends: Backends, make_shards: Shards) -> None:
+    backend = backends(algo={"minibatches": 3, "batch_size": 3})
+    (shard,) = make_shards(46, minibatches=3, num_groups=2)
+    assert () in shard.minibatches
+    assert backend.train(shard, {}).metrics["train/num_updates"] == 2.0
+
+
+def test_a_backend_that_is_not_set_up_says_so(model: Any, make_shards: Shards, backends: Backends) -> None:
+    backend = backends()
+    backend.close()
+    with pytest.raises(TrainError, match="not set up"):
+        backend.train(make_shards(47)[0], {})
+    backend.close()
+
+
+def test_no_temperature_no_training(backends: Backends) -> None:
+    with pytest.raises(ConfigError, match="temperature"):
+        backends(temperature=0.0)
+
+
+def test_temperature_reaches_the_scores(backends: Backends, make_shards: Shards) -> None:
+    sample: TrainSample = next(s for s in make_shards(48)[0].samples if s.loss_mask.any())
+    cold, warm = (backends(temperature=t).score([sample])[0] for t in (0.5, 1.0))
+    assert not np.allclose(cold, warm, atol=1e-3)

@@ -1,0 +1,176 @@
+"""A buffer on a real node, with a dataset of numbered rows and a rollout actor's side of the talk."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from myxa.actors.buffer import Buffer
+from myxa.actors.contracts import BufferContract, DataContract
+from myxa.algos.filters import keep_all
+from myxa.algos.staleness import Admission
+from myxa.core.clock import Clock
+from myxa.core.messages import Assignment, DrawReply, DrawRequest, PutResult, SamplingParams
+from myxa.core.samples import Group, Message, Prompt, Sample
+from myxa.transport.node import Node
+
+
+@dataclass
+class NumberedRows:
+    """`num_rows` rows in file order, gone through `max_passes` times (0: for ever)."""
+
+    num_rows: int = 1000
+    max_passes: int = 0
+    name: str = "rows"
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.name}-{self.num_rows}"
+
+    def prompt(self, draw: int) -> Prompt | None:
+        pass_index, row = divmod(draw, self.num_rows)
+        if self.max_passes and pass_index >= self.max_passes:
+            return None
+        return Prompt(
+            group_id=draw, row=row, pass_index=pass_index, messages=(Message(role="user", content=f"row {row}"),)
+        )
+
+    def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
+        found = [self.prompt(draw) for draw in range(min(limit, 3))]
+        return tuple(prompt for prompt in found if prompt is not None)
+
+
+def make_sample(group_id: int, index: int, versions: Sequence[int], finish: Any = "stop") -> Sample:
+    count = len(versions)
+    return Sample(
+        group_id=group_id,
+        index=index,
+        prompt_ids=np.array([1, 2, 3], dtype=np.int32),
+        response_ids=np.arange(count, dtype=np.int32),
+        logprobs=np.full(count, -0.5, dtype=np.float32),
+        loss_mask=np.ones(count, dtype=np.uint8),
+        versions=np.array(versions, dtype=np.int32),
+        finish=finish,
+        text=f"{group_id}/{index}",
+    )
+
+
+def make_group(
+    assignment: Assignment, versions: Sequence[int] = (0, 0), rewards: Sequence[float] | None = None
+) -> Group:
+    prompt, count = assignment.prompt, assignment.num_samples
+    values = rewards if rewards is not None else [float(i) for i in range(count)]
+    return Group(
+        prompt=prompt,
+        samples=tuple(make_sample(prompt.group_id, i, versions) for i in range(count)),
+        rewards=np.array(values, dtype=np.float32),
+        reward_parts=tuple({"length": float(i)} for i in range(count)),
+    )
+
+
+@dataclass
+class Desk:
+    """A started buffer and the calls of the others."""
+
+    node: Node
+    ref: BufferContract
+    data: DataContract
+    buffer: Buffer
+    seen: list[Assignment] = field(default_factory=list)
+
+    async def draw(
+        self,
+        max_groups: int = 100,
+        version: int = 0,
+        rollout: str = "rollout/0",
+        epoch: int = 1,
+        wait_s: float = 0.0,
+        holding: tuple[int, ...] | None = None,
+    ) -> DrawReply:
+        request = DrawRequest(
+            rollout=rollout, epoch=epoch, version=version, max_groups=max_groups, wait_s=wait_s, holding=holding
+        )
+        reply = await self.ref.draw(request)
+        self.seen += reply.assignments
+        return reply
+
+    async def put(
+        self, assignment: Assignment, versions: Sequence[int] = (0, 0), rollout: str = "rollout/0"
+    ) -> PutResult:
+        return await self.ref.put_group(make_group(assignment, versions), assignment.attempt, rollout)
+
+    async def train(self, step: int) -> tuple[int, ...]:
+        """Claim, fetch and train a step whose batch is ready."""
+        claim = await self.ref.claim(step, 0.0)
+        ids = tuple(meta.group_id for meta in claim.groups)
+        assert [group.group_id for group in await self.ref.fetch(ids)] == list(ids)
+        assert ids
+        await self.ref.trained(step)
+        return ids
+
+
+@dataclass
+class Shop:
+    """Makes buffers over one ledger file."""
+
+    path: Path
+    run: str = "run-1"
+
+    @asynccontextmanager
+    async def open(
+        self,
+        *,
+        rows: NumberedRows | None = None,
+        policy: str = "pace",
+        max_staleness: int = 1,
+        batch_size: int = 2,
+        num_samples: int = 2,
+        group_filter: Callable[[Group], str | None] = keep_all,
+        clock: Clock | None = None,
+        resume_from: Path | None = None,
+    ) -> AsyncIterator[Desk]:
+        node = await Node.attach(run_dir=self.path.parent, name="buffer-node", clock=clock)
+        buffer = Buffer(
+            source=rows or NumberedRows(),
+            ledger_path=self.path,
+            run=self.run,
+            admission=Admission(policy, max_staleness=max_staleness, batch_size=batch_size),
+            num_samples=num_samples,
+            sampling=SamplingParams(max_new_tokens=4),
+            group_filter=group_filter,
+            resume_from=resume_from,
+        )
+        try:
+            await node.start(buffer, name="buffer")
+            yield Desk(node, node.ref(BufferContract, "buffer"), node.ref(DataContract, "buffer"), buffer)
+        finally:
+            await node.close(grace_s=1)
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Shop:
+    return Shop(tmp_path / "ledger.sqlite")
+
+
+@pytest.fixture(name="make_group")
+def group_maker() -> Callable[..., Group]:
+    return make_group
+
+
+@pytest.fixture(name="make_sample")
+def sample_maker() -> Callable[..., Sample]:
+    return make_sample
+
+
+@pytest.fixture(name="rows")
+def rows_maker() -> Callable[..., NumberedRows]:
+    return NumberedRows

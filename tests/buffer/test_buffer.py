@@ -1,0 +1,407 @@
+"""The buffer as an actor on a real node: the life of groups, fences, lies, long polls, the end of the data."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sqlite3
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from myxa.algos.filters import zero_variance
+from myxa.algos.staleness import STALE_AFTER_RETUNE
+from myxa.core.actor import with_deadline
+from myxa.core.errors import BadRequest, ConfigError, LedgerError, UserCodeError
+from myxa.core.messages import GroupDropped, GroupReturned
+from myxa.core.samples import Group
+
+WAIT_S = 20.0
+
+
+def changed(group: Group, **changes: Any) -> Group:
+    return msgspec.structs.replace(group, **changes)
+
+
+def with_sample(group: Group, **changes: Any) -> Group:
+    """The group with its last sample changed."""
+    first = group.samples[:-1]
+    return changed(group, samples=(*first, msgspec.structs.replace(group.samples[-1], **changes)))
+
+
+@pytest.mark.asyncio
+async def test_a_group_from_draw_to_durable(shop: Any, make_group: Callable[..., Group]) -> None:
+    async with shop.open() as desk:
+        reply = await desk.draw(max_groups=2)
+        assert [a.prompt.group_id for a in reply.assignments] == [0, 1]
+        assert {(a.attempt, a.num_samples, a.sampling.max_new_tokens) for a in reply.assignments} == {(1, 2, 4)}
+        groups = [make_group(a) for a in reply.assignments]
+        for assignment, group in zip(reply.assignments, groups, strict=True):
+            assert (await desk.ref.put_group(group, assignment.attempt, "rollout/0")).outcome == "ready"
+        claim = await desk.ref.claim(0, 0.0)
+        assert [m.group_id for m in claim.groups] == [0, 1]
+        assert claim.groups[0].num_tokens == (5, 5)
+        assert claim.groups[0].loss_tokens == (2, 2)
+        assert claim.groups[0].rewards == (0.0, 1.0)
+        assert claim.groups[0].oldest_version == 0
+        fetched = await desk.ref.fetch((1, 0))
+        assert [g.group_id for g in fetched] == [1, 0]
+        for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask", "versions"):
+            sent, got = getattr(groups[1].samples[0], name), getattr(fetched[0].samples[0], name)
+            assert sent.dtype == got.dtype
+            assert np.array_equal(sent, got)
+        assert fetched[0].reward_parts == groups[1].reward_parts
+        assert (await desk.ref.claim(0, 0.0)).groups == claim.groups, "claimed again, the same groups"
+        await desk.ref.trained(0)
+        await desk.ref.trained(0)
+        await desk.ref.durable(1)
+        await desk.ref.durable(1)
+        stats = await desk.ref.stats()
+        assert stats.states == {"DURABLE": 2}
+        assert (stats.drawn, stats.trained) == (2, 2)
+        assert stats.mean_tokens == {"trained": 4.0}
+
+
+@pytest.mark.asyncio
+async def test_admission_holds_draws_back_and_adoption_releases_them(shop: Any) -> None:
+    """eta 1, B 2: four groups at version 0; more only for an engine that has adopted version 1."""
+    async with shop.open() as desk:
+        first = (await desk.draw()).assignments
+        assert len(first) == 4
+        assert (await desk.draw()).blocked_by == "staleness"
+        for assignment in first:
+            await desk.put(assignment)
+        await desk.train(0)
+        assert (await desk.draw(version=0)).blocked_by == "staleness", "this engine serves version 0 still"
+        waiting = asyncio.ensure_future(desk.draw(version=0, wait_s=WAIT_S))
+        other = asyncio.ensure_future(desk.draw(version=0, wait_s=0.2, rollout="rollout/1"))
+        await asyncio.sleep(0.05)
+        await desk.ref.adopted("rollout/0", 1, 1)
+        assert [a.prompt.group_id for a in (await waiting).assignments] == [4, 5]
+        assert (await other).blocked_by == "staleness", "rollout/1 has adopted nothing"
+        await desk.ref.adopted("rollout/1", 1, 1)
+        assert (await desk.draw(version=0, epoch=2, rollout="rollout/1")).blocked_by == "staleness", "another epoch"
+
+
+@pytest.mark.asyncio
+async def test_a_claim_waits_for_the_last_group_and_a_poll_ends_in_time(shop: Any) -> None:
+    async with shop.open() as desk:
+        first, second = (await desk.draw(max_groups=2)).assignments
+        await desk.put(first)
+        waiting = asyncio.ensure_future(desk.ref.claim(0, WAIT_S))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await desk.put(second)
+        assert len((await waiting).groups) == 2
+        await desk.ref.trained(0)
+        assert (await desk.ref.claim(1, 0.05)).blocked_by == "wait-data"
+        hurried = await with_deadline(desk.ref, 1.0).claim(1, 500.0)
+        assert hurried.blocked_by == "wait-data", "answers before the caller gives up"
+
+
+@pytest.mark.asyncio
+async def test_puts_are_fenced_by_group_attempt_and_actor(shop: Any, make_group: Callable[..., Group]) -> None:
+    async with shop.open() as desk:
+        first, second = (await desk.draw(max_groups=2)).assignments
+        group = make_group(first)
+        assert (await desk.ref.put_group(group, 7, "rollout/0")).outcome == "stale-attempt"
+        assert (await desk.ref.put_group(group, 1, "rollout/9")).outcome == "stale-attempt"
+        prompt = msgspec.structs.replace(group.prompt, group_id=55)
+        unknown = changed(group, prompt=prompt)
+        assert "never drawn" in (await desk.ref.put_group(unknown, 1, "rollout/0")).reason
+        assert (await desk.ref.put_group(group, 1, "rollout/0")).outcome == "ready"
+        repeated = changed(
+            group, reward_parts=()
+        )  # another content, so that the runtime does not answer for the buffer
+        assert (await desk.ref.put_group(repeated, 1, "rollout/0")).outcome == "duplicate"
+        assert await desk.ref.rollout_gone("rollout/0", 1) == 1
+        assert (await desk.put(second)).outcome == "stale-attempt", "an incarnation that is gone is not heard"
+        (again,) = (await desk.draw(max_groups=1, rollout="rollout/1")).assignments
+        assert (again.prompt.group_id, again.attempt) == (1, 2)
+        assert (await desk.put(second)).outcome == "stale-attempt"
+        assert (await desk.put(again, rollout="rollout/1")).outcome == "ready"
+
+
+LIES: list[tuple[str, Callable[[Group], Group], str]] = [
+    ("a member is missing", lambda g: changed(g, samples=g.samples[:1], rewards=g.rewards[:1]), "1 samples, 2 were"),
+    ("a member is doubled", lambda g: changed(g, samples=(g.samples[0],) * 2), r"numbered \[0, 0\]"),
+    ("a reward is NaN", lambda g: changed(g, rewards=np.array([0, np.nan], np.float32)), "not a number"),
+    ("a reward is missing", lambda g: changed(g, rewards=g.rewards[:1]), r"rewards float32\[1\]"),
+    ("parts are missing", lambda g: changed(g, reward_parts=g.reward_parts[:1]), "reward parts of 1"),
+    ("a log-prob is above 0", lambda g: with_sample(g, logprobs=np.array([1, 1], np.float32)), "above 0"),
+    ("a log-prob is NaN", lambda g: with_sample(g, logprobs=np.array([np.nan, 0], np.float32)), "NaN or infinite"),
+    ("a mask is short", lambda g: with_sample(g, loss_mask=np.ones(1, np.uint8)), "loss_mask has shape"),
+    ("a mask holds 7", lambda g: with_sample(g, loss_mask=np.array([7, 1], np.uint8)), "loss mask holds 7"),
+    ("stamps are missing", lambda g: with_sample(g, versions=np.zeros(1, np.int32)), "versions has shape"),
+    ("another group's sample", lambda g: with_sample(g, group_id=3), "belongs to group 3"),
+    ("another row", lambda g: changed(g, prompt=msgspec.structs.replace(g.prompt, row=9)), "answers row 9"),
+]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("lie", "text"), [(lie, text) for _, lie, text in LIES], ids=[name for name, _, _ in LIES])
+async def test_pitfall_15_groups_that_lie_are_dropped_whole(
+    shop: Any, make_group: Callable[..., Group], lie: Callable[[Group], Group], text: str
+) -> None:
+    """A group is kept or dropped whole, its slot is free at once, and the buffer goes on."""
+    async with shop.open(batch_size=1, max_staleness=0) as desk:
+        (assignment,) = (await desk.draw()).assignments
+        result = await desk.ref.put_group(lie(make_group(assignment)), 1, "rollout/0")
+        assert result.outcome == "filtered"
+        assert re.search(text, result.reason), result.reason
+        assert (await desk.ref.stats()).dropped == {"invalid-samples": 1}
+        (honest,) = (await desk.draw()).assignments
+        assert honest.prompt.group_id == 1
+        assert (await desk.put(honest)).outcome == "ready"
+        assert await desk.train(0) == (1,)
+
+
+@pytest.mark.asyncio
+async def test_filtered_groups_are_replaced_at_once(shop: Any, make_group: Callable[..., Group]) -> None:
+    async with shop.open(group_filter=zero_variance) as desk:
+        for _ in range(10):
+            for assignment in (await desk.draw()).assignments:
+                result = await desk.ref.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
+                assert (result.outcome, result.reason) == ("filtered", "zero_variance")
+        assert (await desk.ref.stats()).dropped == {"zero_variance": 40}
+        for assignment in (await desk.draw()).assignments:
+            await desk.put(assignment)
+        assert await desk.train(0) == (40, 41)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("answer", [ZeroDivisionError("by zero"), 7])
+async def test_a_filter_that_fails_ends_the_run_with_its_own_name(shop: Any, answer: Any) -> None:
+    def broken(group: Group) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async with shop.open(group_filter=broken) as desk:
+        assignment = (await desk.draw(max_groups=1)).assignments[0]
+        with pytest.raises(UserCodeError, match="group filter"):
+            await desk.put(assignment)
+        error = await asyncio.wait_for(desk.node.failed, WAIT_S)
+        assert isinstance(error, UserCodeError)
+
+
+@pytest.mark.asyncio
+async def test_a_group_handed_back_goes_on_with_its_tokens(shop: Any, make_sample: Callable[..., Any]) -> None:
+    async with shop.open() as desk:
+        await desk.draw(max_groups=2)
+        partial = (make_sample(0, 0, [0, 0, 0], "abort"), make_sample(0, 1, [0], "abort"))
+        returned = GroupReturned(group_id=0, attempt=1, rollout="rollout/0", partial=partial)
+        await desk.ref.return_group(returned)
+        await desk.ref.return_group(returned)
+        (again,) = (await desk.draw(max_groups=1, rollout="rollout/1", epoch=4)).assignments
+        assert (again.prompt.group_id, again.attempt) == (0, 2)
+        assert [s.response_ids.size for s in again.partial] == [3, 1]
+        await desk.ref.return_group(GroupReturned(group_id=0, attempt=1, rollout="rollout/0"))
+        assert (await desk.ref.stats()).states == {"DISPATCHED": 2}, "a late word of attempt 1 has no effect"
+        assert await desk.ref.rollout_gone("rollout/1", 4) == 1
+        (once_more,) = (await desk.draw(max_groups=1)).assignments
+        assert once_more.attempt == 3
+        assert [s.response_ids.size for s in once_more.partial] == [3, 1], "kept although attempt 2 died with nothing"
+        assert (await desk.put(once_more, versions=(0, 0))).outcome == "ready"
+
+
+@pytest.mark.asyncio
+async def test_tokens_that_lie_are_not_handed_on(shop: Any, make_sample: Callable[..., Any]) -> None:
+    async with shop.open() as desk:
+        await desk.draw(max_groups=1)
+        bad = msgspec.structs.replace(make_sample(0, 0, [0, 0]), logprobs=np.array([5, 5], np.float32))
+        await desk.ref.return_group(GroupReturned(group_id=0, attempt=1, rollout="rollout/0", partial=(bad,)))
+        (again,) = (await desk.draw(max_groups=1)).assignments
+        assert (again.prompt.group_id, again.attempt, again.partial) == (0, 2, ())
+
+
+@pytest.mark.asyncio
+async def test_the_age_of_kept_tokens_counts_at_consumption(shop: Any, make_sample: Callable[..., Any]) -> None:
+    """eta 0: a group handed back at step 0 whose tokens are of version 0 cannot be trained at step 1: drawn again."""
+    async with shop.open(max_staleness=0, batch_size=1) as desk:
+        await desk.draw(max_groups=1)
+        partial = (make_sample(0, 0, [0], "abort"),)
+        await desk.ref.return_group(GroupReturned(group_id=0, attempt=1, rollout="rollout/0", partial=partial))
+        await desk.ref.rewind(1)
+        claim = await desk.ref.claim(1, 0.0)
+        assert claim.blocked_by == "wait-data"
+        stats = await desk.ref.stats()
+        assert stats.dropped == {STALE_AFTER_RETUNE: 1}
+        (again,) = (await desk.draw(version=1)).assignments
+        assert (again.prompt.group_id, again.prompt.row, again.partial) == (1, 0, ())
+
+
+@pytest.mark.asyncio
+async def test_a_reply_that_was_lost_is_noticed_by_what_the_actor_holds(shop: Any) -> None:
+    async with shop.open() as desk:
+        await desk.draw(max_groups=2)
+        reply = await desk.draw(max_groups=2, holding=(1,))
+        assert [(a.prompt.group_id, a.attempt) for a in reply.assignments] == [(0, 2), (2, 1)]
+        reply = await desk.draw(max_groups=1, epoch=2, holding=())
+        assert [(a.prompt.group_id, a.attempt) for a in reply.assignments] == [(0, 3)], "epoch 1 is dead"
+
+
+@pytest.mark.asyncio
+async def test_a_group_that_cannot_be_made_is_dropped_and_counted(shop: Any) -> None:
+    async with shop.open() as desk:
+        await desk.draw(max_groups=1)
+        dropped = GroupDropped(group_id=0, attempt=1, rollout="rollout/0", reason="reward-error", detail="it raised")
+        await desk.ref.drop_group(dropped)
+        await desk.ref.drop_group(dropped)
+        stats = await desk.ref.stats()
+        assert stats.dropped == {"reward-error": 1}
+        assert stats.slots_used == 0
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_handed_out_or_claimed_while_paused(shop: Any) -> None:
+    async with shop.open() as desk:
+        for assignment in (await desk.draw()).assignments:
+            await desk.put(assignment)
+        await desk.ref.claim(0, 0.0)
+        await desk.ref.set_paused(True)
+        assert (await desk.draw()).blocked_by == "paused"
+        assert len((await desk.ref.claim(0, 0.0)).groups) == 2, "what is claimed stays claimed"
+        await desk.ref.trained(0)
+        assert (await desk.ref.claim(1, 0.0)).blocked_by == "paused"
+        waiting = asyncio.ensure_future(desk.ref.claim(1, WAIT_S))
+        await asyncio.sleep(0.02)
+        await desk.ref.set_paused(False)
+        assert len((await waiting).groups) == 2
+
+
+@pytest.mark.asyncio
+async def test_the_end_of_the_data(shop: Any, rows: Callable[..., Any]) -> None:
+    """Five rows, batches of two: two batches, one group left over, every caller told that it is over."""
+    async with shop.open(rows=rows(5, 1), max_staleness=4) as desk:
+        reply = await desk.draw()
+        assert len(reply.assignments) == 5
+        assert (await desk.draw()).blocked_by == "data-exhausted"
+        for assignment in reply.assignments[:4]:
+            await desk.put(assignment)
+        await desk.train(0)
+        await desk.train(1)
+        last = asyncio.ensure_future(desk.ref.claim(2, WAIT_S))
+        puller = asyncio.ensure_future(desk.draw(wait_s=WAIT_S))
+        assert (await last).finished
+        assert (await puller).blocked_by == "finished"
+        stats = await desk.ref.stats()
+        assert stats.dropped == {"leftover": 1}
+        assert stats.trained == 4
+
+
+@pytest.mark.asyncio
+async def test_stop_drawing_lets_whole_batches_through_and_a_rewind_brings_leftovers_back(shop: Any) -> None:
+    async with shop.open(max_staleness=2, batch_size=2) as desk:
+        reply = await desk.draw(max_groups=5)
+        for assignment in reply.assignments:
+            await desk.put(assignment)
+        await desk.ref.stop_drawing()
+        assert (await desk.draw()).blocked_by == "data-exhausted"
+        assert await desk.train(0) == (0, 1)
+        assert await desk.train(1) == (2, 3)
+        assert (await desk.ref.claim(2, WAIT_S)).finished
+        assert (await desk.draw(wait_s=WAIT_S)).blocked_by == "finished"
+        assert await desk.ref.rewind(2) == 1
+        (fresh,) = (await desk.draw(max_groups=1, version=2)).assignments
+        assert fresh.prompt.group_id == 5
+        await desk.put(fresh, versions=(2, 2))
+        assert await desk.train(2) == (4, 5)
+
+
+@pytest.mark.asyncio
+async def test_lowering_eta_drops_and_redraws_the_same_rows(shop: Any) -> None:
+    async with shop.open(max_staleness=2, batch_size=2) as desk:
+        first = (await desk.draw()).assignments
+        assert len(first) == 6
+        for assignment in first[:4]:
+            await desk.put(assignment)
+        await desk.train(0)
+        stats = await desk.ref.set_admission(max_staleness=0)
+        assert (stats.max_staleness, stats.dropped) == (0, {STALE_AFTER_RETUNE: 4})
+        again = (await desk.draw(version=1)).assignments
+        assert [(a.prompt.group_id, a.prompt.row) for a in again] == [(6, 2), (7, 3)]
+        late = await desk.put(first[5])
+        assert late.outcome == "stale-attempt"
+        assert (await desk.ref.stats()).mean_tokens == {"trained": 4.0, STALE_AFTER_RETUNE: 4.0}
+        for assignment in again:
+            await desk.put(assignment, versions=(1, 1))
+        assert await desk.train(1) == (6, 7)
+        stats = await desk.ref.set_admission(max_staleness=1, policy="wait")
+        assert stats.policy == "wait"
+        assert stats.slots_total == 4
+        rows = [a.prompt.row for a in (await desk.draw(version=2)).assignments]
+        assert rows == [4, 5, 6, 7], "first what is owed, then new rows"
+        with pytest.raises(ConfigError, match="choose one of"):
+            await desk.ref.set_admission(policy="hope")
+
+
+@pytest.mark.asyncio
+async def test_claims_out_of_order_are_refused_by_name(shop: Any) -> None:
+    async with shop.open() as desk:
+        with pytest.raises(LedgerError, match="step 3 asks for a batch, but the next step is 0"):
+            await desk.ref.claim(3, 0.0)
+        with pytest.raises(LedgerError, match="step 0 was trained, but claimed are"):
+            await desk.ref.trained(0)
+        with pytest.raises(LedgerError, match="group 0 was never drawn"):
+            await desk.ref.fetch((0,))
+        with pytest.raises(LedgerError, match="the newest is 0"):
+            await desk.ref.durable(5)
+        with pytest.raises(BadRequest, match="draws for version -1"):
+            await desk.draw(version=-1)
+        assert (await desk.draw(max_groups=0)).assignments == ()
+        assert (await desk.draw(max_groups=-5)).assignments == ()
+        assert (await desk.draw(max_groups=1, wait_s=-1.0)).assignments
+        assert len(await desk.data.eval_prompts(2)) == 2
+        assert await desk.data.eval_prompts(-2) == ()
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_starts_at_a_later_version(shop: Any) -> None:
+    """A new ledger and a checkpoint of version 40: rewind says where training stands, and nothing bursts."""
+    async with shop.open() as desk:
+        await desk.ref.rewind(40)
+        reply = await desk.draw(version=40)
+        assert len(reply.assignments) == 4
+        assert (await desk.draw(version=40)).blocked_by == "staleness"
+        for assignment in reply.assignments:
+            await desk.put(assignment, versions=(40, 40))
+        assert await desk.train(40) == (0, 1)
+
+
+@pytest.mark.asyncio
+async def test_a_ledger_of_another_dataset_stops_the_start(shop: Any, rows: Callable[..., Any]) -> None:
+    async with shop.open():
+        pass
+    with pytest.raises(LedgerError, match="another dataset"):
+        async with shop.open(rows=rows(7, 0)):
+            pass
+    async with shop.open() as desk:
+        assert (await desk.draw(max_groups=1)).assignments, "and the lock was released"
+
+
+@pytest.mark.asyncio
+async def test_a_disk_that_is_full_ends_the_run(shop: Any) -> None:
+    async with shop.open() as desk:
+        assignment = (await desk.draw(max_groups=1)).assignments[0]
+        file = desk.buffer._store.ledger._file
+        file.query(f"PRAGMA max_page_count = {file.query('PRAGMA page_count')[0][0]}")
+        with pytest.raises(LedgerError, match="disk is full"):
+            await desk.put(assignment, versions=[0] * 40_000)
+        error = await asyncio.wait_for(desk.node.failed, WAIT_S)
+        assert isinstance(error, LedgerError)
+
+
+@pytest.mark.asyncio
+async def test_every_step_of_a_life_is_on_record(shop: Any) -> None:
+    async with shop.open() as desk:
+        for assignment in (await desk.draw(max_groups=2)).assignments:
+            await desk.put(assignment)
+        await desk.train(0)
+    with sqlite3.connect(shop.path) as db:
+        found = db.execute("SELECT from_state, to_state FROM transitions WHERE group_id = 0 ORDER BY seq").fetchall()
+    db.close()
+    assert [pair[1] for pair in found] == ["DISPATCHED", "FINISHED", "REWARDED", "READY", "CLAIMED", "TRAINED"]

@@ -1,0 +1,173 @@
+"""Rollout actors that die, lie and return, a trainer that goes back, a buffer that is restarted: the books balance."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sqlite3
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from myxa.core.errors import CallError, RemoteError
+from myxa.core.messages import Assignment, GroupDropped, GroupReturned
+from myxa.core.samples import Group
+
+SEED = 4477
+BATCH = 3
+NUM_ROWS = 90
+
+
+class World:
+    """Everybody but the buffer. `desk` is the buffer that is open now, None while it is down."""
+
+    def __init__(self, seed: int, make_group: Callable[..., Group], make_sample: Callable[..., Any]) -> None:
+        self.rng = random.Random(seed)
+        self.make_group = make_group
+        self.make_sample = make_sample
+        self.desk: Any = None
+        self.version = 0
+        self.serving = [0, 0, 0]
+        self.trained: Counter[int] = Counter()
+        self.max_lag = 0
+        self.max_staleness = 2
+        self.num_restarts = 0
+        self.is_over = False
+
+    async def ask(self, verb: str, *args: Any) -> Any:
+        """Call the buffer, again and again while it is down."""
+        while True:
+            try:
+                if self.desk is not None:
+                    return await getattr(self.desk.ref, verb)(*args)
+            except RemoteError:
+                raise
+            except CallError:
+                pass
+            await asyncio.sleep(0.002)
+
+    async def rollout(self, index: int) -> None:
+        """One rollout actor over many incarnations."""
+        name, epoch = f"rollout/{index}", 1
+        while not self.is_over:
+            desk = self.desk
+            if desk is None:
+                await asyncio.sleep(0.002)
+                continue
+            try:
+                reply = await desk.draw(4, self.serving[index], name, epoch, 0.05, ())
+            except CallError:
+                continue
+            for assignment in reply.assignments:
+                await asyncio.sleep(self.rng.random() * 0.004)
+                if self.rng.random() < 0.04:
+                    epoch += 1
+                    await self.ask("rollout_gone", name, epoch - 1)
+                    self.serving[index] = self.version
+                    break
+                await self.answer(name, index, assignment)
+
+    async def answer(self, name: str, index: int, assignment: Assignment) -> None:
+        rng, group_id, version = self.rng, assignment.prompt.group_id, self.serving[index]
+        fate = rng.random()
+        if fate < 0.06:
+            kept = self.make_sample(group_id, 0, [version], "abort")
+            await self.ask(
+                "return_group",
+                GroupReturned(group_id=group_id, attempt=assignment.attempt, rollout=name, partial=(kept,)),
+            )
+            return
+        if fate < 0.09:
+            dropped = GroupDropped(group_id=group_id, attempt=assignment.attempt, rollout=name, reason="workflow-error")
+            await self.ask("drop_group", dropped)
+            return
+        oldest = min([version, *(sample.oldest_version() for sample in assignment.partial)])
+        group = self.make_group(assignment, versions=[oldest, self.serving[index]])
+        if fate < 0.12:
+            group = msgspec.structs.replace(group, samples=group.samples[:-1])
+        await self.ask("put_group", group, assignment.attempt, name)
+        if rng.random() < 0.1:
+            again = msgspec.structs.replace(group, reward_parts=())
+            assert (await self.ask("put_group", again, assignment.attempt, name)).outcome != "ready"
+
+    async def train(self) -> None:
+        while True:
+            claim = await self.ask("claim", self.version, 0.05)
+            if claim.finished:
+                self.is_over = True
+                return
+            if not claim.groups:
+                continue
+            assert len(claim.groups) == BATCH
+            ids = tuple(meta.group_id for meta in claim.groups)
+            for group in await self.ask("fetch", ids):
+                lag = self.version - group.oldest_version()
+                self.max_lag = max(self.max_lag, lag)
+                assert lag <= self.max_staleness
+            await asyncio.sleep(self.rng.random() * 0.01)
+            await self.ask("trained", self.version)
+            self.trained.update(ids)
+            self.version += 1
+            if self.version % 4 == 0:
+                await self.ask("durable", self.version - 1)
+
+    async def adopt(self) -> None:
+        """Engines follow, one after another."""
+        while not self.is_over:
+            index = self.rng.randrange(len(self.serving))
+            if self.serving[index] < self.version:
+                self.serving[index] += 1
+                await self.ask("adopted", f"rollout/{index}", 1, self.serving[index])
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("policy", ["pace", "wait", "drop"])
+async def test_the_books_balance(
+    shop: Any, rows: Any, make_group: Callable[..., Group], make_sample: Callable[..., Any], policy: str
+) -> None:
+    world = World(SEED, make_group, make_sample)
+
+    async def live() -> None:
+        """Open the buffer again and again until the data is over."""
+        while not world.is_over:
+            async with shop.open(
+                rows=rows(NUM_ROWS, 1), policy=policy, max_staleness=2, batch_size=BATCH
+            ) as world.desk:
+                uptime_s = world.rng.uniform(0.05, 0.3)
+                for _ in range(int(uptime_s / 0.005)):
+                    if world.is_over:
+                        break
+                    await asyncio.sleep(0.005)
+                desk, world.desk = world.desk, None
+                if world.is_over:
+                    world.final = await desk.ref.stats()
+            world.num_restarts += 1
+
+    async with asyncio.timeout(80), asyncio.TaskGroup() as tasks:
+        tasks.create_task(live())
+        tasks.create_task(world.adopt())
+        tasks.create_task(world.train())
+        for index in range(3):
+            tasks.create_task(world.rollout(index))
+
+    note = f"seed {SEED}, policy {policy}"
+    assert world.num_restarts > 2, note
+    assert set(world.trained.values()) == {1}, f"{note}: trained twice"
+    with sqlite3.connect(shop.path) as db:
+        found = dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state").fetchall())
+        trained = {row[0] for row in db.execute("SELECT group_id FROM groups WHERE state IN ('TRAINED', 'DURABLE')")}
+        lasts = db.execute(
+            "SELECT draw, GROUP_CONCAT(reason) FROM groups WHERE draw NOT IN "
+            "(SELECT draw FROM groups WHERE state IN ('TRAINED', 'DURABLE')) GROUP BY draw"
+        ).fetchall()
+    db.close()
+    assert trained == set(world.trained), note
+    assert set(found) <= {"TRAINED", "DURABLE", "DROPPED"}, f"{note}: {found}"
+    final = {"workflow-error", "invalid-samples", "leftover"}
+    assert all(reasons.split(",")[-1] in final for _, reasons in lasts), f"{note}: {lasts}"
+    assert len(trained) + len(lasts) == NUM_ROWS, f"{note}: a row is lost"

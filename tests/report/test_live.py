@@ -1,0 +1,203 @@
+"""The live view in a terminal and in a pipe, and the last words of a run."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from myxa.core.messages import BufferStats, EngineStatus, RunStatus
+from myxa.launch.views.live import LiveState, LiveView, final_summary, render
+from myxa.launch.views.live_state import Pace, plain_line
+
+SNAPSHOT: dict[str, dict[str, float]] = {
+    "metrics": {
+        "reward/mean": 0.81,
+        "reward/std": 0.3,
+        "reward/zero_std_groups": 4,
+        "lag/max": 2,
+        "lag/mean": 1.2,
+        "train/loss": 0.0123,
+        "train/grad_norm": 0.7,
+    },
+    "rollout/0": {"rollout/tokens_per_s": 1400},
+    "rollout/1": {"rollout/tokens_per_s": 1200},
+    "rollout/2": {"rollout/tokens_per_s": 9e9},
+    "trainer/0": {"train/tokens_per_s": 2500},
+    "age_s": {"rollout/0": 0.3, "rollout/1": 0.5, "rollout/2": 99.0, "trainer/0": 1.0},
+    "curve/reward/mean": {str(step): step / 50 for step in range(47)},
+    "time/trainer/0": {"compute": 0.38, "wait-data": 0.62, "wait-data/claim": 0.62},
+    "time/rollout/0": {"compute": 0.97, "wait-weights": 0.03},
+    "time/buffer": {"other": 1.0},
+}
+
+
+def state(now_s: float = 94.0, version: int = 47, phase: str = "running", **options: object) -> LiveState:
+    status = RunStatus(
+        name="sort",
+        phase=phase,  # pyright: ignore[reportArgumentType]
+        version=version,
+        num_steps=60,
+        engines=(EngineStatus(rollout="rollout/0", version=46, running=34, waiting=2),),
+        eval_reward=0.83,
+    )
+    buffer = BufferStats(
+        states={"DISPATCHED": 12, "READY": 5, "CLAIMED": 0},
+        drawn=80,
+        trained=40,
+        dropped={"zero-variance": 3},
+        slots_total=96,
+        slots_used=49,
+        max_staleness=2,
+        policy="pace",
+    )
+    given = {"status": status, "buffer": buffer, "snapshot": SNAPSHOT, **options}
+    return LiveState(now_wall_s=now_s, started_wall_s=0.0, **given)
+
+
+def pace_of(step_s: float) -> Pace:
+    pace = Pace()
+    for version in range(48):
+        pace.put(version * step_s, version)
+    return pace
+
+
+def screen(width: int = 120, *, terminal: bool = True) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=terminal, color_system=None, legacy_windows=False)
+    return console, file
+
+
+def test_the_table_says_what_is_asked_first() -> None:
+    console, file = screen()
+    console.print(render(state(), pace_of(2.0)))
+    text = file.getvalue()
+    for needed in (
+        "47 of 60   running   2 s a step   26 s to go",
+        "train 0.81 ± 0.3   eval 0.83   4 groups without spread",
+        "loss 0.0123   grad 0.7",
+        "max 2   mean 1.2   bound 2 (pace)",
+        "generated 2600 tokens/s   trained 2500 tokens/s",  # rollout/2 was not heard of for 99 s
+        "dispatched 12   ready 5   slots 49/96   dropped 3 (zero-variance 3)",
+        "rollout/0 v46 (34 running, 2 waiting)",
+        "compute 38 %  ▓ wait-data 62 %",
+        "generation is the bottleneck (rollout/0 computes 97 %)",
+        "▁▁",
+        "1 min 34 s",
+    ):
+        assert needed in text
+    assert "claimed" not in text
+    assert "time/" not in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_table_fits_the_terminal(width: int) -> None:
+    console, file = screen(width)
+    console.print(render(state(), pace_of(2.0)))
+    assert max(len(line) for line in file.getvalue().splitlines()) <= width
+
+
+def test_before_anything_is_known_it_says_what_it_waits_for() -> None:
+    console, file = screen()
+    console.print(render(LiveState(now_wall_s=3.0, started_wall_s=0.0, note="waiting for rollout/0"), Pace()))
+    assert "waiting for rollout/0" in file.getvalue()
+
+
+def test_many_engines_are_one_line() -> None:
+    engines = tuple(EngineStatus(rollout=f"rollout/{i}", version=40 + i % 2, running=10, waiting=1) for i in range(8))
+    status = RunStatus(name="x", phase="running", version=41, num_steps=0, engines=engines)
+    console, file = screen()
+    console.print(render(LiveState(now_wall_s=1.0, started_wall_s=0.0, status=status), Pace()))
+    assert "8 engines at v40..v41   80 running, 8 waiting" in file.getvalue()
+
+
+def test_hostile_names_neither_style_nor_steer_the_terminal() -> None:
+    status = RunStatus(name="[red]x\x1b[2J", phase="failed", version=1, num_steps=2, error="[bold]no\x1b]0;t\x07\nline")
+    console, file = screen()
+    console.print(render(LiveState(now_wall_s=1.0, started_wall_s=0.0, status=status), Pace()))
+    assert "[red]x" in file.getvalue()
+    assert "[bold]no" in file.getvalue()
+    assert "\x1b" not in file.getvalue()
+    assert "\x07" not in file.getvalue()
+
+
+def test_the_pace_is_recent_and_starts_anew_after_a_restart() -> None:
+    pace = Pace(window_s=100.0)
+    assert pace.step_s() is None
+    assert pace.eta_s(60) is None
+    for second in range(1000):
+        pace.put(float(second), second // 10 if second < 500 else 50 + (second - 500) // 2)
+    assert pace.step_s() == pytest.approx(2.0, rel=0.05)
+    assert pace.eta_s(400) == pytest.approx(2.0 * (400 - 299), rel=0.05)
+    assert pace.eta_s(10) == 0
+    pace.put(1001.0, 5)
+    assert pace.step_s() is None
+
+
+def test_in_a_terminal_it_redraws_and_leaves_the_cursor_visible() -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=100, force_terminal=True, _environ={"TERM": "xterm"})
+    with LiveView(console) as view:
+        view.update(state(version=46))
+        view.update(state(version=47))
+        view.say("rollout/1 joined")
+    text = file.getvalue()
+    assert "47 of 60" in text
+    assert "rollout/1 joined" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_in_a_pipe_there_is_a_line_per_step_but_not_more_than_one_per_two_seconds() -> None:
+    console, file = screen(terminal=False)
+    with LiveView(console) as view:
+        for tick in range(100):  # 10 s, a step every 0.5 s, looked at ten times a second
+            view.update(state(now_s=tick / 10, version=tick // 5))
+        for tick in range(10, 80):  # a minute and more without news
+            view.update(state(now_s=float(tick), version=19))
+        view.update(state(now_s=80.0, version=19, phase="finished"))
+    lines = file.getvalue().splitlines()
+    assert 5 <= len([line for line in lines if "running" in line]) <= 9
+    assert "finished" in lines[-1]
+    assert not any("\x1b" in line for line in lines)
+    assert max(map(len, lines)) > 100  # one line each, never wrapped
+
+
+def test_a_plain_line_holds_the_essentials() -> None:
+    line = plain_line(state(), pace_of(2.0))
+    assert line.startswith("step 47 of 60 running 2 s a step 26 s to go | reward train 0.81")
+    assert "loss 0.0123" in line
+    assert "generation is the bottleneck" in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("phase", ["finished", "failed"])
+def test_the_last_words(phase: str) -> None:
+    console, file = screen(100)
+    final_summary(
+        console,
+        RunStatus(name="sort", phase=phase, version=60, num_steps=60, reason="all steps done"),  # pyright: ignore[reportArgumentType]
+        elapsed_s=130.0,
+        run_dir=Path("runs/sort-1"),
+        report=Path("runs/sort-1/report.html"),
+        reward={step: step / 60 for step in range(60)},
+        eval_reward={0: 0.02, 60: 0.9},
+        next_steps=["myxa report runs/latest", "[async] max_staleness = 4", "more steps"],
+    )
+    text = file.getvalue()
+    assert f"sort: {phase} after 60 of 60 steps, 2 min 10 s" in text
+    assert "all steps done" in text
+    assert "reward: 0.0417 -> 0.942   o held-out: 0.02 -> 0.9" in text
+    assert "report: runs/sort-1/report.html" in text
+    assert "  - [async] max_staleness = 4" in text
+    assert sum("|" in line for line in text.splitlines()) == 10
+
+
+def test_without_a_curve_there_is_no_plot() -> None:
+    console, file = screen(100)
+    status = RunStatus(name="sort", phase="failed", version=0, num_steps=60, error="rollout/0 died: no model")
+    final_summary(console, status, elapsed_s=3.0, run_dir=Path("runs/sort-1"), report=None, reward={})
+    assert "|" not in file.getvalue()
+    assert "report" not in file.getvalue()
+    assert "rollout/0 died: no model" in file.getvalue()

@@ -1,0 +1,72 @@
+"""The examples of docs/rewards-and-data.md do what the page says."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from myxa.actors.data import open_prompts
+from myxa.actors.rewarder import Rewarder
+from myxa.actors.user_code import GROUP_FILTER, WORKFLOW, load_function
+from myxa.algos.rewards import BUILTINS, RewardOutcome
+from myxa.core.completions import Completion
+from myxa.core.config import RewardSettings, RunConfig
+from myxa.core.samples import Group, Prompt
+
+PAGE = (Path(__file__).parents[2] / "docs" / "rewards-and-data.md").read_text()
+REWARD, FLOW, FILTER = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+JSON_LINES = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)[0].splitlines()
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path / "mine.py"
+
+
+@pytest.mark.parametrize(
+    ("line", "preset", "label", "metadata"),
+    [
+        (JSON_LINES[0], "slime", "5", {"level": 1}),
+        (JSON_LINES[1], "slime", "5", {}),
+        (JSON_LINES[2], "chat", "", {"demonstration": "5"}),
+    ],
+)
+def test_rows(tmp_path: Path, line: str, preset: str, label: str, metadata: dict[str, Any]) -> None:
+    data = tmp_path / "t.jsonl"
+    data.write_text(line)
+    raw: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": str(data), "preset": preset}}
+    prompt = open_prompts(RunConfig.model_validate({**raw, "reward": {"fn": "format"}})).prompt(0)
+    assert prompt is not None
+    assert prompt.messages[-1].role == "user"
+    assert (prompt.label, prompt.metadata) == (label, metadata)
+
+
+@pytest.mark.asyncio
+async def test_reward(file: Path) -> None:
+    file.write_text(REWARD)
+    rewarder = Rewarder(RewardSettings(fn=f"{file}:score", args={"weight": 0.5}))
+    right = Completion(group_id=0, index=0, messages=(), prompt="", text=" 5 ", label="5", num_tokens=10)
+    assert await rewarder.score(right) == RewardOutcome(1.5, {"is_right": 1.0})
+    await rewarder.close()
+
+
+def test_workflow_and_filter(file: Path) -> None:
+    file.write_text(FLOW + FILTER)
+    assert load_function(f"{file}:generate", WORKFLOW).is_async
+    keep = load_function(f"{file}:keep", GROUP_FILTER).fn
+    prompt = Prompt(group_id=0, row=0, pass_index=0, messages=())
+    verdicts = [keep(Group(prompt=prompt, samples=(), rewards=np.array(r, np.float32))) for r in ([0, 1], [0, 0])]
+    assert verdicts == [True, "nobody solved it"]
+
+
+def test_every_builtin_and_its_arguments_are_on_the_page() -> None:
+    for name, builtin in BUILTINS.items():
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
+        for argument in set(builtin.fn.__annotations__) - {"completion", "return", "pattern"}:
+            assert f"`{argument}`" in row

@@ -1,0 +1,221 @@
+"""The production transport: ZeroMQ over ipc on one host and over encrypted tcp between hosts.
+
+Per lane one ROUTER inbox per kind of endpoint, and one DEALER outbox per peer; replies travel by the replier's own
+outbox. Knows how connections are made and ended; the session decides what is said on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import threading
+from pathlib import Path
+
+import zmq
+
+from ..core.errors import LaunchError
+from ..core.ids import PeerKey
+from .address import socket_paths
+from .security import JobKey, Tcp
+from .wire import Endpoints, Lane, Parcel, Sink
+from .zap import Gatekeeper
+from .zmq_inbox import Inbox
+from .zmq_outbox import Outbox
+from .zmq_sockets import make_context, make_inbox, make_outbox
+
+UNREACHABLE_S = 8.0
+TERM_S = 5.0
+
+_log = logging.getLogger("myxa.transport")
+
+
+class _Peer:
+    """Outboxes to one incarnation; bulk is opened when first needed."""
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self.endpoints = endpoints
+        self.outboxes: list[Outbox | None] = [None, None]
+
+
+class ZmqTransport:
+    """Implements `wire.Transport`. `bind` first; everything else on the running loop."""
+
+    def __init__(self, *, node_rank: int, folder: Path, tcp: Tcp | None) -> None:
+        self._node_rank = node_rank
+        self._folder = folder
+        self._tcp = tcp
+        self._key = tcp.key if tcp is not None else None
+        self._context = make_context()
+        self._inboxes: list[tuple[Lane, Inbox]] = []
+        self._gatekeeper: Gatekeeper | None = None
+        self._paths: list[Path] = []
+        self._peers: dict[PeerKey, _Peer] = {}
+        self._lingering: set[Outbox] = set()
+        self._all_closed = asyncio.Event()
+        self._sink: Sink | None = None
+        self._endpoints = Endpoints(node_rank=node_rank)
+
+    @property
+    def endpoints(self) -> Endpoints:
+        return self._endpoints
+
+    def bind(self) -> None:
+        """Open the endpoints; raises LaunchError naming the one that cannot be bound."""
+        self._paths = list(socket_paths(self._folder))
+        ipc = tuple(self._bind(lane, f"ipc://{path}", None) for lane, path in zip(Lane, self._paths, strict=True))
+        tcp = ("", "")
+        if self._tcp is not None:
+            host, _, port = self._tcp.listen.rpartition(":")
+            self._gatekeeper = Gatekeeper(self._context, self._tcp.key)
+            control = self._bind(Lane.CONTROL, f"tcp://{host}:{port if port != '0' else '*'}", self._key)
+            tcp = (control, self._bind(Lane.BULK, f"tcp://{host}:*", self._key))
+        self._endpoints = Endpoints(node_rank=self._node_rank, ipc=(ipc[0], ipc[1]), tcp=tcp)
+
+    def _bind(self, lane: Lane, endpoint: str, key: JobKey | None) -> str:
+        socket = make_inbox(self._context, lane, key)
+        self._inboxes.append((lane, Inbox(socket, lane)))
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            remedy = "is the address ours, is it free?"
+            raise LaunchError(f"cannot listen at {endpoint}: {error}", remedy=remedy) from error
+        return socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def start(self, sink: Sink) -> None:
+        self._sink = sink
+        if self._gatekeeper is not None:
+            self._gatekeeper.start()
+        for _, inbox in self._inboxes:
+            inbox.start(sink)
+
+    # -- peers
+
+    def connect(self, peer: PeerKey, endpoints: Endpoints) -> None:
+        self._address(peer, endpoints, Lane.CONTROL)
+        known = self._peers.get(peer)
+        if known is not None:
+            known.endpoints = endpoints
+            return
+        self._peers[peer] = _Peer(endpoints)
+        self._outbox(peer, self._peers[peer], Lane.CONTROL)
+
+    def send(self, peer: PeerKey, lane: Lane, parcel: Parcel) -> None:
+        known = self._peers.get(peer)
+        if known is not None:
+            self._outbox(peer, known, lane).send(parcel)
+
+    def disconnect(self, peer: PeerKey, linger_s: float) -> None:
+        known = self._peers.pop(peer, None)
+        for outbox in known.outboxes if known is not None else ():
+            if outbox is not None:
+                self._lingering.add(outbox)
+                outbox.close(linger_s)
+
+    def forget(self, source: bytes, lane: Lane) -> None:
+        for inbox_lane, inbox in self._inboxes:
+            if inbox_lane is lane:
+                inbox.forget(source)
+
+    def _outbox(self, peer: PeerKey, known: _Peer, lane: Lane) -> Outbox:
+        outbox = known.outboxes[lane]
+        if outbox is None:
+            endpoint = self._address(peer, known.endpoints, lane)
+            key = self._key if endpoint.startswith("tcp:") else None
+            make = functools.partial(make_outbox, self._context, lane, key)
+            events = _Events(self, peer, lane)
+            outbox = known.outboxes[lane] = events.outbox = Outbox(endpoint, make, events)
+        return outbox
+
+    def _address(self, peer: PeerKey, endpoints: Endpoints, lane: Lane) -> str:
+        address = endpoints.ipc[lane] if endpoints.node_rank == self._node_rank else ""
+        address = address or (endpoints.tcp[lane] if self._key is not None else "")
+        if not address:
+            raise LaunchError(
+                f"{peer} listens at {endpoints}, which cannot be reached from node rank {self._node_rank}",
+                remedy="nodes of other hosts need tcp and the job's key",
+            )
+        return address
+
+    # -- the end
+
+    async def close(self, linger_s: float) -> None:
+        for peer in list(self._peers):
+            self.disconnect(peer, linger_s)
+        if self._lingering:
+            try:
+                await asyncio.wait_for(self._all_closed.wait(), linger_s + 1.0)
+            except TimeoutError:
+                _log.warning("%d connections did not close in time", len(self._lingering))
+        self._close_inboxes()
+        await self._terminate()
+
+    def abort(self) -> None:
+        """Release everything at once, before anything was started."""
+        self._close_inboxes()
+        self._context.destroy(linger=0)
+
+    def _close_inboxes(self) -> None:
+        for _, inbox in self._inboxes:
+            inbox.close()
+        self._inboxes.clear()
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    async def _terminate(self) -> None:
+        """`term` waits for the sockets' linger, so it must not run on the loop."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def term() -> None:
+            self._context.term()
+            loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+
+        thread = threading.Thread(target=term, name="myxa-zmq-term", daemon=True)
+        thread.start()
+        try:
+            await asyncio.wait_for(ended, TERM_S)
+        except TimeoutError:
+            _log.exception("ZeroMQ did not end within %.0f s; its sockets are left behind", TERM_S)
+            return
+        thread.join()
+
+    def on_closed(self, outbox: Outbox) -> None:
+        self._lingering.discard(outbox)
+        if not self._lingering:
+            self._all_closed.set()
+
+    @property
+    def sink(self) -> Sink:
+        if self._sink is None:
+            raise RuntimeError("the transport was not started")
+        return self._sink
+
+
+class _Events:
+    """Reports of one outbox, with the peer's name on them."""
+
+    def __init__(self, transport: ZmqTransport, peer: PeerKey, lane: Lane) -> None:
+        self._transport = transport
+        self._peer = peer
+        self._lane = lane
+        self.outbox: Outbox | None = None
+
+    def greeting(self, sent_units: int) -> bytearray:
+        return self._transport.sink.greeting(self._peer, self._lane, sent_units)
+
+    def ready(self) -> None:
+        self._transport.sink.connected(self._peer, self._lane)
+
+    def broken(self, why: str) -> None:
+        self._transport.sink.lost(self._peer, self._lane, why)
+
+    def failing(self, why: str, since_s: float) -> None:
+        if self._lane is Lane.CONTROL and since_s >= UNREACHABLE_S:
+            self._transport.sink.unreachable(self._peer, why)
+
+    def closed(self) -> None:
+        if self.outbox is not None:
+            self._transport.on_closed(self.outbox)
