@@ -106,7 +106,7 @@ class Leader:
         await self._ctx.wait_for("coordinator", "buffer", *names, timeout_s=self._options.setup_timeout_s)
         manifest = await self._publish(version) if self._options.publishes else None
         await self._coordinator.trainer_ready(version, manifest, facts)
-        with self._meter.during("wait-weights", "first adoption"):
+        with self._meter.during("other", "waiting for the first engine"):
             await self._may_go.wait()
         start_version = version
         last = self._options.num_steps or sys.maxsize

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..algos.advantages import group_advantages
+from ..algos.baselines import group_advantages
 from ..algos.packing import plan_shards
 from ..core.samples import Group, TrainSample, TrainShard
 

@@ -40,7 +40,7 @@ PICTURES = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", nargs="?", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("report-pictures"))
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "myxa-report")
     options = parser.parse_args()
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if browser is None:

@@ -11,6 +11,7 @@
     ├── TrainError               a training step or checkpoint failed
     ├── StalenessError           a group would break the staleness bound (a bug if ever seen)
     ├── LedgerError              an illegal transition in the life of a sample
+    ├── SlabError                shared memory is gone, full, or was written while it was read
     ├── LaunchError              processes could not be started or did not meet             (exit code 3)
     │   └── BudgetSpent          an actor was restarted too often                           (exit code 4)
     └── CallError                a call to another actor did not end in a reply
@@ -91,6 +92,10 @@ class StalenessError(MyxaError):
 
 class LedgerError(MyxaError):
     """An illegal transition in the life of a sample."""
+
+
+class SlabError(MyxaError):
+    """Shared memory is gone, full, or was written while it was read."""
 
 
 class LaunchError(MyxaError):

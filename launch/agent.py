@@ -166,11 +166,13 @@ class Agent(AgentContract):
 
     async def end_actors(self, names: tuple[str, ...], grace_s: float) -> None:
         children = [self._children[name] for name in names if name in self._children]
-        for child in children:
-            child.signal(signal.SIGTERM)
-        hung = await _still_there(children, grace_s)
+        if grace_s > 0:
+            for child in children:
+                child.signal(signal.SIGTERM)
+        hung = await _still_there(children, grace_s) if grace_s > 0 else children
         for child in hung:
-            self.ctx.log.warning("%s did not end within %g s and is killed", child.name, grace_s)
+            if grace_s > 0:
+                self.ctx.log.warning("%s did not end within %g s and is killed", child.name, grace_s)
             child.kill()
         for child in await _still_there(hung, KILL_S):
             self.ctx.log.error("%s (process %d) survives SIGKILL: it hangs in the kernel", child.name, child.pid)

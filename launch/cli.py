@@ -25,6 +25,7 @@ from .worker_spec import DEFAULT_PROGRAM
 Verb = Callable[[argparse.Namespace], int]
 
 INTERRUPTED = 130
+PATIENCE = Patience()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,11 +79,11 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--program", default=DEFAULT_PROGRAM, metavar="MODULE:FUNCTION",
                         help="your own composition root: (ActorSpec, RunConfig, run directory) -> Actor")  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="print only how the run ended")
-    parser.add_argument("--start-timeout", type=_seconds, default=Patience.start_s, metavar="S",
+    parser.add_argument("--start-timeout", type=_seconds, default=PATIENCE.start_s, metavar="S",
                         help="seconds an actor may take to start (%(default)g)")  # fmt: skip
-    parser.add_argument("--finish-timeout", type=_seconds, default=Patience.finish_s, metavar="S",
+    parser.add_argument("--finish-timeout", type=_seconds, default=PATIENCE.finish_s, metavar="S",
                         help="seconds to end in good order after Ctrl-C or SIGTERM (%(default)g)")  # fmt: skip
-    parser.add_argument("--stop-timeout", type=_seconds, default=Patience.end_s, metavar="S",
+    parser.add_argument("--stop-timeout", type=_seconds, default=PATIENCE.end_s, metavar="S",
                         help="seconds a process may take to end before it is killed (%(default)g)")  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def _add_node_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rdzv", metavar="HOST:PORT", help="where node 0 is met (on node 0: port 0 = any free port)")
     parser.add_argument("--rdzv-file", type=Path, metavar="FILE",
                         help="node 0 writes its HOST:PORT there, the others read it there")  # fmt: skip
-    parser.add_argument("--rdzv-timeout", type=_seconds, default=Patience.gather_s, metavar="S",
+    parser.add_argument("--rdzv-timeout", type=_seconds, default=PATIENCE.gather_s, metavar="S",
                         help="seconds to wait for the other machines (%(default)g)")  # fmt: skip
     parser.add_argument("--job-key", type=Path, metavar="FILE",
                         help="secret that lets machines join, the same on all; node 0 makes a missing one")  # fmt: skip
@@ -100,7 +101,7 @@ def _add_node_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_other_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
     demo = verbs.add_parser("demo", help="train a small model from nothing, in minutes, on the CPU")
-    demo.add_argument("--folder", type=Path, metavar="DIR", help="where everything goes (runs/demo-<time>)")
+    demo.add_argument("--dir", type=Path, metavar="DIR", dest="folder", help="where everything goes (runs/demo-<time>)")
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="seed of model, data and sampling (%(default)s)")
     demo.add_argument("--engines", type=int, default=1, metavar="N", help="rollout engines (%(default)s)")
     demo.add_argument("--ranks", type=int, default=1, metavar="N", help="trainer ranks (%(default)s)")
@@ -153,7 +154,7 @@ def _launch(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, base: LaunchOptions) -> int:
     config = load_config(options.file, options.overrides)
     patience = Patience(
-        gather_s=getattr(options, "rdzv_timeout", Patience.gather_s),
+        gather_s=getattr(options, "rdzv_timeout", PATIENCE.gather_s),
         start_s=options.start_timeout,
         finish_s=options.finish_timeout,
         end_s=options.stop_timeout,

@@ -83,7 +83,7 @@ class AgentContract(Actor):
 
     @call(deadline=120, reentrant=True)
     async def end_actors(self, names: tuple[str, ...], grace_s: float) -> None:
-        """SIGTERM, and SIGKILL after `grace_s`; answered when all have ended."""
+        """SIGTERM, and SIGKILL after `grace_s` (0: at once); answered when all have ended."""
         raise NotImplementedError
 
     @call(deadline=30)

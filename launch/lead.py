@@ -20,7 +20,7 @@ from .views.live_state import LiveState
 T = TypeVar("T")
 
 LOOK_EVERY_S = 0.5
-VERDICT_S = 3.0
+VERDICT_S = 2.0
 """How long a run that the coordinator calls failed waits for the failing process's own exit status."""
 CLOSE_MONITOR_S = 30.0
 

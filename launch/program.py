@@ -147,6 +147,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
             max_turns=config.rollout.max_turns,
             context_length=config.engine.context_length or model.context_length,
             pause_mode=config.rollout.pause_mode,
+            workflow_timeout_s=config.rollout.timeout_s,
         ),
         clock=clock,
     )
@@ -237,7 +238,7 @@ def _weight_writer(config: RunConfig, run_dir: Path) -> WeightWriter:
 
     reads_folders = config.roles.rollout.kind == "sglang"
     is_spread = config.roles.rollout.nodes == "*" or set(config.roles.rollout.nodes) != set(config.roles.trainer.nodes)
-    return make_writer("disk", run_dir / "weights", Path(config.model.path))
+    return make_writer("disk" if reads_folders or is_spread else "shm", run_dir / "weights", Path(config.model.path))
 
 
 _BUILDERS: dict[RoleName, Builder] = {

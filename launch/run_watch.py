@@ -19,19 +19,22 @@ ASK_S = 2.0
 """How long one look may take; whoever does not answer in time is left out of it."""
 
 
-class RefMaker(Protocol):
-    """The part of a node that makes references."""
+class Surroundings(Protocol):
+    """The part of a node that is needed here."""
 
     def ref(self, contract: type[A], name: str) -> A: ...
+
+    def peers(self, prefix: str) -> tuple[str, ...]: ...
 
 
 class RunWatch:
     """Takes looks; remembers the last one that had a status."""
 
-    def __init__(self, node: RefMaker, clock: Clock) -> None:
+    def __init__(self, node: Surroundings, clock: Clock) -> None:
         self._coordinator = node.ref(CoordinatorContract, "coordinator")
         self._buffer = node.ref(BufferContract, "buffer")
         self._monitor = node.ref(MonitorContract, "monitor")
+        self._node = node
         self._clock = clock
         self._started_wall_s = clock.wall()
         self.last = LiveState(now_wall_s=self._started_wall_s, started_wall_s=self._started_wall_s)
@@ -44,9 +47,9 @@ class RunWatch:
     async def look(self, note: str = "") -> LiveState:
         """Ask coordinator, buffer and monitor at the same time."""
         status, stats, snapshot = await asyncio.gather(
-            _answer(with_deadline(self._coordinator, ASK_S).status),
-            _answer(with_deadline(self._buffer, ASK_S).stats),
-            _answer(with_deadline(self._monitor, ASK_S).snapshot),
+            self._answer("coordinator", with_deadline(self._coordinator, ASK_S).status),
+            self._answer("buffer", with_deadline(self._buffer, ASK_S).stats),
+            self._answer("monitor", with_deadline(self._monitor, ASK_S).snapshot),
         )
         state = LiveState(
             now_wall_s=self._clock.wall(),
@@ -71,12 +74,13 @@ class RunWatch:
 
     async def close_monitor(self, seconds: float) -> bool:
         """Have the monitor write everything; whether it did."""
-        finish = with_deadline(self._monitor, seconds).finish
-        return await _answer(finish) is not None
+        return await self._answer("monitor", with_deadline(self._monitor, seconds).finish) is not None
 
-
-async def _answer(ask: Callable[[], Awaitable[T]]) -> T | None:
-    try:
-        return await ask()
-    except CallError:
-        return None
+    async def _answer(self, name: str, ask: Callable[[], Awaitable[T]]) -> T | None:
+        """None from whoever is not there or does not answer; who is not there is not waited for."""
+        if name not in self._node.peers(name):
+            return None
+        try:
+            return await ask()
+        except CallError:
+            return None

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -64,11 +65,14 @@ class Screen:
     def finish(self, ending: Ending, next_steps: Sequence[str]) -> None:
         """Write the report, print how the run ended; the cause of a failure comes last."""
         report = self._report()
-        if ending.status is not None:
+        status = ending.status
+        if status is not None:
             last = self._last
+            if ending.first_failure is not None:
+                status = msgspec.structs.replace(status, phase="failed")  # it could not say so itself
             final_summary(
                 self._console,
-                ending.status,
+                status,
                 elapsed_s=time.monotonic() - self._started_s,
                 run_dir=self._run_dir,
                 report=report,

@@ -2,7 +2,7 @@
 
 Every call ends exactly once: a reply, the handler's error, a refusal (not executed), never sent, or outcome unknown.
 
-    WAITING (no credit) -> SENT -> ended            resendable ones also: SENT | WAITING -> PARKED -> WAITING
+    WAITING (no credit) -> SENT -> ended            resendable ones also: SENT | WAITING <-> PARKED
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from ..core.clock import Clock
 from ..core.errors import (
     CallError,
     DeadlineExceeded,
+    Draining,
     MessageTooLarge,
     MyxaError,
+    NoSuchActor,
     NotSent,
     Overloaded,
     PeerDied,
+    StaleEpoch,
     StreamBroken,
 )
 from ..core.handlers import HandlerKind
@@ -34,6 +37,8 @@ from .wheel import Wheel
 from .wire import Endpoints, Lane, Parcel
 
 MAX_RECENT_CASTS = 1024
+_TRY_ELSEWHERE = (Draining, NoSuchActor, StaleEpoch, PeerDied)
+"""Answers to a resendable call that only mean: not from this incarnation."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +92,9 @@ class CallState(Enum):
 class PendingCall:
     """One call under way."""
 
-    __slots__ = ("corr", "cost", "data", "early", "lane", "next_item", "order", "parcel", "peer", "sink", "state")
+    __slots__ = (
+        "corr", "cost", "data", "early", "lane", "last", "next_item", "order", "parcel", "peer", "sink", "state",
+    )  # fmt: skip
 
     def __init__(self, corr: int, order: Order, sink: CallSink) -> None:
         self.corr = corr
@@ -102,6 +109,8 @@ class PendingCall:
         self.next_item = 0
         self.early: dict[int, Envelope] = {}
         """Items that overtook others on another lane."""
+        self.last: Envelope | None = None
+        """The end, or the error, that overtook items."""
 
     def __str__(self) -> str:
         return f"{self.order.target}.{self.order.method}"
@@ -139,14 +148,25 @@ class Calls:
         if order.kind == "cast" and now < self._refused_until.get(order.target, 0.0):
             left = self._refused_until[order.target] - now
             raise Overloaded(f"{order.target} refused a cast a moment ago: its mailbox is full", retry_after_s=left)
+        link = self._links.open(route.peer, route.endpoints)
         call = PendingCall(self._next_corr, order, sink)
-        self._next_corr += 1
         self._address(call, route)
-        self._pending[call.corr] = call
-        if order.deadline_at is not None:
-            self._wheel.set(call.corr, order.deadline_at)
-        self._push(self._links.open(route.peer, route.endpoints), call)
+        self._register(call)
+        self._push(link, call)
         return call.corr
+
+    def submit_later(self, order: Order, sink: CallSink) -> int:
+        """Begin a resendable call to somebody who is away: it is sent when `on_located` says where."""
+        call = PendingCall(self._next_corr, order, sink)
+        self._register(call)
+        self._park(None, call)
+        return call.corr
+
+    def _register(self, call: PendingCall) -> None:
+        self._next_corr += 1
+        self._pending[call.corr] = call
+        if call.order.deadline_at is not None:
+            self._wheel.set(call.corr, call.order.deadline_at)
 
     def cancel(self, corr: int) -> None:
         """Nobody waits any more. The callee is told if the call may have reached it."""
@@ -178,19 +198,23 @@ class Calls:
     # -- answers
 
     def on_answer(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
-        """REPLY, ERROR, NACK or END."""
+        """REPLY, ERROR, NACK or END. Of a stream: once all items sent before it have come."""
         call = link.pending.get(envelope.corr)
         if call is None:
             self._on_late(link, envelope)
             return
-        if envelope.kind is Kind.END and envelope.actor != call.next_item:
-            self._break(call, f"{envelope.actor} items were sent, {call.next_item} came")
+        if call.order.kind == "stream" and envelope.actor > call.next_item:
+            call.last = envelope  # it overtook items on the other lane
             return
         if envelope.kind in (Kind.REPLY, Kind.END):
             self._end(call, envelope)
             return
         is_refusal = envelope.kind is Kind.NACK
-        self._end(call, decode_fault(envelope.body, call.order.target, call.order.method, is_refusal=is_refusal))
+        error = decode_fault(envelope.body, call.order.target, call.order.method, is_refusal=is_refusal)
+        if call.order.is_resendable and isinstance(error, _TRY_ELSEWHERE):
+            self._park(link, call)
+        else:
+            self._end(call, error)
 
     def on_item(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
         call = link.pending.get(envelope.corr)
@@ -205,6 +229,8 @@ class Calls:
         while (ready := call.early.pop(call.next_item, None)) is not None:
             call.next_item += 1
             call.sink.item(ready)
+        if call.last is not None:
+            self.on_answer(link, Lane.CONTROL, call.last, 0)
 
     def _on_late(self, link: Link, envelope: Envelope) -> None:
         self.num_late += 1
@@ -341,8 +367,9 @@ class Calls:
         elif call.state is CallState.WAITING and call in link.waiting[call.lane]:
             link.waiting[call.lane].remove(call)
 
-    def _park(self, link: Link, call: PendingCall) -> None:
-        link.pending.pop(call.corr, None)
+    def _park(self, link: Link | None, call: PendingCall) -> None:
+        if link is not None:
+            link.pending.pop(call.corr, None)
         call.state = CallState.PARKED
         call.parcel = None
         self._parked.setdefault(call.order.target, []).append(call)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ..core.clock import Clock
-from ..core.errors import BadRequest, CallError, MyxaError, NotSent, RemoteError, StreamBroken
+from ..core.errors import BadRequest, CallError, MyxaError, NoSuchActor, NotSent, RemoteError, StreamBroken
 from ..core.handlers import HandlerSpec
 from ..core.scope import NO_SCOPE, current_scope, remaining_s
 from .calls import Calls, Order, Route
@@ -33,6 +33,10 @@ class Finder(Protocol):
         """Ask further, for a name that is not known."""
         ...
 
+    def has_ended(self, target: str) -> bool:
+        """It was there and is gone."""
+        ...
+
 
 class Courier:
     """Carries the calls of all references of one process."""
@@ -44,9 +48,8 @@ class Courier:
 
     async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
         order = self._order(target, spec, request, deadline_s)
-        route = await self._route(order, spec)
         waiter = _Waiter()
-        corr = self._submit(order, route, waiter)
+        corr = self._submit(order, await self._route(order, spec), waiter)
         try:
             envelope = await waiter.future
         except asyncio.CancelledError:
@@ -61,9 +64,8 @@ class Courier:
         self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
     ) -> AsyncIterator[Any]:
         order = self._order(target, spec, request, deadline_s)
-        route = await self._route(order, spec)
         reader = _Reader()
-        corr = self._submit(order, route, reader)
+        corr = self._submit(order, await self._route(order, spec), reader)
         window = spec.declaration.window
         num_taken, promised = 0, window
         try:
@@ -94,16 +96,21 @@ class Courier:
             chain=scope.chain if waits else NO_SCOPE.chain, trace=scope.trace, window=declaration.window,
         )  # fmt: skip
 
-    async def _route(self, order: Order, spec: HandlerSpec) -> Route:
+    async def _route(self, order: Order, spec: HandlerSpec) -> Route | None:
+        """Where to send it; None: nowhere now, but it may wait for its callee to come back."""
         route = self._finder.route(order.target, spec)
         if route is None:
             left_s = None if order.deadline_at is None else order.deadline_at - self._clock.monotonic()
             route = await self._finder.find(order.target, spec, left_s)
+        if isinstance(route, NoSuchActor) and order.is_resendable and self._finder.has_ended(order.target):
+            return None
         if isinstance(route, CallError):
             raise _named(route, order.target)
         return route
 
-    def _submit(self, order: Order, route: Route, sink: _Waiter | _Reader) -> int:
+    def _submit(self, order: Order, route: Route | None, sink: _Waiter | _Reader) -> int:
+        if route is None:
+            return self._calls.submit_later(order, sink)
         try:
             return self._calls.submit(order, route, sink)
         except CallError as error:

@@ -63,7 +63,7 @@ class Kind(IntEnum):
     CAST = 3
     REPLY = 4
     ERROR = 5
-    """The handler raised."""
+    """The handler raised; of a stream, `actor` is how many items there were."""
     NACK = 6
     """Refused before it ran."""
     ITEM = 7

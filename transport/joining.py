@@ -86,6 +86,9 @@ class _OnlyRegistry:
     async def find(self, target: str, spec: HandlerSpec, timeout_s: float | None) -> Route | CallError:
         return NoSuchActor(f"{target}: this process has not joined yet")
 
+    def has_ended(self, target: str) -> bool:
+        return False
+
 
 class _Stranger:
     """Session host of a process that serves nobody yet."""

@@ -106,6 +106,9 @@ class Mirror:
             return self.directory.missing(target)
         return Location(node, actor).route(spec.name, spec.schema)
 
+    def has_ended(self, target: str) -> bool:
+        return self.directory.has_ended(target)
+
     async def wait_until(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
         """Until the mirror satisfies `is_met`; False after `timeout_s`."""
         give_up_at = self._clock.monotonic() + timeout_s

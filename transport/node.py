@@ -26,7 +26,7 @@ from .joining import join, registry_location
 from .mirror import Mirror
 from .opening import Opened, open_transport
 from .registry import REGISTRY, RegistryActor, RegistryContract
-from .security import JobKey, Tcp
+from .security import JobKey
 from .session import Session
 from .wheel import TICK_S
 
@@ -70,7 +70,7 @@ class Node:
     # -- life
 
     @classmethod
-    async def attach(
+    async def attach(  # noqa: PLR0913  # keyword-only, and nearly all have a default
         cls,
         *,
         name: str,
@@ -78,22 +78,26 @@ class Node:
         run_dir: Path | str | None = None,
         node_rank: int = 0,
         clock: Clock | None = None,
-        tcp: Tcp | None = None,
+        key: JobKey | None = None,
+        tcp: str = "",
         network: InprocNetwork | None = None,
         timeout_s: float = 10.0,
     ) -> Node:
         """Join the system on the running loop.
 
         `rdzv` None: this node hosts the registry and `node.rendezvous` is what the others need. `run_dir`: where the
-        sockets' directory is made (short path; None: the system's place for temporary files). `tcp`: listen on
-        encrypted tcp besides ipc; needed for nodes on other hosts, and by itself the case if the registry listens on
-        tcp and `rdzv` names the key file. `network`: no sockets at all, other nodes are in this process.
+        sockets' directory is made (short path; None: the system's place for temporary files). `tcp`: "host:port" (0:
+        any port) of an own interface, to listen on encrypted tcp besides ipc; nodes of other hosts need it. It needs
+        `key`, or a key file named by `rdzv`; with a key and a registry on tcp the interface is found by itself.
+        `network`: no sockets at all, other nodes are in this process.
         Raises LaunchError naming the registry's endpoint if it does not answer within `timeout_s`.
         """
         check_name(name)
         clock = clock or SystemClock()
         folder = Path(run_dir) if run_dir else None
-        opened = open_transport(rdzv=rdzv, run_dir=folder, node_rank=node_rank, tcp=tcp, network=network)
+        opened = open_transport(
+            rdzv=rdzv, run_dir=folder, node_rank=node_rank, key=key, listen=tcp, network=network
+        )  # fmt: skip
         try:
             if rdzv is None:
                 return await cls._found(name, opened, clock)
@@ -299,4 +303,4 @@ class Node:
             self.node_failed(error)
 
 
-__all__ = ["InprocNetwork", "JobKey", "Node", "PeerEvent", "Rendezvous", "Tcp"]
+__all__ = ["InprocNetwork", "JobKey", "Node", "PeerEvent", "Rendezvous"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..core.errors import LaunchError
 from .address import Rendezvous, check_socket_dir, interface_towards, make_socket_dir
 from .inproc import InprocNetwork
-from .security import JobKey, Tcp
+from .security import JobKey
 from .wire import Transport
 from .zmq_transport import ZmqTransport
 
@@ -31,17 +31,27 @@ class Opened:
 
 
 def open_transport(
-    *, rdzv: Rendezvous | None, run_dir: Path | None, node_rank: int, tcp: Tcp | None, network: InprocNetwork | None
+    *,
+    rdzv: Rendezvous | None,
+    run_dir: Path | None,
+    node_rank: int,
+    key: JobKey | None,
+    listen: str,
+    network: InprocNetwork | None,
 ) -> Opened:
     """See `Node.attach`. Raises LaunchError."""
     if network is not None:
         return Opened(network.transport())
-    tcp = _tcp(rdzv, tcp)
+    if key is None and rdzv is not None and rdzv.key_file:
+        key = JobKey.load(Path(rdzv.key_file))
+    listen = listen or _found_interface(rdzv, key)
+    if listen and key is None:
+        raise LaunchError("listening on tcp needs the job's key", remedy="give key=JobKey.load(path)")
     if rdzv is not None and rdzv.endpoints.node_rank == node_rank and rdzv.socket_dir:
         folder, made = check_socket_dir(Path(rdzv.socket_dir)), None
     else:
         folder = made = make_socket_dir(run_dir)
-    transport = ZmqTransport(node_rank=node_rank, folder=folder, tcp=tcp)
+    transport = ZmqTransport(node_rank=node_rank, folder=folder, listen=listen, key=key if listen else None)
     try:
         transport.bind()
     except BaseException:
@@ -52,13 +62,7 @@ def open_transport(
     return Opened(transport, str(folder), rdzv.key_file if rdzv is not None else "", made)
 
 
-def _tcp(rdzv: Rendezvous | None, tcp: Tcp | None) -> Tcp | None:
-    """Whether and where to listen on tcp."""
+def _found_interface(rdzv: Rendezvous | None, key: JobKey | None) -> str:
+    """Where to listen on tcp if nobody said so: towards a registry that does, else nowhere."""
     registry = rdzv.endpoints.tcp[0] if rdzv is not None else ""
-    if tcp is None and registry and rdzv is not None and rdzv.key_file:
-        tcp = Tcp(JobKey.load(Path(rdzv.key_file)))
-    if tcp is None or tcp.listen:
-        return tcp
-    if not registry:
-        raise LaunchError("no interface to listen on", remedy='give Tcp(key, listen="host:port")')
-    return Tcp(tcp.key, f"{interface_towards(registry)}:0")
+    return f"{interface_towards(registry)}:0" if registry and key is not None else ""

@@ -69,12 +69,3 @@ class JobKey:
         if stat.S_IMODE(facts.st_mode) & 0o077:
             raise LaunchError(f"{path} can be read by others", remedy=f"chmod 600 {path}")
         return cls.parse(text)
-
-
-@dataclass(frozen=True, slots=True)
-class Tcp:
-    """How a node takes part in encrypted tcp."""
-
-    key: JobKey
-    listen: str = ""
-    """"host:port" of an own interface, port 0 for any free one; "": the interface towards the registry."""

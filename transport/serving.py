@@ -164,7 +164,7 @@ class Serving:
         waiting = self._replay.failed(arrival.envelope.key) if arrival.envelope.key else [arrival]
         for waiter in waiting:
             if not waiter.is_cast or is_refusal:
-                self._answer(waiter, kind, body)
+                self._answer(waiter, kind, body, actor=waiter.num_items)
         self._settle(arrival)
 
     def item(self, arrival: Arrival, body: Buffer, frames: tuple[Buffer, ...]) -> None:

@@ -17,7 +17,7 @@ import zmq
 from ..core.errors import LaunchError
 from ..core.ids import PeerKey
 from .address import socket_paths
-from .security import JobKey, Tcp
+from .security import JobKey
 from .wire import Endpoints, Lane, Parcel, Sink
 from .zap import Gatekeeper
 from .zmq_inbox import Inbox
@@ -41,11 +41,11 @@ class _Peer:
 class ZmqTransport:
     """Implements `wire.Transport`. `bind` first; everything else on the running loop."""
 
-    def __init__(self, *, node_rank: int, folder: Path, tcp: Tcp | None) -> None:
+    def __init__(self, *, node_rank: int, folder: Path, listen: str, key: JobKey | None) -> None:
         self._node_rank = node_rank
         self._folder = folder
-        self._tcp = tcp
-        self._key = tcp.key if tcp is not None else None
+        self._listen = listen
+        self._key = key
         self._context = make_context()
         self._inboxes: list[tuple[Lane, Inbox]] = []
         self._gatekeeper: Gatekeeper | None = None
@@ -65,9 +65,9 @@ class ZmqTransport:
         self._paths = list(socket_paths(self._folder))
         ipc = tuple(self._bind(lane, f"ipc://{path}", None) for lane, path in zip(Lane, self._paths, strict=True))
         tcp = ("", "")
-        if self._tcp is not None:
-            host, _, port = self._tcp.listen.rpartition(":")
-            self._gatekeeper = Gatekeeper(self._context, self._tcp.key)
+        if self._listen and self._key is not None:
+            host, _, port = self._listen.rpartition(":")
+            self._gatekeeper = Gatekeeper(self._context, self._key)
             control = self._bind(Lane.CONTROL, f"tcp://{host}:{port if port != '0' else '*'}", self._key)
             tcp = (control, self._bind(Lane.BULK, f"tcp://{host}:*", self._key))
         self._endpoints = Endpoints(node_rank=self._node_rank, ipc=(ipc[0], ipc[1]), tcp=tcp)

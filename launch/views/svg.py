@@ -130,7 +130,7 @@ def _y_scale(ys: Sequence[float], *, y_from_zero: bool) -> Scale:
     low, high = min(ys), max(ys)
     if y_from_zero:
         low, high = min(0.0, low), max(0.0, high)
-    margin = (high - low) * 0.06 or max(abs(high) * 0.1, 1e-9)
+    margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     return Scale(low if y_from_zero and low == 0.0 else low - margin, high + margin, HEIGHT - _BOTTOM, _TOP)
 
 

@@ -67,7 +67,9 @@ class _Frame:
         steps, values = [*points, *marks], [*points.values(), *marks.values()]
         self.first, self.last = min(steps), max(steps)
         self.low, self.high = min(values), max(values)
+        self.flat: float | None = None
         if self.high - self.low < 1e-9 * max(1.0, abs(self.high)):
+            self.flat = self.high
             self.low, self.high = self.low - 0.5, self.high + 0.5
 
     def column(self, step: float, scale: int = 1) -> int:
@@ -79,8 +81,10 @@ class _Frame:
         return min(self.height * scale - 1, max(0, int(share * (self.height * scale - 1) + 0.5)))
 
     def with_axes(self, rows: Sequence[str]) -> list[str]:
-        labels = {0: short(self.high), self.height // 2: "", self.height - 1: short(self.low)}
-        labels[self.height // 2] = short(self.high - (self.high - self.low) * (self.height // 2) / (self.height - 1))
+        marked = (0, self.height // 2, self.height - 1)
+        labels = {row: short(self.high - (self.high - self.low) * row / (self.height - 1)) for row in marked}
+        if self.flat is not None:
+            labels = {self.row(self.flat): short(self.flat)}
         margin = max(len(label) for label in labels.values())
         lines = [f"{labels.get(index, ''):>{margin}} |{row.rstrip()}" for index, row in enumerate(rows)]
         lines.append(f"{'':>{margin}} +{'-' * self.width}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import pytest
 
 from myxa.actors.buffer import Buffer
 from myxa.actors.contracts import BufferContract, DataContract
+from myxa.actors.monitor import Monitor
 from myxa.algos.filters import keep_all
 from myxa.algos.staleness import Admission
 from myxa.core.clock import Clock
@@ -108,6 +110,14 @@ class Desk:
     ) -> PutResult:
         return await self.ref.put_group(make_group(assignment, versions), assignment.attempt, rollout)
 
+    async def failure(self) -> BaseException:
+        """The error that ended the buffer, once it has ended."""
+        async with asyncio.timeout(20):
+            error = await self.node.failed
+            while self.buffer.ctx.peers("buffer"):
+                await asyncio.sleep(0.01)
+        return error
+
     async def train(self, step: int) -> tuple[int, ...]:
         """Claim, fetch and train a step whose batch is ready."""
         claim = await self.ref.claim(step, 0.0)
@@ -150,10 +160,11 @@ class Shop:
             resume_from=resume_from,
         )
         try:
+            await node.start(Monitor(self.path.parent, ()), name="monitor")
             await node.start(buffer, name="buffer")
             yield Desk(node, node.ref(BufferContract, "buffer"), node.ref(DataContract, "buffer"), buffer)
         finally:
-            await node.close(grace_s=1)
+            await node.close(grace_s=0.3)
 
 
 @pytest.fixture

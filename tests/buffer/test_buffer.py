@@ -184,8 +184,7 @@ async def test_a_filter_that_fails_ends_the_run_with_its_own_name(shop: Any, ans
         assignment = (await desk.draw(max_groups=1)).assignments[0]
         with pytest.raises(UserCodeError, match="group filter"):
             await desk.put(assignment)
-        error = await asyncio.wait_for(desk.node.failed, WAIT_S)
-        assert isinstance(error, UserCodeError)
+        assert isinstance(await desk.failure(), UserCodeError)
 
 
 @pytest.mark.asyncio
@@ -391,8 +390,7 @@ async def test_a_disk_that_is_full_ends_the_run(shop: Any) -> None:
         file.query(f"PRAGMA max_page_count = {file.query('PRAGMA page_count')[0][0]}")
         with pytest.raises(LedgerError, match="disk is full"):
             await desk.put(assignment, versions=[0] * 40_000)
-        error = await asyncio.wait_for(desk.node.failed, WAIT_S)
-        assert isinstance(error, LedgerError)
+        assert isinstance(await desk.failure(), LedgerError)
 
 
 @pytest.mark.asyncio

@@ -272,6 +272,11 @@ def test_a_wrong_value_does_not_cause_a_second_report_through_its_default(tmp_pa
     assert message == 'run.toml:6: algo.batch_size = "x": must be a whole number'
 
 
+def test_a_default_at_fault_is_told_once_however_many_values_depend_on_it(tmp_path: Path) -> None:
+    text = HEAD + '[algo]\nkind = "sft"\n[rollout]\nworkflow = "demonstration"\n'
+    assert failure(tmp_path, text).startswith('run.toml:3: data.answer_key = "" (default): algo.kind = "sft" needs')
+
+
 def test_missing_sections_name_their_required_keys(tmp_path: Path) -> None:
     assert failure(tmp_path, "") == (
         "run.toml: 2 problems\n"

@@ -106,7 +106,14 @@ class ToyCoordinator(Toy, CoordinatorContract):
 class ToyBuffer(Toy, BufferContract):
     async def stats(self) -> BufferStats:
         return BufferStats(
-            states={"READY": 1}, drawn=1, trained=0, dropped={}, slots_total=4, slots_used=1, max_staleness=2, policy="pace"
+            states={"READY": 1},
+            drawn=1,
+            trained=0,
+            dropped={},
+            slots_total=4,
+            slots_used=1,
+            max_staleness=2,
+            policy="pace",
         )
 
 

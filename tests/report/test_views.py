@@ -106,6 +106,12 @@ def test_a_plot_shows_the_shape_and_the_marks() -> None:
     assert lines[-1].split() == ["0", "step", "100"]
 
 
+def test_a_flat_curve_is_labelled_with_its_value_alone() -> None:
+    lines = plot({0: 0.25, 9: 0.25}, width=10, height=4, is_ascii=True)
+    assert [line.partition("|")[0].strip() for line in lines[:4]].count("0.25") == 1
+    assert next(line for line in lines if line.startswith("0.25")).endswith("*" * 10)
+
+
 @given(FLOATS, FLOATS, st.integers(1, 9))
 @settings(deadline=None)
 def test_ticks_are_round_few_and_inside(low: float, high: float, num: int) -> None:

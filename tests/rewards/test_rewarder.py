@@ -37,6 +37,9 @@ def act(completion):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path(rest).write_text(str(child.pid))
         time.sleep(600)
+    if verb == "mark":
+        Path(rest).touch()
+        time.sleep(600)
     if verb == "segfault":
         os.kill(os.getpid(), 11)
     if verb == "leave":
@@ -165,11 +168,11 @@ async def test_named_arguments_and_pattern_reach_an_own_function(code: str) -> N
 
 
 CAUSES = [
-    ("raise", "raised KeyError: 'label' at {code}:21"),
+    ("raise", "raised KeyError: 'label' at {code}:24"),
     ("nan", "returned nan"),
     ("none", "returned a value of type NoneType, not a number"),
     ("dict", "returned a dict without \"reward\"; it has 'score'"),
-    ("exit", "raised SystemExit: 3 at {code}:19"),
+    ("exit", "raised SystemExit: 3 at {code}:22"),
 ]
 
 
@@ -271,22 +274,30 @@ async def test_closing_ends_a_call_that_runs(code: str) -> None:
         assert "was called after the rewarder was closed" in await failure(made, answer("x"))
 
 
+PARENT = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from myxa.actors.rewarder import Rewarder
+from myxa.core.completions import Completion
+from myxa.core.config import RewardSettings
+
+async def main(fn, note):
+    made = Rewarder(RewardSettings(fn=fn, workers=1))
+    completion = Completion(group_id=0, index=0, messages=(), prompt="", text=f"mark {note}")
+    task = asyncio.ensure_future(made.score(completion))
+    while not Path(note).exists():
+        await asyncio.sleep(0.02)
+    print(*made.worker_pids, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
 @pytest.mark.asyncio
-async def test_workers_end_when_their_parent_is_killed(code: str, tmp_path: Path) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(
-        "import asyncio, os, signal\n"
-        "from myxa.actors.rewarder import Rewarder\n"
-        "from myxa.core.config import RewardSettings\n"
-        "from myxa.core.completions import Completion\n"
-        "async def main():\n"
-        f"    made = Rewarder(RewardSettings(fn={code + ':act'!r}, workers=1))\n"
-        "    await made.score(Completion(group_id=0, index=0, messages=(), prompt='', text='warm'))\n"
-        "    print(*made.worker_pids, flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "asyncio.run(main())\n"
-    )
-    parent = await asyncio.create_subprocess_exec(sys.executable, str(script), stdout=asyncio.subprocess.PIPE)
+async def test_a_worker_that_hangs_ends_when_its_parent_is_killed(code: str, tmp_path: Path) -> None:
+    args = (sys.executable, "-c", PARENT, f"{code}:act", str(tmp_path / "note"))
+    parent = await asyncio.create_subprocess_exec(*args, stdout=asyncio.subprocess.PIPE)
     async with asyncio.timeout(60):
         out, _ = await parent.communicate()
     assert parent.returncode == -9
@@ -381,6 +392,7 @@ async def test_a_function_that_loads_here_but_not_in_a_worker(tmp_path: Path, mo
         message = await failure(made, answer("x"))
         assert message.startswith(f"reward.fn: importing {file} raised OSError: no licence ({file}:2) -- ")
         assert made.too_many_errors == message
+        assert made.num_errors == 1
 
 
 def test_a_wrong_name_is_told_before_anything_runs(code: str) -> None:

@@ -190,8 +190,6 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """The language model. `forward` gives log-probs and entropies of a layout's loss tokens."""
 
-    inv_freq: Tensor
-
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, recomputes: bool = False
     ) -> None:
@@ -199,8 +197,7 @@ class CausalLM(nn.Module):
         self.dtype = dtype
         self.model = Decoder(config, recomputes=recomputes)
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-        self.register_buffer("inv_freq", 1.0 / config.rope_theta**exponents, persistent=False)
+        self._rope_theta, self._head_dim = config.rope_theta, config.head_dim
 
     def forward(self, layout: Layout, temperature: float = 1.0, needs_entropy_grad: bool = False) -> TokenScores:
         """Log-probs and entropies of the loss tokens, float32 [M] each."""
@@ -216,7 +213,8 @@ class CausalLM(nn.Module):
 
     def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines, and sines with the sign of the first half turned: [T, 1, head_dim] each."""
-        angles = torch.outer(positions_T.float(), self.inv_freq)
+        exponents = torch.arange(0, self._head_dim, 2, device=positions_T.device).float() / self._head_dim
+        angles = torch.outer(positions_T.float(), 1.0 / self._rope_theta**exponents)
         cos, sin = angles.cos(), angles.sin()
         return (
             torch.cat([cos, cos], dim=-1)[:, None].to(self.dtype),

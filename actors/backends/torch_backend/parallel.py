@@ -1,30 +1,37 @@
-"""One model on several ranks: how gradients are shared, measured and bounded, and how whole tensors come back.
+"""One model on several ranks: how gradients are shared, measured and bounded.
 
     alone   the module itself
-    ddp     every rank has all of it; gradients are averaged over ranks in the last backward pass of a mini-batch
-    fsdp    parameters, gradients and optimizer state are sharded over ranks, layer by layer (FSDP2, `fully_shard`)
+    ddp     every rank has all of it; gradients of a mini-batch are summed over ranks once, after its last backward
+    fsdp    parameters, gradients and moments are sharded over ranks, layer by layer (FSDP2, `fully_shard`); gradients are
+            summed as the backward pass goes
 
-Both average gradients over ranks, whereas our losses are shares of one global mean and add up: `loss_scale` makes up
-for it. Every rank must run the same number of forward and backward passes; empty micro-batches see to that.
+Losses are shares of one global mean, so gradients add up. Every rank must run the same number of passes; micro-batches
+without loss tokens see to that.
+
+Library considered: DistributedDataParallel for ddp. Not used: its constructor imports torch's whole compiler (1 s of CPU
+and 70 MB per rank), it averages where we add, and what it is good at, hiding the exchange behind the backward pass, acts
+in the last micro-batch only. Where the exchange costs, fsdp is the strategy to take.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator
+from collections.abc import Iterator
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
+from ....core.errors import TrainError
 from .layout import Layout
 from .logprobs import TokenScores
 from .model import CausalLM
-from .tensors import local_part, whole_tensor
+from .tensors import floats, local_part, whole_tensor
 from .world import World
 
 Strategy = Literal["ddp", "fsdp"]
+
+BUCKET_NUMBERS = 1 << 26
+"""Gradients summed over ranks in one go (256 MiB of float32)."""
 
 
 class Replica:
@@ -34,18 +41,16 @@ class Replica:
         self.module = module
         self.world = world
         self.is_sharded = world.size > 1 and strategy == "fsdp"
-        self._ddp: DistributedDataParallel | None = None
         if not is_trained:
             module.requires_grad_(requires_grad=False)
+        _check_same_weights(module, world)
         if self.is_sharded:
             _shard(module, world)
-        elif world.size > 1 and is_trained:
-            self._ddp = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     @property
     def loss_scale(self) -> float:
-        """Factor on the loss that turns the average over ranks into a sum."""
-        return float(self.world.size)
+        """Factor on the loss before the backward pass: FSDP averages over ranks, this makes it a sum again."""
+        return float(self.world.size) if self.is_sharded else 1.0
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Names and parameters (shards of them under fsdp), in a fixed order; tied weights once."""
@@ -53,22 +58,24 @@ class Replica:
 
     def forward(self, layout: Layout, temperature: float, *, needs_entropy_grad: bool = False) -> TokenScores:
         """Score a layout with gradient."""
-        runner: nn.Module = self.module if self._ddp is None else self._ddp
-        return cast(TokenScores, runner(layout, temperature, needs_entropy_grad))
+        return cast(TokenScores, self.module(layout, temperature, needs_entropy_grad))
 
     def score(self, layout: Layout, temperature: float) -> TokenScores:
         """Score a layout without gradient: the same operations on the same shapes, hence the same bits."""
         with torch.no_grad():
             return cast(TokenScores, self.module(layout, temperature))
 
-    @contextlib.contextmanager
-    def accumulating(self, *, is_last: bool) -> Generator[None]:
-        """Around forward and backward of a micro-batch: gradients travel with the last one only (ddp)."""
-        if self._ddp is None or is_last:
-            yield
+    def share_gradients(self) -> None:
+        """Sum gradients over ranks (ddp), after the last backward pass of a mini-batch. Collective."""
+        if self.world.size == 1 or self.is_sharded:
             return
-        with self._ddp.no_sync():
-            yield
+        for bucket in self._buckets():
+            total = self.world.sum(torch.cat([_gradient(p).reshape(-1) for p in bucket]))
+            start = 0
+            for parameter in bucket:
+                end = start + parameter.numel()
+                parameter.grad = total[start:end].view_as(parameter)
+                start = end
 
     def gradient_norm(self) -> Tensor:
         """Global 2-norm of all gradients, 0-dim, equal on all ranks; NaN or infinite if any gradient is."""
@@ -84,6 +91,36 @@ class Replica:
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for _, p in self.parameters() if p.grad is not None]
+
+    def _buckets(self) -> Iterator[list[nn.Parameter]]:
+        """Parameters in their order, in groups of at most BUCKET_NUMBERS numbers (a larger one alone)."""
+        bucket: list[nn.Parameter] = []
+        size = 0
+        for _, parameter in self.parameters():
+            if bucket and size + parameter.numel() > BUCKET_NUMBERS:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(parameter)
+            size += parameter.numel()
+        yield bucket
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _check_same_weights(module: CausalLM, world: World) -> None:
+    """Raise TrainError on every rank if their model folders hold other weights: they would train a mixture."""
+    sums = [torch.stack([p.detach().double().sum(), p.detach().double().square().sum()]) for p in module.parameters()]
+    marks = [floats(mark) for mark in world.gather(torch.stack(sums).sum(dim=0))]
+    strangers = [str(rank) for rank, mark in enumerate(marks) if mark != marks[0]]
+    if strangers:
+        raise world.agreed(
+            TrainError(
+                f"the model folder of rank {', '.join(strangers)} holds other weights than that of rank 0",
+                remedy="every host needs the same files at model.path",
+            )
+        )
 
 
 def _shard(module: CausalLM, world: World) -> None:

@@ -214,11 +214,11 @@ class Stepper:
         )
         self._optimizer.forget_gradients()
         losses: list[Tensor] = []
-        for k, micro in enumerate(micros):
-            with self._replica.accumulating(is_last=k == len(micros) - 1):
-                loss = self._loss(step, micro, normaliser, is_first=number == 0)
-                backward(loss * self._replica.loss_scale)
+        for micro in micros:
+            loss = self._loss(step, micro, normaliser, is_first=number == 0)
+            backward(loss * self._replica.loss_scale)
             losses.append(loss.detach())
+        self._replica.share_gradients()
         bad = first_not_finite(torch.stack(losses))
         norm = self._replica.gradient_norm()
         trouble = torch.tensor([float(bad >= 0), float(not torch.isfinite(norm))])
@@ -292,9 +292,8 @@ class Stepper:
         bad = -1
         for k, micro in enumerate(micros):
             self._optimizer.forget_gradients()
-            with self._replica.accumulating(is_last=False):  # gradients stay on this rank (ddp)
-                spare = _Step(step.shard, step.settings, step.objective, Tally())
-                backward(self._loss(spare, micro, normaliser, is_first=False))
+            spare = _Step(step.shard, step.settings, step.objective, Tally())
+            backward(self._loss(spare, micro, normaliser, is_first=False))
             if bad < 0 and not self._replica.local_gradient_is_finite():
                 bad = k
         found = accusation(self._world, "gradient", place, bad, micros[bad].group_ids if bad >= 0 else ())

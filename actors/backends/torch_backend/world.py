@@ -235,12 +235,19 @@ def _meet(gang: Gang) -> Store:
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
-        missing = [str(r) for r, key in enumerate(keys) if not store.check([key])]
         raise LaunchError(
-            f"{who} waited {gang.timeout_s:.0f} s at {place}; not there: rank {', '.join(missing)}",
+            f"{who} waited up to {gang.timeout_s:.0f} s at {place}; {_not_there(store, keys)}",
             remedy="see the logs of the ranks named",
         ) from error
     return store
+
+
+def _not_there(store: Store, keys: list[str]) -> str:
+    try:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError:
+        return "rank 0 has given up and left it"
+    return f"not there: rank {', '.join(missing)}"
 
 
 def _first_line(error: BaseException) -> str:

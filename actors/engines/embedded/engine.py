@@ -314,6 +314,11 @@ class EmbeddedEngine:
 
     # -- questions
 
+    @property
+    def config(self) -> ModelConfig:
+        """Of the folder it serves. Raises EngineError before `start`."""
+        return self._started().config
+
     async def info(self) -> EngineInfo:
         """Current state; answered between two steps."""
         state = self._started()

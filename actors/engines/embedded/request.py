@@ -59,7 +59,7 @@ def check_request(request: GenerateRequest, *, vocab_size: int, context_length: 
 
 def _check_sampling(sampling: SamplingParams, name: str, vocab_size: int) -> None:
     if sampling.max_new_tokens < 1:
-        raise RequestRefused(f"{name}: max_new_tokens is {sampling.max_new_tokens}", remedy="ask for at least one token")
+        raise RequestRefused(f"{name}: max_new_tokens is {sampling.max_new_tokens}", remedy="ask for at least 1")
     if not 0 <= sampling.temperature < math.inf:
         raise RequestRefused(f"{name}: temperature is {sampling.temperature}", remedy="use 0 (greedy) or more")
     if not 0 < sampling.top_p <= 1:

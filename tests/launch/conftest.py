@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
+import pytest
 
 HERE = Path(__file__).parent
 WAIT_S = 60.0
@@ -32,6 +33,7 @@ class Run:
 
     def __init__(self, folder: Path, arguments: Sequence[str], *, toy: str = "") -> None:
         self.folder = folder
+        self.runs = folder / "runs"
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "run.toml"
         if not file.exists():
@@ -54,7 +56,7 @@ class Run:
     @property
     def dir(self) -> Path:
         """The run directory, once there is one."""
-        return (self.folder / "runs/latest").resolve()
+        return (self.runs / "latest").resolve()
 
     def log(self, name: str) -> str:
         path = self.dir / "logs" / name
@@ -97,6 +99,14 @@ class Run:
     def signal(self, sig: signal.Signals) -> None:
         self.process.send_signal(sig)
 
+    @staticmethod
+    def until_gone(processes: Sequence[psutil.Process]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        for process in processes:
+            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < deadline, f"{process} is still there"
+                time.sleep(0.02)
+
     def ended(self) -> int:
         """Exit status."""
         try:
@@ -116,7 +126,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def run(folder: Path, *arguments: str, toy: str = "") -> Iterator[Run]:
+def launched(folder: Path, *arguments: str, toy: str = "") -> Iterator[Run]:
     one = Run(folder, arguments, toy=toy)
     try:
         yield one
@@ -124,9 +134,7 @@ def run(folder: Path, *arguments: str, toy: str = "") -> Iterator[Run]:
         one.close()
 
 
-def until_gone(processes: Sequence[psutil.Process]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    for process in processes:
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline, f"{process} is still there"
-            time.sleep(0.02)
+@pytest.fixture
+def run():
+    """`with run(folder, "up", ...) as one:` starts `myxa up`; killed at the end if it still runs."""
+    return launched

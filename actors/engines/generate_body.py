@@ -1,0 +1,224 @@
+"""The body of `POST /generate`: from untrusted JSON to requests for the engine.
+
+SGLang's fields are known by name. Those that ask for something the embedded engine cannot do are refused unless they
+hold their neutral value: a server that quietly ignores a penalty would answer a question nobody asked.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import msgspec
+import numpy as np
+
+from ...core.errors import RequestRefused
+from ...core.messages import SamplingParams
+from ...core.protocols import GenerateRequest
+
+T = TypeVar("T")
+
+MAX_REQUESTS = 4096
+"""Sequences one call may ask for."""
+DEFAULT_NEW_TOKENS = 128
+
+
+class SamplingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`sampling_params`; names and defaults are SGLang's."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+    sampling_seed: int | None = None
+    # of text only, which is decoded from the ids for people to read
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    stream_interval: int | None = None
+    # refused unless neutral
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_new_tokens: int | None = None
+    stop: Any = None
+    stop_regex: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+    logit_bias: Any = None
+    custom_params: Any = None
+
+
+class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole body; names and defaults are SGLang's."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: SamplingBody | list[SamplingBody] | None = None
+    rid: str | list[str] | None = None
+    stream: bool = False
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    return_text_in_logprobs: bool = False
+    log_metrics: bool = True
+    priority: int | None = None
+    # refused unless neutral
+    top_logprobs_num: int | None = None
+    token_ids_logprob: Any = None
+    return_hidden_states: bool = False
+    return_routed_experts: bool = False
+    input_embeds: Any = None
+    image_data: Any = None
+    audio_data: Any = None
+    video_data: Any = None
+    lora_path: Any = None
+    session_params: Any = None
+    custom_logit_processor: Any = None
+
+
+NEUTRAL_SAMPLING: dict[str, object] = {
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    **dict.fromkeys(
+        ("stop", "stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "custom_params")
+    ),
+}
+NEUTRAL_BODY: dict[str, object] = {
+    "return_hidden_states": False,
+    "return_routed_experts": False,
+    "top_logprobs_num": 0,
+    **dict.fromkeys(
+        (
+            "token_ids_logprob",
+            "input_embeds",
+            "image_data",
+            "audio_data",
+            "video_data",
+            "lora_path",
+            "session_params",
+            "custom_logit_processor",
+        )
+    ),
+}
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A parsed body."""
+
+    requests: tuple[GenerateRequest, ...]
+    """Prompt by prompt, the `n` samples of each side by side."""
+    rids: tuple[str, ...]
+    """The caller's id of each prompt's request, repeated for its samples."""
+    is_list: bool
+    """Whether the answer is a list."""
+    is_stream: bool
+    wants_logprobs: bool
+    skips_special: bool
+
+
+def parse_generate(raw: bytes, encode: Callable[[str], list[int]]) -> Call:
+    """Read a body; texts are encoded with `encode`. Raises RequestRefused saying which field is wrong and why."""
+    try:
+        body = msgspec.json.decode(raw, type=GenerateBody)
+    except msgspec.MsgspecError as err:
+        raise RequestRefused(f"/generate: {err}", remedy="send the fields of SGLang's /generate") from err
+    _refuse_unknown_wishes(body, NEUTRAL_BODY, "")
+    prompts, is_batch = _prompts(body, encode)
+    if not prompts:
+        raise RequestRefused("/generate: the batch is empty", remedy="send at least one prompt")
+    sampling = [s or SamplingBody() for s in _as_list(body.sampling_params, len(prompts), "sampling_params")]
+    rids = [r or uuid.uuid4().hex for r in _as_list(body.rid, len(prompts), "rid", is_unique=True)]
+    wants = [bool(w) for w in _as_list(body.return_logprob, len(prompts), "return_logprob")]
+    requests: list[GenerateRequest] = []
+    owners: list[str] = []
+    for prompt, one, rid in zip(prompts, sampling, rids, strict=True):
+        _refuse_unknown_wishes(one, NEUTRAL_SAMPLING, "sampling_params.")
+        members = _members(prompt, one, rid)
+        requests.extend(members)
+        owners.extend([rid] * len(members))
+        if len(requests) > MAX_REQUESTS:
+            raise RequestRefused(
+                f"/generate: the call asks for more than {MAX_REQUESTS} sequences", remedy="send several calls"
+            )
+    return Call(
+        requests=tuple(requests),
+        rids=tuple(owners),
+        is_list=is_batch or len(requests) > 1,
+        is_stream=body.stream,
+        wants_logprobs=any(wants),
+        skips_special=sampling[0].skip_special_tokens is not False,
+    )
+
+
+def _prompts(body: GenerateBody, encode: Callable[[str], list[int]]) -> tuple[list[list[int]], bool]:
+    """Token ids of every prompt, and whether the caller sent a batch."""
+    if (body.text is None) == (body.input_ids is None):
+        raise RequestRefused("/generate: send either text or input_ids", remedy="exactly one of the two")
+    if isinstance(body.text, str):
+        return [encode(body.text)], False
+    if isinstance(body.text, list):
+        return [encode(text) for text in body.text], True
+    ids = body.input_ids or []
+    flat = [one for one in ids if isinstance(one, int)]
+    nested = [one for one in ids if isinstance(one, list)]
+    if flat and nested:
+        raise RequestRefused("/generate: input_ids mixes ids and lists", remedy="send one prompt, or a list of prompts")
+    return (nested, True) if nested else ([flat], False)
+
+
+def _as_list(value: T | list[T] | None, count: int, name: str, *, is_unique: bool = False) -> list[T | None]:
+    """One value for every prompt; a single one stands for all."""
+    if isinstance(value, list):
+        values = cast("list[T | None]", value)
+        if len(values) != count:
+            raise RequestRefused(f"/generate: {len(values)} {name} for {count} prompts", remedy="send one for each")
+        return values
+    if value is not None and is_unique and count > 1:
+        raise RequestRefused(f"/generate: one {name} for {count} prompts", remedy="send a list of different ones")
+    return [value] * count
+
+
+def _members(prompt: list[int], body: SamplingBody, rid: str) -> list[GenerateRequest]:
+    """The `n` requests of one prompt. With a seed, sample j uses seed + j, for else all would be equal."""
+    num = 1 if body.n is None else body.n
+    if not 1 <= num <= MAX_REQUESTS:
+        raise RequestRefused(f"/generate: n is {num}", remedy=f"use 1 to {MAX_REQUESTS}")
+    try:
+        ids = np.asarray(prompt, dtype=np.int32)
+    except OverflowError as err:
+        raise RequestRefused("/generate: an input id does not fit into 32 bits", remedy="send token ids") from err
+    return [
+        GenerateRequest(
+            request_id=rid if num == 1 else f"{rid}/{j}",
+            input_ids=ids,
+            sampling=SamplingParams(
+                temperature=1.0 if body.temperature is None else body.temperature,
+                top_p=1.0 if body.top_p is None else body.top_p,
+                top_k=-1 if body.top_k is None else body.top_k,
+                max_new_tokens=DEFAULT_NEW_TOKENS if body.max_new_tokens is None else body.max_new_tokens,
+                stop_token_ids=tuple(body.stop_token_ids or ()),
+                ignore_eos=bool(body.ignore_eos),
+                seed=None if body.sampling_seed is None else body.sampling_seed + j,
+            ),
+        )
+        for j in range(num)
+    ]
+
+
+def _refuse_unknown_wishes(body: msgspec.Struct, neutral: dict[str, object], prefix: str) -> None:
+    for name, value in neutral.items():
+        wish = getattr(body, name)
+        if wish is not None and wish != value and wish not in ([], {}, ""):
+            raise RequestRefused(
+                f"/generate: {prefix}{name} is not supported by the embedded engine", remedy="leave it out"
+            )

@@ -1,0 +1,74 @@
+"""Answers of `POST /generate`: collects an engine's deltas and writes them in SGLang's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...core.protocols import Delta, GenerateRequest
+from ...core.samples import F32, I32, FinishReason
+from .sglang_wire import finish_reason, spans_of
+
+
+class Reply:
+    """One generation in the making."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        rid: str,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        now_s: float,
+        wants_logprobs: bool,
+        is_incremental: bool = False,
+    ) -> None:
+        """`is_incremental`: each answer holds the tokens since the last one, else all so far."""
+        self._rid = rid
+        self._num_prompt = len(request.input_ids)
+        self._decode = decode
+        self._started_s = now_s
+        self._wants_logprobs = wants_logprobs
+        self._is_incremental = is_incremental
+        self._ids: I32 = np.zeros(0, dtype=np.int32)
+        self._logprobs: F32 = np.zeros(0, dtype=np.float32)
+        self._versions: I32 = np.zeros(0, dtype=np.int32)
+        self._num_said = 0
+        self._finish: FinishReason | None = None
+        self._matched: int | None = None
+
+    def add(self, delta: Delta) -> None:
+        """More tokens."""
+        self._ids = np.concatenate([self._ids, delta.output_ids])
+        self._logprobs = np.concatenate([self._logprobs, delta.logprobs])
+        self._versions = np.concatenate([self._versions, delta.versions])
+        self._finish, self._matched = delta.finish, delta.matched
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last delta was added."""
+        return self._finish is not None
+
+    def answer(self, version: int, now_s: float) -> dict[str, Any]:
+        """The object to send; `version` is what the engine serves, for answers without a token."""
+        first = self._num_said if self._is_incremental else 0
+        self._num_said = len(self._ids)
+        ids: list[int] = self._ids[first:].tolist()
+        spans = spans_of(self._versions)
+        meta: dict[str, Any] = {
+            "id": self._rid,
+            "finish_reason": finish_reason(self._finish, matched=self._matched, num_tokens=len(self._ids)),
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": len(self._ids),
+            "cached_tokens": 0,
+            "weight_version": spans[-1].version if spans else str(version),
+            "weight_versions": [{"version": s.version, "start": s.start, "end": s.end} for s in spans],
+            "e2e_latency": now_s - self._started_s,
+        }
+        if self._wants_logprobs:
+            meta["output_token_logprobs"] = [
+                [logprob, i, None] for logprob, i in zip(self._logprobs[first:].tolist(), ids, strict=True)
+            ]
+        return {"text": self._decode(ids), "output_ids": ids, "meta_info": meta}

@@ -1,0 +1,86 @@
+"""A model folder served over HTTP: the embedded engine, SGLang's routes and a socket, from start to end.
+
+`myxa engine serve DIR` and the tests stand on this; it installs no signal handlers and prints nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from ...core.errors import EngineError
+from ..models.tokenizer import load_tokenizer
+from .embedded.engine import EmbeddedEngine, EmbeddedOptions
+from .engine_routes import EngineServer
+
+SHUTDOWN_S = 2.0
+"""Grace for open connections when the server ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server that listens."""
+
+    engine: EmbeddedEngine
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://{self.host}:{self.port}"
+
+
+@asynccontextmanager
+async def serve(
+    folder: str | Path,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    options: EmbeddedOptions | None = None,
+    is_incremental: bool = False,
+) -> AsyncGenerator[Served, None]:
+    """Serve a model folder inside the block; port 0 takes any free one.
+
+    Raises ModelError for a bad folder, EngineError when the engine cannot start or the port is taken.
+    """
+    engine = EmbeddedEngine(folder, options)
+    runner: web.AppRunner | None = None
+    try:
+        await engine.start()
+        server = EngineServer(engine, load_tokenizer(folder), Path(folder), is_incremental=is_incremental)
+        # A client that goes away cancels its handler, which frees its rows.
+        runner = web.AppRunner(
+            server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
+        )
+        await runner.setup()
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as err:
+            raise EngineError(f"cannot listen on {host}:{port}: {err}", remedy="choose another port") from err
+        yield Served(engine=engine, host=host, port=int(runner.addresses[0][1]))
+    finally:
+        await engine.close()
+        if runner is not None:
+            await runner.cleanup()
+
+
+async def serve_engine(
+    folder: str | Path,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    options: EmbeddedOptions | None = None,
+    on_ready: Callable[[Served], None] | None = None,
+) -> None:
+    """Serve until cancelled; `on_ready` is told the address once requests are served. Errors are those of `serve`."""
+    async with serve(folder, host, port, options=options) as served:
+        if on_ready is not None:
+            on_ready(served)
+        await asyncio.Event().wait()

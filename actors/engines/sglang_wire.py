@@ -1,0 +1,198 @@
+"""SGLang's words for a generation, as seen in 0.5.17 and 0.5.23: what our server says and our client understands.
+
+    {"text", "output_ids", "meta_info": {"id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens",
+     "weight_version", "weight_versions": [{"version", "start", "end"}], "output_token_logprobs": [[logp, id, text]]}}
+
+A stream is `data: <that object>` lines and `data: [DONE]`; `output_ids` and log-probs of each chunk are cumulative, or
+only the new ones when the server was told to stream incrementally. 0.5.23 sends the version spans with the last chunk,
+0.5.17 never; our server sends them with every chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+
+from ...core.errors import EngineError
+from ...core.protocols import Delta
+from ...core.samples import F32, I32, NO_VERSION, FinishReason
+
+DONE = b"[DONE]"
+DATA = b"data:"
+FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens [start, end) of a generation that one weight version produced."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One object of a stream, or a whole answer, with the fields that count."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    num_tokens: int
+    """Tokens of the generation so far, whichever way the chunk counts."""
+    weight_version: str
+    spans: list[Span] | None
+    finish: FinishReason | None
+    matched: int | None
+    reason: str
+
+
+def version_number(text: object) -> int:
+    """The version a label means; NO_VERSION for a label that is no number ("default")."""
+    try:
+        return int(str(text))
+    except ValueError:
+        return NO_VERSION
+
+
+def spans_of(versions: I32) -> list[Span]:
+    """Runs of equal versions."""
+    cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return [
+        Span(version=str(int(versions[a])), start=a, end=b) for a, b in pairwise(cuts) if b > a
+    ]
+
+
+def versions_of(spans: Sequence[Span], num_tokens: int, place: str) -> I32:
+    """int32 [num_tokens]. Raises EngineError if the spans do not cover the tokens without gaps."""
+    versions = np.full(num_tokens, NO_VERSION, dtype=np.int32)
+    covered = 0
+    for span in spans:
+        if span.start > covered or span.end < span.start:
+            raise EngineError(f"{place}: weight_versions {list(spans)} leave a gap", remedy="the server is not SGLang")
+        versions[span.start : span.end] = version_number(span.version)
+        covered = max(covered, span.end)
+    if covered < num_tokens:
+        raise EngineError(
+            f"{place}: weight_versions cover {covered} of {num_tokens} tokens", remedy="the server is not SGLang"
+        )
+    return versions
+
+
+def finish_reason(finish: FinishReason | None, *, matched: int | None, num_tokens: int) -> dict[str, Any] | None:
+    """The object of `meta_info.finish_reason`."""
+    if finish is None:
+        return None
+    details: dict[FinishReason, dict[str, Any]] = {
+        "stop": {"matched": matched},
+        "length": {"length": num_tokens},
+        "abort": {"message": "aborted"},
+    }
+    return {"type": finish, **details[finish]}
+
+
+def parse_chunk(raw: bytes, place: str) -> Chunk:
+    """Read one object. Raises EngineError naming `place` if it is not what SGLang sends."""
+    try:
+        value: Any = msgspec.json.decode(raw)
+        meta = value["meta_info"]
+        reason: dict[str, Any] = meta.get("finish_reason") or {}
+        pairs = cast("list[list[Any]]", meta.get("output_token_logprobs") or [])
+        ids = [int(i) for i in value["output_ids"]]
+        spans = meta.get("weight_versions")
+        if any(int(pair[1]) != i for pair, i in zip(reversed(pairs), reversed(ids), strict=False)):
+            raise ValueError("log-probs belong to other tokens than output_ids")
+        return Chunk(
+            output_ids=ids,
+            logprobs=[float(pair[0]) for pair in pairs],
+            num_tokens=int(meta["completion_tokens"]),
+            weight_version=str(meta.get("weight_version", "")),
+            spans=None if spans is None else msgspec.convert(spans, list[Span]),
+            finish=FINISHES[reason["type"]] if reason else None,
+            matched=reason["matched"] if isinstance(reason.get("matched"), int) else None,
+            reason=str(reason.get("message", "")),
+        )
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError, IndexError, AttributeError) as err:
+        shown = raw[:200].decode(errors="replace")
+        raise EngineError(
+            f"{place}: not an answer of SGLang's /generate ({type(err).__name__}: {err}): {shown}",
+            remedy="engine.url must be the address of an SGLang server (0.5.17 or later)",
+        ) from err
+
+
+class HeldTokens:
+    """Turns the chunks of one stream, cumulative or incremental, into deltas whose version stamps are certain.
+
+    Spans come at the latest with the last chunk, so tokens wait for them. A server without spans announces one version
+    per answer: if it is the one known when the request was sent, all tokens have it; otherwise they all get the smaller
+    of the two, which is never newer than the truth, so that a staleness bound holds.
+    """
+
+    def __init__(self, place: str, sent_version: int) -> None:
+        self._place = place
+        self._sent_version = sent_version
+        self._ids: I32 = np.zeros(0, dtype=np.int32)
+        self._logprobs: F32 = np.zeros(0, dtype=np.float32)
+        self._num_told = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Received so far."""
+        return len(self._ids)
+
+    def add(self, chunk: Chunk) -> Delta | None:
+        """What can be told now. Raises EngineError when tokens, log-probs or stamps are missing."""
+        ids = self._new(chunk.output_ids, chunk.num_tokens, "output_ids")
+        logprobs = self._new(chunk.logprobs, chunk.num_tokens, "output_token_logprobs")
+        self._ids = np.concatenate([self._ids, np.asarray(ids, dtype=np.int32)])
+        self._logprobs = np.concatenate([self._logprobs, np.asarray(logprobs, dtype=np.float32)])
+        if chunk.spans is not None:
+            versions = versions_of(chunk.spans, len(self._ids), self._place)
+        elif chunk.finish is not None:
+            version = min(self._sent_version, version_number(chunk.weight_version))
+            versions = np.full(len(self._ids), version, dtype=np.int32)
+        else:
+            return None
+        new = slice(self._num_told, len(self._ids))
+        self._num_told = len(self._ids)
+        stopped = chunk.finish == "stop" and len(self._ids) > 0
+        return Delta(
+            output_ids=self._ids[new],
+            logprobs=self._logprobs[new],
+            versions=versions[new],
+            finish=chunk.finish,
+            matched=(int(self._ids[-1]) if chunk.matched is None else chunk.matched) if stopped else None,
+        )
+
+    def _new(self, values: Sequence[Any], num_tokens: int, what: str) -> Sequence[Any]:
+        """Cumulative lists have all tokens (a server may even be ahead of its count), incremental ones the new."""
+        num_seen = len(self._logprobs)
+        if len(values) >= num_tokens >= num_seen:
+            return values[num_seen:num_tokens]
+        if num_tokens == num_seen:  # SGLang repeats the last token when it aborts an incremental stream
+            return ()
+        if len(values) == num_tokens - num_seen:
+            return values
+        raise EngineError(
+            f"{self._place}: a chunk has {len(values)} {what} after {num_seen} tokens and counts {num_tokens}",
+            remedy="the server must return log-probs of every token; it may be of an unknown version",
+        )
+
+class Lines:
+    """Cuts a byte stream into the payloads of its `data:` lines."""
+
+    def __init__(self, max_bytes: int, place: str) -> None:
+        self._rest = b""
+        self._max_bytes = max_bytes
+        self._place = place
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Payloads completed by these bytes. Raises EngineError for a line longer than allowed."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > self._max_bytes:
+            raise EngineError(
+                f"{self._place}: a line of the stream is longer than {self._max_bytes} bytes",
+                remedy="lower max_new_tokens, or start the server with incremental streaming output",
+            )
+        return [line[len(DATA) :].strip() for line in lines if line.startswith(DATA)]

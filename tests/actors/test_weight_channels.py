@@ -1,0 +1,104 @@
+"""Both weight channels: what is published is what is read, and nothing torn, altered or gone is ever handed out."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from myxa.actors.weights.channel import ChannelReader, make_writer
+from myxa.core.errors import EngineError
+from myxa.core.messages import TensorSpec, WeightManifest
+from myxa.core.protocols import NamedArray, WeightWriter
+
+SHAPES = {"embed": (8, 3), "norm": (3,), "head": (5, 7)}
+
+
+def tensors(version: int) -> list[NamedArray]:
+    rng = np.random.default_rng(version)
+    made: list[NamedArray] = []
+    for name, shape in SHAPES.items():
+        array = rng.normal(size=shape).astype(np.float32)
+        spec = TensorSpec(name=name, dtype="float32", shape=shape, offset=0, num_bytes=array.nbytes)
+        made.append(NamedArray(spec=spec, data=memoryview(array).cast("B")))
+    return made
+
+
+@pytest.fixture(params=["shm", "disk"])
+def writer(request: pytest.FixtureRequest, tmp_path: Path) -> WeightWriter:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    made = make_writer(request.param, tmp_path / "weights", tmp_path / "model")
+    request.addfinalizer(made.close)
+    return made
+
+
+def read(reader: ChannelReader, manifest: WeightManifest) -> dict[str, bytes]:
+    with reader.open(manifest) as found:
+        return {name: bytes(tensor.data) for name, tensor in found.items()}
+
+
+def test_what_is_published_is_what_is_read(writer: WeightWriter) -> None:
+    reader = ChannelReader()
+    for version in range(5):
+        manifest = writer.publish(version, tensors(version))
+        assert read(reader, manifest) == {t.spec.name: bytes(t.data) for t in tensors(version)}
+        writer.release(version - 1)
+
+
+def test_unreleased_versions_stay_readable_side_by_side(writer: WeightWriter) -> None:
+    reader = ChannelReader()
+    manifests = [writer.publish(version, tensors(version)) for version in range(3)]
+    for version, manifest in enumerate(manifests):
+        assert read(reader, manifest) == {t.spec.name: bytes(t.data) for t in tensors(version)}
+
+
+def test_a_released_version_is_refused_once_it_is_overwritten(writer: WeightWriter) -> None:
+    reader = ChannelReader()
+    old = writer.publish(0, tensors(0))
+    writer.release(0)
+    writer.publish(1, tensors(1))
+    with pytest.raises(EngineError, match="weight version 0"):
+        read(reader, old)
+
+
+def test_a_digest_that_does_not_fit_is_refused(writer: WeightWriter) -> None:
+    import msgspec
+
+    manifest = msgspec.structs.replace(writer.publish(0, tensors(0)), digest="crc32:00000000")
+    with pytest.raises(EngineError, match="digest"):
+        read(ChannelReader(), manifest)
+
+
+def test_overwriting_during_the_read_is_noticed(tmp_path: Path) -> None:
+    writer = make_writer("shm", tmp_path, tmp_path)
+    manifest = writer.publish(0, tensors(0))
+    with pytest.raises(EngineError, match="was overwritten while it was read"), ChannelReader().open(manifest):
+        writer.release(0)
+        writer.publish(1, tensors(1))
+    writer.close()
+
+
+def test_shared_memory_of_another_host_is_refused_by_name(tmp_path: Path) -> None:
+    import msgspec
+
+    writer = make_writer("shm", tmp_path, tmp_path)
+    manifest = msgspec.structs.replace(writer.publish(0, tensors(0)), host="elsewhere")
+    with pytest.raises(EngineError, match=r"another host \(elsewhere\)"):
+        read(ChannelReader(), manifest)
+    writer.close()
+
+
+def test_slabs_are_reused_and_freed(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    writer = make_writer("shm", tmp_path, tmp_path)
+    for version in range(50):
+        writer.publish(version, tensors(version))
+        writer.release(version - 1)
+    assert len(os.listdir("/proc/self/fd")) <= before + 4, "two slabs, two descriptors each"
+    writer.close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before

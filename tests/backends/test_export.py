@@ -1,0 +1,86 @@
+"""What leaves the trainer: bytes for engines, folders for everyone else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from myxa.actors.backends.torch_backend.backend import TorchBackend
+from myxa.actors.models.hf_folder import read_config
+from myxa.core.errors import ModelError
+from myxa.core.samples import TrainShard
+
+Backends = Callable[..., TorchBackend]
+Shards = Callable[..., tuple[TrainShard, ...]]
+
+
+def test_arrays_follow_one_another_under_their_names(model: Path, backends: Backends) -> None:
+    arrays = backends().export_weights()
+    assert {a.spec.name: a.spec.shape for a in arrays} == read_config(model).tensor_shapes()
+    offset = 0
+    for array in arrays:
+        assert array.spec.offset == offset
+        assert array.spec.num_bytes == array.data.nbytes
+        assert array.spec.dtype == "float32"
+        offset += array.spec.num_bytes
+
+
+def test_float32_on_a_cpu_is_not_copied(backends: Backends, make_shards: Shards) -> None:
+    backend = backends()
+    view = np.frombuffer(backend.export_weights()[0].data, np.float32)
+    before = view.copy()
+    backend.train(make_shards(61)[0], {})
+    assert not np.array_equal(view, before), "the view shows the live parameters"
+
+
+def test_bfloat16_is_rounded_into_buffers_used_again(backends: Backends) -> None:
+    exact = backends().export_weights()
+    backend = backends(trainer={"dtype": "bfloat16"})
+    first, second = backend.export_weights(), backend.export_weights()
+    for full, half, again in zip(exact, first, second, strict=True):
+        assert half.spec.dtype == "bfloat16" and half.data.nbytes * 2 == full.data.nbytes
+        expected = torch.frombuffer(bytearray(full.data), dtype=torch.float32).bfloat16()
+        assert torch.equal(torch.frombuffer(bytearray(half.data), dtype=torch.bfloat16), expected)
+        address = np.frombuffer(half.data, np.uint8).ctypes.data
+        assert np.frombuffer(again.data, np.uint8).ctypes.data == address
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transformers_loads_the_folder_and_agrees(
+    tmp_path: Path, backends: Backends, make_shards: Shards, dtype: str
+) -> None:
+    backend = backends(trainer={"dtype": dtype})
+    backend.train(make_shards(62)[0], {})
+    backend.export_hf(str(tmp_path / "hf"))
+    judge: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert judge.dtype == getattr(torch, dtype)
+    sample = next(s for s in make_shards(63)[0].samples if s.loss_mask.all())
+    ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+    table = judge(ids).logits[0].float().log_softmax(-1)
+    places = torch.arange(sample.prompt_len, len(sample.token_ids))
+    expected = table[places - 1].gather(-1, ids[0, places][:, None]).squeeze(-1)
+    tolerance = 1e-5 if dtype == "float32" else 0.1
+    np.testing.assert_allclose(backend.score([sample])[0], expected.detach().numpy(), atol=tolerance)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer.decode(tokenizer("sort 312")["input_ids"]) == "sort 312"
+
+
+def test_the_exported_folder_trains_on(tmp_path: Path, backends: Backends, make_shards: Shards) -> None:
+    first = backends()
+    first.train(make_shards(64)[0], {})
+    first.export_hf(str(tmp_path / "hf"))
+    (shard,) = make_shards(65)
+    for one, two in zip(first.score_shard(shard), backends(folder=tmp_path / "hf").score_shard(shard), strict=True):
+        assert np.array_equal(one, two)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, backends: Backends) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="file"):
+        backends().export_hf(str(tmp_path / "file" / "x"))

@@ -1,0 +1,168 @@
+"""Meeting and losing ranks: every wait ends, and says who was missing."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from myxa.actors.backends.torch_backend.tally import Tally
+from myxa.actors.backends.torch_backend.world import Gang, World
+from myxa.core.errors import LaunchError
+
+Programs = Callable[..., list[tuple[int, str]]]
+
+HEAD = """
+import os, sys, threading, torch
+from myxa.actors.backends.torch_backend.world import Gang, World
+from myxa.core.errors import MyxaError, TrainError
+rank, size, port, timeout = (int(a) for a in sys.argv[1:5])
+torch.set_num_threads(1)
+def done(text):
+    sys.stdout.write(text + chr(10)); sys.stdout.flush()
+"""
+
+
+def gang(programs: Programs, body: str, size: int, timeout_s: int, absent: int = -1) -> list[tuple[int, str]]:
+    from socket import socket
+
+    with socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = HEAD + textwrap.dedent(body)
+    ranks = [r for r in range(size) if r != absent]
+    return programs([[sys.executable, "-c", code, str(r), str(size), str(port), str(timeout_s)] for r in ranks])
+
+
+JOIN = """
+try:
+    world = World.join(Gang(rank, size, "127.0.0.1", port, timeout_s=timeout), torch.device("cpu"))
+except MyxaError as error:
+    done(f"{type(error).__name__}: {error}"); sys.exit(0)
+"""
+
+
+def test_a_rank_that_never_comes_is_named(programs: Programs) -> None:
+    (status, first), (_, second) = gang(programs, JOIN, size=3, timeout_s=3, absent=1)
+    assert status == 0, first
+    assert "LaunchError" in first and "not there: rank 1" in first, first
+    assert "not there: rank 1" in second or "rank 0 has given up" in second, second
+
+
+def test_rank_zero_that_never_comes_is_named(programs: Programs) -> None:
+    ((status, output),) = gang(programs, JOIN, size=2, timeout_s=1, absent=0)
+    assert status == 0, output
+    assert "LaunchError" in output and "does not reach rank 0" in output, output
+
+
+def test_agreed_errors_leave_the_gang_whole_and_one_rank_s_own_ends_it_at_once(programs: Programs) -> None:
+    body = JOIN + """
+try:
+    with world.phase("save"):
+        world.agree(OSError("disk full") if rank == 0 else None, "saving")
+except (MyxaError, OSError) as error:
+    done(f"{type(error).__name__}: {error}")
+try:
+    with world.phase("train step 4"):
+        done(f"sum {int(world.sum(torch.ones(1)))}")
+        if rank == 1:
+            raise ValueError("this rank has a bad shard")
+        world.sum(torch.ones(1))
+except (MyxaError, ValueError) as error:
+    done(f"{type(error).__name__}: {error}")
+try:
+    with world.phase("train step 5"):
+        pass
+except MyxaError as error:
+    done(str(error))
+world.close()
+"""
+    results = gang(programs, body, size=3, timeout_s=600)  # the collective's own timeout must not be what ends it
+    for rank, (status, output) in enumerate(results):
+        assert status == 0, output
+        assert ("OSError: disk full" if rank == 0 else "TrainError: saving failed on rank 0") in output, output
+        assert "sum 3" in output, output
+        assert f"rank {rank} cannot train step 5: it left the process group" in output, output
+        if rank != 1:
+            assert f"TrainError: rank {rank} of 3 failed to train step 4" in output, output
+            assert "rank 1: ValueError: this rank has a bad shard" in output, output
+
+
+@pytest.mark.parametrize(
+    ("what_rank_one_does", "timeout_s"),
+    [("os._exit(9)", 600), ("threading.Event().wait(6)", 2)],
+    ids=["dies", "does-not-come"],
+)
+def test_a_rank_that_is_lost_in_a_collective_is_named(
+    programs: Programs, what_rank_one_does: str, timeout_s: int
+) -> None:
+    body = JOIN + f"""
+try:
+    with world.phase("train step 4"):
+        world.sum(torch.ones(1))
+        if rank == 1:
+            {what_rank_one_does}
+        world.sum(torch.ones(1))
+except MyxaError as error:
+    done(f"{{type(error).__name__}}: {{error}}")
+"""
+    (status, output), _ = gang(programs, body, size=2, timeout_s=timeout_s)
+    assert status == 0, output
+    assert "TrainError: rank 0 of 2 failed to train step 4" in output, output
+    assert "rank 1: silent, last seen at 'train step 4'" in output, output
+
+
+def test_alone_needs_no_address_and_no_group() -> None:
+    world = World.join(Gang(), torch.device("cpu"))
+    with world.phase("count"):
+        assert world.sum(torch.tensor([2.0])).item() == 2.0
+        assert world.gather(torch.tensor([3, 4])).tolist() == [[3, 4]]
+    assert not torch.distributed.is_initialized()
+    world.close()
+
+
+def test_errors_of_a_lone_rank_pass_as_they_are() -> None:
+    world = World.join(Gang(), torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="store"), world.phase("count"):
+        raise RuntimeError("something about a store")
+    with world.phase("count"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Gang(timeout_s=5)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500", "LOCAL_RANK": "1"},
+         Gang(1, 2, "h", 29500, 1, 5)),
+    ],
+)  # fmt: skip
+def test_the_environment_of_torchrun_is_understood(environment: dict[str, str], expected: Gang) -> None:
+    assert Gang.from_environment(environment, 5) == expected
+
+
+@pytest.mark.parametrize(
+    ("place", "cause"),
+    [
+        (Gang(2, 2, "127.0.0.1", 1), "outside a gang of 2"),
+        (Gang(0, 2), "no meeting place"),
+        (Gang(0, 2, "127.0.0.1", 70000), "no meeting place"),
+    ],
+)
+def test_a_gang_that_cannot_meet_is_refused_at_once(place: Gang, cause: str) -> None:
+    with pytest.raises(LaunchError, match=cause):
+        World.join(place, torch.device("cpu"))
+    with pytest.raises(LaunchError, match="RANK='x'"):
+        Gang.from_environment({"RANK": "x"})
+
+
+def test_a_tally_adds_and_keeps_the_largest() -> None:
+    tally = Tally()
+    for values in ([1.0, 5.0], [], [2.0]):
+        tally.add("sum", torch.tensor(values).sum())
+        tally.top("top", torch.tensor(values))
+        tally.top("nothing", torch.zeros(0))
+    assert tally.reduced(World.join(Gang(), torch.device("cpu"))) == ({"sum": 8.0}, {"top": 5.0, "nothing": 0.0})

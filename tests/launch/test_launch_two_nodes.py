@@ -1,0 +1,169 @@
+"""`myxa launch` on two nodes that share a machine: two launchers, tcp with CURVE, one run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+SPREAD = ("--set", 'roles.rollout.nodes="*"', "--set", "roles.trainer.nodes=[0, 1]")
+
+
+def flags(folder: Path, rank: int, *more: str, num_nodes: int = 2) -> list[str]:
+    place = ["--nnodes", str(num_nodes), "--node-rank", str(rank), "--rdzv-file", str(folder / "rdzv")]
+    if rank == 0:
+        place += ["--rdzv", "127.0.0.1:0"]
+    key = ["--job-key", str(folder / "job.key")]
+    # Both read the same file, as on a shared file system, and node 0 names the run directory.
+    return ["launch", *place, *key, "--set", f'run.dir="{folder}/runs"', *more]
+
+
+def two(folder: Path, run, *more: str, toy: str = ""):
+    text = '[run]\nname = "toy"\n[model]\npath = "/m"\n[data]\ntrain = "/d.jsonl"\n'
+    for rank in range(2):
+        (folder / f"node{rank}").mkdir()
+        (folder / f"node{rank}/run.toml").write_text(text)
+    # Node 1 comes first: it has to wait for the key, the endpoint and the registry.
+    second = run(folder / "node1", *flags(folder, 1, *SPREAD, *more), toy=toy)
+    first = run(folder / "node0", *flags(folder, 0, *SPREAD, *more), toy=toy)
+    return first, second
+
+
+def see(one, folder: Path) -> None:
+    """The run directory is the shared one."""
+    one.runs = folder / "runs"
+
+
+def test_two_launchers_make_one_run_over_encrypted_tcp(tmp_path: Path, run):
+    first, second = two(tmp_path, run)
+    with second as node1, first as node0:
+        see(node0, tmp_path)
+        see(node1, tmp_path)
+        node0.until_serving("coordinator", "trainer/0", "trainer/1", "rollout/0", "rollout/1")
+        assert stat.S_IMODE((tmp_path / "job.key").stat().st_mode) == 0o600
+        assert "CURVE" not in node0.output
+        ranks = [node0.log(f"trainer.{r}.0.log") for r in range(2)]
+        for rank, log in enumerate(ranks):
+            for want in (f"'RANK': '{rank}'", "'LOCAL_RANK': '0'", "'WORLD_SIZE': '2'", f"'GROUP_RANK': '{rank}'"):
+                assert want in log
+        ports = {log.partition("'MASTER_PORT': '")[2].partition("'")[0] for log in ranks}
+        assert len(ports) == 1
+        owners = {name: os.getpgid(node0.pid_of(name)) for name in ("trainer/0", "trainer/1")}
+        assert {p.pid for p in node1.children()} >= {owners["trainer/1"]}, "rank 1 is node 1's child"
+        os.kill(node0.pid_of("trainer/1"), signal.SIGKILL)
+        node0.until_serving("trainer/0", "trainer/1", attempt=1)
+        children = node0.children() + node1.children()
+        node0.switch("finish")
+        assert node0.ended() == 0, node0.evidence()
+        assert node1.ended() == 0, node1.evidence()
+        node0.until_gone(children)
+        assert not (tmp_path / "rdzv").exists()
+        assert list(Path(tempfile.gettempdir()).glob("myxa-*")) == []
+
+
+def test_a_signal_on_any_node_ends_the_run_in_good_order_on_all(tmp_path: Path, run):
+    first, second = two(tmp_path, run)
+    with second as node1, first as node0:
+        see(node0, tmp_path)
+        node0.until_serving("coordinator", "monitor", "rollout/0", "rollout/1", "trainer/1")
+        node1.signal(signal.SIGINT)
+        assert node1.ended() == 130, node1.evidence()
+        assert node0.ended() == 130, node0.evidence()
+        assert (node0.dir / "coordinator.asked").read_text() == "Ctrl-C\n"
+        assert (node0.dir / "monitor.stopped").exists()
+
+
+def test_a_lost_node_ends_the_run_and_is_named(tmp_path: Path, run):
+    first, second = two(tmp_path, run)
+    with second as node1, first as node0:
+        see(node0, tmp_path)
+        node0.until_serving("coordinator", "rollout/0", "rollout/1", "trainer/1")
+        children = node1.children()
+        node1.signal(signal.SIGKILL)
+        node1.process.wait()
+        node1.until_gone(children)
+        assert node0.ended() == 4, node0.evidence()
+        assert "first failure: launcher/1: the launcher of node 1 is gone" in node0.output
+
+
+def test_nodes_end_when_node_0_is_lost(tmp_path: Path, run):
+    first, second = two(tmp_path, run)
+    with second as node1, first as node0:
+        see(node0, tmp_path)
+        node0.until_serving("coordinator", "rollout/0", "rollout/1", "trainer/1")
+        children = node0.children() + node1.children()
+        node0.signal(signal.SIGKILL)
+        node0.process.wait()
+        assert node1.ended() == 3, node1.evidence()
+        assert "node 0 is gone" in node1.output
+        node1.until_gone(children)
+
+
+def test_a_node_with_another_configuration_is_refused_with_both_values(tmp_path: Path, run):
+    first, second = two(tmp_path, run, "--rdzv-timeout", "10")
+    (tmp_path / "node1/run.toml").write_text(
+        '[run]\nname = "toy"\nseed = 5\n[model]\npath = "/m"\n[data]\ntrain = "/d.jsonl"\n'
+    )
+    with second as node1, first as node0:
+        assert node1.ended() == 3, node1.evidence()
+        assert "it has run.seed = 5; node 0 has run.seed = 1" in node1.output
+        assert node0.ended() == 3, node0.evidence()
+        assert "1 of 2 nodes did not join within 10 s: 1" in node0.output
+        assert "run.seed = 5" in node0.output
+
+
+def test_a_stranger_without_the_key_is_not_let_in(tmp_path: Path, run):
+    first, second = two(tmp_path, run, "--rdzv-timeout", "8")
+    with second as node1, first as node0:
+        node1.until(lambda: (tmp_path / "rdzv").exists(), "the endpoint")
+        # Same place, another key: whoever made it up knows neither half of the job's.
+        del node0
+        assert node1.process.poll() is None
+        arguments = flags(tmp_path, 1, *SPREAD, "--rdzv-timeout", "4")
+        arguments[arguments.index("--job-key") + 1] = str(tmp_path / "other.key")
+        make_key(tmp_path / "other.key")
+        (tmp_path / "node2").mkdir()
+        (tmp_path / "node2/run.toml").write_text((tmp_path / "node1/run.toml").read_text())
+        with run(tmp_path / "node2", *arguments) as stranger:
+            assert stranger.ended() == 3, stranger.evidence()
+            assert "job key" in stranger.output
+
+
+def make_key(path: Path) -> None:
+    from myxa.transport.node import JobKey
+
+    JobKey.generate().save(path)
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path, run):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        arguments = ["launch", "--nnodes", "2", "--node-rank", "0", "--rdzv", f"127.0.0.1:{port}"]
+        with run(tmp_path, *arguments, "--job-key", str(tmp_path / "job.key")) as one:
+            assert one.ended() == 3, one.evidence()
+            assert f"127.0.0.1:{port}" in one.output
+            assert "in use" in one.output
+            assert "Traceback" not in one.output
+
+
+def test_nobody_there_is_told_with_the_endpoint(tmp_path: Path, run):
+    make_key(tmp_path / "job.key")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = ["launch", "--nnodes", "2", "--node-rank", "1", "--rdzv", f"127.0.0.1:{port}", "--rdzv-timeout", "2"]
+    with run(tmp_path, *arguments, "--job-key", str(tmp_path / "job.key")) as one:
+        assert one.ended() == 3, one.evidence()
+        assert f"127.0.0.1:{port}" in one.output
+
+
+def test_missing_nodes_are_named_and_waited_for_no_longer_than_said(tmp_path: Path, run):
+    arguments = flags(tmp_path, 0, "--rdzv-timeout", "2", num_nodes=3)
+    with run(tmp_path, *arguments) as one:
+        assert one.ended() == 3, one.evidence()
+        assert "2 of 3 nodes did not join within 2 s: 1, 2" in one.output

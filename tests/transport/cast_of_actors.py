@@ -1,0 +1,197 @@
+"""Actors that the transport's tests call."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from myxa.core.actor import Actor, MailboxPolicy, PeerEvent, with_deadline
+from myxa.core.errors import CallError, EngineError, MyxaError
+from myxa.core.handlers import call, cast, durable_put, stream
+
+F32 = npt.NDArray[np.float32]
+
+
+class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    values: F32
+    extra: dict[str, Any] = {}
+
+
+class EchoContract(Actor):
+    @call(deadline=10)
+    async def echo(self, item: Item, times: int = 1) -> tuple[Item, ...]:
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def size(self, data: npt.NDArray[np.uint8]) -> int:
+        raise NotImplementedError
+
+    @call(deadline=30)
+    async def mirror(self, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def ping(self) -> int:
+        raise NotImplementedError
+
+    @call(deadline=10)
+    async def fail(self, how: str) -> None:
+        raise NotImplementedError
+
+    @call(deadline=10)
+    async def sleep(self, seconds: float) -> float | None:
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def seen(self) -> list[str]:
+        raise NotImplementedError
+
+    @cast
+    async def note(self, text: str) -> None:
+        raise NotImplementedError
+
+    @stream(window=8)
+    def count(self, first: int, last: int) -> AsyncIterator[Item]:
+        raise NotImplementedError
+
+    @durable_put(key="item.name", deadline=10)
+    async def put(self, item: Item, attempt: int) -> int:
+        raise NotImplementedError
+
+    @call(deadline=10, idempotent=True, reentrant=True)
+    async def epoch(self) -> int:
+        raise NotImplementedError
+
+
+class Echo(EchoContract):
+    """Answers, and keeps a list of what happened to it."""
+
+    mailbox = MailboxPolicy(size=16)
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.stock: dict[str, int] = {}
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def echo(self, item: Item, times: int = 1) -> tuple[Item, ...]:
+        return (item,) * times
+
+    async def size(self, data: npt.NDArray[np.uint8]) -> int:
+        return int(data.size)
+
+    async def mirror(self, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        return data
+
+    async def ping(self) -> int:
+        return os.getpid()
+
+    async def fail(self, how: str) -> None:
+        if how == "engine":
+            raise EngineError("the engine is made of glass", remedy="do not drop it")
+        if how == "fatal":
+            self.ctx.spawn(explode(), name="explode")
+            return
+        raise ZeroDivisionError(how)
+
+    async def sleep(self, seconds: float) -> float | None:
+        left = self.ctx.deadline()
+        self.log.append("asleep")
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            self.log.append("cancelled")
+            raise
+        self.log.append("awake")
+        return left
+
+    async def seen(self) -> list[str]:
+        return list(self.log)
+
+    async def note(self, text: str) -> None:
+        await self.gate.wait()
+        if text == "bad":
+            raise EngineError("a note that kills")
+        self.log.append(text)
+
+    async def count(self, first: int, last: int) -> AsyncIterator[Item]:
+        try:
+            for i in range(first, last):
+                self.log.append(f"made {i}")
+                size = 200_000 if i % 5 == 4 else 3
+                yield Item(name=str(i), values=np.full(size, i, np.float32))
+        finally:
+            self.log.append("stream over")
+
+    async def put(self, item: Item, attempt: int) -> int:
+        await self.gate.wait()
+        self.log.append(f"put {item.name}")
+        if attempt < 0:
+            raise EngineError("no")
+        self.stock[item.name] = self.stock.get(item.name, 0) + 1
+        return self.stock[item.name]
+
+    async def epoch(self) -> int:
+        return self.ctx.epoch
+
+
+async def explode() -> None:
+    await asyncio.sleep(0.01)
+    raise EngineError("exploded in the background")
+
+
+class RelayContract(Actor):
+    @call(deadline=10)
+    async def through(self, target: str, seconds: float) -> float | None:
+        raise NotImplementedError
+
+    @call(deadline=10)
+    async def bounce(self, path: tuple[str, ...]) -> str:
+        raise NotImplementedError
+
+
+class Relay(RelayContract):
+    """Calls others while it is being called."""
+
+    async def through(self, target: str, seconds: float) -> float | None:
+        return await self.ctx.ref(EchoContract, target).sleep(seconds)
+
+    async def bounce(self, path: tuple[str, ...]) -> str:
+        if not path:
+            return self.ctx.name
+        return await self.ctx.ref(RelayContract, path[0]).bounce(path[1:])
+
+
+class WatcherContract(Actor):
+    @call(deadline=5, reentrant=True)
+    async def events(self) -> list[tuple[str, str, int]]:
+        raise NotImplementedError
+
+
+class Watcher(WatcherContract):
+    """Writes down who comes and goes."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self.prefix = prefix
+        self.told: list[PeerEvent] = []
+
+    async def on_start(self) -> None:
+        self.ctx.watch(self.prefix)
+
+    async def on_peer(self, event: PeerEvent) -> None:
+        self.told.append(event)
+
+    async def events(self) -> list[tuple[str, str, int]]:
+        return [(e.kind, e.name, e.epoch) for e in self.told]
+
+
+CAST: dict[str, type[Actor]] = {"echo": Echo, "relay": Relay}
+
+__all__ = ["CAST", "CallError", "Echo", "EchoContract", "Item", "MyxaError", "Relay", "with_deadline"]

@@ -1,0 +1,145 @@
+"""Worlds of nodes over each transport, and the strict leak check of this folder.
+
+After each test: no task, no thread, no child process, no open ZeroMQ socket or context, no new file descriptor, nothing
+in /dev/shm, no socket directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+import zmq
+
+from myxa.core.actor import Actor
+from myxa.transport.node import InprocNetwork, JobKey, Node
+
+PATIENCE_S = 5.0
+CHILD = Path(__file__).parent / "child.py"
+
+
+def zmq_things() -> list[str]:
+    found = [o for o in gc.get_objects() if isinstance(o, zmq.Socket | zmq.Context)]
+    return [repr(o) for o in found if not o.closed]
+
+
+def held(fd_floor: set[str]) -> dict[str, Any]:
+    del fd_floor
+    return {
+        "threads": sorted(t.name for t in threading.enumerate()),
+        "children": sorted(c.pid for c in psutil.Process().children(recursive=True)),
+        "fds": len(os.listdir("/proc/self/fd")),
+        "shm": sorted(n for n in os.listdir("/dev/shm") if "myxa" in n),
+        "zmq": len(zmq_things()),
+    }
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing() -> Iterator[None]:
+    gc.collect()
+    before = held(set())
+    yield
+    give_up_at = time.monotonic() + PATIENCE_S
+    while True:
+        gc.collect()
+        after = held(set())
+        new = {k: (before[k], after[k]) for k in before if k != "fds" and after[k] != before[k]}
+        if after["fds"] > before["fds"]:
+            new["fds"] = (before["fds"], sorted(os.readlink(f"/proc/self/fd/{f}") for f in open_fds()))
+        if not new or time.monotonic() > give_up_at:
+            break
+        time.sleep(0.02)
+    assert not new, f"left behind: {new}"
+
+
+def open_fds() -> list[str]:
+    return [f for f in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{f}")]
+
+
+class World:
+    """Nodes of one test over one kind of transport."""
+
+    def __init__(self, kind: str, tmp: Path) -> None:
+        self.kind = kind
+        self.network = InprocNetwork() if kind == "inproc" else None
+        self.key = JobKey.generate() if kind == "tcp" else None
+        self.tmp = tmp
+        self.nodes: list[Node] = []
+        self.children: list[asyncio.subprocess.Process] = []
+        self.host: Node
+
+    async def found(self) -> Node:
+        tcp = "127.0.0.1:0" if self.kind == "tcp" else ""
+        self.host = await Node.attach(name="launcher/0", network=self.network, key=self.key, tcp=tcp)
+        self.nodes.append(self.host)
+        return self.host
+
+    async def join(self, name: str, **options: Any) -> Node:
+        rank = len(self.nodes) if self.kind == "tcp" else 0
+        node = await Node.attach(
+            name=name, rdzv=self.host.rendezvous, network=self.network, key=self.key, node_rank=rank, **options
+        )
+        self.nodes.append(node)
+        return node
+
+    async def pair(self, actor: Actor, name: str = "callee") -> tuple[Node, Node]:
+        """Two nodes beside the registry's; the second hosts the actor."""
+        near = await self.join("near")
+        far = await self.join("far")
+        await far.start(actor, name)
+        await near.wait_for(name, timeout_s=5)
+        return near, far
+
+    async def child(self, name: str, *args: str) -> asyncio.subprocess.Process:
+        """A process of its own that joins and hosts the actors of `child.py`."""
+        rdzv = self.tmp / "rdzv.json"
+        self.host.rendezvous.save(rdzv)
+        key = self.tmp / "job.key"
+        if self.key is not None and not key.exists():
+            self.key.save(key)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(CHILD), str(rdzv), str(key) if self.key else "", name, *args
+        )
+        self.children.append(process)
+        return process
+
+    async def close(self) -> None:
+        for process in self.children:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+        for node in reversed(self.nodes):
+            await node.close(grace_s=1.0)
+
+
+@pytest.fixture(params=["inproc", "ipc", "tcp"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest_asyncio.fixture
+async def world(kind: str, tmp_path: Path) -> AsyncIterator[World]:
+    made = World(kind, tmp_path)
+    await made.found()
+    yield made
+    await made.close()
+    await no_tasks_left()
+
+
+async def no_tasks_left() -> None:
+    for _ in range(50):
+        left = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        if not left:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"tasks left: {left}")

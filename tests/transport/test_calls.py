@@ -1,0 +1,255 @@
+"""Calls, casts, errors, deadlines, cancelling and overload over every transport."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from myxa.core.actor import Actor, with_deadline
+from myxa.core.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    EngineError,
+    NoSuchActor,
+    NotSent,
+    Overloaded,
+    RemoteError,
+    WouldDeadlock,
+)
+from myxa.core.handlers import call
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cast_of_actors import Echo, EchoContract, Item, Relay, RelayContract
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+
+
+async def until(condition, timeout_s=5.0):
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_values_and_arrays_come_back_as_they_went(world):
+    near, _ = await world.pair(Echo())
+    item = Item(name="ä", values=np.arange(6, dtype=np.float32), extra={"x": [1, None, float("inf")], "y": {"z": "w"}})
+    (back, again) = await near.ref(EchoContract, "callee").echo(item, times=2)
+    assert back.name == "ä"
+    assert back.extra == item.extra
+    np.testing.assert_array_equal(back.values, item.values)
+    assert back.values.dtype == np.float32
+    back.values[0] = 9  # its own memory
+    assert again.values[0] == 0
+
+
+async def test_an_actor_may_be_called_from_its_own_process(world):
+    near = await world.join("near")
+    ref = await near.start(Echo(), "own")
+    assert (await ref.echo(Item(name="a", values=np.zeros(1, np.float32))))[0].name == "a"
+
+
+async def test_wrong_arguments_are_refused(world):
+    near, _ = await world.pair(Echo())
+    ref = near.ref(EchoContract, "callee")
+    with pytest.raises(BadRequest, match="times"):
+        await ref.echo(Item(name="a", values=np.zeros(1, np.float32)), times="many")  # pyright: ignore
+    with pytest.raises(BadRequest, match="float32, got float64"):
+        await ref.echo(Item(name="a", values=np.zeros(1, np.float64)))  # pyright: ignore
+    with pytest.raises(BadRequest, match="signature"):
+        await ref.sleep()  # pyright: ignore
+    with pytest.raises(BadRequest, match="cannot travel"):
+        await ref.echo(Item(name="a", values=np.array([object()])))  # pyright: ignore
+    assert await ref.ping() > 0
+
+
+async def test_errors_keep_their_class_if_it_is_in_the_tree(world):
+    near, _ = await world.pair(Echo())
+    ref = near.ref(EchoContract, "callee")
+    with pytest.raises(EngineError, match="made of glass -- do not drop it") as known:
+        await ref.fail("engine")
+    assert any("callee" in note for note in known.value.__notes__)
+    with pytest.raises(RemoteError, match="ZeroDivisionError: by hand") as other:
+        await ref.fail("by hand")
+    assert other.value.remote_type == "ZeroDivisionError"
+    assert "cast_of_actors.py" in other.value.remote_traceback
+
+
+async def test_casts_arrive_in_order(world):
+    echo = Echo()
+    near, _ = await world.pair(echo)
+    ref = near.ref(EchoContract, "callee")
+    for i in range(10):
+        await ref.note(str(i))
+    await until(lambda: len(echo.log) == 10)
+    assert echo.log == [str(i) for i in range(10)]
+
+
+async def test_unknown_name_fails_and_says_who_is_known(world):
+    near, _ = await world.pair(Echo())
+    with pytest.raises(NoSuchActor, match=r"nobody.*known now: callee, registry"):
+        await with_deadline(near.ref(EchoContract, "nobody"), 0.2).ping()
+
+
+async def test_a_call_to_somebody_who_is_just_coming_waits_for_it(world):
+    near, far = await world.join("near"), await world.join("far")
+    early = asyncio.ensure_future(near.ref(EchoContract, "late").ping())
+    await asyncio.sleep(0.05)
+    await far.start(Echo(), "late")
+    assert await early > 0
+
+
+async def test_deadline_ends_the_call_and_the_handler(world):
+    echo = Echo()
+    near, _ = await world.pair(echo)
+    with pytest.raises(DeadlineExceeded, match=r"callee\.sleep") as late:
+        await with_deadline(near.ref(EchoContract, "callee"), 0.2).sleep(30)
+    assert late.value.callee == "callee"
+    await until(lambda: "cancelled" in echo.log)
+    assert await near.ref(EchoContract, "callee").ping() > 0
+
+
+async def test_deadlines_are_inherited_by_nested_calls(world):
+    near, far = await world.pair(Echo())
+    await far.start(Relay(), "relay")
+    await near.wait_for("relay", timeout_s=5)
+    left = await with_deadline(near.ref(RelayContract, "relay"), 3).through("callee", 0.01)
+    assert left is not None
+    assert 0 < left <= 3
+
+
+async def test_what_expired_in_the_mailbox_is_not_executed(world):
+    echo = Echo()
+    near, _ = await world.pair(echo)
+    ref = near.ref(EchoContract, "callee")
+    first = asyncio.ensure_future(ref.sleep(0.4))
+    await until(lambda: echo.log == ["asleep"])
+    with pytest.raises(DeadlineExceeded):
+        await with_deadline(ref, 0.1).sleep(0)
+    await first
+    assert await ref.seen() == ["asleep", "awake"]
+
+
+async def test_cancelling_the_waiter_cancels_the_handler(world):
+    echo = Echo()
+    near, _ = await world.pair(echo)
+    task = asyncio.ensure_future(near.ref(EchoContract, "callee").sleep(30))
+    await until(lambda: echo.log == ["asleep"])
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: "cancelled" in echo.log)
+
+
+async def test_serial_by_default_reentrant_beside(world):
+    echo = Echo()
+    near, _ = await world.pair(echo)
+    ref = near.ref(EchoContract, "callee")
+    sleepers = [asyncio.ensure_future(ref.sleep(0.05)) for _ in range(3)]
+    await until(lambda: "asleep" in echo.log)
+    assert await ref.ping() > 0  # re-entrant: does not wait
+    assert "awake" not in echo.log
+    await asyncio.gather(*sleepers)
+    assert echo.log == ["asleep", "awake"] * 3
+
+
+async def test_a_full_mailbox_refuses_calls_and_casts(world):
+    echo = Echo()
+    echo.gate.clear()
+    near, _ = await world.pair(echo)
+    ref = near.ref(EchoContract, "callee")
+    for _ in range(16):
+        await ref.note("x")
+    await until(lambda: len(echo.ctx._cell._mailbox) == 15)
+    with pytest.raises(Overloaded, match="mailbox is full") as refused:
+        await ref.sleep(0)
+    assert refused.value.retry_after_s > 0
+    await ref.note("too much")  # on its way; the refusal comes back
+    await until(lambda: near.counters()["casts_refused"] == 1)
+    with pytest.raises(Overloaded, match="a moment ago"):
+        await ref.note("and again")
+    echo.gate.set()
+    await until(lambda: len(echo.log) == 16)
+    await asyncio.sleep(0.15)
+    await ref.note("welcome")
+    await until(lambda: echo.log[-1] == "welcome")
+
+
+async def test_a_circle_of_calls_is_an_error_not_a_hang(world):
+    near, far = await world.pair(Echo())
+    await near.start(Relay(), "relay/0")
+    await far.start(Relay(), "relay/1")
+    await near.wait_for("relay/1", timeout_s=5)
+    await far.wait_for("relay/0", timeout_s=5)
+    ref = near.ref(RelayContract, "relay/0")
+    assert await ref.bounce(("relay/1",)) == "relay/1"
+    with pytest.raises(WouldDeadlock, match=r"relay/0@1 -> relay/1@1 -> relay/0@1"):
+        await ref.bounce(("relay/1", "relay/0"))
+
+
+async def test_an_inherited_deadline_that_is_over_sends_nothing(world):
+    class Late(Actor):
+        @call(deadline=0.2, cancellable=False)
+        async def go(self) -> str:
+            await asyncio.sleep(0.4)
+            try:
+                await self.ctx.ref(EchoContract, "callee").ping()
+            except NotSent as error:
+                outcome.append(error)
+            return ""
+
+    outcome = []
+    near, far = await world.pair(Echo())
+    await far.start(Late(), "late")
+    with pytest.raises(DeadlineExceeded):
+        await near.ref(Late, "late").go()
+    await until(lambda: outcome)
+    assert "no time is left" in str(outcome[0])
+
+
+async def test_credit_makes_a_flood_of_casts_wait_and_loses_none(world):
+    class Sink(Actor):
+        def __init__(self):
+            self.count = 0
+
+        @call(deadline=30)
+        async def total(self) -> int:
+            return self.count
+
+    from myxa.core.actor import MailboxPolicy
+    from myxa.core.handlers import cast
+
+    class Flooded(Sink):
+        mailbox = MailboxPolicy(size=100_000)
+
+        @cast
+        async def drop(self, number: int) -> None:
+            self.count += 1
+
+    near, _ = await world.pair(Flooded())
+    ref = near.ref(Flooded, "callee")
+    for i in range(3000):  # three windows of credit
+        await ref.drop(i)
+    assert await ref.total() == 3000
+
+
+async def test_schema_mismatch_is_refused_before_anything_is_sent(world):
+    class EchoContract2(Actor):
+        @call(deadline=5)
+        async def ping(self, text: str) -> int:
+            raise NotImplementedError
+
+        @call(deadline=5)
+        async def pong(self) -> int:
+            raise NotImplementedError
+
+    near, _ = await world.pair(Echo())
+    with pytest.raises(BadRequest, match="different declarations"):
+        await near.ref(EchoContract2, "callee").ping("x")
+    from myxa.core.errors import NoSuchMethod
+
+    with pytest.raises(NoSuchMethod, match="pong"):
+        await near.ref(EchoContract2, "callee").pong()
