@@ -310,6 +310,10 @@ class Coordinator(CoordinatorContract):
             raise LaunchError(f"the run cannot go from {self._phase} to {phase}", remedy="this is a bug; report it")
         self._event("phase", f"{self._phase} -> {phase}")
         self._phase = phase
+        if phase == "finished":
+            self._event("run-ended", self._reason)
+        elif phase == "failed":
+            self._event("run-failed", self._error)
 
     async def status(self) -> RunStatus:
         return RunStatus(

@@ -288,6 +288,19 @@ class Rollout(RolloutContract):
         return self._ack(version)
 
     async def _swap(self, engine: Engine, version: int) -> None:
+        """Commit, and note it on a track of its own in the trace: generation goes on meanwhile."""
+        started, wall_s = self._clock.monotonic(), self._clock.wall()
+        await self._commit_around_pause(engine, version)
+        self._telemetry.span(
+            f"adopt {version}",
+            "compute",
+            wall_s,
+            self._clock.monotonic() - started,
+            track="weights",
+            adopts_version=version,
+        )
+
+    async def _commit_around_pause(self, engine: Engine, version: int) -> None:
         """In place, the engine swaps between two tokens by itself; the other modes stop it around the swap."""
         mode = self._options.pause_mode
         if mode == "in_place":

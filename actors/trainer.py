@@ -98,7 +98,7 @@ class Trainer(TrainerContract):
 
     async def publish(self, version: int) -> WeightManifest | None:
         await self._is_set_up.wait()
-        with self._meter.during("compute", f"publish {version}"):
+        with self._meter.during("compute", f"publish {version}", makes_version=version):
             tensors = await self._in_thread(self._backend.export_weights)
             if self._options.rank != 0:
                 return None

@@ -168,6 +168,10 @@ class WeightReader(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Let go of what is kept open between versions; no block may be open."""
+        ...
+
 
 class Tokenizer(Protocol):
     """Text <-> token ids by the model folder's own tokenizer and chat template."""

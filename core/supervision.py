@@ -6,9 +6,9 @@ launcher tells what happened and when, and carries out what is answered.
 The rules are those of an OTP supervisor (intensity per period) with a growing pause; no library offers them without
 bringing its own processes, and a table of a dozen rows is easier to trust than one.
 
-    starting ──up──> up            both ──exit──> exited ──retry──> backing-off ──launch──> starting
-       └──end──> ending <──end──┘   ending ──exit──> exited ──settle──> stopped
-                                    exited ──give-up──> failed
+    waiting ──launch──> starting ──up──> up      both ──exit──> exited ──retry──> backing-off ──launch──> starting
+                           └──end──> ending <──end──┘   ending ──exit──> exited ──settle──> stopped
+    waiting, backing-off ──settle──> stopped                             exited ──give-up──> failed
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-ChildState = Literal["starting", "up", "ending", "exited", "backing-off", "failed", "stopped"]
+ChildState = Literal["waiting", "starting", "up", "ending", "exited", "backing-off", "failed", "stopped"]
 ChildEvent = Literal["up", "end", "exit", "retry", "launch", "settle", "give-up"]
 RestartPolicy = Literal["one", "gang", "never"]
 
 TRANSITIONS: Final[Mapping[tuple[ChildState, ChildEvent], ChildState]] = {
+    ("waiting", "launch"): "starting",
+    ("waiting", "settle"): "stopped",
     ("starting", "up"): "up",
     ("starting", "end"): "ending",
     ("starting", "exit"): "exited",
@@ -154,7 +156,7 @@ class Supervisor:
         self._lot = lot
         self._backoff = backoff or Backoff()
         self._specs = {child.name: child for child in children}
-        self._states: dict[str, ChildState] = dict.fromkeys(names, "starting")
+        self._states: dict[str, ChildState] = dict.fromkeys(names, "waiting")
         self._units: dict[str, _Unit] = {}
         self._is_stopping = False
         self._verdict: FailRun | None = None
@@ -191,7 +193,7 @@ class Supervisor:
         return []
 
     def on_launch(self, child: str, now: float) -> list[Instruction]:
-        """The launcher starts the child, as a `Restart` asked."""
+        """The launcher starts the child: for the first time, or as a `Restart` asked."""
         del now
         self._move(child, "launch")
         return []
@@ -215,7 +217,7 @@ class Supervisor:
         for child in children:
             if self._states[self._known(child)] in ALIVE:
                 self._move(child, "exit")
-            if self._states[child] in ("exited", "backing-off"):
+            if self._states[child] in ("waiting", "exited", "backing-off"):
                 self._move(child, "settle")
         if self._is_stopping or self._verdict is not None:
             return self._farewell()
@@ -272,7 +274,7 @@ class Supervisor:
         for name in told:
             self._move(name, "end")
         for name, state in self._states.items():
-            if state in ("backing-off", "exited"):
+            if state in ("waiting", "exited", "backing-off"):
                 self._move(name, "settle")
         ends: list[Instruction] = [End(told, reason)] if told else []
         return ends + self._farewell()

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.actor import with_deadline
 from ..core.errors import CallError, LaunchError, NoSuchActor, PeerDied
 from ..core.patience import until_answered
 from .actor_spec import GangMeeting
@@ -24,9 +24,7 @@ from .first_failure import read_tail
 from .run_dir import RunDir
 from .worker_spec import DEFAULT_PROGRAM, WorkerSpec, write_spec
 
-PING_S = 2.0
-LOST_S = 20.0
-"""How long node 0 may be silent before this node gives up; node 0 gives a node up after as long."""
+PING_S = 1.0
 KILL_S = 5.0
 """How long a process may take to vanish after SIGKILL (longer: it hangs in the kernel)."""
 
@@ -43,6 +41,8 @@ class AgentOptions:
     """Resolved configuration as TOML."""
     rdzv_path: str
     """File that tells workers how to reach the registry."""
+    lost_s: float = 20.0
+    """How long node 0 may be silent before this node gives the run up."""
     program: str = DEFAULT_PROGRAM
 
 
@@ -81,7 +81,7 @@ class Agent(AgentContract):
             self.ctx.spawn(self._mind_node_0(), name="mind node 0")
 
     async def _mind_node_0(self) -> None:
-        supervisor = self.ctx.ref(SupervisorContract, SUPERVISOR)
+        supervisor = with_deadline(self.ctx.ref(SupervisorContract, SUPERVISOR), self._options.lost_s)
         heard_s = self.ctx.clock.monotonic()
         while True:
             await asyncio.sleep(PING_S)
@@ -90,7 +90,7 @@ class Agent(AgentContract):
                 heard_s = self.ctx.clock.monotonic()
             except CallError as error:
                 silent_s = self.ctx.clock.monotonic() - heard_s
-                if isinstance(error, (PeerDied, NoSuchActor)) or silent_s > LOST_S:
+                if isinstance(error, (PeerDied, NoSuchActor)) or silent_s > self._options.lost_s:
                     reason = f"node 0 is gone ({error})"
                     await self.leave(LaunchError.exit_code, reason)
                     return
@@ -168,7 +168,7 @@ class Agent(AgentContract):
         children = [self._children[name] for name in names if name in self._children]
         if grace_s > 0:
             for child in children:
-                child.signal(signal.SIGTERM)
+                child.ask_to_end()
         hung = await _still_there(children, grace_s) if grace_s > 0 else children
         for child in hung:
             if grace_s > 0:

@@ -33,6 +33,7 @@ class Child:
         """Return code as `subprocess` gives it (negative: signal), None while it runs."""
         self._process = process
         self._told = told
+        self._is_asked = False
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         self._pidfd = os.pidfd_open(process.pid)
@@ -43,11 +44,12 @@ class Child:
         """Process id, also of its session and process group."""
         return self._process.pid
 
-    def signal(self, sig: signal.Signals) -> None:
-        """Send a signal to the process alone; nothing happens if it has ended."""
-        if self.status is None:
+    def ask_to_end(self) -> None:
+        """SIGTERM, once: a second one could hit a process that has begun to end and dropped its handler."""
+        if self.status is None and not self._is_asked:
+            self._is_asked = True
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, sig)
+                signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
 
     def kill(self) -> None:
         """End the process and everything in its group at once."""

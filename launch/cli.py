@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import difflib
 import os
 import sys
@@ -95,6 +96,8 @@ def _add_node_flags(parser: argparse.ArgumentParser) -> None:
                         help="node 0 writes its HOST:PORT there, the others read it there")  # fmt: skip
     parser.add_argument("--rdzv-timeout", type=_seconds, default=PATIENCE.gather_s, metavar="S",
                         help="seconds to wait for the other machines (%(default)g)")  # fmt: skip
+    parser.add_argument("--lost-timeout", type=_seconds, default=PATIENCE.lost_s, metavar="S",
+                        help="seconds of silence after which another machine is lost (%(default)g)")  # fmt: skip
     parser.add_argument("--job-key", type=Path, metavar="FILE",
                         help="secret that lets machines join, the same on all; node 0 makes a missing one")  # fmt: skip
 
@@ -158,6 +161,7 @@ def _run(options: argparse.Namespace, base: LaunchOptions) -> int:
         start_s=options.start_timeout,
         finish_s=options.finish_timeout,
         end_s=options.stop_timeout,
+        lost_s=getattr(options, "lost_timeout", PATIENCE.lost_s),
     )
     chosen = replace(base, program=options.program, is_quiet=options.quiet, patience=patience)
     return launch(config, chosen).exit_code
@@ -185,6 +189,10 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _serve_engine(options: argparse.Namespace) -> int:
-    from ..actors.engines.http_server import serve_engine  # the engine needs torch
+    from ..actors.engines.http_server import Served, serve_engine  # the engine needs torch
 
-    return serve_engine(options.folder, host=options.host, port=options.port)
+    def ready(served: Served) -> None:
+        print(f"serving {options.folder} at {served.url}", flush=True)
+
+    asyncio.run(serve_engine(options.folder, options.host, options.port, on_ready=ready))
+    return 0

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import uvloop
 from rich.console import Console
+from rich.text import Text
 
 from .. import __version__
 from ..core.clock import SystemClock
@@ -30,6 +31,7 @@ from .lead import Ending, Lead
 from .meeting import Meeting, host_meeting, join_meeting
 from .node_place import NodePlace
 from .placement import place as place_actors
+from .race import race
 from .run_dir import RunDir
 from .run_supervisor import Patience, RunPlace, RunSupervisor
 from .run_watch import RunWatch
@@ -83,7 +85,7 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> Outcome:
         async with host_meeting(options.place, runtime.path, options.job_key, options.rdzv_file) as meeting:
             run_dir = RunDir.create(config.run.dir, config.run.name, datetime.now())
             screen = Screen(Console(), run_dir.path, is_quiet=options.is_quiet)
-            with _logging(run_dir, 0, screen), screen:
+            with _logging(run_dir, 0, screen), screen, meeting.posted(run_dir.rdzv):
                 run_place = RunPlace(
                     actors=actors,
                     num_nodes=options.place.num_nodes,
@@ -123,25 +125,22 @@ async def _conduct(
         raise
     finally:
         await supervisor.kill_all(ending.reason)
-        await _dismiss(meeting, options.place.num_nodes, ending)
+        await _dismiss(supervisor, meeting, ending)
     return ending
 
 
 async def _until_forced(lead: Lead, supervisor: RunSupervisor, meeting: Meeting, signals: StopSignals) -> Ending:
     """The run to its end, or to the second signal, or to a failure of this launcher itself."""
-    async with asyncio.TaskGroup() as group:
-        run = group.create_task(lead.run())
-        await asyncio.wait({run, signals.forced, meeting.node.failed}, return_when=asyncio.FIRST_COMPLETED)
-        if run.done():
-            return await run
-        run.cancel()
+    run = await race(lead.run(), signals.forced, meeting.node.failed)
+    if not run.cancelled():
+        return run.result()
     if signals.forced.done():
         return Ending(128 + signals.forced.result(), "ended at once")
     raise LaunchError(f"the launcher itself failed: {meeting.node.failed.result()}", remedy="this is a bug; report it")
 
 
-async def _dismiss(meeting: Meeting, num_nodes: int, ending: Ending) -> None:
-    for node in range(1, num_nodes):
+async def _dismiss(supervisor: RunSupervisor, meeting: Meeting, ending: Ending) -> None:
+    for node in supervisor.other_nodes:
         agent = meeting.node.ref(AgentContract, agent_name(node))
         try:
             await agent.leave(ending.exit_code, ending.reason)
@@ -172,6 +171,7 @@ async def _follow(config: RunConfig, options: LaunchOptions) -> Outcome:
             if not reply.accepted:
                 raise LaunchError(f"node 0 refused this node: {reply.reason}")
             farewell = await _lend(agent, supervisor)
+    Console().print(Text(f"ended: {farewell.reason}"), soft_wrap=True)
     return Outcome(farewell.exit_code, farewell.reason)
 
 
@@ -208,6 +208,7 @@ def _agent_options(options: LaunchOptions, meeting: Meeting, runtime: RuntimeDir
         runtime_dir=runtime.path,
         config_text=text,
         rdzv_path=str(meeting.rdzv_path),
+        lost_s=options.patience.lost_s,
         program=options.program,
     )
 

@@ -6,18 +6,16 @@ Knows the run supervisor, the run watch and a place to show states. Must not kno
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from ..core.clock import Clock
 from ..core.messages import RunStatus
 from .first_failure import FirstFailure
+from .race import race
 from .run_supervisor import Patience, RunSupervisor, StopWish
 from .run_watch import RunWatch
 from .views.live_state import LiveState
-
-T = TypeVar("T")
 
 LOOK_EVERY_S = 0.5
 VERDICT_S = 2.0
@@ -55,8 +53,12 @@ class Lead:
 
     async def run(self) -> Ending:
         """Gather, start, watch, end. Raises LaunchError if the nodes do not meet."""
-        started = await self._unless_stopped(self._start())
-        ending = await self._until_over() if started else self._stopped_early()
+        start = await race(self._start(), self._supervisor.stop_wished)
+        if start.cancelled():
+            ending = self._stopped_early()
+        else:
+            start.result()
+            ending = await self._until_over()
         await self._watch.close_monitor(CLOSE_MONITOR_S)
         await self._supervisor.stop_all(ending.reason)
         failure = self._supervisor.first_failure if ending.exit_code else None
@@ -65,15 +67,6 @@ class Lead:
     async def _start(self) -> None:
         await self._supervisor.gather()
         await self._supervisor.start_all()
-
-    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Run `work`; False if a stop was wished before it ended."""
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(work)
-            await asyncio.wait({task, self._supervisor.stop_wished}, return_when=asyncio.FIRST_COMPLETED)
-            is_done = task.done()
-            task.cancel()
-        return is_done
 
     def _stopped_early(self) -> Ending:
         wish = self._supervisor.stop_wished.result()

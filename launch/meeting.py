@@ -1,7 +1,7 @@
 """How the processes of a run find each other: the registry on node 0, the rendezvous record, the job's key.
 
-The one place in launch/ that knows transport's `Node`. On one node everything goes over Unix sockets in the run-time
-directory; several nodes meet over tcp, encrypted, admitting only holders of the job's key.
+With embed.py the one place in launch/ that knows transport's `Node`. On one node everything goes over Unix sockets in
+the run-time directory; several nodes meet over tcp, encrypted, admitting only holders of the job's key.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,15 @@ class Meeting:
             await self.node.registry.process_exited(end.name, 0, end.status)
         except CallError as error:
             _log.warning("the registry could not be told that %s ended: %s", end.name, error)
+
+    @contextlib.contextmanager
+    def posted(self, path: Path) -> Generator[None]:
+        """While this lasts, other programs of this host and user find the run by that file (see embed.py)."""
+        Rendezvous.load(self.rdzv_path).save(path)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 @contextlib.asynccontextmanager

@@ -57,6 +57,11 @@ class RunDir:
         """The resolved configuration."""
         return self.path / "config.toml"
 
+    @property
+    def rdzv(self) -> Path:
+        """While the run lives: how programs of this host join it (see embed.py)."""
+        return self.path / "rdzv.json"
+
     def log_path(self, actor: str, attempt: int) -> Path:
         """Log file of one attempt: `rollout/1` -> `logs/rollout.1.0.log`."""
         return self.logs / f"{_stem(actor)}.{attempt}.log"

@@ -26,7 +26,6 @@ from ..core.supervision import (
     describe_status,
 )
 from .actor_spec import ActorSpec, GangMeeting
-from .agent import LOST_S
 from .config_differences import differences
 from .contracts import (
     AgentContract,
@@ -54,6 +53,8 @@ class Patience:
     """For the coordinator to end the run in good order once it was asked to."""
     end_s: float = 10.0
     """For a process to end after SIGTERM."""
+    lost_s: float = 20.0
+    """For a sign of life of another node's launcher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +148,9 @@ class RunSupervisor(SupervisorContract):
         for node in range(self._place.num_nodes):
             await self._agent(node).prepare(self._place.plan)
         for actor in self._place.actors:
-            if self.failed.done():
-                return
+            if self._rules.state(actor.name) != "waiting":
+                return  # one before it failed already
+            self._carry_out(self._rules.on_launch(actor.name, self._now()))
             await self._start(actor.name, 0)
 
     async def stop_all(self, reason: str) -> None:
@@ -185,6 +187,11 @@ class RunSupervisor(SupervisorContract):
     def starting(self) -> tuple[str, ...]:
         """Actors that have a process and did not register yet."""
         return tuple(name for name in self._rules.alive if self._rules.state(name) == "starting")
+
+    @property
+    def other_nodes(self) -> tuple[int, ...]:
+        """Nodes that joined and are not lost, without node 0."""
+        return tuple(sorted(self._nodes.keys() - {0}))
 
     def knows(self, name: str) -> bool:
         """Whether the run has an actor of that name."""
@@ -331,8 +338,8 @@ class RunSupervisor(SupervisorContract):
                     self.ctx.log.error("%s did not register within %g s and is killed", name, self._patience.start_s)
                     await self._end_on(self._actors[name].node, (name,), 0.0)
             for node, at in list(self._heard_at.items()):
-                if now - at > LOST_S:
-                    self._lose_node(node, f"no word from it for {LOST_S:g} s")
+                if now - at > self._patience.lost_s:
+                    self._lose_node(node, f"no word from it for {self._patience.lost_s:g} s")
 
     def _by_node(self, names: Sequence[str]) -> list[tuple[int, tuple[str, ...]]]:
         nodes = sorted({self._actors[name].node for name in names})

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ..core.actor import Caller, PeerEvent, make_ref, with_deadline
 from ..core.clock import Clock
-from ..core.errors import CallError, LaunchError
+from ..core.errors import CallError, LaunchError, StaleEpoch
 from ..core.handlers import HandlerSpec
 from ..core.ids import PeerKey
 from .calls import Order, Route
@@ -27,12 +27,20 @@ RETRY_S = 0.5
 class Mirror:
     """Implements `courier.Finder`."""
 
-    def __init__(self, registry: Location, session: Session, clock: Clock, tell: Callable[[PeerEvent], None]) -> None:
+    def __init__(
+        self,
+        registry: Location,
+        session: Session,
+        clock: Clock,
+        tell: Callable[[PeerEvent], None],
+        fenced: Callable[[StaleEpoch], None],
+    ) -> None:
         self.directory = Directory()
         self._registry = registry
         self._session = session
         self._clock = clock
         self._tell = tell
+        self._fenced = fenced
         self._changed: set[asyncio.Event] = set()
         self._log = logging.getLogger("myxa.transport")
         self._caller: Caller | None = None
@@ -70,7 +78,10 @@ class Mirror:
             return False
         events, gone = changes
         for departure in gone:
-            self._session.peer_over(PeerKey(departure.node_id, departure.epoch), departure.reason)
+            key = PeerKey(departure.node_id, departure.epoch)
+            if key == self._session.own:
+                self._fenced(StaleEpoch(f"{departure.name} epoch {departure.epoch} is over: {departure.reason}"))
+            self._session.peer_over(key, departure.reason)
         for event in events:
             self._tell(event)
             if event.kind != "down":

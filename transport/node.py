@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ..core.actor import Actor, Caller, PeerEvent, make_ref, with_deadline
 from ..core.clock import Clock, SystemClock
-from ..core.errors import CallError, ConfigError, MyxaError, NoSuchActor
+from ..core.errors import CallError, ConfigError, MyxaError, NoSuchActor, StaleEpoch
 from ..core.ids import PeerKey, check_name
 from .address import Rendezvous
 from .cell import ActorCell
@@ -57,7 +57,8 @@ class Node:
         self._hosting = Hosting(self)
         self._session = Session(own=key, name=name, transport=opened.transport, host=self._hosting, clock=clock)
         self._hosting.serve_with(self._session)
-        self._mirror = Mirror(registry_location(rdzv), self._session, clock, self._hosting.tell)
+        registry = registry_location(rdzv)
+        self._mirror = Mirror(registry, self._session, clock, self._hosting.tell, self.node_failed)
         self._courier = Courier(self._session.calls, self._mirror, clock)
         self._mirror.call_with(self._courier)
         self._registry: RegistryActor | None = None
@@ -66,6 +67,7 @@ class Node:
         self._num_ticks = 0
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
+        self._is_fenced = False
 
     # -- life
 
@@ -152,7 +154,7 @@ class Node:
                 await cell.drain(max(0.0, give_up_at - self._clock.monotonic()))
                 await cell.stop("shutdown")
                 self._hosting.remove(cell)
-        if self._registry is None:
+        if self._registry is None and not self._is_fenced:
             await self._leave()
         for task in list(self._tasks):
             task.cancel()
@@ -273,6 +275,9 @@ class Node:
             self._registry.unreachable(key, why)
 
     def node_failed(self, error: BaseException) -> None:
+        if self._is_closed:
+            return
+        self._is_fenced = self._is_fenced or isinstance(error, StaleEpoch)
         _log.error("%s failed: %s", self.name, error, exc_info=error)
         self._report(self.name, error)
 

@@ -59,6 +59,26 @@ def needed_bytes(sizes: Sequence[int]) -> int:
     return sum(_aligned(size) for size in sizes)
 
 
+def available_bytes() -> int:
+    """Memory that can be taken now without harm to others: the host's, cut to what our control group may have."""
+    limits = [_meminfo("MemAvailable")]
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            limits.append(int(limit) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass  # no control group that tells: the host's figure stands
+    return max(0, min(limits))
+
+
+def _meminfo(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise SlabError(f"/proc/meminfo does not tell {name}")
+
+
 class SlabWriter:
     """The owner's end: one writer, one set of tensors at a time. Not safe for several threads at once."""
 
@@ -74,6 +94,13 @@ class SlabWriter:
     @classmethod
     def create(cls, capacity_bytes: int) -> SlabWriter:
         """A new slab, its memory taken at once. Raises SlabError if the host has not that much."""
+        free = available_bytes()
+        if capacity_bytes > free:
+            # Asking the kernel would not fail: it would give pages until it has to kill somebody.
+            raise SlabError(
+                f"no shared memory of {capacity_bytes} bytes: {free} are available",
+                remedy="free memory, or use the disk channel",
+            )
         descriptor = os.memfd_create("myxa-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(descriptor, 0, DATA_OFFSET + capacity_bytes)

@@ -33,6 +33,10 @@ class ChannelReader:
             )
         return self._shm.open(manifest)
 
+    def close(self) -> None:
+        """See the protocol."""
+        self._shm.close()
+
 
 def make_writer(channel: Literal["shm", "disk"], folder: Path, model_folder: Path) -> WeightWriter:
     """The trainer's end. `folder` holds the versions of the disk channel; `model_folder` gives config and tokenizer."""

@@ -52,7 +52,7 @@ def plot(
     marked = {step: value for step, value in (marks or {}).items() if math.isfinite(value)}
     if not points and not marked:
         return []
-    frame = _Frame(points, marked, max(width, 8), max(height, 3))
+    frame = _Frame(points, marked, max(width, 16), max(height, 3))
     cells = _draw_ascii(frame, points) if is_ascii else _draw_braille(frame, points)
     for step, value in marked.items():
         cells[frame.row(value)][frame.column(step)] = "o"

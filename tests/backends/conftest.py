@@ -21,7 +21,8 @@ from myxa.actors.models.tiny import make_tiny_model
 
 PROGRAM = Path(__file__).with_name("gang_rank.py")
 SPEC = importlib.util.spec_from_file_location("gang_rank", PROGRAM)
-assert SPEC is not None and SPEC.loader is not None
+assert SPEC is not None
+assert SPEC.loader is not None
 gang_rank = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(gang_rank)
 

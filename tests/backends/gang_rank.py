@@ -132,7 +132,7 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def keep(path: Path, weights: dict[str, np.ndarray]) -> None:
     if weights:
-        np.savez(path, **weights)
+        np.savez(path, allow_pickle=False, **weights)
 
 
 def poisoned(shard: TrainShard, *, rank: int, own: int) -> TrainShard:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,8 +107,10 @@ def test_a_torn_checkpoint_is_named_passed_over_and_refused(
     torn = saved / "version_00000002"
     damage(torn)
     newest, passed_over = newest_checkpoint(saved)
-    assert newest is not None and newest.path.name == "version_00000001"
-    assert [i.path for i in passed_over] == [torn] and "torn" in passed_over[0].problem
+    assert newest is not None
+    assert newest.path.name == "version_00000001"
+    assert [i.path for i in passed_over] == [torn]
+    assert "torn" in passed_over[0].problem
     assert find_checkpoint(saved.parent) == newest.path
     backend = backends(**OPTIONS)
     before = weights_of(backend)
@@ -169,3 +173,8 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, backends: Backe
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainError, match="cannot make checkpoint folder"):
         backends().save(str(tmp_path / "file" / "x"), {})
+
+
+def test_looking_for_checkpoints_needs_no_torch() -> None:
+    code = "import sys, myxa.actors.backends.torch_backend.checkpoint_folder; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -44,7 +44,8 @@ def test_bfloat16_is_rounded_into_buffers_used_again(backends: Backends) -> None
     backend = backends(trainer={"dtype": "bfloat16"})
     first, second = backend.export_weights(), backend.export_weights()
     for full, half, again in zip(exact, first, second, strict=True):
-        assert half.spec.dtype == "bfloat16" and half.data.nbytes * 2 == full.data.nbytes
+        assert half.spec.dtype == "bfloat16"
+        assert half.data.nbytes * 2 == full.data.nbytes
         expected = torch.frombuffer(bytearray(full.data), dtype=torch.float32).bfloat16()
         assert torch.equal(torch.frombuffer(bytearray(half.data), dtype=torch.bfloat16), expected)
         address = np.frombuffer(half.data, np.uint8).ctypes.data

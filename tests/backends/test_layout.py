@@ -114,4 +114,5 @@ def test_a_micro_batch_without_loss_tokens_still_has_a_token(samples: list[Train
     layout = plan_layout(samples, range(len(samples)), linear_cost=0.0)
     assert layout.num_tokens == 1
     assert layout.members == ()
-    assert layout.targets_M.dtype == torch.int64 and not layout.targets_M.numel()
+    assert layout.targets_M.dtype == torch.int64
+    assert not layout.targets_M.numel()

@@ -21,7 +21,7 @@ from myxa.core.samples import TrainSample, TrainShard
 SHARING = 1e6
 ALONE = 0.0
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 262,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -38,7 +38,7 @@ def save_foreign(kind: str, folder: Path) -> Path:
     if kind == "qwen2":
         config: Any = transformers.Qwen2Config(**SIZES, tie_word_embeddings=False)
     elif kind == "llama":
-        config = transformers.LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=True, rope_theta=5000.0)
+        config = transformers.LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
     else:
         config = transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -88,9 +88,10 @@ def test_logprobs_entropies_and_gradients_equal_those_of_transformers(
     weight = torch.linspace(-1, 1, len(logprobs))
     (scores.logprobs_M @ weight + scores.entropy_M.sum()).backward()
     (logprobs @ weight + entropy.sum()).backward()
-    theirs = dict(judge.named_parameters())
+    theirs: dict[str, Any] = dict(judge.named_parameters())
     for name, parameter in module.named_parameters():
-        assert parameter.grad is not None and theirs[name].grad is not None
+        assert parameter.grad is not None
+        assert theirs[name].grad is not None
         scale = theirs[name].grad.abs().max()
         assert (parameter.grad - theirs[name].grad).abs().max() <= 1e-5 * scale + 1e-6, name
 

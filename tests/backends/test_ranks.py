@@ -59,7 +59,8 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(gangs: tuple[Gang, Gang]
             assert np.array_equal(again[name], on[name]), name
         assert gang[1][0]["extra"] == {"version": 2}
         (info,) = list_checkpoints(gang[0] / "checkpoints")
-        assert info.is_complete and info.extra == {"version": 2}
+        assert info.is_complete
+        assert info.extra == {"version": 2}
 
 
 def test_a_checkpoint_of_many_ranks_restores_on_one(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import pytest
@@ -32,7 +33,7 @@ def test_linear_goes_down_to_its_floor_and_stays_there() -> None:
 def test_cosine_passes_the_middle_halfway() -> None:
     got = rates(9, schedule="cosine", decay_steps=8)
     assert (got[0], got[4], got[8]) == pytest.approx((2.0, 1.0, 0.0))
-    assert all(a > b for a, b in zip(got, got[1:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(got))
 
 
 def test_a_live_peak_replaces_the_configured_one() -> None:

@@ -70,7 +70,8 @@ def test_scores_of_loose_samples_are_those_of_the_shard(backends: Backends, make
     exact = backend.score_shard(shard)
     for got, expected, sample in zip(backend.score(shard.samples), exact, shard.samples, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5)
-        assert got.dtype == np.float32 and got.shape == sample.loss_mask.shape
+        assert got.dtype == np.float32
+        assert got.shape == sample.loss_mask.shape
         assert not got[sample.loss_mask == 0].any()
         assert (got[sample.loss_mask == 1] < 0).all()
 
@@ -118,7 +119,8 @@ def test_a_step_without_any_advantage_is_a_step(backends: Backends, make_shards:
         shard, samples=tuple(msgspec.structs.replace(s, advantage=0.0) for s in shard.samples)
     )
     metrics = backend.train(idle, {}).metrics
-    assert metrics["train/grad_norm"] == 0.0 and metrics["train/loss"] == 0.0
+    assert metrics["train/grad_norm"] == 0.0
+    assert metrics["train/loss"] == 0.0
     assert metrics["train/num_updates"] == 2.0
     after = weights_of(backend)
     assert any(not np.array_equal(before[n], after[n]) for n in before), "AdamW's momentum goes on"

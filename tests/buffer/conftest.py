@@ -128,37 +128,41 @@ class Desk:
         return ids
 
 
+def make_buffer(
+    path: Path,
+    *,
+    run: str = "run-1",
+    rows: NumberedRows | None = None,
+    policy: str = "pace",
+    max_staleness: int = 1,
+    batch_size: int = 2,
+    num_samples: int = 2,
+    group_filter: Callable[[Group], str | None] = keep_all,
+    resume_from: Path | None = None,
+) -> Buffer:
+    return Buffer(
+        source=rows or NumberedRows(),
+        ledger_path=path,
+        run=run,
+        admission=Admission(policy, max_staleness=max_staleness, batch_size=batch_size),
+        num_samples=num_samples,
+        sampling=SamplingParams(max_new_tokens=4),
+        group_filter=group_filter,
+        resume_from=resume_from,
+    )
+
+
 @dataclass
 class Shop:
-    """Makes buffers over one ledger file."""
+    """Opens buffers over one ledger file."""
 
     path: Path
     run: str = "run-1"
 
     @asynccontextmanager
-    async def open(
-        self,
-        *,
-        rows: NumberedRows | None = None,
-        policy: str = "pace",
-        max_staleness: int = 1,
-        batch_size: int = 2,
-        num_samples: int = 2,
-        group_filter: Callable[[Group], str | None] = keep_all,
-        clock: Clock | None = None,
-        resume_from: Path | None = None,
-    ) -> AsyncIterator[Desk]:
-        node = await Node.attach(run_dir=self.path.parent, name="buffer-node", clock=clock)
-        buffer = Buffer(
-            source=rows or NumberedRows(),
-            ledger_path=self.path,
-            run=self.run,
-            admission=Admission(policy, max_staleness=max_staleness, batch_size=batch_size),
-            num_samples=num_samples,
-            sampling=SamplingParams(max_new_tokens=4),
-            group_filter=group_filter,
-            resume_from=resume_from,
-        )
+    async def open(self, *, clock: Clock | None = None, **options: Any) -> AsyncIterator[Desk]:
+        node = await Node.attach(name="buffer-node", clock=clock)
+        buffer = make_buffer(self.path, run=self.run, **options)
         try:
             await node.start(Monitor(self.path.parent, ()), name="monitor")
             await node.start(buffer, name="buffer")

@@ -26,8 +26,11 @@ from myxa.core.supervision import (
 KILLED = -9
 
 
-def make(*children: ChildSpec, lot: float = 0.0) -> Supervisor:
-    return Supervisor(children, lot=lambda: lot, backoff=Backoff(first_s=1.0, limit_s=8.0, period_s=300.0))
+def make(*children: ChildSpec, is_launched: bool = True) -> Supervisor:
+    supervisor = Supervisor(children, lot=lambda: 0.0, backoff=Backoff(first_s=1.0, limit_s=8.0, period_s=300.0))
+    for child in children if is_launched else ():
+        supervisor.on_launch(child.name, 0.0)
+    return supervisor
 
 
 def all_up(supervisor: Supervisor, *names: str) -> None:
@@ -152,6 +155,16 @@ def test_stop_ends_children_last_started_first_and_starts_none_again():
     assert supervisor.on_exit("buffer", 0, 3.0) == [Done()]
 
 
+def test_children_that_were_never_started_are_not_waited_for():
+    supervisor = make(ChildSpec("a"), ChildSpec("b"), is_launched=False)
+    assert supervisor.alive == ()
+    supervisor.on_launch("a", 0.0)
+    assert supervisor.stop("asked to", 1.0) == [End(("a",), "asked to")]
+    assert supervisor.state("b") == "stopped"
+    assert supervisor.on_exit("a", 0, 2.0) == [Done()]
+    assert make(ChildSpec("a"), is_launched=False).stop("asked to", 1.0) == [Done()]
+
+
 def test_only_the_first_failure_is_the_verdict():
     supervisor = make(ChildSpec("a", "never"), ChildSpec("b", "never"))
     supervisor.on_exit("a", 5, 1.0)
@@ -209,9 +222,9 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.supervisor = Supervisor(CHILDREN, lot=lambda: 0.5, backoff=Backoff(period_s=PERIOD_S))
-        self.processes: dict[str, int] = {child.name: 0 for child in CHILDREN}  # name -> attempt
+        self.processes: dict[str, int] = {}  # name -> attempt
         self.told: set[str] = set()
-        self.waiting: dict[str, int] = {}
+        self.waiting: dict[str, int] = {child.name: 0 for child in CHILDREN}
         self.restarts: dict[str, list[float]] = defaultdict(list)
         self.is_over = False
         self.is_done = False
@@ -261,7 +274,7 @@ class Histories(RuleBasedStateMachine):
     def a_pause_is_over(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.waiting)))
         attempt = self.waiting.pop(name)
-        if self.supervisor.state(name) == "backing-off":
+        if self.supervisor.state(name) in ("waiting", "backing-off"):
             self.carry_out(self.supervisor.on_launch(name, self.now))
             self.processes[name] = attempt
 

@@ -16,7 +16,7 @@ def flags(folder: Path, rank: int, *more: str, num_nodes: int = 2) -> list[str]:
     place = ["--nnodes", str(num_nodes), "--node-rank", str(rank), "--rdzv-file", str(folder / "rdzv")]
     if rank == 0:
         place += ["--rdzv", "127.0.0.1:0"]
-    key = ["--job-key", str(folder / "job.key")]
+    key = ["--job-key", str(folder / "job.key"), "--lost-timeout", "4"]
     # Both read the same file, as on a shared file system, and node 0 names the run directory.
     return ["launch", *place, *key, "--set", f'run.dir="{folder}/runs"', *more]
 
@@ -37,7 +37,7 @@ def see(one, folder: Path) -> None:
     one.runs = folder / "runs"
 
 
-def test_two_launchers_make_one_run_over_encrypted_tcp(tmp_path: Path, run):
+def test_two_launchers_make_one_run_and_a_signal_on_any_of_them_ends_it(tmp_path: Path, run):
     first, second = two(tmp_path, run)
     with second as node1, first as node0:
         see(node0, tmp_path)
@@ -56,24 +56,14 @@ def test_two_launchers_make_one_run_over_encrypted_tcp(tmp_path: Path, run):
         os.kill(node0.pid_of("trainer/1"), signal.SIGKILL)
         node0.until_serving("trainer/0", "trainer/1", attempt=1)
         children = node0.children() + node1.children()
-        node0.switch("finish")
-        assert node0.ended() == 0, node0.evidence()
-        assert node1.ended() == 0, node1.evidence()
-        node0.until_gone(children)
-        assert not (tmp_path / "rdzv").exists()
-        assert list(Path(tempfile.gettempdir()).glob("myxa-*")) == []
-
-
-def test_a_signal_on_any_node_ends_the_run_in_good_order_on_all(tmp_path: Path, run):
-    first, second = two(tmp_path, run)
-    with second as node1, first as node0:
-        see(node0, tmp_path)
-        node0.until_serving("coordinator", "monitor", "rollout/0", "rollout/1", "trainer/1")
         node1.signal(signal.SIGINT)
         assert node1.ended() == 130, node1.evidence()
         assert node0.ended() == 130, node0.evidence()
+        node0.until_gone(children)
         assert (node0.dir / "coordinator.asked").read_text() == "Ctrl-C\n"
         assert (node0.dir / "monitor.stopped").exists()
+        assert not (tmp_path / "rdzv").exists()
+        assert list(Path(tempfile.gettempdir()).glob("myxa-*")) == []
 
 
 def test_a_lost_node_ends_the_run_and_is_named(tmp_path: Path, run):
@@ -103,33 +93,30 @@ def test_nodes_end_when_node_0_is_lost(tmp_path: Path, run):
 
 
 def test_a_node_with_another_configuration_is_refused_with_both_values(tmp_path: Path, run):
-    first, second = two(tmp_path, run, "--rdzv-timeout", "10")
+    first, second = two(tmp_path, run)
     (tmp_path / "node1/run.toml").write_text(
         '[run]\nname = "toy"\nseed = 5\n[model]\npath = "/m"\n[data]\ntrain = "/d.jsonl"\n'
     )
     with second as node1, first as node0:
         assert node1.ended() == 3, node1.evidence()
         assert "it has run.seed = 5; node 0 has run.seed = 1" in node1.output
-        assert node0.ended() == 3, node0.evidence()
-        assert "1 of 2 nodes did not join within 10 s: 1" in node0.output
-        assert "run.seed = 5" in node0.output
+        node0.until(lambda: "run.seed = 5; node 0 has run.seed = 1" in node0.output, "node 0 to say so too")
+        node0.signal(signal.SIGINT)
+        assert node0.ended() == 130, node0.evidence()
 
 
 def test_a_stranger_without_the_key_is_not_let_in(tmp_path: Path, run):
-    first, second = two(tmp_path, run, "--rdzv-timeout", "8")
-    with second as node1, first as node0:
-        node1.until(lambda: (tmp_path / "rdzv").exists(), "the endpoint")
-        # Same place, another key: whoever made it up knows neither half of the job's.
-        del node0
-        assert node1.process.poll() is None
-        arguments = flags(tmp_path, 1, *SPREAD, "--rdzv-timeout", "4")
+    make_key(tmp_path / "other.key")
+    with run(tmp_path / "node0", *flags(tmp_path, 0)) as node0:
+        node0.until(lambda: (tmp_path / "rdzv").exists(), "the endpoint")
+        arguments = flags(tmp_path, 1, "--rdzv-timeout", "4")
         arguments[arguments.index("--job-key") + 1] = str(tmp_path / "other.key")
-        make_key(tmp_path / "other.key")
-        (tmp_path / "node2").mkdir()
-        (tmp_path / "node2/run.toml").write_text((tmp_path / "node1/run.toml").read_text())
-        with run(tmp_path / "node2", *arguments) as stranger:
+        with run(tmp_path / "node1", *arguments) as stranger:
             assert stranger.ended() == 3, stranger.evidence()
             assert "job key" in stranger.output
+        node0.signal(signal.SIGINT)
+        assert node0.ended() == 130, node0.evidence()
+        assert "node 1 joined" not in (node0.dir / "logs/launcher.0.log").read_text()
 
 
 def make_key(path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -69,17 +68,32 @@ def test_the_exit_status_is_told_once_and_output_is_in_the_log(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("make_loop", LOOPS)
-def test_signals_reach_it_and_come_back_as_status(tmp_path: Path, make_loop):
+def test_a_request_to_end_reaches_it_and_come_back_as_status(tmp_path: Path, make_loop):
     async def end(child: Child) -> None:
         assert not await child.wait(0.05)
-        child.signal(signal.SIGTERM)
+        child.ask_to_end()
 
     with asyncio.Runner(loop_factory=make_loop) as runner:
         child, told = runner.run(run_child(tmp_path, "import time; time.sleep(60)", end))
         assert told == [("rollout/0", -15)]
-        child.signal(signal.SIGTERM)
+        child.ask_to_end()
         child.kill()
     assert child.status == -15
+
+
+def test_it_is_asked_to_end_once(tmp_path: Path):
+    code = "import signal, time; signal.signal(15, lambda *_: signal.signal(15, signal.SIG_DFL)); print('on', flush=True); time.sleep(60)"
+
+    async def ask(child: Child) -> None:
+        while "on" not in (tmp_path / "log").read_text():
+            await asyncio.sleep(0.01)
+        for _ in range(5):
+            child.ask_to_end()
+            assert not await child.wait(0.05)
+        child.kill()
+
+    child, _ = asyncio.run(run_child(tmp_path, code, ask))
+    assert child.status == -9
 
 
 def test_what_it_started_ends_with_it(tmp_path: Path):

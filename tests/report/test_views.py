@@ -92,7 +92,7 @@ def test_a_plot_fits_its_frame_whatever_the_curve(
     assert bool(lines) == bool(curve)
     if lines:
         assert len(lines) == max(height, 3) + 2
-        assert max(len(line) for line in lines) <= max(width, 8) + 16
+        assert max(len(line) for line in lines) <= max(width, 16) + 12
         if is_ascii:
             "\n".join(lines).encode("ascii")
 

@@ -9,18 +9,18 @@ from pathlib import Path
 from myxa.transport.node import JobKey, Node, Rendezvous
 
 
-async def main(rdzv: str, key: str, name: str, what: str = "echo") -> int:
+async def main(rdzv: str, key: str, sockets: str, name: str, what: str = "echo") -> int:
     sys.path.insert(0, str(Path(__file__).parent))
     import cast_of_actors
 
     rank = 1 if key else 0
+    job_key = JobKey.load(Path(key)) if key else None
     node = await Node.attach(
-        name=name, rdzv=Rendezvous.load(Path(rdzv)), key=JobKey.load(Path(key)) if key else None, node_rank=rank
-    )
+        name=name, rdzv=Rendezvous.load(Path(rdzv)), key=job_key, node_rank=rank, run_dir=sockets
+    )  # fmt: skip
     await node.start(cast_of_actors.CAST[what](), name)
-    error = await node.failed
+    await node.failed
     await node.close(grace_s=0.5)
-    print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
     return 7
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -33,13 +34,21 @@ def zmq_things() -> list[str]:
     return [repr(o) for o in found if not o.closed]
 
 
-def held(fd_floor: set[str]) -> dict[str, Any]:
-    del fd_floor
+def open_fds() -> list[str]:
+    targets: list[str] = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            targets.append(str(link.readlink()))
+        except OSError:
+            continue  # the listing's own
+    return sorted(targets)
+
+
+def held() -> dict[str, Any]:
     return {
         "threads": sorted(t.name for t in threading.enumerate()),
         "children": sorted(c.pid for c in psutil.Process().children(recursive=True)),
-        "fds": len(os.listdir("/proc/self/fd")),
-        "shm": sorted(n for n in os.listdir("/dev/shm") if "myxa" in n),
+        "shm": sorted(p.name for p in Path("/dev/shm").iterdir() if "myxa" in p.name),
         "zmq": len(zmq_things()),
     }
 
@@ -47,23 +56,19 @@ def held(fd_floor: set[str]) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def leaves_nothing() -> Iterator[None]:
     gc.collect()
-    before = held(set())
+    before, fds_before = held(), open_fds()
     yield
     give_up_at = time.monotonic() + PATIENCE_S
     while True:
         gc.collect()
-        after = held(set())
-        new = {k: (before[k], after[k]) for k in before if k != "fds" and after[k] != before[k]}
-        if after["fds"] > before["fds"]:
-            new["fds"] = (before["fds"], sorted(os.readlink(f"/proc/self/fd/{f}") for f in open_fds()))
+        after, fds = held(), open_fds()
+        new: dict[str, Any] = {k: (before[k], after[k]) for k in before if after[k] != before[k]}
+        if len(fds) > len(fds_before):
+            new["fds"] = (fds_before, fds)
         if not new or time.monotonic() > give_up_at:
             break
         time.sleep(0.02)
     assert not new, f"left behind: {new}"
-
-
-def open_fds() -> list[str]:
-    return [f for f in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{f}")]
 
 
 class World:
@@ -74,6 +79,7 @@ class World:
         self.network = InprocNetwork() if kind == "inproc" else None
         self.key = JobKey.generate() if kind == "tcp" else None
         self.tmp = tmp
+        self.sockets = Path(tempfile.mkdtemp(prefix="w-"))  # a killed child leaves its socket directory behind
         self.nodes: list[Node] = []
         self.children: list[asyncio.subprocess.Process] = []
         self.host: Node
@@ -108,7 +114,7 @@ class World:
         if self.key is not None and not key.exists():
             self.key.save(key)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, str(CHILD), str(rdzv), str(key) if self.key else "", name, *args
+            sys.executable, str(CHILD), str(rdzv), str(key) if self.key else "", str(self.sockets), name, *args
         )
         self.children.append(process)
         return process
@@ -120,6 +126,7 @@ class World:
             await process.wait()
         for node in reversed(self.nodes):
             await node.close(grace_s=1.0)
+        shutil.rmtree(self.sockets)
 
 
 @pytest.fixture(params=["inproc", "ipc", "tcp"])

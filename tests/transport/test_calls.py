@@ -56,13 +56,13 @@ async def test_wrong_arguments_are_refused(world):
     near, _ = await world.pair(Echo())
     ref = near.ref(EchoContract, "callee")
     with pytest.raises(BadRequest, match="times"):
-        await ref.echo(Item(name="a", values=np.zeros(1, np.float32)), times="many")  # pyright: ignore
+        await ref.echo(Item(name="a", values=np.zeros(1, np.float32)), times="many")  # pyright: ignore[reportArgumentType]
     with pytest.raises(BadRequest, match="float32, got float64"):
-        await ref.echo(Item(name="a", values=np.zeros(1, np.float64)))  # pyright: ignore
+        await ref.echo(Item(name="a", values=np.zeros(1, np.float64)))  # pyright: ignore[reportArgumentType]
     with pytest.raises(BadRequest, match="signature"):
-        await ref.sleep()  # pyright: ignore
+        await ref.sleep()  # pyright: ignore[reportCallIssue]
     with pytest.raises(BadRequest, match="cannot travel"):
-        await ref.echo(Item(name="a", values=np.array([object()])))  # pyright: ignore
+        await ref.echo(Item(name="a", values=np.array([object()])))  # pyright: ignore[reportArgumentType]
     assert await ref.ping() > 0
 
 

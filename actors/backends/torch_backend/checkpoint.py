@@ -65,7 +65,7 @@ def save_checkpoint(folder: str | Path, state: TrainingState, extra: Mapping[str
             begin(target)
     with _together(state, f"saving checkpoint {target}"):
         path = partial_of(target) / rank_file(world.rank)
-        write_safetensors(path, [named_array(name, tensor) for name, tensor in _tensors(state)])
+        write_safetensors(path, [named_array(name, tensor.cpu()) for name, tensor in _tensors(state)])
         files = _gather_entries(state, describe_file(path))
     with _together(state, f"saving checkpoint {target}"):
         if world.rank == 0:

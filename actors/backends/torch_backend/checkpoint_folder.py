@@ -75,8 +75,9 @@ def rank_file(rank: int) -> str:
 
 
 def describe_file(path: Path) -> FileEntry:
-    """Size and digest of a written file."""
+    """Size and digest of a file, whose bytes are on the disk afterwards."""
     with path.open("rb") as file:
+        os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         size = os.fstat(file.fileno()).st_size
     return FileEntry(name=path.name, num_bytes=size, sha256=digest)

@@ -52,6 +52,8 @@ class Exporter:
                 array = named_array(name, self._on_host(name, whole), offset)
                 offset += array.spec.num_bytes
                 arrays.append(array)
+        if self._replica.world.device.type == "cuda":
+            torch.cuda.synchronize(self._replica.world.device)  # the copies to the host are under way until now
         return arrays
 
     def write(self, folder: str) -> None:
@@ -71,12 +73,11 @@ class Exporter:
         return {**self._config.source, "dtype": name, "torch_dtype": name}
 
     def _on_host(self, name: str, tensor: Tensor) -> Tensor:
-        is_ready = tensor.device.type == "cpu" and tensor.dtype == self._dtype and not self._replica.is_sharded
-        if is_ready:
+        is_cuda = tensor.device.type == "cuda"
+        if not is_cuda and tensor.dtype == self._dtype and not self._replica.is_sharded:
             return tensor
         buffer = self._buffers.get(name)
         if buffer is None:
-            is_cuda = tensor.device.type == "cuda"
             buffer = torch.empty(tensor.shape, dtype=self._dtype, device="cpu", pin_memory=is_cuda)
             self._buffers[name] = buffer
-        return buffer.copy_(tensor)
+        return buffer.copy_(tensor.to(self._dtype), non_blocking=is_cuda)

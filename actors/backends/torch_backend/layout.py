@@ -30,6 +30,9 @@ from .tensors import from_array
 
 I64 = npt.NDArray[np.int64]
 
+MAX_SHARED_ROW = 4096
+"""Longest row with several answers: its mask has the square of this many bytes."""
+
 MIN_FILL = 0.75
 """A row shorter than this share of its block's length opens a new block."""
 
@@ -139,6 +142,8 @@ def _bundle(
 def _sharing_pays(row_len: int, more: int, alone: int, linear_cost: float) -> bool:
     """Compare costs in attended tokens: a masked row computes its whole square, a causal row half of it."""
     joined = row_len + more
+    if joined > MAX_SHARED_ROW:
+        return False
     extra = joined * (linear_cost + joined) - row_len * (linear_cost + row_len)
     return extra <= alone * (linear_cost + alone / 2)
 

@@ -92,7 +92,7 @@ class Attention(nn.Module):
         super().__init__()
         width, bias = config.hidden_size, config.attention_bias
         self.head_dim = config.head_dim
-        self.is_grouped = config.num_heads != config.num_kv_heads
+        self.num_groups = config.num_heads // config.num_kv_heads
         self.q_proj = Linear(width, config.num_heads * config.head_dim, has_bias=bias)
         self.k_proj = Linear(width, config.num_kv_heads * config.head_dim, has_bias=bias)
         self.v_proj = Linear(width, config.num_kv_heads * config.head_dim, has_bias=bias)
@@ -113,13 +113,22 @@ class Attention(nn.Module):
             end = start + block.num_rows * block.row_len
             shape = (block.num_rows, block.row_len, -1, self.head_dim)
             q, k, v = (x[start:end].view(shape).transpose(1, 2) for x in padded)
-            out_nHLD = functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=block.mask_nLL, is_causal=block.mask_nLL is None, enable_gqa=self.is_grouped
-            )
+            out_nHLD = self._attend(q, k, v, block.mask_nLL)
             outputs.append(out_nHLD.transpose(1, 2).flatten(2).flatten(0, 1))
             start = end
         slots = layout.slots_T if rows_N is None else layout.slots_T[rows_N]
         return self.o_proj(torch.cat(outputs).index_select(0, slots))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask_nLL: Tensor | None) -> Tensor:
+        """Attention inside one block: [n, heads, L, head_dim] from k and v [n, kv heads, L, head_dim]."""
+        is_grouped = self.num_groups > 1
+        if is_grouped and mask_nLL is not None and q.is_cuda:
+            # CUDA's kernel for masks knows no groups; without this torch would write out all of [n, heads, L, L].
+            k, v = (x.repeat_interleave(self.num_groups, dim=1) for x in (k, v))
+            is_grouped = False
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask_nLL, is_causal=mask_nLL is None, enable_gqa=is_grouped
+        )
 
 
 def rotate(x_THD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

@@ -2,15 +2,15 @@
 
     alone   the module itself
     ddp     every rank has all of it; gradients of a mini-batch are summed over ranks once, after its last backward
-    fsdp    parameters, gradients and moments are sharded over ranks, layer by layer (FSDP2, `fully_shard`); gradients are
-            summed as the backward pass goes
+    fsdp    parameters, gradients and moments are sharded over ranks, layer by layer (FSDP2, `fully_shard`); gradients
+            are summed as the backward pass goes
 
 Losses are shares of one global mean, so gradients add up. Every rank must run the same number of passes; micro-batches
 without loss tokens see to that.
 
-Library considered: DistributedDataParallel for ddp. Not used: its constructor imports torch's whole compiler (1 s of CPU
-and 70 MB per rank), it averages where we add, and what it is good at, hiding the exchange behind the backward pass, acts
-in the last micro-batch only. Where the exchange costs, fsdp is the strategy to take.
+Library considered: DistributedDataParallel for ddp. Not used: its constructor imports torch's whole compiler (1 s of
+CPU and 70 MB per rank), it averages where we add, and what it is good at, hiding the exchange behind the backward pass,
+acts in the last micro-batch only. Where the exchange costs, fsdp is the strategy to take.
 """
 
 from __future__ import annotations

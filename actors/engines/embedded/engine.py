@@ -191,6 +191,8 @@ class EmbeddedEngine:
             self._state.worker.shutdown(wait=is_idle, cancel_futures=True)
             await self._state.thread.join(JOIN_S)
             self._state = None
+            if self._reader is not None and is_idle:
+                self._reader.close()
 
     async def _drain(self, worker: ThreadPoolExecutor) -> bool:
         """Wait for a copy in hand; False when it takes too long to wait for."""

@@ -1,0 +1,321 @@
+"""A rollout actor of a running run, hosted by a program that has its own event loop, such as a web service.
+
+Knows the run's directory, the composition root and transport's `Node`. Must not know the host: it sets no loop policy,
+no signal handler and no logging handler, starts nothing that it does not end, and never ends the host.
+
+    joining    the engine loads; the coordinator brings it to the trainer's version
+    serving    it is given groups
+    leaving    it takes nothing new and hands unfinished groups back with their tokens
+    left       nothing of it is here any more; `reason` says why (asked to, the run is over, it failed)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import secrets
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .. import __version__
+from ..actors.contracts import CoordinatorContract, RolloutContract
+from ..core.actor import Actor, with_deadline
+from ..core.config import RunConfig, load_config
+from ..core.errors import BadRequest, CallError, ConfigError, LaunchError, MyxaError, NoSuchMethod
+from ..core.messages import RunStatus
+from ..core.samples import NO_VERSION
+from ..transport.address import Rendezvous
+from ..transport.node import Node
+from .actor_spec import ActorSpec
+from .contracts import agent_name
+from .program import build_actor, num_actors
+from .run_dir import RunDir
+
+LOOK_EVERY_S = 1.0
+"""How often the run is asked whether it goes on."""
+ASK_S = 2.0
+LOST_S = 20.0
+"""How long the run may be silent before the actor leaves by itself."""
+DRAIN_S = 40.0
+CLOSE_S = 5.0
+MAX_TRIES = 5
+"""Names that are tried when other programs join in the same moment."""
+
+_NAME = re.compile(r"rollout/(0|[1-9]\d{0,5})")
+
+_log = logging.getLogger("myxa.embed")
+
+EmbeddedPhase = Literal["joining", "serving", "leaving", "left"]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedStatus:
+    """How the embedded actor stands; plain values, ready for a JSON response."""
+
+    rollout: str
+    """Actor name in the run."""
+    phase: EmbeddedPhase
+    version: int = NO_VERSION
+    """Weight version that the engine serves; -1: none yet, or not any more."""
+    running: int = 0
+    """Requests in the engine."""
+    waiting: int = 0
+    """Requests that wait for room in it."""
+    reason: str = ""
+    """Why it left."""
+
+
+class EmbeddedRollout:
+    """Handle of an actor that `rollout_in` hosts; belongs to the loop it was made on."""
+
+    def __init__(self, node: Node, name: str, run_dir: RunDir) -> None:
+        loop = asyncio.get_running_loop()
+        self.name = name
+        """In the run, e.g. "rollout/1"."""
+        self.node = node
+        """Makes references to every other actor of the run: `node.ref(BufferContract, "buffer")`."""
+        self.ended: asyncio.Future[str] = loop.create_future()
+        """Resolves (never raises) with the reason once the actor has left: for programs that want to join again."""
+        self._run_dir = run_dir
+        self._rollout = node.ref(RolloutContract, name)
+        self._coordinator = with_deadline(node.ref(CoordinatorContract, "coordinator"), ASK_S)
+        self._asked: asyncio.Future[str] = loop.create_future()
+        self._is_leaving = False
+        self._life = loop.create_task(self._live(), name=f"{name}: embedded")
+
+    async def status(self) -> EmbeddedStatus:
+        """How it stands now. Raises MyxaError if the engine does not answer."""
+        if self.ended.done():
+            return EmbeddedStatus(self.name, "left", reason=self.ended.result())
+        if self._is_leaving:
+            return EmbeddedStatus(self.name, "leaving")
+        engine = await with_deadline(self._rollout, ASK_S).status()
+        phase: EmbeddedPhase = "joining" if engine.version == NO_VERSION else "serving"
+        return EmbeddedStatus(self.name, phase, engine.version, engine.running, engine.waiting)
+
+    async def drain(self) -> int:
+        """Take nothing new and hand back what is unfinished, with its tokens; returns the number of groups.
+
+        There is no way back: leave and join again. Leaving does this by itself. Raises MyxaError if the engine does
+        not answer, for example because it is not loaded yet.
+        """
+        return await with_deadline(self._rollout, DRAIN_S).drain()
+
+    async def leave(self, reason: str = "it was asked to leave") -> None:
+        """Drain, stop the actor, leave the run; returns when nothing is left. The end of `rollout_in` calls it.
+
+        It is carried through even if the caller is cancelled meanwhile. Harmless to call again.
+        """
+        if not self._asked.done():
+            self._asked.set_result(reason)
+        await asyncio.shield(self._life)
+
+    # -- its life
+
+    async def _live(self) -> None:
+        """The only task: waits for a reason to end, then ends everything, whatever happens on the way."""
+        reason = "the program ended"
+        try:
+            reason = await self._until_over()
+            self._is_leaving = True
+            if self._asked.done():
+                await self._hand_back()
+        finally:
+            self._is_leaving = True
+            try:
+                await self.node.close(grace_s=CLOSE_S)
+            finally:
+                _log.info("%s left the run: %s", self.name, reason)
+                self.ended.set_result(reason)
+
+    async def _until_over(self) -> str:
+        """Until somebody asks, the actor or its node fails, or the run is over; says which."""
+        clock = self.node.clock
+        heard_s = clock.monotonic()
+        while True:
+            await asyncio.wait(
+                {self._asked, self.node.failed}, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if self._asked.done():
+                return self._asked.result()
+            if self.node.failed.done():
+                return f"it failed: {self.node.failed.result()}"
+            try:
+                status = await self._coordinator.status()
+            except CallError as error:
+                if not self._run_dir.rdzv.exists():
+                    return "the run is over"
+                if clock.monotonic() - heard_s > LOST_S:
+                    return f"no word from the run for {LOST_S:g} s ({error})"
+            else:
+                heard_s = clock.monotonic()
+                if end := _end_of(status):
+                    return end
+
+    async def _hand_back(self) -> None:
+        try:
+            if (await self._rollout.status()).version == NO_VERSION:
+                return  # it was never given work
+            _log.info("%s hands back %d groups", self.name, await self.drain())
+        except MyxaError as error:
+            _log.warning("%s: groups were not handed back, they start again from their prompts: %s", self.name, error)
+
+
+@contextlib.asynccontextmanager
+async def rollout_in(
+    run_dir: str | Path, *, name: str = "", timeout_s: float = 60.0
+) -> AsyncGenerator[EmbeddedRollout]:
+    """Host a rollout actor of the run in `run_dir` on the running loop, until the block is left.
+
+    `run_dir`: as `myxa up` printed it, on the same host and of the same user. `name`: "rollout/<number>", not one of
+    the run's own; empty: the next free one. `timeout_s`: for the run's processes to answer; a run that is just being
+    started is waited for. Building the actor (importing torch, reading the tokenizer) happens in a thread, and the
+    engine goes on loading after this returned: see `status().phase`.
+
+    If the run ends or the actor fails, the actor leaves by itself and the block goes on (`ended`, `status().reason`).
+
+    Raises LaunchError for a run that is over, does not answer or was started by another version of myxa, and for a
+    name that is taken; ConfigError, ModelError or UserCodeError for what the run file names and this program cannot
+    load.
+    """
+    place = RunDir(Path(run_dir).resolve())  # runs/latest may point elsewhere later
+    node = await _attach(place, timeout_s)
+    try:
+        await _check_run(node, place, timeout_s)
+        config = _config(place)
+        rollout = EmbeddedRollout(node, await _start(node, place, config, name), place)
+    except BaseException:
+        await node.close(grace_s=0.0)
+        raise
+    _log.info("%s joined the run in %s", rollout.name, place.path)
+    try:
+        yield rollout
+    finally:
+        await rollout.leave()
+
+
+async def _attach(place: RunDir, timeout_s: float) -> Node:
+    if not place.rdzv.exists():
+        raise LaunchError(
+            f"no run is going on in {place.path}",
+            remedy="start one with `myxa up` and name the run directory that it prints; this one is over or is none",
+        )
+    record = Rendezvous.load(place.rdzv)
+    if not Path(record.socket_dir).is_dir():
+        raise LaunchError(
+            f"the run in {place.path} is over, or goes on on another host",
+            remedy="its launcher is gone from here; embed on the host on which `myxa up` runs",
+        )
+    # The node's name is never used twice, so joining can throw nobody out; actor names are checked by the registry.
+    return await Node.attach(
+        name=f"embed/{secrets.token_hex(6)}",
+        rdzv=record,
+        node_rank=record.endpoints.node_rank,
+        timeout_s=timeout_s,
+    )
+
+
+async def _check_run(node: Node, place: RunDir, timeout_s: float) -> None:
+    """The run is there, not over, and speaks as we do."""
+    await node.wait_for("coordinator", "buffer", timeout_s=timeout_s)
+    coordinator = with_deadline(node.ref(CoordinatorContract, "coordinator"), timeout_s)
+    try:
+        status = await coordinator.status()
+    except (BadRequest, NoSuchMethod) as error:
+        raise _other_version(place, error) from error
+    except CallError as error:
+        raise LaunchError(f"the run in {place.path} does not answer: {error}", remedy="see its logs") from error
+    if end := _end_of(status):
+        raise LaunchError(f"the run in {place.path} is over: {end}", remedy="start another one")
+
+
+def _end_of(status: RunStatus) -> str:
+    """Why the run is over; empty while it is not."""
+    return f"the run {status.phase}: {status.reason}" if status.phase in ("finished", "failed") else ""
+
+
+def _config(place: RunDir) -> RunConfig:
+    try:
+        return load_config(place.config)
+    except ConfigError as error:
+        raise _other_version(place, error) from error
+
+
+def _other_version(place: RunDir, error: MyxaError) -> LaunchError:
+    return LaunchError(
+        f"the run in {place.path} is not one of myxa {__version__}: {error.message}",
+        remedy="install the version of myxa that started the run in this program's environment",
+    )
+
+
+# -- the actor -------------------------------------------------------------------------------------------------------
+
+
+async def _start(node: Node, place: RunDir, config: RunConfig, wanted: str) -> str:
+    """Build the actor and have it registered; returns its name. Another program may be faster: then the next one."""
+    for _ in range(MAX_TRIES):
+        name = _choose_name(node, config, wanted)
+        actor = await _build(_spec(config, name), config, place)
+        try:
+            await node.start(actor, name)
+        except CallError as error:
+            if await node.registry.resolve(name, 0.0) is None:
+                raise LaunchError(f"{name} could not join the run: {error}", remedy="see the launcher's log") from error
+        else:
+            return name
+    raise _taken(name, node)
+
+
+def _choose_name(node: Node, config: RunConfig, wanted: str) -> str:
+    num_own = num_actors(config, "rollout", len(node.peers(agent_name(0)[:-1])))
+    known = node.peers("rollout/")
+    if not wanted:
+        numbers = [int(match[1]) for match in map(_NAME.fullmatch, known) if match is not None]
+        return f"rollout/{max(num_own - 1, *numbers, -1) + 1}"
+    match = _NAME.fullmatch(wanted)
+    if match is None:
+        raise LaunchError(f"{wanted!r} names no rollout actor", remedy='write "rollout/<number>", or leave it out')
+    if int(match[1]) < num_own:
+        raise LaunchError(
+            f"{wanted} is one of the run's own {num_own} rollout actors", remedy=f"use rollout/{num_own} or above"
+        )
+    if wanted in known:
+        raise _taken(wanted, node)
+    return wanted
+
+
+def _taken(name: str, node: Node) -> LaunchError:
+    there = ", ".join(node.peers("rollout/"))
+    return LaunchError(f"the name {name} is taken; there are {there}", remedy="leave the name out, or choose another")
+
+
+def _spec(config: RunConfig, name: str) -> ActorSpec:
+    settings = config.roles.rollout
+    return ActorSpec(
+        name=name,
+        role="rollout",
+        kind=settings.kind,
+        index=int(name.partition("/")[2]),
+        node=0,
+        threads=settings.threads,
+        restart="never",
+    )
+
+
+async def _build(spec: ActorSpec, config: RunConfig, place: RunDir) -> Actor:
+    """In a thread of its own: the first import of torch takes seconds, in which the host's loop has to answer."""
+    worker = ThreadPoolExecutor(1, thread_name_prefix=f"{spec.name} build")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(worker, build_actor, spec, config, place.path)
+    except ImportError as error:
+        raise LaunchError(
+            f"{spec.name} cannot be built in this program: {error}",
+            remedy="install what the run uses here too, e.g. `pip install 'myxa[cpu]'`",
+        ) from error
+    finally:
+        worker.shutdown(wait=False)

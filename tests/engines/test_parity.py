@@ -1,0 +1,144 @@
+"""Log-probs of the engine against a full forward of transformers, in every way a sequence can be batched or moved."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+TOLERANCE = 1e-5
+
+
+def ragged(ask, count: int, seed: int, **sampling):
+    rng = np.random.default_rng(seed)
+    temperatures = (1.0, 0.7, 0.0, 1.6)
+    return [
+        ask(
+            f"r{i}",
+            rng.integers(0, 256, rng.integers(1, 60)),
+            max_new_tokens=int(rng.integers(1, 60)),
+            temperature=temperatures[i % 4],
+            ignore_eos=i % 3 == 0,
+            **sampling,
+        )
+        for i in range(count)
+    ]
+
+
+def worst_gap(judge, requests, results) -> float:
+    """Largest difference of a log-prob to the full forward; greedy tokens must be the judge's too."""
+    worst = 0.0
+    for request in requests:
+        got = results[request.request_id]
+        wanted = judge.logprobs(request.input_ids, got.ids, request.sampling.temperature)
+        worst = max(worst, float(np.abs(wanted - got.logprobs).max()))
+        if request.sampling.temperature == 0:
+            logits = judge.logits(request.input_ids, got.ids)
+            chosen = logits.gather(1, logits.new_tensor(got.ids, dtype=int)[:, None])[:, 0]
+            assert float((logits.amax(-1) - chosen).max()) < TOLERANCE
+    return worst
+
+
+@pytest.mark.parametrize("num_slots", [1, 5, 64])
+def test_ragged_requests_on_few_or_many_slots(num_slots, folders, make_core, run_core, ask, judge):
+    requests = ragged(ask, 40, seed=num_slots)
+    results = run_core(make_core(folders[0], num_slots=num_slots), requests)
+    assert worst_gap(judge(folders[0]), requests, results) <= TOLERANCE
+    assert {r.finish for r in results.values()} == {"stop", "length"}
+    for request in requests:
+        got = results[request.request_id]
+        assert (got.finish == "length") == (len(got.ids) == request.sampling.max_new_tokens) or got.finish == "stop"
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+def test_the_three_families(kind, family, make_core, run_core, ask, judge):
+    folder = family(kind)
+    requests = ragged(ask, 24, seed=3)
+    results = run_core(make_core(folder, num_slots=7), requests)
+    assert worst_gap(judge(folder), requests, results) <= TOLERANCE
+
+
+def test_members_of_a_group_share_one_prefill(folders, make_core, run_core, ask, judge, monkeypatch):
+    prompts = [np.arange(5, 25), np.arange(30, 37)]
+    requests = [ask(f"g{i}", prompts[i % 2], max_new_tokens=20, ignore_eos=True) for i in range(16)]
+    core = make_core(folders[0])
+    prefilled = []
+    inner = core._prefill
+    monkeypatch.setattr(core, "_prefill", lambda contexts, rows: prefilled.append(len(contexts)) or inner(contexts, rows))
+    results = run_core(core, requests)
+    assert prefilled == [2]
+    assert worst_gap(judge(folders[0]), requests, results) <= TOLERANCE
+    assert len({tuple(r.ids) for r in results.values()}) == 16, "members draw on their own"
+
+
+def test_prompts_beyond_a_steps_share_are_prefilled_over_several_steps(
+    folders, make_core, run_core, ask, judge, monkeypatch
+):
+    monkeypatch.setattr("myxa.actors.engines.embedded.core.PREFILL_TOKENS", 100)
+    requests = [ask(f"p{i}", np.arange(i, i + 40), max_new_tokens=9, ignore_eos=True) for i in range(12)]
+    core = make_core(folders[0])
+    most = []
+    results = run_core(core, requests, before_step=lambda n: most.append(core.num_running))
+    assert most[:5] == [0, 2, 4, 6, 8]
+    assert worst_gap(judge(folders[0]), requests, results) <= TOLERANCE
+
+
+def test_retract_matches_a_full_forward_of_each_tokens_own_version(folders, make_core, run_core, ask, judge, load):
+    """Weights change every 7 steps and the cache is rebuilt: each token belongs to exactly one version's forward."""
+    core = make_core(folders[0], num_slots=6)
+    requests = [ask(f"r{i}", 5 + i, max_new_tokens=40, ignore_eos=True, temperature=0.9) for i in range(9)]
+
+    def swap(number: int) -> None:
+        if number and number % 7 == 0:
+            version = (core.version + 1) % 3
+            core.swap(load(folders[version]), version, "retract")
+
+    results = run_core(core, requests, swap)
+    for request in requests:
+        got = results[request.request_id]
+        assert len(got.ids) == 40
+        assert set(got.versions) == {0, 1, 2}
+        for version, folder in enumerate(folders):
+            mine = got.versions == version
+            wanted = judge(folder).logprobs(request.input_ids, got.ids, 0.9)
+            assert np.abs(wanted - got.logprobs)[mine].max() <= TOLERANCE
+
+
+def test_in_place_keeps_the_old_cache(folders, make_core, run_core, ask, judge, load):
+    """Tokens before the swap match version 0; the ones after match no single version, but the mixture the engine has:
+    keys and values of the old weights under queries of the new ones."""
+    core = make_core(folders[0])
+    requests = [ask(f"r{i}", 10, max_new_tokens=30, ignore_eos=True) for i in range(4)]
+    results = run_core(core, requests, lambda n: core.swap(load(folders[1]), 1, "in_place") if n == 12 else None)
+    for request in requests:
+        got = results[request.request_id]
+        old = got.versions == 0
+        assert old.sum() == 13, "one token of the prefill, one for each of twelve steps"
+        assert np.array_equal(got.versions, np.sort(got.versions))
+        before = judge(folders[0]).logprobs(request.input_ids, got.ids, 1.0)
+        after = judge(folders[1]).logprobs(request.input_ids, got.ids, 1.0)
+        assert np.abs(before - got.logprobs)[old].max() <= TOLERANCE
+        assert np.abs(before - got.logprobs)[~old].max() > 0.01
+        assert np.abs(after - got.logprobs)[~old].max() > 0.01
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_swapping_in_equal_weights_changes_nothing(mode, folders, make_core, run_core, ask, load):
+    requests = [ask(f"r{i}", 10, max_new_tokens=30, ignore_eos=True, seed=i) for i in range(6)]
+    plain = run_core(make_core(folders[0]), requests)
+    core = make_core(folders[0])
+    got = run_core(core, requests, lambda n: core.swap(load(folders[0]), n, mode) if n % 5 == 4 else None)
+    for name, result in got.items():
+        assert np.array_equal(result.ids, plain[name].ids)
+        assert np.abs(result.logprobs - plain[name].logprobs).max() <= TOLERANCE
+        assert len(set(result.versions)) == 6
+
+
+def test_bfloat16_is_close_but_not_equal(folders, make_core, run_core, ask, judge):
+    requests = ragged(ask, 10, seed=8)
+    results = run_core(make_core(folders[0], dtype="bfloat16"), requests)
+    gaps = [
+        np.abs(judge(folders[0]).logprobs(r.input_ids, results[r.request_id].ids, r.sampling.temperature)
+               - results[r.request_id].logprobs).max()
+        for r in requests
+    ]  # fmt: skip
+    assert TOLERANCE < max(gaps) < 0.3

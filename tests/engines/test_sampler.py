@@ -1,0 +1,113 @@
+"""Draws follow the distribution they claim, cut where they should be, and depend on nothing but seed and position."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from myxa.actors.engines.embedded.sampler import SamplingRows, draw, stream_state, uniforms
+
+VOCAB = 12
+LOGITS = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.1, -4.0, 0.9, 0.5, -0.2, 1.7, float("-inf"), -0.7])
+MIN_P_VALUE = 1e-4
+SEED = 11
+
+
+def rows(count: int, *, seed: int = 0, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> SamplingRows:
+    states = np.asarray([stream_state(seed * count + i) for i in range(count)], dtype=np.uint64)
+    return SamplingRows(
+        temperatures=np.full(count, temperature, dtype=np.float32),
+        top_ps=np.full(count, top_p, dtype=np.float32),
+        top_ks=np.full(count, top_k, dtype=np.int64),
+        uniforms=uniforms(states, np.full(count, 7)),
+    )
+
+
+def expected(temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> np.ndarray:
+    """The distribution, worked out the slow way."""
+    probs = (LOGITS / temperature).double().softmax(-1).numpy()
+    order = np.argsort(-probs)
+    kept, before = [], 0.0
+    for rank, token in enumerate(order):
+        if rank == 0 or (before < top_p and (top_k < 0 or rank < top_k)):
+            kept.append(token)
+        before += probs[token]
+    cut = np.zeros(VOCAB)
+    cut[kept] = probs[kept]
+    return cut / cut.sum()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"),
+    [(1.0, 1.0, -1), (0.6, 1.0, -1), (2.5, 1.0, -1), (1.0, 0.8, -1), (1.0, 1.0, 3), (1.3, 0.9, 5), (1.0, 1e-6, -1)],
+)
+def test_draws_follow_the_distribution(temperature, top_p, top_k):
+    count = 40_000
+    wishes = rows(count, seed=SEED, temperature=temperature, top_p=top_p, top_k=top_k)
+    drawn = draw(LOGITS.expand(count, VOCAB).clone(), wishes)
+    wanted = expected(temperature, top_p, top_k)
+    found = np.bincount(drawn.ids, minlength=VOCAB)
+    assert found[wanted == 0].sum() == 0, "a token outside the cut was drawn"
+    support = wanted > 0
+    if support.sum() > 1:
+        assert stats.chisquare(found[support], wanted[support] * count).pvalue > MIN_P_VALUE, f"seed {SEED}"
+    full = (LOGITS / temperature).log_softmax(-1).numpy()
+    assert np.abs(drawn.logprobs - full[drawn.ids]).max() < 1e-6, "log-probs are of the distribution before the cut"
+
+
+def test_rows_of_different_wishes_do_not_disturb_each_other():
+    count = 30_000
+    plain = rows(count, seed=3)
+    mixed = SamplingRows(
+        temperatures=np.tile(np.float32([1.0, 0.0, 0.5]), count // 3),
+        top_ps=np.tile(np.float32([1.0, 0.5, 0.7]), count // 3),
+        top_ks=np.tile(np.int64([-1, 4, 2]), count // 3),
+        uniforms=plain.uniforms,
+    )
+    logits = LOGITS.expand(count, VOCAB).clone()
+    drawn = draw(logits, mixed)
+    assert np.array_equal(drawn.ids[0::3], draw(logits, plain).ids[0::3])
+    assert set(drawn.ids[1::3]) == {int(LOGITS.argmax())}
+    assert np.allclose(drawn.logprobs[1::3], LOGITS.log_softmax(-1).max(), atol=1e-6), "greedy reports temperature 1"
+    cut = expected(0.5, 0.7, 2)
+    assert set(drawn.ids[2::3]) <= set(np.flatnonzero(cut))
+
+
+def test_numbers_are_uniform_and_streams_unrelated():
+    states = np.asarray([stream_state(i) for i in range(200)], dtype=np.uint64)
+    numbers = np.stack([uniforms(states, np.full(200, position)) for position in range(200)])
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    assert stats.kstest(numbers.ravel(), "uniform").pvalue > MIN_P_VALUE
+    assert len(np.unique(numbers)) == numbers.size
+    for shift in (1, 2, 17):  # neighbours in position and in seed
+        assert abs(np.corrcoef(numbers[shift:].ravel(), numbers[:-shift].ravel())[0, 1]) < 0.02
+        assert abs(np.corrcoef(numbers[:, shift:].ravel(), numbers[:, :-shift].ravel())[0, 1]) < 0.02
+
+
+def test_extreme_numbers_never_leave_the_support():
+    logits = LOGITS.expand(2, VOCAB).clone()
+    edge = rows(2)
+    edge.uniforms[:] = (0.0, np.nextafter(1.0, 0.0))
+    drawn = draw(logits, edge)
+    assert drawn.ids[0] == 0
+    assert np.isfinite(drawn.logprobs).all()
+    assert 10 not in draw(logits, edge).ids, "a token of probability 0"
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_rows_with_nan_or_infinite_logits_are_marked(poison):
+    logits = LOGITS.expand(3, VOCAB).clone()
+    logits[1, 4] = poison
+    drawn = draw(logits, rows(3))
+    assert drawn.is_finite.tolist() == [True, False, True]
+    assert drawn.ids.min() >= 0
+    assert drawn.ids.max() < VOCAB
+
+
+def test_any_seed_is_welcome():
+    for seed in (0, -1, 2**70, -(2**70), 12345):
+        assert 0 <= stream_state(seed) < 2**64
+    assert len({stream_state(s) for s in range(-500, 500)}) == 1000

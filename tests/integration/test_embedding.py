@@ -1,0 +1,345 @@
+"""A rollout actor of a real run inside other programs: the FastAPI example under uvicorn, and this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch  # noqa: F401  # what its import opens and starts is not the actor's doing
+from run_job import Job, audit, events, make_job, metrics, until
+
+from myxa.actors.contracts import BufferContract, RolloutContract
+from myxa.actors.ledger_payload import decode_partial
+from myxa.core.errors import LaunchError
+from myxa.launch.embed import EmbeddedRollout, rollout_in
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "examples/embed_in_fastapi/README.md"
+OWN = "rollout/1"
+"""What the first embedded actor is called: the run itself has one."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """`myxa up` in a process of its own."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    @property
+    def steps(self) -> int:
+        try:
+            return sum("reward/mean" in point["values"] for point in metrics(self.folder))
+        except (OSError, ValueError):
+            return 0
+
+    def query(self, sql: str, *args: object) -> list[tuple[Any, ...]]:
+        db = sqlite3.connect(f"file:{self.folder / 'ledger.sqlite'}?mode=ro", uri=True, timeout=10)
+        try:
+            return db.execute(sql, args).fetchall()
+        finally:
+            db.close()
+
+    def num_trained(self, rollout: str) -> int:
+        """Groups that this actor finished and the trainer used."""
+        return self.query("SELECT COUNT(*) FROM groups WHERE rollout = ? AND state = 'TRAINED'", rollout)[0][0]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A run without end. One engine alone cannot hold all the groups that are under way, so a second one gets some;
+    answers are long, so that there is always something unfinished."""
+    job = make_job(tmp_path_factory.mktemp("embedding"))
+    process = job.start(
+        "run.num_steps=100000", "algo.batch_size=8", "rollout.max_groups=4", "rollout.max_new_tokens=128"
+    )
+    try:
+        until(lambda: process.poll() is not None or _is_there(job), "the run's directory")
+        assert process.poll() is None, process.communicate()[0]
+        yield Run(process, job.run_dir())
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def _is_there(job: Job) -> bool:
+    return (job.folder / "runs/latest/rdzv.json").exists()
+
+
+async def until_status(rollout: EmbeddedRollout, is_met: Callable[[Any], bool], timeout_s: float = 60) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not is_met(await rollout.status()):
+            await asyncio.sleep(0.01)
+
+
+# -- nothing is left behind ------------------------------------------------------------------------------------------
+
+
+def traces() -> dict[str, object]:
+    """Everything that a guest could leave behind in this process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        policy = asyncio.get_event_loop_policy()
+    loop = asyncio.get_running_loop()
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup)
+    loggers = [logging.getLogger(), *(logging.getLogger(name) for name in logging.root.manager.loggerDict)]
+    return {
+        "tasks": asyncio.all_tasks(),
+        "threads": {task.name for task in Path("/proc/self/task").iterdir()},
+        "python threads": set(threading.enumerate()),
+        "descriptors": open_files(),
+        "children": psutil.Process().children(),
+        "signal handlers": {sig: signal.getsignal(sig) for sig in signal.valid_signals()},
+        "wake-up descriptor": wakeup,
+        "loop policy": policy,
+        "loop's exception handler": loop.get_exception_handler(),
+        "task factory": loop.get_task_factory(),
+        "log handlers": {logger.name: list(logger.handlers) for logger in loggers if logger.handlers},
+        "log levels": (logging.root.level, logging.getLogger("myxa").level, logging.getLogger("myxa").propagate),
+        "hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook),
+        "environment": dict(os.environ),
+        "folder": Path.cwd(),
+    }
+
+
+def open_files() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            found[descriptor.name] = str(descriptor.readlink())
+        except FileNotFoundError:  # the listing's own
+            continue
+    return found
+
+
+@pytest.mark.asyncio
+async def test_a_plain_program_is_as_it_was_after_the_actor_has_left(run: Run) -> None:
+    before = traces()
+    async with rollout_in(run.folder) as rollout:
+        assert rollout.name == OWN
+        assert (await rollout.status()).phase in ("joining", "serving")
+        await until_status(rollout, lambda status: status.phase == "serving" and status.running >= 8)
+        # From now on nobody is given anything: what is handed back stays where it can be looked at.
+        await rollout.node.ref(BufferContract, "buffer").set_paused(True)
+    assert (await rollout.status()).phase == "left"
+    assert rollout.ended.result() == "it was asked to leave"
+    after = traces()
+    for what, value in before.items():
+        assert after[what] == value, what
+
+    requeued = run.query("SELECT group_id FROM transitions WHERE detail = ?", f"handed back by {OWN}")
+    assert requeued, "no group was unfinished"
+    assert run.query("SELECT * FROM groups WHERE rollout = ? AND state = 'DISPATCHED'", OWN) == []
+    payloads = run.query("SELECT group_id, data FROM payloads WHERE NOT is_whole")
+    num_tokens = sum(len(s.response_ids) for group_id, data in payloads for s in decode_partial(group_id, data))
+    assert num_tokens > 0, "the groups came back without their tokens"
+
+    async with rollout_in(run.folder, timeout_s=30) as rollout:
+        await rollout.node.ref(BufferContract, "buffer").set_paused(False)
+        again = ", ".join(str(group_id) for (group_id,) in requeued)
+        sql = f"SELECT COUNT(*) FROM groups WHERE state = 'TRAINED' AND attempt = 2 AND group_id IN ({again})"
+        async with asyncio.timeout(60):
+            while run.query(sql)[0][0] == 0:
+                await asyncio.sleep(0.1)
+
+
+@pytest.mark.asyncio
+async def test_programs_that_join_at_once_get_names_of_their_own_and_a_cancelled_one_leaves(run: Run) -> None:
+    inside: list[EmbeddedRollout] = []
+
+    async def host() -> None:
+        async with rollout_in(run.folder) as rollout:
+            inside.append(rollout)
+            await asyncio.sleep(60)
+
+    hosts = [asyncio.get_running_loop().create_task(host()) for _ in range(2)]
+    async with asyncio.timeout(30):
+        while len(inside) < 2:
+            assert not any(task.done() for task in hosts), hosts
+            await asyncio.sleep(0.01)
+    assert {rollout.name for rollout in inside} == {"rollout/1", "rollout/2"}
+    for task in hosts:
+        task.cancel()
+    assert all(isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*hosts, return_exceptions=True))
+    assert [rollout.ended.done() for rollout in inside] == [True, True]
+
+
+@pytest.mark.asyncio
+async def test_an_actor_that_fails_leaves_and_its_program_goes_on(run: Run) -> None:
+    async with rollout_in(run.folder, name="rollout/7") as rollout:
+        await rollout.node.ref(RolloutContract, "rollout/7").fence("a test wants it")
+        async with asyncio.timeout(30):
+            reason = await asyncio.shield(rollout.ended)
+        assert "fenced: a test wants it" in reason
+        status = await rollout.status()
+        assert (status.phase, status.reason) == ("left", reason)
+
+
+# -- what cannot be joined -------------------------------------------------------------------------------------------
+
+
+async def refusal(folder: Path, **options: Any) -> str:
+    with pytest.raises(LaunchError) as caught:
+        async with rollout_in(folder, **options):
+            pass
+    assert caught.value.remedy
+    return str(caught.value)
+
+
+@pytest.mark.asyncio
+async def test_names_that_are_not_free_are_refused(run: Run) -> None:
+    assert "own 1 rollout actors -- use rollout/1 or above" in await refusal(run.folder, name="rollout/0")
+    assert "names no rollout actor" in await refusal(run.folder, name="buffer")
+    assert "names no rollout actor" in await refusal(run.folder, name="rollout/01")
+    async with rollout_in(run.folder, name="rollout/9"):
+        assert "the name rollout/9 is taken; there are rollout/0, rollout/9" in await refusal(
+            run.folder, name="rollout/9"
+        )
+
+
+@pytest.mark.asyncio
+async def test_runs_that_are_not_there_are_refused(run: Run, tmp_path: Path) -> None:
+    assert f"no run is going on in {tmp_path}" in await refusal(tmp_path)
+    record = json.loads((run.folder / "rdzv.json").read_text())
+    (tmp_path / "rdzv.json").write_text(json.dumps({**record, "socket_dir": str(tmp_path / "gone")}))
+    assert "is over, or goes on on another host" in await refusal(tmp_path)
+    nobody = {"node_rank": 0, "ipc": [f"ipc://{tmp_path}/c", f"ipc://{tmp_path}/b"]}
+    (tmp_path / "rdzv.json").write_text(json.dumps({**record, "endpoints": nobody}))
+    assert "no answer from the registry" in await refusal(tmp_path, timeout_s=1)
+
+
+@pytest.mark.asyncio
+async def test_a_run_of_another_version_is_refused(run: Run, tmp_path: Path) -> None:
+    shutil.copy(run.folder / "rdzv.json", tmp_path)
+    text = (run.folder / "config.toml").read_text()
+    (tmp_path / "config.toml").write_text(text.replace("[run]", "[run]\nsomething_newer = 1", 1))
+    assert "is not one of myxa" in await refusal(tmp_path)
+
+
+# -- the example -----------------------------------------------------------------------------------------------------
+
+
+def command_in_readme() -> tuple[dict[str, str], list[str]]:
+    """The line that starts the service: variables and words."""
+    (line,) = re.findall(r"^(MYXA_RUN=.* uvicorn .*|MYXA_RUN=\S+ uvicorn .*)$", README.read_text(), re.M)
+    variable, program, *words = shlex.split(line)
+    assert program == "uvicorn"
+    return dict([variable.split("=", 1)]), words
+
+
+@dataclass
+class Visitor:
+    """Asks the service's own endpoints again and again, like its users."""
+
+    url: str
+    answers: int = 0
+    slowest_s: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._visit, daemon=True)
+        thread.start()
+        return thread
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _visit(self) -> None:
+        while not self._stop.wait(0.02):
+            started = time.monotonic()
+            try:
+                assert get(f"{self.url}/health") == {"status": "ok"}
+                assert get(f"{self.url}/hello?name=you") == {"message": "Hello, you!"}
+            except (OSError, AssertionError) as error:
+                self.problems.append(repr(error))
+            self.answers += 2
+            self.slowest_s = max(self.slowest_s, time.monotonic() - started)
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        return json.load(answer)
+
+
+def test_the_fastapi_example_serves_both_its_users_and_the_run(run: Run, tmp_path: Path) -> None:
+    variables, words = command_in_readme()
+    assert variables == {"MYXA_RUN": "examples/calculator/runs/latest"}
+    words[words.index("--port") + 1] = "0"
+    said = tmp_path / "said"
+    num_before = run.num_trained(OWN)
+    with said.open("w") as out:
+        service = subprocess.Popen(
+            [sys.executable, "-m", "uvicorn", *words],
+            env={**os.environ, "MYXA_RUN": str(run.folder.parent / "latest"), "OMP_NUM_THREADS": "1"},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+        )
+    try:
+        until(lambda: service.poll() is not None or "Uvicorn running on" in said.read_text(), "the service's start")
+        url = re.findall(r"http://[\d.]+:\d+", said.read_text())
+        assert url, said.read_text()
+        visitor = Visitor(url[0])
+        thread = visitor.start()
+        until(lambda: get(f"{url[0]}/myxa")["phase"] == "serving", "the embedded actor's first weights")
+        until(lambda: run.num_trained(OWN) >= num_before + 8, "training on groups of the embedded actor")
+        status = get(f"{url[0]}/myxa")
+        assert status["rollout"] == OWN
+        assert status["version"] >= 0
+        until(lambda: visitor.answers >= 50, "fifty answers of the service's own endpoints", timeout_s=30)
+        visitor.stop()
+        thread.join(60)
+        assert visitor.problems == []
+        assert visitor.slowest_s < 10, "the engine blocks the service's loop"
+        service.send_signal(signal.SIGINT)
+        service.wait(60)
+    finally:
+        service.kill()
+        service.wait()
+    assert "Application shutdown complete" in said.read_text(), "Ctrl-C is uvicorn's business, and it had it"
+    assert "Traceback" not in said.read_text()
+    assert run.query("SELECT * FROM groups WHERE rollout = ? AND state = 'DISPATCHED'", OWN) == []
+    num_steps = run.steps
+    until(lambda: run.steps >= num_steps + 2, "the run going on without the service")
+    assert any(e["text"].startswith(OWN) and "closed" in e["text"] for e in events(run.folder, "engine-gone"))
+
+
+@pytest.mark.asyncio
+async def test_when_the_run_ends_the_actor_leaves_and_the_books_are_clean(run: Run) -> None:
+    async with rollout_in(run.folder) as rollout:
+        await until_status(rollout, lambda status: status.running > 0)
+        run.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            reason = await asyncio.shield(rollout.ended)
+        assert reason.startswith("the run")
+        assert (await rollout.status()).phase == "left"
+    said, _ = await asyncio.to_thread(run.process.communicate, timeout=60)
+    assert run.process.returncode == 0, said
+    facts = audit(run.folder)
+    assert len(facts.trained) == len(set(facts.trained)) >= 16
+    assert set(facts.states) <= {"TRAINED", "DURABLE", "READY", "DISPATCHED", "REQUEUED", "DROPPED"}, facts.states
+    assert not (run.folder / "rdzv.json").exists()
+    assert "no run is going on" in await refusal(run.folder)

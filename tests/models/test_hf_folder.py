@@ -1,0 +1,263 @@
+"""Model folders: what is written loads in transformers, what is broken is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from myxa.actors.models.hf_folder import (
+    ModelConfig,
+    copy_tokenizer,
+    open_weights,
+    read_config,
+    read_eos_token_ids,
+    write_folder,
+)
+from myxa.actors.models.model_config import parse_model_config
+from myxa.actors.models.safetensors_file import open_safetensors, write_safetensors
+from myxa.actors.models.tiny import PRESETS, init_weights, make_tiny_model, tiny_config
+from myxa.core.errors import ModelError
+from myxa.core.messages import TensorSpec
+from myxa.core.protocols import NamedArray
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    make_tiny_model(path, "0p5m", seed=5)
+    return path
+
+
+def arrays(folder: Path, config: ModelConfig) -> dict[str, bytes]:
+    with open_weights(folder, config) as tensors:
+        return {name: bytes(tensor.data) for name, tensor in tensors.items()}
+
+
+def edit(path: Path, **changes: object) -> None:
+    value = json.loads(path.read_text())
+    value.update(changes)
+    path.write_text(json.dumps({k: v for k, v in value.items() if v is not ...}))
+
+
+# -- round trips ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_presets_have_the_size_in_their_name(preset: str):
+    millions = float(preset.replace("m", "").replace("p", "."))
+    assert tiny_config(preset).num_parameters / 1e6 == pytest.approx(millions, rel=0.12)
+
+
+def test_the_same_seed_writes_the_same_bytes(folder: Path, tmp_path: Path):
+    config = make_tiny_model(tmp_path, "0p5m", seed=5)
+    assert arrays(tmp_path, config) == arrays(folder, config)
+    make_tiny_model(tmp_path, "0p5m", seed=6)
+    assert arrays(tmp_path, config) != arrays(folder, config)
+
+
+def test_files_are_readable_by_another_users_server(folder: Path):
+    assert stat.S_IMODE((folder / "model.safetensors").stat().st_mode) == 0o644
+    assert not list(folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 200_000])
+def test_a_written_folder_reads_back_equal(folder: Path, tmp_path: Path, max_shard_bytes: int):
+    config = read_config(folder)
+    weights = init_weights(config, 9)
+    write_folder(tmp_path, config.source, weights, tokenizer_from=folder, max_shard_bytes=max_shard_bytes)
+    assert arrays(tmp_path, read_config(tmp_path)) == {w.spec.name: bytes(w.data) for w in weights}
+    assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_bytes < 10**9)
+    assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_a_sharded_folder_loads_in_transformers(folder: Path, tmp_path: Path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = read_config(folder)
+    weights = init_weights(config, 9)
+    write_folder(tmp_path, config.source, weights, tokenizer_from=folder, max_shard_bytes=200_000)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    expected = {w.spec.name: w for w in weights}
+    for name, value in model.state_dict().items():
+        if name in expected:
+            assert value.numpy().tobytes() == bytes(expected.pop(name).data), name
+    assert not expected
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == config.vocab_size
+    assert tokenizer.eos_token_id == read_eos_token_ids(tmp_path)[0]
+
+
+def test_bfloat16_survives_a_round_trip(tmp_path: Path):
+    data = np.arange(12, dtype=np.uint16)
+    spec = TensorSpec(name="x", dtype="bfloat16", shape=(3, 4), offset=0, num_bytes=24)
+    write_safetensors(tmp_path / "a.safetensors", [NamedArray(spec=spec, data=data.view(np.uint8).data)])
+    with open_safetensors(tmp_path / "a.safetensors") as tensors:
+        assert bytes(tensors["x"].data) == data.tobytes()
+        assert (tensors["x"].spec.dtype, tensors["x"].spec.shape) == ("bfloat16", (3, 4))
+
+
+def test_reading_a_folder_and_its_tokenizer_needs_no_torch(folder: Path):
+    code = (
+        "import sys\n"
+        "from myxa.actors.models.hf_folder import read_config, open_weights\n"
+        "from myxa.actors.models.tokenizer import load_tokenizer\n"
+        "from myxa.actors.models.tiny import make_tiny_model\n"
+        f"config = read_config({str(folder)!r}); load_tokenizer({str(folder)!r})\n"
+        f"with open_weights({str(folder)!r}, config): pass\n"
+        "print(sorted(m for m in ('torch', 'transformers') if m in sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# -- configs -------------------------------------------------------------------------------------------------------
+
+
+def test_rope_theta_is_found_in_either_place():
+    source = dict(tiny_config("1m").source)
+    outer = {k: v for k, v in source.items() if k != "rope_parameters"} | {"rope_theta": 5e5, "rope_scaling": None}
+    inner = {k: v for k, v in source.items() if k != "rope_theta"} | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}
+    }
+    assert parse_model_config(outer, "x").rope_theta == parse_model_config(inner, "x").rope_theta == 5e5
+
+
+def test_families_differ_in_bias_and_norms():
+    source = {k: v for k, v in tiny_config("1m").source.items() if k != "head_dim"}
+    flags = {}
+    for kind in ("qwen3", "qwen2", "llama"):
+        config = parse_model_config(source | {"model_type": kind}, "x")
+        flags[kind] = (config.attention_bias, config.has_qk_norm)
+        assert config.head_dim == 64
+    assert flags == {"qwen3": (False, True), "qwen2": (True, False), "llama": (False, False)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not known"),
+        ({"model_type": ...}, "model_type None is not known"),
+        ({"hidden_size": "128"}, "hidden_size must be a positive whole number, it is '128'"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"vocab_size": 1 << 60}, "vocab_size"),
+        ({"num_hidden_layers": True}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3, "num_attention_heads": 4}, "4 attention heads cannot share 3"),
+        ({"head_dim": 63}, "head_dim must be even"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": ...}, "'yarn'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta is 10000.0 but"),
+        ({"rope_parameters": "yes"}, "rope_parameters must be an object"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"eos_token_id": "<|end|>"}, "eos_token_id must be a token id"),
+        ({"eos_token_id": [257, -3]}, "eos_token_id must be a token id"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
+    ],
+)
+def test_a_config_that_is_wrong_or_not_implemented_is_refused_by_key(changes, says, folder: Path, tmp_path: Path):
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    edit(tmp_path / "config.json", **changes)
+    with pytest.raises(ModelError) as caught:
+        read_config(tmp_path)
+    assert says in str(caught.value)
+    assert str(tmp_path / "config.json") in str(caught.value)
+    assert caught.value.remedy
+
+
+def test_a_missing_folder_or_config_says_what_to_do(tmp_path: Path):
+    with pytest.raises(ModelError, match=r"does not exist.*model\.path"):
+        read_config(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        read_config(tmp_path)
+    for text in ("{", "[1]", "\xff"):
+        (tmp_path / "config.json").write_text(text, encoding="latin-1")
+        with pytest.raises(ModelError, match=r"config\.json"):
+            read_config(tmp_path)
+
+
+# -- weights -------------------------------------------------------------------------------------------------------
+
+
+def test_a_weight_that_is_missing_or_of_another_shape_is_named(folder: Path, tmp_path: Path):
+    config = read_config(folder)
+    weights = init_weights(config, 1)
+    write_folder(tmp_path, config.source, weights[:-1])
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is missing"):
+        arrays(tmp_path, config)
+    write_folder(tmp_path, config.source, weights)
+    edit(tmp_path / "config.json", intermediate_size=385)
+    with pytest.raises(ModelError, match=r"gate_proj\.weight has shape \[384, 128\].*demands \[385, 128\]"):
+        arrays(tmp_path, read_config(tmp_path))
+
+
+def test_missing_shards_and_foreign_paths_are_refused(folder: Path, tmp_path: Path):
+    config = read_config(folder)
+    with pytest.raises(ModelError, match=r"neither model\.safetensors nor"):
+        arrays(tmp_path, config)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
+    with pytest.raises(ModelError, match="outside its folder"):
+        arrays(tmp_path, config)
+    index.write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    with pytest.raises(ModelError, match=r"gone\.safetensors"):
+        arrays(tmp_path, config)
+    index.write_text(json.dumps({"weight_map": {}}))
+    with pytest.raises(ModelError, match="no weight_map"):
+        arrays(tmp_path, config)
+
+
+def header(value: object, data: bytes = b"") -> bytes:
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"1234",
+        struct.pack("<Q", 1 << 62) + b"{}",
+        header(b"{not json}"),
+        header([1, 2]),
+        header({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"),
+        header({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, bytes(8)),
+        header({"x": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}}, bytes(8)),
+        header({"x": {"dtype": "Q4", "shape": [2], "data_offsets": [0, 8]}}, bytes(8)),
+        header({"x": {"dtype": "F32", "shape": [2]}}, bytes(8)),
+        header({"x": 7}, bytes(8)),
+        header({"x": {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 8]}}, bytes(8)),
+    ],
+)
+def test_torn_and_hostile_weight_files_are_refused(content: bytes, tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a whole safetensors file"), open_safetensors(path):
+        pass
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(folder: Path, tmp_path: Path):
+    config = read_config(folder)
+    if os.geteuid() == 0:
+        (tmp_path / "model.safetensors.partial").mkdir()  # root may write anywhere, but not over a folder
+    else:
+        tmp_path.chmod(0o500)
+    with pytest.raises((ModelError, IsADirectoryError)):
+        write_safetensors(tmp_path / "model.safetensors", init_weights(config, 0))
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_copying_a_tokenizer_that_is_not_there_is_refused(tmp_path: Path):
+    with pytest.raises(ModelError, match=r"tokenizer\.json is missing"):
+        copy_tokenizer(tmp_path, tmp_path)

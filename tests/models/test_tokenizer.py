@@ -1,0 +1,130 @@
+"""The folder's tokenizer and chat template: equal to transformers', sandboxed, clear when something is missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from myxa.actors.models.chat_template import ChatTemplate
+from myxa.actors.models.tiny import END_ID, PAD_ID, make_tiny_model
+from myxa.actors.models.tokenizer import load_tokenizer
+from myxa.core.errors import DataError, ModelError
+
+TALK = [("system", "be brief"), ("user", "12+34=? é中 \n x"), ("assistant", "46"), ("tool", ""), ("user", "  why ")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    make_tiny_model(path, "0p5m")
+    return path
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "model"))
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_rendering_equals_transformers(folder: Path, length: int, add_generation_prompt: bool):
+    from transformers import AutoTokenizer
+
+    judge = AutoTokenizer.from_pretrained(folder)
+    ours = load_tokenizer(folder)
+    messages = [{"role": role, "content": content} for role, content in TALK[:length]]
+    wanted = judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    assert ours.render_text(TALK[:length], add_generation_prompt=add_generation_prompt) == wanted
+    assert ours.render(TALK[:length], add_generation_prompt=add_generation_prompt) == judge(wanted)["input_ids"]
+
+
+def test_any_text_comes_back(folder: Path):
+    ours = load_tokenizer(folder)
+    for text in ("", "abc", "é中😀\x00\x7f", " \t\n", "a" * 1000):
+        assert ours.decode(ours.encode(text)) == text
+    assert ours.vocab_size == 320
+    assert ours.encode("<|end|>") == [END_ID]
+    assert ours.decode([END_ID, ours.encode("x")[0], PAD_ID]) == "x"
+    assert ours.decode([END_ID], skip_special=False) == "<|end|>"
+    assert all(ours.decode([i], skip_special=False) for i in range(320))
+    with pytest.raises(DataError):
+        ours.decode([-1])
+
+
+def test_a_turn_begins_as_its_conversation_does(folder: Path):
+    """The rollout appends turns without encoding the past again, so a longer rendering must begin with a shorter one."""
+    ours = load_tokenizer(folder)
+    for n in range(1, len(TALK)):
+        shorter = ours.render(TALK[:n], add_generation_prompt=False)
+        assert ours.render(TALK[: n + 1], add_generation_prompt=False)[: len(shorter)] == shorter
+
+
+def test_end_ids_come_from_tokenizer_then_configs(copied: Path):
+    assert load_tokenizer(copied).eos_token_ids == (END_ID,)
+    edit(copied / "generation_config.json", eos_token_id=[261, 262])
+    edit(copied / "config.json", eos_token_id=263)
+    assert load_tokenizer(copied).eos_token_ids == (END_ID, 261, 262, 263)
+    edit(copied / "tokenizer_config.json", eos_token={"content": "<|tool|>", "special": True})
+    assert load_tokenizer(copied).eos_token_ids == (261, 262, 263)
+    edit(copied / "tokenizer_config.json", eos_token=None)
+    edit(copied / "generation_config.json", eos_token_id=None)
+    edit(copied / "config.json", eos_token_id=None)
+    with pytest.raises(ModelError, match="no end-of-sequence token"):
+        load_tokenizer(copied)
+
+
+def test_a_missing_or_broken_tokenizer_names_file_and_remedy(copied: Path):
+    (copied / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(ModelError, match=r"cannot read .*tokenizer\.json"):
+        load_tokenizer(copied)
+    (copied / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"tokenizer\.json is missing -- .*save_pretrained"):
+        load_tokenizer(copied)
+
+
+def test_the_template_is_found_in_file_config_or_list(copied: Path):
+    text = load_tokenizer(copied).render_text(TALK, add_generation_prompt=True)
+    template = (copied / "chat_template.jinja").read_text()
+    (copied / "chat_template.jinja").unlink()
+    assert load_tokenizer(copied).render_text(TALK, add_generation_prompt=True) == text
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
+    edit(copied / "tokenizer_config.json", chat_template=named)
+    assert load_tokenizer(copied).render_text(TALK, add_generation_prompt=True) == text
+    edit(copied / "tokenizer_config.json", chat_template=None)
+    with pytest.raises(ModelError, match=r"no chat template: neither chat_template\.jinja nor .*tokenizer_config\.json"):
+        load_tokenizer(copied)
+
+
+def test_a_template_that_does_not_compile_is_refused():
+    with pytest.raises(ModelError, match="does not compile"):
+        ChatTemplate("{% for %}", "here", {})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ''.__class__.__base__ }}",
+        "{% for m in messages %}{{ m.pop('role') }}{% endfor %}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[7]['role'] }}",
+        "{{ range(10 ** 9) | list }}",
+    ],
+)
+def test_a_template_that_misbehaves_is_a_data_error(source: str):
+    template = ChatTemplate(source, "here", {})
+    with pytest.raises(DataError, match=r"roles \[user\]"):
+        template.render([("user", "hi")], add_generation_prompt=True)
+
+
+def test_a_template_sees_special_tokens_and_json():
+    template = ChatTemplate("{{ eos_token }}{{ messages[0] | tojson }}{{ bos_token }}", "here", {"eos_token": "<E>"})
+    assert template.render([("user", "é<")], add_generation_prompt=False) == '<E>{"role": "user", "content": "é<"}'

@@ -1,0 +1,293 @@
+"""What callers and watchers learn when processes end, are replaced, lose their connections, or fail inside."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from myxa.core.actor import with_deadline
+from myxa.core.errors import CallError, DeadlineExceeded, EngineError, LaunchError, NoSuchActor, PeerDied, StaleEpoch
+from myxa.transport import zmq_transport
+from myxa.transport.address import Rendezvous
+from myxa.transport.node import JobKey, Node
+from myxa.transport.wire import Lane
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cast_of_actors import Echo, EchoContract, Item, Watcher
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+
+
+async def until(condition, timeout_s=10.0):
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def key_of(node):
+    return node._key
+
+
+def break_connections(world, one, other):
+    """Both directions, all lanes; they are made again."""
+    if world.network is not None:
+        world.network.blip(one._opened.transport, other._opened.transport)
+        return
+    for near, far in ((one, other), (other, one)):
+        peer = near._opened.transport._peers.get(key_of(far))
+        for outbox in peer.outboxes if peer else ():
+            if outbox is not None:
+                outbox._on_broken("cut by the test")
+
+
+@pytest.fixture
+def kind(request):
+    return getattr(request, "param", "ipc")
+
+
+real = pytest.mark.parametrize("kind", ["ipc", "tcp"], indirect=True)
+every = pytest.mark.parametrize("kind", ["inproc", "ipc", "tcp"], indirect=True)
+
+
+@real
+async def test_a_killed_callee_fails_its_calls_as_soon_as_its_exit_is_reported(world):
+    near = await world.join("near")
+    child = await world.child("far")
+    await near.wait_for("far", timeout_s=20)
+    ref = near.ref(EchoContract, "far")
+    assert await ref.ping() == child.pid
+    pending = asyncio.ensure_future(with_deadline(ref, 30).sleep(30))
+    await until(lambda: near._session.calls)
+    await asyncio.sleep(0.1)
+    child.send_signal(signal.SIGKILL)
+    status = await child.wait()
+    began = time.monotonic()
+    assert await near.registry.process_exited("far", 0, status)
+    with pytest.raises(PeerDied, match=r"far\.sleep: its process was killed by SIGKILL while the call was pending"):
+        await pending
+    assert time.monotonic() - began < 10  # not its deadline
+    with pytest.raises(NoSuchActor, match=r"not there any more.*SIGKILL"):
+        await ref.ping()
+
+
+async def test_a_killed_callee_is_noticed_without_a_report(world, monkeypatch):
+    monkeypatch.setattr(zmq_transport, "UNREACHABLE_S", 0.5)
+    near = await world.join("near")
+    child = await world.child("far")
+    await near.wait_for("far", timeout_s=20)
+    ref = near.ref(EchoContract, "far")
+    pending = asyncio.ensure_future(with_deadline(ref, 30).sleep(30))
+    await asyncio.sleep(0.1)
+    child.send_signal(signal.SIGKILL)
+    await child.wait()
+    with pytest.raises(PeerDied, match="nobody listens there"):
+        await pending
+    await until(lambda: not near.peers("far"))  # the registry noticed as well and told everybody
+
+
+@real
+async def test_a_restarted_process_gets_a_new_epoch_and_new_calls(world):
+    near = await world.join("near")
+    watcher = Watcher("far")
+    await near.start(watcher, "watcher")
+    first = await world.child("far")
+    await near.wait_for("far", timeout_s=20)
+    ref = near.ref(EchoContract, "far")
+    assert await ref.epoch() == 1
+    first.kill()
+    await near.registry.process_exited("far", 1, await first.wait())
+    second = await world.child("far")
+    await near.wait_for("far", timeout_s=20)
+    assert await ref.epoch() == 2
+    assert await ref.ping() == second.pid
+    assert not await near.registry.process_exited("far", 1, -9)  # old news about an old incarnation
+    assert await ref.ping() == second.pid
+    await until(lambda: len(watcher.told) == 3)
+    assert [(e.kind, e.epoch) for e in watcher.told] == [("up", 1), ("down", 1), ("up", 2)]
+    assert "SIGKILL" in watcher.told[1].reason
+
+
+@every
+async def test_a_replaced_incarnation_is_fenced_and_without_effect(world, caplog):
+    caplog.set_level(logging.CRITICAL)
+    echo = Echo()
+    near, old = await world.pair(echo)
+    await near.start(Echo(), "near/echo")
+    ref = near.ref(EchoContract, "callee")
+    pending = asyncio.ensure_future(ref.sleep(30))
+    await until(lambda: echo.log == ["asleep"])
+    new = await world.join("far")
+    assert (old.epoch, new.epoch) == (1, 2)
+    with pytest.raises(PeerDied, match="replaced by epoch 2"):
+        await pending
+    error = await asyncio.wait_for(asyncio.shield(old.failed), 10)
+    assert isinstance(error, StaleEpoch)
+    with pytest.raises(CallError):  # nobody listens to the zombie
+        await with_deadline(old.ref(EchoContract, "near/echo"), 0.5).ping()
+    await new.start(Echo(), "callee")
+    assert await ref.epoch() == 2
+
+
+@every
+async def test_an_outdated_address_reaches_nobody(world, monkeypatch):
+    """The caller's mirror has not heard yet that another incarnation listens at that endpoint."""
+    near, far = await world.pair(Echo())
+    await far.close()
+    world.nodes.remove(far)
+    echo = Echo()
+    reborn = await world.join("far")
+    await reborn.start(echo, "callee")
+    current = near._mirror.route
+
+    def outdated(target, spec):
+        route = current(target, spec)
+        return msgspec.structs.replace(route, peer=key_of(far)) if target == "callee" else route
+
+    await near.wait_for("callee", timeout_s=5)
+    monkeypatch.setattr(near._mirror, "route", outdated)
+    near._session._links._over.clear()
+    near._session._links._newest.clear()
+    with pytest.raises(CallError):
+        await with_deadline(near.ref(EchoContract, "callee"), 2).sleep(0)
+    await asyncio.sleep(0.1)
+    assert echo.log == []
+
+
+@every
+async def test_a_put_that_was_under_way_when_the_connection_broke_is_executed_once(world):
+    echo = Echo()
+    echo.gate.clear()
+    near, far = await world.pair(echo)
+    ref = near.ref(EchoContract, "callee")
+    puts = [
+        asyncio.ensure_future(ref.put(Item(name=str(i), values=np.zeros(100_000 * (i % 2), np.float32)), 1))
+        for i in range(6)
+    ]
+    await until(lambda: echo.ctx._cell._running)
+    break_connections(world, near, far)
+    await asyncio.sleep(0.1)
+    break_connections(world, near, far)
+    echo.gate.set()
+    assert await asyncio.gather(*puts) == [1] * 6
+    assert sorted(echo.stock) == [str(i) for i in range(6)]
+    assert set(echo.stock.values()) == {1}
+
+
+@every
+async def test_calls_go_on_after_a_broken_connection(world):
+    near, far = await world.pair(Echo())
+    ref = near.ref(EchoContract, "callee")
+    await ref.ping()
+    for _ in range(3):
+        break_connections(world, near, far)
+        assert await ref.ping() > 0
+    assert await ref.size(np.zeros(3_000_000, np.uint8)) == 3_000_000
+    link = near._session._links.find(key_of(far))
+    await until(lambda: all(link.windows[lane].outstanding <= 600 for lane in Lane))
+
+
+@every
+async def test_a_stream_does_not_survive_a_broken_connection(world):
+    near, far = await world.pair(Echo())
+    items = near.ref(EchoContract, "callee").count(0, 10_000)
+    assert (await anext(items)).name == "0"
+    break_connections(world, near, far)
+    with pytest.raises(CallError, match="connection broke"):
+        async for _ in items:
+            pass
+
+
+@every
+async def test_an_actor_that_fails_tells_its_node_and_its_watchers(world, caplog):
+    caplog.set_level(logging.CRITICAL)
+    near, far = await world.pair(Echo())
+    watcher = Watcher("callee")
+    await near.start(watcher, "watcher")
+    heard = []
+    far.on_failure = lambda name, error: heard.append((name, type(error).__name__))
+    ref = near.ref(EchoContract, "callee")
+    pending = asyncio.ensure_future(ref.sleep(20))
+    await asyncio.sleep(0.05)
+    await ref.note("never read, it waits behind the sleeper")
+    far._hosting.cells()[0].spawn(explode(), "explode")
+    error = await asyncio.wait_for(asyncio.shield(far.failed), 5)
+    assert isinstance(error, EngineError)
+    assert heard == [("callee", "EngineError")]
+    with pytest.raises(CallError):
+        await pending
+    await until(lambda: watcher.told)
+    assert watcher.told[0].kind == "down"
+    assert "it failed: boom" in watcher.told[0].reason
+    with pytest.raises(NoSuchActor, match="boom"):
+        await ref.ping()
+
+
+async def explode():
+    raise EngineError("boom")
+
+
+async def test_an_error_in_a_cast_fails_the_actor(world, caplog):
+    caplog.set_level(logging.CRITICAL)
+    near, far = await world.pair(Echo())
+    await near.ref(EchoContract, "callee").note("bad")
+    error = await asyncio.wait_for(asyncio.shield(far.failed), 5)
+    assert "a note that kills" in str(error)
+
+
+async def test_an_actor_whose_start_fails_is_not_there(world):
+    class Unborn(Echo):
+        async def on_start(self):
+            raise EngineError("cannot start")
+
+    node = await world.join("near")
+    with pytest.raises(EngineError, match="cannot start"):
+        await node.start(Unborn(), "unborn")
+    assert node.peers("unborn") == ()
+    await node.start(Echo(), "unborn")  # the name is free
+
+
+async def test_work_goes_on_without_the_registry(world):
+    """The data plane is brokerless: a broken registry stops only joining and news."""
+    near, far = await world.pair(Echo())
+    ref = near.ref(EchoContract, "callee")
+    await ref.ping()
+    await world.host.close(grace_s=0)
+    world.nodes.remove(world.host)
+    for _ in range(3):
+        assert await ref.ping() > 0
+    assert far.epoch == 1
+
+
+async def test_no_registry_is_a_clear_error(tmp_path):
+    rdzv = Rendezvous.at("127.0.0.1:9")
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match=r"no answer from the registry at tcp://127.0.0.1:9 within 0.5 s"):
+        await Node.attach(name="alone", rdzv=rdzv, key=JobKey.generate(), timeout_s=0.5)
+    assert time.monotonic() - began < 5
+
+
+async def test_waiting_names_who_is_missing(world):
+    node = await world.join("near")
+    await node.start(Echo(), "here")
+    with pytest.raises(LaunchError, match=r"waited 0.2 s for rollout/7, trainer/0"):
+        await node.wait_for("here", "rollout/7", "trainer/0", timeout_s=0.2)
+
+
+async def test_a_call_that_could_not_be_sent_says_so(world, monkeypatch):
+    """Its peer is registered but cannot be reached: not sent, so repeating is safe."""
+    from myxa.core.errors import NotSent
+
+    near, far = await world.pair(Echo())
+    monkeypatch.setattr(near._opened.transport, "_address", lambda *_: "ipc:///nowhere/at/all")
+    with pytest.raises(NotSent) as error:
+        await with_deadline(near.ref(EchoContract, "callee"), 0.4).ping()
+    assert not isinstance(error.value, DeadlineExceeded)
+    del far

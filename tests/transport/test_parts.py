@@ -1,0 +1,343 @@
+"""The small sans-IO parts: credit, timer wheel, replay cache, errors as data, directory, registry rules."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from myxa.core import errors
+from myxa.core.errors import BadRequest, EngineError, MyxaError, NoSuchMethod, NotExecuted, PeerDied, RemoteError, StaleEpoch
+from myxa.transport.credit import UNIT_BYTES, WINDOW_UNITS, Grant, SendWindow, cost_of
+from myxa.transport.directory import ActorRecord, Directory, DirectoryUpdate
+from myxa.transport.faults import decode_fault, encode_fault, fault_of
+from myxa.transport.registry_state import KEPT_UPDATES, RegistryState, exit_reason
+from myxa.transport.replay import MAX_AGE_S, ReplayCache
+from myxa.transport.wheel import TICK_S, Wheel
+from myxa.transport.wire import Endpoints
+
+# -- credit
+
+
+def test_cost_counts_messages_and_bytes():
+    assert cost_of(0) == cost_of(1) == cost_of(UNIT_BYTES) == 1
+    assert cost_of(UNIT_BYTES + 1) == 2
+    assert cost_of(1 << 40) == WINDOW_UNITS
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["send", "arrive", "lose", "handle", "tell", "blip", "old"]), st.integers(1, 600))))
+def test_credit_is_never_negative_and_always_comes_back(steps):
+    """Messages may be lost when a connection breaks, counters may come late or out of order."""
+    window, grant = SendWindow(), Grant()
+    sent_units = 0
+    flying: list[int] = []
+    held: list[int] = []
+    counters = [0]
+    for what, cost in steps:
+        if what == "send" and window.has_room(cost):
+            window.spend(cost)
+            sent_units += cost
+            flying.append(cost)
+        elif what == "arrive" and flying:
+            held.append(flying[0])
+            assert grant.take(flying.pop(0))
+        elif what == "handle" and held:
+            grant.give(held.pop())
+            counters.append(grant.announce())
+        elif what == "tell":
+            window.released(counters[-1])
+        elif what == "old":
+            window.released(counters[cost % len(counters)])
+        elif what in ("blip", "lose"):
+            flying.clear()
+            grant.resync(sent_units & 0xFFFF)
+            counters.append(grant.announce())
+        assert 0 <= window.outstanding <= WINDOW_UNITS
+    while flying:
+        held.append(flying[0])
+        grant.take(flying.pop(0))
+    while held:
+        grant.give(held.pop())
+    window.released(grant.announce())
+    assert window.outstanding == 0
+    assert grant.held == 0
+
+
+def test_a_sender_without_credit_is_noticed():
+    grant = Grant()
+    assert grant.take(WINDOW_UNITS)
+    assert not grant.take(1)
+
+
+# -- wheel
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.floats(0, 10)), max_size=40), st.lists(st.floats(0.01, 3), max_size=20))
+def test_the_wheel_gives_each_number_once_not_early_and_at_most_a_tick_late(sets, steps):
+    wheel = Wheel(0.0)
+    due_at: dict[int, float] = {}
+    for number, when in sets:
+        wheel.set(number, when)
+        due_at[number] = when
+    now = 0.0
+    for step in [*steps, 20.0]:
+        now += step
+        for number in wheel.due(now):
+            assert due_at.pop(number) <= now
+        assert all(when > now - TICK_S * 1.01 for when in due_at.values())
+    assert not due_at
+    assert len(wheel) == 0
+
+
+def test_a_cleared_number_leaves_nothing():
+    wheel = Wheel(5.0)
+    for i in range(1000):
+        wheel.set(i, 100.0 + i % 7)
+    for i in range(1000):
+        wheel.clear(i)
+    assert len(wheel) == 0
+    assert not wheel._slots
+    assert wheel.due(1000.0) == []
+
+
+# -- replay
+
+
+def test_replay_joins_running_and_repeats_done():
+    cache: ReplayCache[str] = ReplayCache()
+    assert cache.begin(b"k", "a", 0.0) == (True, None)
+    assert cache.begin(b"k", "b", 1.0) == (False, None)
+    assert cache.answered(b"k", b"yes", (b"x",)) == ["a", "b"]
+    assert cache.begin(b"k", "c", 2.0) == (False, (b"yes", (b"x",)))
+    assert cache.num_replayed == 2
+    assert cache.begin(b"f", "a", 2.0) == (True, None)
+    assert cache.failed(b"f") == ["a"]
+    assert cache.begin(b"f", "a", 2.0) == (True, None)
+
+
+def test_replay_is_bounded(monkeypatch):
+    from myxa.transport import replay
+
+    monkeypatch.setattr(replay, "MAX_KEYS", 10)
+    cache: ReplayCache[int] = ReplayCache()
+    for i in range(100):
+        cache.begin(str(i).encode(), i, 0.0)
+        cache.answered(str(i).encode(), b"", ())
+    assert len(cache) == 10
+    cache.begin(b"new", 0, MAX_AGE_S + 1)
+    assert len(cache) == 1
+
+
+def test_what_runs_is_never_forgotten(monkeypatch):
+    from myxa.transport import replay
+
+    monkeypatch.setattr(replay, "MAX_KEYS", 3)
+    cache: ReplayCache[int] = ReplayCache()
+    for i in range(10):
+        cache.begin(str(i).encode(), i, 0.0)
+    assert len(cache) == 10
+    assert cache.begin(b"0", 99, 0.0) == (False, None)
+
+
+# -- errors as data
+
+
+def all_errors(root: type[MyxaError]) -> list[type[MyxaError]]:
+    return [root, *(e for child in root.__subclasses__() if child.__module__ == errors.__name__ for e in all_errors(child))]
+
+
+@pytest.mark.parametrize("kind", all_errors(MyxaError), ids=lambda k: k.__name__)
+def test_every_class_of_the_tree_arrives_as_itself(kind):
+    back = decode_fault(encode_fault(kind("it broke", remedy="mend it")), "rollout/0", "draw", is_refusal=False)
+    assert type(back) is kind
+    assert "it broke" in str(back)
+    if isinstance(back, errors.CallError):
+        assert back.callee == "rollout/0"
+
+
+def test_details_survive():
+    over = decode_fault(encode_fault(errors.Overloaded("full", retry_after_s=0.7)), "a", "b", is_refusal=True)
+    assert isinstance(over, errors.Overloaded)
+    assert over.retry_after_s == 0.7
+    broken = decode_fault(encode_fault(errors.StreamBroken("cut", last_seq=5)), "a", "b", is_refusal=False)
+    assert isinstance(broken, errors.StreamBroken)
+    assert broken.last_seq == 5
+
+
+def test_a_subclass_of_ones_own_arrives_as_its_nearest_known_ancestor():
+    class GlassEngineError(EngineError):
+        pass
+
+    back = decode_fault(encode_fault(GlassEngineError("cracked")), "a", "b", is_refusal=False)
+    assert type(back) is EngineError
+
+
+def test_an_outcome_of_another_call_is_not_mistaken_for_this_ones():
+    inner = PeerDied("buffer died")
+    inner.callee = "buffer"
+    back = decode_fault(encode_fault(inner), "rollout/0", "go", is_refusal=False)
+    assert type(back) is RemoteError
+    assert back.remote_type == "PeerDied"
+    assert "buffer died" in str(back)
+
+
+def test_a_refusal_is_always_of_a_class_that_means_not_executed():
+    back = decode_fault(encode_fault(EngineError("x")), "a", "b", is_refusal=True)
+    assert isinstance(back, NotExecuted)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=80))
+def test_unreadable_errors_are_errors_too(body):
+    assert isinstance(decode_fault(body, "a", "b", is_refusal=False), MyxaError)
+    assert isinstance(decode_fault(b'{"kind":"SystemExit","message":' + body, "a", "b", is_refusal=True), NotExecuted)
+
+
+def test_unknown_classes_are_never_made():
+    body = b'{"kind":"KeyboardInterrupt","message":"x"}'
+    assert type(decode_fault(body, "a", "b", is_refusal=False)) is RemoteError
+
+
+def test_tracebacks_are_text_and_bounded():
+    def deep(n):
+        return deep(n - 1) if n else 1 / 0
+
+    try:
+        deep(500)
+    except ZeroDivisionError as error:
+        fault = fault_of(error)
+    assert fault.kind == "RemoteError"
+    assert len(fault.traceback) <= 20_000
+
+
+# -- directory and registry
+
+HERE = Endpoints(inproc="x")
+
+
+def actor(name: str, index: int = 0, **handlers: str) -> ActorRecord:
+    return ActorRecord(name=name, index=index, handlers=handlers)
+
+
+def test_epochs_count_up_per_name_and_ids_stay():
+    state = RegistryState()
+    first = state.register("launcher/0", HERE)
+    a1, b1, a2 = state.register("a", HERE), state.register("b", HERE), state.register("a", HERE)
+    assert (first.node_id, first.epoch) == (1, 1)
+    assert (a1.epoch, b1.epoch, a2.epoch) == (1, 1, 2)
+    assert a1.node_id == a2.node_id != b1.node_id
+    assert state.depart("a", 2, "gone")
+    assert not state.depart("a", 2, "gone")
+    assert state.register("a", HERE).epoch == 3
+
+
+def test_only_the_current_incarnation_may_announce():
+    state = RegistryState()
+    state.register("a", HERE)
+    state.register("a", HERE)
+    with pytest.raises(StaleEpoch, match="the newest is 2"):
+        state.announce("a", 1, (), {})
+    state.announce("a", 2, (actor("x"),), {})
+    state.register("b", HERE)
+    with pytest.raises(StaleEpoch, match="x already lives in a"):
+        state.announce("b", 1, (actor("x"),), {})
+
+
+def follow(state: RegistryState, mirror: Directory):
+    events = []
+    for update in state.since(mirror.version):
+        changes = mirror.apply(update)
+        assert changes is not None
+        events += [(e.kind, e.name, e.epoch) for e in changes[0]]
+    return events
+
+
+def test_a_mirror_follows():
+    state, mirror = RegistryState(), Directory()
+    state.register("a", HERE)
+    state.announce("a", 1, (actor("x"), actor("y", 1)), {})
+    assert follow(state, mirror) == [("up", "x", 1), ("up", "y", 1)]
+    state.announce("a", 1, (actor("x"),), {"y": "it failed: boom"})
+    assert follow(state, mirror) == [("down", "y", 1)]
+    assert "boom" in str(mirror.missing("y"))
+    state.register("a", HERE)
+    state.announce("a", 2, (actor("x"),), {})
+    assert follow(state, mirror) == [("down", "x", 1), ("up", "x", 2)]
+    assert mirror.names("x") == ("x",)
+
+
+def test_a_snapshot_tells_what_changed_meanwhile():
+    state, mirror = RegistryState(), Directory()
+    state.register("a", HERE)
+    state.announce("a", 1, (actor("x"),), {})
+    state.register("b", HERE)
+    state.announce("b", 1, (actor("y"),), {})
+    follow(state, mirror)
+    state.register("a", HERE)
+    state.announce("a", 2, (actor("x"),), {})
+    state.depart("b", 1, "gone")
+    for _ in range(KEPT_UPDATES + 1):
+        state.register("c", HERE)
+    (snapshot,) = state.since(mirror.version)
+    assert snapshot.is_snapshot
+    changes = mirror.apply(snapshot)
+    assert changes is not None
+    events, gone = changes
+    assert [(e.kind, e.name, e.epoch) for e in events] == [("down", "y", 1), ("restarted", "x", 2)]
+    assert {(d.name, d.epoch) for d in gone} == {("a", 1), ("b", 1)}
+
+
+def test_a_gap_is_noticed_and_old_updates_have_no_effect():
+    state, mirror = RegistryState(), Directory()
+    for _ in range(4):
+        state.register("a", HERE)
+    updates = state.since(0)
+    assert mirror.apply(updates[2]) is None
+    mirror.apply(state.since(-1)[0])
+    assert mirror.apply(updates[0]) == ([], [])
+    node = mirror.node("a")
+    assert node is not None
+    assert node.epoch == 4
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["register", "announce", "depart", "follow"]), st.sampled_from("abc"), st.integers(0, 3))))
+def test_a_mirror_ends_up_equal_however_often_it_looks(steps):
+    state, often, once = RegistryState(), Directory(), Directory()
+    for what, name, n in steps:
+        node = state.node(name)
+        if what == "register":
+            state.register(name, HERE)
+        elif what == "announce" and node is not None:
+            state.announce(name, node.epoch, tuple(actor(f"{name}/{i}", i) for i in range(n)), {})
+        elif what == "depart":
+            state.depart(name, n, "gone")
+        elif what == "follow":
+            follow(state, often)
+    follow(state, often)
+    follow(state, once)
+    for name in "abc":
+        assert often.node(name) == once.node(name) == state.node(name)
+    assert often.names() == once.names()
+
+
+def test_routes_say_why_not():
+    mirror = Directory()
+    state = RegistryState()
+    state.register("a", HERE)
+    state.announce("a", 1, (actor("x", 4, first="aaaa", second="bbbb"),), {})
+    follow(state, mirror)
+    route = mirror.route("x", "second", "bbbb")
+    assert (route.actor, route.method) == (4, 1)
+    assert isinstance(mirror.route("x", "second", "cccc"), BadRequest)
+    assert isinstance(mirror.route("x", "third", "cccc"), NoSuchMethod)
+    assert mirror.route("y", "second", "bbbb") is None
+    mirror.apply(DirectoryUpdate(version=mirror.version + 1, gone=()))
+
+
+def test_exit_statuses_are_told_in_words():
+    assert "status 3" in exit_reason(3)
+    assert "SIGKILL" in exit_reason(-9)
+    assert "signal 99" in exit_reason(-99)

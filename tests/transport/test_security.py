@@ -1,0 +1,256 @@
+"""Who may speak: only holders of the job's key over tcp, only the same user over ipc; nonsense has no effect."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import stat
+import sys
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+import zmq
+
+from myxa.core.errors import LaunchError
+from myxa.transport import address, zmq_sockets
+from myxa.transport.frames import Envelope, Kind, batch, chunk_header, encode
+from myxa.transport.node import JobKey, Node
+from myxa.transport.wire import Endpoints, Lane
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cast_of_actors import Echo, EchoContract, Item
+
+pytestmark = [pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def kind(request):
+    return getattr(request, "param", "ipc")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["tcp"], indirect=True)
+async def test_another_key_is_not_admitted(world):
+    with pytest.raises(LaunchError, match=r"no answer from the registry at tcp://127\.0\.0\.1:\d+ .*key"):
+        await Node.attach(
+            name="stranger", rdzv=world.host.rendezvous, key=JobKey.generate(), node_rank=1, timeout_s=1.0
+        )  # fmt: skip
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["tcp"], indirect=True)
+async def test_the_right_server_key_alone_does_not_help(world):
+    """A client that knows the job's public key but has a pair of its own is turned away by the gatekeeper."""
+    context = zmq.Context()
+    client = context.socket(zmq.DEALER)
+    monitor = client.get_monitor_socket(zmq_sockets.MONITORED)
+    own = JobKey.generate()
+    client.curve_serverkey = world.key.public.encode()
+    client.curve_publickey, client.curve_secretkey = own.public.encode(), own.secret.encode()
+    client.setsockopt(zmq.LINGER, 0)
+    client.connect(world.host.rendezvous.endpoints.tcp[0])
+    from zmq.utils.monitor import recv_monitor_message
+
+    events = []
+    async with asyncio.timeout(10):
+        while zmq.EVENT_HANDSHAKE_FAILED_AUTH not in events:
+            if monitor.poll(0):
+                events.append(recv_monitor_message(monitor)["event"])
+            await asyncio.sleep(0.01)
+    assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in events
+    assert world.host._opened.transport._gatekeeper.num_refused >= 1
+    client.disable_monitor()
+    monitor.close()
+    client.close()
+    context.term()
+
+
+@pytest.mark.asyncio
+async def test_without_a_key_nobody_listens_on_tcp():
+    with pytest.raises(LaunchError, match="needs the job's key"):
+        await Node.attach(name="host", tcp="127.0.0.1:0")
+
+
+@pytest.mark.asyncio
+async def test_an_address_that_is_not_ours_is_a_clear_error():
+    with pytest.raises(LaunchError, match=r"cannot listen at tcp://203\.0\.113\.7"):
+        await Node.attach(name="host", tcp="203.0.113.7:0", key=JobKey.generate())
+
+
+@pytest.mark.asyncio
+async def test_sockets_lie_where_only_we_can_go(world):
+    folder = Path(world.host.rendezvous.socket_dir)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    near = await world.join("near")
+    assert len(list(folder.iterdir())) == 4
+    await near.close()
+    assert len(list(folder.iterdir())) == 2
+    folder.chmod(0o755)
+    with pytest.raises(LaunchError, match="only we can enter"):
+        await world.join("other")
+    folder.chmod(0o700)
+
+
+def raw_client(context, endpoint):
+    client = context.socket(zmq.DEALER)
+    client.setsockopt(zmq.LINGER, 500)
+    client.connect(endpoint)
+    return client
+
+
+def hello(name, node_id, epoch, to, endpoints=None):
+    body = {
+        "name": name, "wire": 1, "to_node": to.node_id, "to_epoch": to.epoch, "sent_units": 0,
+        "endpoints": {"node_rank": 0, "inproc": "", "ipc": endpoints or ["", ""], "tcp": ["", ""]},
+    }  # fmt: skip
+    return Envelope(kind=Kind.HELLO, src_node=node_id, src_epoch=epoch, dst_epoch=to.epoch, body=orjson.dumps(body))
+
+
+@pytest.mark.asyncio
+async def test_garbage_from_the_network_changes_nothing(world):
+    """Bytes of all kinds at both lanes of a bound node: counted, dropped; calls go on, nothing grows."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    near, far = await world.pair(Echo())
+    ref = near.ref(EchoContract, "callee")
+    context = zmq.Context()
+    clients = [raw_client(context, far._opened.transport.endpoints.ipc[lane]) for lane in Lane]
+    call = encode(Envelope(kind=Kind.CALL, src_node=9, src_epoch=9, dst_epoch=1, corr=1, body=b"[{}]"))
+    for i in range(1500):
+        shape = rng.randrange(6)
+        if shape == 0:
+            data = rng.randbytes(rng.randrange(200))
+        elif shape == 1:
+            data = b"B" + rng.randbytes(rng.randrange(60))
+        elif shape == 2:
+            data = chunk_header(rng.randrange(3), rng.randrange(1 << 20), rng.randrange(1 << 40)) + rng.randbytes(40)
+        elif shape == 3:
+            broken = bytearray(call)
+            broken[rng.randrange(len(broken))] = rng.randrange(256)
+            data = batch([broken])
+        elif shape == 4:
+            data = batch([bytearray(encode(hello("x", 9, 9, far._key)))[: rng.randrange(100)]])
+        else:
+            data = batch([call])  # without a HELLO before it
+        await asyncio.to_thread(lambda: None) if i % 500 == 0 else None
+        clients[i % 2].send_multipart([data] * rng.choice([1, 1, 1, 2, 5]))
+        if i % 100 == 0:
+            assert await ref.ping() > 0
+    async with asyncio.timeout(10):
+        while far.counters().get("malformed", 0) < 50 or not far.counters().get("before_hello"):
+            await asyncio.sleep(0.02)
+    assert await ref.ping() > 0
+    assert not far.failed.done()
+    assert len(far._session.peers()) == 2  # the registry's node and near
+    for client in clients:
+        client.close()
+    context.term()
+
+
+@pytest.mark.asyncio
+async def test_a_peer_that_talks_nonsense_is_answered_then_ignored(world):
+    near, far = await world.pair(Echo())
+    context = zmq.Context()
+    inbox = context.socket(zmq.ROUTER)
+    path = f"ipc://{world.host.rendezvous.socket_dir}/rogue"
+    inbox.bind(path)
+    client = raw_client(context, far._opened.transport.endpoints.ipc[0])
+    client.send(batch([encode(hello("rogue", 77, 3, far._key, [path, path]))]))
+    bad_call = bytearray(
+        encode(Envelope(kind=Kind.CALL, src_node=77, src_epoch=3, dst_epoch=1, corr=5, actor=0, method=0, body=b"{"))
+    )
+    client.send(batch([bad_call]))
+    unknown = [
+        encode(Envelope(kind=Kind.CALL, src_node=77, src_epoch=3, dst_epoch=1, corr=c, actor=a, method=m, body=b"[{}]"))
+        for c, a, m in ((6, 99, 0), (7, 0, 999))
+    ]
+    client.send(batch(unknown))
+    answers = {}
+    async with asyncio.timeout(10):
+        while not {5, 6, 7} <= set(answers):
+            if inbox.poll(0):
+                message = inbox.recv_multipart()[-1]
+                from myxa.transport.frames import decode, split
+
+                for part in split(memoryview(message)):
+                    envelope = decode(part)
+                    if envelope.corr:
+                        answers[envelope.corr] = orjson.loads(bytes(envelope.body))["kind"]
+            await asyncio.sleep(0.01)
+    assert answers == {5: "BadRequest", 6: "NoSuchActor", 7: "NoSuchMethod"}
+    for _ in range(150):
+        client.send(batch([bytearray(b"myxa") + bytes(60)]))
+    client.send(batch([bad_call]))
+    async with asyncio.timeout(10):
+        while not far._session._banned:
+            await asyncio.sleep(0.02)
+    assert await near.ref(EchoContract, "callee").ping() > 0
+    for thing in (client, inbox):
+        thing.close(linger=0)
+    context.term()
+
+
+@pytest.mark.asyncio
+async def test_raw_bytes_on_the_tcp_port_do_not_hurt():
+    node = await Node.attach(name="host", tcp="127.0.0.1:0", key=JobKey.generate())
+    try:
+        host, port = node.rendezvous.endpoints.tcp[0].removeprefix("tcp://").split(":")
+        rng = random.Random(3)
+        for i in range(30):
+            with socket.create_connection((host, int(port)), timeout=5) as raw:
+                greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL".ljust(54, b"\0") if i % 2 else b"GET / HTTP/1.1\r\n\r\n"
+                raw.sendall(greeting + rng.randbytes(rng.randrange(300)))
+        ref = await node.start(Echo(), "echo")
+        assert (await ref.echo(Item(name="a", values=np.zeros(1, np.float32))))[0].name == "a"
+    finally:
+        await node.close()
+
+
+def test_the_job_key_is_kept_from_others(tmp_path):
+    key = JobKey.generate()
+    path = tmp_path / "job.key"
+    key.save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert JobKey.load(path) == key
+    assert key.secret not in repr(key)
+    with pytest.raises(FileExistsError):
+        key.save(path)
+    path.chmod(0o644)
+    with pytest.raises(LaunchError, match="can be read by others"):
+        JobKey.load(path)
+    with pytest.raises(LaunchError, match="cannot be read"):
+        JobKey.load(tmp_path / "none")
+    other = JobKey.generate()
+    for text in ("", "a b", f"{key.public} {other.secret}", key.public):
+        with pytest.raises(LaunchError, match="no job key"):
+            JobKey.parse(text)
+
+
+def test_socket_directories_have_short_paths(tmp_path):
+    deep = tmp_path / ("x" * 80)
+    made = address.make_socket_dir(deep)
+    try:
+        assert not made.is_relative_to(deep)  # too deep for the kernel
+        assert all(len(os.fsencode(p)) < 107 for p in address.socket_paths(made))
+    finally:
+        made.rmdir()
+    with pytest.raises(LaunchError, match="no such socket directory"):
+        address.check_socket_dir(tmp_path / "none")
+
+
+def test_rendezvous_travels_as_a_file(tmp_path):
+    rdzv = address.Rendezvous(endpoints=Endpoints(tcp=("tcp://h:1", "")), socket_dir="/x")
+    rdzv.save(tmp_path / "r.json")
+    assert address.Rendezvous.load(tmp_path / "r.json") == rdzv
+    assert address.Rendezvous.at("node0:29400").endpoints.tcp[0] == "tcp://node0:29400"
+    for text in ("node0", "node0:x", ":1", "h:99999"):
+        with pytest.raises(LaunchError, match="no address"):
+            address.Rendezvous.at(text)
+    (tmp_path / "bad").write_text("{}")
+    with pytest.raises(LaunchError, match="no rendezvous record"):
+        address.Rendezvous.load(tmp_path / "bad")
