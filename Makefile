@@ -9,8 +9,9 @@
 # PYTHON=/path/to/python3.x chooses the interpreter. pip's own variables apply; with an index of CPU builds
 # in PIP_EXTRA_INDEX_URL the install is some gigabytes smaller.
 
+IS_NEW := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 python; do \
-  "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+  "$$p" -c '$(IS_NEW)' 2>/dev/null && { echo "$$p"; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -42,10 +43,11 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; install one or say make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(PYTHON) -c '$(IS_NEW)' 2>/dev/null || { echo "make: $(PYTHON) is not Python 3.11 or newer" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "make: $(PYTHON) cannot make virtual environments (its ensurepip is missing)." >&2; \
 	  echo "make: install it (Debian, Ubuntu: the package python3-venv) or say make PYTHON=/path/to/another/python" >&2; exit 2; }
-	@$(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -c 'import pip; $(IS_NEW)' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@echo "make: installing into $(VENV); the first time takes some minutes (torch)"
 	@$(PIP) install -q -c constraints.txt setuptools
 	@$(PIP) install -q -c constraints.txt torch

@@ -5,7 +5,7 @@ skipped by engines that were busy. A published version stays readable while it i
 is in the middle of adopting it; everything older is released, oldest first.
 
     engine:  JOINED -> ADOPTING(v) -> SERVING(v) -> ADOPTING(v') -> ...
-                          \\-> FENCED (missed a deadline or refused; only a new incarnation comes back)
+                          |-> FENCED (missed a deadline or refused; only a new incarnation comes back)
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ class Adoption:
     def serving(self) -> dict[str, int]:
         """Engine -> version, for engines that serve (an adopting engine serves its old version)."""
         return {
-            name: e.version
-            for name, e in self._engines.items()
-            if e.state is not EngineState.FENCED and e.version >= 0
+            name: e.version for name, e in self._engines.items() if e.state is not EngineState.FENCED and e.version >= 0
         }
 
     def published(self, manifest: WeightManifest) -> None:

@@ -73,7 +73,6 @@ class Buffer(BufferContract, DataContract):
         self._serving: dict[str, tuple[int, int]] = {}
         """rollout -> (epoch, version that it told last)"""
         self._ledger: Ledger | None = None
-        self._is_paused = False
         self._changed = asyncio.Event()
         self._draw_wait_s = 0.0
         self._claim_wait_s = 0.0
@@ -140,7 +139,7 @@ class Buffer(BufferContract, DataContract):
         store = self._store
         if store.is_finished:
             return [], "finished"
-        if self._is_paused:
+        if store.settings.is_paused:
             return [], "paused"
         with self._at_work("draw"):
             epoch, told = self._serving.get(request.rollout, (-1, -1))
@@ -191,7 +190,7 @@ class Buffer(BufferContract, DataContract):
     async def claim(self, step: int, wait_s: float) -> Claim:
         until_s = self._wait_until_s(wait_s)
         while True:
-            if self._is_paused and not self._store.ledger.claim_of(step):
+            if self._store.settings.is_paused and not self._store.ledger.claim_of(step):
                 blocked_by = "paused"
             else:
                 blocked_by = "wait-data"
@@ -242,11 +241,11 @@ class Buffer(BufferContract, DataContract):
         return stats
 
     async def set_paused(self, is_paused: bool) -> None:
-        self._is_paused = is_paused
+        self._store.settings.pause(is_paused)
         self._ring()
 
     async def stop_drawing(self) -> None:
-        self._store.is_stopping = True
+        self._store.settings.stop()
         self._ring()
 
     async def stats(self) -> BufferStats:

@@ -19,6 +19,7 @@ from ..core.protocols import PromptSource
 from ..core.samples import NO_VERSION, Group, Prompt, Sample
 from .buffer_checks import num_response_tokens, wrong_in_group, wrong_in_partial
 from .buffer_cursor import PromptCursor
+from .buffer_settings import LiveSettings
 from .ledger import Ledger
 from .ledger_payload import decode_group, decode_partial, encode
 from .ledger_states import LEFTOVER, OPEN, Row, State
@@ -55,8 +56,7 @@ class BufferStore:
         self._log = log
         self._reattach_until_s = started_s + REATTACH_S
         self._metas: dict[int, GroupMeta] = {}
-        self.is_stopping = False
-        """No new prompts are wanted."""
+        self.settings = LiveSettings(ledger, admission)
         self.is_finished = False
         """No batch will ever come again."""
         self._rebuild()
@@ -92,7 +92,7 @@ class BufferStore:
                     self.admission.dispatched(row.group_id, version)
                     again.append(row)
             while len(again) + len(new) < request.max_groups and self.admission.may_dispatch(version):
-                drawn = None if self.is_stopping else self.cursor.next([row for row, _ in new])
+                drawn = None if self.settings.is_stopping else self.cursor.next([row for row, _ in new])
                 if drawn is None:
                     break
                 self.admission.dispatched(drawn[0].group_id, version)
@@ -270,14 +270,15 @@ class BufferStore:
     def rewind(self, version: int) -> int:
         """Training goes on from `version`; returns how many groups are READY again."""
         num_ready = self.ledger.rewind(version)
-        self.is_finished = self.is_stopping = False
+        self.is_finished = False
+        self.settings.stop(False)
         self._metas.clear()
         self._rebuild()
         return num_ready
 
     def retune(self, max_staleness: int | None, policy: str | None) -> tuple[Overdue, ...]:
         """Another bound or policy from now on; returns what had to be dropped for it."""
-        overdue = self.admission.retune(max_staleness=max_staleness, policy=policy)
+        overdue = self.settings.retune(max_staleness, policy)
         self._drop_overdue(overdue)
         return overdue
 
@@ -315,7 +316,7 @@ class BufferStore:
     @property
     def may_draw(self) -> bool:
         """Is there, or may there come, a prompt that nobody has got?"""
-        return not self.is_stopping and self.cursor.has_next
+        return not self.settings.is_stopping and self.cursor.has_next
 
     # ---- inside
 

@@ -11,7 +11,7 @@ It moves no data and admits no sample: rollout, buffer and trainer go on without
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..core.activity import ActivityMeter, TelemetryBuffer
 from ..core.actor import MailboxPolicy, PeerEvent
@@ -63,7 +63,7 @@ class CoordinatorOptions:
     eval_prompts: int = 0
     """0: no evaluation set."""
     eval_samples: int = 1
-    eval_sampling: SamplingParams = SamplingParams()
+    eval_sampling: SamplingParams = field(default_factory=SamplingParams)
     start_timeout_s: float = 300.0
     prepare_s: float = 60.0
     commit_s: float = 30.0
@@ -275,13 +275,11 @@ class Coordinator(CoordinatorContract):
             name = max(serving, key=lambda n: serving[n])
             try:
                 prompts = await self.ctx.ref(DataContract, "buffer").eval_prompts(options.eval_prompts)
-                request = EvalRequest(
-                    prompts=prompts, num_samples=options.eval_samples, sampling=options.eval_sampling
-                )
+                request = EvalRequest(prompts=prompts, num_samples=options.eval_samples, sampling=options.eval_sampling)
                 result = await self.ctx.ref(RolloutContract, name).evaluate(request)
             except MyxaError as err:
                 self._event("eval-failed", f"{name}: {err}")
-                self.ctx.log.error("evaluation on %s: %s", name, err)
+                self.ctx.log.exception("evaluation on %s", name)
                 return
         self._eval_reward = result.mean_reward
         self._telemetry.metric(result.newest_version, {"eval/reward": result.mean_reward})

@@ -6,8 +6,8 @@ Knows workflows, rewards and the engine's contract; knows nothing of the ledger,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -15,11 +15,11 @@ import numpy as np
 from ..core.clock import Clock
 from ..core.completions import Completion
 from ..core.errors import DataError, EngineError, MyxaError, RewardError, UserCodeError
-from ..core.messages import Assignment, SamplingParams
+from ..core.messages import Assignment
 from ..core.protocols import Delta, GenerateRequest, Tokenizer
-from ..core.samples import Group, Prompt, Sample, check_sample
+from ..core.samples import I32, Group, Prompt, Sample, check_sample
 from .workflows.context import Workflow, WorkflowContext
-from .workflows.episode import Episode, Interrupted
+from .workflows.episode import Episode, Interrupted, ModelAccess, render_prompt
 
 T = TypeVar("T")
 
@@ -31,6 +31,10 @@ class Outcome(Protocol):
     def value(self) -> float: ...
     @property
     def parts(self) -> dict[str, float]: ...
+
+
+Member = tuple[Sample, Outcome] | Interrupted
+"""What becomes of one member of a group."""
 
 
 class Scorer(Protocol):
@@ -84,6 +88,16 @@ class Load:
     rewarding: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One member of a group."""
+
+    assignment: Assignment
+    index: int
+    prompt_ids: I32
+    recorded: Sample | None
+
+
 class GroupRunner:
     """Runs groups. One per rollout actor; `run` may be called concurrently."""
 
@@ -93,28 +107,23 @@ class GroupRunner:
         workflow: Workflow,
         scorer: Scorer,
         tokenizer: Tokenizer,
-        generate: Callable[[GenerateRequest], AsyncIterator[Delta]],
-        context_length: int,
+        model: ModelAccess,
         max_turns: int,
         clock: Clock,
         on_load: Callable[[Load], None],
         vocab_size: int | None = None,
-        request_prefix: str = "",
         workflow_timeout_s: float = 600.0,
-        goes_on: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`model.sampling` is replaced by what each assignment asks for."""
         self._workflow = workflow
         self._scorer = scorer
         self._tokenizer = tokenizer
-        self._generate = generate
-        self._context_length = context_length
+        self._model = model
         self._max_turns = max_turns
         self._clock = clock
         self._on_load = on_load
         self._vocab_size = vocab_size
-        self._prefix = request_prefix
         self._timeout_s = workflow_timeout_s
-        self._goes_on = goes_on
         self._load = Load()
         self.stats = RunnerStats()
 
@@ -125,52 +134,47 @@ class GroupRunner:
         a workflow or reward that failed, EngineError for an engine that failed.
         """
         recorded = {s.index: s for s in assignment.partial}
+        prompt_ids = render_prompt(self._tokenizer, assignment.prompt)
         members = [
-            self._member(assignment.prompt, i, assignment.sampling, recorded.get(i), f"a{assignment.attempt}.")
-            for i in range(assignment.num_samples)
+            self._member(_Task(assignment, i, prompt_ids, recorded.get(i))) for i in range(assignment.num_samples)
         ]
-        done = await _all_or_first_error(members)
-        interrupted = [d for d in done if isinstance(d, Interrupted)]
+        done: list[Member] = await _all_or_first_error(members)
+        finished = [d for d in done if not isinstance(d, Interrupted)]
+        interrupted = [d.partial for d in done if isinstance(d, Interrupted)]
         if interrupted:
-            finished = [d[0] for d in done if not isinstance(d, Interrupted)]
-            raise Partial((*finished, *(i.partial for i in interrupted)))
-        pairs = [d for d in done if not isinstance(d, Interrupted)]
+            raise Partial((*(sample for sample, _ in finished), *interrupted))
         return Group(
             prompt=assignment.prompt,
-            samples=tuple(p[0] for p in pairs),
-            rewards=np.asarray([p[1].value for p in pairs], dtype=np.float32),
-            reward_parts=tuple(dict(p[1].parts) for p in pairs),
+            samples=tuple(sample for sample, _ in finished),
+            rewards=np.asarray([outcome.value for _, outcome in finished], dtype=np.float32),
+            reward_parts=tuple(dict(outcome.parts) for _, outcome in finished),
         )
 
-    async def _member(
-        self, prompt: Prompt, index: int, sampling: SamplingParams, recorded: Sample | None, attempt: str
-    ) -> tuple[Sample, Outcome] | Interrupted:
+    async def _member(self, task: _Task) -> Member:
         try:
-            sample = await self._produce(prompt, index, sampling, recorded, attempt)
+            sample = await self._produce(task)
         except Interrupted as interrupted:
             return interrupted
         self.stats.num_tokens += int(sample.loss_mask.sum())
         self.stats.num_samples += 1
         self.stats.num_truncated += sample.finish == "length"
-        return sample, await self._reward(prompt, sample)
+        return sample, await self._reward(task.assignment.prompt, sample)
 
-    async def _produce(
-        self, prompt: Prompt, index: int, sampling: SamplingParams, recorded: Sample | None, attempt: str
-    ) -> Sample:
+    async def _produce(self, task: _Task) -> Sample:
+        prompt, index = task.assignment.prompt, task.index
         episode = Episode(
             prompt=prompt,
             index=index,
             tokenizer=self._tokenizer,
-            generate=self._generate,
-            sampling=sampling,
-            context_length=self._context_length,
-            recorded=recorded,
-            request_prefix=self._prefix + attempt,
-            goes_on=self._goes_on,
+            model=replace(
+                self._model,
+                sampling=task.assignment.sampling,
+                request_prefix=f"{self._model.request_prefix}a{task.assignment.attempt}.",
+            ),
+            prompt_ids=task.prompt_ids,
+            recorded=task.recorded,
         )
-        context = WorkflowContext(
-            episode=episode, tokenizer=self._tokenizer, max_turns=self._max_turns, index=index
-        )
+        context = WorkflowContext(episode=episode, tokenizer=self._tokenizer, max_turns=self._max_turns, index=index)
         self._note(generating=1)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -239,7 +243,7 @@ class GroupRunner:
         self._on_load(self._load)
 
 
-async def _all_or_first_error(members: list[Coroutine[Any, Any, T]]) -> list[T]:
+async def _all_or_first_error(members: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Results in order; the first failure cancels the other members and is raised as it is."""
     tasks = [asyncio.ensure_future(m) for m in members]  # noqa: TID251 -- every task is awaited right below
     try:

@@ -130,9 +130,11 @@ class Leader:
                 if claim.finished:
                     return None
                 if claim.groups:
-                    ids = tuple(g.group_id for g in claim.groups)
-                    return list(await self._ask("buffer", lambda: self._buffer.fetch(ids)))
+                    return await self._fetch(tuple(g.group_id for g in claim.groups))
         return None
+
+    async def _fetch(self, group_ids: tuple[int, ...]) -> list[Group]:
+        return list(await self._ask("buffer", lambda: self._buffer.fetch(group_ids)))
 
     async def _step(self, version: int, groups: Sequence[Group]) -> int:
         """One optimizer step (or several mini-batches), told to buffer, engines and people."""

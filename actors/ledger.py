@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..core.errors import LedgerError
-from .ledger_file import Change, LedgerFile
+from .ledger_file import LIVE, Change, LedgerFile
 from .ledger_states import LEFTOVER, OPEN, REDRAWN, REWIND, TRANSITIONS, Row, State, check_path
 from .ledger_tally import Tally
 
@@ -137,6 +137,14 @@ class Ledger:
         """Bytes of a whole group (READY and later), else of its unfinished samples; None if there are none."""
         found = self._file.payload(group_id)
         return None if found is None else found[1]
+
+    def recall(self, key: str) -> str:
+        """What was remembered under that key; empty if nothing was."""
+        return self._file.meta().get(LIVE + key, "")
+
+    def remember(self, key: str, value: str) -> None:
+        """Keep a setting for the next process of this run (not for a run that goes on from this one)."""
+        self._file.commit(Change(meta={LIVE + key: value}))
 
     # ---- the life of a group
 

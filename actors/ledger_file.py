@@ -19,6 +19,9 @@ from .ledger_states import AT_REST, REWIND, TRANSITIONS, Row, State
 
 FORMAT = "1"
 
+LIVE = "live/"
+"""Prefix of the keys of settings that were changed while the run went on."""
+
 _COLUMNS = tuple(f.name for f in fields(Row))
 _SCHEMA = f"""
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);

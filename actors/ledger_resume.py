@@ -10,7 +10,7 @@ import sqlite3
 from pathlib import Path
 
 from ..core.errors import LedgerError
-from .ledger_file import lock_ledger
+from .ledger_file import LIVE, lock_ledger
 
 
 def continue_ledger(earlier: Path, path: Path, run: str) -> bool:
@@ -38,6 +38,7 @@ def _copy(earlier: Path, copy: Path, run: str) -> None:
     try:
         source.backup(target)
         target.execute("UPDATE meta SET value = ? WHERE key = 'run'", (run,))
+        target.execute("DELETE FROM meta WHERE key LIKE ?", (f"{LIVE}%",))
         target.commit()
     finally:
         source.close()

@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from ..core.actor import MailboxPolicy
 from ..core.activity import ActivityMeter, TelemetryBuffer
+from ..core.actor import MailboxPolicy
 from ..core.clock import Clock
 from ..core.errors import CallError, EngineError, MyxaError, UserCodeError
 from ..core.messages import (
@@ -30,16 +30,18 @@ from ..core.messages import (
     EvalResult,
     GroupDropped,
     GroupReturned,
+    SamplingParams,
     WeightAck,
     WeightManifest,
 )
 from ..core.patience import until_answered
-from ..core.protocols import Engine, PauseMode, Tokenizer
+from ..core.protocols import Engine, Tokenizer
 from ..core.samples import NO_VERSION, Group, Prompt
 from .contracts import BufferContract, CoordinatorContract, MonitorContract, RolloutContract
 from .group_runner import GroupRunner, Load, NoEngine, Partial, Scorer, drop_reason
 from .telemetry import report_forever
 from .workflows.context import Workflow
+from .workflows.episode import ModelAccess
 
 R = TypeVar("R")
 
@@ -51,6 +53,10 @@ ALWAYS_NEWEST = (1 << 31) - 1
 """Version an actor without an engine announces: its samples carry no version, so no age ever holds them back."""
 
 
+_IDLE_KIND: dict[str, ActivityKind] = {"": "wait-data", "paused": "paused", "data-exhausted": "wait-data"}
+"""Why the buffer gave no work -> how the waiting is booked; staleness and the end of the run are want of capacity."""
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutOptions:
     """Plain settings of the role."""
@@ -60,8 +66,6 @@ class RolloutOptions:
     max_turns: int
     context_length: int
     """0: the engine's own."""
-    pause_mode: PauseMode = "in_place"
-    """What running generations do while weights are swapped."""
     report_s: float = 1.0
     workflow_timeout_s: float = 600.0
 
@@ -136,15 +140,18 @@ class Rollout(RolloutContract):
             workflow=self._workflow,
             scorer=self._scorer,
             tokenizer=self._tokenizer,
-            generate=generate,
-            context_length=context_length,
+            model=ModelAccess(
+                generate=generate,
+                sampling=SamplingParams(),
+                context_length=context_length,
+                request_prefix=f"{self.ctx.name}.{self.ctx.epoch}.",
+                goes_on=lambda: not self._is_draining,
+            ),
             max_turns=self._options.max_turns,
             clock=self._clock,
             on_load=self._on_load,
             vocab_size=vocab_size,
-            request_prefix=f"{self.ctx.name}.{self.ctx.epoch}.",
             workflow_timeout_s=self._options.workflow_timeout_s,
-            goes_on=lambda: not self._is_draining,
         )
         if self._engine is None:
             self._version = ALWAYS_NEWEST
@@ -190,7 +197,7 @@ class Rollout(RolloutContract):
                 await asyncio.sleep(RETRY_S)
                 continue
             if not reply.assignments:
-                self._idle("paused" if reply.blocked_by == "paused" else "wait-capacity" if reply.blocked_by else "wait-data")
+                self._idle(_IDLE_KIND.get(reply.blocked_by, "wait-capacity"))
                 if reply.blocked_by:
                     await asyncio.sleep(RETRY_S)
             for assignment in reply.assignments:
@@ -252,7 +259,7 @@ class Rollout(RolloutContract):
             raise UserCodeError(self._scorer.too_many_errors, remedy=f"last error: {err}")
 
     async def _ask_buffer(self, send: Callable[[], Awaitable[R]]) -> R:
-        """Keyed or idempotent calls, repeated while the buffer is being restarted: the group in hand must not be lost."""
+        """Keyed or idempotent calls, repeated while the buffer is restarting: the group in hand must not be lost."""
         return await until_answered(send, who="buffer", clock=self._clock, log=self.ctx.log)
 
     # -- weights
@@ -288,9 +295,9 @@ class Rollout(RolloutContract):
         return self._ack(version)
 
     async def _swap(self, engine: Engine, version: int) -> None:
-        """Commit, and note it on a track of its own in the trace: generation goes on meanwhile."""
+        """Commit, and note it on a track of its own in the trace: generation goes on around it."""
         started, wall_s = self._clock.monotonic(), self._clock.wall()
-        await self._commit_around_pause(engine, version)
+        await engine.commit_weights(version)
         self._telemetry.span(
             f"adopt {version}",
             "compute",
@@ -299,18 +306,6 @@ class Rollout(RolloutContract):
             track="weights",
             adopts_version=version,
         )
-
-    async def _commit_around_pause(self, engine: Engine, version: int) -> None:
-        """In place, the engine swaps between two tokens by itself; the other modes stop it around the swap."""
-        mode = self._options.pause_mode
-        if mode == "in_place":
-            await engine.commit_weights(version)
-            return
-        await engine.pause(mode)
-        try:
-            await engine.commit_weights(version)
-        finally:
-            await engine.resume()
 
     def _ack(self, version: int, *, reason: str = "") -> WeightAck:
         return WeightAck(rollout=self.ctx.name, version=version, accepted=not reason, reason=reason)

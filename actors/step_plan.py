@@ -38,9 +38,7 @@ def plan_step(step: int, groups: Sequence[Group], options: PlanOptions) -> tuple
     rewards = np.asarray([float(g.rewards[i]) for g, i in flat], dtype=np.float32)
     group_ids = np.asarray([g.group_id for g, _ in flat], dtype=np.int64)
     advantages = group_advantages(options.kind, rewards, group_ids, normalise_std=options.normalise_std)
-    samples = [
-        _train_sample(g, i, float(advantage)) for (g, i), advantage in zip(flat, advantages, strict=True)
-    ]
+    samples = [_train_sample(g, i, float(advantage)) for (g, i), advantage in zip(flat, advantages, strict=True)]
     plan = plan_shards(
         [len(s.token_ids) for s in samples],
         options.num_ranks,
@@ -84,9 +82,7 @@ def _shard(
     return TrainShard(
         step=step,
         samples=tuple(samples[i] for i in mine),
-        minibatches=tuple(
-            tuple(tuple(local[i] for i in micro) for micro in minibatch) for minibatch in rank_plan
-        ),
+        minibatches=tuple(tuple(tuple(local[i] for i in micro) for micro in minibatch) for minibatch in rank_plan),
         minibatch_tokens=tokens,
         minibatch_samples=counts,
     )

@@ -42,9 +42,7 @@ class Trainer(TrainerContract):
 
     mailbox = MailboxPolicy(size=256)
 
-    def __init__(
-        self, *, backend: TrainBackend, writer: WeightWriter, options: TrainerOptions, clock: Clock
-    ) -> None:
+    def __init__(self, *, backend: TrainBackend, writer: WeightWriter, options: TrainerOptions, clock: Clock) -> None:
         self._backend = backend
         self._writer = writer
         self._options = options

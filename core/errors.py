@@ -1,35 +1,35 @@
 """The one exception tree. Every message names the place, the cause and the remedy.
 
-    MyxaError
-    ├── ConfigError              the TOML file, a flag or a path in it is wrong             (exit code 2)
-    ├── DataError                a dataset line, column or prompt is wrong                  (exit code 5)
-    ├── UserCodeError            a user's reward, workflow or filter raised or lied         (exit code 5)
-    │   └── RewardError          it was the reward
-    ├── ModelError               a model folder is incomplete or of an unknown kind         (exit code 2)
-    ├── EngineError              a rollout engine answered wrongly or not at all
-    │   └── RequestRefused       the request itself cannot be served; repeating it is useless
-    ├── TrainError               a training step or checkpoint failed
-    ├── StalenessError           a group would break the staleness bound (a bug if ever seen)
-    ├── LedgerError              an illegal transition in the life of a sample
-    ├── SlabError                shared memory is gone, full, or was written while it was read
-    ├── LaunchError              processes could not be started or did not meet             (exit code 3)
-    │   └── BudgetSpent          an actor was restarted too often                           (exit code 4)
-    └── CallError                a call to another actor did not end in a reply
-        ├── NotSent              it never left this process; repeating it is safe
-        ├── NotExecuted          the callee refused it; repeating it is safe
-        │   ├── Overloaded       its mailbox is full; `.retry_after_s` says when to come back
-        │   ├── Draining         it is shutting down
-        │   ├── NoSuchActor      nobody of that name is known
-        │   ├── NoSuchMethod     that actor has no such handler
-        │   ├── BadRequest       the arguments do not fit the handler's types
-        │   └── StaleEpoch       it was meant for an earlier incarnation
-        ├── OutcomeUnknown       it may or may not have run
-        │   ├── DeadlineExceeded no answer by the deadline
-        │   ├── PeerDied         the callee's process ended while the call was pending
-        │   └── StreamBroken     a stream ended before its end; `.last_seq` is the last item received
-        ├── WouldDeadlock        the call chain came back to an actor that waits for it
-        ├── RemoteError          the handler raised; `.remote_type`, `.remote_traceback` tell what
-        └── MessageTooLarge      over the lane's limit; it was not sent
+MyxaError
+├── ConfigError              the TOML file, a flag or a path in it is wrong             (exit code 2)
+├── DataError                a dataset line, column or prompt is wrong                  (exit code 5)
+├── UserCodeError            a user's reward, workflow or filter raised or lied         (exit code 5)
+│   └── RewardError          it was the reward
+├── ModelError               a model folder is incomplete or of an unknown kind         (exit code 2)
+├── EngineError              a rollout engine answered wrongly or not at all
+│   └── RequestRefused       the request itself cannot be served; repeating it is useless
+├── TrainError               a training step or checkpoint failed
+├── StalenessError           a group would break the staleness bound (a bug if ever seen)
+├── LedgerError              an illegal transition in the life of a sample
+├── SlabError                shared memory is gone, full, or was written while it was read
+├── LaunchError              processes could not be started or did not meet             (exit code 3)
+│   └── BudgetSpent          an actor was restarted too often                           (exit code 4)
+└── CallError                a call to another actor did not end in a reply
+    ├── NotSent              it never left this process; repeating it is safe
+    ├── NotExecuted          the callee refused it; repeating it is safe
+    │   ├── Overloaded       its mailbox is full; `.retry_after_s` says when to come back
+    │   ├── Draining         it is shutting down
+    │   ├── NoSuchActor      nobody of that name is known
+    │   ├── NoSuchMethod     that actor has no such handler
+    │   ├── BadRequest       the arguments do not fit the handler's types
+    │   └── StaleEpoch       it was meant for an earlier incarnation
+    ├── OutcomeUnknown       it may or may not have run
+    │   ├── DeadlineExceeded no answer by the deadline
+    │   ├── PeerDied         the callee's process ended while the call was pending
+    │   └── StreamBroken     a stream ended before its end; `.last_seq` is the last item received
+    ├── WouldDeadlock        the call chain came back to an actor that waits for it
+    ├── RemoteError          the handler raised; `.remote_type`, `.remote_traceback` tell what
+    └── MessageTooLarge      over the lane's limit; it was not sent
 """
 
 from __future__ import annotations

@@ -77,9 +77,9 @@ class Mailbox(Generic[T]):
 
     def remove(self, item: T) -> bool:
         """Take a waiting message out; False if it is not waiting (any more). The caller releases it."""
-        for entry in self._waiting:
-            if entry[0] is item:
-                self._waiting.remove(entry)
+        for place, (waiting, _) in enumerate(self._waiting):
+            if waiting is item:
+                del self._waiting[place]
                 return True
         return False
 

@@ -88,7 +88,9 @@ def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
     for name in ("logprobs", "loss_mask", "versions"):
         got = getattr(sample, name).shape
         if got != (length,):
-            raise ValueError(f"sample {sample.group_id}/{sample.index}: {name} has shape {got}, response has {length} tokens")
+            raise ValueError(
+                f"sample {sample.group_id}/{sample.index}: {name} has shape {got}, response has {length} tokens"
+            )
     if length and not bool(np.isfinite(sample.logprobs).all()):
         raise ValueError(f"sample {sample.group_id}/{sample.index}: a behaviour log-prob is NaN or infinite")
     if length and float(sample.logprobs.max()) > 1e-3:

@@ -27,7 +27,7 @@ from ..actors.contracts import CoordinatorContract, RolloutContract
 from ..core.actor import Actor, with_deadline
 from ..core.config import RunConfig, load_config
 from ..core.errors import BadRequest, CallError, ConfigError, LaunchError, MyxaError, NoSuchMethod
-from ..core.messages import RunStatus
+from ..core.messages import EngineStatus, RunStatus
 from ..core.samples import NO_VERSION
 from ..transport.address import Rendezvous
 from ..transport.node import Node
@@ -38,7 +38,7 @@ from .run_dir import RunDir
 
 LOOK_EVERY_S = 1.0
 """How often the run is asked whether it goes on."""
-ASK_S = 2.0
+ASK_S = 1.0
 LOST_S = 20.0
 """How long the run may be silent before the actor leaves by itself."""
 DRAIN_S = 40.0
@@ -86,17 +86,22 @@ class EmbeddedRollout:
         self._coordinator = with_deadline(node.ref(CoordinatorContract, "coordinator"), ASK_S)
         self._asked: asyncio.Future[str] = loop.create_future()
         self._is_leaving = False
+        self._heard = EngineStatus(rollout=name, version=NO_VERSION, running=0, waiting=0)
         self._life = loop.create_task(self._live(), name=f"{name}: embedded")
 
     async def status(self) -> EmbeddedStatus:
-        """How it stands now. Raises MyxaError if the engine does not answer."""
+        """How it stands. Never raises; an engine in the middle of a long step does not answer, and then it is how it
+        stood when it was asked last."""
+        if not self._is_leaving:
+            with contextlib.suppress(MyxaError):
+                self._heard = await with_deadline(self._rollout, ASK_S).status()
         if self.ended.done():
             return EmbeddedStatus(self.name, "left", reason=self.ended.result())
-        if self._is_leaving:
-            return EmbeddedStatus(self.name, "leaving")
-        engine = await with_deadline(self._rollout, ASK_S).status()
-        phase: EmbeddedPhase = "joining" if engine.version == NO_VERSION else "serving"
-        return EmbeddedStatus(self.name, phase, engine.version, engine.running, engine.waiting)
+        heard = self._heard
+        phase: EmbeddedPhase = "joining" if heard.version == NO_VERSION else "serving"
+        return EmbeddedStatus(
+            self.name, "leaving" if self._is_leaving else phase, heard.version, heard.running, heard.waiting
+        )
 
     async def drain(self) -> int:
         """Take nothing new and hand back what is unfinished, with its tokens; returns the number of groups.
@@ -148,7 +153,7 @@ class EmbeddedRollout:
             try:
                 status = await self._coordinator.status()
             except CallError as error:
-                if not self._run_dir.rdzv.exists():
+                if self._is_launcher_gone():
                     return "the run is over"
                 if clock.monotonic() - heard_s > LOST_S:
                     return f"no word from the run for {LOST_S:g} s ({error})"
@@ -156,6 +161,10 @@ class EmbeddedRollout:
                 heard_s = clock.monotonic()
                 if end := _end_of(status):
                     return end
+
+    def _is_launcher_gone(self) -> bool:
+        """A launcher that ends removes its record; of one that was killed at least the sockets' folder goes."""
+        return not (self._run_dir.rdzv.exists() and Path(self.node.rendezvous.socket_dir).is_dir())
 
     async def _hand_back(self) -> None:
         try:
@@ -258,6 +267,7 @@ def _other_version(place: RunDir, error: MyxaError) -> LaunchError:
 
 async def _start(node: Node, place: RunDir, config: RunConfig, wanted: str) -> str:
     """Build the actor and have it registered; returns its name. Another program may be faster: then the next one."""
+    name = wanted
     for _ in range(MAX_TRIES):
         name = _choose_name(node, config, wanted)
         actor = await _build(_spec(config, name), config, place)
@@ -281,9 +291,7 @@ def _choose_name(node: Node, config: RunConfig, wanted: str) -> str:
     if match is None:
         raise LaunchError(f"{wanted!r} names no rollout actor", remedy='write "rollout/<number>", or leave it out')
     if int(match[1]) < num_own:
-        raise LaunchError(
-            f"{wanted} is one of the run's own {num_own} rollout actors", remedy=f"use rollout/{num_own} or above"
-        )
+        raise LaunchError(f"{wanted} belongs to the run itself", remedy=f"use rollout/{num_own} or above")
     if wanted in known:
         raise _taken(wanted, node)
     return wanted

@@ -31,7 +31,8 @@ class FirstFailure:
             lines.append(f"---- end of {self.log_path}" + (f" on node {self.node}" if self.node else "") + " ----")
             lines += self.tail or ("(the log is empty)",)
             lines.append("-" * len(lines[0]))
-        lines.append(f"first failure: {self.actor}: {self.reason}")
+        named = self.reason if self.reason.startswith(self.actor) else f"{self.actor}: {self.reason}"
+        lines.append(f"first failure: {named}")
         return "\n".join(lines)
 
 

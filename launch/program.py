@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from ..actors.models.model_config import ModelConfig
 from ..actors.workflows.context import Workflow
 from ..core.actor import Actor
 from ..core.clock import Clock, SystemClock
@@ -138,7 +139,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
 
     model = read_config(config.model.path)
     return Rollout(
-        engine=None if is_supervised(config) else _engine(spec, config),
+        engine=None if is_supervised(config) else _engine(spec, config, model),
         workflow=_workflow(config),
         scorer=make_rewarder(config),
         tokenizer=load_tokenizer(config.model.path),
@@ -146,28 +147,36 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
             max_groups=config.rollout.max_groups,
             max_turns=config.rollout.max_turns,
             context_length=config.engine.context_length or model.context_length,
-            pause_mode=config.rollout.pause_mode,
             workflow_timeout_s=config.rollout.timeout_s,
         ),
         clock=clock,
     )
 
 
-def _engine(spec: ActorSpec, config: RunConfig) -> Engine:
-    from ..actors.weights.channel import ChannelReader
-
+def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> Engine:
     engine = config.engine
     if spec.kind == "sglang":
-        from ..actors.engines.sglang import SglangEngine
+        from ..actors.engines.sglang import SglangEngine, SglangOptions
 
-        return SglangEngine(engine.url, reader=ChannelReader())
+        return SglangEngine(
+            engine.url,
+            SglangOptions(
+                vocab_size=model.vocab_size,
+                context_length=engine.context_length,
+                max_running=engine.max_running,
+                pause_mode=config.rollout.pause_mode,
+                name=spec.name,
+            ),
+        )
     from ..actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
+    from ..actors.weights.channel import ChannelReader
 
     options = EmbeddedOptions(
         max_running=engine.max_running,
         context_length=engine.context_length,
         dtype=engine.dtype,
         seed=config.run.seed * 1000 + engine.seed + spec.index,
+        pause_mode=config.rollout.pause_mode,
         num_threads=spec.threads,
         memory_share=0.6 / config.roles.rollout.count,
         name=spec.name,

@@ -12,6 +12,7 @@ import tomllib
 import zipfile
 from collections.abc import Iterator
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ MAX_FUNCTION_LINES = 60
 BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}
 BANNED_MODULES = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 TASK_MAKERS = r"^asyncio\.(create_task|ensure_future)$|(^|_|\.)loop(\(\))?\.create_task$"
+COMPANIONS = {"annotated-types": "pydantic", "pydantic-core": "pydantic", "markupsafe": "jinja2"}
+"""Distributions that come with another one, whose public types are theirs."""
 HEAVY = ("torch", "transformers", "pyarrow", "tensorboard", "math_verify", "sglang", "megatron")
 
 
@@ -407,6 +410,27 @@ def test_the_package_face_is_light():
     assert out.stdout.strip() == "[]", out.stderr
 
 
+def test_what_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = (req for name, reqs in project["optional-dependencies"].items() if name != "dev" for req in reqs)
+    declared = {distribution_of(requirement) for requirement in [*project["dependencies"], *extras]}
+    owners = metadata.packages_distributions()
+    for path in modules(ROOT):
+        for line, target, level in imports(path, ROOT):
+            top = target.split(".")[0]
+            if level or top in sys.stdlib_module_names:
+                continue
+            names = {name.lower().replace("_", "-") for name in owners.get(top, [top])}
+            names |= {COMPANIONS[name] for name in names & COMPANIONS.keys()}
+            assert names & declared, f"{path}:{line} imports {target}, of {names}, which pyproject.toml does not name"
+
+
+def distribution_of(requirement: str) -> str:
+    name = re.match(r"[A-Za-z0-9_.-]+", requirement)
+    assert name is not None
+    return name[0].lower().replace("_", "-")
+
+
 def test_the_versions_agree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     version = re.search(r'__version__ = "(.+)"', (ROOT / "__init__.py").read_text())
@@ -427,7 +451,5 @@ def test_every_dependency_has_one_exact_version():
         *(req for extra in extras.split(",") for req in project["optional-dependencies"][extra]),
     ]
     for requirement in wanted:
-        name = re.match(r"[A-Za-z0-9_.-]+", requirement)
-        assert name is not None
-        assert name[0].lower().replace("_", "-") in pins, requirement
+        assert distribution_of(requirement) in pins, requirement
     assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in pins.values()), "no ranges, no local versions"

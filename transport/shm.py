@@ -173,7 +173,10 @@ class SlabReader:
     def __init__(self, path: str, mapping: mmap.mmap) -> None:
         self.path = path
         self._map = mapping
-        self._bytes = memoryview(mapping)
+        self._hold()
+
+    def _hold(self) -> None:
+        self._bytes = memoryview(self._map)
         self._words = self._bytes[:DATA_OFFSET].cast("Q")
 
     @classmethod
@@ -240,6 +243,7 @@ class SlabReader:
             self._bytes.release()
             self._map.close()
         except BufferError as error:
+            self._hold()
             raise SlabError(f"{self.path} cannot be closed: views are in use", remedy="release them first") from error
 
 

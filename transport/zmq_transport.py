@@ -110,6 +110,7 @@ class ZmqTransport:
         for outbox in known.outboxes if known is not None else ():
             if outbox is not None:
                 self._lingering.add(outbox)
+                self._all_closed.clear()
                 outbox.close(linger_s)
 
     def forget(self, source: bytes, lane: Lane) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -159,12 +159,13 @@ class EngineServer:
 
             await self._fill(call.requests[index], replies[index], say)
 
-        try:
-            await _all([one(i) for i in range(len(replies))])
-        except MyxaError as err:
-            await response.write(_event(_error_object(err)[1]))
-        await response.write(DATA + b" " + DONE + b"\n\n")
-        await response.write_eof()
+        with suppress(ConnectionError):  # the client left; its rows are free
+            try:
+                await _all([one(i) for i in range(len(replies))])
+            except MyxaError as err:
+                await response.write(_event(_error_object(err)[1]))
+            await response.write(DATA + b" " + DONE + b"\n\n")
+            await response.write_eof()
         return response
 
     # -- questions

@@ -13,7 +13,7 @@ Version stamps are the server's; tokens are held back until theirs is certain (`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +59,17 @@ class SglangOptions:
 JSON_HEADERS = {"Content-Type": "application/json"}
 
 
+class _Open:
+    """A request whose stream has not ended."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.has_arrived = asyncio.Event()
+        """The server answered, with a stream or with a refusal."""
+        self.is_aborted = False
+        self.answer: aiohttp.ClientResponse | None = None
+
+
 class SglangEngine:
     """A client of one server."""
 
@@ -72,7 +83,7 @@ class SglangEngine:
         self._prepared: WeightManifest | None = None
         self._committing = asyncio.Lock()
         self._is_paused = False
-        self._num_open = 0
+        self._open: list[_Open] = []
 
     @property
     def _place(self) -> str:
@@ -118,6 +129,9 @@ class SglangEngine:
     async def close(self) -> None:
         """Close all connections; the server frees the rows of requests that were running. Never raises."""
         if self._session is not None:
+            for one in self._open:
+                if one.answer is not None:
+                    one.answer.close()  # wakes its reader, which closing the session does not
             await self._session.close()
 
     # -- requests
@@ -132,9 +146,12 @@ class SglangEngine:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._options.call_s, sock_read=self._options.stall_s)
         tokens = HeldTokens(place, self._version)
         lines = Lines(MAX_LINE_BYTES, place)
-        self._num_open += 1
+        mine = _Open(request.request_id)
+        self._open.append(mine)
         try:
             async with self._http().post(f"{self._url}/generate", data=_body(request), timeout=timeout) as answer:
+                mine.answer = answer
+                mine.has_arrived.set()
                 if answer.status != 200:
                     raise await self._refused(answer, place)
                 async for data in answer.content.iter_any():
@@ -146,13 +163,16 @@ class SglangEngine:
                             yield delta
                             if delta.finish is not None:
                                 return
+                    if mine.is_aborted:  # the abort came before the request was known to the scheduler
+                        await self._post("/abort_request", {"rid": request.request_id + RID_END})
         except (aiohttp.ClientError, TimeoutError) as err:
             raise EngineError(
                 f"{place}: the stream broke after {tokens.num_tokens} tokens ({type(err).__name__}: {err})",
                 remedy="see the server's log",
             ) from err
         finally:
-            self._num_open -= 1
+            mine.has_arrived.set()
+            self._open.remove(mine)
         raise EngineError(
             f"{place}: the stream ended after {tokens.num_tokens} tokens without a finish reason",
             remedy="see the server's log; it may have been stopped",
@@ -179,13 +199,30 @@ class SglangEngine:
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all; their streams end with finish "abort"."""
+        meant = [one for one in self._open if request_id in (None, one.request_id)]
+        for one in meant:
+            one.is_aborted = True
+        await self._arrived(meant)
         body = {"abort_all": True} if request_id is None else {"rid": request_id + RID_END}
         await self._post("/abort_request", body)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stand still; see `core.protocols.Engine`."""
+        await self._arrived(self._open)
         await self._post("/pause_generation", {"mode": mode})
         self._is_paused = True
+
+    async def _arrived(self, streams: Sequence[_Open]) -> None:
+        """Wait until the server has these requests: what it has not seen it can neither abort nor pause."""
+        try:
+            async with asyncio.timeout(self._options.call_s):
+                for one in list(streams):
+                    await one.has_arrived.wait()
+        except TimeoutError as err:
+            raise EngineError(
+                f"{self._place}: did not answer {len(streams)} requests within {self._options.call_s:g} s",
+                remedy="see the server's log",
+            ) from err
 
     async def resume(self) -> None:
         """Go on after a pause."""
@@ -249,16 +286,17 @@ class SglangEngine:
     # -- questions
 
     async def info(self) -> EngineInfo:
-        """Current state; `running` counts this client's open requests, `version` is -1 while the server has a name
-        instead of a number."""
+        """Current state; `running` counts this client's requests that the server has, `waiting` those on their way.
+        `version` is -1 while the server has a name instead of a number."""
+        num_arrived = sum(one.has_arrived.is_set() for one in self._open)
         return EngineInfo(
             kind="sglang",
             vocab_size=self._options.vocab_size,
             context_length=self._context_length,
             max_running=self._max_running,
             version=await self._served_version(),
-            running=self._num_open,
-            waiting=0,
+            running=num_arrived,
+            waiting=len(self._open) - num_arrived,
         )
 
     async def _served_version(self) -> int:

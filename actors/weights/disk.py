@@ -1,50 +1,22 @@
-"""Weights through a folder of safetensors: for engines on other hosts, and for servers that load from disk.
+"""Weights through model folders: for engines on other hosts, and for servers that load from disk.
 
-Each version is a complete HuggingFace folder (config and tokenizer are copied from the model's), so any server that
-takes a model path can load it. The file appears under its final name only when it is complete.
-
-safetensors' torch front would import torch and its numpy front knows no bfloat16; `serialize_file` takes bytes as they
-are, in any dtype.
+Each version is a complete HuggingFace folder, so any server that takes a model path can load it; `models/hf_folder.py`
+writes and reads it. The digest is BLAKE2b over the tensors' bytes in the order of the manifest.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
+import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-import safetensors
-
-from ...core.errors import EngineError, TrainError
-from ...core.messages import TensorSpec, WeightManifest
+from ...core.errors import EngineError, MyxaError, TrainError
+from ...core.messages import WeightManifest
 from ...core.protocols import NamedArray
-
-COPIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-)
-WEIGHTS = "model.safetensors"
-
-_WIRE_DTYPE = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
+from ..models.hf_folder import open_weights, read_config, write_folder
 
 
 class DiskWeightWriter:
@@ -60,12 +32,9 @@ class DiskWeightWriter:
         """Write the folder. Raises TrainError naming the path when the disk refuses."""
         folder = self._root / f"version_{version:08d}"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in COPIED:
-                if (self._model_folder / name).exists():
-                    shutil.copyfile(self._model_folder / name, folder / name)
-            digest = self._write(folder / WEIGHTS, tensors)
-        except OSError as err:
+            config = json.loads((self._model_folder / "config.json").read_text(encoding="utf-8"))
+            write_folder(folder, config, tensors, tokenizer_from=self._model_folder)
+        except (OSError, MyxaError) as err:
             raise TrainError(
                 f"cannot write weight version {version} to {folder}: {err}",
                 remedy="free disk space, or put run.dir on another disk",
@@ -78,27 +47,9 @@ class DiskWeightWriter:
             generation=0,
             num_bytes=sum(t.spec.num_bytes for t in tensors),
             tensors=tuple(t.spec for t in tensors),
-            digest=digest,
+            digest=_digest(tensors),
             host=self._host,
         )
-
-    def _write(self, path: Path, tensors: Sequence[NamedArray]) -> str:
-        digest = hashlib.blake2b(digest_size=16)
-        arrays = [np.frombuffer(t.data, dtype=np.uint8) for t in tensors]
-        for array in arrays:
-            digest.update(array.data)
-        # `arrays` keeps every pointer alive until the file is written, as serialize_file demands.
-        table = {
-            t.spec.name: safetensors.TensorSpec(
-                dtype=t.spec.dtype, shape=list(t.spec.shape), data_ptr=a.ctypes.data, data_len=a.nbytes
-            )
-            for t, a in zip(tensors, arrays, strict=True)
-        }
-        partial = path.with_suffix(".partial")
-        safetensors.serialize_file(table, str(partial), {"format": "pt"})
-        partial.chmod(0o644)
-        os.replace(partial, path)
-        return digest.hexdigest()
 
     def release(self, version: int) -> None:
         """Delete that version's folder."""
@@ -116,36 +67,39 @@ class DiskWeightReader:
     """Reads a published folder; the digest is checked before anything is handed out."""
 
     @contextmanager
-    def open(self, manifest: WeightManifest) -> Iterator[Mapping[str, NamedArray]]:
-        """Named tensors of the version. Raises EngineError for a missing, torn or altered file."""
-        path = Path(manifest.location) / WEIGHTS
+    def open(self, manifest: WeightManifest) -> Generator[Mapping[str, NamedArray]]:
+        """Named tensors of the version. Raises EngineError for a missing, torn or altered folder."""
+        folder = Path(manifest.location)
         try:
-            entries = dict(safetensors.deserialize(path.read_bytes()))
-        except (OSError, safetensors.SafetensorError) as err:
+            with open_weights(folder, read_config(folder)) as tensors:
+                _check(manifest, tensors)
+                yield tensors
+        except EngineError:
+            raise
+        except MyxaError as err:
             raise EngineError(
-                f"cannot read weight version {manifest.version} from {path}: {err}",
-                remedy="the folder must be reachable from this host (a shared file system)",
+                f"cannot read weight version {manifest.version} from {folder}: {err.message}",
+                remedy="the folder must be reachable from this host (a shared file system) and left as it was written",
             ) from err
-        digest = hashlib.blake2b(digest_size=16)
-        tensors: dict[str, NamedArray] = {}
-        for spec in manifest.tensors:
-            entry = entries.get(spec.name)
-            if entry is None or _spec_of(spec, entry) != (spec.dtype, spec.shape):
-                raise EngineError(
-                    f"weight version {manifest.version}: tensor {spec.name} in {path} is not what was published",
-                    remedy="do not write into the run's weight folders",
-                )
-            digest.update(entry["data"])
-            tensors[spec.name] = NamedArray(spec=spec, data=memoryview(entry["data"]))
-        if digest.hexdigest() != manifest.digest:
+
+
+def _check(manifest: WeightManifest, tensors: Mapping[str, NamedArray]) -> None:
+    for spec in manifest.tensors:
+        found = tensors.get(spec.name)
+        if found is None or (found.spec.dtype, found.spec.shape) != (spec.dtype, spec.shape):
             raise EngineError(
-                f"weight version {manifest.version} in {path} does not match its digest",
-                remedy="the file was altered or is torn; the next version will be read afresh",
+                f"weight version {manifest.version}: {spec.name} in {manifest.location} is not what was published",
+                remedy="do not write into the run's weight folders",
             )
-        yield tensors
+    if _digest([tensors[spec.name] for spec in manifest.tensors]) != manifest.digest:
+        raise EngineError(
+            f"weight version {manifest.version} in {manifest.location} does not match its digest",
+            remedy="the files were altered or are torn; the next version will be read afresh",
+        )
 
 
-def _spec_of(spec: TensorSpec, entry: Mapping[str, object]) -> tuple[str, tuple[int, ...]]:
-    shape = entry["shape"]
-    dtype = _WIRE_DTYPE.get(str(entry["dtype"]), str(entry["dtype"]))
-    return dtype, tuple(shape) if isinstance(shape, list) else spec.shape
+def _digest(tensors: Sequence[NamedArray]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(tensor.data)
+    return f"blake2b:{digest.hexdigest()}"

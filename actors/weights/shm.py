@@ -7,7 +7,7 @@ expensive part, and proves what it hands out: digest before, generation before a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ...core.errors import EngineError, MyxaError, TrainError
@@ -77,7 +77,7 @@ class ShmWeightReader:
         self._open: dict[str, SlabReader] = {}
 
     @contextmanager
-    def open(self, manifest: WeightManifest) -> Iterator[Mapping[str, NamedArray]]:
+    def open(self, manifest: WeightManifest) -> Generator[Mapping[str, NamedArray]]:
         """Tensors where they lie; valid inside the block.
 
         Raises EngineError on entry for a slab that is gone or does not match its digest, and on leaving if it was
@@ -91,9 +91,7 @@ class ShmWeightReader:
             self._forget(manifest.location)
             raise EngineError(f"weight version {manifest.version}: {err.message}", remedy=err.remedy) from err
         try:
-            yield {
-                spec.name: NamedArray(spec=spec, data=views[spec.name]) for spec in manifest.tensors
-            }
+            yield {spec.name: NamedArray(spec=spec, data=views[spec.name]) for spec in manifest.tensors}
             self._check_after(slab, manifest)
         finally:
             for view in views.values():

@@ -34,6 +34,6 @@ def _turns(prompt: Prompt) -> list[Message]:
     if not isinstance(answer, str):
         raise DataError(
             f"row {prompt.row} of {prompt.source} has no demonstration",
-            remedy="name the answer column with data.answer_key, or use preset = \"chat\"",
+            remedy='name the answer column with data.answer_key, or use preset = "chat"',
         )
     return [Message(role="assistant", content=answer)]

@@ -11,6 +11,7 @@ the first unfinished turn goes on from its last token. A reply that differs from
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
@@ -58,9 +59,29 @@ def _split(sample: Sample) -> list[_Segment]:
     cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     return [
         _Segment(sample.response_ids[a:b], sample.logprobs[a:b], sample.versions[a:b], bool(mask[a]))
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        for a, b in itertools.pairwise(cuts)
         if b > a
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelAccess:
+    """How an episode reaches the model."""
+
+    generate: Generate
+    sampling: SamplingParams
+    context_length: int
+    request_prefix: str = ""
+    """Makes request ids unique over actors and attempts."""
+    goes_on: Callable[[], bool] = lambda: False
+    """Asked when the engine aborts a turn: True continues it at once with the tokens it has (weights were swapped with
+    pause mode "abort"), False ends the episode with Interrupted (the actor drains)."""
+
+
+def render_prompt(tokenizer: Tokenizer, prompt: Prompt) -> I32:
+    """Token ids int32 [P] of the prompt's messages, up to where the model begins to speak."""
+    pairs = [(m.role, m.content) for m in prompt.messages]
+    return np.asarray(tokenizer.render(pairs, add_generation_prompt=True), dtype=np.int32)
 
 
 class Episode:
@@ -72,25 +93,17 @@ class Episode:
         prompt: Prompt,
         index: int,
         tokenizer: Tokenizer,
-        generate: Generate,
-        sampling: SamplingParams,
-        context_length: int,
+        model: ModelAccess,
+        prompt_ids: I32 | None = None,
         recorded: Sample | None = None,
-        request_prefix: str = "",
-        goes_on: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`goes_on` is asked when the engine aborts a turn: True continues it at once with the tokens it has (weights
-        were swapped with pause mode "abort"), False ends the episode with Interrupted (the actor drains)."""
+        """`prompt_ids`: the rendered prompt, for callers that make several episodes of one prompt."""
         self._prompt = prompt
         self._index = index
         self._tokenizer = tokenizer
-        self._generate = generate
-        self._sampling = sampling
-        self._context_length = context_length
-        self._prefix = request_prefix
-        self._goes_on = goes_on
-        pairs = [(m.role, m.content) for m in prompt.messages]
-        self._prompt_ids = np.asarray(tokenizer.render(pairs, add_generation_prompt=True), dtype=np.int32)
+        self._model = model
+        self._prompt_ids = render_prompt(tokenizer, prompt) if prompt_ids is None else prompt_ids
+        context_length = model.context_length
         if len(self._prompt_ids) >= context_length:
             raise DataError(
                 f"prompt of row {prompt.row} in {prompt.source or 'the data'} has {len(self._prompt_ids)} tokens, "
@@ -117,14 +130,14 @@ class Episode:
     @property
     def room(self) -> int:
         """Tokens that still fit into the context."""
-        return self._context_length - len(self._context())
+        return self._model.context_length - len(self._context())
 
     def _context(self) -> I32:
         return np.concatenate([self._prompt_ids, *(s.ids for s in self._segments)]).astype(np.int32, copy=False)
 
     async def generate(self, sampling: SamplingParams | None = None) -> Turn:
         """The model's next turn. Raises Interrupted when the engine was told to abort, EngineError when it fails."""
-        params = sampling or self._sampling
+        params = sampling or self._model.sampling
         done = self._next_recorded(is_model=True)
         if done is not None and done.ids.size and int(done.ids[-1]) in self._stop_ids(params):
             return self._close_turn(done, "stop")
@@ -133,7 +146,7 @@ class Episode:
         if limit <= 0:
             return self._close_turn(start, "length")
         segment, finish = await self._ask(start, params, limit)
-        while finish == "abort" and self._goes_on():
+        while finish == "abort" and self._model.goes_on():
             left = limit + len(start.ids) - len(segment.ids)
             if left <= 0:
                 return self._close_turn(segment, "length")
@@ -147,13 +160,13 @@ class Episode:
     async def _ask(self, start: _Segment, params: SamplingParams, limit: int) -> tuple[_Segment, FinishReason]:
         """Stream one turn from the engine, going on from `start`."""
         request = GenerateRequest(
-            request_id=f"{self._prefix}{self._prompt.group_id}.{self._index}.{len(self._turns)}",
+            request_id=f"{self._model.request_prefix}{self._prompt.group_id}.{self._index}.{len(self._turns)}",
             input_ids=np.concatenate([self._context(), start.ids]).astype(np.int32, copy=False),
             sampling=_with_limit(params, limit),
         )
         deltas: list[Delta] = []
         finish: FinishReason | None = None
-        async for delta in self._generate(request):
+        async for delta in self._model.generate(request):
             deltas.append(delta)
             finish = delta.finish
         if finish is None:
@@ -249,10 +262,10 @@ class Episode:
                 self._close_turn(segment, "stop")
             elif not self.reply(turn.role, turn.content):
                 break
-        if self._context_length < len(self._context()):
+        if self._model.context_length < len(self._context()):
             raise DataError(
                 f"demonstration of row {self._prompt.row} has {len(self._context())} tokens with its prompt, "
-                f"the context is {self._context_length}",
+                f"the context is {self._model.context_length}",
                 remedy="shorten the row or raise engine.context_length",
             )
         return self.sample()

@@ -24,4 +24,4 @@ def prepare(folder: Path, seed: int) -> None:
     write_rows(data / "demonstrations.jsonl", NUM_DEMONSTRATIONS, seed=seed + 2, exclude=unseen)
     write_rows(data / "prompts.jsonl", NUM_PROMPTS, seed=seed + 3, exclude=unseen)
     for name in ("sft.toml", "rl.toml"):
-        (folder / name).write_text((files(__package__) / name).read_text())
+        (folder / name).write_text((files("myxa.launch.demo") / name).read_text())

@@ -9,7 +9,7 @@ import pytest
 
 from myxa.actors.workflows.context import WorkflowContext
 from myxa.actors.workflows.demonstration import generate as demonstrate
-from myxa.actors.workflows.episode import Episode, Interrupted
+from myxa.actors.workflows.episode import Episode, Interrupted, ModelAccess
 from myxa.core.errors import DataError, EngineError, UserCodeError
 from myxa.core.messages import SamplingParams
 from myxa.core.protocols import Delta, GenerateRequest
@@ -77,11 +77,13 @@ def episode(
         prompt=PROMPT,
         index=0,
         tokenizer=Letters(),
-        generate=script.generate,
-        sampling=SamplingParams(max_new_tokens=16),
-        context_length=context_length,
+        model=ModelAccess(
+            generate=script.generate,
+            sampling=SamplingParams(max_new_tokens=16),
+            context_length=context_length,
+            goes_on=goes_on,
+        ),
         recorded=recorded,
-        goes_on=goes_on,
     )
 
 
@@ -178,7 +180,11 @@ def test_reply_before_a_turn_is_a_workflow_mistake() -> None:
 
 @pytest.mark.asyncio
 async def test_demonstration_turns_become_masked_tokens() -> None:
-    turns = [{"role": "assistant", "content": "@1"}, {"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"}]
+    turns = [
+        {"role": "assistant", "content": "@1"},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "1"},
+    ]
     prompt = Prompt(
         group_id=1,
         row=0,
@@ -190,9 +196,7 @@ async def test_demonstration_turns_become_masked_tokens() -> None:
         prompt=prompt,
         index=0,
         tokenizer=Letters(),
-        generate=Script().generate,
-        sampling=SamplingParams(),
-        context_length=32,
+        model=ModelAccess(generate=Script().generate, sampling=SamplingParams(), context_length=32),
     )
     sample = await demonstrate(WorkflowContext(episode=ep, tokenizer=Letters(), max_turns=2, index=0), prompt)
     assert sample.loss_mask.tolist() == [1, 1, 1, 0, 0, 0, 0, 1, 1]

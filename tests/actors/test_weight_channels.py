@@ -6,31 +6,25 @@ import gc
 import os
 from pathlib import Path
 
-import numpy as np
+import msgspec
 import pytest
 
+from myxa.actors.models.tiny import init_weights, make_tiny_model, tiny_config
 from myxa.actors.weights.channel import ChannelReader, make_writer
 from myxa.core.errors import EngineError
-from myxa.core.messages import TensorSpec, WeightManifest
+from myxa.core.messages import WeightManifest
 from myxa.core.protocols import NamedArray, WeightWriter
 
-SHAPES = {"embed": (8, 3), "norm": (3,), "head": (5, 7)}
+CONFIG = tiny_config("0p5m")
 
 
 def tensors(version: int) -> list[NamedArray]:
-    rng = np.random.default_rng(version)
-    made: list[NamedArray] = []
-    for name, shape in SHAPES.items():
-        array = rng.normal(size=shape).astype(np.float32)
-        spec = TensorSpec(name=name, dtype="float32", shape=shape, offset=0, num_bytes=array.nbytes)
-        made.append(NamedArray(spec=spec, data=memoryview(array).cast("B")))
-    return made
+    return init_weights(CONFIG, seed=version)
 
 
 @pytest.fixture(params=["shm", "disk"])
 def writer(request: pytest.FixtureRequest, tmp_path: Path) -> WeightWriter:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    make_tiny_model(tmp_path / "model", preset="0p5m", seed=0)
     made = make_writer(request.param, tmp_path / "weights", tmp_path / "model")
     request.addfinalizer(made.close)
     return made
@@ -66,8 +60,6 @@ def test_a_released_version_is_refused_once_it_is_overwritten(writer: WeightWrit
 
 
 def test_a_digest_that_does_not_fit_is_refused(writer: WeightWriter) -> None:
-    import msgspec
-
     manifest = msgspec.structs.replace(writer.publish(0, tensors(0)), digest="crc32:00000000")
     with pytest.raises(EngineError, match="digest"):
         read(ChannelReader(), manifest)
@@ -83,8 +75,6 @@ def test_overwriting_during_the_read_is_noticed(tmp_path: Path) -> None:
 
 
 def test_shared_memory_of_another_host_is_refused_by_name(tmp_path: Path) -> None:
-    import msgspec
-
     writer = make_writer("shm", tmp_path, tmp_path)
     manifest = msgspec.structs.replace(writer.publish(0, tensors(0)), host="elsewhere")
     with pytest.raises(EngineError, match=r"another host \(elsewhere\)"):

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from myxa.actors.contracts import MonitorContract
 from myxa.algos.filters import zero_variance
 from myxa.algos.staleness import STALE_AFTER_RETUNE
 from myxa.core.actor import with_deadline
@@ -403,3 +404,18 @@ async def test_every_step_of_a_life_is_on_record(shop: Any) -> None:
         found = db.execute("SELECT from_state, to_state FROM transitions WHERE group_id = 0 ORDER BY seq").fetchall()
     db.close()
     assert [pair[1] for pair in found] == ["DISPATCHED", "FINISHED", "REWARDED", "READY", "CLAIMED", "TRAINED"]
+
+
+@pytest.mark.asyncio
+async def test_the_monitor_sees_slots_and_reasons(shop: Any, make_group: Callable[..., Group]) -> None:
+    async with shop.open(group_filter=zero_variance) as desk:
+        (assignment,) = (await desk.draw(max_groups=1)).assignments
+        await desk.ref.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
+        await desk.ref.rewind(0)
+        monitor = desk.node.ref(MonitorContract, "monitor")
+        async with asyncio.timeout(WAIT_S):
+            while "buffer/slots_total" not in (seen := (await monitor.snapshot()).get("buffer", {})):
+                await asyncio.sleep(0.05)
+        assert seen["buffer/slots_total"] == 4
+        assert seen["buffer/dropped/zero_variance"] == 1
+        assert seen["buffer/mean_tokens/zero_variance"] == 4

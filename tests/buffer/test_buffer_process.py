@@ -125,16 +125,19 @@ async def test_training_goes_on_over_a_killed_buffer(host: Host, make_group: Cal
 @pytest.mark.asyncio
 @pytest.mark.timeout(110)
 async def test_groups_of_a_killed_rollout_actor_go_elsewhere(host: Host) -> None:
-    """Nobody tells the buffer: it watches the rollout actors itself."""
+    """The launcher tells the registry, the registry those who watch: no rollout actor has to ask for it."""
     buffer = host.node.ref(BufferContract, "buffer")
     await host.child("buffer")
     victim = await host.child("rollout/0")
     await host.node.wait_for("buffer", "rollout/0", timeout_s=PATIENCE_S)
-    epochs = range(1, 10)
-    for epoch in epochs:  # which epoch the process got is the registry's business; draw as each that it may be
-        request = DrawRequest(rollout="rollout/0", epoch=epoch, version=0, max_groups=1, wait_s=0.0)
-        await buffer.draw(request)
+    await until(buffer, "DISPATCHED")
     await host.kill(victim)
+    await host.node.registry.process_exited("rollout/0-node", 0, -9)
+    await until(buffer, "REQUEUED")
+
+
+async def until(buffer: BufferContract, state: str) -> None:
+    """Both groups are in that state."""
     async with asyncio.timeout(PATIENCE_S):
-        while (await buffer.stats()).states.get("REQUEUED", 0) == 0:
+        while (await buffer.stats()).states != {state: 2}:
             await asyncio.sleep(0.05)

@@ -84,6 +84,29 @@ async def test_pitfall_03_no_burst_after_a_restart(shop: Any, policy: str) -> No
 
 
 @pytest.mark.asyncio
+async def test_what_was_set_while_running_outlives_the_buffer(shop: Any, tmp_path: Path) -> None:
+    """Else a bound that was lowered would be loosened by a crash. An edited run file wins; a new run starts anew."""
+    async with shop.open(max_staleness=4) as desk:
+        await desk.ref.set_admission(max_staleness=1, policy="wait")
+        await desk.ref.set_paused(True)
+        await desk.ref.stop_drawing()
+    async with shop.open(max_staleness=4) as desk:
+        stats = await desk.ref.stats()
+        assert (stats.max_staleness, stats.policy) == (1, "wait")
+        assert (await desk.draw()).blocked_by == "paused"
+        await desk.ref.set_paused(False)
+        assert (await desk.draw()).blocked_by == "data-exhausted"
+    async with shop.open(max_staleness=3) as desk:
+        stats = await desk.ref.stats()
+        assert (stats.max_staleness, stats.policy) == (3, "pace")
+    later = type(shop)(tmp_path / "later.sqlite", run="run-2")
+    async with later.open(max_staleness=4, resume_from=shop.path) as desk:
+        assert (await desk.ref.stats()).max_staleness == 4
+        await desk.ref.rewind(0)
+        assert (await desk.draw(max_groups=1)).assignments
+
+
+@pytest.mark.asyncio
 async def test_a_resumed_run_inherits_the_ledger(shop: Any, tmp_path: Path) -> None:
     """The earlier run was killed at version 2 with a checkpoint of 1: rows of step 1 come back, none is skipped."""
     async with shop.open() as desk:

@@ -77,7 +77,9 @@ def test_a_signal_ends_the_run_and_leaves_nothing(job: Job, sig: signal.Signals)
     try:
         until(lambda: _steps(job) >= 2, "the second step")
         pids = [p.pid for p in psutil.Process(process.pid).children(recursive=True)]
-        sockets = [c.laddr for p in pids for c in psutil.Process(p).net_connections("unix") if str(c.laddr).startswith("/")]
+        sockets = [
+            c.laddr for p in pids for c in psutil.Process(p).net_connections("unix") if str(c.laddr).startswith("/")
+        ]
         process.send_signal(sig)
         said, _ = process.communicate(timeout=60)
     finally:

@@ -95,7 +95,7 @@ def test_an_actor_that_must_not_restart_ends_the_run(tmp_path: Path, run):
         one.until_serving(*FIRST)
         os.kill(one.pid_of("buffer"), signal.SIGKILL)
         assert one.ended() == 4, one.evidence()
-        assert "first failure: buffer: buffer ended with signal SIGKILL and is never restarted" in one.output
+        assert "first failure: buffer ended with signal SIGKILL and is never restarted" in one.output
 
 
 def test_a_run_that_the_coordinator_gives_up_names_who_failed(tmp_path: Path, run):
@@ -103,7 +103,7 @@ def test_a_run_that_the_coordinator_gives_up_names_who_failed(tmp_path: Path, ru
         one.until_serving(*FIRST)
         one.switch("fail")
         assert one.ended() == 1, one.evidence()
-        assert one.output.rstrip().splitlines()[-1] == "first failure: rollout/0: rollout/0: it told the coordinator so"
+        assert one.output.rstrip().splitlines()[-1] == "first failure: rollout/0: it told the coordinator so"
         assert "rollout.0.0.log" in one.output
 
 

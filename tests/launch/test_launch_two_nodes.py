@@ -108,6 +108,7 @@ def test_a_node_with_another_configuration_is_refused_with_both_values(tmp_path:
 def test_a_stranger_without_the_key_is_not_let_in(tmp_path: Path, run):
     make_key(tmp_path / "other.key")
     with run(tmp_path / "node0", *flags(tmp_path, 0)) as node0:
+        see(node0, tmp_path)
         node0.until(lambda: (tmp_path / "rdzv").exists(), "the endpoint")
         arguments = flags(tmp_path, 1, "--rdzv-timeout", "4")
         arguments[arguments.index("--job-key") + 1] = str(tmp_path / "other.key")

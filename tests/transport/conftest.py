@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import shutil
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
+import uvloop
 import zmq
 
 from myxa.core.actor import Actor
@@ -51,6 +53,13 @@ def held() -> dict[str, Any]:
         "shm": sorted(p.name for p in Path("/dev/shm").iterdir() if "myxa" in p.name),
         "zmq": len(zmq_things()),
     }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def uvloop_is_warm() -> None:
+    """Its first loop opens a pipe that stays with the process."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.sleep(0))
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +136,13 @@ class World:
         for node in reversed(self.nodes):
             await node.close(grace_s=1.0)
         shutil.rmtree(self.sockets)
+
+
+@pytest.fixture
+def seed() -> int:
+    chosen = random.randrange(1 << 32)
+    print(f"seed {chosen}")  # pytest shows it with a failure
+    return chosen
 
 
 @pytest.fixture(params=["inproc", "ipc", "tcp"])

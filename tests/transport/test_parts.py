@@ -7,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myxa.core import errors
-from myxa.core.errors import BadRequest, EngineError, MyxaError, NoSuchMethod, NotExecuted, PeerDied, RemoteError, StaleEpoch
+from myxa.core.errors import (
+    BadRequest,
+    EngineError,
+    MyxaError,
+    NoSuchMethod,
+    NotExecuted,
+    PeerDied,
+    RemoteError,
+    StaleEpoch,
+)
 from myxa.transport.credit import UNIT_BYTES, WINDOW_UNITS, Grant, SendWindow, cost_of
 from myxa.transport.directory import ActorRecord, Directory, DirectoryUpdate
 from myxa.transport.faults import decode_fault, encode_fault, fault_of

@@ -111,10 +111,8 @@ def hello(name, node_id, epoch, to, endpoints=None):
 
 
 @pytest.mark.asyncio
-async def test_garbage_from_the_network_changes_nothing(world):
+async def test_garbage_from_the_network_changes_nothing(world, seed):
     """Bytes of all kinds at both lanes of a bound node: counted, dropped; calls go on, nothing grows."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
     rng = random.Random(seed)
     near, far = await world.pair(Echo())
     ref = near.ref(EchoContract, "callee")

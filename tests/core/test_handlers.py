@@ -1,0 +1,201 @@
+"""Handlers: what a declaration means, what is inherited, what cannot be declared."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from myxa.actors import contracts
+from myxa.core.actor import Actor, Ref, make_ref, with_deadline
+from myxa.core.errors import BadRequest
+from myxa.core.handlers import call, cast, durable_put, handlers_of, stream
+from myxa.core.schema import describe
+from myxa.core.scope import CallScope, current_scope, enter_scope, fresh_context, leave_scope, remaining_s
+
+
+class Point(msgspec.Struct, frozen=True):
+    x: int
+    data: npt.NDArray[np.float32]
+
+
+class Contract(Actor):
+    @call(deadline=7, reentrant=True)
+    async def add(self, a: int, b: int = 2) -> int:
+        raise NotImplementedError
+
+    @cast
+    async def note(self, text: str) -> None:
+        raise NotImplementedError
+
+    @stream(window=4)
+    def count(self, n: int) -> AsyncIterator[int]:
+        raise NotImplementedError
+
+    @durable_put(key="point.x")
+    async def put(self, point: Point) -> bool:
+        raise NotImplementedError
+
+    async def private(self) -> None:
+        raise AssertionError
+
+
+class Role(Contract):
+    async def add(self, a, b=2):
+        return a + b
+
+    async def private(self):
+        raise AssertionError
+
+
+class Recorder:
+    """A caller that writes down what it is asked to carry."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def request(self, target, spec, request, deadline_s):
+        self.asked.append((target, spec.name, msgspec.structs.astuple(request), deadline_s))
+
+    async def items(self, target, spec, request, deadline_s):
+        self.asked.append((target, spec.name, msgspec.structs.astuple(request), deadline_s))
+        yield 1
+
+
+def test_a_role_inherits_the_declarations_of_its_contract():
+    specs = handlers_of(Role).by_name
+    assert sorted(specs) == ["add", "count", "note", "put"]
+    assert specs["add"].declaration.deadline_s == 7
+    assert specs["add"].declaration.is_reentrant
+    assert specs["count"].declaration.window == 4
+    assert specs["count"].reply is int
+    assert specs["put"].declaration.is_idempotent
+    assert not specs["put"].declaration.is_cancellable
+    assert handlers_of(Role).schema == handlers_of(Contract).schema
+
+
+def test_the_key_of_a_put_is_found():
+    spec = handlers_of(Contract).by_name["put"]
+    assert spec.key_of(spec.request(Point(5, np.zeros(1, np.float32)))) == "5"
+
+
+@pytest.mark.parametrize("contract", [c for c in vars(contracts).values() if isinstance(c, type) and issubclass(c, Actor)])
+def test_the_contracts_of_the_house_compile(contract):
+    table = handlers_of(contract)
+    assert [s.index for s in table.specs] == list(range(len(table.specs)))
+    assert issubclass(make_ref(Recorder(), contract, "x").__class__, Ref)
+
+
+def broken(body: str, **names: Any) -> type:
+    space = {"Actor": Actor, "call": call, "cast": cast, "stream": stream, "durable_put": durable_put, **names}
+    exec(compile(f"class Bad(Actor):\n{body}", "<bad>", "exec", dont_inherit=True), space)
+    return space["Bad"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("  @call()\n  async def f(self, a) -> int: ...", "not annotated: a"),
+        ("  @call()\n  async def f(self, a: int): ...", "not annotated: return"),
+        ("  @call()\n  def f(self) -> int: ...", "is `async def`"),
+        ("  @call()\n  async def f(self, *a: int) -> int: ...", "plain one"),
+        ("  @call()\n  async def f(self, *, a: int) -> int: ...", "plain one"),
+        ("  @call()\n  async def f(self, a: list[int] | tuple[int, ...]) -> int: ...", "cannot travel"),
+        ("  @cast\n  async def f(self) -> int: ...", "a cast returns nothing"),
+        ("  @stream()\n  def f(self) -> int: ...", "AsyncIterator"),
+        ("  @durable_put(key='b.c')\n  async def f(self, a: int) -> int: ...", "does not start with a parameter"),
+    ],
+)
+def test_what_cannot_be_a_handler_is_refused_by_name(body, message):
+    with pytest.raises(TypeError, match=rf"Bad\.f: .*{message}"):
+        handlers_of(broken(body))
+
+
+def test_an_override_with_other_parameters_is_refused():
+    class Wrong(Contract):
+        async def add(self, a, c=2):
+            return a + c
+
+    with pytest.raises(TypeError, match=r"Wrong\.add: parameters differ from the declaration in Contract\.add"):
+        handlers_of(Wrong)
+
+
+def test_decorators_need_sense():
+    with pytest.raises(ValueError, match="window"):
+        stream(window=0)
+    with pytest.raises(ValueError, match="key"):
+        durable_put(key="")
+    with pytest.raises(TypeError, match="positional"):
+        call(3)  # pyright: ignore[reportCallIssue]
+
+
+def test_the_fingerprint_changes_with_the_wire_form_only():
+    class Same(Contract):
+        """Other words, same wire."""
+
+    class Other(Actor):
+        @call(deadline=99)
+        async def add(self, a: int, b: float = 2) -> int:
+            """Another type."""
+            raise NotImplementedError
+
+    assert handlers_of(Same).schema == handlers_of(Contract).schema
+    assert handlers_of(Other).schema["add"] != handlers_of(Contract).schema["add"]
+
+
+def test_recursive_and_nested_types_are_described():
+    class Tree(msgspec.Struct):
+        left: Tree | None
+        leaf: tuple[Point, ...]
+
+    globals()["Tree"] = Tree
+    text = describe(Tree)
+    assert "left!" in text
+    assert "Point(x!:int" in text
+    assert "float32" in text
+
+
+@pytest.mark.asyncio
+async def test_references_bind_arguments_as_the_method_would():
+    recorder = Recorder()
+    ref = make_ref(recorder, Contract, "role/0")
+    await ref.add(1)
+    await ref.add(1, b=5)
+    await with_deadline(ref, 0.5).add(a=3)
+    await ref.note("x")
+    assert [i async for i in ref.count(2)] == [1]
+    assert recorder.asked == [
+        ("role/0", "add", (1, 2), 7),
+        ("role/0", "add", (1, 5), 7),
+        ("role/0", "add", (3, 2), 0.5),
+        ("role/0", "note", ("x",), 30.0),
+        ("role/0", "count", (2,), None),
+    ]
+    for wrong in (ref.add, lambda: ref.add(1, 2, 3), lambda: ref.add(c=1)):
+        with pytest.raises(BadRequest, match=r"role/0\.add"):
+            await wrong()
+    assert not hasattr(ref, "private") or "private" not in vars(type(ref))
+    with pytest.raises(ValueError, match="over before"):
+        with_deadline(ref, 0)
+    with pytest.raises(TypeError, match="wants a reference"):
+        with_deadline(Role(), 1)
+    assert "role/0" in repr(ref)
+
+
+def test_scopes_are_inherited_by_nested_calls_and_not_by_background_tasks():
+    token = enter_scope(CallScope(deadline_at=10.0, chain=("a@1",)))
+    try:
+        assert remaining_s(30.0, now=4.0) == 6.0
+        assert remaining_s(2.0, now=4.0) == 2.0
+        assert remaining_s(None, now=4.0) == 6.0
+        assert fresh_context().run(current_scope) == CallScope()
+        assert fresh_context(CallScope(chain=("b@1",))).run(current_scope).chain == ("b@1",)
+    finally:
+        leave_scope(token)
+    assert remaining_s(None, now=4.0) is None
+    assert asyncio.iscoroutinefunction(Role().add)

@@ -1,0 +1,304 @@
+"""SGLang's routes over a real socket: shapes of the answers, control, hostile bodies, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+
+from myxa.actors.engines.embedded.engine import EmbeddedOptions
+from myxa.actors.engines.http_server import Served, serve, serve_engine
+from myxa.core.errors import EngineError, ModelError
+
+OPTIONS = EmbeddedOptions(max_running=8, stream_interval=4, seed=5)
+DEADLINE_S = 60.0
+
+
+class Client:
+    """HTTP without any knowledge of SGLang."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url
+
+    async def get(self, path: str):
+        async with self._session.get(self._url + path) as answer:
+            return answer.status, await self._value(answer)
+
+    async def post(self, path: str, body: object = None):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self._session.post(self._url + path, data=data) as answer:
+            return answer.status, await self._value(answer)
+
+    async def _value(self, answer: aiohttp.ClientResponse):
+        text = await answer.text()
+        return json.loads(text) if answer.content_type == "application/json" else text
+
+    async def events(self, body: object):
+        """Objects of a stream."""
+        async with self._session.post(self._url + "/generate", json=body) as answer:
+            assert answer.content_type == "text/event-stream"
+            lines = [line for line in (await answer.text()).split("\n") if line]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@asynccontextmanager
+async def client_of(folder: Path, **settings):
+    threads = threading.active_count()
+    async with asyncio.timeout(DEADLINE_S), serve(folder, options=OPTIONS, **settings) as served:
+        async with aiohttp.ClientSession() as session:
+            client = Client(session, served.url)
+            client.served = served
+            yield client
+    assert threading.active_count() == threads
+
+
+def sampling(**changes):
+    return {"max_new_tokens": 10, "temperature": 0, "ignore_eos": True} | changes
+
+
+@pytest.mark.asyncio
+async def test_one_prompt_by_ids_or_text_is_answered_with_an_object(folders, judge):
+    prompt = list(b"hello")
+    async with client_of(folders[0]) as client:
+        body = {"input_ids": prompt, "sampling_params": sampling(), "return_logprob": True, "rid": "mine"}
+        status, answer = await client.post("/generate", body)
+        assert status == 200
+        meta = answer["meta_info"]
+        assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("mine", 5, 10)
+        assert meta["finish_reason"] == {"type": "length", "length": 10}
+        assert (meta["weight_version"], meta["weight_versions"]) == ("0", [{"version": "0", "start": 0, "end": 10}])
+        assert [pair[1] for pair in meta["output_token_logprobs"]] == answer["output_ids"]
+        exact = judge(folders[0]).logprobs(prompt, answer["output_ids"], 1.0)
+        assert np.allclose([pair[0] for pair in meta["output_token_logprobs"]], exact, atol=1e-5)
+        status, by_text = await client.post("/generate", {"text": "abc<|end|>", "sampling_params": sampling()})
+        assert by_text["meta_info"]["prompt_tokens"] == 4
+        assert "output_token_logprobs" not in by_text["meta_info"]
+        assert isinstance(by_text["text"], str)
+
+
+@pytest.mark.asyncio
+async def test_batches_and_n_are_answered_with_lists_prompt_by_prompt(folders):
+    async with client_of(folders[0]) as client:
+        body = {
+            "input_ids": [[1, 2, 3], [4, 5]],
+            "sampling_params": [sampling(n=3, temperature=1, sampling_seed=1), sampling(max_new_tokens=2)],
+            "rid": ["a", "b"],
+        }
+        status, answers = await client.post("/generate", body)
+        assert status == 200
+        assert [a["meta_info"]["id"] for a in answers] == ["a", "a", "a", "b"]
+        assert [len(a["output_ids"]) for a in answers] == [10, 10, 10, 2]
+        assert len({tuple(a["output_ids"]) for a in answers}) == 4
+        _, again = await client.post("/generate", body)
+        assert [a["output_ids"] for a in again] == [a["output_ids"] for a in answers]
+        status, one = await client.post("/generate", {"text": ["x"], "sampling_params": sampling()})
+        assert (status, len(one)) == (200, 1)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_incremental", [False, True])
+async def test_streams_are_cumulative_or_incremental(is_incremental, folders):
+    body = {"input_ids": [7, 8], "sampling_params": sampling(max_new_tokens=21), "return_logprob": True}
+    async with client_of(folders[0], is_incremental=is_incremental) as client:
+        _, whole = await client.post("/generate", body)
+        events = await client.events(body | {"stream": True})
+        ids = [e["output_ids"] for e in events]
+        joined = [i for one in ids for i in one] if is_incremental else ids[-1]
+        assert joined == whole["output_ids"]
+        assert all(len(e["meta_info"]["output_token_logprobs"]) == len(e["output_ids"]) for e in events)
+        assert [e["meta_info"]["finish_reason"] is None for e in events] == [True] * (len(events) - 1) + [False]
+        assert events[-1]["meta_info"]["completion_tokens"] == 21
+        batch = await client.events({"input_ids": [[1], [2]], "sampling_params": sampling(), "stream": True})
+        assert {e["index"] for e in batch} == {0, 1}
+
+
+@pytest.mark.asyncio
+async def test_questions(folders):
+    async with client_of(folders[0]) as client:
+        for path in ("/health", "/health_generate"):
+            assert (await client.get(path))[0] == 200
+        for path in ("/model_info", "/get_model_info"):
+            status, info = await client.get(path)
+            assert (status, info["weight_version"], info["model_type"]) == (200, "0", "qwen3")
+            assert info["model_path"] == str(folders[0])
+        for path in ("/server_info", "/get_server_info"):
+            _, info = await client.get(path)
+            assert (info["context_length"], info["vocab_size"], info["max_running_requests"]) == (128, 320, 8)
+        assert (await client.get("/flush_cache"))[0] == (await client.post("/flush_cache"))[0] == 200
+        status, body = await client.get("/nothing")
+        assert (status, body["error"]["code"]) == (404, 404)
+        assert (await client.get("/generate"))[0] == 405
+
+
+@pytest.mark.asyncio
+async def test_pause_update_continue_under_a_running_generation(folders):
+    async with client_of(folders[0]) as client:
+        body = {"input_ids": [1, 2, 3], "sampling_params": sampling(max_new_tokens=120, temperature=1)}
+        running = asyncio.gather(client.post("/generate", body))
+        while not (await client.get("/server_info"))[1]["internal_states"][0]["num_running_reqs"]:
+            await asyncio.sleep(0.001)
+        assert (await client.post("/pause_generation", {"mode": "in_place"}))[0] == 200
+        assert (await client.get("/health_generate"))[0] == 200, "a pause is no illness"
+        update = {"model_path": str(folders[1]), "weight_version": "6", "flush_cache": False}
+        status, done = await client.post("/update_weights_from_disk", update)
+        assert (status, done["success"], done["num_paused_requests"]) == (200, True, 1)
+        assert (await client.get("/model_info"))[1]["weight_version"] == "6"
+        assert (await client.post("/continue_generation", {}))[0] == 200
+        ((_, answer),) = await running
+        spans = answer["meta_info"]["weight_versions"]
+        assert [s["version"] for s in spans] == ["0", "6"]
+        assert (spans[0]["start"], spans[1]["end"]) == (0, 120)
+        assert spans[0]["end"] == spans[1]["start"]
+        assert answer["meta_info"]["weight_version"] == "6"
+        status, done = await client.post("/update_weight_version", {"new_version": "9", "abort_all_requests": False})
+        assert (status, done["new_version"]) == (200, "9")
+        assert (await client.get("/model_info"))[1]["weight_version"] == "9"
+
+
+@pytest.mark.asyncio
+async def test_abort_by_prefix_and_of_all(folders):
+    body = {"input_ids": [1], "sampling_params": sampling(max_new_tokens=127)}
+    async with client_of(folders[0]) as client:
+        for wish in ({"rid": "job-1"}, {"abort_all": True}):
+            running = asyncio.gather(*(client.post("/generate", body | {"rid": f"job-1-{i}"}) for i in range(3)))
+            while (await client.get("/server_info"))[1]["internal_states"][0]["num_running_reqs"] < 3:
+                await asyncio.sleep(0.001)
+            assert (await client.post("/abort_request", wish))[0] == 200
+            for _, answer in await running:
+                assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+BAD_BODIES = [
+    (b"", "truncated"),
+    (b"{", "truncated"),
+    (b"[1]", "Expected `object`"),
+    (b"\xff", "malformed"),
+    ({"sampling_params": {}}, "either text or input_ids"),
+    ({"text": "a", "input_ids": [1]}, "either text or input_ids"),
+    ({"input_ids": []}, "prompt is empty"),
+    ({"text": []}, "batch is empty"),
+    ({"input_ids": ["a"]}, "input_ids"),
+    ({"input_ids": [1, [2]]}, "mixes ids and lists"),
+    ({"input_ids": [1 << 40]}, "32 bits"),
+    ({"input_ids": [1, 320]}, "token id 320"),
+    ({"input_ids": [0] * 200}, "context is 128"),
+    ({"input_ids": [1], "colour": "red"}, "colour"),
+    ({"input_ids": [1], "sampling_params": {"tempratur": 1}}, "tempratur"),
+    ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "temperature"),
+    ({"input_ids": [1], "sampling_params": {"top_p": 7}}, "top_p is 7"),
+    ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens is 0"),
+    ({"input_ids": [1], "sampling_params": {"n": 0}}, "n is 0"),
+    ({"input_ids": [1], "sampling_params": {"n": 10**9}}, "n is 1000000000"),
+    ({"input_ids": [[1]] * 3000, "sampling_params": {"n": 3}}, "more than 4096 sequences"),
+    ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "1 sampling_params for 2 prompts"),
+    ({"input_ids": [[1], [2]], "rid": "same"}, "one rid for 2 prompts"),
+    ({"input_ids": [[1], [2]], "rid": ["same", "same"], "sampling_params": sampling()}, "is running already"),
+    ({"input_ids": [1], "sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty is not supported"),
+    ({"input_ids": [1], "sampling_params": {"stop": ["x"]}}, "stop is not supported"),
+    ({"input_ids": [1], "lora_path": "x"}, "lora_path is not supported"),
+    ({"input_ids": [1], "top_logprobs_num": 3}, "top_logprobs_num is not supported"),
+]
+
+
+@pytest.mark.asyncio
+async def test_bad_bodies_are_answered_with_400_and_a_reason(folders):
+    async with client_of(folders[0]) as client:
+        for body, says in BAD_BODIES:
+            status, answer = await client.post("/generate", body)
+            assert status == 400, (body, answer)
+            assert says in answer["error"]["message"], (body, answer)
+            assert answer["error"]["type"] == "invalid_request_error"
+        neutral = sampling(stop=[], frequency_penalty=0.0, repetition_penalty=1.0, min_p=0, logit_bias=None)
+        assert (await client.post("/generate", {"input_ids": [1], "sampling_params": neutral}))[0] == 200
+        events = await client.events({"input_ids": [999], "stream": True})
+        assert "token id 999" in events[-1]["error"]["message"]
+
+
+@pytest.mark.asyncio
+async def test_bad_control_calls_are_refused(folders, tmp_path):
+    calls = [
+        ("/pause_generation", {"mode": "sleep"}, "Invalid enum value"),
+        ("/pause_generation", [], "Expected `object`"),
+        ("/abort_request", {}, "neither rid nor abort_all"),
+        ("/update_weights_from_disk", {}, "model_path"),
+        ("/update_weights_from_disk", {"model_path": str(folders[1]), "weight_version": "new"}, "not a whole number"),
+        ("/update_weight_version", {"new_version": "x"}, "not a whole number"),
+    ]
+    async with client_of(folders[0]) as client:
+        for path, body, says in calls:
+            status, answer = await client.post(path, body)
+            assert (status, says in answer["error"]["message"]) == (400, True), answer
+        update = {"model_path": str(tmp_path), "weight_version": "1"}
+        status, answer = await client.post("/update_weights_from_disk", update)
+        assert (status, answer["success"]) == (400, False)
+        assert str(tmp_path) in answer["message"]
+        assert (await client.get("/model_info"))[1]["weight_version"] == "0"
+
+
+@pytest.mark.asyncio
+async def test_a_huge_body_is_refused(folders, monkeypatch):
+    monkeypatch.setattr("myxa.actors.engines.engine_routes.MAX_BODY_BYTES", 10_000)
+    async with client_of(folders[0]) as client:
+        status, answer = await client.post("/generate", b'{"text": "' + b"a" * 20_000 + b'"}')
+        assert (status, answer["error"]["code"]) == (413, 413)
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_leaves_frees_its_rows(folders):
+    body = json.dumps({"input_ids": [1], "sampling_params": sampling(max_new_tokens=127, n=8)}).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    async with client_of(folders[0]) as client:
+        for _ in range(4):
+            _, writer = await asyncio.open_connection(client.served.host, client.served.port)
+            writer.write(head + body)
+            await writer.drain()
+            while not (await client.get("/server_info"))[1]["internal_states"][0]["num_running_reqs"]:
+                await asyncio.sleep(0.001)
+            writer.close()
+            await writer.wait_closed()
+            while (await client.get("/server_info"))[1]["internal_states"][0]["num_running_reqs"]:
+                await asyncio.sleep(0.001)
+        assert (await client.post("/generate", {"input_ids": [1], "sampling_params": sampling()}))[0] == 200
+
+
+@pytest.mark.asyncio
+async def test_a_taken_port_and_a_bad_folder_are_told_and_leave_nothing_running(folders, tmp_path):
+    threads = threading.active_count()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1:{port}"):
+            async with serve(folders[0], port=port, options=OPTIONS):
+                pass
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        async with serve(tmp_path):
+            pass
+    assert threading.active_count() == threads
+
+
+@pytest.mark.asyncio
+async def test_serve_engine_runs_until_it_is_cancelled(folders):
+    threads = threading.active_count()
+    ready: asyncio.Future[Served] = asyncio.get_running_loop().create_future()
+    task = asyncio.get_running_loop().create_task(
+        serve_engine(folders[0], options=OPTIONS, on_ready=ready.set_result)
+    )
+    served = await asyncio.wait_for(ready, 30)
+    async with aiohttp.ClientSession() as session, session.get(served.url + "/health") as answer:
+        assert answer.status == 200
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(OSError, match="refused|Connect"):
+        await asyncio.open_connection(served.host, served.port)
+    assert threading.active_count() == threads

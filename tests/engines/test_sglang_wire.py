@@ -1,0 +1,159 @@
+"""Chunks of SGLang's streams in all their shapes: cumulative, incremental, with and without spans, and broken."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from myxa.actors.engines.sglang_wire import HeldTokens, Lines, Span, finish_reason, parse_chunk, spans_of, versions_of
+from myxa.core.errors import EngineError
+
+
+def chunk(ids, total=None, *, finish=None, version="4", spans=None, logprobs=None, matched=None, **meta):
+    logprobs = [[-float(i), i, None] for i in ids] if logprobs is None else logprobs
+    reason = None if finish is None else {"type": finish, **({} if matched is None else {"matched": matched})}
+    value = {
+        "text": "x",
+        "output_ids": ids,
+        "meta_info": {
+            "id": "r",
+            "finish_reason": reason,
+            "prompt_tokens": 3,
+            "completion_tokens": len(ids) if total is None else total,
+            "weight_version": version,
+            "output_token_logprobs": logprobs,
+            **({} if spans is None else {"weight_versions": [dict(zip(("version", "start", "end"), s, strict=True)) for s in spans]}),
+            **meta,
+        },
+    }  # fmt: skip
+    return parse_chunk(json.dumps(value).encode(), "here")
+
+
+def told(chunks, sent_version=4):
+    held = HeldTokens("here", sent_version)
+    deltas = [d for d in (held.add(c) for c in chunks) if d is not None]
+    return (
+        np.concatenate([d.output_ids for d in deltas]).tolist(),
+        np.concatenate([d.logprobs for d in deltas]).tolist(),
+        np.concatenate([d.versions for d in deltas]).tolist(),
+        deltas,
+    )
+
+
+@pytest.mark.parametrize("is_incremental", [True, False])
+@pytest.mark.parametrize("has_spans_everywhere", [True, False])
+def test_every_way_of_streaming_gives_the_same_tokens(is_incremental, has_spans_everywhere):
+    everything = [11, 12, 13, 14, 15]
+    chunks = []
+    for start, end in ((0, 2), (2, 3), (3, 5)):
+        is_last = end == 5
+        spans = [["4", 0, min(end, 3)]] + ([["5", 3, end]] if end > 3 else [])
+        chunks.append(
+            chunk(
+                everything[start:end] if is_incremental else everything[:end],
+                end,
+                finish="length" if is_last else None,
+                version="4" if end <= 3 else "5",
+                spans=spans if has_spans_everywhere or is_last else None,
+            )
+        )
+    ids, logprobs, versions, deltas = told(chunks)
+    assert ids == everything
+    assert logprobs == [-11.0, -12.0, -13.0, -14.0, -15.0]
+    assert versions == [4, 4, 4, 5, 5]
+    assert len(deltas) == (3 if has_spans_everywhere else 1), "tokens wait until their version is certain"
+    assert [d.finish for d in deltas][-1] == "length"
+
+
+def test_a_server_may_be_ahead_of_its_own_count():
+    """SGLang passes the growing list by reference, so it may be longer when it is written than when it was counted."""
+    ids, _, _, _ = told([chunk([1, 2, 3], 2), chunk([1, 2, 3], 3, finish="stop", spans=[["4", 0, 3]])])
+    assert ids == [1, 2, 3]
+
+
+def test_an_aborted_incremental_stream_repeats_its_last_token():
+    ids, _, _, deltas = told(
+        [chunk([1, 2], 2, spans=[["4", 0, 2]]), chunk([2], 2, finish="abort", spans=[["4", 0, 2]], logprobs=[[-1, 2, None]])]
+    )
+    assert ids == [1, 2]
+    assert deltas[-1].finish == "abort"
+    assert len(deltas[-1].output_ids) == 0
+
+
+@pytest.mark.parametrize(
+    ("sent", "finished", "stamp"), [(4, "4", 4), (4, "5", 4), (6, "5", 5), (3, "default", -1), (-1, "7", -1)]
+)
+def test_without_spans_a_stamp_is_never_newer_than_the_truth(sent, finished, stamp):
+    _, _, versions, _ = told([chunk([1], version=str(sent)), chunk([1, 2], finish="stop", version=finished)], sent)
+    assert versions == [stamp, stamp]
+
+
+def test_stop_by_an_id_is_told():
+    assert told([chunk([1, 9], finish="stop", matched=9, spans=[["4", 0, 2]])])[3][-1].matched == 9
+    assert told([chunk([1, 9], finish="stop", spans=[["4", 0, 2]])])[3][-1].matched == 9
+    assert told([chunk([1, 9], finish="stop", matched="text", spans=[["4", 0, 2]])])[3][-1].matched == 9
+    assert told([chunk([1, 9], finish="length", spans=[["4", 0, 2]])])[3][-1].matched is None
+
+
+def test_missing_logprobs_tokens_or_stamps_are_errors():
+    held = HeldTokens("here", 4)
+    with pytest.raises(EngineError, match=r"here: a chunk has 0 output_token_logprobs after 0 tokens and counts 2"):
+        held.add(chunk([1, 2], logprobs=[]))
+    held = HeldTokens("here", 4)
+    held.add(chunk([1, 2]))
+    with pytest.raises(EngineError, match=r"1 output_ids after 2 tokens and counts 5"):
+        held.add(chunk([5], 5))
+    with pytest.raises(EngineError, match=r"2 output_ids after 2 tokens and counts 1"):
+        held.add(chunk([1, 2], 1))
+    with pytest.raises(EngineError, match=r"cover 1 of 2"):
+        HeldTokens("here", 4).add(chunk([1, 2], spans=[["4", 0, 1]]))
+    with pytest.raises(EngineError, match="leave a gap"):
+        HeldTokens("here", 4).add(chunk([1, 2], spans=[["4", 0, 0], ["5", 1, 2]]))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"[]", b"null", b"{}", b'{"output_ids": []}', b'{"output_ids": [1], "meta_info": {}}', b"\xff\xfe",
+     b'{"output_ids": ["a"], "meta_info": {"completion_tokens": 1}}',
+     b'{"output_ids": [1], "meta_info": {"completion_tokens": 1, "finish_reason": {"type": "bored"}}}',
+     b'{"output_ids": [1], "meta_info": {"completion_tokens": 1, "weight_versions": [{"version": 4}]}}',
+     b'{"output_ids": [1], "meta_info": {"completion_tokens": 1, "output_token_logprobs": [[-1.0, 2, null]]}}'],
+)  # fmt: skip
+def test_what_is_no_chunk_is_an_error_that_shows_it(raw):
+    with pytest.raises(EngineError, match="here: not an answer of SGLang"):
+        parse_chunk(raw, "here")
+
+
+def test_spans_and_versions_are_inverse():
+    for versions in ([], [3], [3, 3, 4, 4, 4, 7], [5, 4]):
+        array = np.asarray(versions, dtype=np.int32)
+        assert versions_of(spans_of(array), len(array), "here").tolist() == versions
+    assert spans_of(np.asarray([3, 3, 4], np.int32)) == [
+        Span(version="3", start=0, end=2),
+        Span(version="4", start=2, end=3),
+    ]
+
+
+def test_finish_reasons_are_sglangs():
+    assert finish_reason(None, matched=None, num_tokens=0) is None
+    assert finish_reason("stop", matched=9, num_tokens=2) == {"type": "stop", "matched": 9}
+    assert finish_reason("length", matched=None, num_tokens=2) == {"type": "length", "length": 2}
+    assert finish_reason("abort", matched=None, num_tokens=0)["type"] == "abort"
+
+
+def test_lines_survive_any_cut_of_the_stream():
+    stream = b'data: {"a": 1}\n\n: comment\r\ndata:{"b": 2}\r\n\r\ndata: [DONE]\n\n'
+    wanted = [b'{"a": 1}', b'{"b": 2}', b"[DONE]"]
+    for size in (1, 2, 3, 7, 1000):
+        lines = Lines(100, "here")
+        got = [p for i in range(0, len(stream), size) for p in lines.feed(stream[i : i + size])]
+        assert got == wanted
+
+
+def test_an_endless_line_is_an_error():
+    lines = Lines(100, "here")
+    with pytest.raises(EngineError, match="longer than 100 bytes"):
+        for _ in range(20):
+            lines.feed(b"data: aaaa")

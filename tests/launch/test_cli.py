@@ -1,0 +1,87 @@
+"""The command line: what it answers to mistakes, without starting anything."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from myxa import __version__
+from myxa.launch.cli import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["uup", "run.toml"], "'uup' is no command -- did you mean 'up'?"),
+        (["luanch"], "did you mean 'launch'?"),
+        (["engine", "sreve"], "'engine sreve' is no command -- did you mean 'serve'?"),
+        (["xyzzy"], "there are: up, launch, demo, report, engine"),
+    ],
+)
+def test_a_mistaken_verb_is_answered_with_the_right_one(capsys: pytest.CaptureFixture[str], arguments, said: str):
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["up", "no-such.toml"], "no-such.toml: there is no such run file"),
+        (["launch", "run.toml", "--nnodes", "2", "--rdzv", "h:1"], "--node-rank is not given"),
+        (["launch", "run.toml", "--nnodes", "2", "--node-rank", "0", "--rdzv", "h:x"], "'h:x' is no endpoint"),
+        (["report", "no-such-folder"], "no-such-folder"),
+    ],
+)
+def test_mistakes_end_with_status_2_and_one_sentence(capsys, monkeypatch, tmp_path: Path, arguments, said: str):
+    monkeypatch.chdir(tmp_path)
+    for name in ("SLURM_NODEID", "PET_NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "run.toml").write_text('[model]\npath = "m"\n[data]\ntrain = "d"\n')
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.startswith("myxa: ")
+    assert list(tmp_path.iterdir()) == [tmp_path / "run.toml"], "nothing was made"
+
+
+@pytest.mark.parametrize("flag", ["--start-timeout", "--finish-timeout", "--stop-timeout"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "soon", "1e9"])
+def test_times_are_positive_numbers(capsys, flag: str, value: str):
+    with pytest.raises(SystemExit) as caught:
+        main(["up", "run.toml", flag, value])
+    assert caught.value.code == 2
+    assert flag in capsys.readouterr().err
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]):
+    for arguments in (
+        ["--help"],
+        ["up", "--help"],
+        ["launch", "--help"],
+        ["demo", "--help"],
+        ["engine", "serve", "--help"],
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        assert "usage: myxa" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"myxa {__version__}\n"
+
+
+def test_the_module_is_the_command():
+    out = subprocess.run(
+        [sys.executable, "-m", "myxa.launch", "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert out.stdout == f"myxa {__version__}\n", out.stderr
+
+
+def test_a_worker_that_nobody_launched_says_so():
+    command = [sys.executable, "-m", "myxa.launch.worker"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=60, env={}, check=False)
+    assert out.returncode == 3
+    assert "workers are started by `myxa up`" in out.stderr
