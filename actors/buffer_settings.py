@@ -1,7 +1,7 @@
 """What was changed while the run goes on and must outlive the buffer's process: eta and policy, paused, stopping.
 
-A change is kept in the ledger beside what the run file said when it was made: a restarted buffer goes on with the change,
-a run file that was edited since wins over it. Knows ledger and admission only.
+A change is kept in the ledger beside what the run file said when it was made: a restarted buffer goes on with the
+change, a run file that was edited since wins over it. Knows ledger and admission only.
 """
 
 from __future__ import annotations

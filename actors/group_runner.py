@@ -45,6 +45,20 @@ class Scorer(Protocol):
         ...
 
 
+class PooledScorer(Scorer, Protocol):
+    """A scorer with worker processes and an error budget."""
+
+    @property
+    def too_many_errors(self) -> str:
+        """Empty, or the sentence that ends the run."""
+        ...
+
+    @property
+    def num_errors(self) -> int: ...
+
+    async def close(self) -> None: ...
+
+
 class NoEngine:
     """Stands where an engine would be when the workflow needs none (demonstrations)."""
 

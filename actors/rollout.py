@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ..core.activity import ActivityMeter, TelemetryBuffer
 from ..core.actor import MailboxPolicy
@@ -38,7 +38,7 @@ from ..core.patience import until_answered
 from ..core.protocols import Engine, Tokenizer
 from ..core.samples import NO_VERSION, Group, Prompt
 from .contracts import BufferContract, CoordinatorContract, MonitorContract, RolloutContract
-from .group_runner import GroupRunner, Load, NoEngine, Partial, Scorer, drop_reason
+from .group_runner import GroupRunner, Load, NoEngine, Partial, PooledScorer, drop_reason
 from .telemetry import report_forever
 from .workflows.context import Workflow
 from .workflows.episode import ModelAccess
@@ -68,20 +68,6 @@ class RolloutOptions:
     """0: the engine's own."""
     report_s: float = 1.0
     workflow_timeout_s: float = 600.0
-
-
-class PooledScorer(Scorer, Protocol):
-    """A scorer with worker processes and an error budget."""
-
-    @property
-    def too_many_errors(self) -> str:
-        """Empty, or the sentence that ends the run."""
-        ...
-
-    @property
-    def num_errors(self) -> int: ...
-
-    async def close(self) -> None: ...
 
 
 class Rollout(RolloutContract):

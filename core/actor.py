@@ -94,7 +94,7 @@ class Actor:
     ctx: ActorContext
 
     async def on_start(self) -> None:
-        """Before the first message. An exception here means the actor never starts."""
+        """Before the first message. An exception here means the actor never starts; then there is no `on_stop`."""
 
     async def on_stop(self, why: str) -> None:
         """After the last message; background tasks are cancelled already."""

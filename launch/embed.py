@@ -79,8 +79,7 @@ class EmbeddedRollout:
         """In the run, e.g. "rollout/1"."""
         self.node = node
         """Makes references to every other actor of the run: `node.ref(BufferContract, "buffer")`."""
-        self.ended: asyncio.Future[str] = loop.create_future()
-        """Resolves (never raises) with the reason once the actor has left: for programs that want to join again."""
+        self._ended: asyncio.Future[str] = loop.create_future()
         self._run_dir = run_dir
         self._rollout = node.ref(RolloutContract, name)
         self._coordinator = with_deadline(node.ref(CoordinatorContract, "coordinator"), ASK_S)
@@ -95,13 +94,17 @@ class EmbeddedRollout:
         if not self._is_leaving:
             with contextlib.suppress(MyxaError):
                 self._heard = await with_deadline(self._rollout, ASK_S).status()
-        if self.ended.done():
-            return EmbeddedStatus(self.name, "left", reason=self.ended.result())
+        if self._ended.done():
+            return EmbeddedStatus(self.name, "left", reason=self._ended.result())
         heard = self._heard
         phase: EmbeddedPhase = "joining" if heard.version == NO_VERSION else "serving"
         return EmbeddedStatus(
             self.name, "leaving" if self._is_leaving else phase, heard.version, heard.running, heard.waiting
         )
+
+    async def ended(self) -> str:
+        """Wait until the actor has left; returns why. For programs that want to join again."""
+        return await asyncio.shield(self._ended)
 
     async def drain(self) -> int:
         """Take nothing new and hand back what is unfinished, with its tokens; returns the number of groups.
@@ -136,7 +139,7 @@ class EmbeddedRollout:
                 await self.node.close(grace_s=CLOSE_S)
             finally:
                 _log.info("%s left the run: %s", self.name, reason)
-                self.ended.set_result(reason)
+                self._ended.set_result(reason)
 
     async def _until_over(self) -> str:
         """Until somebody asks, the actor or its node fails, or the run is over; says which."""
@@ -186,7 +189,7 @@ async def rollout_in(
     started is waited for. Building the actor (importing torch, reading the tokenizer) happens in a thread, and the
     engine goes on loading after this returned: see `status().phase`.
 
-    If the run ends or the actor fails, the actor leaves by itself and the block goes on (`ended`, `status().reason`).
+    If the run ends or the actor fails, the actor leaves by itself and the block goes on (`ended()`, `status().reason`).
 
     Raises LaunchError for a run that is over, does not answer or was started by another version of myxa, and for a
     name that is taken; ConfigError, ModelError or UserCodeError for what the run file names and this program cannot

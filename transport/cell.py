@@ -105,7 +105,7 @@ class ActorCell:
             await task
         except BaseException as error:
             task.cancel()
-            await self._end(f"on_start failed: {error}")
+            await self._end(f"on_start failed: {error}", has_started=False)
             raise
         if self.state is CellState.STARTING:
             self._become(CellState.RUNNING)
@@ -142,7 +142,7 @@ class ActorCell:
             raise RuntimeError(f"{self.name}: an actor that is {self.state.value} cannot become {state.value}")
         self.state = state
 
-    async def _end(self, why: str) -> None:
+    async def _end(self, why: str, *, has_started: bool = True) -> None:
         self._become(CellState.STOPPED)
         for item in self._mailbox.clear():
             if not isinstance(item, PeerEvent):
@@ -151,6 +151,8 @@ class ActorCell:
         tasks: list[asyncio.Task[Any]] = [turn.task for turn in self._running.values()]
         tasks += self._background
         await self._cancel([t for t in tasks if t is not asyncio.current_task()])
+        if not has_started:
+            return
         try:
             await asyncio.wait_for(self.actor.on_stop(why), STOP_LIMIT_S)
         except Exception:  # noqa: BLE001  # the actor's own code, at its end: logged with its traceback

@@ -17,9 +17,10 @@ from ..core.clock import Clock
 from ..core.errors import BadRequest, CallError, MyxaError, NoSuchActor, NotSent, RemoteError, StreamBroken
 from ..core.handlers import HandlerSpec
 from ..core.scope import NO_SCOPE, current_scope, remaining_s
-from .calls import Calls, Order, Route
+from .calls import Calls
 from .frames import Envelope
 from .payload import Buffer, UndecodableError, decode_value, encode_value
+from .pending import Order, Route
 
 
 class Finder(Protocol):

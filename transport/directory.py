@@ -13,7 +13,7 @@ import msgspec
 from ..core.actor import PeerEvent
 from ..core.errors import BadRequest, CallError, NoSuchActor, NoSuchMethod
 from ..core.ids import PeerKey
-from .calls import Route
+from .pending import Route
 from .wire import Endpoints
 
 MAX_TOMBSTONES = 1000

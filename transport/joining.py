@@ -16,9 +16,9 @@ from ..core.errors import CallError, LaunchError, MyxaError, NoSuchActor
 from ..core.handlers import HandlerSpec, handlers_of
 from ..core.ids import PeerKey
 from .address import Rendezvous
-from .calls import Route
 from .courier import Courier
 from .directory import ActorRecord, Location, NodeRecord
+from .pending import Route
 from .registry import REGISTRY, RegistryContract
 from .serving import Arrival
 from .session import Session

@@ -18,7 +18,7 @@ from .frames import NO_TTL, stamp
 from .wire import Endpoints, Lane, Parcel, Transport
 
 if TYPE_CHECKING:
-    from .calls import PendingCall
+    from .pending import PendingCall
     from .serving import Arrival
 
 
@@ -62,6 +62,7 @@ class Link:
         """Our calls to it, by correlation number."""
         self.served: dict[int, Arrival] = {}
         """Its calls to us."""
+        self._last_word = 0
         self.sources: list[bytes | None] = [None, None]
         """The connections on which it sends, per lane."""
         self.broken: set[Lane] = set()
@@ -77,10 +78,14 @@ class Link:
 
     def credit_word(self) -> int:
         """Both counters as they travel in a header."""
-        return self.grants[Lane.CONTROL].announce() | self.grants[Lane.BULK].announce() << 16
+        control, bulk = self.grants
+        return control.announce() | bulk.announce() << 16
 
     def take_credit(self, word: int) -> tuple[Lane, ...]:
         """Apply the other side's counters; the lanes that gained room."""
+        if word == self._last_word:
+            return ()
+        self._last_word = word
         return tuple(lane for lane in Lane if self.windows[lane].released(word >> 16 * lane & 0xFFFF))
 
 

@@ -14,8 +14,8 @@ from ..core.clock import Clock
 from ..core.errors import CallError, LaunchError, StaleEpoch
 from ..core.handlers import HandlerSpec
 from ..core.ids import PeerKey
-from .calls import Order, Route
 from .directory import Directory, DirectoryUpdate, Location
+from .pending import Order, Route
 from .registry import REGISTRY, RegistryContract
 from .session import Session
 

@@ -72,7 +72,7 @@ class Node:
     # -- life
 
     @classmethod
-    async def attach(  # noqa: PLR0913  # keyword-only, and nearly all have a default
+    async def attach(  # keyword-only, and nearly all have a default
         cls,
         *,
         name: str,

@@ -46,7 +46,7 @@ _LINK_NAME = "/memfd:myxa-slab"
 
 
 def digest_of(tensors: Sequence[TensorSpec], slab: memoryview) -> str:
-    """"crc32:" and eight digits over names, types, shapes and bytes, in order."""
+    """Digest over names, types, shapes and bytes, in order: "crc32:" and eight digits."""
     value = 0
     for spec in tensors:
         value = zlib.crc32(f"{spec.name}|{spec.dtype}|{spec.shape}|".encode(), value)

@@ -99,9 +99,15 @@ def weights_of(backend: TorchBackend) -> dict[str, np.ndarray]:
 def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     """Train, save, go on, come back, meet a NaN. Weights go to `out`, the rest is returned."""
     out = Path(spec["out"])
-    gang = Gang(rank, spec["num_ranks"], "127.0.0.1", spec["port"], timeout_s=60)
+    gang = Gang(rank, spec["num_ranks"], "127.0.0.1", spec["port"], local_rank=rank, timeout_s=60)
     backend = make_backend(
-        spec["model"], algo=spec["algo"], optimizer=spec["optimizer"], trainer=spec["trainer"], gang=gang, num_steps=9
+        spec["model"],
+        algo=spec["algo"],
+        optimizer=spec["optimizer"],
+        trainer=spec["trainer"],
+        gang=gang,
+        num_steps=9,
+        device=spec.get("device", "cpu"),
     )
     kind, minibatches = spec["algo"]["kind"], spec["algo"]["minibatches"]
     shards = [

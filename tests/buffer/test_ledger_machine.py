@@ -238,4 +238,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+TestLedgerMachine.settings = settings(max_examples=70, stateful_step_count=35, deadline=None, derandomize=True)

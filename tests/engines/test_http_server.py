@@ -52,13 +52,19 @@ class Client:
 
 @asynccontextmanager
 async def client_of(folder: Path, **settings):
-    threads = threading.active_count()
-    async with asyncio.timeout(DEADLINE_S), serve(folder, options=OPTIONS, **settings) as served:
-        async with aiohttp.ClientSession() as session:
-            client = Client(session, served.url)
-            client.served = served
-            yield client
-    assert threading.active_count() == threads
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        serve(folder, options=OPTIONS, **settings) as served,
+        aiohttp.ClientSession() as session,
+    ):
+        client = Client(session, served.url)
+        client.served = served
+        yield client
+    assert not engine_threads()
+
+
+def engine_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith(OPTIONS.name)]
 
 
 def sampling(**changes):
@@ -272,7 +278,6 @@ async def test_a_client_that_leaves_frees_its_rows(folders):
 
 @pytest.mark.asyncio
 async def test_a_taken_port_and_a_bad_folder_are_told_and_leave_nothing_running(folders, tmp_path):
-    threads = threading.active_count()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -283,12 +288,11 @@ async def test_a_taken_port_and_a_bad_folder_are_told_and_leave_nothing_running(
     with pytest.raises(ModelError, match=r"config\.json is missing"):
         async with serve(tmp_path):
             pass
-    assert threading.active_count() == threads
+    assert not engine_threads()
 
 
 @pytest.mark.asyncio
 async def test_serve_engine_runs_until_it_is_cancelled(folders):
-    threads = threading.active_count()
     ready: asyncio.Future[Served] = asyncio.get_running_loop().create_future()
     task = asyncio.get_running_loop().create_task(
         serve_engine(folders[0], options=OPTIONS, on_ready=ready.set_result)
@@ -301,4 +305,4 @@ async def test_serve_engine_runs_until_it_is_cancelled(folders):
         await task
     with pytest.raises(OSError, match="refused|Connect"):
         await asyncio.open_connection(served.host, served.port)
-    assert threading.active_count() == threads
+    assert not engine_threads()

@@ -160,6 +160,7 @@ async def world(kind: str, tmp_path: Path) -> AsyncIterator[World]:
 
 
 async def no_tasks_left() -> None:
+    left: list[asyncio.Task[Any]] = []
     for _ in range(50):
         left = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         if not left:

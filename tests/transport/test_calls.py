@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract, Item, Relay, RelayContract
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+
+
+def cell_of(actor: Any) -> Any:
+    return actor.ctx._cell
 
 
 async def until(condition, timeout_s=5.0):
@@ -56,13 +61,13 @@ async def test_wrong_arguments_are_refused(world):
     near, _ = await world.pair(Echo())
     ref = near.ref(EchoContract, "callee")
     with pytest.raises(BadRequest, match="times"):
-        await ref.echo(Item(name="a", values=np.zeros(1, np.float32)), times="many")  # pyright: ignore[reportArgumentType]
+        await ref.echo(Item(name="a", values=np.zeros(1, np.float32)), times="many")
     with pytest.raises(BadRequest, match="float32, got float64"):
         await ref.echo(Item(name="a", values=np.zeros(1, np.float64)))  # pyright: ignore[reportArgumentType]
     with pytest.raises(BadRequest, match="signature"):
-        await ref.sleep()  # pyright: ignore[reportCallIssue]
+        await ref.sleep()
     with pytest.raises(BadRequest, match="cannot travel"):
-        await ref.echo(Item(name="a", values=np.array([object()])))  # pyright: ignore[reportArgumentType]
+        await ref.echo(Item(name="a", values=np.array([object()])))
     assert await ref.ping() > 0
 
 
@@ -163,7 +168,7 @@ async def test_a_full_mailbox_refuses_calls_and_casts(world):
     ref = near.ref(EchoContract, "callee")
     for _ in range(16):
         await ref.note("x")
-    await until(lambda: len(echo.ctx._cell._mailbox) == 15)
+    await until(lambda: len(cell_of(echo)._mailbox) == 15)
     with pytest.raises(Overloaded, match="mailbox is full") as refused:
         await ref.sleep(0)
     assert refused.value.retry_after_s > 0

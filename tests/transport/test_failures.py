@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,6 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract, Item, Watcher
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+
+
+def cell_of(actor: Any) -> Any:
+    return actor.ctx._cell
 
 
 async def until(condition, timeout_s=10.0):
@@ -171,7 +176,7 @@ async def test_a_put_that_was_under_way_when_the_connection_broke_is_executed_on
         asyncio.ensure_future(ref.put(Item(name=str(i), values=np.zeros(100_000 * (i % 2), np.float32)), 1))
         for i in range(6)
     ]
-    await until(lambda: echo.ctx._cell._running)
+    await until(lambda: cell_of(echo)._running)
     break_connections(world, near, far)
     await asyncio.sleep(0.1)
     break_connections(world, near, far)

@@ -20,6 +20,7 @@ from myxa.core.errors import (
 from myxa.transport.credit import UNIT_BYTES, WINDOW_UNITS, Grant, SendWindow, cost_of
 from myxa.transport.directory import ActorRecord, Directory, DirectoryUpdate
 from myxa.transport.faults import decode_fault, encode_fault, fault_of
+from myxa.transport.pending import Route
 from myxa.transport.registry_state import KEPT_UPDATES, RegistryState, exit_reason
 from myxa.transport.replay import MAX_AGE_S, ReplayCache
 from myxa.transport.wheel import TICK_S, Wheel
@@ -213,10 +214,9 @@ def test_tracebacks_are_text_and_bounded():
     def deep(n):
         return deep(n - 1) if n else 1 / 0
 
-    try:
+    with pytest.raises(ZeroDivisionError) as raised:
         deep(500)
-    except ZeroDivisionError as error:
-        fault = fault_of(error)
+    fault = fault_of(raised.value)
     assert fault.kind == "RemoteError"
     assert len(fault.traceback) <= 20_000
 
@@ -339,6 +339,7 @@ def test_routes_say_why_not():
     state.announce("a", 1, (actor("x", 4, first="aaaa", second="bbbb"),), {})
     follow(state, mirror)
     route = mirror.route("x", "second", "bbbb")
+    assert isinstance(route, Route)
     assert (route.actor, route.method) == (4, 1)
     assert isinstance(mirror.route("x", "second", "cccc"), BadRequest)
     assert isinstance(mirror.route("x", "third", "cccc"), NoSuchMethod)

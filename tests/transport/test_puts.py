@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,10 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
 def item(name, n=3):
     return Item(name=name, values=np.arange(n, dtype=np.float32))
+
+
+def cell_of(actor: Any) -> Any:
+    return actor.ctx._cell
 
 
 async def until(condition, timeout_s=8.0):
@@ -83,7 +88,7 @@ async def test_a_put_waits_for_the_next_incarnation(world):
     near, far = await world.pair(echo)
     ref = near.ref(EchoContract, "callee")
     task = asyncio.ensure_future(ref.put(item("a"), 1))
-    await until(lambda: echo.ctx._cell._running)
+    await until(lambda: cell_of(echo)._running)
     await far.close(grace_s=0)
     world.nodes.remove(far)
     await asyncio.sleep(0.05)

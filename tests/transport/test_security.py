@@ -175,8 +175,11 @@ async def test_a_peer_that_talks_nonsense_is_answered_then_ignored(world):
                 message = inbox.recv_multipart()[-1]
                 from myxa.transport.frames import decode, split
 
-                for part in split(memoryview(message)):
+                parts = split(memoryview(message))
+                assert isinstance(parts, list)
+                for part in parts:
                     envelope = decode(part)
+                    assert isinstance(envelope, Envelope)
                     if envelope.corr:
                         answers[envelope.corr] = orjson.loads(bytes(envelope.body))["kind"]
             await asyncio.sleep(0.01)

@@ -51,7 +51,7 @@ sys.stdin.read()
 
 def named(name, array):
     spec = TensorSpec(name=name, dtype=array.dtype.name, shape=array.shape, offset=0, num_bytes=array.nbytes)
-    return NamedArray(spec=spec, data=memoryview(np.ascontiguousarray(array)).cast("B"))
+    return NamedArray(spec=spec, data=np.ascontiguousarray(array).data.cast("B"))
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_readers_cannot_write_or_reach_outside(slab, weights):
     reader = SlabReader.open(slab.path)
     view = reader.view(specs[0])
     with pytest.raises(TypeError):
-        view[0] = 1  # pyright: ignore[reportIndexIssue]
+        view[0] = 1
     with pytest.raises(SlabError, match="views are in use"):
         reader.close()
     view.release()

@@ -129,8 +129,9 @@ class EmbeddedEngine:
                 config, budget, core = await asyncio.get_running_loop().run_in_executor(worker, self._load)
                 if self._is_closed:
                     raise EngineError(f"{self._place} was closed while it started", remedy="build a new one")
-            except BaseException:
-                worker.shutdown(wait=False, cancel_futures=True)
+            except BaseException as err:
+                # Cancelled: the load goes on in the worker, which ends after it; otherwise it is idle.
+                worker.shutdown(wait=not isinstance(err, asyncio.CancelledError), cancel_futures=True)
                 raise
             thread = EngineThread(
                 core,

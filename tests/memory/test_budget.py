@@ -1,0 +1,88 @@
+"""What an engine plans to take, and when it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from myxa.core.errors import EngineError
+from myxa.memory.budget import kv_bytes, plan_engine, weight_bytes
+from myxa.memory.host import available_bytes
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_layers: int = 28
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    context_length: int = 40960
+    num_parameters: int = 596_000_000
+
+
+def test_bytes_of_a_known_model():
+    """Qwen3-0.6B: 28 layers x 2 x 8 heads x 128 x 2 bytes = 114688 bytes of keys and values per token in bfloat16."""
+    assert kv_bytes(Shape(), "bfloat16", num_slots=1, context_length=1) == 114_688 + 12
+    assert kv_bytes(Shape(), "float32", num_slots=3, context_length=100) == 300 * (2 * 114_688 + 12)
+    assert weight_bytes(Shape(), "float32") == 2 * 4 * 596_000_000
+
+
+def test_plenty_of_memory_gives_what_was_asked_for():
+    plan = plan_engine(
+        Shape(), dtype="bfloat16", max_running=64, context_length=512, available_bytes=64 * GIB
+    )
+    assert (plan.num_slots, plan.context_length) == (64, 512)
+    assert plan.total_bytes == plan.weight_bytes + plan.kv_bytes <= 0.6 * 64 * GIB
+
+
+def test_scarce_memory_gives_the_most_slots_that_fit():
+    plan = plan_engine(Shape(), dtype="float32", max_running=64, context_length=4096, available_bytes=24 * GIB)
+    room = int(24 * GIB * 0.6)
+    slot = kv_bytes(Shape(), "float32", num_slots=1, context_length=4096)
+    assert 1 <= plan.num_slots < 64
+    assert plan.total_bytes <= room < plan.total_bytes + slot
+
+
+def test_zero_means_the_models_own_context():
+    plan = plan_engine(Shape(), dtype="bfloat16", max_running=1, context_length=0, available_bytes=64 * GIB)
+    assert plan.context_length == 40960
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"available_bytes": 2 * GIB}, r"4,768,000,000 bytes of weights.*do not fit into 1,288,490,188 bytes \(60% of"),
+        ({"available_bytes": 0}, "do not fit into 0 bytes"),
+        ({"max_running": 0}, "max_running is 0"),
+        ({"context_length": 40961}, r"context_length 40961 is outside 2\.\.40960"),
+        ({"context_length": -1}, "context_length -1"),
+        ({"dtype": "int3"}, "unknown number type 'int3'"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_numbers(changes, says):
+    settings = {"dtype": "float32", "max_running": 8, "context_length": 1024, "available_bytes": 64 * GIB} | changes
+    with pytest.raises(EngineError, match=says) as caught:
+        plan_engine(Shape(), **settings)
+    assert caught.value.remedy
+
+
+def test_the_host_tells_what_is_available():
+    assert 0 < available_bytes() <= psutil.virtual_memory().total
+
+
+def test_a_control_group_tightens_it(tmp_path: Path):
+    free = available_bytes(tmp_path)
+    assert abs(free - available_bytes()) < 2 * GIB, "no files: the machine's own word"
+    (tmp_path / "memory.max").write_text(f"{100 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{80 << 20}\n")
+    assert available_bytes(tmp_path) == 20 << 20
+    (tmp_path / "memory.stat").write_text(f"anon {1 << 20}\ninactive_file {30 << 20}\nactive_file {10 << 20}\nshmem 5\n")
+    assert available_bytes(tmp_path) == 60 << 20, "page cache is given back on demand"
+    (tmp_path / "memory.current").write_text(f"{300 << 20}\n")
+    assert available_bytes(tmp_path) == 0
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes(tmp_path) > 100 << 20
