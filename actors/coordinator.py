@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from ..core.activity import ActivityMeter, TelemetryBuffer
 from ..core.actor import MailboxPolicy, PeerEvent
 from ..core.clock import Clock
-from ..core.errors import CallError, LaunchError, MyxaError
+from ..core.errors import CallError, Draining, LaunchError, MyxaError, NoSuchActor, PeerDied
 from ..core.messages import (
     BufferStats,
     EngineStatus,
@@ -185,6 +185,10 @@ class Coordinator(CoordinatorContract):
                 phase = "commit"
                 async with asyncio.timeout(self._options.commit_s):
                     ack = await engine.commit_weights(manifest.version)
+        except (Draining, NoSuchActor, PeerDied) as err:
+            self._event("engine-left", f"{name} (epoch {instruction.epoch}) left during {phase}: {err.message}")
+            self._adoption.gone(name, instruction.epoch)
+            return
         except (CallError, TimeoutError) as err:
             await self._fence(instruction, f"{phase} of version {manifest.version}: {err or 'deadline'}")
             return

@@ -49,6 +49,8 @@ POLL_S = 5.0
 """Long poll for work: the buffer holds a draw that long at most."""
 RETRY_S = 0.2
 """Pause after a call that failed because its callee is being restarted."""
+DRAW_AT_ONCE = 8
+"""Groups taken by one draw: small bites share the slots among engines that ask at the same time."""
 ALWAYS_NEWEST = (1 << 31) - 1
 """Version an actor without an engine announces: its samples carry no version, so no age ever holds them back."""
 
@@ -172,7 +174,7 @@ class Rollout(RolloutContract):
                 rollout=self.ctx.name,
                 epoch=self.ctx.epoch,
                 version=self._version,
-                max_groups=free,
+                max_groups=min(free, DRAW_AT_ONCE),
                 wait_s=POLL_S,
                 holding=tuple(self._in_flight),
             )
@@ -343,7 +345,7 @@ class Rollout(RolloutContract):
     async def drain(self) -> int:
         self._is_draining = True
         tasks = list(self._in_flight.values())
-        if self._engine is not None:
+        if self._engine is not None and tasks:
             await self._engine.abort()
         if tasks:
             await asyncio.wait(tasks, timeout=30)

@@ -55,9 +55,7 @@ async def serve(
         await engine.start()
         server = EngineServer(engine, load_tokenizer(folder), Path(folder), is_incremental=is_incremental)
         # A client that goes away cancels its handler, which frees its rows.
-        runner = web.AppRunner(
-            server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
-        )
+        runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
         await runner.setup()
         site = web.TCPSite(runner, host, port)
         try:

@@ -59,9 +59,7 @@ def version_number(text: object) -> int:
 def spans_of(versions: I32) -> list[Span]:
     """Runs of equal versions."""
     cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    return [
-        Span(version=str(int(versions[a])), start=a, end=b) for a, b in pairwise(cuts) if b > a
-    ]
+    return [Span(version=str(int(versions[a])), start=a, end=b) for a, b in pairwise(cuts) if b > a]
 
 
 def versions_of(spans: Sequence[Span], num_tokens: int, place: str) -> I32:
@@ -178,6 +176,7 @@ class HeldTokens:
             f"{self._place}: a chunk has {len(values)} {what} after {num_seen} tokens and counts {num_tokens}",
             remedy="the server must return log-probs of every token; it may be of an unknown version",
         )
+
 
 class Lines:
     """Cuts a byte stream into the payloads of its `data:` lines."""

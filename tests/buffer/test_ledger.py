@@ -207,12 +207,12 @@ def test_stale_prompts_are_drawn_again_once_each(ledger: Ledger, path: Path) -> 
     ids = draw(ledger, 3)
     ledger.drop([(ids[1], STALE), (ids[2], "workflow-error")])
     assert ledger.redraw() == (1, 1)
-    ledger.note_length(1, 900)
     ledger.close()
     again = open_ledger(path)
     assert again.redraw() == (1, 1)
     again.dispatch([Row(3, 1, 1, 2, rollout="rollout/0", epoch=1, version=0)])
     assert again.redraw() is None
+    again.note_length(1, 900)
     again.note_length(1, 901)
     assert again.redraw() is None
     assert again.tally.mean_tokens == {STALE: 900.0}

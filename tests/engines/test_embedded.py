@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -269,6 +270,11 @@ def test_an_abandoned_loop_does_not_keep_the_thread(folders, ask):
         await anext(deltas)
 
     asyncio.run(forget())
+    for _ in range(2):  # the worker's thread ends when nothing refers to its executor any more
+        for thread in threading.enumerate():
+            if thread.name == OPTIONS.name:
+                thread.join(10)
+        gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith(OPTIONS.name):
             thread.join(10)

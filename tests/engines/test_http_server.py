@@ -8,6 +8,7 @@ import socket
 import threading
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -24,9 +25,10 @@ DEADLINE_S = 60.0
 class Client:
     """HTTP without any knowledge of SGLang."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, served: Served) -> None:
         self._session = session
-        self._url = url
+        self.served = served
+        self._url = served.url
 
     async def get(self, path: str):
         async with self._session.get(self._url + path) as answer:
@@ -37,7 +39,7 @@ class Client:
         async with self._session.post(self._url + path, data=data) as answer:
             return answer.status, await self._value(answer)
 
-    async def _value(self, answer: aiohttp.ClientResponse):
+    async def _value(self, answer: aiohttp.ClientResponse) -> Any:
         text = await answer.text()
         return json.loads(text) if answer.content_type == "application/json" else text
 
@@ -57,9 +59,7 @@ async def client_of(folder: Path, **settings):
         serve(folder, options=OPTIONS, **settings) as served,
         aiohttp.ClientSession() as session,
     ):
-        client = Client(session, served.url)
-        client.served = served
-        yield client
+        yield Client(session, served)
     assert not engine_threads()
 
 

@@ -61,9 +61,9 @@ def test_rows_of_different_wishes_do_not_disturb_each_other():
     count = 30_000
     plain = rows(count, seed=3)
     mixed = SamplingRows(
-        temperatures=np.tile(np.float32([1.0, 0.0, 0.5]), count // 3),
-        top_ps=np.tile(np.float32([1.0, 0.5, 0.7]), count // 3),
-        top_ks=np.tile(np.int64([-1, 4, 2]), count // 3),
+        temperatures=np.tile(np.asarray([1.0, 0.0, 0.5], np.float32), count // 3),
+        top_ps=np.tile(np.asarray([1.0, 0.5, 0.7], np.float32), count // 3),
+        top_ks=np.tile(np.asarray([-1, 4, 2]), count // 3),
         uniforms=plain.uniforms,
     )
     logits = LOGITS.expand(count, VOCAB).clone()

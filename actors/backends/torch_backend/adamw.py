@@ -20,13 +20,11 @@ from .tensors import local_part
 class AdamW:
     """Decoupled weight decay (arXiv 1711.05101, algorithm 2); only matrices decay, vectors (norms, biases) never.
 
-        m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
-        p = p (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+    m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+    p = p (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
     """
 
-    def __init__(
-        self, parameters: Sequence[tuple[str, nn.Parameter]], betas: tuple[float, float], eps: float
-    ) -> None:
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], betas: tuple[float, float], eps: float) -> None:
         self._parameters = tuple(parameters)
         self._betas = betas
         self._eps = eps

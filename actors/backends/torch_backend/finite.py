@@ -27,9 +27,7 @@ def first_not_finite(values_K: Tensor) -> int:
     return int(bad[0]) if bad.numel() else -1
 
 
-def accusation(
-    world: World, what: str, place: str, micro: int, group_ids: Sequence[int]
-) -> TrainError | None:
+def accusation(world: World, what: str, place: str, micro: int, group_ids: Sequence[int]) -> TrainError | None:
     """The error all ranks raise if any of them found micro-batch `micro` (-1: none) bad; None if all are well.
 
     `what`: "loss" or "gradient"; `place`: step and mini-batch in words.

@@ -43,9 +43,7 @@ def score_tokens(
     for start in range(0, num_rows, chunk):
         rows = slice(start, start + chunk)
         arguments = (hidden_Mh[rows], head_Vh, targets_M[rows], temperature, needs_entropy_grad)
-        parts.append(
-            recomputed(_score_rows, *arguments) if torch.is_grad_enabled() else _score_rows(*arguments)
-        )
+        parts.append(recomputed(_score_rows, *arguments) if torch.is_grad_enabled() else _score_rows(*arguments))
     return TokenScores(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
 
 

@@ -182,9 +182,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, *, recomputes: bool) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, recomputes=recomputes) for _ in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(DecoderLayer(config, recomputes=recomputes) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, layout: Layout, rope: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
@@ -199,9 +197,7 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """The language model. `forward` gives log-probs and entropies of a layout's loss tokens."""
 
-    def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, recomputes: bool = False
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, recomputes: bool = False) -> None:
         super().__init__()
         self.dtype = dtype
         self.model = Decoder(config, recomputes=recomputes)

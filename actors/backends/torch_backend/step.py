@@ -144,9 +144,7 @@ class Stepper:
 
     def _score_micros(self, samples: Sequence[TrainSample], micros: Sequence[Sequence[int]], into: list[F32]) -> None:
         for members in micros:
-            layout = plan_layout(
-                samples, members, linear_cost=self._cutting.linear_cost, device=self._cutting.device
-            )
+            layout = plan_layout(samples, members, linear_cost=self._cutting.linear_cost, device=self._cutting.device)
             scores_M = self._replica.score(layout, self._settings.temperature).logprobs_M
             scatter_scores(samples, layout, scores_M, into)
 
@@ -239,9 +237,7 @@ class Stepper:
     def _loss(self, step: _Step, micro: MicroBatch, normaliser: Normaliser, *, is_first: bool) -> Tensor:
         """This micro-batch's share of the global loss, 0-dim, and its metrics into the tally."""
         needs_entropy_grad = step.objective.entropy_coef > 0
-        scores = self._replica.forward(
-            micro.layout, self._settings.temperature, needs_entropy_grad=needs_entropy_grad
-        )
+        scores = self._replica.forward(micro.layout, self._settings.temperature, needs_entropy_grad=needs_entropy_grad)
         batch = TokenBatch(
             logprobs_T=scores.logprobs_M,
             behaviour_T=micro.behaviour_M,

@@ -63,9 +63,7 @@ def _everything(request: Running) -> bool:
 
 
 _EMPTY_I32: I32 = np.zeros(0, dtype=np.int32)
-_NOTHING = Delta(
-    output_ids=_EMPTY_I32, logprobs=np.zeros(0, dtype=np.float32), versions=_EMPTY_I32, finish="abort"
-)
+_NOTHING = Delta(output_ids=_EMPTY_I32, logprobs=np.zeros(0, dtype=np.float32), versions=_EMPTY_I32, finish="abort")
 """The end of a request that had no untold token."""
 
 
