@@ -104,6 +104,8 @@ class Leader:
         """From set-up to the end of the run."""
         names = [f"trainer/{r}" for r in range(self._options.world_size)]
         await self._ctx.wait_for("coordinator", "buffer", *names, timeout_s=self._options.setup_timeout_s)
+        if version > 0:
+            await self._ask("buffer", lambda: self._buffer.rewind(version))
         manifest = await self._publish(version) if self._options.publishes else None
         await self._coordinator.trainer_ready(version, manifest, facts)
         with self._meter.during("other", "waiting for the first engine"):

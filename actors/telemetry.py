@@ -30,7 +30,8 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
         if not (bundle.metrics or bundle.events or bundle.spans or bundle.dropped):
             return True
         try:
-            await asyncio.wait_for(send(bundle), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for would lose a cancellation that comes with the answer
+                await send(bundle)
         except asyncio.CancelledError:
             buffer.lost(bundle)
             raise

@@ -69,7 +69,9 @@ class Trainer(TrainerContract):
             extra = await self._in_thread(lambda: self._backend.load(self._options.resume))
             self._version = int(extra["version"])
         self.ctx.log.info("rank %d is ready at version %d: %s", self._options.rank, self._version, facts)
-        self._meter.switch("wait-data", "ready")
+        self._meter.switch(
+            "other" if self._options.rank == 0 else "wait-data", "lead" if self._options.rank == 0 else "next step"
+        )
         self._is_set_up.set()
         if self._options.rank == 0:
             self._leader = Leader(self.ctx, self._options.leader, self._meter, self._telemetry, self._clock)

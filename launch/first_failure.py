@@ -8,8 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.supervision import HOPELESS
+
 NUM_LINES = 25
 MAX_LINE = 400
+MAX_CAUSE = 4000
+CAUSE = "myxa: "
+"""How the last line of an actor's log begins if an error ended it (see worker.py)."""
 _MAX_TAIL_BYTES = 64 * 1024
 
 
@@ -23,17 +28,24 @@ class FirstFailure:
     """On the node where the actor ran; empty: it has no log."""
     tail: tuple[str, ...] = ()
     node: int = 0
+    status: int = 1
+    """Exit status of its process, as `subprocess` gives it."""
 
     def render(self) -> str:
-        """Text for the terminal; the cause is its last line."""
+        """Text for the terminal; the cause is its last line. A mistake in the run file, the data or a function of the
+        user's is told by that line alone: the rest of the log says nothing about it."""
+        at = max((i for i, line in enumerate(self.tail) if line.startswith(CAUSE)), default=len(self.tail))
+        before, cause = self.tail[:at], self.tail[at:]
+        place = self.log_path + (f" on node {self.node}" if self.node else "")
         lines: list[str] = []
-        if self.log_path:
-            lines.append(f"---- end of {self.log_path}" + (f" on node {self.node}" if self.node else "") + " ----")
-            lines += self.tail or ("(the log is empty)",)
+        if self.log_path and cause and self.status in HOPELESS:
+            lines.append(f"log: {place}")
+        elif self.log_path:
+            lines.append(f"---- end of {place} ----")
+            lines += before if before or cause else ("(the log is empty)",)
             lines.append("-" * len(lines[0]))
         named = self.reason if self.reason.startswith(self.actor) else f"{self.actor}: {self.reason}"
-        lines.append(f"first failure: {named}")
-        return "\n".join(lines)
+        return "\n".join([*lines, f"first failure: {named}", *cause])
 
 
 def read_tail(path: Path, num_lines: int = NUM_LINES) -> tuple[str, ...]:
@@ -46,7 +58,12 @@ def read_tail(path: Path, num_lines: int = NUM_LINES) -> tuple[str, ...]:
     except OSError:
         return ()
     lines = [line.rstrip() for line in text.splitlines()]
-    kept = [line if len(line) <= MAX_LINE else line[:MAX_LINE] + " ..." for line in lines]
+    kept = [_cut(line) for line in lines]
     while kept and not kept[-1]:
         kept.pop()
     return tuple(kept[-num_lines:])
+
+
+def _cut(line: str) -> str:
+    limit = MAX_CAUSE if line.startswith(CAUSE) else MAX_LINE
+    return line if len(line) <= limit else line[:limit] + " ..."

@@ -98,7 +98,21 @@ def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> 
         num_samples=config.rollout.num_samples,
         sampling=train_sampling(config),
         group_filter=_group_filter(config),
+        resume_from=_earlier_ledger(config),
     )
+
+
+def _resume_point(config: RunConfig) -> Path | None:
+    """The checkpoint that the run goes on from, if any. Raises TrainError if there is none where it should be."""
+    from ..actors.backends.torch_backend.checkpoint_folder import find_checkpoint
+
+    return find_checkpoint(config.trainer.resume) if config.trainer.resume else None
+
+
+def _earlier_ledger(config: RunConfig) -> Path | None:
+    """The ledger beside that checkpoint: `<run>/checkpoints/<version>` lies in the run that wrote both."""
+    checkpoint = _resume_point(config)
+    return checkpoint.parent.parent / "ledger.sqlite" if checkpoint is not None else None
 
 
 def _group_filter(config: RunConfig) -> Callable[[Group], str | None]:
@@ -237,7 +251,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         keep_last=config.trainer.keep_last,
         export_at_end=config.trainer.export_at_end,
     )
-    options = TrainerOptions(rank=gang.rank, leader=leader, resume=config.trainer.resume)
+    options = TrainerOptions(rank=gang.rank, leader=leader, resume=str(_resume_point(config) or ""))
     return Trainer(backend=backend, writer=_weight_writer(config, run_dir), options=options, clock=clock)
 
 

@@ -37,7 +37,7 @@ from .contracts import (
     SupervisorContract,
     agent_name,
 )
-from .first_failure import FirstFailure
+from .first_failure import CAUSE, FirstFailure
 from .run_dir import RunDir
 
 
@@ -181,7 +181,7 @@ class RunSupervisor(SupervisorContract):
         end = self._ends.get(name)
         if end is None:
             return FirstFailure(name, reason)
-        return FirstFailure(name, reason, end.log_path, end.tail, end.node)
+        return FirstFailure(name, reason, end.log_path, end.tail, end.node, end.status)
 
     @property
     def starting(self) -> tuple[str, ...]:
@@ -299,7 +299,8 @@ class RunSupervisor(SupervisorContract):
         self._started_at[name] = self._now()
         if problem:
             log_path = str(RunDir(Path(self._place.plan.run_dir)).log_path(name, attempt))
-            end = ChildEnd(name=name, attempt=attempt, status=2, node=actor.node, log_path=log_path, tail=(problem,))
+            tail = (CAUSE + problem,)
+            end = ChildEnd(name=name, attempt=attempt, status=2, node=actor.node, log_path=log_path, tail=tail)
             await self.child_ended(end)
 
     async def _meeting(self, actor: ActorSpec, attempt: int) -> GangMeeting | None:

@@ -20,7 +20,7 @@ import uvloop
 
 from ..core.actor import Actor
 from ..core.config import RunConfig, load_config
-from ..core.errors import LaunchError, MyxaError
+from ..core.errors import ConfigError, LaunchError, MyxaError
 from ..core.lifeline import die_with_parent
 from ..core.registry import load_callable
 from .actor_spec import ActorSpec
@@ -38,12 +38,14 @@ _log = logging.getLogger("myxa.worker")
 
 async def serve(spec: WorkerSpec) -> None:
     """Run the actor until SIGTERM. Raises what failed it."""
-    loop = asyncio.get_running_loop()
-    told_to_stop: asyncio.Future[None] = loop.create_future()
-    loop.add_signal_handler(signal.SIGTERM, lambda: told_to_stop.done() or told_to_stop.set_result(None))
     config = load_config(spec.config_path)
     build = cast("BuildActor", load_callable(spec.program, where="program"))
     actor = build(spec.actor, config, Path(spec.run_dir))
+    # From here on there is something to end in good order; before, SIGTERM just ends the process, so that nobody waits
+    # for an import of torch to be over.
+    loop = asyncio.get_running_loop()
+    told_to_stop: asyncio.Future[None] = loop.create_future()
+    loop.add_signal_handler(signal.SIGTERM, lambda: told_to_stop.done() or told_to_stop.set_result(None))
     node = await attach_worker(spec)
     try:
         await node.start(actor, name=spec.actor.name)
@@ -63,6 +65,14 @@ def end(code: int, message: str) -> NoReturn:
     os._exit(code)
 
 
+def _lacking(error: ImportError) -> ConfigError:
+    """This interpreter lacks something; another attempt would lack it too."""
+    is_missing = isinstance(error, ModuleNotFoundError) and error.name
+    what = f'has no module "{error.name}"' if is_missing else f"cannot import {error.name or 'a module'}: {error}"
+    remedy = "install what is missing, or set roles.<role>.python to an interpreter that has it"
+    return ConfigError(f"{sys.executable} {what}", remedy=remedy)
+
+
 def main() -> int:
     """See the module's head."""
     path = os.environ.get(SPEC_VARIABLE, "")
@@ -78,6 +88,9 @@ def main() -> int:
     except MyxaError as error:
         _log.error("failed", exc_info=error)
         end(error.exit_code, str(error))
+    except ImportError as error:
+        _log.exception("failed")
+        end(ConfigError.exit_code, str(_lacking(error)))
     except Exception as error:  # noqa: BLE001 - logged and told by the exit status
         _log.exception("failed")
         end(1, f"{type(error).__name__}: {error}")

@@ -92,6 +92,7 @@ class ActorCell:
         self._background: set[asyncio.Task[Any]] = set()
         self._quiet = asyncio.Event()
         self._quiet.set()
+        self._has_ended = asyncio.Event()
 
     # -- life
 
@@ -124,10 +125,12 @@ class ActorCell:
         return True
 
     async def stop(self, why: str) -> None:
-        """Cancel what runs, refuse what waits, call `on_stop`. Never raises; may be called twice."""
-        if self.state in (CellState.NEW, CellState.STOPPED):
-            return
-        await self._end(why)
+        """Cancel what runs, refuse what waits, call `on_stop`. Never raises; a second call waits for the first one's
+        end, so that whoever closes the node does not cut an actor's `on_stop` short."""
+        if self.state is CellState.STOPPED:
+            await self._has_ended.wait()
+        elif self.state is not CellState.NEW:
+            await self._end(why)
 
     def fail(self, error: BaseException) -> None:
         """The actor cannot go on; its node hears of it once and stops it."""
@@ -144,6 +147,12 @@ class ActorCell:
 
     async def _end(self, why: str, *, has_started: bool = True) -> None:
         self._become(CellState.STOPPED)
+        try:
+            await self._wind_up(why, has_started=has_started)
+        finally:
+            self._has_ended.set()
+
+    async def _wind_up(self, why: str, *, has_started: bool) -> None:
         for item in self._mailbox.clear():
             if not isinstance(item, PeerEvent):
                 self._mailbox.release()
@@ -154,7 +163,8 @@ class ActorCell:
         if not has_started:
             return
         try:
-            await asyncio.wait_for(self.actor.on_stop(why), STOP_LIMIT_S)
+            async with asyncio.timeout(STOP_LIMIT_S):  # wait_for would lose a cancellation that comes at its end
+                await self.actor.on_stop(why)
         except Exception:  # noqa: BLE001  # the actor's own code, at its end: logged with its traceback
             self._log.exception("%s: on_stop failed", self.name)
 

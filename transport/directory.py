@@ -39,6 +39,8 @@ class NodeRecord(Entry, frozen=True):
     node_id: int
     epoch: int
     endpoints: Endpoints
+    pid: int = 0
+    """Process id on its host."""
     actors: tuple[ActorRecord, ...] = ()
 
     @property

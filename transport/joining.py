@@ -6,6 +6,7 @@ It speaks under a provisional identity (a random number, epoch 0) which may do n
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections.abc import Awaitable
 from typing import TypeVar
@@ -45,7 +46,7 @@ async def join(rdzv: Rendezvous, name: str, transport: Transport, clock: Clock, 
     courier = Courier(session.calls, _OnlyRegistry(registry_location(rdzv)), clock)
     registry = with_deadline(make_ref(courier, RegistryContract, REGISTRY), timeout_s)
     try:
-        return await _ticking(session, stranger, registry.register(name, transport.endpoints))
+        return await _ticking(session, stranger, registry.register(name, transport.endpoints, os.getpid()))
     except CallError as error:
         why = stranger.trouble or error
         raise LaunchError(

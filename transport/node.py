@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -119,7 +120,7 @@ class Node:
     @classmethod
     async def _found(cls, name: str, opened: Opened, clock: Clock) -> Node:
         registry = RegistryActor()
-        record = registry.state.register(name, opened.transport.endpoints)
+        record = registry.state.register(name, opened.transport.endpoints, os.getpid())
         rdzv = Rendezvous(
             endpoints=record.endpoints, node_id=record.node_id, epoch=record.epoch, socket_dir=opened.socket_dir,
             key_file=opened.key_file,

@@ -23,7 +23,7 @@ class RegistryContract(Actor):
     """What nodes and launchers ask of the registry."""
 
     @call(deadline=10, reentrant=True)
-    async def register(self, node: str, endpoints: Endpoints) -> NodeRecord:
+    async def register(self, node: str, endpoints: Endpoints, pid: int) -> NodeRecord:
         """A process joins; the record holds its number and epoch. An older incarnation of that name is thereby over."""
         raise NotImplementedError
 
@@ -38,10 +38,11 @@ class RegistryContract(Actor):
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)
-    async def process_exited(self, node: str, epoch: int, status: int) -> bool:
-        """A launcher saw the process end (negative status: by a signal). `epoch` 0: the current incarnation.
+    async def process_exited(self, node: str, epoch: int, status: int, pid: int = 0) -> bool:
+        """A launcher saw the process end (negative status: by a signal). It knows the epoch or the process id; 0: not.
 
         Everybody is told; calls pending to it fail at once. False if that incarnation was gone or replaced already.
+        Give one of the two: with neither, a report that comes late would hit the next incarnation.
         """
         raise NotImplementedError
 
@@ -68,8 +69,8 @@ class RegistryActor(RegistryContract):
         self.state = RegistryState()
         self._sleepers: set[asyncio.Event] = set()
 
-    async def register(self, node: str, endpoints: Endpoints) -> NodeRecord:
-        record = self.state.register(check_name(node), endpoints)
+    async def register(self, node: str, endpoints: Endpoints, pid: int) -> NodeRecord:
+        record = self.state.register(check_name(node), endpoints, pid)
         self._wake()
         return record
 
@@ -82,8 +83,8 @@ class RegistryActor(RegistryContract):
         if self.state.depart(node, epoch, reason):
             self._wake()
 
-    async def process_exited(self, node: str, epoch: int, status: int) -> bool:
-        was_current = self.state.depart(node, epoch, exit_reason(status))
+    async def process_exited(self, node: str, epoch: int, status: int, pid: int = 0) -> bool:
+        was_current = self.state.depart(node, epoch, exit_reason(status), pid)
         if was_current:
             self._wake()
         return was_current

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from collections import deque
 
+import msgspec
+
 from ..core.errors import StaleEpoch
 from .directory import ActorRecord, Departure, DirectoryUpdate, NodeRecord
 from .wire import Endpoints
@@ -49,12 +51,12 @@ class RegistryState:
 
     # -- changes
 
-    def register(self, name: str, endpoints: Endpoints) -> NodeRecord:
+    def register(self, name: str, endpoints: Endpoints, pid: int = 0) -> NodeRecord:
         """A new incarnation of `name`; a living older one is thereby over."""
         epoch = self._epochs[name] = self._epochs.get(name, 0) + 1
         node_id = self._ids.setdefault(name, REGISTRY_NODE_ID + len(self._ids))
         old = self._nodes.get(name)
-        record = NodeRecord(name=name, node_id=node_id, epoch=epoch, endpoints=endpoints)
+        record = NodeRecord(name=name, node_id=node_id, epoch=epoch, endpoints=endpoints, pid=pid)
         self._nodes[name] = record
         self._note(nodes=(record,), gone=(_departure(old, f"it was replaced by epoch {epoch}"),) if old else ())
         return record
@@ -68,17 +70,15 @@ class RegistryState:
                 raise StaleEpoch(
                     f"{actor.name} already lives in {host.name}", remedy="names are unique; stop the other one first"
                 )
-        record = NodeRecord(
-            name=name, node_id=old.node_id, epoch=epoch, endpoints=old.endpoints, actors=actors
-        )  # fmt: skip
+        record = msgspec.structs.replace(old, actors=actors)
         self._nodes[name] = record
         self._note(nodes=(record,), reasons=reasons)
         return record
 
-    def depart(self, name: str, epoch: int, reason: str) -> bool:
-        """An incarnation is over (epoch 0: whichever is current). False if it was not the current one."""
+    def depart(self, name: str, epoch: int, reason: str, pid: int = 0) -> bool:
+        """An incarnation is over, told by its epoch or process id (0: not known). False if it was not the current one."""
         node = self._nodes.get(name)
-        if node is None or epoch not in (0, node.epoch):
+        if node is None or epoch not in (0, node.epoch) or pid not in (0, node.pid):
             return False
         del self._nodes[name]
         self._note(gone=(_departure(node, reason),))

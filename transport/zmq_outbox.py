@@ -240,12 +240,12 @@ class Outbox:
     # -- the end
 
     def close(self, linger_s: float) -> None:
-        """Send what is queued if that takes no longer than `linger_s`, then end."""
+        """Send what is queued if that takes no longer than `linger_s`, then end. Not if the last attempt failed."""
         if self._state is OutboxState.CLOSED or self._is_closing:
             return
         self._linger_s = linger_s
         self._is_closing = True
-        if linger_s <= 0 or not (self._queue or self._chunked):
+        if linger_s <= 0 or not (self._queue or self._chunked) or self._state is OutboxState.BACKOFF:
             self._finish()
             return
         self._loop.call_later(linger_s, self._finish)

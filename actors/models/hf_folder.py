@@ -24,6 +24,7 @@ __all__ = [
     "ModelConfig",
     "check_tensors",
     "copy_tokenizer",
+    "find_tokenizer",
     "open_weights",
     "read_config",
     "read_eos_token_ids",
@@ -35,8 +36,9 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer_config.json",
     "chat_template.jinja",
     "special_tokens_map.json",
@@ -71,10 +73,22 @@ def read_config(folder: str | Path) -> ModelConfig:
     if not root.is_dir():
         raise ModelError(
             f"model folder {root} does not exist",
-            remedy="set model.path to a HuggingFace folder, or make a small one with `myxa init`",
+            remedy="set model.path to a HuggingFace folder, or make a small one: python -m myxa.actors.models.tiny FOLDER",
         )
     path = root / CONFIG
     return parse_model_config(read_json(path, remedy="the folder must be a HuggingFace model folder"), str(path))
+
+
+def find_tokenizer(folder: str | Path) -> Path:
+    """The folder's tokenizer file. Raises ModelError when there is none."""
+    path = Path(folder) / TOKENIZER
+    if not path.is_file():
+        raise ModelError(
+            f"{path} is missing",
+            remedy="copy the tokenizer files of the model into its folder (transformers' "
+            "AutoTokenizer.save_pretrained writes tokenizer.json)",
+        )
+    return path
 
 
 def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:

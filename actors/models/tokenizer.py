@@ -13,9 +13,7 @@ import tokenizers
 
 from ...core.errors import DataError, ModelError
 from .chat_template import ChatTemplate, load_chat_template, read_eos_token
-from .hf_folder import read_eos_token_ids
-
-TOKENIZER_FILE = "tokenizer.json"
+from .hf_folder import find_tokenizer, read_eos_token_ids
 
 
 class FolderTokenizer:
@@ -52,13 +50,7 @@ class FolderTokenizer:
 def load_tokenizer(folder: str | Path) -> FolderTokenizer:
     """Read the folder's tokenizer. Raises ModelError naming the file that is missing or broken."""
     root = Path(folder)
-    path = root / TOKENIZER_FILE
-    if not path.is_file():
-        raise ModelError(
-            f"{path} is missing",
-            remedy="copy the tokenizer files of the model into its folder (transformers' "
-            "AutoTokenizer.save_pretrained writes tokenizer.json)",
-        )
+    path = find_tokenizer(root)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as err:  # the library raises bare Exception for whatever is wrong in the file

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import cast
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,7 +24,7 @@ from myxa.actors.weights.channel import ChannelReader
 from myxa.actors.weights.disk import DiskWeightWriter
 from myxa.core.errors import EngineError, RequestRefused
 from myxa.core.messages import WeightManifest
-from myxa.core.protocols import Engine
+from myxa.core.protocols import Delta, Engine
 from myxa.core.samples import NO_VERSION
 
 KINDS = ("embedded", "http", "http-incremental")
@@ -36,7 +38,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @asynccontextmanager
-async def running(kind: str, folder: Path, **client: object) -> AsyncIterator[Engine]:
+async def running(kind: str, folder: Path) -> AsyncIterator[Engine]:
     """A started engine of that kind; everything is closed at the end and no thread is left."""
     async with asyncio.timeout(DEADLINE_S):
         if kind == "embedded":
@@ -48,7 +50,7 @@ async def running(kind: str, folder: Path, **client: object) -> AsyncIterator[En
                 await engine.close()
         else:
             async with serve(folder, options=OPTIONS, is_incremental=kind == "http-incremental") as served:
-                remote = SglangEngine(served.url, SglangOptions(vocab_size=320, **client))
+                remote = SglangEngine(served.url, SglangOptions(vocab_size=320))
                 await remote.start()
                 try:
                     yield remote
@@ -266,7 +268,7 @@ async def test_bad_weights_are_refused_and_the_old_ones_stay(kind, folders, ask,
         with pytest.raises(EngineError):
             await engine.prepare_weights(manifest)
             await engine.commit_weights(1)
-        gone = WeightManifest(**{f: getattr(manifest, f) for f in manifest.__struct_fields__} | {"location": str(tmp_path / "no")})
+        gone = msgspec.structs.replace(manifest, location=str(tmp_path / "no"))
         with pytest.raises(EngineError, match="no"):
             await engine.prepare_weights(gone)
         after = await collect(engine, seeded)
@@ -278,7 +280,8 @@ async def test_bad_weights_are_refused_and_the_old_ones_stay(kind, folders, ask,
 async def test_closing_a_stream_early_frees_its_row(kind, folders, ask, collect):
     async with running(kind, folders[0]) as engine:
         for i in range(40):  # more than there are rows
-            async with aclosing(engine.generate(ask(f"r{i}", max_new_tokens=110, ignore_eos=True))) as deltas:
+            stream = cast("AsyncGenerator[Delta, None]", engine.generate(ask(f"r{i}", max_new_tokens=110, ignore_eos=True)))
+            async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     assert delta.finish is None
                     break

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -112,7 +114,10 @@ def test_strange_arrays_and_names_are_refused(folders, make_core, ask, events):
     from myxa.core.protocols import GenerateRequest
 
     core = make_core(folders[0])
-    for name, ids in (("a", np.zeros((2, 2), np.int32)), ("b", np.zeros(3, np.float32)), ("", np.ones(3, np.int32))):
+    strange: list[tuple[str, Any]] = [
+        ("a", np.zeros((2, 2), np.int32)), ("b", np.zeros(3, np.float32)), ("", np.ones(3, np.int32)),
+    ]  # fmt: skip
+    for name, ids in strange:
         core.submit(GenerateRequest(request_id=name, input_ids=ids, sampling=SamplingParams(max_new_tokens=1)), "x")
     core.submit(ask("twin", max_new_tokens=5), "x")
     core.submit(ask("twin", max_new_tokens=5), "y")

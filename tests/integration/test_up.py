@@ -97,3 +97,14 @@ def _steps(job: Job) -> int:
         return sum("reward/mean" in p["values"] for p in metrics(job.run_dir()))
     except (OSError, ValueError):
         return 0
+
+
+def test_a_resumed_run_goes_on_where_the_checkpoint_was(job: Job) -> None:
+    code, said, first = job.run("run.num_steps=4", "trainer.checkpoint_every=2")
+    assert code == 0, said
+    code, said, second = job.run("run.num_steps=7", f'trainer.resume="{first}"', 'run.name="resumed"')
+    assert code == 0, said
+    steps = [p["step"] for p in metrics(second) if "reward/mean" in p["values"]]
+    assert steps == [5, 6, 7]
+    trained = audit(second).trained
+    assert len(trained) == len(set(trained)) == 7 * 4, "the ledger goes on, and no group is trained twice"

@@ -106,7 +106,7 @@ class TorchBackend:
                 max_new_tokens=config.max_new_tokens,
                 total_updates=total_updates,
             ),
-            Cutting(linear_cost(model_config), device, model_config.vocab_size, skips_neutral=False),
+            Cutting(linear_cost(model_config, device), device, model_config.vocab_size, skips_neutral=False),
             self._clock,
         )
         dtype = DTYPE_OF[config.trainer.dtype]

@@ -227,10 +227,16 @@ class CausalLM(nn.Module):
         )
 
 
-def linear_cost(config: ModelConfig) -> float:
-    """Number of attended tokens whose attention costs what the matrix products of one token cost in a layer."""
+def linear_cost(config: ModelConfig, device: torch.device) -> float:
+    """Number of attended tokens whose attention costs what the matrix products of one token cost in a layer.
+
+    By operations; on CUDA a quarter of that, since products use the tensor cores better than masked attention does
+    (0.6B on an H200, 200 prompt and 400 answer tokens: sharing by operations alone was 15% slower than not sharing).
+    """
+    share = 0.25 if device.type == "cuda" else 1.0
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    return (attention + 3 * config.hidden_size * config.intermediate_size) / (2 * config.num_heads * config.head_dim)
+    products = attention + 3 * config.hidden_size * config.intermediate_size
+    return share * products / (2 * config.num_heads * config.head_dim)
 
 
 def load_weights(module: CausalLM, folder: str, config: ModelConfig) -> None:

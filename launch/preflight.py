@@ -1,0 +1,157 @@
+"""What can be seen to be wrong before a process is started: interpreters, model folder, data files, ports.
+
+Everything here is checked again by the actor that needs it; but a message after a second, without a run directory and
+without processes, is worth more than the same message after torch was imported five times. Each node looks at what its
+own actors will need. No torch; knows folders and files, must not know actors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+from .. import __version__
+from ..actors.backends.torch_backend.checkpoint_folder import find_checkpoint
+from ..actors.data.row_file import check_data_file
+from ..actors.models.hf_folder import find_tokenizer, open_weights, read_config
+from ..core.config import RoleName, RunConfig
+from ..core.config.source import parse_sources
+from ..core.errors import ConfigError, LaunchError, MyxaError, TrainError
+from .actor_spec import ActorSpec
+
+PROBE = (
+    "import importlib.util, myxa, myxa.launch.worker;"
+    "print(); print(myxa.__version__, importlib.util.find_spec('torch') is not None)"
+)
+PROBE_S = 120.0
+"""A cold network file system under a Python environment can be that slow."""
+LOOPBACK = "127.0.0.1"
+
+
+def check_node(config: RunConfig, actors: Iterable[ActorSpec]) -> None:
+    """Raise what is wrong for these actors of this node: one error as it is, several as one of the first one's kind."""
+    errors: list[MyxaError] = []
+    mine = tuple(actors)
+    for check in CHECKS:
+        try:
+            check(config, mine)
+        except MyxaError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise type(errors[0])("\n".join([f"{len(errors)} problems", *map(str, errors)]))
+
+
+def _check_interpreters(config: RunConfig, actors: Sequence[ActorSpec]) -> None:
+    seen: set[tuple[str, RoleName]] = set()
+    for actor in actors:
+        if (actor.python, actor.role) in seen:
+            continue
+        seen.add((actor.python, actor.role))
+        has_torch = _ask(actor) if actor.python else importlib.util.find_spec("torch") is not None
+        if _needs_torch(config, actor) and not has_torch:
+            raise ConfigError(
+                f'{_place(actor)} has no module "torch", which every {actor.role} needs', remedy="install it there"
+            )
+
+
+def _place(actor: ActorSpec) -> str:
+    return f"roles.{actor.role}.python: {actor.python or sys.executable}"
+
+
+def _needs_torch(config: RunConfig, actor: ActorSpec) -> bool:
+    has_engine = actor.role == "rollout" and actor.kind == "embedded" and config.algo.kind != "sft"
+    return actor.role == "trainer" or has_engine
+
+
+def _ask(actor: ActorSpec) -> bool:
+    """Whether a role's own interpreter has torch. Raises ConfigError if it does not run or has not this myxa."""
+    command, env = [actor.python, "-c", PROBE], {**os.environ, **actor.env}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PROBE_S, check=False)
+    except OSError as error:
+        raise ConfigError(
+            f"{_place(actor)} cannot be run: {error.strerror}", remedy="name a Python interpreter that has myxa"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"{_place(actor)} did not import myxa within {PROBE_S:g} s", remedy="try it by hand") from error
+    if done.returncode != 0:
+        why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise ConfigError(f"{_place(actor)} cannot import myxa: {why}", remedy="install myxa there")
+    version, has_torch = done.stdout.split()[-2:]
+    if version != __version__:
+        raise ConfigError(
+            f"{_place(actor)} has myxa {version}, the launcher has {__version__}", remedy="install the same one there"
+        )
+    return has_torch == "True"
+
+
+def _check_model(config: RunConfig, actors: Sequence[ActorSpec]) -> None:
+    roles = {actor.role for actor in actors}
+    if not roles & {"trainer", "rollout"}:
+        return
+    path = config.model.path
+    model = read_config(path)
+    if "rollout" in roles:
+        find_tokenizer(path)
+        _check_context(config, model.context_length)
+    with open_weights(path, model):
+        pass
+
+
+def _check_context(config: RunConfig, model_context: int) -> None:
+    if config.algo.kind == "sft":
+        return
+    length, max_new = config.engine.context_length, config.rollout.max_new_tokens
+    if length > model_context:
+        raise ConfigError(
+            f"engine.context_length = {length}: {config.model.path} was made for at most {model_context} tokens",
+            remedy="lower it, or set it to 0 for the model's own",
+        )
+    if max_new >= (length or model_context):
+        raise ConfigError(
+            f"rollout.max_new_tokens = {max_new}: leaves no room for a prompt in the context of {length or model_context} "
+            f"tokens of {config.model.path}",
+            remedy="lower it",
+        )
+
+
+def _check_resume(config: RunConfig, actors: Sequence[ActorSpec]) -> None:
+    if not config.trainer.resume or not any(actor.role == "trainer" for actor in actors):
+        return
+    try:
+        find_checkpoint(config.trainer.resume)
+    except TrainError as error:
+        raise ConfigError(f"trainer.resume: {error.message}", remedy=error.remedy) from error
+
+
+def _check_data(config: RunConfig, actors: Sequence[ActorSpec]) -> None:
+    if not any(actor.role == "buffer" for actor in actors):
+        return
+    for key, value in (("data.train", config.data.train), ("eval.data", config.eval.data)):
+        for source in parse_sources(value):
+            check_data_file(source.path, key)
+
+
+def _check_ports(config: RunConfig, actors: Sequence[ActorSpec]) -> None:
+    port = config.monitor.prometheus_port
+    if port < 1 or not any(actor.role == "monitor" for actor in actors):
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: a port of late is free
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            raise LaunchError(
+                f"monitor.prometheus_port = {port}: cannot listen on {LOOPBACK}:{port}: {error.strerror}",
+                remedy="set another one, 0 (any free port) or -1 (off)",
+            ) from error
+
+
+Check = Callable[[RunConfig, Sequence[ActorSpec]], None]
+CHECKS: tuple[Check, ...] = (_check_interpreters, _check_model, _check_resume, _check_data, _check_ports)

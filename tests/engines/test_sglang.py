@@ -1,0 +1,253 @@
+"""The HTTP engine against servers that are late, dead, foreign or broken: never a hang, always a named culprit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from myxa.actors.engines.sglang import SglangEngine, SglangOptions
+from myxa.core.errors import EngineError, RequestRefused
+from myxa.core.messages import WeightManifest
+
+OPTIONS = SglangOptions(vocab_size=320, context_length=128, start_s=20, call_s=10, stall_s=10, name="rollout/3")
+DEADLINE_S = 60
+
+
+def event(ids, total, finish=None, **meta):
+    value = {
+        "output_ids": ids,
+        "meta_info": {
+            "id": "r",
+            "completion_tokens": total,
+            "finish_reason": finish,
+            "weight_version": "default",
+            "output_token_logprobs": [[-1.0, i, None] for i in ids],
+            **meta,
+        },
+    }
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+class Server:
+    """A server whose every answer the test decides; it keeps the bodies it was sent."""
+
+    def __init__(self) -> None:
+        self.chunks: list[bytes] = []
+        self.is_cut = False
+        """Break the connection after the chunks instead of ending the stream."""
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.version = "default"
+        self.is_stubborn = False
+        """Say yes to an update and go on with the old version."""
+        self.update_answer: tuple[int, dict] | None = None
+        self.bodies: list[tuple[str, dict]] = []
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read() or b"{}")
+        self.bodies.append((request.path, body))
+        if request.path == "/generate":
+            return await self.generate(request)
+        if request.path == "/model_info":
+            return web.json_response({"weight_version": self.version})
+        if request.path == "/update_weights_from_disk":
+            status, answer = self.update_answer or (200, {"success": True})
+            if answer.get("success") and not self.is_stubborn:
+                self.version = body["weight_version"]
+            return web.json_response(answer, status=status)
+        return web.json_response({"context_length": None, "max_running_requests": None})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for chunk in self.chunks:
+            await response.write(chunk)
+        await self.hold.wait()
+        if self.is_cut:
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+
+@asynccontextmanager
+async def connected(options: SglangOptions = OPTIONS):
+    server = Server()
+    app = web.Application()
+    app.router.add_route("*", "/{anything:.*}", server.handle)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    engine = SglangEngine(server.url, options)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await engine.start()
+            yield engine, server
+    finally:
+        server.hold.set()
+        await engine.close()
+        await runner.cleanup()
+
+
+async def collect(engine, request, result):
+    return result([delta async for delta in engine.generate(request)])
+
+
+@pytest.mark.asyncio
+async def test_facts_the_server_does_not_tell_come_from_the_settings(ask):
+    async with connected() as (engine, _):
+        info = await engine.info()
+        assert (info.context_length, info.max_running, info.version) == (128, 256, -1)
+    with pytest.raises(EngineError, match=r"does not tell its context length -- set engine\.context_length"):
+        async with connected(SglangOptions(vocab_size=320)):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_what_is_sent_is_sglangs_and_ids_cannot_be_prefixes_of_each_other(ask, result):
+    async with connected() as (engine, server):
+        server.chunks = [event([5], 1, {"type": "length"}), b"data: [DONE]\n\n"]
+        request = ask("r1", [1, 2], max_new_tokens=7, top_k=3, seed=9, stop_token_ids=(4,), temperature=0.5)
+        await collect(engine, request, result)
+        await engine.abort("r1")
+        await engine.abort()
+        await engine.pause("retract")
+        await engine.resume()
+        sent = [s for s in server.bodies if s[0] not in ("/health", "/server_info", "/model_info")]
+    assert sent == [
+        ("/generate", {
+            "rid": "r1~", "input_ids": [1, 2], "return_logprob": True, "stream": True,
+            "sampling_params": {
+                "temperature": 0.5, "top_p": 1.0, "top_k": 3, "max_new_tokens": 7, "stop_token_ids": [4],
+                "ignore_eos": False, "sampling_seed": 9,
+            },
+        }),
+        ("/abort_request", {"rid": "r1~"}),
+        ("/abort_request", {"abort_all": True}),
+        ("/pause_generation", {"mode": "retract"}),
+        ("/continue_generation", {}),
+    ]  # fmt: skip
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("chunks", "is_cut", "kind", "says"),
+    [
+        ([event([5], 1)], False, EngineError, "ended after 1 tokens without a finish reason"),
+        ([event([5], 1), event([5, 6], 2)], True, EngineError, "the stream broke after 2 tokens"),
+        ([b"data: <html>\n\n"], False, EngineError, "not an answer of SGLang"),
+        ([event([5], 1, output_token_logprobs=None)], False, EngineError, "0 output_token_logprobs"),
+        ([b'data: {"error": {"message": "too long", "code": 400}}\n\n'], False, RequestRefused, "too long"),
+        ([b'data: {"error": {"message": "oom", "code": 500}}\n\n'], False, EngineError, "oom"),
+        ([b"data: [DONE]\n\n"], False, EngineError, "without a finish reason"),
+    ],
+)
+async def test_broken_streams_name_server_request_and_cause(chunks, is_cut, kind, says, ask, result):
+    async with connected() as (engine, server):
+        server.chunks, server.is_cut = chunks, is_cut
+        with pytest.raises(EngineError) as caught:
+            await collect(engine, ask("r1", 3, max_new_tokens=5), result)
+        assert type(caught.value) is kind
+        for word in (says, "rollout/3", server.url, "'r1'"):
+            assert word in str(caught.value)
+        assert (await engine.info()).running == 0
+
+
+@pytest.mark.asyncio
+async def test_a_silent_stream_is_given_up(ask, result):
+    options = SglangOptions(vocab_size=320, context_length=128, stall_s=0.3)
+    async with connected(options) as (engine, server):
+        server.chunks = [event([5], 1)]
+        server.hold.clear()
+        with pytest.raises(EngineError, match=r"broke after 1 tokens .*Timeout"):
+            await collect(engine, ask("r1", 3, max_new_tokens=5), result)
+
+
+@pytest.mark.asyncio
+async def test_nobody_at_the_address_is_told_in_time():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        engine = SglangEngine(url, SglangOptions(vocab_size=320, start_s=0.5))
+        with pytest.raises(EngineError, match=f"sglang at {url}: no healthy answer within 0.5 s"):
+            await engine.start()
+        await engine.close()
+        with pytest.raises(EngineError, match="not started, or closed"):
+            await engine.info()
+
+
+def manifest(version: int, location: str, channel: Literal["shm", "disk"] = "disk") -> WeightManifest:
+    return WeightManifest(
+        version=version, channel=channel, location=location, generation=0, num_bytes=0, tensors=(), digest="", host="h"
+    )
+
+
+@pytest.mark.asyncio
+async def test_a_commit_pauses_loads_verifies_and_goes_on_whatever_happens(tmp_path: Path, folders):
+    async with connected() as (engine, server):
+        await engine.prepare_weights(manifest(3, str(folders[0])))
+        server.bodies.clear()
+        await engine.commit_weights(3)
+        assert [path for path, _ in server.bodies] == [
+            "/pause_generation", "/update_weights_from_disk", "/model_info", "/continue_generation",
+        ]  # fmt: skip
+        assert server.bodies[0][1] == {"mode": "in_place"}
+        assert server.bodies[1][1] == {"model_path": str(folders[0]), "weight_version": "3", "flush_cache": False}
+        for answer, says in (
+            ((200, {"success": False, "message": "shape"}), "refused weight version 4: shape"),
+            ((400, {"success": False, "message": "disk"}), r"answered 400: .*disk"),
+            ((500, {}), "answered 500"),
+        ):
+            server.update_answer = answer
+            server.bodies.clear()
+            await engine.prepare_weights(manifest(4, str(folders[0])))
+            with pytest.raises(EngineError, match=says):
+                await engine.commit_weights(4)
+            assert server.bodies[-1][0] == "/continue_generation"
+        assert (await engine.info()).version == 3
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_says_yes_and_serves_another_version_is_caught(folders):
+    async with connected() as (engine, server):
+        server.version, server.is_stubborn = "2", True
+        await engine.prepare_weights(manifest(3, str(folders[0])))
+        with pytest.raises(EngineError, match="serves version 2 after version 3 was loaded"):
+            await engine.commit_weights(3)
+        assert server.bodies[-1][0] == "/continue_generation"
+
+
+@pytest.mark.asyncio
+async def test_weights_the_server_cannot_read_are_refused_at_prepare(tmp_path: Path):
+    async with connected() as (engine, _):
+        for wrong, says in (
+            (manifest(1, "/proc/1/fd/3", channel="shm"), r"came by channel 'shm'.*\"disk\""),
+            (manifest(1, "relative/path"), "no absolute path"),
+            (manifest(1, str(tmp_path)), "with safetensors"),
+        ):
+            with pytest.raises(EngineError, match=says):
+                await engine.prepare_weights(wrong)
+
+
+@pytest.mark.asyncio
+async def test_tokens_without_spans_get_the_version_known_when_they_were_asked_for(ask, result, folders):
+    """SGLang 0.5.17 tells one version per answer; a token is never stamped newer than it is."""
+    async with connected() as (engine, server):
+        await engine.prepare_weights(manifest(3, str(folders[0])))
+        await engine.commit_weights(3)
+        server.chunks = [event([5], 1), event([5, 6], 2, {"type": "length"}, weight_version="3")]
+        got = await collect(engine, ask("same", 3, max_new_tokens=5), result)
+        assert got.versions.tolist() == [3, 3]
+        server.chunks[1] = event([5, 6], 2, {"type": "length"}, weight_version="4")
+        got = await collect(engine, ask("newer", 3, max_new_tokens=5), result)
+        assert got.versions.tolist() == [3, 3]
+        assert np.allclose(got.logprobs, -1.0)
