@@ -225,6 +225,9 @@ class Coordinator(CoordinatorContract):
         self._changed.set()
 
     async def trainer_ready(self, version: int, manifest: WeightManifest | None, facts: dict[str, str]) -> None:
+        if self._phase != "starting":
+            await self.actor_failed("trainer/0", "it restarted in mid-run; go on with trainer.resume = <this run>")
+            return
         self._trainer_version = version
         if manifest is not None:
             self._adoption.published(manifest)

@@ -25,12 +25,14 @@ from ..core.clock import SystemClock
 from ..core.config import RunConfig, dump_config
 from ..core.errors import CallError, LaunchError
 from ..core.patience import until_answered
+from .actor_spec import ActorSpec
 from .agent import Agent, AgentOptions, Farewell
 from .contracts import SUPERVISOR, AgentContract, NodeFacts, RunPlan, SupervisorContract, agent_name
 from .lead import Ending, Lead
 from .meeting import Meeting, host_meeting, join_meeting
 from .node_place import NodePlace
 from .placement import place as place_actors
+from .preflight import check_node
 from .race import race
 from .run_dir import RunDir
 from .run_supervisor import Patience, RunPlace, RunSupervisor
@@ -80,6 +82,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> Outcome:
 
 async def _lead(config: RunConfig, options: LaunchOptions) -> Outcome:
     actors = place_actors(config, options.place.num_nodes)
+    _check(config, actors, options)
     text = dump_config(config)
     with RuntimeDir() as runtime:
         async with host_meeting(options.place, runtime.path, options.job_key, options.rdzv_file) as meeting:
@@ -152,7 +155,7 @@ async def _dismiss(supervisor: RunSupervisor, meeting: Meeting, ending: Ending) 
 
 
 async def _follow(config: RunConfig, options: LaunchOptions) -> Outcome:
-    place_actors(config, options.place.num_nodes)
+    _check(config, place_actors(config, options.place.num_nodes), options)
     text = dump_config(config)
     clock = SystemClock()
     deadline = time.monotonic() + options.patience.gather_s
@@ -193,6 +196,12 @@ async def _lend(agent: Agent, supervisor: SupervisorContract) -> Farewell:
 
 
 # -- common ----------------------------------------------------------------------------------------------------------
+
+
+def _check(config: RunConfig, actors: tuple[ActorSpec, ...], options: LaunchOptions) -> None:
+    """Somebody's own composition root may need none of what ours needs."""
+    if options.program == DEFAULT_PROGRAM:
+        check_node(config, [actor for actor in actors if actor.node == options.place.rank])
 
 
 def _facts(place: NodePlace, text: str) -> NodeFacts:

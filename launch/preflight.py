@@ -79,7 +79,9 @@ def _ask(actor: ActorSpec) -> bool:
             f"{_place(actor)} cannot be run: {error.strerror}", remedy="name a Python interpreter that has myxa"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise LaunchError(f"{_place(actor)} did not import myxa within {PROBE_S:g} s", remedy="try it by hand") from error
+        raise LaunchError(
+            f"{_place(actor)} did not import myxa within {PROBE_S:g} s", remedy="try it by hand"
+        ) from error
     if done.returncode != 0:
         why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise ConfigError(f"{_place(actor)} cannot import myxa: {why}", remedy="install myxa there")

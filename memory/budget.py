@@ -99,6 +99,4 @@ def plan_engine(
             f"tokens do not fit into {room:,} bytes ({share:.0%} of the {available_bytes:,} available on this host)",
             remedy="lower engine.context_length, use dtype bfloat16, or a host with more memory",
         )
-    return EngineBudget(
-        num_slots=num_slots, context_length=length, weight_bytes=weights, kv_bytes=num_slots * slot
-    )
+    return EngineBudget(num_slots=num_slots, context_length=length, weight_bytes=weights, kv_bytes=num_slots * slot)

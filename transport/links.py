@@ -1,7 +1,7 @@
 """Everything this process knows of one other incarnation, and the way envelopes leave for it. Sans-IO.
 
-    OPENING --connected--> UP --lost--> LOST --connected--> UP
-       any --gone--> DOWN          (exit reported, replaced, said goodbye, unreachable, closed)
+OPENING --connected--> UP --lost--> LOST --connected--> UP
+   any --gone--> DOWN          (exit reported, replaced, said goodbye, unreachable, closed)
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ class Links:
         """The way to ourselves: always up, no transport between."""
         self.itself.on("connected")
         self._links[own] = self.itself
-
 
     def all(self) -> list[Link]:
         return list(self._links.values())

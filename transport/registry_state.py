@@ -76,7 +76,7 @@ class RegistryState:
         return record
 
     def depart(self, name: str, epoch: int, reason: str, pid: int = 0) -> bool:
-        """An incarnation is over, told by its epoch or process id (0: not known). False if it was not the current one."""
+        """An incarnation, told by its epoch or process id (0: not known), is over. False: it is not the current one."""
         node = self._nodes.get(name)
         if node is None or epoch not in (0, node.epoch) or pid not in (0, node.pid):
             return False

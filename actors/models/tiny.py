@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -183,3 +184,20 @@ def write_tokenizer(folder: str | Path, config: ModelConfig) -> None:
         (root / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     except OSError as err:
         raise ModelError(f"cannot write the tokenizer to {root}: {err}", remedy="choose another folder") from err
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m myxa.actors.models.tiny FOLDER`: a random model to try things with."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        sys.stderr.write("usage: python -m myxa.actors.models.tiny FOLDER\n")
+        return ModelError.exit_code
+    try:
+        make_tiny_model(arguments[0])
+    except ModelError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -114,6 +114,8 @@ class CoordinatorRole(SingleRole, frozen=True):
 
     kind: Literal["coordinator"] = "coordinator"
     """Only "coordinator"."""
+    restart: RestartPolicy = "never"
+    """A run does not survive its coordinator yet; go on from the last checkpoint with `trainer.resume`."""
 
 
 class BufferRole(SingleRole, frozen=True):
@@ -135,8 +137,9 @@ class TrainerRole(RoleSettings, frozen=True):
 
     kind: Literal["torch"] = "torch"
     """Training backend: torch."""
-    restart: RestartPolicy = "gang"
-    """After a failure: gang (all ranks restart from the last checkpoint) or never; "one" is refused."""
+    restart: RestartPolicy = "never"
+    """After a failure: never (go on from the last checkpoint with `trainer.resume`) or gang (all ranks restart
+    together; a run that had begun to train is then ended by the coordinator); "one" is refused."""
 
     @field_validator("restart")
     @classmethod

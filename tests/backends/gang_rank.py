@@ -110,9 +110,7 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
         device=spec.get("device", "cpu"),
     )
     kind, minibatches = spec["algo"]["kind"], spec["algo"]["minibatches"]
-    shards = [
-        make_shards(seed, spec["num_ranks"], kind=kind, minibatches=minibatches)[rank] for seed in (11, 12, 13)
-    ]
+    shards = [make_shards(seed, spec["num_ranks"], kind=kind, minibatches=minibatches)[rank] for seed in (11, 12, 13)]
     result: dict[str, Any] = {"facts": backend.setup()}
     try:
         result["scores"] = {

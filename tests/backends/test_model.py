@@ -38,7 +38,12 @@ def save_foreign(kind: str, folder: Path) -> Path:
     if kind == "qwen2":
         config: Any = transformers.Qwen2Config(**SIZES, tie_word_embeddings=False)
     elif kind == "llama":
-        config = transformers.LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+        config = transformers.LlamaConfig(
+            **SIZES,
+            head_dim=16,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        )
     else:
         config = transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -154,9 +159,7 @@ def test_scoring_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
 
 
-def test_entropy_has_no_gradient_unless_asked(
-    model: Path, make_shards: Callable[..., tuple[TrainShard, ...]]
-) -> None:
+def test_entropy_has_no_gradient_unless_asked(model: Path, make_shards: Callable[..., tuple[TrainShard, ...]]) -> None:
     samples = make_shards(25)[0].samples
     layout = plan_layout(samples, [0, 1, 2], linear_cost=SHARING)
     module = load(model)

@@ -22,9 +22,7 @@ PLAIN = {"eps": 1e-4, "lr": 1e-3}
 
 def with_behaviour(shard: TrainShard, scores: list[np.ndarray]) -> TrainShard:
     """The shard as if the scores had been the engine's log-probs."""
-    samples = tuple(
-        msgspec.structs.replace(s, logprobs=scores[i]) for i, s in enumerate(shard.samples)
-    )
+    samples = tuple(msgspec.structs.replace(s, logprobs=scores[i]) for i, s in enumerate(shard.samples))
     return msgspec.structs.replace(shard, samples=samples)
 
 
@@ -162,7 +160,9 @@ def test_a_number_that_is_not_finite_is_named_and_nothing_moves(
         backend.train(change(shard, victim, **{field: bad}), {})
     micro = next(k for k, m in enumerate(shard.minibatches[0]) if victim in m)
     message = str(caught.value)
-    assert f"step 39, mini-batch 0: the loss is not a finite number in micro-batch {micro} of rank 0 (groups " in message
+    assert (
+        f"step 39, mini-batch 0: the loss is not a finite number in micro-batch {micro} of rank 0 (groups " in message
+    )
     assert str(sample.group_id) in message.partition("groups ")[2].partition(")")[0].split(", ")
     after = weights_of(backend)
     assert all(np.array_equal(before[n], after[n]) for n in before)
@@ -241,9 +241,7 @@ def test_a_shard_that_contradicts_itself_is_refused(backends: Backends, make_sha
         backends().train(bad_shards(make_shards(44)[0])[cause], {})
 
 
-def test_several_mini_batches_keep_the_proximal_policy_of_the_start(
-    backends: Backends, make_shards: Shards
-) -> None:
+def test_several_mini_batches_keep_the_proximal_policy_of_the_start(backends: Backends, make_shards: Shards) -> None:
     """With exact behaviour log-probs all weights are 1, whatever the earlier mini-batches did to the live policy."""
     backend = backends(algo={"minibatches": 3, "batch_size": 6, "correction": "decoupled"}, optimizer={"lr": 3e-3})
     (shard,) = make_shards(45, minibatches=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from socket import socket
 
 import pytest
@@ -16,19 +17,23 @@ from myxa.core.errors import LaunchError
 Programs = Callable[..., list[tuple[int, str]]]
 
 HEAD = """
-import os, sys, threading, torch
+import os, pathlib, sys, threading, torch
 from myxa.actors.backends.torch_backend.world import Gang, World
 from myxa.core.errors import MyxaError, TrainError
 rank, size, port, timeout = (int(a) for a in sys.argv[1:5])
 torch.set_num_threads(1)
+place = pathlib.Path(sys.argv[5])  # imports may take longer than the timeout of the gang: start together
+(place / str(rank)).touch()
+while len(list(place.iterdir())) < size:
+    threading.Event().wait(0.02)
 def done(text):
     sys.stdout.write(text + chr(10)); sys.stdout.flush()
 """
 
 
-def gang(programs: Programs, body: str, size: int, timeout_s: int) -> list[tuple[int, str]]:
-    code, port = HEAD + body, free_port()
-    return programs([[sys.executable, "-c", code, str(r), str(size), str(port), str(timeout_s)] for r in range(size)])
+def gang(programs: Programs, place: Path, body: str, size: int, timeout_s: int) -> list[tuple[int, str]]:
+    rest = [str(size), str(free_port()), str(timeout_s), str(place)]
+    return programs([[sys.executable, "-c", HEAD + body, str(rank), *rest] for rank in range(size)])
 
 
 JOIN = """
@@ -53,8 +58,12 @@ def test_ranks_that_never_come_are_named(rank: int, cause: str) -> None:
         World.join(Gang(rank, 3, "127.0.0.1", free_port(), timeout_s=1), torch.device("cpu"))
 
 
-def test_agreed_errors_leave_the_gang_whole_and_one_rank_s_own_ends_it_at_once(programs: Programs) -> None:
-    body = JOIN + """
+def test_agreed_errors_leave_the_gang_whole_and_one_rank_s_own_ends_it_at_once(
+    programs: Programs, tmp_path: Path
+) -> None:
+    body = (
+        JOIN
+        + """
 try:
     with world.phase("save"):
         world.agree(OSError("disk full") if rank == 0 else None, "saving")
@@ -75,7 +84,8 @@ except MyxaError as error:
     done(str(error))
 world.close()
 """
-    results = gang(programs, body, size=3, timeout_s=600)  # the collective's own timeout must not be what ends it
+    )
+    results = gang(programs, tmp_path, body, size=3, timeout_s=600)  # the collective's own timeout must not be what ends it
     for rank, (status, output) in enumerate(results):
         assert status == 0, output
         assert ("OSError: disk full" if rank == 0 else "TrainError: saving failed on rank 0") in output, output
@@ -92,9 +102,11 @@ world.close()
     ids=["dies", "does-not-come"],
 )
 def test_a_rank_that_is_lost_in_a_collective_is_named(
-    programs: Programs, what_rank_one_does: str, timeout_s: int
+    programs: Programs, tmp_path: Path, what_rank_one_does: str, timeout_s: int
 ) -> None:
-    body = JOIN + f"""
+    body = (
+        JOIN
+        + f"""
 try:
     with world.phase("train step 4"):
         world.sum(torch.ones(1))
@@ -104,7 +116,8 @@ try:
 except MyxaError as error:
     done(f"{{type(error).__name__}}: {{error}}")
 """
-    (status, output), _ = gang(programs, body, size=2, timeout_s=timeout_s)
+    )
+    (status, output), _ = gang(programs, tmp_path, body, size=2, timeout_s=timeout_s)
     assert status == 0, output
     assert "TrainError: rank 0 of 2 failed to train step 4" in output, output
     assert "rank 1: silent, last seen at 'train step 4'" in output, output

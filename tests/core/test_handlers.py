@@ -84,7 +84,9 @@ def test_the_key_of_a_put_is_found():
     assert spec.key_of(spec.request(Point(5, np.zeros(1, np.float32)))) == "5"
 
 
-@pytest.mark.parametrize("contract", [c for c in vars(contracts).values() if isinstance(c, type) and issubclass(c, Actor)])
+@pytest.mark.parametrize(
+    "contract", [c for c in vars(contracts).values() if isinstance(c, type) and issubclass(c, Actor)]
+)
 def test_the_contracts_of_the_house_compile(contract):
     table = handlers_of(contract)
     assert [s.index for s in table.specs] == list(range(len(table.specs)))

@@ -142,12 +142,12 @@ async def test_abort_ends_one_stream_and_its_tokens_can_be_continued(kind, folde
         assert part.finish == "abort"
         assert len(part.ids) < 90
         context = np.concatenate([whole_request.input_ids, part.ids])
-        rest = await collect(
-            engine, ask("r1", context, max_new_tokens=90 - len(part.ids), ignore_eos=True, seed=3)
-        )
+        rest = await collect(engine, ask("r1", context, max_new_tokens=90 - len(part.ids), ignore_eos=True, seed=3))
         assert np.array_equal(np.concatenate([part.ids, rest.ids]), whole.ids)
         (untouched,) = await other
-        assert (untouched.finish, len(untouched.ids)) == ("length", 90), '"r1" is a prefix of "r10", and another request'
+        assert (untouched.finish, len(untouched.ids)) == ("length", 90), (
+            '"r1" is a prefix of "r10", and another request'
+        )
         await engine.abort("nobody")
 
 
@@ -280,7 +280,9 @@ async def test_bad_weights_are_refused_and_the_old_ones_stay(kind, folders, ask,
 async def test_closing_a_stream_early_frees_its_row(kind, folders, ask, collect):
     async with running(kind, folders[0]) as engine:
         for i in range(40):  # more than there are rows
-            stream = cast("AsyncGenerator[Delta, None]", engine.generate(ask(f"r{i}", max_new_tokens=110, ignore_eos=True)))
+            stream = cast(
+                "AsyncGenerator[Delta, None]", engine.generate(ask(f"r{i}", max_new_tokens=110, ignore_eos=True))
+            )
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     assert delta.finish is None

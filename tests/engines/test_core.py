@@ -158,7 +158,9 @@ def test_unseeded_requests_depend_on_the_engines_seed(folders, make_core, run_co
 
 
 @pytest.mark.parametrize("sampling", [{"seed": 7, "temperature": 1.2}, {"temperature": 0.0}])
-def test_abort_and_continuation_equal_the_uninterrupted_run(sampling, folders, make_core, run_core, ask, events, result):
+def test_abort_and_continuation_equal_the_uninterrupted_run(
+    sampling, folders, make_core, run_core, ask, events, result
+):
     request = ask("whole", 12, max_new_tokens=40, ignore_eos=True, **sampling)
     whole = run_core(make_core(folders[0]), [request])["whole"]
     core = make_core(folders[0])

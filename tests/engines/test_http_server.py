@@ -294,9 +294,7 @@ async def test_a_taken_port_and_a_bad_folder_are_told_and_leave_nothing_running(
 @pytest.mark.asyncio
 async def test_serve_engine_runs_until_it_is_cancelled(folders):
     ready: asyncio.Future[Served] = asyncio.get_running_loop().create_future()
-    task = asyncio.get_running_loop().create_task(
-        serve_engine(folders[0], options=OPTIONS, on_ready=ready.set_result)
-    )
+    task = asyncio.get_running_loop().create_task(serve_engine(folders[0], options=OPTIONS, on_ready=ready.set_result))
     served = await asyncio.wait_for(ready, 30)
     async with aiohttp.ClientSession() as session, session.get(served.url + "/health") as answer:
         assert answer.status == 200

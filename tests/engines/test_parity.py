@@ -63,7 +63,9 @@ def test_members_of_a_group_share_one_prefill(folders, make_core, run_core, ask,
     core = make_core(folders[0])
     prefilled = []
     inner = core._prefill
-    monkeypatch.setattr(core, "_prefill", lambda contexts, rows: prefilled.append(len(contexts)) or inner(contexts, rows))
+    monkeypatch.setattr(
+        core, "_prefill", lambda contexts, rows: prefilled.append(len(contexts)) or inner(contexts, rows)
+    )
     results = run_core(core, requests)
     assert prefilled == [2]
     assert worst_gap(judge(folders[0]), requests, results) <= TOLERANCE

@@ -75,7 +75,10 @@ def test_a_server_may_be_ahead_of_its_own_count():
 
 def test_an_aborted_incremental_stream_repeats_its_last_token():
     ids, _, _, deltas = told(
-        [chunk([1, 2], 2, spans=[["4", 0, 2]]), chunk([2], 2, finish="abort", spans=[["4", 0, 2]], logprobs=[[-1, 2, None]])]
+        [
+            chunk([1, 2], 2, spans=[["4", 0, 2]]),
+            chunk([2], 2, finish="abort", spans=[["4", 0, 2]], logprobs=[[-1, 2, None]]),
+        ]
     )
     assert ids == [1, 2]
     assert deltas[-1].finish == "abort"

@@ -32,9 +32,7 @@ def test_bytes_of_a_known_model():
 
 
 def test_plenty_of_memory_gives_what_was_asked_for():
-    plan = plan_engine(
-        Shape(), dtype="bfloat16", max_running=64, context_length=512, available_bytes=64 * GIB
-    )
+    plan = plan_engine(Shape(), dtype="bfloat16", max_running=64, context_length=512, available_bytes=64 * GIB)
     assert (plan.num_slots, plan.context_length) == (64, 512)
     assert plan.total_bytes == plan.weight_bytes + plan.kv_bytes <= 0.6 * 64 * GIB
 
@@ -80,7 +78,9 @@ def test_a_control_group_tightens_it(tmp_path: Path):
     (tmp_path / "memory.max").write_text(f"{100 << 20}\n")
     (tmp_path / "memory.current").write_text(f"{80 << 20}\n")
     assert available_bytes(tmp_path) == 20 << 20
-    (tmp_path / "memory.stat").write_text(f"anon {1 << 20}\ninactive_file {30 << 20}\nactive_file {10 << 20}\nshmem 5\n")
+    (tmp_path / "memory.stat").write_text(
+        f"anon {1 << 20}\ninactive_file {30 << 20}\nactive_file {10 << 20}\nshmem 5\n"
+    )
     assert available_bytes(tmp_path) == 60 << 20, "page cache is given back on demand"
     (tmp_path / "memory.current").write_text(f"{300 << 20}\n")
     assert available_bytes(tmp_path) == 0

@@ -98,7 +98,9 @@ def test_the_template_is_found_in_file_config_or_list(copied: Path):
     edit(copied / "tokenizer_config.json", chat_template=named)
     assert load_tokenizer(copied).render_text(TALK, add_generation_prompt=True) == text
     edit(copied / "tokenizer_config.json", chat_template=None)
-    with pytest.raises(ModelError, match=r"no chat template: neither chat_template\.jinja nor .*tokenizer_config\.json"):
+    with pytest.raises(
+        ModelError, match=r"no chat template: neither chat_template\.jinja nor .*tokenizer_config\.json"
+    ):
         load_tokenizer(copied)
 
 

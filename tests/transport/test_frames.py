@@ -153,7 +153,9 @@ def test_chunks_make_the_whole(data, size):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 40), st.integers(0, 60), st.binary(max_size=20)), max_size=8))
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 40), st.integers(0, 60), st.binary(max_size=20)), max_size=8)
+)
 def test_chunks_in_any_order_never_raise(parts):
     assembly = Assembly()
     for index, offset, total, data in parts:

@@ -36,7 +36,11 @@ def test_cost_counts_messages_and_bytes():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["send", "arrive", "lose", "handle", "tell", "blip", "old"]), st.integers(1, 600))))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["send", "arrive", "lose", "handle", "tell", "blip", "old"]), st.integers(1, 600))
+    )
+)
 def test_credit_is_never_negative_and_always_comes_back(steps):
     """Messages may be lost when a connection breaks, counters may come late or out of order."""
     window, grant = SendWindow(), Grant()
@@ -84,7 +88,9 @@ def test_a_sender_without_credit_is_noticed():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 20), st.floats(0, 10)), max_size=40), st.lists(st.floats(0.01, 3), max_size=20))
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.floats(0, 10)), max_size=40), st.lists(st.floats(0.01, 3), max_size=20)
+)
 def test_the_wheel_gives_each_number_once_not_early_and_at_most_a_tick_late(sets, steps):
     wheel = Wheel(0.0)
     due_at: dict[int, float] = {}
@@ -155,7 +161,10 @@ def test_what_runs_is_never_forgotten(monkeypatch):
 
 
 def all_errors(root: type[MyxaError]) -> list[type[MyxaError]]:
-    return [root, *(e for child in root.__subclasses__() if child.__module__ == errors.__name__ for e in all_errors(child))]
+    return [
+        root,
+        *(e for child in root.__subclasses__() if child.__module__ == errors.__name__ for e in all_errors(child)),
+    ]
 
 
 @pytest.mark.parametrize("kind", all_errors(MyxaError), ids=lambda k: k.__name__)
@@ -312,7 +321,13 @@ def test_a_gap_is_noticed_and_old_updates_have_no_effect():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["register", "announce", "depart", "follow"]), st.sampled_from("abc"), st.integers(0, 3))))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["register", "announce", "depart", "follow"]), st.sampled_from("abc"), st.integers(0, 3)
+        )
+    )
+)
 def test_a_mirror_ends_up_equal_however_often_it_looks(steps):
     state, often, once = RegistryState(), Directory(), Directory()
     for what, name, n in steps:

@@ -47,7 +47,9 @@ def test_plain_values_come_back(value):
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from(DTYPES).flatmap(lambda d: hnp.arrays(np.dtype(d), hnp.array_shapes(min_dims=0, max_dims=4, min_side=0)))
+    st.sampled_from(DTYPES).flatmap(
+        lambda d: hnp.arrays(np.dtype(d), hnp.array_shapes(min_dims=0, max_dims=4, min_side=0))
+    )
 )
 def test_arrays_come_back(array):
     back = through(Pair(left=array), Pair).left

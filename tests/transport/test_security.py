@@ -204,7 +204,9 @@ async def test_raw_bytes_on_the_tcp_port_do_not_hurt():
         rng = random.Random(3)
         for i in range(30):
             with socket.create_connection((host, int(port)), timeout=5) as raw:
-                greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL".ljust(54, b"\0") if i % 2 else b"GET / HTTP/1.1\r\n\r\n"
+                greeting = (
+                    b"\xff" + bytes(8) + b"\x7f\x03\x00NULL".ljust(54, b"\0") if i % 2 else b"GET / HTTP/1.1\r\n\r\n"
+                )
                 raw.sendall(greeting + rng.randbytes(rng.randrange(300)))
         ref = await node.start(Echo(), "echo")
         assert (await ref.echo(Item(name="a", values=np.zeros(1, np.float32))))[0].name == "a"

@@ -336,13 +336,17 @@ def test_whatever_breaks_every_call_ends_once_and_every_put_has_one_effect(round
         sinks[body] = Sink()
         if is_put:
             puts.add(body)
-        one.call(two, sinks[body], deadline_s=None if is_put else 20, key=b"%016d" % number if is_put else b"", body=body)
+        one.call(
+            two, sinks[body], deadline_s=None if is_put else 20, key=b"%016d" % number if is_put else b"", body=body
+        )
         for _ in range(rng.randrange(6)):
             net.step()
         if rng.random() < 0.2:
             two.serve()
         if rng.random() < 0.06:
-            rng.choice([lambda: one.cut(two.key, rng.choice(list(Lane))), lambda: two.cut(one.key, rng.choice(list(Lane)))])()
+            rng.choice(
+                [lambda: one.cut(two.key, rng.choice(list(Lane))), lambda: two.cut(one.key, rng.choice(list(Lane)))]
+            )()
     net.run()
     for _ in range(5):
         two.serve()

@@ -80,7 +80,9 @@ def test_another_process_reads_the_same_bytes(slab, weights):
     specs, digest, generation = slab.write(weights)
     assert all(spec.offset % ALIGNMENT == 0 for spec in specs)
     told = json.dumps([slab.path, digest, generation, msgspec.to_builtins(specs)])
-    done = subprocess.run([sys.executable, "-c", READ], input=told, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", READ], input=told, capture_output=True, text=True, check=False, timeout=30
+    )
     assert done.returncode == 0, done.stderr
     sums = json.loads(done.stdout)
     for array in weights:
