@@ -46,7 +46,7 @@ def test_a_minimal_file_gets_every_default(folder: Path) -> None:
     assert config.optimizer.betas == (0.9, 0.95)
     assert [name for name, _ in config.roles.by_name()] == ["coordinator", "buffer", "monitor", "trainer", "rollout"]
     assert config.roles["trainer"] is config.roles.trainer
-    assert config.roles.trainer.restart == "gang"
+    assert config.roles.trainer.restart == "never"
     assert config.roles.rollout.device_ids == ()
 
 
