@@ -155,6 +155,7 @@ class Buffer(BufferContract, DataContract):
             result = self._store.put(group, attempt, rollout)
         if result.outcome in ("duplicate", "stale-attempt"):
             self.ctx.log.info("group %d from %s: %s, %s", group.group_id, rollout, result.outcome, result.reason)
+        self._mind_drought()
         self._ring()
         return result
 
@@ -170,7 +171,15 @@ class Buffer(BufferContract, DataContract):
             )
         if is_done:
             self.ctx.log.warning("group %d dropped by %s: %s", dropped.group_id, dropped.rollout, dropped.detail)
+        self._mind_drought()
         self._ring()
+
+    def _mind_drought(self) -> None:
+        drought = self._store.drought
+        if (error := drought.verdict) is not None:
+            self.ctx.fail(error)
+        elif text := drought.news():
+            self._tell("all-left-out", text)
 
     async def return_group(self, returned: GroupReturned) -> None:
         with self._at_work("return"):
@@ -200,9 +209,10 @@ class Buffer(BufferContract, DataContract):
                     self._ring()
                     return Claim(step=step, groups=groups)
                 if self._store.is_finished:
-                    self._tell("data-finished", f"no whole batch is left for step {step}")
+                    reason = self._store.inventory()
+                    self._tell("data-finished", f"no whole batch is left for step {step}: {reason}")
                     self._ring()
-                    return Claim(step=step, finished=True)
+                    return Claim(step=step, finished=True, reason=reason)
             waited_s = await self._wait_for_change(until_s)
             self._claim_wait_s += waited_s or 0.0
             if waited_s is None:

@@ -20,6 +20,7 @@ from ..core.samples import NO_VERSION, Group, Prompt, Sample
 from .buffer_checks import num_response_tokens, wrong_in_group, wrong_in_partial
 from .buffer_cursor import PromptCursor
 from .buffer_settings import LiveSettings
+from .drought import Drought
 from .ledger import Ledger
 from .ledger_payload import decode_group, decode_partial, encode
 from .ledger_states import LEFTOVER, OPEN, Row, State
@@ -59,6 +60,7 @@ class BufferStore:
         self.settings = LiveSettings(ledger, admission)
         self.is_finished = False
         """No batch will ever come again."""
+        self.drought = Drought(admission.batch_size)
         self._rebuild()
 
     # ---- drawing
@@ -155,6 +157,7 @@ class BufferStore:
                 return self._keep(group, payload, num_tokens, row.version)
         self.ledger.refuse(group_id, reason, detail=detail, num_tokens=num_tokens)
         self.admission.filtered(group_id)
+        self.drought.left_out(reason, detail)
         return PutResult(outcome="filtered", reason=detail or reason)
 
     def _keep(self, group: Group, payload: bytes, num_tokens: int, announced: int) -> PutResult:
@@ -162,6 +165,7 @@ class BufferStore:
         version = announced if stamp == NO_VERSION else stamp
         self.ledger.finish(group_id, payload, version=version, num_tokens=num_tokens)
         self.admission.ready(group_id, version)
+        self.drought.kept()
         self._metas[group_id] = _meta(group, version)
         return PutResult(outcome="ready")
 
@@ -180,6 +184,8 @@ class BufferStore:
             return INVALID, wrong
         try:
             verdict: Any = self._filter(group)
+        except UserCodeError:
+            raise
         except Exception as error:
             raise UserCodeError(
                 f"the group filter raised {type(error).__name__} for group {row.group_id}: {error}",
@@ -198,6 +204,7 @@ class BufferStore:
             return False
         self.ledger.drop([(group_id, reason)], detail)
         self.admission.filtered(group_id)
+        self.drought.left_out(reason, detail)
         return True
 
     def take_back(self, group_id: int, attempt: int, rollout: str, partial: tuple[Sample, ...]) -> bool:
@@ -298,6 +305,13 @@ class BufferStore:
 
     # ---- facts
 
+    def inventory(self) -> str:
+        """What became of the data, in words."""
+        dropped = self.ledger.tally.dropped
+        reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items())
+        left_out = f", {sum(dropped.values())} groups left out ({reasons})" if dropped else ""
+        return f"{self.ledger.next_draw} prompts drawn{left_out}"
+
     def stats(self) -> BufferStats:
         """Counts by state and what admission allows now."""
         tally, states = self.ledger.tally, self.ledger.tally.states
@@ -311,6 +325,7 @@ class BufferStore:
             max_staleness=self.admission.max_staleness,
             policy=self.admission.policy,
             mean_tokens=tally.mean_tokens,
+            complaint=self.drought.complaint,
         )
 
     @property

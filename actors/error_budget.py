@@ -1,8 +1,10 @@
-"""How many failures are too many: a share of the last calls, once there were enough of them."""
+"""How many failures are too many: a share of the last calls, or groups, once there were enough of them."""
 
 from __future__ import annotations
 
 from collections import deque
+
+from ..core.errors import EngineError, MyxaError, RewardError, UserCodeError
 
 MIN_CALLS = 20
 WINDOW_CALLS = 100
@@ -34,3 +36,27 @@ class ErrorBudget:
         """Whether more than the allowed share failed."""
         failed, calls = self.recent
         return calls >= MIN_CALLS and failed / calls > self._max_rate
+
+
+class GroupBudget:
+    """Counts groups that were lost to a workflow or an engine. Rewards have a budget of their own, and a prompt that
+    does not fit is no failure of either."""
+
+    def __init__(self, max_rate: float) -> None:
+        self._max_rate = max_rate
+        self._budget = ErrorBudget(max_rate)
+
+    def note(self, error: MyxaError | None) -> None:
+        """One more group, lost to `error` or finished. Raises an error of the same kind once there are too many."""
+        if isinstance(error, RewardError) or not isinstance(error, EngineError | UserCodeError | None):
+            return
+        self._budget.note(has_failed=error is not None)
+        if error is None or not self._budget.is_spent:
+            return
+        failed, groups = self._budget.recent
+        kind = EngineError if isinstance(error, EngineError) else UserCodeError
+        raise kind(
+            f"{failed} of the last {groups} groups were lost, more than reward.max_error_rate = {self._max_rate:g} "
+            f"allows; the last one: {error.message}",
+            remedy=error.remedy,
+        )

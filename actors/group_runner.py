@@ -18,6 +18,7 @@ from ..core.errors import DataError, EngineError, MyxaError, RewardError, UserCo
 from ..core.messages import Assignment
 from ..core.protocols import Delta, GenerateRequest, Tokenizer
 from ..core.samples import I32, Group, Prompt, Sample, check_sample
+from .user_code import what_was_raised
 from .workflows.context import Workflow, WorkflowContext
 from .workflows.episode import Episode, Interrupted, ModelAccess, render_prompt
 
@@ -191,20 +192,19 @@ class GroupRunner:
         context = WorkflowContext(episode=episode, tokenizer=self._tokenizer, max_turns=self._max_turns, index=index)
         self._note(generating=1)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as limit:
                 sample = await self._workflow(context, prompt)
         except (Interrupted, MyxaError, asyncio.CancelledError):
             raise
-        except TimeoutError as err:
-            raise UserCodeError(
-                f"workflow did not finish group {prompt.group_id} sample {index} within {self._timeout_s:g} s",
-                remedy="bound its waits, or raise rollout.timeout_s",
-            ) from err
         except Exception as err:
+            where = f"(group {prompt.group_id}, sample {index}, row {prompt.row} of {prompt.source})"
+            if isinstance(err, TimeoutError) and limit.expired():
+                raise UserCodeError(
+                    f"workflow did not finish within {self._timeout_s:g} s {where}",
+                    remedy="bound its waits, or raise rollout.timeout_s",
+                ) from err
             raise UserCodeError(
-                f"workflow raised {type(err).__name__} for group {prompt.group_id} sample {index} "
-                f"(row {prompt.row} of {prompt.source}): {err}",
-                remedy="mend the workflow function; the traceback is in this actor's log",
+                f"workflow raised {what_was_raised(err)} {where}", remedy="mend the workflow function"
             ) from err
         finally:
             self._note(generating=-1)
@@ -214,7 +214,8 @@ class GroupRunner:
         """User code may return anything: only a consistent Sample of this very prompt passes."""
         if not isinstance(sample, Sample):
             raise UserCodeError(
-                f"workflow returned {type(sample).__name__} for group {prompt.group_id}, not a Sample",
+                f"workflow returned a value of type {type(sample).__name__}, not a Sample "
+                f"(group {prompt.group_id}, sample {index})",
                 remedy="end it with `return ctx.episode.sample()`",
             )
         if (sample.group_id, sample.index) != (prompt.group_id, index):

@@ -20,7 +20,7 @@ from typing import TypeVar
 from ..core.activity import ActivityMeter, TelemetryBuffer
 from ..core.actor import ActorContext
 from ..core.clock import Clock
-from ..core.errors import TrainError
+from ..core.errors import DataError, TrainError
 from ..core.messages import Claim, StepReport, WeightManifest
 from ..core.patience import until_answered
 from ..core.samples import Group, TrainShard
@@ -76,6 +76,7 @@ class Leader:
         self._release_seen = asyncio.Event()
         self._may_go = asyncio.Event()
         self._stop_reason = ""
+        self._inventory = ""
 
     # -- told by the coordinator
 
@@ -116,7 +117,7 @@ class Leader:
         while version < last:
             groups = await self._next_batch(version)
             if groups is None:
-                reason = self._stop_reason or f"no more data after {version} steps"
+                reason = self._stop_reason or self._end_of_data(version)
                 break
             version = await self._step(version, groups)
             if self._stop_reason:
@@ -130,6 +131,7 @@ class Leader:
             while not self._stop_reason:
                 claim: Claim = await self._ask("buffer", lambda: self._buffer.claim(version, CLAIM_WAIT_S))
                 if claim.finished:
+                    self._inventory = claim.reason
                     return None
                 if claim.groups:
                     return await self._fetch(tuple(g.group_id for g in claim.groups))
@@ -137,6 +139,15 @@ class Leader:
 
     async def _fetch(self, group_ids: tuple[int, ...]) -> list[Group]:
         return list(await self._ask("buffer", lambda: self._buffer.fetch(group_ids)))
+
+    def _end_of_data(self, version: int) -> str:
+        """Why the loop ends now. A run that could not make a single step did not do what it was started for."""
+        if version == 0:
+            raise DataError(
+                f"the data ended before the first batch was whole ({self._inventory})",
+                remedy="lower algo.batch_size, raise data.max_passes, or see why groups were left out",
+            )
+        return f"no more data after {version} steps"
 
     async def _step(self, version: int, groups: Sequence[Group]) -> int:
         """One optimizer step (or several mini-batches), told to buffer, engines and people."""

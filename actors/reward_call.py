@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import os
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ..algos.rewards import BUILTINS, RewardOutcome, bind_builtin, outcome_of
 from ..core.completions import Completion
-from .user_code import REWARD, load_function
-
-PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+from .user_code import REWARD, load_function, what_was_raised
 
 
 class BadReward(Exception):
@@ -76,9 +71,5 @@ def judged(returned: object) -> RewardOutcome:
 
 
 def raised(error: BaseException) -> BadReward:
-    """What the function raised, and the line of its own file that did or called what did."""
-    files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    outside = [place for place in files if not place[0].startswith(PACKAGE)]
-    own = [place for place in outside if place[0] == outside[0][0]]
-    place = f" at {own[-1][0]}:{own[-1][1]}" if own else ""
-    return BadReward(f"raised {type(error).__name__}: {error}{place}")
+    """What the function raised, and where."""
+    return BadReward(f"raised {what_was_raised(error)}")

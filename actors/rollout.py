@@ -38,6 +38,7 @@ from ..core.patience import until_answered
 from ..core.protocols import Engine, Tokenizer
 from ..core.samples import NO_VERSION, Group, Prompt
 from .contracts import BufferContract, CoordinatorContract, MonitorContract, RolloutContract
+from .error_budget import GroupBudget
 from .group_runner import GroupRunner, Load, NoEngine, Partial, PooledScorer, drop_reason
 from .telemetry import report_forever
 from .workflows.context import Workflow
@@ -70,6 +71,8 @@ class RolloutOptions:
     """0: the engine's own."""
     report_s: float = 1.0
     workflow_timeout_s: float = 600.0
+    max_error_rate: float = 0.1
+    """Share of groups that may be lost to the workflow or the engine."""
 
 
 class Rollout(RolloutContract):
@@ -99,6 +102,7 @@ class Rollout(RolloutContract):
         self._serving = asyncio.Event()
         self._is_draining = False
         self._prepared: WeightManifest | None = None
+        self._budget = GroupBudget(options.max_error_rate)
         self._num_groups = 0
         self._num_errors = 0
 
@@ -204,6 +208,7 @@ class Rollout(RolloutContract):
         group_id, attempt = assignment.prompt.group_id, assignment.attempt
         try:
             group = await self._runner.run(assignment)
+            self._budget.note(None)
             await self._deliver(group, attempt)
             self._num_groups += 1
         except Partial as partial:
@@ -243,8 +248,9 @@ class Rollout(RolloutContract):
             detail=str(err)[:2000],
         )
         await self._ask_buffer(lambda: self._buffer.drop_group(dropped))
-        if self._scorer.too_many_errors:
-            raise UserCodeError(self._scorer.too_many_errors, remedy=f"last error: {err}")
+        if text := self._scorer.too_many_errors:
+            raise UserCodeError(text.removesuffix(f" -- {err.remedy}"), remedy=err.remedy)
+        self._budget.note(err)
 
     async def _ask_buffer(self, send: Callable[[], Awaitable[R]]) -> R:
         """Keyed or idempotent calls, repeated while the buffer is restarting: the group in hand must not be lost."""

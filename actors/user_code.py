@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -21,6 +22,9 @@ from typing import Any
 
 from ..core.errors import ConfigError, UserCodeError
 from ..core.suggestion import suggest
+
+
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,15 @@ def _module_of_file(name: str, expected: Expected) -> ModuleType:
         del sys.modules[unique]
         raise _raised(name, expected, error) from error
     return module
+
+
+def what_was_raised(error: BaseException) -> str:
+    """`KeyError: 'level' at mine.py:18`: the line of the user's own file that did, or called what did."""
+    files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    outside = [place for place in files if not place[0].startswith(PACKAGE)]
+    own = [place for place in outside if place[0] == outside[0][0]]
+    place = f" at {own[-1][0]}:{own[-1][1]}" if own else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def _raised(name: str, expected: Expected, error: Exception) -> UserCodeError:

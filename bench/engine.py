@@ -34,7 +34,7 @@ import numpy as np
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.generation import ContinuousBatchingConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.models.tiny import make_tiny_model
@@ -148,7 +148,8 @@ class Continuous:
     def __init__(self, model: Any, num_rows: int) -> None:
         self._model = model
         self._generation = GenerationConfig(
-            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_TOKENS, pad_token_id=256, eos_token_id=-1
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_TOKENS,
+            pad_token_id=256, eos_token_id=-1,
         )  # fmt: skip
         self._config = ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,
@@ -224,10 +225,9 @@ def measure(preset: str, num_rows: int, num_rounds: int) -> list[Row]:
                     if number:  # round 0 warms up
                         seconds[contestant.name].append(taken)
                     print(f"{preset} {load.name} round {number} {contestant.name}: {taken[0]:.2f} s", file=sys.stderr)
-            rows += [
-                Row(preset, load.name, name, [load.num_tokens / w for w, _ in found], [load.num_tokens / c for _, c in found])
-                for name, found in seconds.items()
-            ]  # fmt: skip
+            for name, found in seconds.items():
+                wall_rates, cpu_rates = ([load.num_tokens / s for s in column] for column in zip(*found, strict=True))
+                rows.append(Row(preset, load.name, name, wall_rates, cpu_rates))
         for contestant in contestants:
             contestant.close()
     return rows
@@ -242,12 +242,15 @@ def cpu_name() -> str:
 
 def table(rows: list[Row], num_rows: int, num_rounds: int) -> str:
     load_average = os.getloadavg()[0]
+    head = (
+        f"{cpu_name()}, {os.cpu_count()} CPUs, load average {load_average:.1f}; Python {platform.python_version()}, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}; 1 thread, float32, {num_rows} rows, "
+        f"{PROMPT_TOKENS} prompt tokens, median of {num_rounds} interleaved rounds (lowest to highest)."
+    )
     lines = [
         "### Embedded engine against transformers",
         "",
-        f"{cpu_name()}, {os.cpu_count()} CPUs, load average {load_average:.1f}; Python {platform.python_version()}, "
-        f"torch {torch.__version__}, transformers {transformers.__version__}; 1 thread, float32, {num_rows} rows, "
-        f"{PROMPT_TOKENS} prompt tokens, median of {num_rounds} interleaved rounds (lowest to highest).",
+        head,
         "",
         "| model | load | engine | tokens/s | tokens/CPU-s | embedded is faster by (wall, CPU) | goal |",
         "|---|---|---|---|---|---|---|",

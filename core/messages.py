@@ -94,6 +94,8 @@ class Claim(Record, frozen=True):
     groups: tuple[GroupMeta, ...] = ()
     finished: bool = False
     """No batch will ever come again: data exhausted or the run was told to stop."""
+    reason: str = ""
+    """What became of the data, when it is finished."""
     blocked_by: Literal["", "wait-data", "paused"] = ""
 
 
@@ -191,6 +193,8 @@ class BufferStats(Record, frozen=True):
     policy: str
     mean_tokens: dict[str, float] = {}
     """"trained", and each reason for dropping -> mean response tokens of a group: shows a bias for short answers"""
+    complaint: str = ""
+    """What a person should know now: no group could be used for a long time."""
 
 
 class RunStatus(Record, frozen=True):

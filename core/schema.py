@@ -34,7 +34,7 @@ def describe(kind: Any, seen: frozenset[type] = frozenset()) -> str:
     if issubclass(kind, msgspec.Struct):
         fields = ",".join(_field(f, inner) for f in msgspec.structs.fields(kind))
         return f"{_name(kind)}({fields})"
-    if "__dataclass_fields__" in vars(kind):
+    if hasattr(typing.cast("Any", kind), "__dataclass_fields__"):
         hints = typing.get_type_hints(typing.cast("Any", kind))
         fields = ",".join(f"{name}:{describe(hint, inner)}" for name, hint in sorted(hints.items()))
         return f"{_name(kind)}({fields})"

@@ -20,6 +20,7 @@ from ..core.config import load_config
 from ..core.errors import ConfigError, MyxaError
 from .launcher import LaunchOptions, launch
 from .node_place import find_place
+from .port import check_port
 from .run_supervisor import Patience
 from .worker_spec import DEFAULT_PROGRAM
 
@@ -118,7 +119,7 @@ def _add_other_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser])
     serve = engine_verbs.add_parser("serve", help="serve a model folder over HTTP, with SGLang's routes")
     serve.add_argument("folder", type=Path, metavar="DIR", help="HuggingFace model folder")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    serve.add_argument("--port", type=int, default=30000, help="port to listen on, 0 = any (%(default)s)")
+    serve.add_argument("--port", type=_port, default=30000, help="port to listen on, 0 = any (%(default)s)")
     serve.set_defaults(run=_serve_engine)
 
 
@@ -126,6 +127,13 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < 1e6:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 65536:
+        raise argparse.ArgumentTypeError(f"{text} is not a port: ports are 0 to 65535")
     return value
 
 
@@ -189,6 +197,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _serve_engine(options: argparse.Namespace) -> int:
+    check_port("--port", options.host, options.port, "choose another one, or 0 for any free one")
     from ..actors.engines.http_server import Served, serve_engine  # the engine needs torch
 
     def ready(served: Served) -> None:

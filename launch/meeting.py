@@ -24,6 +24,7 @@ from ..transport.address import Rendezvous, interface_towards
 from ..transport.node import JobKey, Node
 from .contracts import ChildEnd, agent_name
 from .node_place import Endpoint, NodePlace, parse_endpoint
+from .port import check_port
 from .worker_spec import WorkerSpec
 
 ATTACH_S = 10.0
@@ -71,6 +72,8 @@ async def host_meeting(
     is_alone = place.num_nodes == 1
     key_path = None if is_alone else _own_key(job_key or default_job_key())
     host = "127.0.0.1" if is_alone else _listen_address(place.endpoint)
+    if place.endpoint is not None:
+        check_port("--rdzv", host, place.endpoint.port, "choose another port, or 0 for any free one")
     node = await Node.attach(
         name=agent_name(0),
         run_dir=runtime_dir,

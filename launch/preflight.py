@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +21,7 @@ from ..core.config import RoleName, RunConfig
 from ..core.config.source import parse_sources
 from ..core.errors import ConfigError, LaunchError, MyxaError, TrainError
 from .actor_spec import ActorSpec
+from .port import check_port
 
 PROBE = (
     "import importlib.util, myxa, myxa.launch.worker;"
@@ -44,7 +44,8 @@ def check_node(config: RunConfig, actors: Iterable[ActorSpec]) -> None:
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        raise type(errors[0])("\n".join([f"{len(errors)} problems", *map(str, errors)]))
+        lines = "\n".join(f"  {error}" for error in errors)
+        raise type(errors[0])(f"the run cannot start: {len(errors)} problems\n{lines}")
 
 
 def _check_interpreters(config: RunConfig, actors: Sequence[ActorSpec]) -> None:
@@ -144,15 +145,9 @@ def _check_ports(config: RunConfig, actors: Sequence[ActorSpec]) -> None:
     port = config.monitor.prometheus_port
     if port < 1 or not any(actor.role == "monitor" for actor in actors):
         return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: a port of late is free
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError as error:
-            raise LaunchError(
-                f"monitor.prometheus_port = {port}: cannot listen on {LOOPBACK}:{port}: {error.strerror}",
-                remedy="set another one, 0 (any free port) or -1 (off)",
-            ) from error
+    check_port(
+        f"monitor.prometheus_port = {port}", LOOPBACK, port, "set another one, 0 (any free port) or -1 (off)"
+    )
 
 
 Check = Callable[[RunConfig, Sequence[ActorSpec]], None]

@@ -85,8 +85,10 @@ def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> 
     from ..actors.data.prompts import open_prompts
     from ..algos.staleness import Admission
 
+    prompts = open_prompts(config)
+    prompts.check_batch(config.algo.batch_size)
     return Buffer(
-        source=open_prompts(config),
+        source=prompts,
         ledger_path=run_dir / "ledger.sqlite",
         run=run_dir.name,
         admission=Admission(
@@ -116,21 +118,9 @@ def _earlier_ledger(config: RunConfig) -> Path | None:
 
 
 def _group_filter(config: RunConfig) -> Callable[[Group], str | None]:
-    from ..actors.user_code import GROUP_FILTER, load_function
-    from ..algos.filters import GROUP_FILTERS
+    from ..actors.group_filter import load_group_filter
 
-    name = config.algo.group_filter
-    if name in GROUP_FILTERS:
-        return GROUP_FILTERS[name]
-    keep = load_function(name, GROUP_FILTER).fn
-
-    def reason(group: Group) -> str | None:
-        verdict = keep(group)
-        if isinstance(verdict, str):
-            return verdict or None
-        return None if verdict else name
-
-    return reason
+    return load_group_filter(config.algo.group_filter)
 
 
 def _monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
@@ -152,16 +142,17 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     from ..actors.rollout import Rollout, RolloutOptions
 
     model = read_config(config.model.path)
-    return Rollout(
-        engine=None if is_supervised(config) else _engine(spec, config, model),
+    return Rollout(  # the engine last: it imports torch, and a mistake in the others is to be told at once
         workflow=_workflow(config),
         scorer=make_rewarder(config),
         tokenizer=load_tokenizer(config.model.path),
+        engine=None if is_supervised(config) else _engine(spec, config, model),
         options=RolloutOptions(
             max_groups=config.rollout.max_groups,
             max_turns=config.rollout.max_turns,
             context_length=config.engine.context_length or model.context_length,
             workflow_timeout_s=config.rollout.timeout_s,
+            max_error_rate=config.reward.max_error_rate,
         ),
         clock=clock,
     )

@@ -79,6 +79,7 @@ class Screen:
                 reward=last.curve("reward/mean") if last else {},
                 eval_reward=last.curve("eval/reward") if last else {},
                 next_steps=next_steps if ending.exit_code == 0 else (),
+                dropped=last.buffer.dropped if last and last.buffer else None,
             )
         else:
             self._console.print(Text(f"run directory: {self._run_dir}"), soft_wrap=True)

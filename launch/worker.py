@@ -73,8 +73,15 @@ def _lacking(error: ImportError) -> ConfigError:
     return ConfigError(f"{sys.executable} {what}", remedy=remedy)
 
 
+SWITCH_INTERVAL_S = 0.0005
+"""An engine's or a trainer's thread takes the interpreter lock back after every kernel; with Python's 5 ms each of those
+waits lasts as long as the event loop is busy. Set here because this process is ours; an embedded actor's host decides
+for itself."""
+
+
 def main() -> int:
     """See the module's head."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     path = os.environ.get(SPEC_VARIABLE, "")
     if not path:
         print(f"{SPEC_VARIABLE} is not set: workers are started by `myxa up`", file=sys.stderr)

@@ -97,7 +97,7 @@ class ActorCell:
     # -- life
 
     async def start(self) -> None:
-        """Run `on_start`; what it raises passes through and the actor is gone."""
+        """Run `on_start`; what it raises (or what failed the actor meanwhile) passes through and the actor is gone."""
         self._become(CellState.STARTING)
         task = asyncio.get_running_loop().create_task(
             self.actor.on_start(), name=f"{self.name}: on_start", context=fresh_context(CallScope(chain=(self.tag,)))
@@ -108,9 +108,10 @@ class ActorCell:
             task.cancel()
             await self._end(f"on_start failed: {error}", has_started=False)
             raise
-        if self.state is CellState.STARTING:
-            self._become(CellState.RUNNING)
-            self._next()
+        if self.state is not CellState.STARTING:
+            raise self.error or Draining(f"{self.name} was stopped while it started")
+        self._become(CellState.RUNNING)
+        self._next()
 
     async def drain(self, grace_s: float) -> bool:
         """Refuse new messages, finish those accepted; False if `grace_s` was not enough."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ..core.errors import StaleEpoch
+from ..core.errors import NotSent, StaleEpoch
 from ..core.ids import PeerKey
 from .credit import Grant, SendWindow
 from .frames import NO_TTL, stamp
@@ -99,6 +99,8 @@ class Links:
         self._links: dict[PeerKey, Link] = {}
         self._newest: dict[int, int] = {}
         self._over: dict[int, int] = {}
+        self.is_closed = False
+        """This process is going: no link is opened any more."""
         self.itself = Link(own, transport.endpoints)
         """The way to ourselves: always up, no transport between."""
         self.itself.on("connected")
@@ -124,8 +126,10 @@ class Links:
     def open(self, key: PeerKey, endpoints: Endpoints) -> Link:
         """The link to an incarnation, connecting if there is none.
 
-        Raises LaunchError without a usable endpoint, StaleEpoch for an incarnation that is over.
+        Raises LaunchError without a usable endpoint, StaleEpoch for an incarnation that is over, NotSent after the end.
         """
+        if self.is_closed:
+            raise NotSent("this process is closing")
         link = self._links.get(key)
         if link is None:
             if self.is_over(key):

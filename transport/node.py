@@ -18,7 +18,7 @@ from ..core.clock import Clock, SystemClock
 from ..core.errors import CallError, ConfigError, MyxaError, NoSuchActor, StaleEpoch
 from ..core.ids import PeerKey, check_name
 from .address import Rendezvous
-from .cell import ActorCell
+from .cell import STOP_LIMIT_S, ActorCell
 from .context import NodeContext
 from .courier import Courier
 from .hosting import Hosting
@@ -64,6 +64,8 @@ class Node:
         self._mirror.call_with(self._courier)
         self._registry: RegistryActor | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._endings: set[asyncio.Task[None]] = set()
+        """Ends of failed actors; a node that closes lets them finish."""
         self._reasons: dict[str, str] = {}
         self._num_ticks = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -150,6 +152,8 @@ class Node:
             return
         self._is_closed = True
         give_up_at = self._clock.monotonic() + grace_s
+        if self._endings:
+            await asyncio.wait(self._endings, timeout=grace_s + STOP_LIMIT_S)
         for cell in reversed(self._hosting.cells()):
             if cell.name != REGISTRY:
                 await cell.drain(max(0.0, give_up_at - self._clock.monotonic()))
@@ -218,7 +222,7 @@ class Node:
     def _on_failed(self, cell: ActorCell, error: BaseException) -> None:
         self._report(cell.name, error)
         if not self._is_closed:
-            self._spawn(self._retire(cell, f"it failed: {error}"), f"end of {cell.name}")
+            self._endings.add(self._spawn(self._retire(cell, f"it failed: {error}"), f"end of {cell.name}"))
 
     async def _retire(self, cell: ActorCell, why: str) -> None:
         await cell.stop(why)
@@ -298,13 +302,15 @@ class Node:
             for target in self._session.calls.parked_targets:
                 self._session.calls.on_located(target, self._mirror.reroute)
 
-    def _spawn(self, coro: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, coro: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coro, name=f"{self.name}: {name}")
         self._tasks.add(task)
         task.add_done_callback(self._reap)
+        return task
 
     def _reap(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._endings.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.node_failed(error)
 

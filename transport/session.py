@@ -115,7 +115,7 @@ class Session:
         return encode(self._envelope(Kind.HELLO, peer, body=orjson.dumps(msgspec.to_builtins(hello))))
 
     def received(self, source: bytes, lane: Lane, data: memoryview) -> None:
-        if source in self._banned:
+        if source in self._banned or self._links.is_closed:
             return
         envelope = decode(data, self._limits)
         link = self._sources[lane].get(source)
@@ -194,6 +194,7 @@ class Session:
     def close(self) -> None:
         """Say goodbye to everybody; calls that are still pending end now."""
         self.calls.fail_all("this process is closing")
+        self._links.is_closed = True
         for link in self._links.all():
             if link.key != self.own:
                 self._links.send(link, Lane.CONTROL, encode(self._envelope(Kind.GOODBYE, link.key)))

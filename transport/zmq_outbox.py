@@ -252,6 +252,11 @@ class Outbox:
         if self._state is OutboxState.READY:
             self._flush()
 
+    def abort(self) -> None:
+        """End at once; what was not sent is lost."""
+        self._linger_s = 0.0
+        self._finish()
+
     def _finish(self) -> None:
         if self._state is OutboxState.CLOSED:
             return

@@ -55,6 +55,7 @@ class ZmqTransport:
         self._all_closed = asyncio.Event()
         self._sink: Sink | None = None
         self._endpoints = Endpoints(node_rank=node_rank)
+        self._is_closed = False
 
     @property
     def endpoints(self) -> Endpoints:
@@ -92,6 +93,8 @@ class ZmqTransport:
     # -- peers
 
     def connect(self, peer: PeerKey, endpoints: Endpoints) -> None:
+        if self._is_closed:
+            raise LaunchError(f"{peer} cannot be reached: this process is closing")
         self._address(peer, endpoints, Lane.CONTROL)
         known = self._peers.get(peer)
         if known is not None:
@@ -141,6 +144,7 @@ class ZmqTransport:
     # -- the end
 
     async def close(self, linger_s: float) -> None:
+        self._is_closed = True
         for peer in list(self._peers):
             self.disconnect(peer, linger_s)
         if self._lingering:
@@ -148,6 +152,8 @@ class ZmqTransport:
                 await asyncio.wait_for(self._all_closed.wait(), linger_s + 1.0)
             except TimeoutError:
                 _log.warning("%d connections did not close in time", len(self._lingering))
+            for outbox in list(self._lingering):
+                outbox.abort()
         self._close_inboxes()
         await self._terminate()
 

@@ -9,6 +9,7 @@ import hashlib
 
 from ...core.config import DataSettings, RunConfig
 from ...core.config.source import parse_sources
+from ...core.errors import DataError
 from ...core.samples import Prompt
 from .layout import Layout
 from .order import Order
@@ -47,6 +48,15 @@ class PromptDataset:
     def bad_rows(self) -> tuple[str, ...]:
         """What is wrong with the first few of them."""
         return (*self._rows.bad_rows, *(self._held_out.bad_rows if self._held_out is not None else ()))
+
+    def check_batch(self, batch_size: int) -> None:
+        """Raise DataError if all passes together are less than one batch."""
+        if self._max_passes and self._max_passes * len(self) < batch_size:
+            raise DataError(
+                f"data.train: {len(self)} rows and data.max_passes = {self._max_passes} are fewer prompts than one batch, "
+                f"algo.batch_size = {batch_size}",
+                remedy="lower algo.batch_size, or raise data.max_passes (0 = endless)",
+            )
 
     def prompt(self, draw: int) -> Prompt | None:
         """The prompt of a draw (from 0), or None when all passes are over. Raises DataError if the row has changed."""

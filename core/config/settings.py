@@ -197,7 +197,8 @@ class RewardSettings(Section, frozen=True):
     timeout_s: PositiveFloat = 30.0
     """Seconds one call may take; a worker process that takes longer is killed and replaced."""
     max_error_rate: UnitFloat = 0.1
-    """Share of failed calls (over at least 20) above which the run ends."""
+    """Share of failed calls (over at least 20) above which the run ends; also of groups lost to the workflow or the
+    engine."""
     pattern: str = ""
     """Regular expression of `regex` and `format` (Python syntax)."""
     truncated: Literal["score", "zero"] = "score"

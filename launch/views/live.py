@@ -50,7 +50,7 @@ class LiveView:
         self._pace = Pace()
         self._live: Live | None = None
         self._line_s = float("-inf")
-        self._line_key: tuple[str, int] = ("", -1)
+        self._line_key: tuple[str, bool, int] = ("", False, -1)
 
     def __enter__(self) -> LiveView:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -66,14 +66,16 @@ class LiveView:
             self._live = None
 
     def update(self, state: LiveState) -> None:
-        """Draw the state; without a terminal print a line when a step or phase is new, at most one per 2 s."""
+        """Draw the state; without a terminal print a line when a step, phase or warning is new, steps at most one per
+        2 s."""
         self._pace.put(state.now_wall_s, state.version)
         if self._live is not None:
             is_ascii = not self._console.encoding.lower().startswith("utf")
             self._live.update(render(state, self._pace, is_ascii=is_ascii), refresh=True)
             return
-        key, silent_s = (state.phase, state.version), state.now_wall_s - self._line_s
-        is_news = key[0] != self._line_key[0] or (key != self._line_key and silent_s >= _LINE_EVERY_S)
+        warns = bool(state.buffer and state.buffer.complaint)
+        key, silent_s = (state.phase, warns, state.version), state.now_wall_s - self._line_s
+        is_news = key[:2] != self._line_key[:2] or (key != self._line_key and silent_s >= _LINE_EVERY_S)
         if is_news or silent_s >= _HEARTBEAT_S:
             self._line_key, self._line_s = key, state.now_wall_s
             self.say(plain_line(state, self._pace))

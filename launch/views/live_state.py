@@ -111,6 +111,7 @@ def fact_lines(state: LiveState, pace: Pace) -> list[tuple[str, str]]:
         ("lag", _lag_line(state)),
         ("speed", _speed_line(state)),
         ("groups", _groups_line(state.buffer)),
+        ("warning", clean(state.buffer.complaint) if state.buffer else ""),
         ("engines", _engines_line(state.status)),
     ]
     return [(label, text) for label, text in lines if text]
@@ -176,10 +177,15 @@ def _groups_line(stats: BufferStats | None) -> str:
         return ""
     parts = [f"{clean(name).lower()} {count}" for name, count in stats.states.items() if count]
     parts.append(f"slots {stats.slots_used}/{stats.slots_total}")
-    if dropped := sum(stats.dropped.values()):
-        reasons = ", ".join(f"{clean(reason)} {count}" for reason, count in stats.dropped.items() if count)
-        parts.append(f"dropped {dropped} ({reasons})")
+    if sum(stats.dropped.values()):
+        parts.append(f"dropped {dropped_text(stats.dropped)}")
     return "   ".join(parts)
+
+
+def dropped_text(dropped: Mapping[str, int]) -> str:
+    """`12 (zero_variance 9, prompt-too-long 3)`."""
+    reasons = ", ".join(f"{clean(reason)} {count}" for reason, count in dropped.items() if count)
+    return f"{sum(dropped.values())} ({reasons})"
 
 
 def _engines_line(status: RunStatus | None) -> str:
@@ -201,7 +207,7 @@ def _engines_line(status: RunStatus | None) -> str:
 def plain_line(state: LiveState, pace: Pace) -> str:
     """The whole state on one line, for logs and pipes."""
     lines = [
-        f"{label} {text}" for label, text in fact_lines(state, pace) if label in {"step", "reward", "lag", "speed"}
+        f"{label} {text}" for label, text in fact_lines(state, pace) if label in {"step", "reward", "lag", "speed", "warning"}
     ]
     if state.metrics.get("train/loss") is not None:
         lines.insert(2, f"loss {short(state.metrics['train/loss'])}")

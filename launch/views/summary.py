@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ...core.messages import RunStatus
-from .live_state import clean
+from .live_state import clean, dropped_text
 from .numbers import duration, short
 from .textplot import plot
 
@@ -26,8 +26,10 @@ def final_summary(
     reward: Mapping[int, float],
     eval_reward: Mapping[int, float] | None = None,
     next_steps: Sequence[str] = (),
+    dropped: Mapping[str, int] | None = None,
 ) -> None:
-    """Print the end of a run. `reward`, `eval_reward`: step -> value; `next_steps`: sentences or commands to try."""
+    """Print the end of a run. `reward`, `eval_reward`: step -> value; `next_steps`: sentences or commands to try;
+    `dropped`: reason -> groups that were left out."""
     colour = {"finished": "green", "failed": "red"}.get(status.phase, "yellow")
     goal = f" of {status.num_steps}" if status.num_steps > 0 else ""
     headline = f"{clean(status.name)}: {status.phase} after {status.version}{goal} steps, {duration(elapsed_s)}"
@@ -35,6 +37,8 @@ def final_summary(
     for reason in (status.reason, status.error):
         if reason:
             console.print(Text(clean(reason)), soft_wrap=True)
+    if dropped and any(dropped.values()):
+        console.print(Text(f"groups left out: {dropped_text(dropped)}"), soft_wrap=True)
     _print_curve(console, reward, eval_reward or {})
     console.print()
     _print_place(console, "report", report)

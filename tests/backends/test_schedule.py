@@ -36,11 +36,6 @@ def test_cosine_passes_the_middle_halfway() -> None:
     assert all(a > b for a, b in itertools.pairwise(got))
 
 
-def test_a_live_peak_replaces_the_configured_one() -> None:
-    config = OptimizerConfig(lr=1.0, schedule="linear")
-    assert learning_rate(config, 5, 10, peak=4.0) == pytest.approx(2.0)
-
-
 def test_a_decay_without_end_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no end"):
         check_schedule(OptimizerConfig(schedule="cosine"), 0)

@@ -85,7 +85,7 @@ except MyxaError as error:
 world.close()
 """
     )
-    results = gang(programs, tmp_path, body, size=3, timeout_s=600)  # the collective's own timeout must not be what ends it
+    results = gang(programs, tmp_path, body, size=3, timeout_s=600)  # far: not the timeout may end it
     for rank, (status, output) in enumerate(results):
         assert status == 0, output
         assert ("OSError: disk full" if rank == 0 else "TrainError: saving failed on rank 0") in output, output

@@ -25,6 +25,10 @@ name = "toy"
 path = "model"
 [data]
 train = "data.jsonl"
+[roles.coordinator]
+restart = "one"
+[roles.trainer]
+restart = "gang"
 """
 
 

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from myxa.core.actor import MailboxPolicy
-from myxa.core.errors import ConfigError, NoSuchActor
+from myxa.core.errors import ConfigError, EngineError, NoSuchActor
 from myxa.transport.node import Node
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -160,6 +160,45 @@ async def test_background_tasks_end_with_their_actor_and_have_no_deadline():
     assert seen == [None]
     await node.close()
     assert seen == [None, "ended"]
+
+
+@pytest.mark.asyncio
+async def test_an_actor_that_fails_while_it_starts_is_not_there(caplog):
+    caplog.set_level("CRITICAL")
+
+    class Hasty(Echo):
+        async def on_start(self):
+            self.ctx.spawn(self.explode(), name="explode")
+            await asyncio.sleep(0.1)
+
+        async def explode(self):
+            raise EngineError("too early")
+
+    node = await Node.attach(name="host")
+    with pytest.raises(EngineError, match="too early"):
+        await node.start(Hasty(), "hasty")
+    assert node.peers("hasty") == ()
+    assert isinstance(node.failed.result(), EngineError)
+    await node.close()
+
+
+@pytest.mark.asyncio
+async def test_closing_lets_a_failed_actor_finish_its_end(caplog):
+    caplog.set_level("CRITICAL")
+    ends = []
+
+    class Careful(Echo):
+        async def on_stop(self, why):
+            await asyncio.sleep(0.3)
+            ends.append(why)
+
+    node = await Node.attach(name="host")
+    ref = await node.start(Careful(), "careful")
+    await ref.fail("fatal")
+    error = await node.failed
+    await node.close(grace_s=0.1)
+    assert isinstance(error, EngineError)
+    assert ends == ["it failed: exploded in the background"]
 
 
 @pytest.mark.asyncio

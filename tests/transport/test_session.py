@@ -377,3 +377,22 @@ def test_whatever_breaks_every_call_ends_once_and_every_put_has_one_effect(round
     for lane in Lane:
         link.windows[lane].released(served.grants[lane].announce())
         assert link.windows[lane].outstanding == 0
+
+
+def test_a_closed_session_hears_nothing_and_opens_nothing(pair):
+    net, one, two = pair
+    sink = Sink()
+    one.call(two, sink)
+    net.run()
+    one.session.close()
+    assert isinstance(sink.outcomes[0], PeerDied)
+    net.run()
+    assert two.session.peers() == ()  # it heard the goodbye
+    newer = net.end(4, 1)
+    newer.call(one, Sink())
+    net.run()
+    assert one.session.peers() == ()
+    assert one.arrivals == []
+    for target in (newer, one):
+        with pytest.raises(NotSent, match="closing"):
+            one.call(target, Sink())

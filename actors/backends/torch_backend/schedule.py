@@ -21,18 +21,17 @@ def check_schedule(config: OptimizerConfig, total_updates: int) -> None:
         )
 
 
-def learning_rate(config: OptimizerConfig, num_updates: int, total_updates: int, peak: float | None = None) -> float:
+def learning_rate(config: OptimizerConfig, num_updates: int, total_updates: int) -> float:
     """Rate of the next update after `num_updates` finished ones.
 
     Warm-up rises linearly and reaches the peak at its last update; then constant, or a half cosine, or a line down to
-    `min_lr_ratio * peak` at `decay_steps` (0: at `total_updates`). `peak` overrides `config.lr`.
+    `min_lr_ratio * lr` at `decay_steps` (0: at `total_updates`).
     """
-    top = config.lr if peak is None else peak
     if num_updates < config.warmup_steps:
-        return top * (num_updates + 1) / config.warmup_steps
+        return config.lr * (num_updates + 1) / config.warmup_steps
     if config.schedule == "constant":
-        return top
+        return config.lr
     end = config.decay_steps or total_updates
     progress = min(1.0, (num_updates - config.warmup_steps) / max(1, end - config.warmup_steps))
     share = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
-    return top * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)

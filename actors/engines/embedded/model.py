@@ -19,6 +19,8 @@ from .arrays import Index, as_tensor
 from .kv import SlotCache
 from .weights import DecoderWeights, LayerWeights
 
+MAX_EINSUM_QUERIES = 2
+
 
 class Attention(Protocol):
     """What the tokens of one forward pass attend to."""
@@ -51,11 +53,12 @@ class Decoder:
         x = weights.embedding[ids]
         turns = self._turns[positions]
         for number, layer in enumerate(weights.layers):
-            x = torch.addmm(x, self._attended(number, layer, x, turns, attention), layer.out.t())
+            attended = self._attended(number, layer, x, turns, attention)
+            if wanted is not None and number == len(weights.layers) - 1:
+                x, attended = x[wanted], attended[wanted]  # from here on nobody looks at the others
+            x = torch.addmm(x, attended, layer.out.t())
             gate, up = linear(self._normed(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
             x = torch.addmm(x, silu(gate).mul_(up), layer.down.t())
-        if wanted is not None:
-            x = x[wanted]
         return linear(self._normed(x, weights.norm), weights.head).float()
 
     def _attended(self, number: int, layer: LayerWeights, x: Tensor, turns: Tensor, attention: Attention) -> Tensor:
@@ -96,12 +99,29 @@ class DecodeAttention:
         """[n * kv heads, 1, length]"""
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Two batched products over views of the cache; reading it is most of a step's time at any batch."""
+        """Scores and weighted sums over views of the cache; reading it is most of a step's time at any batch."""
         self._cache.write(layer, self._places, keys, values)
         past_keys, past_values = self._cache.read(layer, self._num_rows, self._length)
         grouped = queries.reshape(past_keys.shape[0], -1, queries.shape[-1])
-        scores = torch.bmm(grouped, past_keys.transpose(1, 2)).add_(self._bias)
-        return torch.bmm(scores.softmax(dim=-1), past_values).view(self._num_rows, -1)
+        # Keys on the left: one matrix-vector product per head, which reads them faster than the other way round.
+        scores = torch.bmm(past_keys, grouped.transpose(1, 2)).transpose(1, 2).add_(self._bias)
+        return _weighted_sums(scores.softmax(dim=-1), past_values).view(self._num_rows, -1)
+
+
+def _weighted_sums(weights: Tensor, values: Tensor) -> Tensor:
+    """[B, G, length] x [B, length, D] -> [B, G, D].
+
+    With one or two queries per head this is bound by reading the values, and numpy's einsum reads them almost twice as
+    fast as MKL's batched product of a row vector and a matrix (measured on Zen 4: 12 against 6 GB/s); it knows neither
+    threads nor bfloat16.
+    """
+    num_queries = weights.shape[1]
+    if num_queries > MAX_EINSUM_QUERIES or values.dtype != torch.float32 or torch.get_num_threads() > 1:
+        return torch.bmm(weights, values)
+    out = np.empty((*weights.shape[:2], values.shape[-1]), dtype=np.float32)
+    for query in range(num_queries):
+        np.einsum("bt,btd->bd", weights[:, query].numpy(), values.numpy(), out=out[:, query])
+    return as_tensor(out)
 
 
 class PrefillAttention:

@@ -1,0 +1,42 @@
+"""The group filter of a run: a built-in one, or a user's `keep(group) -> bool | str` made to look like one.
+
+Knows how a verdict is read. Must not know what happens to groups that are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..algos.filters import GROUP_FILTERS, GroupFilter
+from ..core.errors import UserCodeError
+from ..core.samples import Group
+from .user_code import GROUP_FILTER, load_function, what_was_raised
+
+
+def load_group_filter(name: str) -> GroupFilter:
+    """The filter of that name. Raises ConfigError or UserCodeError when it cannot be loaded; calling one of the user's
+    raises UserCodeError when it raises or answers nonsense."""
+    if name in GROUP_FILTERS:
+        return GROUP_FILTERS[name]
+    keep = load_function(name, GROUP_FILTER).fn
+
+    def reason(group: Group) -> str | None:
+        try:
+            verdict: Any = keep(group)
+        except Exception as error:
+            raise UserCodeError(
+                f'group filter "{name}" raised {what_was_raised(error)} (group {group.group_id})',
+                remedy="mend the function",
+            ) from error
+        if isinstance(verdict, str):
+            return verdict or None
+        if isinstance(verdict, bool | np.bool_):
+            return None if verdict else name
+        raise UserCodeError(
+            f'group filter "{name}" returned a value of type {type(verdict).__name__} (group {group.group_id})',
+            remedy="return True to keep the group, False or a reason to leave it out",
+        )
+
+    return reason

@@ -1,0 +1,380 @@
+"""What a person is told who made a mistake: place, cause and remedy on the last line, soon, with the right exit status,
+and with nothing left behind. The tables of docs/errors.md are the cases: each row is tried and its message compared.
+
+Three ways to try a row: the command line in this process for what is refused before anything is started; all actors of
+a run on one loop of this process for what goes wrong while they work; `myxa up` in a process of its own for some rows
+of both kinds, to see that what an actor says is what a person reads last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import psutil
+import pytest
+from rich.console import Console
+from run_job import Job, audit, events, make_job
+
+from myxa.actors.contracts import BufferContract, CoordinatorContract
+from myxa.actors.drought import NUM_BATCHES, Drought
+from myxa.actors.error_budget import GroupBudget
+from myxa.core.config import load_config
+from myxa.core.errors import DataError, EngineError, MyxaError, RewardError, UserCodeError
+from myxa.core.messages import BufferStats, RunStatus
+from myxa.launch.cli import main
+from myxa.launch.first_failure import FirstFailure
+from myxa.launch.placement import place
+from myxa.launch.program import build_actor
+from myxa.launch.run_dir import RunDir
+from myxa.launch.views.live import LiveState, LiveView
+from myxa.transport.node import InprocNetwork, Node
+
+pytestmark = pytest.mark.timeout(120)
+
+PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
+BEFORE, DURING = "Before anything is started", "While a run goes on"
+
+
+class Row(NamedTuple):
+    """A row of the page; `<word>` in the message stands for anything, `<n>` for a number."""
+
+    place: str
+    flags: tuple[str, ...]
+    message: str
+    code: int
+
+    def fits(self, said: str) -> bool:
+        pattern = re.escape(self.message).replace("<n>", r"\d+")
+        return re.fullmatch(re.sub(r"<\w+>", r"\\S+", pattern), said) is not None
+
+
+def section(title: str) -> str:
+    found = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    assert found, f"docs/errors.md has no section {title}"
+    return found
+
+
+def rows(title: str) -> list[Row]:
+    found: list[Row] = []
+    for line in section(title).splitlines():
+        cells = [cell.strip() for cell in line.split(" | ")]
+        if len(cells) == 4 and cells[3].removesuffix(" |").isdecimal():
+            message = re.fullmatch(r"`` (.*) ``|`([^`]*)`", cells[2])
+            assert message, f"the message of {line} is not one code span"
+            flags = tuple(part for span in re.findall(r"`([^`]*)`", cells[1]) for part in span.split())
+            found.append(Row(cells[0].lstrip("| "), flags, (message[1] or message[2]).replace("\\|", "|"), int(cells[3].removesuffix(" |"))))
+    return found
+
+
+def by(flags: str) -> Row:
+    """The page's row for these flags."""
+    (row,) = [row for row in rows(BEFORE) + rows(DURING) if " ".join(row.flags) == flags]
+    return row
+
+
+# -- a folder full of mistakes ---------------------------------------------------------------------------------------
+
+
+def make_models(folder: Path) -> None:
+    for name in ("no_config", "no_tokenizer", "no_weights", "other_type", "torn_weights"):
+        shutil.copytree(folder / "model", folder / name)
+    (folder / "no_config/config.json").unlink()
+    (folder / "no_tokenizer/tokenizer.json").unlink()
+    (folder / "no_weights/model.safetensors").unlink()
+    config = json.loads((folder / "model/config.json").read_text())
+    (folder / "other_type/config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
+    weights = (folder / "model/model.safetensors").read_bytes()
+    (folder / "torn_weights/model.safetensors").write_bytes(weights[: len(weights) // 2])
+
+
+def make_data(folder: Path) -> None:
+    good = (folder / "data/prompts.jsonl").read_text().splitlines()[:16]
+    long = json.dumps({"prompt": "sort " + "123456789" * 60, "label": "1"})
+    files = {
+        "torn": [*good[:3], '{"prompt": "sort 1"', *good[3:]],
+        "empty": [],
+        "no_label": ['{"prompt": "sort 21", "answer": "12"}'] * 4,
+        "three_rows": good[:3],
+        "one_too_long": [*good[:5], long, *good[5:]],
+        "too_long": [long] * 20,
+        "no_demonstration": [*good[:5], '{"prompt": "sort 21", "label": "12"}'],
+    }
+    for name, lines in files.items():
+        (folder / f"data/{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def make_interpreters(folder: Path) -> None:
+    """Real interpreters: one that sees the standard library only, one that sees all that is installed but torch."""
+    packages = folder / "no_torch/packages"
+    packages.mkdir(parents=True)
+    for entry in {entry for path in sys.path if path.endswith("site-packages") for entry in Path(path).iterdir()}:
+        if not entry.name.startswith(("torch", "__")) and not (packages / entry.name).exists():
+            (packages / entry.name).symlink_to(entry)
+    if not (packages / "myxa").exists():
+        (packages / "myxa").symlink_to(Path(main.__code__.co_filename).parents[1])
+    (folder / "bare").mkdir()
+    for name, path in (("bare", ""), ("no_torch", f"PYTHONPATH={packages} ")):
+        program = folder / name / "python"
+        program.write_text(f'#!/bin/sh\n{path}exec {sys.executable} -S "$@"\n')
+        program.chmod(0o755)
+
+
+@pytest.fixture(scope="module")
+def messy(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A good job in a folder where every mistake of the page lies about."""
+    job = make_job(tmp_path_factory.mktemp("bad"))
+    make_models(job.folder)
+    make_data(job.folder)
+    make_interpreters(job.folder)
+    code = re.search(r"```python\n(.*?)```", section(DURING), re.DOTALL)
+    assert code
+    (job.folder / "mine.py").write_text(code[1])
+    return job
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """A port that somebody else listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def here(messy: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """The same, and the current folder is the job's, as for somebody who types `myxa up run.toml` there."""
+    monkeypatch.chdir(messy.folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return messy
+
+
+def run_dirs(job: Job) -> set[Path]:
+    return {path for path in job.folder.glob("runs/*") if not path.is_symlink()}
+
+
+# -- before anything is started --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", rows(BEFORE), ids=lambda row: " ".join(row.flags))
+def test_what_can_be_seen_at_once(here: Job, port: int, capsys: pytest.CaptureFixture[str], row: Row) -> None:
+    flags = [flag.replace("<port>", str(port)) for flag in row.flags]
+    command = flags if flags[0] != "--set" else ["up", "run.toml", *flags]
+    before = run_dirs(here)
+    code = main([*command, "--job-key", "key"] if command[0] == "launch" else command)
+    said = capsys.readouterr()
+    assert (said.out, code) == ("", row.code)
+    message = said.err.removesuffix("\n").replace(f"{here.folder}/", "").removeprefix("myxa: ")
+    assert row.fits(message), f"{message!r} is not {row.message!r}"
+    assert run_dirs(here) == before, "nothing was made"
+
+
+def test_several_mistakes_are_told_at_once(here: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("model.path=torn_weights", "data.train=data/absent.jsonl", "roles.rollout.python=bare/python")
+    code = main(["up", "run.toml", *(part for flag in flags for part in ("--set", flag))])
+    first, *others = capsys.readouterr().err.replace(f"{here.folder}/", "").splitlines()
+    assert (code, first) == (2, "myxa: the run cannot start: 3 problems")
+    told = [by(f"--set {flag}") for flag in (flags[2], flags[0], flags[1])]
+    assert [row.fits(line.strip()) for row, line in zip(told, others, strict=True)] == [True] * 3, others
+
+
+# -- while a run goes on ---------------------------------------------------------------------------------------------
+
+
+async def inside(flags: tuple[str, ...], until: Callable[[BufferStats], bool] = lambda stats: False) -> object:
+    """All actors of a run on this loop, until one fails (its error), the run ends (its status) or `until` (the buffer's
+    counts)."""
+    config = load_config("run.toml", [flag for flag in flags if flag != "--set"])
+    run_dir = RunDir.create(config.run.dir, config.run.name, datetime.now())
+    node = await Node.attach(name="inside", network=InprocNetwork())
+    try:
+        for spec in place(config, 1):
+            await node.start(build_actor(spec, config, run_dir.path), name=spec.name)
+        coordinator, buffer = node.ref(CoordinatorContract, "coordinator"), node.ref(BufferContract, "buffer")
+        async with asyncio.timeout(60):
+            while not node.failed.done():
+                status = await coordinator.status()
+                if status.phase in ("finished", "failed"):
+                    return status
+                if until(stats := await buffer.stats()):
+                    return stats
+                await asyncio.sleep(0.05)
+    except MyxaError as error:
+        return node.failed.result() if node.failed.done() else error
+    finally:
+        await node.close(grace_s=1)
+    return node.failed.result()
+
+
+@pytest.mark.parametrize("row", rows(DURING), ids=lambda row: " ".join(row.flags))
+def test_what_shows_while_actors_work(here: Job, row: Row) -> None:
+    error = asyncio.run(inside(row.flags))
+    assert isinstance(error, MyxaError), error
+    message = str(error).replace(f"{here.folder}/", "")
+    assert row.fits(message), f"{message!r} is not {row.message!r}"
+    assert error.exit_code == row.code
+
+
+def test_a_run_whose_groups_are_all_left_out_says_so_and_goes_on(here: Job) -> None:
+    flags = ("algo.group_filter=mine.py:nobody", "algo.batch_size=1", "run.num_steps=1")
+    stats = asyncio.run(inside(flags, until=lambda stats: bool(stats.complaint)))
+    assert isinstance(stats, BufferStats), stats
+    said = re.fullmatch(
+        rf"the last (\d+) groups in a row were all left out \({here.folder}/mine.py:nobody \1\) -- .*", stats.complaint
+    )
+    assert said
+    assert int(said[1]) >= NUM_BATCHES
+    (event, *_) = events(here.run_dir(), "all-left-out")
+    assert event["text"].startswith(f"the last {NUM_BATCHES} groups in a row were all left out")
+
+    terminal = io.StringIO()
+    view = LiveView(Console(file=terminal, width=80))
+    status = RunStatus(name="small", phase="running", version=0, num_steps=1)
+    for buffer in (msgspec.structs.replace(stats, complaint=""), stats, stats):
+        view.update(LiveState(now_wall_s=1.0, started_wall_s=0.0, status=status, buffer=buffer))
+    assert [stats.complaint in line for line in terminal.getvalue().splitlines()] == [False, True]
+
+
+
+def test_when_a_drought_is_told_and_when_it_is_hopeless() -> None:
+    drought = Drought(batch_size=2)
+    limit, told = 2 * NUM_BATCHES, list[int]()
+    for number in range(1, 5 * limit):
+        drought.left_out("zero_variance" if number % 2 else "prompt-too-long", f"row {number}")
+        told += [number] if drought.news() else []
+    assert told == [limit, 2 * limit, 4 * limit], "at the limit, then whenever it has doubled"
+    assert drought.verdict is None, "some prompts can be used"
+    assert "zero_variance 100, prompt-too-long 99" in drought.complaint
+    drought.kept()
+    assert (drought.complaint, drought.news()) == ("", "")
+    for number in range(limit):
+        assert drought.verdict is None
+        drought.left_out("prompt-too-long", f"row {number} is long")
+    assert isinstance(drought.verdict, DataError)
+    assert str(drought.verdict) == f"none of the last {limit} prompts could be used; the last one: row 39 is long"
+    for number in range(1000):
+        drought.left_out(f"a reason of its own, {number}")
+    assert drought.complaint.count(",") < 20, "reasons made from values do not grow without end"
+
+
+def test_groups_lost_to_workflow_or_engine_have_a_budget() -> None:
+    budget = GroupBudget(0.25)
+    for _ in range(100):  # not this budget's business
+        budget.note(RewardError("a reward"))
+        budget.note(DataError("a prompt"))
+    for _ in range(15):
+        budget.note(None)
+    for _ in range(5):
+        budget.note(UserCodeError("a workflow", remedy="mend it"))
+    with pytest.raises(UserCodeError) as caught:
+        budget.note(UserCodeError("a workflow", remedy="mend it"))
+    assert str(caught.value) == (
+        "6 of the last 21 groups were lost, more than reward.max_error_rate = 0.25 allows; the last one: a workflow "
+        "-- mend it"
+    )
+    with pytest.raises(EngineError):
+        budget.note(EngineError("an engine"))
+
+
+# -- by the command itself -------------------------------------------------------------------------------------------
+
+
+def left_alive(job: Job) -> list[str]:
+    """Processes, other than this one, that work in the job's folder."""
+    found: list[str] = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.cwd() == str(job.folder):
+                found.append(" ".join(process.cmdline()))
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def run(job: Job, *flags: str) -> tuple[int, list[str]]:
+    """Exit status and lines on the terminal."""
+    code, said, _ = job.run(*(flag for flag in flags if flag != "--set"))
+    assert left_alive(job) == []
+    return code, said.replace(f"{job.folder}/", "").splitlines()
+
+
+@pytest.mark.parametrize(
+    ("flags", "actor"),
+    [
+        ("--set data.train=data/torn.jsonl", "buffer"),
+        ("--set reward.fn=mine.py:fails", "rollout/0"),
+    ],
+)
+def test_the_cause_is_the_last_line_of_a_run(here: Job, flags: str, actor: str) -> None:
+    row = by(flags)
+    code, lines = run(here, *row.flags)
+    assert code == row.code, lines
+    *_, log, failure, last = lines
+    assert row.fits(last.removeprefix("myxa: ")), last
+    assert failure.startswith(f"first failure: {actor} ended with exit status {row.code}: ")
+    assert last in Path(log.removeprefix("log: ")).read_text().replace(f"{here.folder}/", "").splitlines()[-1]
+    assert "Traceback" not in "\n".join(lines), "the traceback is in the log"
+
+
+def test_a_package_that_does_not_load_is_told_once(here: Job) -> None:
+    (here.folder / "broken/torch").mkdir(parents=True)
+    (here.folder / "broken/torch/__init__.py").write_text(
+        "raise ImportError('libcudart.so.12: no such file', name='torch')\n"
+    )
+    code, lines = run(here, 'roles.trainer.env={PYTHONPATH="broken"}')
+    assert code == 2, lines
+    assert lines[-1] == (
+        f"myxa: {sys.executable} cannot import torch: libcudart.so.12: no such file "
+        "-- install what is missing, or set roles.<role>.python to an interpreter that has it"
+    )
+    assert not any("attempt 1" in line for line in lines), "another attempt would end the same way"
+
+
+def test_mistakes_of_the_run_file_come_all_at_once(here: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (here.folder / "run.toml").read_text()
+    wrong = text.replace("num_samples = 4", 'num_sample = 4\ntemperature = "hot"').replace("batch_size", "batchsize")
+    (here.folder / "wrong.toml").write_text(wrong)
+    line = {text: number for number, text in enumerate(wrong.splitlines(), 1)}
+    assert main(["up", "wrong.toml"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "myxa: wrong.toml: 3 problems",
+        f'  wrong.toml:{line["num_sample = 4"]}: rollout.num_sample = 4: is not a known key; did you mean "num_samples"?',
+        f'  wrong.toml:{line["num_sample = 4"] + 1}: rollout.temperature = "hot": must be a number',
+        f'  wrong.toml:{line["batchsize = 4"]}: algo.batchsize = 4: is not a known key; did you mean "batch_size"?',
+    ]
+
+
+def test_a_prompt_that_does_not_fit_costs_itself_only(here: Job) -> None:
+    code, lines = run(here, "data.train=data/one_too_long.jsonl", "engine.context_length=128", "run.num_steps=5")
+    assert code == 0, lines
+    assert "groups left out: 1 (prompt-too-long 1)" in lines
+    told = [event["text"] for event in events(here.run_dir(), "group-dropped")]
+    assert len(told) == 1
+    assert re.fullmatch(r"group \d+: prompt of row 5 in .*/one_too_long\.jsonl has \d+ tokens, .* -- .*", told[0])
+    facts = audit(here.run_dir())
+    assert facts.states["DROPPED"] == 1
+    assert len(set(facts.trained)) == 20
+
+
+def test_only_the_cause_is_shown_of_a_users_mistake() -> None:
+    tail = ("Traceback (most recent call last):", "  ...", "myxa: row 7 is rotten -- mend it")
+    failure = FirstFailure("buffer", "buffer ended with exit status 5", "logs/buffer.0.log", tail, status=5)
+    assert failure.render().splitlines() == [
+        "log: logs/buffer.0.log",
+        "first failure: buffer ended with exit status 5",
+        "myxa: row 7 is rotten -- mend it",
+    ]
+    lines = replace(failure, status=1).render().splitlines()
+    assert lines[1:3] == list(tail[:2]), "of anything else the end of the log"
+    assert lines[-2:] == ["first failure: buffer ended with exit status 5", tail[2]]
