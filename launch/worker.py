@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -20,11 +21,12 @@ import uvloop
 
 from ..core.actor import Actor
 from ..core.config import RunConfig, load_config
-from ..core.errors import ConfigError, LaunchError, MyxaError
+from ..core.errors import ConfigError, LaunchError, MyxaError, UserCodeError
 from ..core.lifeline import die_with_parent
 from ..core.registry import load_callable
 from .actor_spec import ActorSpec
 from .child_env import SPEC_VARIABLE
+from .loop_watch import LoopWatch
 from .meeting import attach_worker
 from .worker_spec import WorkerSpec, read_spec
 
@@ -32,6 +34,8 @@ BuildActor = Callable[[ActorSpec, RunConfig, Path], Actor]
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 CLOSE_S = 5.0
+PATIENCE_S: dict[str, float] = {"rollout": 5.0, "buffer": 30.0}
+"""How long the loops of actors that run users' code may be held up at least, whatever rollout.timeout_s says."""
 
 _log = logging.getLogger("myxa.worker")
 
@@ -47,14 +51,17 @@ async def serve(spec: WorkerSpec) -> None:
     told_to_stop: asyncio.Future[None] = loop.create_future()
     loop.add_signal_handler(signal.SIGTERM, lambda: told_to_stop.done() or told_to_stop.set_result(None))
     node = await attach_worker(spec)
+    watch = _watch_for_users_code(spec.actor, config)
     try:
         await node.start(actor, name=spec.actor.name)
+        watch.start()
         _log.info("%s serves as attempt %d, epoch %d", spec.actor.name, spec.attempt, node.epoch)
         await asyncio.wait({told_to_stop, node.failed}, return_when=asyncio.FIRST_COMPLETED)
         if node.failed.done():
             raise node.failed.result()
         _log.info("%s was told to stop", spec.actor.name)
     finally:
+        watch.stop()
         await node.close(grace_s=CLOSE_S)
 
 
@@ -63,6 +70,20 @@ def end(code: int, message: str) -> NoReturn:
     process, for nobody would hear of the failure."""
     print(f"myxa: {message}", file=sys.stderr, flush=True)
     os._exit(code)
+
+
+def _watch_for_users_code(actor: ActorSpec, config: RunConfig) -> LoopWatch:
+    """Workflows, `async` rewards and group filters run on the loop and may block it."""
+    limit_s = max(config.rollout.timeout_s, PATIENCE_S.get(actor.role, math.inf))
+
+    def give_up(line: str) -> None:
+        error = UserCodeError(
+            f"{actor.name} was held up for {limit_s:g} s by {line}",
+            remedy="await what takes long, in an async function; what cannot be awaited goes into asyncio.to_thread",
+        )
+        end(error.exit_code, str(error))
+
+    return LoopWatch(limit_s, give_up)
 
 
 def _lacking(error: ImportError) -> ConfigError:
