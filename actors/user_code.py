@@ -23,7 +23,6 @@ from typing import Any
 from ..core.errors import ConfigError, UserCodeError
 from ..core.suggestion import suggest
 
-
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 

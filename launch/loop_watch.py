@@ -46,7 +46,8 @@ class LoopWatch:
     def stop(self) -> None:
         """Watch no longer."""
         self._is_over.set()
-        self._thread.join(TICK_S)
+        if self._thread.is_alive():
+            self._thread.join(TICK_S)
 
     def _watch(self) -> None:
         missed_s = 0.0

@@ -10,7 +10,8 @@ from ..core.errors import LaunchError
 def check_port(place: str, host: str, port: int, remedy: str) -> None:
     """Raise LaunchError, naming `place`, if nothing can listen there now. Port 0 means any free one."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port used lately is free
             probe.bind(address)

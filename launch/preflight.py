@@ -118,8 +118,8 @@ def _check_context(config: RunConfig, model_context: int) -> None:
         )
     if max_new >= (length or model_context):
         raise ConfigError(
-            f"rollout.max_new_tokens = {max_new}: leaves no room for a prompt in the context of {length or model_context} "
-            f"tokens of {config.model.path}",
+            f"rollout.max_new_tokens = {max_new}: leaves no room for a prompt in the context of "
+            f"{length or model_context} tokens of {config.model.path}",
             remedy="lower it",
         )
 
@@ -145,9 +145,7 @@ def _check_ports(config: RunConfig, actors: Sequence[ActorSpec]) -> None:
     port = config.monitor.prometheus_port
     if port < 1 or not any(actor.role == "monitor" for actor in actors):
         return
-    check_port(
-        f"monitor.prometheus_port = {port}", LOOPBACK, port, "set another one, 0 (any free port) or -1 (off)"
-    )
+    check_port(f"monitor.prometheus_port = {port}", LOOPBACK, port, "set another one, 0 (any free port) or -1 (off)")
 
 
 Check = Callable[[RunConfig, Sequence[ActorSpec]], None]

@@ -95,9 +95,9 @@ def _lacking(error: ImportError) -> ConfigError:
 
 
 SWITCH_INTERVAL_S = 0.0005
-"""An engine's or a trainer's thread takes the interpreter lock back after every kernel; with Python's 5 ms each of those
-waits lasts as long as the event loop is busy. Set here because this process is ours; an embedded actor's host decides
-for itself."""
+"""An engine's or a trainer's thread takes the interpreter lock back after every kernel; with Python's 5 ms each of
+those waits lasts as long as the event loop is busy. Set here because this process is ours; an embedded actor's host
+decides for itself."""
 
 
 def main() -> int:

@@ -53,8 +53,8 @@ class PromptDataset:
         """Raise DataError if all passes together are less than one batch."""
         if self._max_passes and self._max_passes * len(self) < batch_size:
             raise DataError(
-                f"data.train: {len(self)} rows and data.max_passes = {self._max_passes} are fewer prompts than one batch, "
-                f"algo.batch_size = {batch_size}",
+                f"data.train: {len(self)} rows and data.max_passes = {self._max_passes} are fewer prompts than one "
+                f"batch, algo.batch_size = {batch_size}",
                 remedy="lower algo.batch_size, or raise data.max_passes (0 = endless)",
             )
 

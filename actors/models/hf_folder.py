@@ -73,7 +73,8 @@ def read_config(folder: str | Path) -> ModelConfig:
     if not root.is_dir():
         raise ModelError(
             f"model folder {root} does not exist",
-            remedy="set model.path to a HuggingFace folder, or make a small one: python -m myxa.actors.models.tiny FOLDER",
+            remedy="set model.path to a HuggingFace folder, or make a small one: "
+            "python -m myxa.actors.models.tiny FOLDER",
         )
     path = root / CONFIG
     return parse_model_config(read_json(path, remedy="the folder must be a HuggingFace model folder"), str(path))

@@ -204,11 +204,12 @@ def _engines_line(status: RunStatus | None) -> str:
     )
 
 
+_ON_ONE_LINE = frozenset({"step", "reward", "lag", "speed", "warning"})
+
+
 def plain_line(state: LiveState, pace: Pace) -> str:
     """The whole state on one line, for logs and pipes."""
-    lines = [
-        f"{label} {text}" for label, text in fact_lines(state, pace) if label in {"step", "reward", "lag", "speed", "warning"}
-    ]
+    lines = [f"{label} {text}" for label, text in fact_lines(state, pace) if label in _ON_ONE_LINE]
     if state.metrics.get("train/loss") is not None:
         lines.insert(2, f"loss {short(state.metrics['train/loss'])}")
     verdict = bottleneck(state.shares())

@@ -1,12 +1,10 @@
-"""Continuous batching, one step at a time: waiting requests are admitted between decode steps, ended rows make room.
+"""Continuous batching, one step at a time: a forward pass decodes the running rows and prefills those that join.
 
 Synchronous and single-threaded: whoever owns it calls `step` and takes the events. Knows model, cache and sampler;
 knows no threads, no asyncio, no clock.
 
-    submit -> waiting -> (prefill) -> row -> ... -> end delta
-                ^------- retract -------|
-
-Requests with the same context that are admitted together (the members of a group) are prefilled once.
+    submit -> waiting -> row -> ... -> end delta
+                ^- retract -|
 """
 
 from __future__ import annotations
@@ -24,9 +22,11 @@ from ....core.errors import EngineError, RequestRefused
 from ....core.protocols import Delta, GenerateRequest, PauseMode
 from ....core.samples import I32, FinishReason
 from ...models.model_config import ModelConfig
+from .admission import Admission, plan_admission, take_waiting
 from .arrays import as_tensor
+from .attention import Attention, DecodeAttention, MixedAttention, PrefillAttention
 from .kv import SlotCache
-from .model import DecodeAttention, Decoder, PrefillAttention
+from .model import Decoder
 from .request import Running, check_request, make_running
 from .sampler import draw, stream_state
 from .slots import SlotTable
@@ -178,79 +178,55 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> int:
-        """Admit what fits, then one token for every row. Returns the number of tokens drawn."""
+        """One token for every row, rows of requests that join in this step included. Returns how many tokens."""
         if self.is_paused:
             return 0
-        drawn = self._admit()
-        if self._slots.rows:
-            ids, positions = self._slots.inputs()
-            attention = DecodeAttention(self._cache, positions, self._weights.dtype, self._config.num_kv_heads)
-            logits = self._decoder.forward(self._weights, as_tensor(ids), as_tensor(positions), attention)
-            drawn += len(self._slots)
-            self._draw(logits, 0)
+        new = take_waiting(self._waiting, self._slots.num_free, PREFILL_TOKENS)
+        admission = plan_admission(new, len(self._slots))
+        if not (new or self._slots.rows):
+            return 0
+        logits = self._forward(admission)
+        for source, target, length in admission.copies:
+            self._cache.copy_row(source, target, length)
+        self._slots.add(new)
+        num_drawn = len(self._slots)
+        self._draw(logits)
         self._steps_untold += 1
         if self._steps_untold == self._options.stream_interval:
             self.tell()
-        return drawn
+        return num_drawn
 
-    def _admit(self) -> int:
-        """Prefill waiting requests into free slots and draw their first token."""
-        new = self._next_requests()
-        if not new:
-            return 0
-        first = len(self._slots)
-        members: dict[bytes, list[int]] = {}
-        for row, request in enumerate(new, start=first):
-            members.setdefault(request.context.tobytes(), []).append(row)
-        # Packed by length, so that prompts of equal length are attended to side by side.
-        unique = sorted(members.values(), key=lambda rows: len(new[rows[0] - first].context))
-        contexts = [new[rows[0] - first].context for rows in unique]
-        logits = self._prefill(contexts, [rows[0] for rows in unique])
-        which = np.zeros(len(new), dtype=np.int64)
-        for number, rows in enumerate(unique):
-            which[np.asarray(rows) - first] = number
-            for row in rows[1:]:
-                self._cache.copy_row(rows[0], row, len(contexts[number]))
-        self._slots.add(new)
-        self._draw(logits[as_tensor(which)], first)
-        return len(new)
+    def _forward(self, admission: Admission) -> torch.Tensor:
+        """Logits of the next token, float32: of the running rows, then of the requests that join."""
+        ids, positions = self._slots.inputs()
+        count = len(ids)
+        attentions: list[Attention] = []
+        wanted = None
+        if count:
+            attentions.append(
+                DecodeAttention(self._cache, positions, self._weights.dtype, self._config.num_kv_heads)
+            )
+        if admission.requests:
+            prefill = PrefillAttention(self._cache, admission.rows, admission.lengths)
+            attentions.append(prefill)
+            ids = np.concatenate([ids, *admission.contexts]).astype(np.int64)
+            positions = np.concatenate([positions, prefill.positions])
+            wanted = as_tensor(np.concatenate([np.arange(count), count + admission.lasts]))
+        attention = attentions[0] if len(attentions) == 1 else MixedAttention(*attentions, num_first=count)
+        return self._decoder.forward(self._weights, as_tensor(ids), as_tensor(positions), attention, wanted)
 
-    def _next_requests(self) -> list[Running]:
-        """Requests for the free slots, as long as their distinct contexts stay within a step's share of tokens."""
-        new: list[Running] = []
-        seen: set[bytes] = set()
-        room = PREFILL_TOKENS
-        while self._waiting and len(new) < self._slots.num_free:
-            context = self._waiting[0].context
-            key = context.tobytes()
-            if key not in seen:
-                if new and len(context) > room:
-                    break
-                seen.add(key)
-                room -= len(context)
-            new.append(self._waiting.popleft())
-        return new
-
-    def _prefill(self, contexts: list[I32], rows: list[int]) -> torch.Tensor:
-        """Run contexts (sorted by length) into their slots; logits [contexts, vocabulary] after each."""
-        lengths = [len(context) for context in contexts]
-        attention = PrefillAttention(self._cache, rows, lengths)
-        ids = as_tensor(np.concatenate(contexts).astype(np.int64))
-        lasts = as_tensor(np.cumsum(lengths) - 1)
-        return self._decoder.forward(self._weights, ids, as_tensor(attention.positions), attention, lasts)
-
-    def _draw(self, logits: torch.Tensor, first: int) -> None:
-        """Draw and record a token for rows first..n-1; end the rows that are done."""
-        drawn = draw(logits, self._slots.sampling(first))
-        stopped, ended = self._slots.append(first, drawn.ids, drawn.logprobs, self.version)
+    def _draw(self, logits: torch.Tensor) -> None:
+        """Draw and record a token for every row; end the rows that are done."""
+        drawn = draw(logits, self._slots.sampling())
+        stopped, ended = self._slots.append(drawn.ids, drawn.logprobs, self.version)
         ended |= ~drawn.is_finite
         if not ended.any():
             return
-        for offset in reversed(np.flatnonzero(ended).tolist()):
-            if drawn.is_finite[offset]:
-                self._end(first + offset, "stop" if stopped[offset] else "length")
+        for row in reversed(np.flatnonzero(ended).tolist()):
+            if drawn.is_finite[row]:
+                self._end(row, "stop" if stopped[row] else "length")
             else:
-                self._fail(first + offset)
+                self._fail(row)
 
     # -- endings and news
 

@@ -120,9 +120,9 @@ class SlotTable:
         count = len(self.rows)
         return self._newest[:count], self.lengths[:count] - 1
 
-    def sampling(self, first: int) -> SamplingRows:
-        """How the next token of rows first..n-1 is drawn."""
-        rows = slice(first, len(self.rows))
+    def sampling(self) -> SamplingRows:
+        """How the next token of each row is drawn."""
+        rows = slice(len(self.rows))
         return SamplingRows(
             temperatures=self._temperatures[rows],
             top_ps=self._top_ps[rows],
@@ -130,10 +130,10 @@ class SlotTable:
             uniforms=uniforms(self._states[rows], self.lengths[rows]),
         )
 
-    def append(self, first: int, ids: Index, logprobs: F32, version: int) -> tuple[Flags, Flags]:
-        """Record one token for rows first..n-1. Returns (stopped, ended by stop or length) per row."""
-        rows = slice(first, len(self.rows))
-        numbers, places = np.arange(first, len(self.rows)), self.lengths[rows]
+    def append(self, ids: Index, logprobs: F32, version: int) -> tuple[Flags, Flags]:
+        """Record one token for every row. Returns (stopped, ended by stop or length) per row."""
+        rows = slice(len(self.rows))
+        numbers, places = np.arange(len(self.rows)), self.lengths[rows]
         self._ids[numbers, places] = ids
         self._logprobs[numbers, places] = logprobs
         self._versions[numbers, places] = version
