@@ -203,9 +203,7 @@ class EngineCore:
         attentions: list[Attention] = []
         wanted = None
         if count:
-            attentions.append(
-                DecodeAttention(self._cache, positions, self._weights.dtype, self._config.num_kv_heads)
-            )
+            attentions.append(DecodeAttention(self._cache, positions, self._weights.dtype, self._config.num_kv_heads))
         if admission.requests:
             prefill = PrefillAttention(self._cache, admission.rows, admission.lengths)
             attentions.append(prefill)

@@ -14,6 +14,7 @@ from ...models.model_config import ModelConfig
 from .attention import Attention
 from .weights import DecoderWeights, LayerWeights
 
+
 class Decoder:
     """The mathematics; weights come with every call, so a new version is just another argument."""
 
