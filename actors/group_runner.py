@@ -191,8 +191,9 @@ class GroupRunner:
         )
         context = WorkflowContext(episode=episode, tokenizer=self._tokenizer, max_turns=self._max_turns, index=index)
         self._note(generating=1)
+        limit = asyncio.timeout(self._timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
+            async with limit:
                 sample = await self._workflow(context, prompt)
         except (Interrupted, MyxaError, asyncio.CancelledError):
             raise

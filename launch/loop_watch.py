@@ -83,4 +83,5 @@ class LoopWatch:
         return f"{filename}:{line}"
 
     def _frame(self) -> FrameType | None:
-        return sys._current_frames().get(self._watched)
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - documented, and there is no other way
+        return frames.get(self._watched)

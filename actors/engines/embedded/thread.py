@@ -22,6 +22,9 @@ from .core import EngineCore, Event
 
 T = TypeVar("T")
 
+LOOP_CHECK_S = 1.0
+"""An idle thread looks that often whether its loop was closed without a word to it."""
+
 Command = Callable[[EngineCore], None]
 
 
@@ -117,7 +120,8 @@ class EngineThread:
         """Sleep until there is something to do, run commands; False: stop."""
         with self._changed:
             while not (self._commands or self._is_stopping or self._core.has_work):
-                self._changed.wait()
+                self._changed.wait(LOOP_CHECK_S)
+                self._is_stopping = self._is_stopping or self._loop.is_closed()
             commands, self._commands = self._commands, []
             is_stopping = self._is_stopping
         for command in commands:
