@@ -7,6 +7,7 @@ end, else that of the error; the last line of the log is the error's message. On
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import math
@@ -72,6 +73,16 @@ def end(code: int, message: str) -> NoReturn:
     os._exit(code)
 
 
+def leave() -> NoReturn:
+    """End in good order: Python's own exit functions run, destructors of native libraries do not. Gloo's threads have
+    aborted processes there ("terminate called without an active exception") whose work was done."""
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  # there is no public name
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def _watch_for_users_code(actor: ActorSpec, config: RunConfig) -> LoopWatch:
     """Workflows, `async` rewards and group filters run on the loop and may block it."""
     limit_s = max(config.rollout.timeout_s, PATIENCE_S.get(actor.role, math.inf))
@@ -124,7 +135,7 @@ def main() -> int:
         end(1, f"{type(error).__name__}: {error}")
     with contextlib.suppress(OSError):
         Path(path).unlink()
-    return 0
+    leave()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 MARK = "MYXA_TEST_SESSION"
 PATIENCE_S = 10.0
@@ -30,7 +31,10 @@ SEGMENTS = ("myxa", "psm_")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    del config
+    # `make test` tries the same examples every time, so that it says of a change what the change did; `make soak` draws
+    # new ones.
+    settings.register_profile("steady", derandomize=True)
+    settings.load_profile("default" if config.getoption("-m") == "soak" else "steady")
     os.environ[MARK] = uuid.uuid4().hex  # inherited by every process that a test starts
     # Run-time folders of this session only; pytest's own folders stay where they are looked for after a failure.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())

@@ -57,7 +57,7 @@ class Scale:
 
 
 def nice_ticks(low: float, high: float, num: int = 5) -> list[float]:
-    """At most about `num` round values inside [low, high] (1, 2, 2.5 or 5 times a power of ten apart)."""
+    """At most about `num` round values inside [low, high] (1, 2, 2.5 or 5 times a power of ten apart); at least one."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return [low]
     raw = (high - low) / num
@@ -65,7 +65,8 @@ def nice_ticks(low: float, high: float, num: int = 5) -> list[float]:
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    return [index * step for index in range(first, last + 1)]
+    # A step longer than the range may have no multiple in it: -4..-1 has none of 5.
+    return [index * step for index in range(first, last + 1)] or [low]
 
 
 def thinned(points: Points, limit: int = _MAX_POINTS) -> list[tuple[float, float]]:
