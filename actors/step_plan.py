@@ -89,7 +89,10 @@ def _shard(
 
 
 def batch_metrics(step: int, groups: Sequence[Group]) -> tuple[dict[str, float], tuple[int, ...]]:
-    """Reward, length and lag facts of a batch, and the lag of every group (-1: no engine took part)."""
+    """Reward, length and lag facts of a batch, and the lag of every group (-1: no engine took part).
+
+    Demonstrations alone have no reward to tell of: every one of them counts 1.
+    """
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
     spread = [float(np.ptp(g.rewards)) for g in groups]
     lengths = [len(s.response_ids) for g in groups for s in g.samples]
@@ -97,9 +100,6 @@ def batch_metrics(step: int, groups: Sequence[Group]) -> tuple[dict[str, float],
     lags = tuple(step - g.oldest_version() if g.oldest_version() >= 0 else -1 for g in groups)
     known = [lag for lag in lags if lag >= 0] or [0]
     metrics = {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/zero_std_groups": float(sum(s == 0.0 for s in spread)),
         "lag/max": float(max(known)),
         "lag/mean": float(np.mean(known)),
         "lag/min": float(min(known)),
@@ -107,6 +107,10 @@ def batch_metrics(step: int, groups: Sequence[Group]) -> tuple[dict[str, float],
         "batch/response_tokens_mean": float(np.mean(lengths)),
         "batch/truncated_fraction": float(np.mean(cut)),
     }
+    if any(lag >= 0 for lag in lags):
+        metrics["reward/mean"] = float(rewards.mean())
+        metrics["reward/std"] = float(rewards.std())
+        metrics["reward/zero_std_groups"] = float(sum(s == 0.0 for s in spread))
     for lag in sorted(set(known)):
         metrics[f"lag_hist/{lag}"] = float(known.count(lag))
     return metrics, lags

@@ -78,6 +78,7 @@ class Screen:
                 report=report,
                 reward=last.curve("reward/mean") if last else {},
                 eval_reward=last.curve("eval/reward") if last else {},
+                loss=last.curve("train/loss") if last else {},
                 next_steps=next_steps if ending.exit_code == 0 else (),
                 dropped=last.buffer.dropped if last and last.buffer else None,
             )

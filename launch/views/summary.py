@@ -25,10 +25,12 @@ def final_summary(
     report: Path | None,
     reward: Mapping[int, float],
     eval_reward: Mapping[int, float] | None = None,
+    loss: Mapping[int, float] | None = None,
     next_steps: Sequence[str] = (),
     dropped: Mapping[str, int] | None = None,
 ) -> None:
-    """Print the end of a run. `reward`, `eval_reward`: step -> value; `next_steps`: sentences or commands to try;
+    """Print the end of a run. `reward`, `eval_reward`: step -> value; `loss`: likewise, drawn when
+    there is no reward (demonstrations alone); `next_steps`: sentences or commands to try;
     `dropped`: reason -> groups that were left out."""
     colour = {"finished": "green", "failed": "red"}.get(status.phase, "yellow")
     goal = f" of {status.num_steps}" if status.num_steps > 0 else ""
@@ -39,7 +41,10 @@ def final_summary(
             console.print(Text(clean(reason)), soft_wrap=True)
     if dropped and any(dropped.values()):
         console.print(Text(f"groups left out: {dropped_text(dropped)}"), soft_wrap=True)
-    _print_curve(console, reward, eval_reward or {})
+    if reward or eval_reward or not loss:
+        _print_curve(console, "reward", reward, eval_reward or {})
+    else:
+        _print_curve(console, "loss", loss, {})
     console.print()
     _print_place(console, "report", report)
     _print_place(console, "run directory", run_dir)
@@ -49,13 +54,13 @@ def final_summary(
             console.print(Text(f"  - {clean(step)}"), soft_wrap=True)
 
 
-def _print_curve(console: Console, reward: Mapping[int, float], evaluations: Mapping[int, float]) -> None:
+def _print_curve(console: Console, name: str, curve: Mapping[int, float], evaluations: Mapping[int, float]) -> None:
     width = min(_MAX_WIDTH, console.width - 12)
     is_ascii = not console.encoding.lower().startswith("utf")
-    lines = plot(reward, evaluations, width=width, height=10, is_ascii=is_ascii)
+    lines = plot(curve, evaluations, width=width, height=10, is_ascii=is_ascii)
     if not lines:
         return
-    label = f"reward: {_change(reward)}" if reward else "reward"
+    label = f"{name}: {_change(curve)}" if curve else name
     label += f"   o held-out: {_change(evaluations)}" if evaluations else ""
     console.print()
     console.print(Text(label))

@@ -78,3 +78,4 @@ def test_samples_without_an_engine_have_no_lag() -> None:
     metrics, lags = batch_metrics(9, [group(0, [1.0], version=NO_VERSION)])
     assert lags == (-1,)
     assert metrics["lag/max"] == 0.0
+    assert not [name for name in metrics if name.startswith("reward/")], "demonstrations have no reward"

@@ -201,3 +201,12 @@ def test_without_a_curve_there_is_no_plot() -> None:
     assert "|" not in file.getvalue()
     assert "report" not in file.getvalue()
     assert "rollout/0 died: no model" in file.getvalue()
+
+
+def test_a_run_on_demonstrations_shows_its_loss() -> None:
+    console, file = screen(100)
+    status = RunStatus(name="sft", phase="finished", version=9, num_steps=9, reason="all steps done")
+    loss = {step: 2.0 - step / 10 for step in range(10)}
+    final_summary(console, status, elapsed_s=3.0, run_dir=Path("r"), report=None, reward={}, loss=loss)
+    assert "loss: 2 -> 1.1" in file.getvalue()
+    assert "reward" not in file.getvalue()
