@@ -1,6 +1,6 @@
 """What asynchrony buys and what it costs: the same job at eta 0, 1, 2, 4, with and without correction.
 
-    python bench/async_gain.py [--steps 40] [--etas 0,1,2,4] [--out bench_async]
+    python bench/async_gain.py [--steps 40] [--etas 0,1,2,4] [--lr 3e-4] [--out bench_async]
 
 Two loads, same prompts and seeds: slow rewards (lognormal, median 0.15 s) and long-tailed lengths. Each row is one
 `myxa up` from the same warm model. Wall clock runs from the first dispatch to the last step, read from the run's own
@@ -114,9 +114,11 @@ def main() -> None:
     parser.add_argument("--etas", default="0,1,2,4")
     parser.add_argument("--target", type=float, default=0.8)
     parser.add_argument("--loads", default="slow,tail,uncorrected")
+    parser.add_argument("--lr", type=float, default=3e-4, help="the demo's by default; staler data bears less")
     parser.add_argument("--out", type=Path, default=Path("bench_async"))
     args = parser.parse_args()
     etas = [int(e) for e in args.etas.split(",")]
+    common = [f"run.num_steps={args.steps}", f"optimizer.lr={args.lr}"]
     folder = prepare(args.out)
     tasks = HERE / "slow_tasks.py"
     loads = {
@@ -139,7 +141,7 @@ def main() -> None:
         title, overrides = loads[key]
         results = []
         for eta in etas:
-            extra = [*overrides, f"async.max_staleness={eta}", f"run.num_steps={args.steps}"]
+            extra = [*overrides, *common, f"async.max_staleness={eta}"]
             results.append(read(run(folder, args.out, f"{key}-{eta}", extra), eta, args.target))
         table(title, results, args.target)
 

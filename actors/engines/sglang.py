@@ -100,6 +100,7 @@ class SglangEngine:
             async with asyncio.timeout(self._options.start_s):
                 await self._until_healthy()
         except TimeoutError as err:
+            await self.close()
             raise EngineError(
                 f"{self._place}: no healthy answer within {self._options.start_s:g} s",
                 remedy="start the server, or mend engine.url",
