@@ -4,6 +4,7 @@
 #   make test    the whole test suite, with leak checks
 #   make check   ruff, pyright, import-linter
 #   make soak    long runs with random kills
+#   make fuzz    a million broken frames and hostile peers against a living node (some minutes)
 #   make clean   remove what these targets made (not runs/)
 #
 # PYTHON=/path/to/python3.x chooses the interpreter. pip's own variables apply; with an index of CPU builds
@@ -21,7 +22,7 @@ TESTS ?= tests
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check soak clean setup
+.PHONY: demo test check soak fuzz clean setup
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -32,6 +33,9 @@ test: $(STAMP)
 
 soak: $(STAMP)
 	@$(BIN)/python -m pytest $(TESTS) -m soak --timeout=1800
+
+fuzz: $(STAMP)
+	@$(BIN)/python tests/fuzz/run_fuzz.py $(FUZZ)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

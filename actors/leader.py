@@ -20,7 +20,7 @@ from typing import TypeVar
 from ..core.activity import ActivityMeter, TelemetryBuffer
 from ..core.actor import ActorContext
 from ..core.clock import Clock
-from ..core.errors import DataError, TrainError
+from ..core.errors import DataError, GatherError, TrainError
 from ..core.messages import Claim, StepReport, WeightManifest
 from ..core.patience import until_answered
 from ..core.samples import Group, TrainShard
@@ -68,7 +68,9 @@ class Leader:
         self._meter = meter
         self._telemetry = telemetry
         self._clock = clock
-        self._ranks = [ctx.ref(TrainerContract, f"trainer/{r}") for r in range(options.world_size)]
+        self._ranks = ctx.group(TrainerContract, [f"trainer/{r}" for r in range(options.world_size)])
+        self._together = self._ranks.options(fails_fast=True, cancels_rest=False)
+        """For collectives: with one rank gone the others may hang in them, and cannot be cancelled there."""
         self._buffer = ctx.ref(BufferContract, "buffer")
         self._coordinator = ctx.ref(CoordinatorContract, "coordinator")
         self._knobs: dict[str, float] = {}
@@ -103,8 +105,7 @@ class Leader:
 
     async def run(self, version: int, facts: dict[str, str]) -> None:
         """From set-up to the end of the run."""
-        names = [f"trainer/{r}" for r in range(self._options.world_size)]
-        await self._ctx.wait_for("coordinator", "buffer", *names, timeout_s=self._options.setup_timeout_s)
+        await self._ctx.wait_for("coordinator", "buffer", *self._ranks.names, timeout_s=self._options.setup_timeout_s)
         if version > 0:
             await self._ask("buffer", lambda: self._buffer.rewind(version))
         manifest = await self._publish(version) if self._options.publishes else None
@@ -177,26 +178,19 @@ class Leader:
 
     async def _train(self, shards: Sequence[TrainShard]) -> dict[str, float]:
         """All ranks at once; one that fails fails the step, by name."""
-        results = await asyncio.gather(
-            *(rank.train_shard(shard, self._knobs) for rank, shard in zip(self._ranks, shards, strict=True)),
-            return_exceptions=True,
-        )
-        for number, result in enumerate(results):
-            if isinstance(result, BaseException):
-                raise TrainError(
-                    f"trainer/{number} failed in step {shards[0].step}: {result}",
-                    remedy=f"see the log of trainer/{number}",
-                ) from result
-        first = results[0]
-        assert not isinstance(first, BaseException)
-        return dict(first)
+        try:
+            metrics = await self._ranks.scatter(lambda rank, i: rank.train_shard(shards[i], self._knobs))
+        except GatherError as error:
+            name, cause = next(iter(error.errors.items()))
+            message = f"{name} failed in step {shards[0].step}: {cause}"
+            raise TrainError(message, remedy=f"see the log of {name}") from cause
+        return dict(metrics["trainer/0"])
 
     async def _publish(self, version: int) -> WeightManifest:
         if len(self._unreleased) >= MAX_UNRELEASED:
             with self._meter.during("wait-weights", f"publish {version}"):
                 await self._await_release()
-        results = await asyncio.gather(*(rank.publish(version) for rank in self._ranks))
-        manifest = results[0]
+        manifest = (await self._together.all(TrainerContract.publish, version))["trainer/0"]
         if manifest is None:
             raise TrainError(f"trainer/0 gathered no weights for version {version}", remedy="see the log of trainer/0")
         self._unreleased.add(version)
@@ -218,7 +212,7 @@ class Leader:
 
     async def _checkpoint(self, version: int) -> None:
         folder = Path(self._options.run_dir) / "checkpoints" / f"version_{version:08d}"
-        await asyncio.gather(*(rank.save_checkpoint(str(folder)) for rank in self._ranks))
+        await self._together.all(TrainerContract.save_checkpoint, str(folder))
         await self._ask("buffer", lambda: self._buffer.durable(version))
         await asyncio.get_running_loop().run_in_executor(None, self._prune, folder.parent)
 
@@ -232,7 +226,7 @@ class Leader:
             await self._checkpoint(version)
         if self._options.export_at_end:
             folder = str(Path(self._options.run_dir) / "export")
-            await asyncio.gather(*(rank.export_hf(folder) for rank in self._ranks))
+            await self._together.all(TrainerContract.export_hf, folder)
         await self._ask("coordinator", lambda: self._coordinator.trainer_finished(version, reason))
 
     async def _ask(self, who: str, send: Callable[[], Awaitable[T]]) -> T:

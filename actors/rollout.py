@@ -46,6 +46,7 @@ from .workflows.episode import ModelAccess
 
 R = TypeVar("R")
 
+START_LIMIT_S = 600.0  # an engine that loads a model may hold the interpreter lock for so long
 POLL_S = 5.0
 """Long poll for work: the buffer holds a draw that long at most."""
 RETRY_S = 0.2
@@ -124,7 +125,8 @@ class Rollout(RolloutContract):
         context_length = self._options.context_length or 1 << 30
         generate = NoEngine().generate
         if self._engine is not None:
-            info = await self._engine.start()
+            with self.ctx.busy(START_LIMIT_S, "starts its engine"):
+                info = await self._engine.start()
             vocab_size = info.vocab_size
             context_length = min(context_length, info.context_length)
             generate = self._engine.generate

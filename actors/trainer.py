@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,6 +26,9 @@ from .leader import Leader, LeaderOptions
 from .telemetry import report_forever
 
 T = TypeVar("T")
+
+BLOCK_LIMIT_S = 600.0
+"""Setting up, the first step (kernels are compiled) and writing files may hold the interpreter lock for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ class Trainer(TrainerContract):
         self._is_set_up = asyncio.Event()
         self._leader: Leader | None = None
         self._version = 0
+        self._has_trained = False
 
     # -- life
 
@@ -64,10 +69,11 @@ class Trainer(TrainerContract):
 
     async def _run(self) -> None:
         """Model, optimizer, process group; rank 0 then leads until the run is over."""
-        facts = await self._in_thread(self._backend.setup)
-        if self._options.resume:
-            extra = await self._in_thread(lambda: self._backend.load(self._options.resume))
-            self._version = int(extra["version"])
+        with self._blocking("sets up its backend"):
+            facts = await self._in_thread(self._backend.setup)
+            if self._options.resume:
+                extra = await self._in_thread(lambda: self._backend.load(self._options.resume))
+                self._version = int(extra["version"])
         self.ctx.log.info("rank %d is ready at version %d: %s", self._options.rank, self._version, facts)
         self._meter.switch(
             "other" if self._options.rank == 0 else "wait-data", "lead" if self._options.rank == 0 else "next step"
@@ -87,11 +93,15 @@ class Trainer(TrainerContract):
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
+    def _blocking(self, why: str, *, when: bool = True) -> AbstractContextManager[None]:
+        return self.ctx.busy(BLOCK_LIMIT_S, why) if when else nullcontext()
+
     # -- what every rank answers
 
     async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> dict[str, float]:
         await self._is_set_up.wait()
-        with self._meter.during("compute", f"train {shard.step}"):
+        is_first, self._has_trained = not self._has_trained, True
+        with self._meter.during("compute", f"train {shard.step}"), self._blocking("first step", when=is_first):
             stats = await self._in_thread(lambda: self._backend.train(shard, knobs))
         self._version = shard.step + 1
         return stats.metrics
@@ -106,12 +116,12 @@ class Trainer(TrainerContract):
 
     async def save_checkpoint(self, folder: str) -> None:
         extra = {"version": self._version}
-        with self._meter.during("compute", "checkpoint"):
+        with self._meter.during("compute", "checkpoint"), self._blocking("writes a checkpoint"):
             await self._in_thread(lambda: self._backend.save(folder, extra))
         self._telemetry.event("checkpoint", f"version {self._version} saved to {folder}")
 
     async def export_hf(self, folder: str) -> None:
-        with self._meter.during("compute", "export"):
+        with self._meter.during("compute", "export"), self._blocking("exports the model"):
             await self._in_thread(lambda: self._backend.export_hf(folder))
 
     # -- what only the leader answers

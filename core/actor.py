@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -19,6 +20,10 @@ from .clock import Clock
 from .errors import BadRequest
 from .handlers import HandlerSpec, handlers_of
 from .mailbox import MailboxPolicy
+
+if TYPE_CHECKING:
+    from .actor_group import ActorGroup
+    from .tensors import TensorStore
 
 __all__ = ["Actor", "ActorContext", "Caller", "MailboxPolicy", "PeerEvent", "Ref", "make_ref", "with_deadline"]
 
@@ -30,8 +35,9 @@ T = TypeVar("T")
 class PeerEvent:
     """Something happened to another actor that this one watches."""
 
-    kind: Literal["up", "down", "restarted"]
-    """restarted: a new incarnation registered before anybody saw the old one end."""
+    kind: Literal["up", "down", "restarted", "suspect", "hung", "recovered"]
+    """restarted: a new incarnation registered before anybody saw the old one end. suspect, hung, recovered: its process
+    is there, but its event loop gives no sign of life (any more, or gives one again), as this node sees it."""
     name: str
     """Actor name."""
     epoch: int
@@ -58,8 +64,27 @@ class ActorContext(Protocol):
     @property
     def log(self) -> logging.Logger: ...
 
+    @property
+    def tensors(self) -> TensorStore:
+        """For large arrays that are produced where other processes of this host can read them."""
+        ...
+
     def ref(self, contract: type[A], name: str) -> A:
         """A proxy whose methods call the actor of that name. Needs nobody to be there yet."""
+        ...
+
+    def group(self, contract: type[A], members: str | Sequence[str]) -> ActorGroup[A]:
+        """Several actors to be called at once: those of the given names, or all registered under a prefix
+        ("trainer": trainer/0, trainer/1, ...) when a call begins."""
+        ...
+
+    def monitor(self, name: str) -> AsyncGenerator[PeerEvent, None]:
+        """How that actor stands now, if it ever was there, and everything that happens to it from now on."""
+        ...
+
+    def link(self, name: str) -> None:
+        """This actor fails with PeerDied when that incarnation of the other one ends (if it is not there yet: once it
+        was). One way; the other may link too."""
         ...
 
     def spawn(self, coro: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
@@ -84,6 +109,12 @@ class ActorContext(Protocol):
 
     def deadline(self) -> float | None:
         """Seconds left of the call being handled; None: no limit."""
+        ...
+
+    def busy(self, limit_s: float, why: str) -> AbstractContextManager[None]:
+        """While inside, but for `limit_s` at most, this process may block its loop, or hold the interpreter lock,
+        without being taken for hung. Whoever watches it was told before the block begins. Call it on the node's loop;
+        ConfigError for a limit that is none."""
         ...
 
 
@@ -169,4 +200,6 @@ def _method(spec: HandlerSpec) -> Callable[..., Any]:
         deadline_s = declared_s if ref.ref_deadline_s is None else ref.ref_deadline_s
         return ref.ref_caller.items(ref.ref_target, spec, bind(ref, args, kwargs), deadline_s)
 
-    return items if spec.declaration.kind == "stream" else request
+    made = items if spec.declaration.kind == "stream" else request
+    made.__name__ = spec.name  # what tracebacks show, and how `SyncNode.call` knows the handler
+    return made

@@ -21,11 +21,8 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's clocks."""
 
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-    def wall(self) -> float:
-        return time.time()
+    monotonic = staticmethod(time.monotonic)  # the functions themselves: a call of ours on top costs as much again
+    wall = staticmethod(time.time)
 
 
 class ManualClock:

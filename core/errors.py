@@ -12,27 +12,34 @@ MyxaError
 ├── StalenessError           a group would break the staleness bound (a bug if ever seen)
 ├── LedgerError              an illegal transition in the life of a sample
 ├── SlabError                shared memory is gone, full, or was written while it was read
+├── SimulationError          a simulated run did what cannot be simulated, stood still, or broke an invariant
 ├── LaunchError              processes could not be started or did not meet             (exit code 3)
 │   └── BudgetSpent          an actor was restarted too often                           (exit code 4)
 └── CallError                a call to another actor did not end in a reply
     ├── NotSent              it never left this process; repeating it is safe
     ├── NotExecuted          the callee refused it; repeating it is safe
     │   ├── Overloaded       its mailbox is full; `.retry_after_s` says when to come back
-    │   ├── Draining         it is shutting down
+    │   ├── Draining         it is shutting down; `.retry_after_s` as above
     │   ├── NoSuchActor      nobody of that name is known
     │   ├── NoSuchMethod     that actor has no such handler
     │   ├── BadRequest       the arguments do not fit the handler's types
-    │   └── StaleEpoch       it was meant for an earlier incarnation
+    │   ├── NotPermitted     the caller's role, or its name, does not allow it
+    │   ├── StaleEpoch       it was meant for an earlier incarnation
+    │   ├── ProtocolMismatch the two processes run different versions of the runtime
+    │   └── TensorLost       an array that it pointed at could not be read any more
     ├── OutcomeUnknown       it may or may not have run
     │   ├── DeadlineExceeded no answer by the deadline
     │   ├── PeerDied         the callee's process ended while the call was pending
     │   └── StreamBroken     a stream ended before its end; `.last_seq` is the last item received
     ├── WouldDeadlock        the call chain came back to an actor that waits for it
     ├── RemoteError          the handler raised; `.remote_type`, `.remote_traceback` tell what
+    ├── GatherError          members of a group failed; `.errors` says who and how
     └── MessageTooLarge      over the lane's limit; it was not sent
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class MyxaError(Exception):
@@ -98,6 +105,10 @@ class SlabError(MyxaError):
     """Shared memory is gone, full, or was written while it was read."""
 
 
+class SimulationError(MyxaError):
+    """A simulated run did what cannot be simulated, came to a standstill, or broke an invariant."""
+
+
 class LaunchError(MyxaError):
     """Processes could not be started or did not meet in time."""
 
@@ -136,6 +147,10 @@ class Overloaded(NotExecuted):
 class Draining(NotExecuted):
     """The callee is shutting down and takes no new calls."""
 
+    def __init__(self, message: str, *, retry_after_s: float = 0.5, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.retry_after_s = retry_after_s
+
 
 class NoSuchActor(NotExecuted):
     """No actor of that name is known."""
@@ -149,8 +164,20 @@ class BadRequest(NotExecuted):
     """The arguments do not fit the handler's declared types."""
 
 
+class NotPermitted(NotExecuted):
+    """The caller may not do this: its role only lets it look, or it spoke for somebody else."""
+
+
 class StaleEpoch(NotExecuted):
     """The message was meant for an earlier incarnation of the callee."""
+
+
+class TensorLost(NotExecuted):
+    """A large array of the message lay in the sender's memory and could not be read there (any more)."""
+
+
+class ProtocolMismatch(NotExecuted):
+    """The two processes run different versions of the runtime and do not talk to each other."""
 
 
 class OutcomeUnknown(CallError):
@@ -188,3 +215,15 @@ class RemoteError(CallError):
 
 class MessageTooLarge(CallError):
     """A message exceeds its lane's limit and was not sent."""
+
+
+class GatherError(CallError):
+    """Too many members of a group that was called did not answer well."""
+
+    def __init__(self, message: str, *, errors: Mapping[str, Exception] | None = None, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.errors = dict(errors or {})
+        """Member -> what it failed with, in the order of the members."""
+        self.callee = ", ".join(self.errors)
+        codes = [error.exit_code for error in self.errors.values() if isinstance(error, MyxaError)]
+        self.exit_code = codes[0] if codes else self.exit_code

@@ -44,6 +44,8 @@ class Declaration:
     """The handler is cancelled when nobody waits for it any more; else only its reply is lost."""
     window: int = 32
     """Streams: items under way at most."""
+    is_safe: bool = False
+    """Changes nothing; observers may call it."""
     key: str = ""
     """Durable puts: path of the request that names what is put, e.g. "group.prompt.group_id"."""
 
@@ -56,10 +58,18 @@ def _mark(fn: F, declaration: Declaration) -> F:
 
 
 def call(
-    *, deadline: float | None = 30.0, reentrant: bool = False, idempotent: bool = False, cancellable: bool = True
+    *,
+    deadline: float | None = 30.0,
+    reentrant: bool = False,
+    idempotent: bool = False,
+    cancellable: bool = True,
+    safe: bool = False,
 ) -> Callable[[F], F]:
-    """Request and reply. `deadline` in seconds is the default and may be shortened or stretched per call."""
-    declaration = Declaration("call", deadline, reentrant, idempotent, cancellable)
+    """Request and reply. `deadline` in seconds is the default and may be shortened or stretched per call.
+
+    `safe`: it changes nothing, so that processes that may only look may call it.
+    """
+    declaration = Declaration("call", deadline, reentrant, idempotent, cancellable, is_safe=safe)
     return lambda fn: _mark(fn, declaration)
 
 
@@ -73,11 +83,15 @@ def cast(fn: Any = None, /, *, deadline: float | None = 30.0, reentrant: bool = 
     return _mark(fn, declaration) if fn is not None else functools.partial(_mark, declaration=declaration)
 
 
-def stream(*, window: int = 32, deadline: float | None = None, reentrant: bool = True) -> Callable[[F], F]:
-    """Async iterator of items; at most `window` of them under way. `deadline` bounds the whole stream."""
+def stream(
+    *, window: int = 32, deadline: float | None = None, reentrant: bool = True, safe: bool = False
+) -> Callable[[F], F]:
+    """Async iterator of items; at most `window` of them under way. `deadline` bounds the whole stream; `safe`: it
+    changes nothing.
+    """
     if window < 1:
         raise ValueError(f"a stream needs a window of at least one item, not {window}")
-    declaration = Declaration("stream", deadline, reentrant, window=window)
+    declaration = Declaration("stream", deadline, reentrant, window=window, is_safe=safe)
     return lambda fn: _mark(fn, declaration)
 
 
@@ -93,9 +107,9 @@ def durable_put(*, key: str, deadline: float | None = 60.0, reentrant: bool = Fa
     return lambda fn: _mark(fn, declaration)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class HandlerSpec:
-    """One compiled handler."""
+    """One compiled handler. There is one object per class and handler, so identity is equality."""
 
     name: str
     index: int

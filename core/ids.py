@@ -7,8 +7,7 @@ registry, and everything that an earlier epoch sent or was sent is void.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from .errors import ConfigError
 
@@ -21,9 +20,11 @@ NAME_PATTERN = re.compile(r"[a-z][a-z0-9_-]*(/[A-Za-z0-9_.-]+)*")
 MAX_NAME_LENGTH = 120
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class PeerKey:
-    """One incarnation of one node. Nothing addressed to a key ever reaches another incarnation."""
+class PeerKey(NamedTuple):
+    """One incarnation of one node. Nothing addressed to a key ever reaches another incarnation.
+
+    A tuple, because it is looked up several times per call and a dataclass hashes in Python.
+    """
 
     node_id: int
     epoch: int

@@ -36,12 +36,13 @@ class Mailbox(Generic[T]):
     def __init__(self, owner: str, policy: MailboxPolicy) -> None:
         self._owner = owner
         self._policy = policy
-        self._waiting: deque[tuple[T, bool]] = deque()
+        self.waiting: deque[T] = deque()
+        """Oldest first. Only this class changes it."""
         self._num_counted = 0
         self.num_refused = 0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     @property
     def num_held(self) -> int:
@@ -65,26 +66,26 @@ class Mailbox(Generic[T]):
 
     def put(self, item: T) -> None:
         """Queue an admitted message."""
-        self._waiting.append((item, True))
+        self.waiting.append(item)
 
     def put_event(self, item: T) -> None:
         """Queue something that does not count and is never refused."""
-        self._waiting.append((item, False))
+        self.waiting.append(item)
 
     def take(self) -> T | None:
         """Oldest item, or None."""
-        return self._waiting.popleft()[0] if self._waiting else None
+        return self.waiting.popleft() if self.waiting else None
 
     def remove(self, item: T) -> bool:
         """Take a waiting message out; False if it is not waiting (any more). The caller releases it."""
-        for place, (waiting, _) in enumerate(self._waiting):
+        for place, waiting in enumerate(self.waiting):
             if waiting is item:
-                del self._waiting[place]
+                del self.waiting[place]
                 return True
         return False
 
     def clear(self) -> list[T]:
         """Take everything; counted messages still have to be released."""
-        items = [item for item, _ in self._waiting]
-        self._waiting.clear()
+        items = list(self.waiting)
+        self.waiting.clear()
         return items

@@ -7,11 +7,13 @@ Travels in a context variable, so nested calls inherit it without being told. Ta
 from __future__ import annotations
 
 import contextvars
-from dataclasses import dataclass
+
+import msgspec
+
+from .ids import PeerKey
 
 
-@dataclass(frozen=True, slots=True)
-class CallScope:
+class CallScope(msgspec.Struct, frozen=True, gc=False):
     """The call being handled in this task, if any."""
 
     deadline_at: float | None = None
@@ -20,6 +22,8 @@ class CallScope:
     """Actors ("name@epoch") that are held up, handling a call serially, until this one returns; oldest first."""
     trace: bytes = b""
     """24 bytes (W3C trace id, span id) or nothing."""
+    caller: PeerKey | None = None
+    """Incarnation that made the call, as its connection proved it."""
 
 
 NO_SCOPE = CallScope()
@@ -27,13 +31,17 @@ NO_SCOPE = CallScope()
 _scope: contextvars.ContextVar[CallScope] = contextvars.ContextVar("myxa_call_scope", default=NO_SCOPE)
 
 
+def current_caller() -> PeerKey | None:
+    """Incarnation that made the call being handled, as its connection proved it; None outside of a handler."""
+    return _scope.get().caller
+
+
 def current_scope() -> CallScope:
     return _scope.get()
 
 
-def enter_scope(scope: CallScope) -> contextvars.Token[CallScope]:
-    """Make `scope` the current one; give the token to `leave_scope`."""
-    return _scope.set(scope)
+enter_scope = _scope.set
+"""Make a scope the current one; give the token to `leave_scope`."""
 
 
 def leave_scope(token: contextvars.Token[CallScope]) -> None:

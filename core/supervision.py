@@ -1,51 +1,30 @@
-"""When a child process ends: start it again, start its gang again, or end the run. Pure: events in, instructions out.
+"""When a child process ends or hangs: start it again, start its neighbours too, do without it, or end the run. Pure:
+events in, instructions out.
 
-Knows names, policies, restart budgets and pauses between attempts. Must not know processes, sockets or clocks: the
-launcher tells what happened and when, and carries out what is answered.
+Knows names, strategies, restart budgets and pauses between attempts. Must not know processes, sockets or clocks: the
+launcher tells what happened and when, and carries out what is answered. What stands under whom is in
+supervision_tree.py, the life of a child in child_states.py.
 
-The rules are those of an OTP supervisor (intensity per period) with a growing pause; no library offers them without
-bringing its own processes, and a table of a dozen rows is easier to trust than one.
-
-    waiting ──launch──> starting ──up──> up      both ──exit──> exited ──retry──> backing-off ──launch──> starting
-                           └──end──> ending <──end──┘   ending ──exit──> exited ──settle──> stopped
-    waiting, backing-off ──settle──> stopped                             exited ──give-up──> failed
+The rules are those of an OTP supervisor tree; no library offers them without bringing its own processes. A failure is
+answered by the child's branch according to its strategy. A branch that has spent its restarts has failed itself, and
+the branch above decides (escalation); at the root the run fails. Whoever has to end, ends in reverse start order, one
+stage after the other: `End` names the next stage only when the one before is gone.
 """
 
 from __future__ import annotations
 
 import signal
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-ChildState = Literal["waiting", "starting", "up", "ending", "exited", "backing-off", "failed", "stopped"]
-ChildEvent = Literal["up", "end", "exit", "retry", "launch", "settle", "give-up"]
-RestartPolicy = Literal["one", "gang", "never"]
+from .child_states import ChildState, ChildStates, SupervisionError
+from .restart_budget import Backoff, RestartBudget
+from .supervision_tree import BranchSpec, ChildSpec, Member, SupervisionTree
 
-TRANSITIONS: Final[Mapping[tuple[ChildState, ChildEvent], ChildState]] = {
-    ("waiting", "launch"): "starting",
-    ("waiting", "settle"): "stopped",
-    ("starting", "up"): "up",
-    ("starting", "end"): "ending",
-    ("starting", "exit"): "exited",
-    ("up", "end"): "ending",
-    ("up", "exit"): "exited",
-    ("ending", "up"): "ending",
-    ("ending", "end"): "ending",
-    ("ending", "exit"): "exited",
-    ("exited", "retry"): "backing-off",
-    ("exited", "settle"): "stopped",
-    ("exited", "give-up"): "failed",
-    ("backing-off", "launch"): "starting",
-    ("backing-off", "settle"): "stopped",
-}
-"""(state, event) -> next state. A pair that is missing is a mistake of the caller."""
+Health = Literal["suspect", "hung", "recovered"]
 
-ALIVE: Final[frozenset[ChildState]] = frozenset({"starting", "up", "ending"})
-"""States in which a process exists."""
-
-HOPELESS: Final[Mapping[int, str]] = {
+HOPELESS: Final[dict[int, str]] = {
     2: "its configuration is wrong",
     5: "its data or a user's function is wrong",
 }
@@ -55,53 +34,54 @@ BUDGET_SPENT: Final = 4
 """Exit status of a run that ends because a child may not be started again."""
 
 
-class SupervisionError(ValueError):
-    """An event that cannot happen in the child's state: the caller lost track."""
-
-
 @dataclass(frozen=True, slots=True)
-class ChildSpec:
-    """What the supervisor must know of one child."""
+class GangRound:
+    """One common attempt of a gang: its ranks meet under a name that no other attempt has."""
 
-    name: str
-    policy: RestartPolicy = "one"
-    unit: str = ""
-    """Children with policy "gang" and the same unit restart together. Empty: a unit of its own."""
-    max_restarts: int = 3
-    """Restarts of its unit allowed within one period."""
-
-
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """Pause before the n-th restart within a period: `first_s * 2^(n-1)`, at most `limit_s`, less up to half by lot."""
-
-    first_s: float = 0.5
-    limit_s: float = 30.0
-    period_s: float = 300.0
-
-    def delay(self, restarts: int, lot: float) -> float:
-        """Seconds before the restart that follows `restarts` earlier ones; `lot` is in [0, 1)."""
-        full = min(self.limit_s, self.first_s * 2.0 ** min(restarts, 60))
-        return full * (1.0 - 0.5 * lot)
+    gang: str
+    attempt: int
+    rendezvous: str
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start these children after `delay_s`, all of them as attempt `attempt` (0 was the first start). Replaces an
-    earlier `Restart` of the same children that was not carried out yet."""
+    """Start these children after `delay_s`, in this order, each as its attempt (0 was the first start). Void for a
+    child for which `may_launch` says no by then: another instruction has overtaken it."""
 
     children: tuple[str, ...]
+    attempts: tuple[int, ...]
     delay_s: float
-    attempt: int
     reason: str
+    branch: str
+    """Whose budget this restart was taken from."""
+    rounds: tuple[GangRound, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Tell these children to end, in this order."""
+    """Tell these children to end, at the same time, and kill those that are still there after their grace."""
+
+    children: tuple[str, ...]
+    graces_s: tuple[float, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """These hang: being told would not help."""
 
     children: tuple[str, ...]
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The run goes on without this member; its branch has a quorum."""
+
+    member: str
+    reason: str
+    num_left: int
+    quorum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +98,24 @@ class Done:
     """No process is left and none will be started."""
 
 
-Instruction = Restart | End | FailRun | Done
+Instruction = Restart | End | Kill | GiveUp | FailRun | Done
 
 
-@dataclass(slots=True)
-class _Unit:
-    """Children that share one fate, one budget and one count of attempts."""
+@dataclass(slots=True, eq=False)
+class _Ending:
+    """Children that have to be gone before something is done."""
 
-    members: tuple[str, ...]
-    max_restarts: int
-    attempt: int = 0
-    restarts: deque[float] = field(default_factory=lambda: deque[float]())
-    reason: str = ""
-    """Why it is being restarted, while it is."""
+    then: Literal["restart", "give up", "over"]
+    stages: list[tuple[str, ...]]
+    """Not told yet, the next one first."""
+    reason: str
+    branch: BranchSpec | None = None
+    """Whose restart it is."""
+    current: tuple[str, ...] = ()
+    scope: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scope = frozenset(name for stage in self.stages for name in stage)
 
 
 def describe_status(status: int) -> str:
@@ -144,40 +129,46 @@ def describe_status(status: int) -> str:
 
 
 class Supervisor:
-    """Decides over the children of a run. Start order is the order of `children`."""
+    """Decides over the children of a run."""
 
-    def __init__(
-        self, children: Sequence[ChildSpec], *, lot: Callable[[], float], backoff: Backoff | None = None
-    ) -> None:
-        names = [child.name for child in children]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise SupervisionError(f"children named twice: {', '.join(twice)}")
+    def __init__(self, root: BranchSpec, *, lot: Callable[[], float], backoff: Backoff | None = None) -> None:
+        self._tree = SupervisionTree(root)
+        self._states = ChildStates(self._tree.children)
         self._lot = lot
         self._backoff = backoff or Backoff()
-        self._specs = {child.name: child for child in children}
-        self._states: dict[str, ChildState] = dict.fromkeys(names, "waiting")
-        self._units: dict[str, _Unit] = {}
-        self._is_stopping = False
+        self._budgets = {b.name: RestartBudget(b.max_restarts, b.period_s) for b in self._tree.branches}
+        self._attempts = dict.fromkeys(self._tree.children, 0)
+        self._endings: list[_Ending] = []
+        """Their scopes do not overlap: a larger one swallows those within it."""
+        self._given_up: set[int] = set()
         self._verdict: FailRun | None = None
-        for unit, members in _gather(children).items():
-            budget = min(self._specs[name].max_restarts for name in members)
-            self._units[unit] = _Unit(members=members, max_restarts=budget)
 
     # -- questions ---------------------------------------------------------------------------------------------
 
     def state(self, child: str) -> ChildState:
         """Where a child stands."""
-        return self._states[self._known(child)]
+        return self._states[child]
 
     def attempt(self, child: str) -> int:
         """Number of the child's current attempt; 0 is the first."""
-        return self._unit_of(child).attempt
+        return self._attempts[self._spec(child).name]
+
+    def may_launch(self, child: str, attempt: int) -> bool:
+        """Whether it may be started now as that attempt."""
+        is_current = attempt == self.attempt(child) and self._ending_of(child) is None
+        return is_current and self._states.can(child, "launch")
+
+    def round(self, gang: str) -> GangRound:
+        """The gang's current attempt and where it meets."""
+        branch = next((b for b in self._tree.branches if b.name == gang and b.strategy == "gang"), None)
+        if branch is None:
+            raise SupervisionError(f"there is no gang {gang!r}")
+        return self._round(branch)
 
     @property
     def alive(self) -> tuple[str, ...]:
         """Children that have a process, in start order."""
-        return tuple(name for name, state in self._states.items() if state in ALIVE)
+        return self._states.alive()
 
     @property
     def verdict(self) -> FailRun | None:
@@ -186,127 +177,190 @@ class Supervisor:
 
     # -- events ------------------------------------------------------------------------------------------------
 
-    def on_up(self, child: str, now: float) -> list[Instruction]:
-        """The child answers."""
-        del now
-        self._move(child, "up")
-        return []
+    def on_launch(self, child: str) -> None:
+        """The launcher starts the child: for the first time, or as a `Restart` asked. Raises SupervisionError if it
+        may not (any more)."""
+        if not self.may_launch(child, self.attempt(child)):
+            raise SupervisionError(f"{child} is {self._states[child]}: 'launch' cannot happen now")
+        self._states.move(child, "launch")
 
-    def on_launch(self, child: str, now: float) -> list[Instruction]:
-        """The launcher starts the child: for the first time, or as a `Restart` asked."""
-        del now
-        self._move(child, "launch")
-        return []
+    def on_up(self, child: str) -> None:
+        """The child answers."""
+        self._states.move(child, "up")
 
     def on_exit(self, child: str, status: int, now: float) -> list[Instruction]:
-        """The child's process ended. Nobody but `stop` or a gang's restart asks a child to end, so any other end,
-        exit status 0 included, is a failure."""
-        was_asked = self._states[self._known(child)] == "ending"
-        self._move(child, "exit")
-        if self._is_stopping or self._verdict is not None:
-            self._move(child, "settle")
+        """The child's process ended."""
+        spec = self._spec(child)
+        self._states.move(child, "exit")
+        ending = self._ending_of(child)
+        if ending is not None:
+            return self._go_on(ending, now)
+        what = f"{child} ended with {describe_status(status)}"
+        if status in HOPELESS:
+            what = f"{what}: {HOPELESS[status]}, another attempt would end the same way"
+            return self._fail(child, what, status, now)
+        if spec.restart == "transient" and status == 0:
+            self._states.move(child, "settle")
             return self._farewell()
-        unit = self._unit_of(child)
-        if was_asked:
-            return self._revive(unit, now)
-        return self._mourn(child, unit, status, now)
+        return self._mourn(spec, what, now)
+
+    def on_health(self, child: str, health: Health, why: str, now: float) -> list[Instruction]:
+        """What the failure detector thinks of it. It may be late: of a child that is not up it is of no interest."""
+        spec = self._spec(child)
+        if health == "recovered" and self._states[child] == "hung":
+            self._states.move(child, "recover")
+        if health != "hung" or self._states[child] != "up":
+            return []
+        self._states.move(child, "hang")
+        if spec.when_hung == "wait" or self._ending_of(child) is not None:
+            return []
+        what = f"{child} hangs ({why})"
+        self._states.move(child, "end")
+        kill: list[Instruction] = [Kill((child,), what)]
+        return kill + self._mourn(spec, f"{what}, was killed", now)
 
     def on_lost(self, culprit: str, children: Sequence[str], reason: str, now: float) -> list[Instruction]:
-        """A whole node is gone with these children; nothing can be started there again."""
-        del now
+        """A whole node is gone with these children; none of them can be started again."""
         for child in children:
-            if self._states[self._known(child)] in ALIVE:
-                self._move(child, "exit")
-            if self._states[child] in ("waiting", "exited", "backing-off"):
-                self._move(child, "settle")
-        if self._is_stopping or self._verdict is not None:
-            return self._farewell()
-        return self._fail(culprit, reason, BUDGET_SPENT)
+            if self._states.is_alive(child):
+                self._states.move(child, "exit")
+            if not self._states.is_over(child):
+                self._states.move(child, "settle")
+        under_way = list(self._endings)
+        done: list[Instruction] = []
+        for child in children:
+            if not self._is_over():
+                done += self._do_without(self._spec(child), culprit, reason, now)
+        for ending in under_way:
+            if ending in self._endings:
+                done += self._go_on(ending, now)
+        return done
 
     def stop(self, reason: str, now: float) -> list[Instruction]:
         """End every child, last started first. May be repeated."""
-        del now
-        self._is_stopping = True
-        return self._end_all(reason)
+        final = next((e for e in self._endings if e.then == "over"), None)
+        if final is not None:
+            return self._go_on(final, now)
+        return self._begin(_Ending("over", list(self._tree.all_stages(self._tree.root)), reason), now)
 
-    # -- rules -------------------------------------------------------------------------------------------------
+    # -- judging -----------------------------------------------------------------------------------------------
 
-    def _mourn(self, child: str, unit: _Unit, status: int, now: float) -> list[Instruction]:
-        """A child ended by itself: judge, then end what is left of its unit or restart it."""
-        what = f"{child} ended with {describe_status(status)}"
-        if status in HOPELESS:
-            return self._fail(child, f"{what}: {HOPELESS[status]}, another attempt would end the same way", status)
-        if self._specs[child].policy == "never":
-            return self._fail(child, f"{what} and is never restarted", BUDGET_SPENT)
-        while unit.restarts and now - unit.restarts[0] >= self._backoff.period_s:
-            unit.restarts.popleft()
-        if len(unit.restarts) >= unit.max_restarts:
-            budget = f"{unit.max_restarts} restarts in {self._backoff.period_s:g} s"
-            return self._fail(child, f"{what} and its budget of {budget} is spent", BUDGET_SPENT)
-        unit.reason = what
-        mates = tuple(name for name in reversed(unit.members) if self._states[name] in ("starting", "up"))
-        for name in mates:
-            self._move(name, "end")
-        ends: list[Instruction] = [End(mates, f"{what}; its gang starts again together")] if mates else []
-        return ends + self._revive(unit, now)
+    def _mourn(self, child: ChildSpec, what: str, now: float) -> list[Instruction]:
+        """A child failed by itself."""
+        if child.restart == "temporary":
+            return self._do_without(child, child.name, f"{what} and is never restarted", now)
+        member: Member = child
+        while (branch := self._tree.above(member)) is not None:
+            budget = self._budgets[branch.name]
+            if budget.reserve(now):
+                return self._begin(self._restart(branch, member, what), now)
+            if branch.max_restarts or member is child:
+                whose = "its" if member is child else f"{branch.name}'s"
+                what = f"{what} and {whose} budget of {budget} is spent"
+            if self._can_do_without(branch, member):
+                return self._give_up(branch, member, what, now)
+            member = branch
+        return self._fail(child.name, what, BUDGET_SPENT, now)
 
-    def _revive(self, unit: _Unit, now: float) -> list[Instruction]:
-        """Restart the unit once all its members are gone."""
-        if any(self._states[name] in ALIVE for name in unit.members):
-            return []
-        for name in unit.members:
-            if self._states[name] == "exited":  # others still wait for the restart before this one
-                self._move(name, "retry")
-        delay = self._backoff.delay(len(unit.restarts), self._lot())
-        unit.restarts.append(now)
-        unit.attempt += 1
-        reason, unit.reason = unit.reason, ""
-        return [Restart(unit.members, delay, unit.attempt, reason)]
+    def _do_without(self, member: Member, culprit: str, what: str, now: float) -> list[Instruction]:
+        """A member will never run again: the first branch above with a quorum can do without, or the run fails."""
+        while (branch := self._tree.above(member)) is not None:
+            if id(member) in self._given_up:
+                return []
+            if self._can_do_without(branch, member):
+                return self._give_up(branch, member, what, now)
+            member = branch
+        return self._fail(culprit, what, BUDGET_SPENT, now)
 
-    def _fail(self, culprit: str, reason: str, exit_code: int) -> list[Instruction]:
+    def _can_do_without(self, branch: BranchSpec, member: Member) -> bool:
+        return 0 < branch.quorum <= self._num_left(branch, member)
+
+    def _num_left(self, branch: BranchSpec, member: Member) -> int:
+        return sum(1 for other in branch.members if other is not member and id(other) not in self._given_up)
+
+    def _give_up(self, branch: BranchSpec, member: Member, what: str, now: float) -> list[Instruction]:
+        self._given_up.add(id(member))
+        news = GiveUp(member.name, what, self._num_left(branch, member), branch.quorum)
+        return [news, *self._begin(_Ending("give up", list(self._tree.all_stages(member)), what), now)]
+
+    def _fail(self, culprit: str, reason: str, exit_code: int, now: float) -> list[Instruction]:
         self._verdict = FailRun(culprit, reason, exit_code)
-        if self._states.get(culprit) == "exited":
-            self._move(culprit, "give-up")
-        return [self._verdict, *self._end_all(reason)]
+        if culprit in self._tree.children and self._states[culprit] == "exited":
+            self._states.move(culprit, "give-up")
+        return [self._verdict, *self.stop(reason, now)]
 
-    def _end_all(self, reason: str) -> list[Instruction]:
-        told = tuple(name for name in reversed(self._states) if self._states[name] in ALIVE)
-        for name in told:
-            self._move(name, "end")
-        for name, state in self._states.items():
-            if state in ("waiting", "exited", "backing-off"):
-                self._move(name, "settle")
-        ends: list[Instruction] = [End(told, reason)] if told else []
-        return ends + self._farewell()
+    # -- ending, and what comes after ----------------------------------------------------------------------------
+
+    def _restart(self, branch: BranchSpec, failed: Member, what: str) -> _Ending:
+        """Whom that concerns; members that were given up stay out of it."""
+        members = [member for branch in self._tree.branches for member in branch.members]
+        out = {name for each in members if id(each) in self._given_up for name in self._tree.leaves(each)}
+        stages = (tuple(n for n in stage if n not in out) for stage in self._tree.stages(branch, failed))
+        return _Ending("restart", [stage for stage in stages if stage], what, branch)
+
+    def _begin(self, ending: _Ending, now: float) -> list[Instruction]:
+        for other in [e for e in self._endings if e.scope <= ending.scope]:
+            self._endings.remove(other)
+            if other.branch is not None:
+                self._budgets[other.branch.name].release()
+        self._endings.append(ending)
+        return self._go_on(ending, now)
+
+    def _go_on(self, ending: _Ending, now: float) -> list[Instruction]:
+        """Tell the next stage, or do what all this was for."""
+        told: list[Instruction] = []
+        self._close(ending)
+        while not self._states.alive(ending.current):
+            if not ending.stages:
+                return told + self._finish(ending, now)
+            ending.current = ending.stages.pop(0)
+            names = tuple(name for name in self._states.alive(ending.current) if self._states[name] != "ending")
+            for name in names:
+                self._states.move(name, "end")
+            if names:
+                graces = tuple(self._spec(name).grace_s for name in names)
+                told.append(End(names, graces, ending.reason))
+        return told
+
+    def _close(self, ending: _Ending) -> None:
+        """Children that have no process and will have none are done with."""
+        if ending.then == "restart":
+            return
+        for name in ending.scope:
+            if not self._states.is_alive(name) and not self._states.is_over(name):
+                self._states.move(name, "give-up" if ending.then == "give up" else "settle")
+
+    def _finish(self, ending: _Ending, now: float) -> list[Instruction]:
+        if ending.then == "over":
+            return [Done()]
+        self._endings.remove(ending)
+        if ending.branch is None:
+            return self._farewell()
+        children = tuple(n for n in self._tree.children if n in ending.scope and not self._states.is_over(n))
+        if not children:
+            self._budgets[ending.branch.name].release()
+            return self._farewell()
+        delay = self._backoff.delay(self._budgets[ending.branch.name].spend(now), self._lot())
+        for name in children:
+            self._states.move(name, "retry")
+            self._attempts[name] += 1
+        attempts = tuple(self._attempts[name] for name in children)
+        rounds = tuple(self._round(gang) for gang in self._tree.gangs(frozenset(children)))
+        return [Restart(children, attempts, delay, ending.reason, ending.branch.name, rounds)]
 
     def _farewell(self) -> list[Instruction]:
-        return [] if self.alive else [Done()]
+        return [Done()] if all(self._states.is_over(name) for name in self._tree.children) else []
 
-    def _move(self, child: str, event: ChildEvent) -> None:
-        state = self._states[self._known(child)]
-        after = TRANSITIONS.get((state, event))
-        if after is None:
-            raise SupervisionError(f"{child} is {state}: '{event}' cannot happen now")
-        self._states[child] = after
+    def _round(self, gang: BranchSpec) -> GangRound:
+        attempt = self._attempts[self._tree.leaves(gang)[0]]
+        return GangRound(gang.name, attempt, f"{gang.name}.{attempt}")
 
-    def _unit_of(self, child: str) -> _Unit:
-        return self._units[_unit_key(self._specs[self._known(child)])]
+    def _ending_of(self, child: str) -> _Ending | None:
+        return next((ending for ending in self._endings if child in ending.scope), None)
 
-    def _known(self, child: str) -> str:
-        if child not in self._specs:
-            raise SupervisionError(f"no child is named {child!r}; there are {', '.join(self._specs)}")
-        return child
+    def _is_over(self) -> bool:
+        return any(ending.then == "over" for ending in self._endings)
 
-
-def _unit_key(child: ChildSpec) -> str:
-    if child.policy == "gang" and child.unit:
-        return f"gang {child.unit}"
-    return f"child {child.name}"
-
-
-def _gather(children: Sequence[ChildSpec]) -> dict[str, tuple[str, ...]]:
-    gathered: dict[str, tuple[str, ...]] = {}
-    for child in children:
-        key = _unit_key(child)
-        gathered[key] = (*gathered.get(key, ()), child.name)
-    return gathered
+    def _spec(self, child: str) -> ChildSpec:
+        self._states[child]  # raises for a name that nobody has
+        return self._tree.children[child]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..core.config import RestartPolicy, RoleName
+from ..core.config import RestartPolicy, RoleName, WhenHung
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,6 +41,9 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     threads: int = 1
     restart: RestartPolicy = "one"
     max_restarts: int = 3
+    when_hung: WhenHung = "wait"
+    quorum: int = 0
+    """So many actors of its role are enough; 0: all."""
     rank: RankSpec | None = None
 
 

@@ -25,6 +25,10 @@ from .run_dir import RunDir
 from .worker_spec import DEFAULT_PROGRAM, WorkerSpec, write_spec
 
 PING_S = 1.0
+KeyFor = Callable[[str], Awaitable[str]]
+
+STACKS_S = 0.5
+"""How long a process that hangs may take to write down where it hangs."""
 KILL_S = 5.0
 """How long a process may take to vanish after SIGKILL (longer: it hangs in the kernel)."""
 
@@ -44,6 +48,8 @@ class AgentOptions:
     lost_s: float = 20.0
     """How long node 0 may be silent before this node gives the run up."""
     program: str = DEFAULT_PROGRAM
+    key_for: KeyFor | None = None
+    """Makes the key of a process that is to be started and tells the registry of it; None: no process needs one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +115,22 @@ class Agent(AgentContract):
         if self._plan is None or self._run_dir is None:
             raise LaunchError(f"{self.ctx.name} is not prepared", remedy="this is a bug; report it")
         name = order.actor.name
+        try:
+            key = await self._options.key_for(name) if self._options.key_for is not None else ""
+        except CallError as error:
+            return f"{name} has no key: {error}"
         if name in self._children:
             raise LaunchError(f"{name} runs already as attempt {self._children[name].attempt}")
         log_path = self._run_dir.new_log(name, order.attempt)
         try:
-            self._children[name] = self._start(order, self._plan, self._run_dir, log_path)
+            self._children[name] = self._start(order, self._plan, self._run_dir, log_path, key)
         except LaunchError as error:
             log_path.write_text(f"{error}\n", encoding="utf-8")
             return str(error)
         self.ctx.log.info("%s: attempt %d is process %d", name, order.attempt, self._children[name].pid)
         return ""
 
-    def _start(self, order: StartOrder, plan: RunPlan, run_dir: RunDir, log_path: Path) -> Child:
+    def _start(self, order: StartOrder, plan: RunPlan, run_dir: RunDir, log_path: Path, key: str) -> Child:
         spec = WorkerSpec(
             actor=order.actor,
             attempt=order.attempt,
@@ -129,6 +139,7 @@ class Agent(AgentContract):
             run_dir=plan.run_dir,
             socket_dir=str(self._options.runtime_dir),
             rdzv_path=self._options.rdzv_path,
+            key=key,
             program=self._options.program,
         )
         env = child_env(
@@ -152,6 +163,7 @@ class Agent(AgentContract):
             status=status,
             node=self._options.node,
             log_path=str(child.log_path),
+            pid=child.pid,
             tail=read_tail(child.log_path),
         )
         if not self._is_stopped:
@@ -176,6 +188,14 @@ class Agent(AgentContract):
             child.kill()
         for child in await _still_there(hung, KILL_S):
             self.ctx.log.error("%s (process %d) survives SIGKILL: it hangs in the kernel", child.name, child.pid)
+
+    async def kill_hung(self, names: tuple[str, ...]) -> None:
+        children = [self._children[name] for name in names if name in self._children]
+        for child in children:
+            child.ask_for_stacks()
+        for child in await _still_there(children, STACKS_S):
+            child.kill()
+        await _still_there(children, KILL_S)
 
     async def kill_all(self) -> None:
         """End all children at once."""

@@ -51,6 +51,12 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
 
+    def ask_for_stacks(self) -> None:
+        """SIGQUIT: a worker writes the stacks of all its threads into its log, even if its loop hangs (worker.py)."""
+        if self.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGQUIT)
+
     def kill(self) -> None:
         """End the process and everything in its group at once."""
         if self.status is None:

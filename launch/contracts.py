@@ -64,6 +64,8 @@ class ChildEnd(_Record, frozen=True, kw_only=True):
     """As `subprocess` gives it: negative is a signal."""
     node: int
     log_path: str
+    pid: int = 0
+    """Of the process; 0: it was never started."""
     tail: tuple[str, ...] = ()
     """Last lines of its log."""
 
@@ -86,6 +88,11 @@ class AgentContract(Actor):
         """SIGTERM, and SIGKILL after `grace_s` (0: at once); answered when all have ended."""
         raise NotImplementedError
 
+    @call(deadline=30, reentrant=True)
+    async def kill_hung(self, names: tuple[str, ...]) -> None:
+        """These do not react: have their stacks written into their logs, then SIGKILL."""
+        raise NotImplementedError
+
     @call(deadline=30)
     async def meeting_place(self) -> GangMeeting:
         """An address of this node that others reach, and a port that is free now."""
@@ -103,6 +110,11 @@ class SupervisorContract(Actor):
     @call(deadline=30)
     async def join(self, facts: NodeFacts) -> JoinReply:
         """A node is here."""
+        raise NotImplementedError
+
+    @call(deadline=30)
+    async def decline(self, node: int, host: str, reason: str) -> None:
+        """A node cannot take part: its preflight failed. Nobody shall wait for it."""
         raise NotImplementedError
 
     @call(deadline=5, reentrant=True)

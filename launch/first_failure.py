@@ -1,20 +1,26 @@
-"""The first actor that failed and the end of its log: the last thing a person reads of a failed run.
+"""The first actor that failed, what followed from it, and the end of its log: what a person reads of a failed run.
 
 Peers of a dead actor fail after it, and theirs are the loud errors; so the cause is taken when it happens and kept.
+Shown twice: as a report at once (cause first, under 25 lines), and shortly as the run's last words.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..core.supervision import HOPELESS
+from .contracts import ChildEnd
+from .exit_words import meaning, remedy
 
 NUM_LINES = 25
 MAX_LINE = 400
 MAX_CAUSE = 4000
 CAUSE = "myxa: "
 """How the last line of an actor's log begins if an error ended it (see worker.py)."""
+REPORT_LINES = 24
+CAUSE_LINES = 6
+FOLLOWED_LINES = 4
 _MAX_TAIL_BYTES = 64 * 1024
 
 
@@ -30,22 +36,87 @@ class FirstFailure:
     node: int = 0
     status: int = 1
     """Exit status of its process, as `subprocess` gives it."""
+    followed: tuple[str, ...] = ()
+    """What failed after it, in the order in which it did."""
 
-    def render(self) -> str:
-        """Text for the terminal; the cause is its last line. A mistake in the run file, the data or a function of the
-        user's is told by that line alone: the rest of the log says nothing about it."""
-        at = max((i for i, line in enumerate(self.tail) if line.startswith(CAUSE)), default=len(self.tail))
-        before, cause = self.tail[:at], self.tail[at:]
-        place = self.log_path + (f" on node {self.node}" if self.node else "")
-        lines: list[str] = []
-        if self.log_path and cause and self.status in HOPELESS:
-            lines.append(f"log: {place}")
-        elif self.log_path:
-            lines.append(f"---- end of {place} ----")
-            lines += before if before or cause else ("(the log is empty)",)
-            lines.append("-" * len(lines[0]))
+    @property
+    def is_mistake(self) -> bool:
+        """In the run file, the data or a function of the user's; then the log says nothing more than its last line."""
+        return bool(self._split()[1]) and self.status in HOPELESS
+
+    def report(self) -> str:
+        """At most 24 lines: cause, remedy, what followed, and the end of the log, unless it says nothing more."""
+        before, cause = self._split()
+        lines = [f"first failure: {self._what()}", *cause[:CAUSE_LINES]]
+        if not any(" -- " in line for line in cause) and (
+            advice := remedy(self.status, self.tail, has_word=bool(cause))
+        ):
+            lines.append(f"remedy: {advice}")
+        lines += [f"then: {text}" for text in self.followed[:FOLLOWED_LINES]]
+        if len(self.followed) > FOLLOWED_LINES:
+            lines.append(f"then: {len(self.followed) - FOLLOWED_LINES} more")
+        if not self.log_path:
+            return "\n".join(lines)
+        if self.is_mistake:
+            return "\n".join([*lines, f"log: {self._place()}"])
+        room = REPORT_LINES - len(lines) - 1
+        end = before[-room:] if before or cause else ("(the log is empty)",)
+        return "\n".join([*lines, f"---- end of {self._place()} ----", *end])
+
+    def last_words(self) -> str:
+        """For the end of the run: where the log is, who failed, and as the last line why."""
+        _, cause = self._split()
+        log = (f"log: {self._place()}",) if self.log_path else ()
+        return "\n".join([*log, f"first failure: {self._what()}", *cause])
+
+    def _what(self) -> str:
         named = self.reason if self.reason.startswith(self.actor) else f"{self.actor}: {self.reason}"
-        return "\n".join([*lines, f"first failure: {named}", *cause])
+        explained = meaning(self.status)
+        where = f" (node {self.node})" if self.node else ""
+        return f"{named}{where}" + (f": {explained}" if explained and self.status not in HOPELESS else "")
+
+    def _place(self) -> str:
+        return self.log_path + (f" on node {self.node}" if self.node else "")
+
+    def _split(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        at = max((i for i, line in enumerate(self.tail) if line.startswith(CAUSE)), default=len(self.tail))
+        return self.tail[:at], self.tail[at:]
+
+
+class Failures:
+    """Keeps the first failure and what follows from it. Pure: time is passed in."""
+
+    def __init__(self) -> None:
+        self._first: FirstFailure | None = None
+        self._at = 0.0
+        self._ends: dict[str, ChildEnd] = {}
+
+    @property
+    def first(self) -> FirstFailure | None:
+        """None: nothing failed."""
+        if self._first is None or (end := self._ends.get(self._first.actor)) is None:
+            return self._first
+        return replace(self._first, log_path=end.log_path, tail=end.tail, node=end.node, status=end.status)
+
+    def blame(self, actor: str, reason: str, now: float) -> None:
+        """An actor failed for good; only the first one counts."""
+        if self._first is None:
+            self._first = FirstFailure(actor, reason)
+            self._at = now
+
+    def note_end(self, end: ChildEnd, words: str, now: float) -> None:
+        """A process ended. After the first failure all are asked to: whoever fails then, fails because of it."""
+        if self._first is None or end.name == self._first.actor:
+            self._ends[end.name] = end
+        elif end.status > 0:
+            why = next((line.removeprefix(CAUSE) for line in reversed(end.tail) if line.startswith(CAUSE)), "")
+            self.add(f"{end.name} ended with {words}" + (f": {why}" if why else ""), now)
+
+    def add(self, text: str, now: float) -> None:
+        """Something that followed."""
+        if self._first is not None:
+            line = _cut(f"{now - self._at:.1f} s later: {' '.join(text.split())}", MAX_LINE // 2)
+            self._first = replace(self._first, followed=(*self._first.followed, line))
 
 
 def read_tail(path: Path, num_lines: int = NUM_LINES) -> tuple[str, ...]:
@@ -58,12 +129,11 @@ def read_tail(path: Path, num_lines: int = NUM_LINES) -> tuple[str, ...]:
     except OSError:
         return ()
     lines = [line.rstrip() for line in text.splitlines()]
-    kept = [_cut(line) for line in lines]
+    kept = [_cut(line, MAX_CAUSE if line.startswith(CAUSE) else MAX_LINE) for line in lines]
     while kept and not kept[-1]:
         kept.pop()
     return tuple(kept[-num_lines:])
 
 
-def _cut(line: str) -> str:
-    limit = MAX_CAUSE if line.startswith(CAUSE) else MAX_LINE
+def _cut(line: str, limit: int) -> str:
     return line if len(line) <= limit else line[:limit] + " ..."

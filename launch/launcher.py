@@ -23,8 +23,9 @@ from rich.text import Text
 from .. import __version__
 from ..core.clock import SystemClock
 from ..core.config import RunConfig, dump_config
-from ..core.errors import CallError, LaunchError
+from ..core.errors import CallError, LaunchError, MyxaError
 from ..core.patience import until_answered
+from ..transport.descriptors import raise_limit
 from .actor_spec import ActorSpec
 from .agent import Agent, AgentOptions, Farewell
 from .contracts import SUPERVISOR, AgentContract, NodeFacts, RunPlan, SupervisorContract, agent_name
@@ -45,6 +46,8 @@ from .worker_spec import DEFAULT_PROGRAM
 _log = logging.getLogger("myxa.launcher")
 
 CLOSE_S = 5.0
+DECLINE_S = 60.0
+"""How long a node that cannot take part looks for node 0 to say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class Outcome:
 
 def launch(config: RunConfig, options: LaunchOptions) -> Outcome:
     """Run this node's part of a run to its end. Raises ConfigError and LaunchError for what cannot start."""
+    raise_limit()
     part = _lead if options.place.rank == 0 else _follow
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(part(config, options))
@@ -113,7 +117,10 @@ async def _conduct(
     await meeting.node.start(supervisor, name=SUPERVISOR)
     await meeting.node.start(agent, name=agent_name(0))
     await supervisor.join(_facts(options.place, text))
-    lead = Lead(supervisor, RunWatch(meeting.node, clock), clock=clock, patience=options.patience, show=screen.show)
+    lead = Lead(
+        supervisor, RunWatch(meeting.node, clock), clock=clock, patience=options.patience, show=screen.show,
+        tell=screen.tell,
+    )  # fmt: skip
 
     def asked(reason: str, number: int) -> None:
         screen.say(f"{reason}: ending in good order; once more ends at once")
@@ -155,7 +162,11 @@ async def _dismiss(supervisor: RunSupervisor, meeting: Meeting, ending: Ending) 
 
 
 async def _follow(config: RunConfig, options: LaunchOptions) -> Outcome:
-    _check(config, place_actors(config, options.place.num_nodes), options)
+    try:
+        _check(config, place_actors(config, options.place.num_nodes), options)
+    except MyxaError as error:
+        await _decline(options, str(error))
+        raise
     text = dump_config(config)
     clock = SystemClock()
     deadline = time.monotonic() + options.patience.gather_s
@@ -176,6 +187,21 @@ async def _follow(config: RunConfig, options: LaunchOptions) -> Outcome:
             farewell = await _lend(agent, supervisor)
     Console().print(Text(f"ended: {farewell.reason}"), soft_wrap=True)
     return Outcome(farewell.exit_code, farewell.reason)
+
+
+async def _decline(options: LaunchOptions, reason: str) -> None:
+    """Tell node 0 that it need not wait for this node; not for ever, for what is wrong there may be wrong here too."""
+    Console(stderr=True).print(Text(f"this node cannot take part, node 0 is told: {reason}"), soft_wrap=True)
+    deadline = time.monotonic() + min(DECLINE_S, options.patience.gather_s)
+    try:
+        with RuntimeDir() as runtime:
+            async with join_meeting(
+                options.place, runtime.path, options.job_key, options.rdzv_file, deadline
+            ) as meeting:
+                supervisor = meeting.node.ref(SupervisorContract, SUPERVISOR)
+                await supervisor.decline(options.place.rank, socket.gethostname(), reason)
+    except (LaunchError, CallError) as error:
+        _log.warning("node 0 could not be told: %s", error)
 
 
 async def _lend(agent: Agent, supervisor: SupervisorContract) -> Farewell:
@@ -219,6 +245,7 @@ def _agent_options(options: LaunchOptions, meeting: Meeting, runtime: RuntimeDir
         rdzv_path=str(meeting.rdzv_path),
         lost_s=options.patience.lost_s,
         program=options.program,
+        key_for=meeting.key_for if options.place.num_nodes > 1 else None,
     )
 
 

@@ -18,8 +18,10 @@ from .run_watch import RunWatch
 from .views.live_state import LiveState
 
 LOOK_EVERY_S = 0.5
-VERDICT_S = 2.0
+VERDICT_S = 1.5
 """How long a run that the coordinator calls failed waits for the failing process's own exit status."""
+CONSEQUENCES_S = 0.5
+"""How long the report of a failure waits for others to fail of it. Report within 3 s: with the two above it is."""
 CLOSE_MONITOR_S = 30.0
 
 
@@ -44,12 +46,14 @@ class Lead:
         clock: Clock,
         patience: Patience,
         show: Callable[[LiveState], None],
+        tell: Callable[[FirstFailure], None],
     ) -> None:
         self._supervisor = supervisor
         self._watch = watch
         self._clock = clock
         self._patience = patience
         self._show = show
+        self._tell = tell
 
     async def run(self) -> Ending:
         """Gather, start, watch, end. Raises LaunchError if the nodes do not meet."""
@@ -59,6 +63,7 @@ class Lead:
         else:
             start.result()
             ending = await self._until_over()
+        await self._report()
         await self._watch.close_monitor(CLOSE_MONITOR_S)
         await self._supervisor.stop_all(ending.reason)
         failure = self._supervisor.first_failure if ending.exit_code else None
@@ -68,6 +73,17 @@ class Lead:
         await self._supervisor.gather()
         await self._supervisor.start_all()
 
+    async def _report(self) -> None:
+        """Tell of a failure now: to end everything in good order takes longer than a person should wait for a word."""
+        if not self._supervisor.has_failed:
+            return
+        await asyncio.sleep(CONSEQUENCES_S)
+        status = self._watch.last.status
+        if status is not None and status.phase == "failed" and status.error:
+            self._supervisor.add_consequence(f"the coordinator gave the run up: {status.error}")
+        if (failure := self._supervisor.first_failure) is not None:
+            self._tell(failure)
+
     def _stopped_early(self) -> Ending:
         wish = self._supervisor.stop_wished.result()
         return Ending(wish.exit_code(is_orderly=True), wish.reason)
@@ -75,8 +91,7 @@ class Lead:
     async def _until_over(self) -> Ending:
         deadline: float | None = None
         while True:
-            state = await self._watch.look(self._note())
-            self._show(state)
+            state = await self._look()
             if (ending := self._judge(state)) is not None:
                 return await self._settle(ending)
             wish = self._wish()
@@ -88,6 +103,14 @@ class Lead:
                 waited = f"the run did not end in good order within {self._patience.finish_s:g} s"
                 return Ending(wish.exit_code(is_orderly=False), f"{wish.reason}; {waited}")
             await asyncio.wait({self._supervisor.failed}, timeout=LOOK_EVERY_S)
+
+    async def _look(self) -> LiveState:
+        """How things stand; a failure is not kept waiting for the answers of others."""
+        look = await race(self._watch.look(self._note()), self._supervisor.failed)
+        if look.cancelled():
+            return self._watch.last
+        self._show(look.result())
+        return look.result()
 
     def _wish(self) -> StopWish | None:
         return self._supervisor.stop_wished.result() if self._supervisor.stop_wished.done() else None

@@ -28,13 +28,16 @@ _log = logging.getLogger("myxa.worker")
 
 class LoopWatch:
     """Watches the loop of the thread that makes it, from `start` to `stop`. `give_up` is called in a thread of its own,
-    once, with the line that holds the loop up."""
+    once, with the line that holds the loop up. `busy_s` says for how long it has been declared that this may be."""
 
-    def __init__(self, limit_s: float, give_up: Callable[[str], object]) -> None:
+    def __init__(
+        self, limit_s: float, give_up: Callable[[str], object], busy_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._watched = threading.get_ident()
         self._limit_s = limit_s
         self._give_up = give_up
+        self._busy_s = busy_s
         self._sign = threading.Event()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="loop watch", daemon=True)
@@ -56,6 +59,8 @@ class LoopWatch:
             if self._sign.is_set():
                 missed_s = 0.0
                 self._ask()
+                continue
+            if self._busy_s() > 0:
                 continue
             missed_s += TICK_S
             if missed_s == WARN_S:

@@ -21,7 +21,7 @@ import msgspec
 
 from ..core.errors import CallError, LaunchError
 from ..transport.address import Rendezvous, interface_towards
-from ..transport.node import JobKey, Node
+from ..transport.node import JobKey, KeyPair, Node
 from .contracts import ChildEnd, agent_name
 from .node_place import Endpoint, NodePlace, parse_endpoint
 from .port import check_port
@@ -50,9 +50,15 @@ class Meeting:
     async def exit_seen(self, end: ChildEnd) -> None:
         """Tell everybody at once that a process is gone: calls that wait for it fail now, not at their deadlines."""
         try:
-            await self.node.registry.process_exited(end.name, 0, end.status)
+            await self.node.registry.process_exited(end.name, 0, end.status, end.pid)
         except CallError as error:
             _log.warning("the registry could not be told that %s ended: %s", end.name, error)
+
+    async def key_for(self, name: str) -> str:
+        """A new key pair for a process of this node, which may join under that name only. Raises CallError."""
+        pair = KeyPair.generate()
+        await self.node.registry.expect(name, pair.public)
+        return pair.text
 
     @contextlib.contextmanager
     def posted(self, path: Path) -> Generator[None]:
@@ -104,7 +110,8 @@ async def join_meeting(
     endpoint = place.endpoint or await _read_endpoint(rdzv_file, deadline)
     key_path = job_key or default_job_key()
     await _until_there(key_path, deadline, "the job's key")
-    record = Rendezvous.at(str(endpoint), key_file=str(key_path.absolute()))
+    public = JobKey.load(key_path).public
+    record = Rendezvous.at(str(endpoint), key_file=str(key_path.absolute()), curve=public)
     node = await _attach_until(record, place, runtime_dir, deadline)
     try:
         record.save(runtime_dir / "rdzv.json")
@@ -115,9 +122,11 @@ async def join_meeting(
 
 async def attach_worker(spec: WorkerSpec) -> Node:
     """An actor's process joins."""
+    rdzv = Rendezvous.load(Path(spec.rdzv_path))
     return await Node.attach(
         name=spec.actor.name,
-        rdzv=Rendezvous.load(Path(spec.rdzv_path)),
+        rdzv=rdzv,
+        key=KeyPair.parse(spec.key) if spec.key else None,
         run_dir=spec.socket_dir,
         node_rank=spec.actor.node,
         timeout_s=WORKER_ATTACH_S,

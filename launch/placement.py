@@ -5,7 +5,7 @@ Must not know processes, interpreters that exist, or addresses; those are found 
 
 from __future__ import annotations
 
-from ..core.config import RoleName, RoleSettings, RolesSettings, RunConfig
+from ..core.config import RoleName, RoleSettings, RolesSettings, RolloutRole, RunConfig
 from ..core.errors import ConfigError
 from .actor_spec import ActorSpec, RankSpec
 
@@ -39,6 +39,9 @@ def _problems(role: RoleName, settings: RoleSettings, num_nodes: int) -> list[st
         problems.append(
             f"roles.{role}.devices names {num_devices} GPUs, which do not divide among {settings.count} actors a node"
         )
+    num_actors = settings.count * (num_nodes if settings.nodes == "*" else len(settings.nodes))
+    if isinstance(settings, RolloutRole) and settings.quorum > num_actors:
+        problems.append(f"roles.{role}.quorum = {settings.quorum}, but the run has {num_actors} {role} actors")
     return problems
 
 
@@ -75,6 +78,8 @@ def _place_role(role: RoleName, roles: RolesSettings, num_nodes: int) -> list[Ac
                     threads=settings.threads,
                     restart=settings.restart,
                     max_restarts=settings.max_restarts,
+                    when_hung=settings.when_hung,
+                    quorum=settings.quorum if isinstance(settings, RolloutRole) else 0,
                     rank=rank if is_gang else None,
                 )
             )

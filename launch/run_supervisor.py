@@ -9,23 +9,24 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.actor import PeerEvent, with_deadline
 from ..core.errors import CallError, LaunchError
 from ..core.supervision import (
-    ChildSpec,
     Done,
     End,
     FailRun,
+    GiveUp,
     Instruction,
+    Kill,
     Restart,
     Supervisor,
     describe_status,
 )
-from .actor_spec import ActorSpec, GangMeeting
+from .actor_spec import ActorSpec
+from .bulletin import Bulletin
 from .config_differences import differences
 from .contracts import (
     AgentContract,
@@ -37,8 +38,10 @@ from .contracts import (
     SupervisorContract,
     agent_name,
 )
-from .first_failure import CAUSE, FirstFailure
+from .first_failure import CAUSE, Failures, FirstFailure
+from .gang_meetings import GangMeetings
 from .run_dir import RunDir
+from .run_tree import run_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +83,6 @@ class StopWish:
         return 0 if self.signal == signal.SIGTERM and is_orderly else 128 + self.signal
 
 
-@dataclass(slots=True)
-class _Gang:
-    """Meeting place of a gang's current attempt."""
-
-    attempt: int = -1
-    meeting: GangMeeting | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
 class RunSupervisor(SupervisorContract):
     """See the module's head. The launcher of node 0 hosts it and calls `gather`, `start_all`, `stop_all` directly."""
 
@@ -96,42 +90,51 @@ class RunSupervisor(SupervisorContract):
         self.failed: asyncio.Future[FailRun] = asyncio.get_running_loop().create_future()
         """Set when an actor may not be started again, or a node is lost."""
         self.stop_wished: asyncio.Future[StopWish] = asyncio.get_running_loop().create_future()
-        self._blamed: tuple[str, str] | None = None
+        self._failures = Failures()
         self._place = place
         self._patience = patience
         self._actors = {actor.name: actor for actor in place.actors}
-        self._rules = Supervisor([_child_spec(actor) for actor in place.actors], lot=lot)
+        self._rules = Supervisor(run_tree(place.actors, patience.end_s), lot=lot)
         self._nodes: dict[int, NodeFacts] = {}
+        self._others = {agent_name(node): node for node in range(1, place.num_nodes)}
         self._refused: dict[int, str] = {}
+        self._declined = ""
         self._changed = asyncio.Event()
         self._gone = asyncio.Event()
-        self._gangs: dict[str, _Gang] = {}
-        self._ends: dict[str, ChildEnd] = {}
+        self._meetings = GangMeetings(place.actors, lambda node: self._agent(node).meeting_place())
         self._started_at: dict[str, float] = {}
         self._heard_at: dict[int, float] = {}
 
     async def on_start(self) -> None:
         """Hear of every actor and every node."""
         self.ctx.watch("")
+        self._bulletin = Bulletin(self.ctx)
         self.ctx.spawn(self._watch_silence(), name="watch silence")
 
     async def on_peer(self, event: PeerEvent) -> None:
-        if event.kind in ("up", "restarted") and event.name in self._actors:
-            if self._rules.state(event.name) == "starting":
-                self.ctx.log.info("%s is up (epoch %d)", event.name, event.epoch)
-                self._carry_out(self._rules.on_up(event.name, self._now()))
-            return
-        if event.kind != "up" and event.name.startswith(agent_name(0)[:-1]) and event.name != agent_name(0):
-            self._lose_node(int(event.name.rpartition("/")[2]), event.reason)
+        if event.name in self._actors:
+            self._on_actor(event)
+        elif event.kind in ("down", "restarted") and event.name in self._others:
+            self._lose_node(self._others[event.name], event.reason)
+
+    def _on_actor(self, event: PeerEvent) -> None:
+        if event.kind in ("suspect", "hung", "recovered"):
+            self.ctx.log.warning("%s: %s (%s)", event.name, event.kind, event.reason or "it answers again")
+            self._bulletin.post(event)
+            self._carry_out(self._rules.on_health(event.name, event.kind, event.reason, self._now()))
+        elif event.kind != "down" and self._rules.state(event.name) == "starting":
+            self.ctx.log.info("%s is up (epoch %d)", event.name, event.epoch)
+            self._rules.on_up(event.name)
 
     # -- what the launcher asks for ----------------------------------------------------------------------------
 
     async def gather(self) -> None:
-        """Until all nodes joined. LaunchError naming the missing ones, and why those that came were refused."""
+        """Until all nodes joined. LaunchError naming the missing ones, and why those that came were refused; at once
+        if a node says that it cannot take part."""
         wanted = set(range(self._place.num_nodes))
         try:
             async with asyncio.timeout(self._patience.gather_s):
-                while not wanted <= self._nodes.keys():
+                while not wanted <= self._nodes.keys() and not self._declined:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -142,16 +145,17 @@ class RunSupervisor(SupervisorContract):
                 f"{', '.join(map(str, missing))}{told}",
                 remedy="start `myxa launch` on every node with the same run file and the --rdzv of node 0",
             ) from None
+        if self._declined:
+            raise LaunchError(self._declined, remedy="mend it there and start all nodes again")
 
     async def start_all(self) -> None:
         """Prepare every node, then start every actor in order."""
         for node in range(self._place.num_nodes):
             await self._agent(node).prepare(self._place.plan)
         for actor in self._place.actors:
-            if self._rules.state(actor.name) != "waiting":
-                return  # one before it failed already
-            self._carry_out(self._rules.on_launch(actor.name, self._now()))
-            await self._start(actor.name, 0)
+            if self._rules.may_launch(actor.name, 0):  # not if the run, or a mate of its gang, failed already
+                self._rules.on_launch(actor.name)
+                await self._start(actor.name, 0)
 
     async def stop_all(self, reason: str) -> None:
         """End all actors, last started role first, and wait until they are gone."""
@@ -170,18 +174,21 @@ class RunSupervisor(SupervisorContract):
 
     def blame(self, name: str, reason: str) -> None:
         """Keep who failed first, for the report."""
-        self._blamed = self._blamed or (name, reason)
+        self._failures.blame(name, reason, self._now())
+
+    def add_consequence(self, text: str) -> None:
+        """Something that followed from the first failure, for the report."""
+        self._failures.add(text, self._now())
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether somebody is to blame."""
+        return self._failures.first is not None
 
     @property
     def first_failure(self) -> FirstFailure | None:
-        """Who failed first, with the end of its log; complete once its process has ended."""
-        if self._blamed is None:
-            return None
-        name, reason = self._blamed
-        end = self._ends.get(name)
-        if end is None:
-            return FirstFailure(name, reason)
-        return FirstFailure(name, reason, end.log_path, end.tail, end.node, end.status)
+        """Who failed first, with the end of its log and what followed; complete once its process has ended."""
+        return self._failures.first
 
     @property
     def starting(self) -> tuple[str, ...]:
@@ -211,6 +218,11 @@ class RunSupervisor(SupervisorContract):
         self._changed.set()
         return JoinReply(accepted=True)
 
+    async def decline(self, node: int, host: str, reason: str) -> None:
+        self.ctx.log.error("node %d (%s) cannot take part: %s", node, host, reason)
+        self._declined = self._declined or f"node {node} ({host}) cannot take part: {reason}"
+        self._changed.set()
+
     def _objection(self, facts: NodeFacts) -> str:
         place = self._place
         if facts.version != place.version:
@@ -230,7 +242,7 @@ class RunSupervisor(SupervisorContract):
             return  # told twice, or of an attempt before a lost node's
         if end.name not in self._rules.alive:
             return
-        self._ends[end.name] = end
+        self._failures.note_end(end, describe_status(end.status), self._now())
         level = logging.INFO if self._rules.state(end.name) == "ending" else logging.WARNING
         self.ctx.log.log(level, "%s ended: %s", end.name, describe_status(end.status))
         self._carry_out(self._rules.on_exit(end.name, end.status, self._now()))
@@ -261,15 +273,25 @@ class RunSupervisor(SupervisorContract):
             match instruction:
                 case Restart():
                     self.ctx.log.warning(
-                        "%s: attempt %d in %.1f s (%s)",
+                        "%s: attempt %s in %.1f s (%s)",
                         ", ".join(instruction.children),
-                        instruction.attempt,
+                        ", ".join(str(n) for n in sorted(set(instruction.attempts))),
                         instruction.delay_s,
                         instruction.reason,
                     )
                     self.ctx.spawn(self._restart(instruction), name=f"restart {instruction.children[0]}")
                 case End():
-                    self.ctx.spawn(self._end(instruction.children), name=f"end {len(instruction.children)} actors")
+                    self.ctx.spawn(self._end(instruction), name=f"end {len(instruction.children)} actors")
+                case Kill():
+                    self.ctx.log.error("%s: killed", instruction.reason)
+                    self.ctx.spawn(self._kill_hung(instruction.children), name=f"kill {instruction.children[0]}")
+                case GiveUp():
+                    self.ctx.log.error(
+                        "%s; the run goes on without it: %d are left, %d must be",
+                        instruction.reason,
+                        instruction.num_left,
+                        instruction.quorum,
+                    )
                 case FailRun():
                     self.blame(instruction.culprit, instruction.reason)
                     if not self.failed.done():
@@ -279,17 +301,16 @@ class RunSupervisor(SupervisorContract):
 
     async def _restart(self, restart: Restart) -> None:
         await asyncio.sleep(restart.delay_s)
-        for name in restart.children:
-            # A stop, or a newer restart of the same gang, makes this one void.
-            if self._rules.state(name) != "backing-off" or self._rules.attempt(name) != restart.attempt:
-                return
-            self._carry_out(self._rules.on_launch(name, self._now()))
-            await self._start(name, restart.attempt)
+        for name, attempt in zip(restart.children, restart.attempts, strict=True):
+            # A stop, or a newer restart of the same children, makes this one void.
+            if self._rules.may_launch(name, attempt):
+                self._rules.on_launch(name)
+                await self._start(name, attempt)
 
     async def _start(self, name: str, attempt: int) -> None:
         actor = self._actors[name]
         try:
-            meeting = await self._meeting(actor, attempt)
+            meeting = await self._meetings.of(actor, attempt)
             problem = await self._agent(actor.node).start_actor(
                 StartOrder(actor=actor, attempt=attempt, meeting=meeting)
             )
@@ -303,23 +324,22 @@ class RunSupervisor(SupervisorContract):
             end = ChildEnd(name=name, attempt=attempt, status=2, node=actor.node, log_path=log_path, tail=tail)
             await self.child_ended(end)
 
-    async def _meeting(self, actor: ActorSpec, attempt: int) -> GangMeeting | None:
-        """The gang's meeting place for this attempt, on the node of its rank 0."""
-        if actor.rank is None:
-            return None
-        gang = self._gangs.setdefault(actor.rank.gang, _Gang())
-        async with gang.lock:
-            if gang.attempt != attempt:
-                first = next(a for a in self._place.actors if a.rank is not None and a.rank.gang == actor.rank.gang)
-                gang.meeting = await self._agent(first.node).meeting_place()
-                gang.attempt = attempt
-            return gang.meeting
+    async def _end(self, end: End) -> None:
+        """All of them at the same time, each with its grace."""
+        graces = dict(zip(end.children, end.graces_s, strict=True))
+        waits = [
+            self._end_on(node, tuple(name for name in mine if graces[name] == grace_s), grace_s)
+            for node, mine in self._by_node(end.children)
+            for grace_s in sorted({graces[name] for name in mine})
+        ]
+        await asyncio.gather(*waits)
 
-    async def _end(self, names: Sequence[str]) -> None:
-        """One role after the other, in the given order; the actors of a role together."""
-        for _, stage in groupby(names, key=lambda name: self._actors[name].role):
-            waits = [self._end_on(node, mine, self._patience.end_s) for node, mine in self._by_node(tuple(stage))]
-            await asyncio.gather(*waits)
+    async def _kill_hung(self, names: tuple[str, ...]) -> None:
+        for node, mine in self._by_node(names):
+            try:
+                await self._agent(node).kill_hung(mine)
+            except CallError as error:
+                self._lose_node(node, str(error))
 
     async def _end_on(self, node: int, names: tuple[str, ...], grace_s: float) -> None:
         agent = with_deadline(self._agent(node), grace_s + 30.0)
@@ -351,8 +371,3 @@ class RunSupervisor(SupervisorContract):
 
     def _now(self) -> float:
         return self.ctx.clock.monotonic()
-
-
-def _child_spec(actor: ActorSpec) -> ChildSpec:
-    unit = actor.rank.gang if actor.rank is not None else ""
-    return ChildSpec(actor.name, actor.restart, unit, actor.max_restarts)

@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.text import Text
 
 from ..core.errors import MyxaError
+from .first_failure import FirstFailure
 from .lead import Ending
 from .views.live import LiveState, LiveView
+from .views.live_state import clean
 from .views.report import write_report
-from .views.summary import final_summary
+from .views.summary import Curves, final_summary
 
 _log = logging.getLogger("myxa.launcher")
 
@@ -58,6 +60,16 @@ class Screen:
         if not self._is_quiet:
             self._view.say(text)
 
+    def tell(self, failure: FirstFailure) -> None:
+        """The report of a failure, now. Who wants it quiet is told of his own mistakes by the last words alone."""
+        if self._is_quiet and failure.is_mistake:
+            return
+        for line in failure.report().splitlines():
+            if self._is_quiet:
+                self._console.print(Text(clean(line)), soft_wrap=True)
+            else:
+                self._view.say(line)
+
     def handler(self) -> logging.Handler:
         """Shows warnings of the launcher's own log."""
         return _Shown(self)
@@ -76,9 +88,9 @@ class Screen:
                 elapsed_s=time.monotonic() - self._started_s,
                 run_dir=self._run_dir,
                 report=report,
-                reward=last.curve("reward/mean") if last else {},
-                eval_reward=last.curve("eval/reward") if last else {},
-                loss=last.curve("train/loss") if last else {},
+                curves=Curves(last.curve("reward/mean"), last.curve("eval/reward"), last.curve("train/loss"))
+                if last
+                else Curves(),
                 next_steps=next_steps if ending.exit_code == 0 else (),
                 dropped=last.buffer.dropped if last and last.buffer else None,
             )
@@ -87,7 +99,7 @@ class Screen:
         if ending.exit_code == 0:
             return
         if ending.first_failure is not None:
-            self._console.print(Text(ending.first_failure.render()), soft_wrap=True)
+            self._console.print(Text(ending.first_failure.last_words()), soft_wrap=True)
         else:
             self._console.print(Text(f"ended: {ending.reason}"), soft_wrap=True)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import faulthandler
+import gc
 import logging
 import math
 import os
@@ -25,6 +27,7 @@ from ..core.config import RunConfig, load_config
 from ..core.errors import ConfigError, LaunchError, MyxaError, UserCodeError
 from ..core.lifeline import die_with_parent
 from ..core.registry import load_callable
+from ..transport.descriptors import raise_limit
 from .actor_spec import ActorSpec
 from .child_env import SPEC_VARIABLE
 from .loop_watch import LoopWatch
@@ -52,7 +55,7 @@ async def serve(spec: WorkerSpec) -> None:
     told_to_stop: asyncio.Future[None] = loop.create_future()
     loop.add_signal_handler(signal.SIGTERM, lambda: told_to_stop.done() or told_to_stop.set_result(None))
     node = await attach_worker(spec)
-    watch = _watch_for_users_code(spec.actor, config)
+    watch = _watch_for_users_code(spec.actor, config, lambda: node.busy_s)
     try:
         await node.start(actor, name=spec.actor.name)
         watch.start()
@@ -83,7 +86,7 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def _watch_for_users_code(actor: ActorSpec, config: RunConfig) -> LoopWatch:
+def _watch_for_users_code(actor: ActorSpec, config: RunConfig, busy_s: Callable[[], float]) -> LoopWatch:
     """Workflows, `async` rewards and group filters run on the loop and may block it."""
     limit_s = max(config.rollout.timeout_s, PATIENCE_S.get(actor.role, math.inf))
 
@@ -94,7 +97,7 @@ def _watch_for_users_code(actor: ActorSpec, config: RunConfig) -> LoopWatch:
         )
         end(error.exit_code, str(error))
 
-    return LoopWatch(limit_s, give_up)
+    return LoopWatch(limit_s, give_up, busy_s)
 
 
 def _lacking(error: ImportError) -> ConfigError:
@@ -105,20 +108,34 @@ def _lacking(error: ImportError) -> ConfigError:
     return ConfigError(f"{sys.executable} {what}", remedy=remedy)
 
 
+def _write_stacks_when_lost() -> None:
+    """Into the log: where native code crashed, and, when the launcher asks (SIGQUIT), where the process hangs."""
+    faulthandler.enable(all_threads=False)
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
+
+
 SWITCH_INTERVAL_S = 0.0005
 """An engine's or a trainer's thread takes the interpreter lock back after every kernel; with Python's 5 ms each of
 those waits lasts as long as the event loop is busy. Set here because this process is ours; an embedded actor's host
 decides for itself."""
 
 
+GC_THRESHOLD = 50_000
+"""Net allocations between two looks for cycles. Hundreds of calls under way are thousands of living objects; with
+Python's 700 the collector looks through them several times per turn of the loop, a fifth of what a call costs."""
+
+
 def main() -> int:
     """See the module's head."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.set_threshold(GC_THRESHOLD, 10, 10)
+    raise_limit()
     path = os.environ.get(SPEC_VARIABLE, "")
     if not path:
         print(f"{SPEC_VARIABLE} is not set: workers are started by `myxa up`", file=sys.stderr)
         return LaunchError.exit_code
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    _write_stacks_when_lost()
     try:
         spec = read_spec(path)
         die_with_parent(spec.launcher_pid)

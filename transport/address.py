@@ -30,15 +30,16 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     socket_dir: str = ""
     """Where nodes of the registry's host put their ipc sockets (0700)."""
     key_file: str = ""
-    """File with the job's key pair (0600), needed for tcp; "": the key is given otherwise."""
+    """File with the job's key pair (0600), for tcp; "": the key is given otherwise."""
 
     @classmethod
-    def at(cls, host_and_port: str, key_file: str = "") -> Rendezvous:
-        """For another host, which knows no more than "host:port"."""
+    def at(cls, host_and_port: str, key_file: str = "", curve: str = "") -> Rendezvous:
+        """For another host, which knows no more than "host:port" (and `curve`, the job's public key)."""
         host, _, port = host_and_port.removeprefix("tcp://").rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise LaunchError(f"{host_and_port!r} is no address of a registry", remedy='write "host:port"')
-        return cls(endpoints=Endpoints(node_rank=-1, tcp=(f"tcp://{host}:{port}", "")), key_file=key_file)
+        endpoints = Endpoints(node_rank=-1, tcp=(f"tcp://{host}:{port}", ""), curve=curve)
+        return cls(endpoints=endpoints, key_file=key_file)
 
     def save(self, path: Path) -> None:
         """Write it as JSON, in one step: a reader sees all of it or no file."""

@@ -1,7 +1,8 @@
 """The life of one hosted actor: its mailbox, the order of its handlers, its background tasks, its end.
 
-Serial handlers run one after another, each in a task of its own so that it can be cancelled alone; re-entrant ones run
-beside them. Knows messages only as `Inbound`; never sees a socket.
+Serial handlers run one after another, re-entrant ones beside them. A handler begins at once when its turn comes, and
+becomes a task, which can be cancelled alone, when it first waits for something (`eager.py`). Knows messages only as
+`Inbound`; never sees a socket.
 
     NEW -> STARTING -> RUNNING -> DRAINING -> STOPPED       (also STARTING | RUNNING | DRAINING -> STOPPED by failure)
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeVar
@@ -20,11 +21,16 @@ import msgspec
 from ..core.actor import Actor, PeerEvent
 from ..core.errors import CallError, Draining, PeerDied, WouldDeadlock
 from ..core.handlers import HandlerSpec, handlers_of
+from ..core.ids import PeerKey
 from ..core.mailbox import Mailbox
-from ..core.scope import NO_SCOPE, CallScope, fresh_context
+from ..core.scope import NO_SCOPE, CallScope, enter_scope, fresh_context
+from .codec import codecs_of
+from .eager import Eager
 
 T = TypeVar("T")
 
+MAX_PER_TURN = 64
+"""Waiting messages handled before the loop's other work gets its turn. A number, not a time: simulations repeat."""
 STOP_LIMIT_S = 10.0
 """How long `on_stop`, or a task that was cancelled, may take before it is given up and named in the log."""
 
@@ -36,14 +42,20 @@ class Inbound(Protocol):
     chain: tuple[str, ...]
     deadline_at: float | None
     trace: bytes
+    caller: PeerKey
     is_abandoned: bool
     """Nobody waits for the answer any more."""
 
-    def begin(self) -> msgspec.Struct:
-        """It leaves the mailbox: its credit goes back, its request is decoded. Raises BadRequest, DeadlineExceeded."""
+    def begin(self) -> msgspec.Struct | Awaitable[msgspec.Struct]:
+        """It leaves the mailbox: its credit goes back, its request is decoded. Raises BadRequest, DeadlineExceeded.
+
+        To be awaited if large arrays of it still lie in its sender's memory; then it may raise TensorLost too.
+        """
         ...
 
-    def reply(self, value: Any) -> None: ...
+    def reply(self, value: Any) -> Awaitable[None] | None:
+        """To be awaited if large arrays of it have to be copied first: they belong to the actor after that."""
+        ...
 
     def fail(self, error: BaseException) -> None: ...
 
@@ -71,6 +83,9 @@ _NEXT: dict[CellState, tuple[CellState, ...]] = {
 }
 
 
+_RUNNING = CellState.RUNNING  # members of an Enum are looked up in Python
+_TAKES = (CellState.RUNNING, CellState.DRAINING)
+
 OnFailed = Callable[["ActorCell", BaseException], None]
 
 
@@ -82,17 +97,34 @@ class ActorCell:
         self.name = name
         self.tag = f"{name}@{epoch}"
         self.table = handlers_of(type(actor))
+        self.codecs = tuple(codecs_of(spec) for spec in self.table.specs)
         self.state = CellState.NEW
         self.error: BaseException | None = None
         self._log = log
         self._on_failed = on_failed
         self._mailbox: Mailbox[Inbound | PeerEvent] = Mailbox(name, actor.mailbox)
         self._running: dict[int, _Turn] = {}
+        """Handlers that wait for something."""
+        self._num_begun = 0
+        """Handlers that have begun and not ended."""
         self._is_busy = False
-        self._background: set[asyncio.Task[Any]] = set()
+        """A serial handler is among them."""
+        self._is_turning = False
+        """Messages are being taken from the mailbox now."""
+        self._is_turn_due = False
+        self._own_chain = (self.tag,)
+        self._context = fresh_context()
+        self._eager = Eager(asyncio.get_running_loop())
+        self._background: dict[asyncio.Task[Any], None] = {}  # in order: a simulated run repeats itself
         self._quiet = asyncio.Event()
-        self._quiet.set()
+        self._is_awaited = False
+        """Somebody waits for quiet."""
         self._has_ended = asyncio.Event()
+
+    @property
+    def num_held(self) -> int:
+        """Messages that wait or are being handled."""
+        return self._mailbox.num_held
 
     # -- life
 
@@ -111,12 +143,16 @@ class ActorCell:
         if self.state is not CellState.STARTING:
             raise self.error or Draining(f"{self.name} was stopped while it started")
         self._become(CellState.RUNNING)
-        self._next()
+        self._turn_soon()
 
     async def drain(self, grace_s: float) -> bool:
         """Refuse new messages, finish those accepted; False if `grace_s` was not enough."""
         if self.state is CellState.RUNNING:
             self._become(CellState.DRAINING)
+        if self._is_quiet():
+            return True
+        self._quiet.clear()
+        self._is_awaited = True
         try:
             await asyncio.wait_for(self._quiet.wait(), grace_s)
         except TimeoutError:
@@ -161,6 +197,7 @@ class ActorCell:
         tasks: list[asyncio.Task[Any]] = [turn.task for turn in self._running.values()]
         tasks += self._background
         await self._cancel([t for t in tasks if t is not asyncio.current_task()])
+        self._eager.close()
         if not has_started:
             return
         try:
@@ -185,12 +222,12 @@ class ActorCell:
             raise Draining(f"{self.name} has stopped; it starts no task {name!r}")
         loop = asyncio.get_running_loop()
         task = loop.create_task(coro, name=f"{self.name}: {name}", context=fresh_context(NO_SCOPE))
-        self._background.add(task)
+        self._background[task] = None
         task.add_done_callback(self._reap)
         return task
 
     def _reap(self, task: asyncio.Task[Any]) -> None:
-        self._background.discard(task)
+        self._background.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
 
@@ -208,17 +245,19 @@ class ActorCell:
                 remedy="make the handler reentrant, or answer before calling back",
             )
         self._mailbox.admit()
-        if is_reentrant and self.state is CellState.RUNNING:
+        if self.state is _RUNNING and (
+            is_reentrant or not (self._is_busy or self._is_turning or self._mailbox.waiting)
+        ):
             self._run(inbound)
             return
         self._mailbox.put(inbound)
-        self._next()
+        self._turn_soon()
 
     def post(self, event: PeerEvent) -> None:
         """Queue a peer event; never refused while the actor lives."""
         if self.state in (CellState.STARTING, CellState.RUNNING):
             self._mailbox.put_event(event)
-            self._next()
+            self._turn_soon()
 
     def abandon(self, inbound: Inbound) -> None:
         """The caller does not wait any more: drop the message, or cancel its handler if that may be cancelled."""
@@ -227,45 +266,72 @@ class ActorCell:
             return
         if self._mailbox.remove(inbound):
             self._mailbox.release()
+            self._note_quiet()
             return
         turn = self._running.get(id(inbound))
         if turn is not None:
             turn.task.cancel()
 
+    def _turn_soon(self) -> None:
+        if not (self._is_turn_due or self._is_turning or self._is_busy):
+            self._is_turn_due = True
+            asyncio.get_running_loop().call_soon(self._next)
+
     def _next(self) -> None:
-        while self.state in (CellState.RUNNING, CellState.DRAINING) and not self._is_busy:
-            item = self._mailbox.take()
-            if item is None:
-                return
-            self._run(item)
+        """Handle what waits, until a handler has to wait itself."""
+        self._is_turn_due = False
+        self._is_turning = True
+        try:
+            for _ in range(MAX_PER_TURN):
+                if self._is_busy or self.state not in _TAKES:
+                    return
+                item = self._mailbox.take()
+                if item is None:
+                    return
+                self._run(item)
+        finally:
+            self._is_turning = False
+            self._note_quiet()
+        if len(self._mailbox):
+            self._turn_soon()
 
     def _run(self, item: Inbound | PeerEvent) -> None:
-        is_event = isinstance(item, PeerEvent)
-        is_serial = is_event or not item.spec.declaration.is_reentrant
-        chain = () if is_event else item.chain
-        deadline_at, trace = (None, b"") if is_event else (item.deadline_at, item.trace)
-        scope = CallScope(deadline_at, (*chain, self.tag) if is_serial else chain, trace)
-        self._is_busy = self._is_busy or is_serial
-        self._quiet.clear()
-        turn = self._tell(item) if is_event else self._serve(item)
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(turn, name=f"{self.name}: {_label(item)}", context=fresh_context(scope))
-        self._running[id(item)] = _Turn(item, task, is_serial)
-        task.add_done_callback(lambda _: self._finish(item))
+        """Let its handler begin."""
+        if isinstance(item, PeerEvent):
+            is_serial, scope, turn = True, CallScope(chain=self._own_chain), self._tell(item)
+        else:
+            is_serial, chain = not item.spec.declaration.is_reentrant, item.chain
+            if is_serial:
+                chain = (*chain, self.tag) if chain else self._own_chain
+            scope, turn = CallScope(item.deadline_at, chain, item.trace, item.caller), self._serve(item, is_serial)
+        self._num_begun += 1
+        if is_serial:
+            self._is_busy = True
+        context = self._context.copy()
+        context.run(enter_scope, scope)
+        task = self._eager.start(turn, context)
+        if task is not None:
+            task.set_name(f"{self.name}: {_label(item)}")
+            self._running[id(item)] = _Turn(item, task)
 
-    def _finish(self, item: Inbound | PeerEvent) -> None:
-        """End of a turn; also called for a task that was cancelled before its first step, hence idempotent."""
-        turn = self._running.pop(id(item), None)
-        if turn is None:
-            return
-        if turn.is_serial:
-            self._is_busy = False
+    def _finish(self, item: Inbound | PeerEvent, is_serial: bool) -> None:
+        """Its handler has ended."""
+        self._running.pop(id(item), None)
+        self._num_begun -= 1
         if not isinstance(item, PeerEvent):
             self._mailbox.release()
-            if not (turn.has_begun or item.is_abandoned):
-                item.fail(Draining(f"{self.name} stopped before it came to {item.spec.name}"))
-        self._next()
-        if not self._running:
+        if is_serial:
+            self._is_busy = False
+            if self._mailbox.waiting:
+                self._turn_soon()
+        if self._is_awaited:
+            self._note_quiet()
+
+    def _is_quiet(self) -> bool:
+        return not (self._num_begun or (len(self._mailbox) and self.state in _TAKES))
+
+    def _note_quiet(self) -> None:
+        if not self._quiet.is_set() and self._is_quiet():
             self._quiet.set()
 
     async def _tell(self, event: PeerEvent) -> None:
@@ -274,45 +340,48 @@ class ActorCell:
         except Exception as error:  # noqa: BLE001  # the actor's own code: its error fails the actor
             self.fail(error)
         finally:
-            self._finish(event)
+            self._finish(event, True)
 
-    async def _serve(self, inbound: Inbound) -> None:
-        self._running[id(inbound)].has_begun = True
+    async def _serve(self, inbound: Inbound, is_serial: bool) -> None:
         try:
             request = inbound.begin()
-        except CallError as error:
+            if not isinstance(request, msgspec.Struct):
+                request = await request
+        except (CallError, MemoryError) as error:
             inbound.fail(error)
-            self._finish(inbound)
+            self._finish(inbound, is_serial)
             return
-        try:
-            await self._handle(inbound, request)
         except asyncio.CancelledError:
-            if not inbound.is_abandoned:
-                inbound.fail(PeerDied(f"{self.name} stopped while it ran {inbound.spec.name}"))
+            self._cut_short(inbound)
+            self._finish(inbound, is_serial)
+            raise
+        try:
+            outcome = getattr(self.actor, inbound.spec.name)(*msgspec.structs.astuple(request))
+            if inbound.spec.declaration.kind == "stream":
+                await inbound.send_items(outcome)
+            elif (copied := inbound.reply(await outcome)) is not None:
+                await copied
+        except asyncio.CancelledError:
+            self._cut_short(inbound)
             raise
         except Exception as error:  # noqa: BLE001  # the actor's own code: its error goes to the caller
             inbound.fail(error)
             if inbound.spec.declaration.kind == "cast":
                 self.fail(error)
         finally:
-            self._finish(inbound)
+            self._finish(inbound, is_serial)
 
-    async def _handle(self, inbound: Inbound, request: msgspec.Struct) -> None:
-        outcome = getattr(self.actor, inbound.spec.name)(*msgspec.structs.astuple(request))
-        if inbound.spec.declaration.kind == "stream":
-            await inbound.send_items(outcome)
-        else:
-            inbound.reply(await outcome)
+    def _cut_short(self, inbound: Inbound) -> None:
+        if not inbound.is_abandoned:
+            inbound.fail(PeerDied(f"{self.name} stopped while it ran {inbound.spec.name}"))
 
 
 @dataclass(slots=True)
 class _Turn:
-    """One message being handled."""
+    """One message whose handler waits for something."""
 
     item: Inbound | PeerEvent
-    task: asyncio.Task[None]
-    is_serial: bool
-    has_begun: bool = False
+    task: asyncio.Task[Any]
 
 
 def _label(item: Inbound | PeerEvent) -> str:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-from ..core.actor import Caller, make_ref
+from ..core.actor import Caller, PeerEvent, make_ref
+from ..core.actor_group import ActorGroup
 from ..core.clock import Clock
 from ..core.scope import remaining_s
+from ..core.tensors import TensorStore
 from .cell import ActorCell
+from .monitors import Monitors
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -25,11 +29,19 @@ class Services(Protocol):
     @property
     def caller(self) -> Caller: ...
 
+    @property
+    def tensors(self) -> TensorStore: ...
+
+    @property
+    def monitors(self) -> Monitors: ...
+
     def peers(self, prefix: str) -> tuple[str, ...]: ...
 
     def watch(self, cell: ActorCell, prefix: str) -> None: ...
 
     async def wait_for(self, *names: str, timeout_s: float) -> None: ...
+
+    def busy(self, name: str, limit_s: float, why: str) -> AbstractContextManager[None]: ...
 
 
 class NodeContext:
@@ -57,8 +69,21 @@ class NodeContext:
     def log(self) -> logging.Logger:
         return self._log
 
+    @property
+    def tensors(self) -> TensorStore:
+        return self._services.tensors
+
     def ref(self, contract: type[A], name: str) -> A:
         return make_ref(self._services.caller, contract, name)
+
+    def group(self, contract: type[A], members: str | Sequence[str]) -> ActorGroup[A]:
+        return ActorGroup(self._services.caller, contract, members, self._services.peers)
+
+    def monitor(self, name: str) -> AsyncGenerator[PeerEvent, None]:
+        return self._services.monitors.of(name)
+
+    def link(self, name: str) -> None:
+        self.spawn(self._services.monitors.until_down(name, self.name), name=f"link to {name}")
 
     def spawn(self, coro: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
         return self._cell.spawn(coro, name)
@@ -77,3 +102,6 @@ class NodeContext:
 
     def deadline(self) -> float | None:
         return remaining_s(None, self._services.clock.monotonic())
+
+    def busy(self, limit_s: float, why: str) -> AbstractContextManager[None]:
+        return self._services.busy(self._cell.name, limit_s, why)

@@ -14,13 +14,30 @@ from typing import Any, Protocol
 import msgspec
 
 from ..core.clock import Clock
-from ..core.errors import BadRequest, CallError, MyxaError, NoSuchActor, NotSent, RemoteError, StreamBroken
+from ..core.errors import (
+    BadRequest,
+    CallError,
+    MyxaError,
+    NoSuchActor,
+    NotSent,
+    OutcomeUnknown,
+    RemoteError,
+    StreamBroken,
+    TensorLost,
+)
 from ..core.handlers import HandlerSpec
+from ..core.ids import PeerKey
 from ..core.scope import NO_SCOPE, current_scope, remaining_s
 from .calls import Calls
+from .codec import codecs_of
 from .frames import Envelope
-from .payload import Buffer, UndecodableError, decode_value, encode_value
+from .payload import Buffer, UndecodableError, leases
 from .pending import Order, Route
+from .tensors.handles import has_handles
+from .tensors.porter import Packed, Porter
+
+NUM_WAYS = 2
+"""For large arrays on one host, before the wire: pulled, by slab."""
 
 
 class Finder(Protocol):
@@ -42,54 +59,116 @@ class Finder(Protocol):
 class Courier:
     """Carries the calls of all references of one process."""
 
-    def __init__(self, calls: Calls, finder: Finder, clock: Clock) -> None:
+    def __init__(self, calls: Calls, finder: Finder, clock: Clock, porter: Porter | None = None) -> None:
         self._calls = calls
         self._finder = finder
         self._clock = clock
+        self._porter = porter
+        """Takes large arrays out of messages; None: all travel whole."""
 
     async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
         order = self._order(target, spec, request, deadline_s)
+        if order.frames and self._porter is not None and self._porter.is_wanted(order.frames):
+            envelope = await self._exchange_by_handles(self._porter, order, spec)
+        else:
+            route = self._finder.route(target, spec)
+            if not isinstance(route, Route):
+                route = await self._route(order, spec)
+            envelope = await self._exchange(order, route)
+        if envelope is None:
+            return None
+        if self._porter is not None and has_handles(envelope.body):
+            return await self._fetched(self._porter, envelope, target, spec)
+        return _decoded(envelope, target, spec)
+
+    async def _exchange(self, order: Order, route: Route | None) -> Envelope | None:
         waiter = _Waiter()
-        corr = self._submit(order, await self._route(order, spec), waiter)
+        corr = self._submit(order, route, waiter)
         try:
-            envelope = await waiter.future
+            return await waiter.future
         except asyncio.CancelledError:
             self._calls.cancel(corr)
             waiter.forget()
             raise
-        if envelope is None:
-            return None
-        return _decoded(envelope, target, spec)
+
+    async def _exchange_by_handles(self, porter: Porter, order: Order, spec: HandlerSpec) -> Envelope | None:
+        """The same for a message with large arrays: if the callee cannot read them where they lie, by the wire."""
+        for _ in range(NUM_WAYS):
+            route = await self._route(order, spec)
+            if route is None:
+                break
+            packed = await self._packed(porter, order, route)
+            try:
+                envelope = await self._exchange(_with(order, packed), route)
+            except TensorLost:
+                if not packed.is_by_handles:
+                    raise
+                porter.note_lost(route.peer, packed)
+            else:
+                packed.sent()
+                return envelope
+            finally:
+                packed.end()
+        return await self._exchange(order, await self._route(order, spec))
+
+    async def _packed(self, porter: Porter, order: Order, route: Route) -> Packed:
+        left_s = None if order.deadline_at is None else order.deadline_at - self._clock.monotonic()
+        return await porter.pack(
+            route.peer, route.endpoints, order.body, order.frames, is_lent=order.kind != "cast", left_s=left_s
+        )
+
+    async def _fetched(self, porter: Porter, envelope: Envelope, target: str, spec: HandlerSpec) -> Any:
+        peer = PeerKey(envelope.src_node, envelope.src_epoch)
+        try:
+            body, frames = await porter.unpack(peer, envelope.body, envelope.frames, may_lease=leases(spec.reply))
+        except UndecodableError as error:
+            raise _wrong_answer(error, target, spec) from None
+        except TensorLost as error:
+            lost = OutcomeUnknown(f"{target}.{spec.name} ran, but its answer is lost: {error}")
+            raise _named(lost, target) from error
+        return _decoded(msgspec.structs.replace(envelope, body=body, frames=tuple(frames)), target, spec)
 
     async def items(
         self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
     ) -> AsyncIterator[Any]:
         order = self._order(target, spec, request, deadline_s)
         reader = _Reader()
-        corr = self._submit(order, await self._route(order, spec), reader)
+        route, packed = await self._route(order, spec), None
+        if route is not None and self._porter is not None and self._porter.is_wanted(order.frames):
+            packed = await self._packed(self._porter, order, route)
+            order = _with(order, packed)
         window = spec.declaration.window
         num_taken, promised = 0, window
+        corr = 0
         try:
+            corr = self._submit(order, route, reader)
             while (envelope := await reader.next()) is not None:
-                yield _decoded(envelope, target, spec)
+                if self._porter is not None and has_handles(envelope.body):
+                    yield await self._fetched(self._porter, envelope, target, spec)
+                else:
+                    yield _decoded(envelope, target, spec)
                 num_taken += 1
                 if promised - num_taken <= window // 2:
                     promised = num_taken + window
                     self._calls.demand(corr, promised)
         finally:
             self._calls.cancel(corr)
+            if packed is not None:
+                packed.end()
 
     def _order(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Order:
         declaration = spec.declaration
         now = self._clock.monotonic()
         scope = current_scope()
         waits = declaration.kind != "cast"
-        left_s = remaining_s(deadline_s, now) if waits else deadline_s
+        left_s = deadline_s
+        if waits and scope.deadline_at is not None:
+            left_s = remaining_s(deadline_s, now)
         if left_s is not None and left_s <= 0:
             raise _named(NotSent(f"{target}.{spec.name}: no time is left of the call that makes it"), target)
-        body, views = encode_value(request)
-        # A durable put may be sent again much later: the caller's arrays may have changed by then.
-        frames: tuple[Buffer, ...] = tuple(bytes(v) for v in views) if declaration.is_idempotent else tuple(views)
+        body, frames = codecs_of(spec).request.encode(request)
+        if declaration.is_idempotent:  # it may be sent again much later: the caller's arrays may have changed by then
+            frames = tuple(bytes(frame) for frame in frames)
         return Order(
             target=target, method=spec.name, schema=spec.schema, kind=declaration.kind, body=body, frames=frames,
             deadline_at=None if left_s is None else now + left_s, is_resendable=declaration.is_idempotent,
@@ -120,6 +199,8 @@ class Courier:
 
 class _Waiter:
     """Sink of a call, put or cast."""
+
+    __slots__ = ("future",)
 
     def __init__(self) -> None:
         self.future: asyncio.Future[Envelope | None] = asyncio.get_running_loop().create_future()
@@ -171,11 +252,18 @@ class _Reader:
 
 def _decoded(envelope: Envelope, target: str, spec: HandlerSpec) -> Any:
     try:
-        return decode_value(envelope.body, [memoryview(f) for f in envelope.frames], spec.reply)
+        return codecs_of(spec).reply.decode(envelope.body, envelope.frames)
     except UndecodableError as error:
-        kind = StreamBroken if spec.declaration.kind == "stream" else RemoteError
-        text = f"{target}.{spec.name} answered with something else than it declares: {error}"
-        raise _named(kind(text), target) from None
+        raise _wrong_answer(error, target, spec) from None
+
+
+def _wrong_answer(error: UndecodableError, target: str, spec: HandlerSpec) -> CallError:
+    kind = StreamBroken if spec.declaration.kind == "stream" else RemoteError
+    return _named(kind(f"{target}.{spec.name} answered with something else than it declares: {error}"), target)
+
+
+def _with(order: Order, packed: Packed) -> Order:
+    return msgspec.structs.replace(order, body=packed.body, frames=packed.frames)
 
 
 def _key(target: str, spec: HandlerSpec, request: msgspec.Struct, body: bytes, frames: tuple[Buffer, ...]) -> bytes:

@@ -13,11 +13,14 @@ UNIT_BYTES = 64 * 1024
 """1024 units: 1024 messages or 64 MiB."""
 
 _MASK = 0xFFFF
+_DUE = WINDOW_UNITS // 2
+_OLD = (_MASK + 1) // 2
+"""A counter that seems to be so far ahead is behind."""
 
 
 def cost_of(num_bytes: int) -> int:
     """Units of a message; one larger than the whole window costs the whole window."""
-    return min(WINDOW_UNITS, max(1, -(-num_bytes // UNIT_BYTES)))
+    return 1 if num_bytes <= UNIT_BYTES else min(WINDOW_UNITS, -(-num_bytes // UNIT_BYTES))
 
 
 class SendWindow:
@@ -34,8 +37,13 @@ class SendWindow:
         """Units under way, 0..WINDOW_UNITS."""
         return (self._sent - self._released) & _MASK
 
+    @property
+    def counters(self) -> tuple[int, int]:
+        """Units sent and units given back so far, both modulo 2**16."""
+        return self._sent, self._released
+
     def has_room(self, cost: int) -> bool:
-        return self.outstanding + cost <= WINDOW_UNITS
+        return (self._sent - self._released & _MASK) + cost <= WINDOW_UNITS
 
     def spend(self, cost: int) -> None:
         self._sent = (self._sent + cost) & _MASK
@@ -47,43 +55,52 @@ class SendWindow:
     def released(self, counter: int) -> bool:
         """Take the receiver's counter; True if it frees room. An old counter has no effect."""
         gained = (counter - self._released) & _MASK
-        if not 0 < gained <= self.outstanding:
-            return False
+        if not 0 < gained <= (self._sent - self._released & _MASK):
+            return 0 < gained < _OLD and self._all_released()
         self._released = counter
         return True
+
+    def _all_released(self) -> bool:
+        """The receiver gave back more than was sent: it counted a copy. To ignore it would stop a full window."""
+        has_gained = self._released != self._sent
+        self._released = self._sent
+        return has_gained
 
 
 class Grant:
     """The receiver's side of one lane."""
 
-    __slots__ = ("_announced", "_released", "held")
+    __slots__ = ("announced", "held", "released")
 
     def __init__(self) -> None:
         self.held = 0
         """Units taken and not yet given back."""
-        self._released = 0
-        self._announced = 0
+        self.released = 0
+        """Units given back so far, modulo 2**16."""
+        self.announced = 0
+        """What the sender was told of it last."""
 
     def take(self, cost: int) -> bool:
         """A message arrived; False if the sender had no credit for it."""
         self.held += cost
         return self.held <= WINDOW_UNITS
 
-    def give(self, cost: int) -> None:
-        """A message was taken up (or refused)."""
+    def give(self, cost: int) -> bool:
+        """A message was taken up (or refused); True if the sender should be told now, see `is_due`."""
         self.held -= cost
-        self._released = (self._released + cost) & _MASK
+        self.released = released = (self.released + cost) & _MASK
+        return ((released - self.announced) & _MASK) >= _DUE
 
     def resync(self, sent: int) -> None:
         """A new connection begins after `sent` units: what of them is not held here was lost on the way."""
-        self._released = (sent - self.held) & _MASK
+        self.released = (sent - self.held) & _MASK
 
     def announce(self) -> int:
         """The counter to send."""
-        self._announced = self._released
-        return self._released
+        self.announced = self.released
+        return self.released
 
     @property
     def is_due(self) -> bool:
         """So much was given back silently that the sender should be told without waiting for an answer to ride on."""
-        return ((self._released - self._announced) & _MASK) >= WINDOW_UNITS // 2
+        return ((self.released - self.announced) & _MASK) >= _DUE

@@ -42,6 +42,8 @@ class NodeRecord(Entry, frozen=True):
     pid: int = 0
     """Process id on its host."""
     actors: tuple[ActorRecord, ...] = ()
+    role: str = "keeper"
+    """What it may do: see `guard.Role`."""
 
     @property
     def key(self) -> PeerKey:
@@ -61,6 +63,8 @@ class DirectoryUpdate(Entry, frozen=True):
     """One step of the registry's state, or (`is_snapshot`) all of it."""
 
     version: int
+    history: int = 0
+    """Epoch of the registry's process: another one counts its versions anew."""
     is_snapshot: bool = False
     nodes: tuple[NodeRecord, ...] = ()
     gone: tuple[Departure, ...] = ()
@@ -94,6 +98,8 @@ class Directory:
     def __init__(self) -> None:
         self.version = -1
         """Of the last update applied; -1: none yet."""
+        self.history = 0
+        """To which that version belongs."""
         self._nodes: dict[str, NodeRecord] = {}
         self._actors: dict[str, Location] = {}
         self._tombstones: OrderedDict[str, str] = OrderedDict()
@@ -102,6 +108,8 @@ class Directory:
     def apply(self, update: DirectoryUpdate) -> tuple[list[PeerEvent], list[Departure]] | None:
         """Take an update: what changed for actors, and which incarnations are over. None: there is a gap before it."""
         if not update.is_snapshot:
+            if update.history != self.history:
+                return None
             if update.version <= self.version:
                 return [], []
             if update.version != self.version + 1:
@@ -121,7 +129,7 @@ class Directory:
         nodes.update({n.name: n for n in update.nodes})
         self._nodes = nodes
         self._actors = {a.name: Location(n, a) for n in nodes.values() for a in n.actors}
-        self.version = update.version
+        self.version, self.history = update.version, update.history
         self._routes.clear()
         reasons = {d.name: d.reason for d in gone}
         return self._changes(before, reasons, update.reasons), gone
@@ -166,12 +174,28 @@ class Directory:
             self._routes[name, method, schema] = route
         return route
 
+    def nodes(self) -> tuple[NodeRecord, ...]:
+        """All incarnations there are now."""
+        return tuple(self._nodes.values())
+
     def node(self, name: str) -> NodeRecord | None:
         return self._nodes.get(name)
+
+    def epoch_of(self, name: str) -> int:
+        """Of the incarnation of that node that is there; 0: none is."""
+        record = self._nodes.get(name)
+        return 0 if record is None else record.epoch
 
     def has_ended(self, name: str) -> bool:
         """It was known and is gone, as far as this mirror has heard."""
         return name in self._tombstones
+
+    def state_of(self, name: str) -> PeerEvent | None:
+        """As the event that would have told it: up, down (epoch 0: not known any more), or None: never heard of."""
+        location = self._actors.get(name)
+        if location is not None:
+            return PeerEvent("up", name, location.node.epoch)
+        return PeerEvent("down", name, 0, self._tombstones[name]) if name in self._tombstones else None
 
     def names(self, prefix: str = "") -> tuple[str, ...]:
         """Actors there now, sorted."""

@@ -16,6 +16,7 @@ from ..core import errors
 from ..core.errors import (
     CallError,
     DeadlineExceeded,
+    Draining,
     MyxaError,
     NotExecuted,
     OutcomeUnknown,
@@ -57,20 +58,24 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def fault_of(error: BaseException) -> Fault:
     """What to tell the caller of `error`, which a handler raised or the runtime refused with."""
     remote_type = type(error).__qualname__
-    text = "".join(traceback.format_exception(error))[-TRACEBACK_CHARS:]
     known = next((c for c in type(error).__mro__ if _KNOWN.get(c.__name__) is c), None)
     is_of_another_call = isinstance(error, CallError) and error.callee != "" and not isinstance(error, WouldDeadlock)
     if known is None or not isinstance(error, MyxaError) or is_of_another_call or isinstance(error, RemoteError):
-        return Fault(kind="RemoteError", message=str(error), remote_type=remote_type, traceback=text)
+        return Fault(kind="RemoteError", message=str(error), remote_type=remote_type, traceback=_traceback(error))
     return Fault(
         kind=known.__name__,
         message=error.message,
         remedy=error.remedy,
         remote_type=remote_type,
-        traceback="" if isinstance(error, NotExecuted) else text,
-        retry_after_s=error.retry_after_s if isinstance(error, Overloaded) else 0.0,
+        traceback="" if isinstance(error, NotExecuted) else _traceback(error),
+        retry_after_s=error.retry_after_s if isinstance(error, Overloaded | Draining) else 0.0,
         last_seq=error.last_seq if isinstance(error, StreamBroken) else -1,
     )
+
+
+def _traceback(error: BaseException) -> str:
+    """As text. Not for refusals: whoever sends nonsense could have source files read and parsed for each of them."""
+    return "".join(traceback.format_exception(error))[-TRACEBACK_CHARS:]
 
 
 def encode_fault(error: BaseException) -> bytes:
@@ -95,8 +100,8 @@ def _error_of(fault: Fault, callee: str, method: str) -> MyxaError:
     if issubclass(kind, RemoteError):
         message = f"{callee}.{method} raised {fault.remote_type or 'an error'}: {fault.message}"
         return RemoteError(message, remote_type=fault.remote_type, remote_traceback=fault.traceback)
-    if issubclass(kind, Overloaded):
-        return Overloaded(fault.message, retry_after_s=fault.retry_after_s, remedy=fault.remedy)
+    if issubclass(kind, Overloaded | Draining):
+        return kind(fault.message, retry_after_s=fault.retry_after_s, remedy=fault.remedy)
     if issubclass(kind, StreamBroken):
         return StreamBroken(fault.message, last_seq=fault.last_seq, remedy=fault.remedy)
     error = kind(fault.message, remedy=fault.remedy)

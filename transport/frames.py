@@ -12,23 +12,23 @@ it costs a getsockopt per part, and a part's address is odd, so arrays would hav
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 
 import msgspec
+
+from .envelope_parts import OPTIONS, aligned, options, read_options, read_parts
 
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"my"
 VERSION = 1
 NO_TTL = 0xFFFFFFFF
-KEY_BYTES = 16
-TRACE_BYTES = 24
 
 _HEADER = struct.Struct("<2sBBHHIQIIIIIII")
 _TTL = struct.Struct("<I")
 _TTL_OFFSET = 32
 _CREDIT_OFFSET = 44
-_CHAIN = struct.Struct("<H")
 _BATCH = struct.Struct("<cBH")
 _CHUNK = struct.Struct("<c3xIQQ")
 
@@ -45,11 +45,21 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """ZeroMQ message on the control lane."""
     chunk: int = 1 << 20
     """Piece of a large envelope on the bulk lane."""
+    control_body: int = 1 << 20
+    """JSON of an envelope on the control lane. Senders put everything larger than `bulk_from` on the other lane."""
     body: int = 64 << 20
+    """JSON of an envelope on the bulk lane: groups and step plans of thousands of samples are some megabytes without
+    their arrays."""
     message: int = 1 << 30
     """One envelope with its arrays."""
     batch: int = 512
     """Envelopes in one ZeroMQ message."""
+    arrays: int = 1 << 16
+    """Raw frames of one envelope: each costs memory of its own, however short it is."""
+
+    def of_control(self) -> Limits:
+        """The same for what arrives on the control lane."""
+        return msgspec.structs.replace(self, body=min(self.body, self.control_body))
 
 
 LIMITS = Limits()
@@ -77,15 +87,17 @@ class Kind(IntEnum):
     PONG = 12
     GOODBYE = 13
 
+    __hash__ = int.__hash__  # Enum's own is written in Python, and every envelope is dispatched by its kind
 
-# Which optional parts are there, and what may be done with the message. Plain numbers: IntFlag costs a microsecond.
-_HAS_KEY, _HAS_TRACE, _HAS_CHAIN, _IDEMPOTENT = 1, 2, 4, 8
-_OPTIONS = _HAS_KEY | _HAS_TRACE | _HAS_CHAIN
-_KNOWN_FLAGS = _OPTIONS | _IDEMPOTENT
+
+_IDEMPOTENT = 8
+"""Flag beside those of `envelope_parts.py`."""
+_KNOWN_FLAGS = OPTIONS | _IDEMPOTENT
+_UNKNOWN_FLAGS = 0xFFFF & ~_KNOWN_FLAGS
 _KINDS = {int(kind): kind for kind in Kind}
 
 
-class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+class Envelope(msgspec.Struct, frozen=True, gc=False):
     """One message of the session layer."""
 
     kind: Kind
@@ -131,15 +143,20 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode(envelope: Envelope) -> bytearray:
-    """The bytes of an envelope, in memory of its own: arrays may change as soon as this returns."""
+    """The bytes of an envelope, in memory of its own: arrays may change as soon as this returns.
+
+    See `encode_plain` for the many that have neither options nor arrays.
+    """
     body, frames = envelope.body, envelope.frames
-    options, flags = _options(envelope)
+    extras, flags = options(envelope.key, envelope.trace, envelope.chain)
+    if envelope.is_idempotent:
+        flags |= _IDEMPOTENT
     table = struct.pack(f"<{len(frames)}I", *map(len, frames)) if frames else b""
-    start = HEADER_BYTES + len(options) + len(table)
+    start = HEADER_BYTES + len(extras) + len(table)
     end = start + len(body)
     places: list[int] = []
     for frame in frames:
-        end = _aligned(end, len(frame))
+        end = aligned(end, len(frame))
         places.append(end)
         end += len(frame)
     data = bytearray(end)
@@ -148,11 +165,46 @@ def encode(envelope: Envelope) -> bytearray:
         envelope.src_node, envelope.src_epoch, envelope.dst_epoch, envelope.ttl_ms,
         len(frames), len(body), envelope.credit,
     )  # fmt: skip
-    data[HEADER_BYTES:start] = options + table
+    data[HEADER_BYTES:start] = extras + table
     data[start : start + len(body)] = body
     for place, frame in zip(places, frames, strict=True):
         data[place : place + len(frame)] = frame
     return data
+
+
+def encoded_bytes(envelope: Envelope) -> int:
+    """Length of what `encode` makes of it."""
+    frames = envelope.frames
+    end = (
+        HEADER_BYTES
+        + len(options(envelope.key, envelope.trace, envelope.chain)[0])
+        + 4 * len(frames)
+        + len(envelope.body)
+    )
+    for frame in frames:
+        end = aligned(end, len(frame)) + len(frame)
+    return end
+
+
+def encode_plain(  # noqa: PLR0913  # the fields of a header; a record of them would cost as much again
+    kind: Kind,
+    source: tuple[int, int],
+    dst_epoch: int,
+    corr: int,
+    body: Buffer = b"",
+    actor: int = 0,
+    method: int = 0,
+    is_idempotent: bool = False,
+    ttl_ms: int = NO_TTL,
+    credit: int = 0,
+) -> bytes:
+    """The bytes of an envelope without key, trace, chain and arrays, stamped at once. `source`: node id and epoch."""
+    src_node, src_epoch = source
+    header = _HEADER.pack(
+        MAGIC, VERSION, kind, _IDEMPOTENT if is_idempotent else 0, method, actor, corr,
+        src_node, src_epoch, dst_epoch, ttl_ms, 0, len(body), credit,
+    )  # fmt: skip
+    return header + body
 
 
 def stamp(data: bytearray, ttl_ms: int, credit: int) -> None:
@@ -163,108 +215,48 @@ def stamp(data: bytearray, ttl_ms: int, credit: int) -> None:
 
 def decode(data: memoryview, limits: Limits = LIMITS) -> Envelope | Malformed:
     """An envelope whose body and frames are views of `data`."""
-    if len(data) < HEADER_BYTES:
-        return Malformed(reason=f"{len(data)} bytes are no envelope")
-    magic, version, kind, flags, method, actor, corr, src_node, src_epoch, *rest = _HEADER.unpack_from(data)
-    dst_epoch, ttl, num_frames, body_len, credit = rest
+    size = len(data)
+    if size < HEADER_BYTES:
+        return Malformed(reason=f"{size} bytes are no envelope")
+    (
+        magic, version, number, flags, method, actor, corr, src_node, src_epoch, dst_epoch, ttl, num_frames, body_len,
+        credit,
+    ) = _HEADER.unpack_from(data)  # fmt: skip
     if magic != MAGIC:
         return Malformed(reason="wrong magic")
-
-    def bad(reason: str) -> Malformed:
+    kind = _KINDS.get(number)
+    if version != VERSION or kind is None or flags & _UNKNOWN_FLAGS or size > limits.message or body_len > limits.body:
+        reason = _objection(version, kind is not None, flags, size, body_len)
         return Malformed(reason=reason, corr=corr, src_node=src_node, src_epoch=src_epoch)
-
-    if version != VERSION:
-        return bad(f"wire version {version}, not {VERSION}")
-    if kind not in _KINDS or flags & ~_KNOWN_FLAGS:
-        return bad(f"unknown kind {kind} or flags {flags:#x}")
-    if len(data) > limits.message or body_len > limits.body:
-        return bad(f"{len(data)} bytes with a body of {body_len} are over the limit")
+    if size == HEADER_BYTES + body_len and not (num_frames or flags):
+        return Envelope(
+            kind, src_node, src_epoch, dst_epoch, corr, actor, method, ttl, credit, body=data[HEADER_BYTES:]
+        )
     try:
-        key, trace, chain, offset = _read_options(data, flags)
-        body, frames = _read_parts(data, offset, num_frames, body_len)
+        key, trace, chain, offset = read_options(data, HEADER_BYTES, flags)
+        body, frames = read_parts(data, offset, num_frames, body_len, LIMITS.arrays)
     except ValueError as error:
-        return bad(str(error))
+        return Malformed(reason=str(error), corr=corr, src_node=src_node, src_epoch=src_epoch)
     return Envelope(
-        kind=_KINDS[kind], src_node=src_node, src_epoch=src_epoch, dst_epoch=dst_epoch, corr=corr, actor=actor,
+        kind=kind, src_node=src_node, src_epoch=src_epoch, dst_epoch=dst_epoch, corr=corr, actor=actor,
         method=method, ttl_ms=ttl, credit=credit, is_idempotent=bool(flags & _IDEMPOTENT),
         key=key, trace=trace, chain=chain, body=body, frames=frames,
     )  # fmt: skip
 
 
-def _options(envelope: Envelope) -> tuple[bytes, int]:
-    flags = _IDEMPOTENT if envelope.is_idempotent else 0
-    if not (envelope.key or envelope.trace or envelope.chain):
-        return b"", flags
-    parts: list[bytes] = []
-    if envelope.key:
-        flags |= _HAS_KEY
-        parts.append(envelope.key)
-    if envelope.trace:
-        flags |= _HAS_TRACE
-        parts.append(envelope.trace)
-    if envelope.chain:
-        flags |= _HAS_CHAIN
-        text = "\n".join(envelope.chain).encode()
-        parts += [_CHAIN.pack(len(text)), text]
-    return b"".join(parts), flags
-
-
-def _read_options(data: memoryview, flags: int) -> tuple[bytes, bytes, tuple[str, ...], int]:
-    if not flags & _OPTIONS:
-        return b"", b"", (), HEADER_BYTES
-    offset = HEADER_BYTES
-    key = trace = b""
-    chain: tuple[str, ...] = ()
-    if flags & _HAS_KEY:
-        key, offset = _cut(data, offset, KEY_BYTES)
-    if flags & _HAS_TRACE:
-        trace, offset = _cut(data, offset, TRACE_BYTES)
-    if flags & _HAS_CHAIN:
-        length, offset = _cut(data, offset, _CHAIN.size)
-        text, offset = _cut(data, offset, _CHAIN.unpack(length)[0])
-        chain = tuple(text.decode().split("\n"))
-    return key, trace, chain, offset
-
-
-def _cut(data: memoryview, offset: int, length: int) -> tuple[bytes, int]:
-    end = offset + length
-    if end > len(data):
-        raise ValueError("cut short")
-    return bytes(data[offset:end]), end
-
-
-def _read_parts(
-    data: memoryview, offset: int, num_frames: int, body_len: int
-) -> tuple[memoryview, tuple[memoryview, ...]]:
-    total = len(data)
-    start = offset + 4 * num_frames
-    end = start + body_len
-    if end > total:
-        raise ValueError("cut short")
-    body = data[start:end]
-    frames: list[memoryview] = []
-    if num_frames:
-        for length in struct.unpack_from(f"<{num_frames}I", data, offset):
-            place = _aligned(end, length)
-            end = place + length
-            if end > total:
-                raise ValueError("cut short")
-            frames.append(data[place:end])
-    if end != total:
-        raise ValueError(f"{total - end} bytes too many")
-    return body, tuple(frames)
-
-
-def _aligned(offset: int, length: int) -> int:
-    """Where a frame of that length begins: on a cache line if it is worth it."""
-    step = 64 if length >= 1024 else 8
-    return -(-offset // step) * step
+def _objection(version: int, is_known: bool, flags: int, size: int, body_len: int) -> str:
+    """What is wrong with a header."""
+    if version != VERSION:
+        return f"wire version {version}, not {VERSION}"
+    if not is_known or flags & ~_KNOWN_FLAGS:
+        return f"unknown kind or flags {flags:#x}"
+    return f"{size} bytes with a body of {body_len} are over the limit"
 
 
 # -- batches and chunks
 
 
-def batch(envelopes: list[bytearray]) -> bytes:
+def batch(envelopes: Sequence[bytes | bytearray]) -> bytes:
     """Several envelopes as one ZeroMQ message."""
     count = len(envelopes)
     lengths = struct.pack(f"<{count}I", *map(len, envelopes))
@@ -307,30 +299,45 @@ def _read_chunk(data: memoryview, limits: Limits) -> Chunk | Malformed:
 
 
 class Assembly:
-    """Puts the chunks of one connection together; they must come in order."""
+    """Puts the chunks of one connection together; they must come in order.
+
+    Memory grows as bytes arrive: whoever only announces a large envelope costs nothing.
+    """
 
     def __init__(self) -> None:
         self._data = bytearray()
         self._index = 0
-        self._filled = 0
+        self._total = 0
 
     @property
     def num_bytes(self) -> int:
         """Held now."""
         return len(self._data)
 
+    @property
+    def head(self) -> bytes:
+        """Beginning of what is held."""
+        return bytes(self._data[: 2 * HEADER_BYTES])
+
     def add(self, chunk: Chunk) -> bytearray | Malformed | None:
         """The whole envelope with its last chunk, else None. Out of order: Malformed, and it starts anew."""
         if chunk.index == 0:
-            self._data, self._index, self._filled = bytearray(chunk.total), 0, 0
-        if chunk.index != self._index or chunk.offset != self._filled or chunk.total != len(self._data):
-            self._data, self._index, self._filled = bytearray(), 0, 0
+            self._data, self._index, self._total = bytearray(), 0, chunk.total
+        if chunk.index != self._index or chunk.offset != len(self._data) or chunk.total != self._total:
+            self._data, self._index, self._total = bytearray(), 0, 0
             return Malformed(reason=f"chunk {chunk.index} out of order")
-        self._data[chunk.offset : chunk.offset + len(chunk.data)] = chunk.data
+        self._data += chunk.data
         self._index += 1
-        self._filled += len(chunk.data)
-        if self._filled < chunk.total:
+        if len(self._data) < chunk.total:
             return None
         data, self._data = self._data, bytearray()
-        self._index = self._filled = 0
+        self._index = self._total = 0
         return data
+
+
+def peek(data: bytes) -> tuple[int, int] | None:
+    """Kind and correlation number of an envelope that is cut short; None if it begins like none."""
+    if len(data) < HEADER_BYTES:
+        return None
+    magic, version, kind, _, _, _, corr, *_ = _HEADER.unpack_from(data)
+    return (kind, corr) if magic == MAGIC and version == VERSION and kind in _KINDS else None

@@ -6,15 +6,17 @@ import asyncio
 from typing import Protocol
 
 from ..core.actor import PeerEvent
-from ..core.errors import BadRequest, ConfigError, MyxaError, NoSuchActor, NoSuchMethod
-from ..core.handlers import HandlerSpec
+from ..core.errors import BadRequest, ConfigError, Draining, MyxaError, NoSuchActor, NoSuchMethod, NotPermitted
+from ..core.failure_detector import Verdict
 from ..core.ids import PeerKey
 from .cell import ActorCell
 from .directory import ActorRecord
-from .frames import Kind
+from .guard import Guard
 from .inbound import Delivery
 from .serving import Arrival
 from .session import LOOPBACK, Session
+from .tensors.contract import MEMORY_INDEX
+from .tensors.porter import Porter
 from .wire import Lane
 
 
@@ -22,6 +24,8 @@ class Keeper(Protocol):
     """What the node does with news that concern all of it."""
 
     def peer_unreachable(self, key: PeerKey, why: str) -> None: ...
+
+    def peer_judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None: ...
 
     def node_failed(self, error: BaseException) -> None: ...
 
@@ -35,6 +39,16 @@ class Hosting:
         self._session: Session | None = None
         self._watched: list[tuple[str, ActorCell]] = []
         self._keeper = keeper
+        self.guard: Guard | None = None
+        """Knows who may only look."""
+        self.retry_after_s: float | None = None
+        """Set: this process is shutting down, calls of others are refused with this advice."""
+        self.porter: Porter | None = None
+        """Carries large arrays."""
+        self.memory: ActorCell | None = None
+        """Answers for this process's memory; has no name in the registry."""
+
+        self._num_delivered = 0
 
     def serve_with(self, session: Session) -> None:
         """Where answers go."""
@@ -81,18 +95,34 @@ class Hosting:
 
     def deliver(self, arrival: Arrival) -> None:
         envelope = arrival.envelope
-        cell = self._cells.get(envelope.actor)
+        cell = self.memory if envelope.actor == MEMORY_INDEX else self._cells.get(envelope.actor)
         if cell is None or self._session is None:
             raise NoSuchActor(f"there is no actor {envelope.actor} in this process (any more)")
         if envelope.method >= len(cell.table.specs):
             raise NoSuchMethod(f"{cell.name} has no handler {envelope.method}")
         spec = cell.table.specs[envelope.method]
-        _check_kind(cell, spec, arrival)
-        delivery = arrival.handle = Delivery(arrival, spec, cell.name, self._session.serving)
+        kind = spec.declaration.kind
+        if arrival.is_cast != (kind == "cast") or bool(envelope.key) != (kind == "put"):
+            sent = "cast" if arrival.is_cast else "call"
+            raise BadRequest(f"{cell.name}.{spec.name} is a {kind}, not a {sent}")
+        if not spec.declaration.is_safe and self.guard is not None and self.guard.is_observer(arrival.peer):
+            raise NotPermitted(
+                f"{cell.name}.{spec.name} changes something, and the caller joined as an observer",
+                remedy="observers may call handlers declared safe=True",
+            )
+        if self.retry_after_s is not None and arrival.peer != self._session.own and cell is not self.memory:
+            why = f"{cell.name}: its process is shutting down and takes no {spec.name}"
+            raise Draining(why, retry_after_s=self.retry_after_s)
+        delivery = arrival.handle = Delivery(
+            spec, envelope.chain, arrival.deadline_at, envelope.trace, arrival.link.key, arrival,
+            cell.codecs[envelope.method], cell.name, self._session.serving, self.porter,
+        )  # fmt: skip
         cell.accept(delivery)
+        self._num_delivered += 1
 
     def abandon(self, arrival: Arrival) -> None:
-        cell = self._cells.get(arrival.envelope.actor)
+        index = arrival.envelope.actor
+        cell = self.memory if index == MEMORY_INDEX else self._cells.get(index)
         if cell is not None and arrival.handle is not None:
             cell.abandon(arrival.handle)
 
@@ -100,11 +130,18 @@ class Hosting:
         if arrival.handle is not None:
             arrival.handle.demanded()
 
-    def loop_back(self, lane: Lane, data: bytearray) -> None:
+    def loop_back(self, lane: Lane, data: bytes | bytearray) -> None:
         if self._session is not None:
             asyncio.get_running_loop().call_soon(self._session.received, LOOPBACK, lane, memoryview(data))
 
+    def load(self) -> tuple[int, int]:
+        num_held = sum(cell.num_held for cell in self._cells.values())
+        return self._num_delivered - num_held, num_held
+
     # -- news for the node
+
+    def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
+        self._keeper.peer_judged(key, verdict, reason)
 
     def unreachable(self, key: PeerKey, why: str) -> None:
         self._keeper.peer_unreachable(key, why)
@@ -114,10 +151,3 @@ class Hosting:
 
     def crashed(self, error: BaseException) -> None:
         self._keeper.node_failed(error)
-
-
-def _check_kind(cell: ActorCell, spec: HandlerSpec, arrival: Arrival) -> None:
-    kind = spec.declaration.kind
-    if arrival.is_cast != (kind == "cast") or bool(arrival.envelope.key) != (kind == "put"):
-        sent = "cast" if arrival.envelope.kind is Kind.CAST else "call"
-        raise BadRequest(f"{cell.name}.{spec.name} is a {kind}, not a {sent}")

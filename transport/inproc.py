@@ -1,7 +1,8 @@
 """The twin of the ZeroMQ transport inside one process: for tests, simulations and single-process runs.
 
 Same session, same bytes, no sockets; an envelope arrives in a later turn of the loop, in order per connection. A
-network can cut connections and kill nodes, so that failures can be had on purpose.
+network can cut connections and kill nodes, so that failures can be had on purpose. How an envelope gets across, who
+can be reached and when a broken connection is noticed are the network's to say: `simulation/network.py` says worse.
 """
 
 from __future__ import annotations
@@ -35,6 +36,40 @@ class InprocNetwork:
     def find(self, address: str) -> InprocTransport | None:
         return self._nodes.get(address)
 
+    def nodes(self) -> tuple[InprocTransport, ...]:
+        """All that listen now, oldest first."""
+        return tuple(self._nodes.values())
+
+    # -- how the network behaves
+
+    @property
+    def unreachable_s(self) -> float:
+        """After so long without anybody at an address, a peer is given up."""
+        return UNREACHABLE_S
+
+    def reach(self, source: InprocTransport, address: str) -> InprocTransport | None:
+        """Who accepts a connection there now."""
+        del source
+        return self.find(address)
+
+    def carry(
+        self, source: InprocTransport, target: InprocTransport, connection: bytes, lane: Lane, data: bytes | bytearray
+    ) -> None:
+        """Bring one envelope across, in order per connection."""
+        del source
+        asyncio.get_running_loop().call_soon(target.receive, connection, lane, data)
+
+    def hang_up(self, target: InprocTransport, connection: bytes, *, in_order: bool) -> None:
+        """The sender's end of a connection is gone; `in_order`: what was sent before still arrives."""
+        if in_order:
+            asyncio.get_running_loop().call_soon(target.shut, connection)
+        else:
+            target.shut(connection)
+
+    def pause_s(self) -> float:
+        """Before the next attempt to connect."""
+        return RECONNECT_S
+
     def drop(self, address: str) -> None:
         self._nodes.pop(address, None)
 
@@ -45,7 +80,7 @@ class InprocNetwork:
         """As SIGKILL: nothing more goes out or comes in, nobody is told except by the broken connections."""
         transport.is_dead = True
         self.drop(transport.endpoints.inproc)
-        for other in list(self._nodes.values()):
+        for other in self.nodes():
             other.cut(transport.endpoints.inproc, "the other side is gone")
 
     def blip(self, one: InprocTransport, other: InprocTransport) -> None:
@@ -76,6 +111,7 @@ class InprocTransport:
         self._outlets: dict[PeerKey, _Outlet] = {}
         self._open: set[bytes] = set()
         self.is_dead = False
+        """Killed: nothing goes out or comes in any more."""
 
     @property
     def endpoints(self) -> Endpoints:
@@ -99,13 +135,16 @@ class InprocTransport:
         if outlet.connections[lane] is not None:
             self._flush(outlet, lane)
 
+    def flush(self) -> None:
+        """Nothing waits here for a turn of the loop."""
+
     def disconnect(self, peer: PeerKey, linger_s: float) -> None:
         outlet = self._outlets.pop(peer, None)
         if outlet is None:
             return
         if outlet.timer is not None:
             outlet.timer.cancel()
-        if linger_s > 0 and not self.is_dead and self._network.find(outlet.address) is not None:
+        if linger_s > 0 and not self.is_dead:
             for lane in Lane:
                 if outlet.queues[lane]:
                     self._establish(peer, outlet, lane)
@@ -127,12 +166,11 @@ class InprocTransport:
         if outlet is None or self.is_dead or self._sink is None:
             return
         loop = asyncio.get_running_loop()
-        if self._network.find(outlet.address) is None:
-            outlet.lost_at = outlet.lost_at or loop.time()
-            if loop.time() - outlet.lost_at > UNREACHABLE_S:
+        if self._network.reach(self, outlet.address) is None:
+            outlet.lost_at = loop.time() if outlet.lost_at is None else outlet.lost_at
+            outlet.timer = loop.call_later(self._network.pause_s(), self._try, peer)
+            if loop.time() - outlet.lost_at > self._network.unreachable_s:
                 self._sink.unreachable(peer, f"nobody listens at {outlet.address}")
-            else:
-                outlet.timer = loop.call_later(RECONNECT_S, self._try, peer)
             return
         outlet.lost_at = None
         for lane in Lane:
@@ -140,12 +178,12 @@ class InprocTransport:
                 self._establish(peer, outlet, lane)
 
     def _establish(self, peer: PeerKey, outlet: _Outlet, lane: Lane) -> None:
-        target = self._network.find(outlet.address)
+        target = self._network.reach(self, outlet.address)
         if target is None or self._sink is None:
             return
         if outlet.connections[lane] is None:
             connection = outlet.connections[lane] = self._network.next_connection()
-            target._open.add(connection)
+            target.accept(connection)
             self._deliver(outlet, lane, self._sink.greeting(peer, lane, outlet.sent_units[lane]))
             self._sink.connected(peer, lane)
         self._flush(outlet, lane)
@@ -157,22 +195,30 @@ class InprocTransport:
             if not parcel.is_withdrawn:
                 parcel.is_sent = True
                 outlet.sent_units[lane] += parcel.cost
-                self._deliver(outlet, lane, parcel.data)
+                self._deliver(outlet, lane, parcel.data)  # never lent: this transport does not take what is
 
-    def _deliver(self, outlet: _Outlet, lane: Lane, data: bytearray) -> None:
+    def _deliver(self, outlet: _Outlet, lane: Lane, data: bytes | bytearray) -> None:
         target, connection = self._network.find(outlet.address), outlet.connections[lane]
         if target is not None and connection is not None:
-            self._soon(target._receive, connection, lane, data)
+            self._network.carry(self, target, connection, lane, data)
 
     def _hang_up(self, outlet: _Outlet) -> None:
         target = self._network.find(outlet.address)
         for connection in outlet.connections:
             if target is not None and connection is not None:
-                self._soon(target._open.discard, connection)
+                self._network.hang_up(target, connection, in_order=True)
 
     # -- incoming
 
-    def _receive(self, connection: bytes, lane: Lane, data: bytearray) -> None:
+    def accept(self, connection: bytes) -> None:
+        """A connection was made to this node."""
+        self._open.add(connection)
+
+    def shut(self, connection: bytes) -> None:
+        """A connection to this node ended."""
+        self._open.discard(connection)
+
+    def receive(self, connection: bytes, lane: Lane, data: bytes | bytearray) -> None:
         if connection in self._open and not self.is_dead and self._sink is not None:
             self._sink.received(connection, lane, memoryview(data))
 
@@ -186,11 +232,11 @@ class InprocTransport:
                 connection, outlet.connections[lane] = outlet.connections[lane], None
                 if connection is not None:
                     if target is not None:
-                        target._open.discard(connection)
+                        self._network.hang_up(target, connection, in_order=False)
                     self._sink.lost(peer, lane, why)
             if outlet.timer is not None:
                 outlet.timer.cancel()
-            outlet.timer = asyncio.get_running_loop().call_later(RECONNECT_S, self._try, peer)
+            outlet.timer = asyncio.get_running_loop().call_later(self._network.pause_s(), self._try, peer)
 
     @staticmethod
     def _soon(callback: Callable[..., None], *args: object) -> None:

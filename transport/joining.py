@@ -13,57 +13,78 @@ from typing import TypeVar
 
 from ..core.actor import make_ref, with_deadline
 from ..core.clock import Clock
-from ..core.errors import CallError, LaunchError, MyxaError, NoSuchActor
-from ..core.handlers import HandlerSpec, handlers_of
+from ..core.errors import CallError, LaunchError, MyxaError, NoSuchActor, NotExecuted
+from ..core.failure_detector import Verdict
+from ..core.handlers import HandlerSpec
 from ..core.ids import PeerKey
-from .address import Rendezvous
 from .courier import Courier
-from .directory import ActorRecord, Location, NodeRecord
+from .directory import NodeRecord
+from .guard import PROVISIONAL
 from .pending import Route
 from .registry import REGISTRY, RegistryContract
+from .registry_seat import RegistrySeat
 from .serving import Arrival
 from .session import Session
 from .wheel import TICK_S
-from .wire import Lane, Transport
+from .wire import Door, Lane, Transport
 
 T = TypeVar("T")
 
-PROVISIONAL = 1 << 31
+LOOK_TICKS = 10
+PATIENCE_S = 2.0
+"""With the first attempt to register; doubled with each."""
 
 
-def registry_location(rdzv: Rendezvous) -> Location:
-    """The registry as the rendezvous record describes it; its handlers are those of our own code."""
-    node = NodeRecord(name=REGISTRY, node_id=rdzv.node_id, epoch=rdzv.epoch, endpoints=rdzv.endpoints)
-    return Location(node, ActorRecord(name=REGISTRY, index=0, handlers=handlers_of(RegistryContract).schema))
+async def join(
+    seat: RegistrySeat, name: str, transport: Transport, clock: Clock, timeout_s: float, door: Door | None = None
+) -> NodeRecord:
+    """Register and return our record. Raises LaunchError naming the registry's endpoint if it does not answer.
 
-
-async def join(rdzv: Rendezvous, name: str, transport: Transport, clock: Clock, timeout_s: float) -> NodeRecord:
-    """Register and return our record. Raises LaunchError naming the registry's endpoint if it does not answer."""
+    A registry that was restarted since its record was written is found on the way; `seat` then says where it is.
+    """
     stranger = _Stranger()
     own = PeerKey(PROVISIONAL | secrets.randbits(31), 0)
-    session = Session(own=own, name=name, transport=transport, host=stranger, clock=clock)
+    session = Session(own=own, name=name, transport=transport, host=stranger, clock=clock, door=door)
+    session.on_greeted = seat.greeted
     transport.start(session)
-    courier = Courier(session.calls, _OnlyRegistry(registry_location(rdzv)), clock)
-    registry = with_deadline(make_ref(courier, RegistryContract, REGISTRY), timeout_s)
+    registry = make_ref(Courier(session.calls, _OnlyRegistry(seat), clock), RegistryContract, REGISTRY)
+    give_up_at, patience_s = clock.monotonic() + timeout_s, PATIENCE_S
     try:
-        return await _ticking(session, stranger, registry.register(name, transport.endpoints, os.getpid()))
-    except CallError as error:
-        why = stranger.trouble or error
-        raise LaunchError(
-            f"{name}: no answer from the registry at {rdzv.endpoints} within {timeout_s:g} s ({why})",
-            remedy="is the launcher of node 0 running and reachable, and is the job key the same?",
-        ) from error
+        while True:
+            seat.look()
+            asked = seat.key
+            left_s = give_up_at - clock.monotonic()
+            try:
+                # An answer, or the question, may be lost with its connection. To ask again does no harm: it gives a
+                # newer epoch, and nobody has heard of the one before.
+                request = with_deadline(registry, min(left_s, patience_s))
+                return await _ticking(session, seat, request.register(name, transport.endpoints, os.getpid()))
+            except CallError as error:
+                patience_s *= 2
+                is_final = isinstance(error, NotExecuted) and seat.key == asked
+                if is_final or clock.monotonic() >= give_up_at:
+                    why = stranger.trouble or error
+                    raise LaunchError(
+                        f"{name}: no answer from the registry at {seat.rdzv.endpoints} within {timeout_s:g} s ({why})",
+                        remedy="is the launcher of node 0 running and reachable, and is the job key the same?",
+                    ) from error
+                await asyncio.sleep(TICK_S)
     finally:
         session.close()
 
 
-async def _ticking(session: Session, stranger: _Stranger, work: Awaitable[T]) -> T:
-    """Let the session's time pass while `work` is waited for."""
+async def _ticking(session: Session, seat: RegistrySeat, work: Awaitable[T]) -> T:
+    """Let the session's time pass while `work` is waited for, and stop waiting where the registry is not any more."""
     loop = asyncio.get_running_loop()
+    num_ticks = 0
 
     def tick() -> None:
-        nonlocal timer
+        nonlocal timer, num_ticks
         session.tick()
+        num_ticks += 1
+        asked = seat.key
+        if num_ticks % LOOK_TICKS == 0 and seat.look():
+            session.peer_over(asked, f"the registry is back as epoch {seat.key.epoch}")
         timer = loop.call_later(TICK_S, tick)
 
     timer = loop.call_later(TICK_S, tick)
@@ -76,13 +97,13 @@ async def _ticking(session: Session, stranger: _Stranger, work: Awaitable[T]) ->
 class _OnlyRegistry:
     """Finder of a process that knows nobody else."""
 
-    def __init__(self, location: Location) -> None:
-        self._location = location
+    def __init__(self, seat: RegistrySeat) -> None:
+        self._seat = seat
 
     def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None:
         if target != REGISTRY:
             return NoSuchActor(f"{target}: this process has not joined yet")
-        return self._location.route(spec.name, spec.schema)
+        return self._seat.location.route(spec.name, spec.schema)
 
     async def find(self, target: str, spec: HandlerSpec, timeout_s: float | None) -> Route | CallError:
         return NoSuchActor(f"{target}: this process has not joined yet")
@@ -112,7 +133,13 @@ class _Stranger:
     def fenced(self, error: MyxaError) -> None:
         self.trouble = str(error)
 
-    def loop_back(self, lane: Lane, data: bytearray) -> None:
+    def loop_back(self, lane: Lane, data: bytes | bytearray) -> None:
+        pass
+
+    def load(self) -> tuple[int, int]:
+        return 0, 0
+
+    def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
         pass
 
     def crashed(self, error: BaseException) -> None:

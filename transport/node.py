@@ -9,26 +9,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..core.actor import Actor, Caller, PeerEvent, make_ref, with_deadline
+from ..core.actor_group import ActorGroup
 from ..core.clock import Clock, SystemClock
 from ..core.errors import CallError, ConfigError, MyxaError, NoSuchActor, StaleEpoch
+from ..core.failure_detector import Verdict
 from ..core.ids import PeerKey, check_name
 from .address import Rendezvous
 from .cell import STOP_LIMIT_S, ActorCell
 from .context import NodeContext
 from .courier import Courier
+from .directory import NodeRecord
+from .fork_guard import guard, release
+from .founding import Claim, claim_seat, found_registry
 from .hosting import Hosting
 from .inproc import InprocNetwork
-from .joining import join, registry_location
+from .joining import join
 from .mirror import Mirror
+from .news import News
 from .opening import Opened, open_transport
 from .registry import REGISTRY, RegistryActor, RegistryContract
-from .security import JobKey
+from .registry_seat import RegistrySeat
+from .security import JobKey, KeyPair
 from .session import Session
+from .tensors.tensors import Tensors
+from .turn_budget import TURN_S, TurnBudget
 from .wheel import TICK_S
 
 A = TypeVar("A")
@@ -43,11 +53,10 @@ _log = logging.getLogger("myxa.transport")
 class Node:
     """Use `await Node.attach(...)`; the constructor is internal."""
 
-    def __init__(self, *, name: str, key: PeerKey, rdzv: Rendezvous, opened: Opened, clock: Clock) -> None:
+    def __init__(self, *, name: str, key: PeerKey, seat: RegistrySeat, opened: Opened, clock: Clock) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
-        self.rendezvous = rdzv
-        """What others need to join the same registry."""
+        self._seat = seat
         self.failed: asyncio.Future[BaseException] = loop.create_future()
         """Resolves (never raises) with the first error that failed an actor of this node or the node itself."""
         self.on_failure: Callable[[str, BaseException], None] | None = None
@@ -56,14 +65,25 @@ class Node:
         self._key = key
         self._opened = opened
         self._hosting = Hosting(self)
-        self._session = Session(own=key, name=name, transport=opened.transport, host=self._hosting, clock=clock)
+        self._session = Session(
+            own=key, name=name, transport=opened.transport, host=self._hosting, clock=clock, door=opened.door
+        )
+        self._hosting.guard = opened.guard
         self._hosting.serve_with(self._session)
-        registry = registry_location(rdzv)
-        self._mirror = Mirror(registry, self._session, clock, self._hosting.tell, self.node_failed)
-        self._courier = Courier(self._session.calls, self._mirror, clock)
+        self._news = News(name, self._hosting)
+        self._mirror = Mirror(seat, self._session, clock, self._news.tell, self.node_failed, self._describe)
+        self.monitors = self._news.read(self._mirror.directory)
+        """For `monitor` and `link`."""
+        self.turn = opened.turn
+        self.tensors = Tensors(self._session, opened.transport.endpoints, clock)
+        """Large arrays for processes of this host: `allocate`, `policy`."""
+        self._hosting.porter = self.tensors.porter
+        self._courier = Courier(self._session.calls, self._mirror, clock, self.tensors.porter)
         self._mirror.call_with(self._courier)
+        if (door := opened.guard) is not None:
+            self._mirror.on_update = lambda directory: door.follow(directory.nodes())
         self._registry: RegistryActor | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in order: a simulated run repeats itself
         self._endings: set[asyncio.Task[None]] = set()
         """Ends of failed actors; a node that closes lets them finish."""
         self._reasons: dict[str, str] = {}
@@ -75,7 +95,7 @@ class Node:
     # -- life
 
     @classmethod
-    async def attach(  # keyword-only, and nearly all have a default
+    async def attach(  # noqa: PLR0913  # keyword-only, and nearly all have a default
         cls,
         *,
         name: str,
@@ -83,67 +103,73 @@ class Node:
         run_dir: Path | str | None = None,
         node_rank: int = 0,
         clock: Clock | None = None,
-        key: JobKey | None = None,
+        key: KeyPair | None = None,
         tcp: str = "",
         network: InprocNetwork | None = None,
         timeout_s: float = 10.0,
+        turn_budget_s: float = TURN_S,
+        journal: Path | str | None = None,
     ) -> Node:
         """Join the system on the running loop.
 
         `rdzv` None: this node hosts the registry and `node.rendezvous` is what the others need. `run_dir`: where the
         sockets' directory is made (short path; None: the system's place for temporary files). `tcp`: "host:port" (0:
         any port) of an own interface, to listen on encrypted tcp besides ipc; nodes of other hosts need it. It needs
-        `key`, or a key file named by `rdzv`; with a key and a registry on tcp the interface is found by itself.
-        `network`: no sockets at all, other nodes are in this process.
+        `key`, or a key file named by `rdzv`; with a key and a registry on tcp the interface is found by itself. `key`:
+        the job's, or one that the registry was told of (`RegistryContract.expect`) and that fits this name only.
+        `network`: no sockets at all, other nodes are in this process. `turn_budget_s`: how long the node may take in
+        messages before the loop's other work gets its turn. `journal`: file of a registry that shall survive its own
+        death: attach again under the same name with the same file, and with the same `tcp` (or port 0).
         Raises LaunchError naming the registry's endpoint if it does not answer within `timeout_s`.
         """
         check_name(name)
         clock = clock or SystemClock()
-        folder = Path(run_dir) if run_dir else None
-        opened = open_transport(
-            rdzv=rdzv, run_dir=folder, node_rank=node_rank, key=key, listen=tcp, network=network
-        )  # fmt: skip
+        claim = claim_seat(name, tcp, journal) if rdzv is None else Claim(None, tcp)
+        opened: Opened | None = None
+        registry: RegistryActor | None = None
         try:
+            opened = open_transport(
+                rdzv=rdzv, run_dir=Path(run_dir) if run_dir else None, node_rank=node_rank, key=key,
+                listen=claim.tcp, network=network, turn=TurnBudget(turn_budget_s), reused_dir=claim.socket_dir,
+            )  # fmt: skip
             if rdzv is None:
-                return await cls._found(name, opened, clock)
-            record = await join(rdzv, name, opened.transport, clock, timeout_s)
-            node = cls(name=name, key=record.key, rdzv=rdzv, opened=opened, clock=clock)
+                registry, record, seat = await found_registry(name, opened, claim)
+            else:
+                seat = RegistrySeat(rdzv, node_rank)
+                record = await join(seat, name, opened.transport, clock, timeout_s, opened.door)
+            node = cls(name=name, key=record.key, seat=seat, opened=opened, clock=clock)
         except BaseException:
-            await opened.close(0.0)
+            claim.release()
+            if opened is not None:
+                await opened.close(0.0)
             raise
         try:
+            node._registry = registry
             node._run()
-            await node._in_step(record.epoch, timeout_s)
+            await (node._in_step(record.epoch, timeout_s) if registry is None else node.start(registry, REGISTRY))
         except BaseException:
+            claim.release()
             await node.close(grace_s=0.0)
             raise
         return node
 
-    @classmethod
-    async def _found(cls, name: str, opened: Opened, clock: Clock) -> Node:
-        registry = RegistryActor()
-        record = registry.state.register(name, opened.transport.endpoints, os.getpid())
-        rdzv = Rendezvous(
-            endpoints=record.endpoints, node_id=record.node_id, epoch=record.epoch, socket_dir=opened.socket_dir,
-            key_file=opened.key_file,
-        )  # fmt: skip
-        node = cls(name=name, key=record.key, rdzv=rdzv, opened=opened, clock=clock)
-        node._registry = registry
-        node._run()
-        await node.start(registry, REGISTRY)
-        return node
-
     def _run(self) -> None:
+        guard(self)
+        guard(self._courier)
+        self._opened.joined()
         self._opened.transport.start(self._session)
         self._tick()
+        self._spawn(self._serve_memory(), "memory")
         self._spawn(self._mirror.follow(), "the registry's updates")
 
-    async def _in_step(self, epoch: int, timeout_s: float) -> None:
-        def knows_itself() -> bool:
-            record = self._mirror.directory.node(self.name)
-            return record is not None and record.epoch >= epoch
+    async def _serve_memory(self) -> None:
+        log = logging.getLogger("myxa.memory")
+        cell = self._hosting.memory = ActorCell(self.tensors.actor, "memory", self._key.epoch, log, self._on_failed)
+        self.tensors.actor.ctx = NodeContext(self, cell, self._key.epoch, log)
+        await cell.start()
 
-        if not await self._mirror.wait_until(knows_itself, timeout_s):
+    async def _in_step(self, epoch: int, timeout_s: float) -> None:
+        if not await self._mirror.wait_until(lambda: self._mirror.directory.epoch_of(self.name) >= epoch, timeout_s):
             raise CallError(f"{self.name}: the registry sends no updates")
 
     async def close(self, grace_s: float = 5.0) -> None:
@@ -151,14 +177,8 @@ class Node:
         if self._is_closed:
             return
         self._is_closed = True
-        give_up_at = self._clock.monotonic() + grace_s
-        if self._endings:
-            await asyncio.wait(self._endings, timeout=grace_s + STOP_LIMIT_S)
-        for cell in reversed(self._hosting.cells()):
-            if cell.name != REGISTRY:
-                await cell.drain(max(0.0, give_up_at - self._clock.monotonic()))
-                await cell.stop("shutdown")
-                self._hosting.remove(cell)
+        release(self)
+        await self._drain(grace_s)
         if self._registry is None and not self._is_fenced:
             await self._leave()
         for task in list(self._tasks):
@@ -168,10 +188,29 @@ class Node:
         for cell in self._hosting.cells():
             await cell.stop("shutdown")
             self._hosting.remove(cell)
+        await self._close_memory()
         if self._timer is not None:
             self._timer.cancel()
         self._session.close()
         await self._opened.close(LINGER_S)
+
+    async def _drain(self, grace_s: float) -> None:
+        give_up_at = self._clock.monotonic() + grace_s
+        if self._endings:
+            await asyncio.wait(self._endings, timeout=grace_s + STOP_LIMIT_S)
+        if self._registry is None:  # of that one the others still take their leave
+            self._hosting.retry_after_s = grace_s
+            self._session.drain(grace_s)
+        for cell in reversed(self._hosting.cells()):
+            if cell.name != REGISTRY:
+                await cell.drain(max(0.0, give_up_at - self._clock.monotonic()))
+                await cell.stop("shutdown")
+                self._hosting.remove(cell)
+
+    async def _close_memory(self) -> None:
+        await self.tensors.close()
+        if self._hosting.memory is not None:
+            await self._hosting.memory.stop("shutdown")
 
     async def _leave(self) -> None:
         try:
@@ -214,10 +253,27 @@ class Node:
         """A proxy for the actor of that name, wherever it lives and whether or not it is there yet."""
         return make_ref(self._courier, contract, name)
 
+    def group(self, contract: type[A], members: str | Sequence[str]) -> ActorGroup[A]:
+        """See `ActorContext.group`."""
+        return ActorGroup(self._courier, contract, members, self.peers)
+
+    def monitor(self, name: str) -> AsyncGenerator[PeerEvent, None]:
+        """See `ActorContext.monitor`."""
+        return self.monitors.of(name)
+
+    def link(self, name: str) -> None:
+        """This node fails when that actor ends: `failed` resolves with PeerDied. See `ActorContext.link`."""
+        self._spawn(self.monitors.until_down(name, self.name), f"link to {name}")
+
     async def _announce(self) -> None:
         reasons, self._reasons = self._reasons, {}
-        version = await self._mirror.registry.announce(self.name, self._key.epoch, self._hosting.records(), reasons)
-        await self._mirror.wait_until(lambda: self._mirror.directory.version >= version, LEAVE_S)
+        await self._mirror.announce(self._hosting.records(), reasons)
+
+    def _describe(self) -> NodeRecord:
+        return NodeRecord(
+            name=self.name, node_id=self._key.node_id, epoch=self._key.epoch, pid=os.getpid(),
+            endpoints=self._opened.transport.endpoints, actors=self._hosting.records(),
+        )  # fmt: skip
 
     def _on_failed(self, cell: ActorCell, error: BaseException) -> None:
         self._report(cell.name, error)
@@ -234,6 +290,11 @@ class Node:
             _log.warning("%s: the registry could not be told that %s ended: %s", self.name, cell.name, error)
 
     # -- surroundings
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """What others need to join the same registry."""
+        return self._seat.rdzv
 
     @property
     def epoch(self) -> int:
@@ -264,14 +325,27 @@ class Node:
         """Until all these actors are registered; LaunchError naming the missing ones."""
         await self._mirror.wait_for(*names, timeout_s=timeout_s)
 
+    def busy(self, name: str, limit_s: float, why: str) -> AbstractContextManager[None]:
+        """See `ActorContext.busy`; `name`: who declares it. For hosts that block their own loop."""
+        return self._session.pulse.busy(name, limit_s, why)
+
+    @property
+    def busy_s(self) -> float:
+        """For how long this process has declared to be busy; 0: not at all. May be read from any thread."""
+        return self._session.pulse.busy_s
+
     def counters(self) -> dict[str, int]:
         """What was dropped, refused or repeated, for a monitor: all zero in a healthy run."""
         session = self._session
         return {
+            **self._opened.counters,
             **session.counters,
+            "arrays_lost": self.tensors.porter.num_by["lost"],
             "late_answers": session.calls.num_late,
             "casts_refused": session.calls.num_casts_refused,
             "puts_replayed": session.serving.num_replayed,
+            "calls_wrong": session.serving.num_wrong,
+            "rejoins_refused": self._registry.num_refused if self._registry is not None else 0,
         }
 
     def peer_unreachable(self, key: PeerKey, why: str) -> None:
@@ -279,9 +353,12 @@ class Node:
         if self._registry is not None:
             self._registry.unreachable(key, why)
 
+    def peer_judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
+        self._news.judged(key, verdict, reason)
+
     def node_failed(self, error: BaseException) -> None:
-        if self._is_closed:
-            return
+        if self._is_closed or (self._is_fenced and isinstance(error, StaleEpoch)):
+            return  # everybody who is asked says so again
         self._is_fenced = self._is_fenced or isinstance(error, StaleEpoch)
         _log.error("%s failed: %s", self.name, error, exc_info=error)
         self._report(self.name, error)
@@ -297,22 +374,24 @@ class Node:
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         self._session.tick()
+        self.tensors.tick()
         self._num_ticks += 1
         if self._num_ticks % PARKED_RETRY_TICKS == 0:
+            self._mirror.look_for_registry()
             for target in self._session.calls.parked_targets:
                 self._session.calls.on_located(target, self._mirror.reroute)
 
     def _spawn(self, coro: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coro, name=f"{self.name}: {name}")
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._reap)
         return task
 
     def _reap(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         self._endings.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.node_failed(error)
 
 
-__all__ = ["InprocNetwork", "JobKey", "Node", "PeerEvent", "Rendezvous"]
+__all__ = ["InprocNetwork", "JobKey", "KeyPair", "Node", "PeerEvent", "Rendezvous"]

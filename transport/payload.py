@@ -20,6 +20,9 @@ import numpy.typing as npt
 import orjson
 
 from ..core.errors import BadRequest
+from ..core.schema import describe
+from ..core.tensors import LeasedView
+from .frames import LIMITS
 
 Buffer = bytes | bytearray | memoryview
 AnyArray = npt.NDArray[Any]
@@ -52,36 +55,45 @@ def encode_value(value: Any) -> tuple[bytes, list[memoryview]]:
     Raises BadRequest naming what cannot travel.
     """
     lifted: list[memoryview] = []
-
-    def lift(item: Any) -> Any:
-        return _lift(item, lifted)
-
     try:
-        tree = msgspec.to_builtins(value, enc_hook=lift, str_keys=True)
+        tree = msgspec.to_builtins(value, enc_hook=lambda item: lift(item, lifted), str_keys=True)
         body = orjson.dumps([tree])
         if b"null" in body and (odd := _nonfinite(tree)):
             body = orjson.dumps([tree, odd])
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadRequest(
-            f"a {type(value).__name__} cannot travel: {error}",
-            remedy="use structs, numbers, text, tuples, dicts and numeric numpy arrays",
-        ) from error
+        raise cannot_travel(value, error) from error
     return body, lifted
 
 
-def _lift(item: Any, lifted: list[memoryview]) -> Any:
+def cannot_travel(value: Any, why: Exception) -> BadRequest:
+    """The error for what has no form on the wire."""
+    return BadRequest(
+        f"a {type(value).__name__} cannot travel: {why}",
+        remedy="use structs, numbers, text, tuples, dicts and numeric numpy arrays",
+    )
+
+
+def lift(item: Any, lifted: list[memoryview]) -> Any:
+    """What stands in the body for `item`, which JSON has no word for; an array's bytes are added to `lifted`."""
     if isinstance(item, np.ndarray):
         array = typing.cast("AnyArray", item)
         name = "bfloat16" if isinstance(item, BFloat16Array) else array.dtype.name
         carrier = _CARRIERS.get("uint16" if name == "bfloat16" else name)
         if carrier is None:
             raise TypeError(f"an array of dtype {array.dtype} is not on the closed list of dtypes")
+        if len(lifted) >= LIMITS.arrays:
+            raise ValueError(f"it holds more than {LIMITS.arrays} arrays")
         raw = np.ascontiguousarray(array, dtype=carrier)
         lifted.append(raw.reshape(-1).view(np.uint8).data)
         return [name, list(array.shape), len(lifted) - 1]
     if isinstance(item, np.generic):
         return typing.cast("np.generic[Any]", item).item()
     raise TypeError(f"{type(item).__module__}.{type(item).__qualname__} is of no type that travels")
+
+
+def nonfinite(value: Any) -> list[tuple[list[str | int], str]]:
+    """Path and text of every number in `value` that JSON cannot say."""
+    return _nonfinite(msgspec.to_builtins(value, enc_hook=lambda item: lift(item, []), str_keys=True))
 
 
 def _nonfinite(tree: Any) -> list[tuple[list[str | int], str]]:
@@ -107,7 +119,7 @@ def decode_value(body: Buffer, frames: list[memoryview], kind: Any) -> Any:
     Raises UndecodableError; never anything else, whatever the bytes.
     """
     tree, odd = _split(body)
-    reader = _ArrayReader(frames)
+    reader = ArrayReader(frames)
     try:
         for path, text in odd:
             tree = _patched(tree, path, _NONFINITE[text])
@@ -121,12 +133,14 @@ def decode_value(body: Buffer, frames: list[memoryview], kind: Any) -> Any:
 
 def _split(body: Buffer) -> tuple[Any, list[tuple[list[str | int], str]]]:
     try:
-        parts = msgspec.convert(orjson.loads(body), list[Any])
-        if len(parts) == 1:
+        parts = orjson.loads(body)
+        if not isinstance(parts, list):
+            raise TypeError("it is no list")
+        if len(parts := typing.cast("list[Any]", parts)) == 1:
             return parts[0], []
         tree, odd = parts
         return tree, msgspec.convert(odd, list[tuple[list[str | int], str]])
-    except (ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UndecodableError(f"the body is not [value, nonfinite] in JSON: {error}") from error
 
 
@@ -143,8 +157,8 @@ def _patched(tree: Any, path: list[str | int], value: float) -> Any:
     return tree
 
 
-class _ArrayReader:
-    """msgspec's decoding hook for one message."""
+class ArrayReader:
+    """msgspec's decoding hook for the arrays of one message."""
 
     def __init__(self, frames: list[memoryview]) -> None:
         self._frames = frames
@@ -154,7 +168,7 @@ class _ArrayReader:
         wanted = _wanted_dtype(kind)
         if wanted is None:
             raise TypeError(f"a field of type {kind} cannot travel")
-        name, shape, index = msgspec.convert(item, tuple[str, tuple[int, ...], int])
+        name, shape, index = _descriptor(item)
         if wanted not in ("", name):
             raise ValueError(f"expected an array of {wanted}, got {name}")
         carrier = _CARRIERS.get("uint16" if name == "bfloat16" else name)
@@ -167,9 +181,22 @@ class _ArrayReader:
             raise ValueError(f"{name}{list(shape)} does not fit {frame.nbytes} bytes")
         self.claimed.add(index)
         array: AnyArray = np.frombuffer(frame, dtype=carrier).reshape(shape)
-        if not (array.flags.writeable and array.flags.aligned):
+        if not (array.flags.aligned and (array.flags.writeable or kind is LeasedView)):
             array = array.copy()
+        if kind is LeasedView:
+            array.flags.writeable = False
+            return array.view(LeasedView)
         return array.view(BFloat16Array) if name == "bfloat16" else array
+
+
+def _descriptor(item: Any) -> tuple[str, tuple[int, ...], int]:
+    """[dtype, shape, frame] from anything."""
+    match item:
+        case [str() as name, [*shape], int() as index] if all(type(n) is int for n in shape):
+            return name, tuple(typing.cast("list[int]", shape)), index
+        case _:
+            pass
+    raise ValueError(f"{str(item)[:80]!r} does not describe an array")
 
 
 @functools.lru_cache(maxsize=256)
@@ -177,7 +204,7 @@ def _wanted_dtype(kind: Any) -> str | None:
     """Name of the dtype an annotation asks for; "" for any; None if it is no array at all."""
     if kind is BFloat16Array:
         return "bfloat16"
-    if kind is np.ndarray:
+    if kind is np.ndarray or kind is LeasedView:
         return ""
     if typing.get_origin(kind) is not np.ndarray:
         return None
@@ -185,3 +212,9 @@ def _wanted_dtype(kind: Any) -> str | None:
     name = getattr(dtype_args[0], "__name__", "") if dtype_args else ""
     name = "bool" if name == "bool_" else name
     return name if name in _CARRIERS else ""
+
+
+@functools.lru_cache(maxsize=1024)
+def leases(kind: Any) -> bool:
+    """Whether a type has arrays that may be read where they lie."""
+    return LeasedView.__qualname__ in describe(kind)

@@ -11,6 +11,7 @@ from ..core.errors import CallError, MyxaError
 from ..core.handlers import HandlerKind
 from ..core.ids import PeerKey
 from .frames import Buffer, Envelope
+from .lent import lent_of
 from .wire import Endpoints, Lane, Parcel
 
 
@@ -23,7 +24,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     method: int
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class Order(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is to be called, with which bytes."""
 
     target: str
@@ -62,28 +63,42 @@ class CallState(Enum):
     ENDED = "ended"
 
 
-class PendingCall:
+NOBODY = PeerKey(0, 0)
+
+
+class PendingCall(msgspec.Struct, eq=False):
     """One call under way."""
 
-    __slots__ = (
-        "corr", "cost", "data", "early", "lane", "last", "next_item", "order", "parcel", "peer", "sink", "state",
-    )  # fmt: skip
+    corr: int
+    order: Order
+    sink: CallSink
+    state: CallState = CallState.WAITING
+    peer: PeerKey = NOBODY
+    route: Route | None = None
+    """Where it goes; what is said of the call at sending comes from here and from the order ..."""
+    whole: Envelope | None = None
+    """... unless it has options or arrays: then this is encoded when there is credit for it."""
+    lane: Lane = Lane.CONTROL
+    cost: int = 0
+    parcel: Parcel | None = None
+    num_sent: int = 0
+    """How often it was handed to the transport."""
+    next_item: int = 0
+    demanded: int = 0
+    """Items of a stream that may come in all, as the consumer said last."""
+    early: dict[int, Envelope] = {}
+    """Items that overtook others on another lane."""
+    doom: str = ""
+    """Why there will be no answer, if it is not on its way already."""
+    last: Envelope | None = None
+    """The end, or the error, that overtook items."""
 
-    def __init__(self, corr: int, order: Order, sink: CallSink) -> None:
-        self.corr = corr
-        self.order = order
-        self.sink = sink
-        self.state = CallState.WAITING
-        self.peer = PeerKey(0, 0)
-        self.data = bytearray()
-        self.lane = Lane.CONTROL
-        self.cost = 0
-        self.parcel: Parcel | None = None
-        self.next_item = 0
-        self.early: dict[int, Envelope] = {}
-        """Items that overtook others on another lane."""
-        self.last: Envelope | None = None
-        """The end, or the error, that overtook items."""
+    def end(self) -> None:
+        """Its outcome is known; its arrays are their owner's again."""
+        self.state = CallState.ENDED
+        parcel = self.parcel
+        if parcel is not None and (lent := lent_of(parcel.data)) is not None:
+            lent.release() if parcel.is_withdrawn else lent.keep()
 
     def __str__(self) -> str:
         return f"{self.order.target}.{self.order.method}"
@@ -91,6 +106,12 @@ class PendingCall:
     @property
     def was_sent(self) -> bool:
         return self.parcel is not None and self.parcel.is_sent
+
+    @property
+    def may_have_run(self) -> bool:
+        """It was handed to the network, now or at an earlier sending."""
+        is_unsent = self.parcel is not None and not self.parcel.is_sent
+        return self.num_sent > (1 if is_unsent else 0)
 
 
 class RouteOf(Protocol):

@@ -1,7 +1,11 @@
-"""The key of a job. tcp is always encrypted and admits only holders of this key; ipc lies in a 0700 directory.
+"""Keys. The job's key lets a process join; every process then speaks under a key of its own.
 
-One pair for the whole job: whoever holds it may be any node. Keys per node are a later refinement; the wire need not
-change for them. CURVE of libzmq was preferred to TLS because it needs no certificates and no proxy process.
+    job key      a file (0600) that all launchers of a job hold: who holds it may join under any name, and the process
+                 that hosts the registry proves itself with it
+    own key      one per incarnation, never written by us: made by the process itself when it joins with the job's key,
+                 or by the launcher for a process that it starts, which then never sees the job's key
+
+CURVE of libzmq was preferred to TLS because it needs no certificates, no clock and no proxy process.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import os
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import zmq
 from zmq.utils import z85
@@ -18,14 +23,14 @@ from ..core.errors import LaunchError
 
 
 @dataclass(frozen=True, slots=True)
-class JobKey:
+class KeyPair:
     """A CURVE key pair, both halves as 40 characters of z85."""
 
     public: str
     secret: str = field(repr=False)
 
     @classmethod
-    def generate(cls) -> JobKey:
+    def generate(cls) -> Self:
         """A new pair. Raises LaunchError if libzmq was built without CURVE."""
         if not zmq.has("curve"):
             raise LaunchError("this libzmq has no CURVE", remedy="install pyzmq from a wheel")
@@ -33,7 +38,7 @@ class JobKey:
         return cls(public.decode(), secret.decode())
 
     @classmethod
-    def parse(cls, text: str) -> JobKey:
+    def parse(cls, text: str) -> Self:
         """From "public secret" as `text` gives it; raises LaunchError."""
         parts = text.split()
         try:
@@ -48,8 +53,13 @@ class JobKey:
 
     @property
     def text(self) -> str:
-        """For an environment variable of a child; never for a log."""
+        """For a file or a message that only its owner can read; never for a log."""
         return f"{self.public} {self.secret}"
+
+
+@dataclass(frozen=True, slots=True)
+class JobKey(KeyPair):
+    """The pair that all launchers of a job hold, kept in a file."""
 
     def save(self, path: Path) -> None:
         """Write a new file that only its owner can read."""
@@ -69,3 +79,27 @@ class JobKey:
         if stat.S_IMODE(facts.st_mode) & 0o077:
             raise LaunchError(f"{path} can be read by others", remedy=f"chmod 600 {path}")
         return cls.parse(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What a process needs to speak over tcp."""
+
+    own: KeyPair
+    """Under which it listens, and speaks once it has joined."""
+    joining: KeyPair
+    """Under which it asks the registry to be let in."""
+    registry: str
+    """Public key of the process that hosts the registry."""
+
+    @classmethod
+    def of_registry(cls, job: KeyPair) -> Keys:
+        """Of the process that hosts the registry: it is known by the job's key."""
+        return cls(own=job, joining=job, registry=job.public)
+
+    @classmethod
+    def to_join(cls, key: KeyPair, registry: str) -> Keys:
+        """With the job's key (`registry` "" or its public half), or with a key that the registry was told of."""
+        if key.public == (registry or key.public):
+            return cls(own=KeyPair.generate(), joining=key, registry=key.public)
+        return cls(own=key, joining=key, registry=registry)

@@ -28,24 +28,36 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     inproc: str = ""
     ipc: tuple[str, str] = ("", "")
     tcp: tuple[str, str] = ("", "")
+    curve: str = ""
+    """Public key of the process, needed for tcp."""
 
     def __str__(self) -> str:
         return self.inproc or self.tcp[0] or self.ipc[0] or "nowhere"
 
 
-class Parcel:
+class Door(Protocol):
+    """Who may come in; a transport that can tell connections apart by proof implements it."""
+
+    def objection(self, source: bytes, lane: Lane, peer: PeerKey, name: str) -> str:
+        """Why the connection whose message is being handled may not speak as `peer`; "" if it may."""
+        ...
+
+    def ban(self, source: bytes, lane: Lane) -> None:
+        """The connection whose message is being handled sends nonsense: do not let its like in for a while."""
+        ...
+
+
+class Parcel(msgspec.Struct, eq=False, gc=False):
     """An envelope on its way, and how far it got."""
 
-    __slots__ = ("cost", "data", "is_sent", "is_withdrawn")
-
-    def __init__(self, data: bytearray, cost: int = 0) -> None:
-        self.data = data
-        self.cost = cost
-        """Credit units."""
-        self.is_sent = False
-        """Handed to the network: from now on the outcome may be unknown."""
-        self.is_withdrawn = False
-        """Must not be sent any more."""
+    data: bytes | bytearray
+    """Or a `Lent` in the disguise of one, for a transport that `takes_lent`: see `lent_of`."""
+    cost: int = 0
+    """Credit units."""
+    is_sent: bool = False
+    """Handed to the network: from now on the outcome may be unknown."""
+    is_withdrawn: bool = False
+    """Must not be sent any more."""
 
 
 class Sink(Protocol):
@@ -59,6 +71,14 @@ class Sink(Protocol):
         """One envelope from the connection `source`; the memory is the sink's from now on."""
         ...
 
+    def is_known(self, source: bytes, lane: Lane) -> bool:
+        """That connection has said who it is: what it sends may be kept until it is whole."""
+        ...
+
+    def overflowed(self, source: bytes, lane: Lane, head: bytes, total: int) -> None:
+        """There is no memory for an envelope of `total` bytes that begins like this; it was given up."""
+        ...
+
     def malformed(self, source: bytes, lane: Lane, reason: str) -> None:
         """Something that is no envelope."""
         ...
@@ -67,6 +87,14 @@ class Sink(Protocol):
 
     def lost(self, peer: PeerKey, lane: Lane, why: str) -> None:
         """The connection broke; it is being made again. What was sent may be gone."""
+        ...
+
+    def turned_away(self, peer: PeerKey, why: str) -> None:
+        """That peer does not admit this incarnation any more, for it holds it to be over."""
+        ...
+
+    def silence_s(self, peer: PeerKey) -> float:
+        """How long ago that peer should have been heard and was not; 0: it was, or nobody listened."""
         ...
 
     def unreachable(self, peer: PeerKey, why: str) -> None:
@@ -99,6 +127,11 @@ class Transport(Protocol):
 
     def send(self, peer: PeerKey, lane: Lane, parcel: Parcel) -> None:
         """Queue; parcels of one lane leave in order. A peer that is not connected (any more): silently not sent."""
+        ...
+
+    def flush(self) -> None:
+        """Hand what is queued on the control lane to the network now, for the loop may be blocked next; may wait for
+        connections that are just being made."""
         ...
 
     def disconnect(self, peer: PeerKey, linger_s: float) -> None:

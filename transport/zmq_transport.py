@@ -10,6 +10,8 @@ import asyncio
 import functools
 import logging
 import threading
+import time
+from collections import Counter
 from pathlib import Path
 
 import zmq
@@ -17,14 +19,21 @@ import zmq
 from ..core.errors import LaunchError
 from ..core.ids import PeerKey
 from .address import socket_paths
-from .security import JobKey
+from .departures import Departures
+from .guard import Guard
+from .security import KeyPair, Keys
+from .turn_budget import TurnBudget
 from .wire import Endpoints, Lane, Parcel, Sink
 from .zap import Gatekeeper
+from .zmq_handshakes import HandshakeWatch
 from .zmq_inbox import Inbox
 from .zmq_outbox import Outbox
-from .zmq_sockets import make_context, make_inbox, make_outbox
+from .zmq_sockets import Socket, make_context, make_inbox, make_outbox
 
-UNREACHABLE_S = 8.0
+UNREACHABLE_S = 6.0
+"""So long after the last sign of its host a peer is given up, at the first attempt to reach it that fails then."""
+SETTLE_S = 0.25
+"""How long `flush` waits for connections that are just being made: a handshake takes a few milliseconds."""
 TERM_S = 5.0
 
 _log = logging.getLogger("myxa.transport")
@@ -39,16 +48,35 @@ class _Peer:
 
 
 class ZmqTransport:
-    """Implements `wire.Transport`. `bind` first; everything else on the running loop."""
+    """Implements `wire.Transport` and `wire.Door`. `bind` first; everything else on the running loop."""
 
-    def __init__(self, *, node_rank: int, folder: Path, listen: str, key: JobKey | None) -> None:
+    takes_lent = True
+    """Reads the arrays of large envelopes piece by piece, as it sends them."""
+
+    def __init__(
+        self,
+        *,
+        node_rank: int,
+        folder: Path,
+        listen: str,
+        keys: Keys | None,
+        guard: Guard | None = None,
+        turn: TurnBudget | None = None,
+    ) -> None:
         self._node_rank = node_rank
+        self._turn = turn or TurnBudget()
+        self._departures = Departures()
         self._folder = folder
         self._listen = listen
-        self._key = key
+        self._keys = keys
+        self._guard = guard
+        self._has_joined = False
+        self.counters: Counter[str] = Counter()
+        """Connections that were refused, by reason."""
         self._context = make_context()
         self._inboxes: list[tuple[Lane, Inbox]] = []
         self._gatekeeper: Gatekeeper | None = None
+        self._watches: list[HandshakeWatch] = []
         self._paths: list[Path] = []
         self._peers: dict[PeerKey, _Peer] = {}
         self._lingering: set[Outbox] = set()
@@ -66,16 +94,20 @@ class ZmqTransport:
         self._paths = list(socket_paths(self._folder))
         ipc = tuple(self._bind(lane, f"ipc://{path}", None) for lane, path in zip(Lane, self._paths, strict=True))
         tcp = ("", "")
-        if self._listen and self._key is not None:
+        curve = ""
+        if self._listen and self._keys is not None and self._guard is not None:
             host, _, port = self._listen.rpartition(":")
-            self._gatekeeper = Gatekeeper(self._context, self._key)
-            control = self._bind(Lane.CONTROL, f"tcp://{host}:{port if port != '0' else '*'}", self._key)
-            tcp = (control, self._bind(Lane.BULK, f"tcp://{host}:*", self._key))
-        self._endpoints = Endpoints(node_rank=self._node_rank, ipc=(ipc[0], ipc[1]), tcp=tcp)
+            self._gatekeeper = Gatekeeper(self._context, self._guard, self.counters, self._note)
+            own, curve = self._keys.own, self._keys.own.public
+            control = self._bind(Lane.CONTROL, f"tcp://{host}:{port if port != '0' else '*'}", own)
+            tcp = (control, self._bind(Lane.BULK, f"tcp://{host}:*", own))
+        self._endpoints = Endpoints(node_rank=self._node_rank, ipc=(ipc[0], ipc[1]), tcp=tcp, curve=curve)
 
-    def _bind(self, lane: Lane, endpoint: str, key: JobKey | None) -> str:
+    def _bind(self, lane: Lane, endpoint: str, key: KeyPair | None) -> str:
         socket = make_inbox(self._context, lane, key)
-        self._inboxes.append((lane, Inbox(socket, lane)))
+        self._inboxes.append((lane, Inbox(socket, lane, self._turn, self._departures)))
+        if key is not None:
+            self._watches.append(HandshakeWatch(socket, self.counters, self._note))
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -89,6 +121,31 @@ class ZmqTransport:
             self._gatekeeper.start()
         for _, inbox in self._inboxes:
             inbox.start(sink)
+
+    def joined(self) -> None:
+        """The registry knows our own key now; from here on we speak under it."""
+        self._has_joined = True
+
+    # -- who may come in
+
+    def objection(self, source: bytes, lane: Lane, peer: PeerKey, name: str) -> str:
+        del source
+        return "" if self._guard is None else self._guard.objection(self._proof(lane), peer, name)
+
+    def ban(self, source: bytes, lane: Lane) -> None:
+        del source
+        proof = self._proof(lane)
+        if proof and self._guard is not None:
+            self._guard.ban(proof, asyncio.get_running_loop().time())
+
+    def _proof(self, lane: Lane) -> str:
+        """Public key that was shown by the sender of what is being handled now."""
+        return next((inbox.proof for at, inbox in self._inboxes if at is lane and inbox.proof), "")
+
+    def _note(self, what: str, whom: str, remedy: str) -> None:
+        """A refusal: the first of its kind is logged, all are counted."""
+        if self.counters[what] == 1:
+            _log.warning("refused (%s) from %s; the next ones are only counted. %s", what, whom or "?", remedy)
 
     # -- peers
 
@@ -106,7 +163,14 @@ class ZmqTransport:
     def send(self, peer: PeerKey, lane: Lane, parcel: Parcel) -> None:
         known = self._peers.get(peer)
         if known is not None:
-            self._outbox(peer, known, lane).send(parcel)
+            (known.outboxes[lane] or self._outbox(peer, known, lane)).send(parcel)
+
+    def flush(self) -> None:
+        until = time.monotonic() + SETTLE_S
+        for known in list(self._peers.values()):
+            outbox = known.outboxes[Lane.CONTROL]
+            if outbox is not None:
+                outbox.flush(until)
 
     def disconnect(self, peer: PeerKey, linger_s: float) -> None:
         known = self._peers.pop(peer, None)
@@ -125,15 +189,21 @@ class ZmqTransport:
         outbox = known.outboxes[lane]
         if outbox is None:
             endpoint = self._address(peer, known.endpoints, lane)
-            key = self._key if endpoint.startswith("tcp:") else None
-            make = functools.partial(make_outbox, self._context, lane, key)
+            make = functools.partial(self._make_outbox, endpoint, known, lane)
             events = _Events(self, peer, lane)
-            outbox = known.outboxes[lane] = events.outbox = Outbox(endpoint, make, events)
+            outbox = known.outboxes[lane] = events.outbox = Outbox(endpoint, make, events, self._departures)
         return outbox
+
+    def _make_outbox(self, endpoint: str, known: _Peer, lane: Lane) -> Socket:
+        keys = self._keys if endpoint.startswith("tcp:") else None
+        if keys is None:
+            return make_outbox(self._context, lane, None)
+        server = known.endpoints.curve or keys.registry
+        return make_outbox(self._context, lane, keys.own if self._has_joined else keys.joining, server)
 
     def _address(self, peer: PeerKey, endpoints: Endpoints, lane: Lane) -> str:
         address = endpoints.ipc[lane] if endpoints.node_rank == self._node_rank else ""
-        address = address or (endpoints.tcp[lane] if self._key is not None else "")
+        address = address or (endpoints.tcp[lane] if self._keys is not None else "")
         if not address:
             raise LaunchError(
                 f"{peer} listens at {endpoints}, which cannot be reached from node rank {self._node_rank}",
@@ -163,6 +233,9 @@ class ZmqTransport:
         self._context.destroy(linger=0)
 
     def _close_inboxes(self) -> None:
+        for watch in self._watches:
+            watch.close()
+        self._watches.clear()
         for _, inbox in self._inboxes:
             inbox.close()
         self._inboxes.clear()
@@ -181,7 +254,11 @@ class ZmqTransport:
             loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
 
         thread = threading.Thread(target=term, name="myxa-zmq-term", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # Python is ending and starts no thread any more (3.12); nobody is held up by now
+            self._context.term()
+            return
         try:
             await asyncio.wait_for(ended, TERM_S)
         except TimeoutError:
@@ -216,8 +293,14 @@ class _Events:
     def ready(self) -> None:
         self._transport.sink.connected(self._peer, self._lane)
 
+    def turned_away(self, why: str) -> None:
+        self._transport.sink.turned_away(self._peer, why)
+
     def broken(self, why: str) -> None:
         self._transport.sink.lost(self._peer, self._lane, why)
+
+    def silence_s(self) -> float:
+        return self._transport.sink.silence_s(self._peer)
 
     def failing(self, why: str, since_s: float) -> None:
         if self._lane is Lane.CONTROL and since_s >= UNREACHABLE_S:

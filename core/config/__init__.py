@@ -7,7 +7,16 @@ from .dumping import dump_config
 from .learning import AlgoConfig, AlgoKind, AsyncSettings, OptimizerConfig, TrainerConfig
 from .loading import load_config
 from .presence import missing_paths
-from .roles import RestartPolicy, RoleName, RoleSettings, RolesSettings, RolloutRole, TrainerRole, parse_devices
+from .roles import (
+    RestartPolicy,
+    RoleName,
+    RoleSettings,
+    RolesSettings,
+    RolloutRole,
+    TrainerRole,
+    WhenHung,
+    parse_devices,
+)
 from .root import RunConfig
 from .settings import (
     DataSettings,
@@ -42,6 +51,7 @@ __all__ = [
     "RunSettings",
     "TrainerConfig",
     "TrainerRole",
+    "WhenHung",
     "dump_config",
     "load_config",
     "missing_paths",

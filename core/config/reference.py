@@ -58,8 +58,12 @@ def _role_parts() -> Iterator[str]:
 
 
 def _differs(key: str, field: FieldInfo) -> bool:
-    base = keys_of(RoleSettings)[key]
-    return (base.annotation, base.default, base.description) != (field.annotation, field.default, field.description)
+    base = keys_of(RoleSettings).get(key)
+    return base is None or (base.annotation, base.default, base.description) != (
+        field.annotation,
+        field.default,
+        field.description,
+    )
 
 
 def _section_part(title: str, section: type[Section], keys: Mapping[str, FieldInfo]) -> str:

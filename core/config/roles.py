@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from .conflict import Conflict
 from .section import CountInt, IntTuple, PositiveInt, ProgramName, Section
 
 DEVICE_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -16,6 +17,7 @@ MAX_DEVICES = 64
 
 RoleName = Literal["coordinator", "buffer", "monitor", "trainer", "rollout"]
 RestartPolicy = Literal["one", "gang", "never"]
+WhenHung = Literal["wait", "kill"]
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
@@ -55,7 +57,10 @@ class RoleSettings(Section, frozen=True):
     restart: RestartPolicy = "one"
     """After a failure: one (only the failed actor is restarted), gang (all of the role), never (the run ends)."""
     max_restarts: CountInt = 3
-    """Restarts of one actor (or gang) after which the run ends."""
+    """Restarts of one actor (or gang) within 5 minutes after which the run ends."""
+    when_hung: WhenHung = "wait"
+    """A process whose event loop gives no sign of life: wait (it is named in the log and left alone) or kill (it is
+    killed, with its stacks in its log; then `restart` decides)."""
     devices: str = "cpu"
     """"cpu", or GPU numbers per node like "0-3" or "0,2"."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -154,6 +159,14 @@ class RolloutRole(RoleSettings, frozen=True):
 
     kind: Literal["embedded", "sglang"] = "embedded"
     """Engine: embedded (CPU, in the process) or sglang (attached through `engine.url`)."""
+    quorum: CountInt = 0
+    """The run goes on without actors that may not be restarted (any more), or whose node is lost, while so many are
+    left; 0 = all must be."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A quorum needs actors that can be missing."""
+        if self.quorum and self.restart == "gang":
+            yield Conflict(("quorum", "restart"), 'does not go with restart = "gang": a gang is complete or restarts')
 
 
 class RolesSettings(Section, frozen=True):

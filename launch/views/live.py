@@ -19,10 +19,10 @@ from ...core.activity import ACTIVITY_KINDS
 from .bottleneck import bottleneck
 from .live_state import LiveState, Pace, clean, fact_lines, plain_line
 from .numbers import duration, percent
-from .summary import final_summary
+from .summary import Curves, final_summary
 from .textplot import sparkline
 
-__all__ = ["LiveState", "LiveView", "final_summary", "render"]
+__all__ = ["Curves", "LiveState", "LiveView", "final_summary", "render"]
 
 COLOURS: Mapping[str, str] = {
     "compute": "green",

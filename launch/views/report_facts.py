@@ -16,7 +16,7 @@ _MAX_EVENTS = 600
 _MAX_ROUTINE = 25
 _MAX_ALARMING = 200
 _MAX_SLOW = 8
-_ALARMING = re.compile(r"fail|error|gone|fenced|non-finite|drop|disabled|killed|restart|full")
+_ALARMING = re.compile(r"fail|error|gone|fenced|non-finite|drop|disabled|killed|restart|full|hung|suspect")
 _ENDS = ("run-ended", "run-finished", "run-failed")
 """Event kinds that say in words why the run ended."""
 _SECRET = re.compile(

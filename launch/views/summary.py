@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +17,15 @@ from .textplot import plot
 _MAX_WIDTH = 72
 
 
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """What is drawn: step -> value. The loss is drawn when there is no reward (demonstrations alone)."""
+
+    reward: Mapping[int, float] = field(default_factory=dict[int, float])
+    eval_reward: Mapping[int, float] = field(default_factory=dict[int, float])
+    loss: Mapping[int, float] = field(default_factory=dict[int, float])
+
+
 def final_summary(
     console: Console,
     status: RunStatus,
@@ -23,15 +33,11 @@ def final_summary(
     elapsed_s: float,
     run_dir: Path,
     report: Path | None,
-    reward: Mapping[int, float],
-    eval_reward: Mapping[int, float] | None = None,
-    loss: Mapping[int, float] | None = None,
+    curves: Curves,
     next_steps: Sequence[str] = (),
     dropped: Mapping[str, int] | None = None,
 ) -> None:
-    """Print the end of a run. `reward`, `eval_reward`: step -> value; `loss`: likewise, drawn when
-    there is no reward (demonstrations alone); `next_steps`: sentences or commands to try;
-    `dropped`: reason -> groups that were left out."""
+    """Print the end of a run. `next_steps`: sentences or commands to try; `dropped`: reason -> groups left out."""
     colour = {"finished": "green", "failed": "red"}.get(status.phase, "yellow")
     goal = f" of {status.num_steps}" if status.num_steps > 0 else ""
     headline = f"{clean(status.name)}: {status.phase} after {status.version}{goal} steps, {duration(elapsed_s)}"
@@ -41,10 +47,10 @@ def final_summary(
             console.print(Text(clean(reason)), soft_wrap=True)
     if dropped and any(dropped.values()):
         console.print(Text(f"groups left out: {dropped_text(dropped)}"), soft_wrap=True)
-    if reward or eval_reward or not loss:
-        _print_curve(console, "reward", reward, eval_reward or {})
+    if curves.reward or curves.eval_reward or not curves.loss:
+        _print_curve(console, "reward", curves.reward, curves.eval_reward)
     else:
-        _print_curve(console, "loss", loss, {})
+        _print_curve(console, "loss", curves.loss, {})
     console.print()
     _print_place(console, "report", report)
     _print_place(console, "run directory", run_dir)

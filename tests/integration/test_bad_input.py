@@ -380,11 +380,8 @@ def test_a_prompt_that_does_not_fit_costs_itself_only(here: Job) -> None:
 def test_only_the_cause_is_shown_of_a_users_mistake() -> None:
     tail = ("Traceback (most recent call last):", "  ...", "myxa: row 7 is rotten -- mend it")
     failure = FirstFailure("buffer", "buffer ended with exit status 5", "logs/buffer.0.log", tail, status=5)
-    assert failure.render().splitlines() == [
-        "log: logs/buffer.0.log",
-        "first failure: buffer ended with exit status 5",
-        "myxa: row 7 is rotten -- mend it",
-    ]
-    lines = replace(failure, status=1).render().splitlines()
-    assert lines[1:3] == list(tail[:2]), "of anything else the end of the log"
-    assert lines[-2:] == ["first failure: buffer ended with exit status 5", tail[2]]
+    words = ["first failure: buffer ended with exit status 5", "myxa: row 7 is rotten -- mend it"]
+    assert failure.last_words().splitlines() == ["log: logs/buffer.0.log", *words]
+    assert failure.report().splitlines() == [*words, "log: logs/buffer.0.log"]
+    lines = replace(failure, status=1).report().splitlines()
+    assert lines == [*words, "---- end of logs/buffer.0.log ----", *tail[:2]], "of anything else the end of the log"

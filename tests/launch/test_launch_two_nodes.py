@@ -161,3 +161,42 @@ def test_missing_nodes_are_named_and_waited_for_no_longer_than_said(tmp_path: Pa
     with run(tmp_path, *arguments) as one:
         assert one.ended() == 3, one.evidence()
         assert "2 of 3 nodes did not join within 2 s: 1, 2" in one.output
+
+
+def test_a_node_that_cannot_take_part_is_not_waited_for(tmp_path: Path, run):
+    """Its preflight fails; node 0 knows at once, long before the time for joining is over."""
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1", "label": "1"}\n')
+    text = f'[run]\nname = "toy"\n[model]\npath = "/no/model"\n[data]\ntrain = "{tmp_path}/d.jsonl"\n'
+    for rank in range(2):
+        (tmp_path / f"node{rank}").mkdir()
+        (tmp_path / f"node{rank}/run.toml").write_text(text)
+    there = ("--set", "roles.rollout.nodes=[1]", "--set", "roles.trainer.nodes=[1]", "--rdzv-timeout", "50")
+    real = ("--program", "myxa.launch.program:build_actor")
+    with (
+        run(tmp_path / "node1", *flags(tmp_path, 1, *there, *real)) as node1,
+        run(tmp_path / "node0", *flags(tmp_path, 0, *there, *real)) as node0,
+    ):
+        assert node1.ended() == 2, node1.evidence()
+        assert "this node cannot take part, node 0 is told: " in node1.output
+        assert "model.path" in node1.output
+        assert node0.ended() == 3, node0.evidence()
+        assert "node 1 (" in node0.output
+        assert "cannot take part: " in node0.output
+        assert "/no/model" in node0.output
+        assert "did not join within" not in node0.output
+
+
+def test_a_run_goes_on_without_a_node_while_there_is_a_quorum(tmp_path: Path, run):
+    first, second = two(tmp_path, run, "--set", "roles.trainer.nodes=[0]", "--set", "roles.rollout.quorum=1")
+    with second as node1, first as node0:
+        see(node0, tmp_path)
+        node0.until_serving("coordinator", "trainer/0", "rollout/0", "rollout/1")
+        children = node1.children()
+        node1.signal(signal.SIGKILL)
+        node1.process.wait()
+        node1.until_gone(children)
+        node0.until(
+            lambda: "the run goes on without it: 1 are left, 1 must be" in node0.output, "rollout/1 is given up"
+        )
+        node0.switch("finish")
+        assert node0.ended() == 0, node0.evidence()

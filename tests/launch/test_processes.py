@@ -208,7 +208,6 @@ def test_the_tail_is_the_last_lines_and_the_cause_comes_last(tmp_path: Path):
     assert tail[-1] == "\ufffd broken"
     assert len(tail[-2]) < 500
     assert tail[0] == "line 99977"
-    text = FirstFailure("rollout/1", "exit status 1", str(log), tail, node=2).render()
-    assert text.splitlines()[-1] == "first failure: rollout/1: exit status 1"
-    assert f"{log} on node 2" in text.splitlines()[0]
+    text = FirstFailure("rollout/1", "exit status 1", str(log), tail, node=2).last_words()
+    assert text.splitlines() == [f"log: {log} on node 2", "first failure: rollout/1: exit status 1 (node 2)"]
     assert read_tail(tmp_path / "none") == ()

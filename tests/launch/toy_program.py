@@ -7,6 +7,7 @@ The run directory is the switchboard: a file `finish` ends the run, `fail` makes
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from myxa.actors.contracts import (
     RolloutContract,
     TrainerContract,
 )
-from myxa.core.actor import Actor
+from myxa.core.actor import Actor, PeerEvent
 from myxa.core.config import RunConfig
 from myxa.core.errors import DataError, EngineError
 from myxa.core.messages import BufferStats, RunStatus
@@ -74,6 +75,12 @@ class Toy(Actor):
     async def _misbehave(self) -> None:
         while not self.switches.has("fail-now"):
             await asyncio.sleep(0.02)
+            if self.switches.has("segfault"):
+                ctypes.string_at(0)
+            if self.switches.has("vanish"):
+                os._exit(7)
+            if self.switches.has("hang"):
+                time.sleep(1000)  # noqa: ASYNC251 - the loop gives no sign of life
         raise EngineError("failed when it was told to")
 
     async def on_stop(self, why: str) -> None:
@@ -127,7 +134,13 @@ class ToyMonitor(Toy, MonitorContract):
 
 
 class ToyTrainer(Toy, TrainerContract):
-    pass
+    async def on_start(self) -> None:
+        self.ctx.watch("trainer/")
+        await super().on_start()
+
+    async def on_peer(self, event: PeerEvent) -> None:
+        if event.kind == "down" and self.switches.has("needy"):
+            raise EngineError(f"lost its mate {event.name}")
 
 
 class ToyRollout(Toy, RolloutContract):

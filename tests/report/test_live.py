@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from myxa.core.messages import BufferStats, EngineStatus, RunStatus
-from myxa.launch.views.live import LiveState, LiveView, final_summary, render
+from myxa.launch.views.live import Curves, LiveState, LiveView, final_summary, render
 from myxa.launch.views.live_state import Pace, plain_line
 
 SNAPSHOT: dict[str, dict[str, float]] = {
@@ -181,8 +181,7 @@ def test_the_last_words(phase: str) -> None:
         elapsed_s=130.0,
         run_dir=Path("runs/sort-1"),
         report=Path("runs/sort-1/report.html"),
-        reward={step: step / 60 for step in range(60)},
-        eval_reward={0: 0.02, 60: 0.9},
+        curves=Curves({step: step / 60 for step in range(60)}, {0: 0.02, 60: 0.9}),
         next_steps=["myxa report runs/latest", "[async] max_staleness = 4", "more steps"],
     )
     text = file.getvalue()
@@ -197,7 +196,7 @@ def test_the_last_words(phase: str) -> None:
 def test_without_a_curve_there_is_no_plot() -> None:
     console, file = screen(100)
     status = RunStatus(name="sort", phase="failed", version=0, num_steps=60, error="rollout/0 died: no model")
-    final_summary(console, status, elapsed_s=3.0, run_dir=Path("runs/sort-1"), report=None, reward={})
+    final_summary(console, status, elapsed_s=3.0, run_dir=Path("runs/sort-1"), report=None, curves=Curves())
     assert "|" not in file.getvalue()
     assert "report" not in file.getvalue()
     assert "rollout/0 died: no model" in file.getvalue()
@@ -207,6 +206,6 @@ def test_a_run_on_demonstrations_shows_its_loss() -> None:
     console, file = screen(100)
     status = RunStatus(name="sft", phase="finished", version=9, num_steps=9, reason="all steps done")
     loss = {step: 2.0 - step / 10 for step in range(10)}
-    final_summary(console, status, elapsed_s=3.0, run_dir=Path("r"), report=None, reward={}, loss=loss)
+    final_summary(console, status, elapsed_s=3.0, run_dir=Path("r"), report=None, curves=Curves(loss=loss))
     assert "loss: 2 -> 1.1" in file.getvalue()
     assert "reward" not in file.getvalue()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import os
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from keepers import Keeper
 
 from myxa.core.actor import Actor, MailboxPolicy, PeerEvent, with_deadline
 from myxa.core.errors import CallError, EngineError, MyxaError
@@ -169,6 +173,24 @@ class Relay(RelayContract):
         return await self.ctx.ref(RelayContract, path[0]).bounce(path[1:])
 
 
+class BlockerContract(Actor):
+    @call(deadline=60)
+    async def block(self, how: str, seconds: float, busy_s: float) -> int:
+        raise NotImplementedError
+
+
+class Blocker(BlockerContract):
+    """Holds its own event loop up, with or without saying so before."""
+
+    async def block(self, how: str, seconds: float, busy_s: float) -> int:
+        with self.ctx.busy(busy_s, f"blocks by {how}") if busy_s else contextlib.nullcontext():
+            if how == "sleeping":
+                time.sleep(seconds)  # noqa: ASYNC251 - that is the point
+            else:  # through PyDLL the interpreter lock is held meanwhile
+                ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        return os.getpid()
+
+
 class WatcherContract(Actor):
     @call(deadline=5, reentrant=True)
     async def events(self) -> list[tuple[str, str, int]]:
@@ -192,6 +214,6 @@ class Watcher(WatcherContract):
         return [(e.kind, e.name, e.epoch) for e in self.told]
 
 
-CAST: dict[str, type[Actor]] = {"echo": Echo, "relay": Relay}
+CAST: dict[str, type[Actor]] = {"echo": Echo, "relay": Relay, "blocker": Blocker, "keeper": Keeper}
 
 __all__ = ["CAST", "CallError", "Echo", "EchoContract", "Item", "MyxaError", "Relay", "with_deadline"]

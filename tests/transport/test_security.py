@@ -17,6 +17,7 @@ import zmq
 
 from myxa.core.errors import LaunchError
 from myxa.transport import address, zmq_sockets
+from myxa.transport.dialect import PROTOCOL
 from myxa.transport.frames import Envelope, Kind, batch, chunk_header, encode
 from myxa.transport.node import JobKey, Node
 from myxa.transport.wire import Endpoints, Lane
@@ -62,7 +63,7 @@ async def test_the_right_server_key_alone_does_not_help(world):
                 events.append(recv_monitor_message(monitor)["event"])
             await asyncio.sleep(0.01)
     assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in events
-    assert world.host._opened.transport._gatekeeper.num_refused >= 1
+    assert world.host.counters()["key_unknown"] == 1
     client.disable_monitor()
     monitor.close()
     client.close()
@@ -104,7 +105,7 @@ def raw_client(context, endpoint):
 
 def hello(name, node_id, epoch, to, endpoints=None):
     body = {
-        "name": name, "wire": 1, "to_node": to.node_id, "to_epoch": to.epoch, "sent_units": 0,
+        "name": name, "protocol": PROTOCOL, "wire": 1, "to_node": to.node_id, "to_epoch": to.epoch, "sent_units": 0,
         "endpoints": {"node_rank": 0, "inproc": "", "ipc": endpoints or ["", ""], "tcp": ["", ""]},
     }  # fmt: skip
     return Envelope(kind=Kind.HELLO, src_node=node_id, src_epoch=epoch, dst_epoch=to.epoch, body=orjson.dumps(body))
@@ -184,11 +185,12 @@ async def test_a_peer_that_talks_nonsense_is_answered_then_ignored(world):
                         answers[envelope.corr] = orjson.loads(bytes(envelope.body))["kind"]
             await asyncio.sleep(0.01)
     assert answers == {5: "BadRequest", 6: "NoSuchActor", 7: "NoSuchMethod"}
+    assert far.counters()["calls_wrong"] == 3
     for _ in range(150):
         client.send(batch([bytearray(b"myxa") + bytes(60)]))
     client.send(batch([bad_call]))
     async with asyncio.timeout(10):
-        while not far._session._banned:
+        while not far.counters().get("banned"):
             await asyncio.sleep(0.02)
     assert await near.ref(EchoContract, "callee").ping() > 0
     for thing in (client, inbox):

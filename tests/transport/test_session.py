@@ -3,168 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
-from typing import Any
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from myxa.core.clock import ManualClock
 from myxa.core.errors import CallError, DeadlineExceeded, NotSent, OutcomeUnknown, PeerDied, StaleEpoch
-from myxa.core.ids import PeerKey
 from myxa.transport.frames import Envelope, Kind, decode, encode
-from myxa.transport.pending import Order, Route
-from myxa.transport.session import LOOPBACK, Session
-from myxa.transport.wire import Endpoints, Lane
+from myxa.transport.wire import Lane
+
+sys.path.insert(0, str(Path(__file__).parent))
+from session_net import Net, Sink, link_of
 
 pytestmark = pytest.mark.timeout(120)
-
-
-class Net:
-    """Delivers what its ends send, one envelope at a time, until a connection is cut."""
-
-    def __init__(self, clock):
-        self.clock = clock
-        self.ends = {}
-        self.flying = deque()
-        self.num_connections = 0
-
-    def end(self, node_id, epoch):
-        return End(self, PeerKey(node_id, epoch))
-
-    def step(self):
-        if self.flying:
-            connection, target, lane, data = self.flying.popleft()
-            if target in self.ends and connection in self.ends[target].accepted:
-                self.ends[target].session.received(connection, lane, memoryview(data))
-
-    def run(self, limit=10_000):
-        while self.flying and limit:
-            self.step()
-            limit -= 1
-        assert limit
-
-
-class End:
-    """Transport, host and session of one incarnation."""
-
-    def __init__(self, net, key):
-        self.net, self.key = net, key
-        self.endpoints = Endpoints(inproc=str(key))
-        self.up = {}
-        self.accepted = set()
-        self.sent_units = Counter()
-        self.arrivals = []
-        self.effects = Counter()
-        self.abandoned = []
-        self.fenced_by = []
-        net.ends[str(key)] = self
-        self.session = Session(own=key, name=f"n{key.node_id}", transport=self, host=self, clock=net.clock)
-
-    # transport
-
-    def start(self, sink):
-        raise AssertionError
-
-    async def close(self, linger_s):
-        raise AssertionError
-
-    def connect(self, peer, endpoints):
-        for lane in Lane:
-            if (peer, lane) not in self.up:
-                self.dial(peer, lane)
-
-    def dial(self, peer, lane):
-        self.net.num_connections += 1
-        connection = f"{self.net.num_connections}".encode()
-        self.up[peer, lane] = connection
-        target = self.net.ends.get(str(peer))
-        if target is None:
-            return
-        target.accepted.add(connection)
-        greeting = self.session.greeting(peer, lane, self.sent_units[peer, lane])
-        self.net.flying.append((connection, str(peer), lane, greeting))
-
-    def send(self, peer, lane, parcel):
-        connection = self.up.get((peer, lane))
-        if connection is None or parcel.is_withdrawn:
-            return
-        parcel.is_sent = True
-        self.sent_units[peer, lane] += parcel.cost
-        self.net.flying.append((connection, str(peer), lane, bytes(parcel.data)))
-
-    def disconnect(self, peer, linger_s):
-        for lane in Lane:
-            self.up.pop((peer, lane), None)
-
-    def forget(self, source, lane):
-        self.accepted.discard(source)
-
-    def cut(self, peer, lane):
-        connection = self.up.get((peer, lane))
-        if connection is None:
-            return
-        self.net.ends[str(peer)].accepted.discard(connection)
-        self.session.lost(peer, lane, "cut")
-        self.dial(peer, lane)
-        self.session.connected(peer, lane)
-
-    # host
-
-    def deliver(self, arrival):
-        self.arrivals.append(arrival)
-
-    def abandon(self, arrival):
-        self.abandoned.append(arrival.envelope.corr)
-
-    def demanded(self, arrival):
-        pass
-
-    def unreachable(self, key, why):
-        pass
-
-    def fenced(self, error):
-        self.fenced_by.append(error)
-
-    def loop_back(self, lane, data):
-        self.net.ends[str(self.key)].session.received(LOOPBACK, lane, memoryview(data))
-
-    def crashed(self, error):
-        raise error
-
-    # deeds
-
-    def call(self, other, sink, *, deadline_s=None, key=b"", body=b"[1]"):
-        now = self.net.clock.monotonic()
-        order = Order(
-            target=f"actor{other.key.node_id}", method="do", schema="x", kind="put" if key else "call", body=body, key=key,
-            deadline_at=None if deadline_s is None else now + deadline_s, is_resendable=bool(key),
-        )  # fmt: skip
-        route = Route(peer=other.key, endpoints=other.endpoints, actor=0, method=0)
-        return self.session.calls.submit(order, route, sink)
-
-    def serve(self):
-        """Execute what has arrived."""
-        arrivals, self.arrivals = self.arrivals, []
-        for arrival in arrivals:
-            self.session.serving.take_up(arrival)
-            self.effects[bytes(arrival.envelope.body)] += 1
-            self.session.serving.reply(arrival, arrival.envelope.body, ())
-
-
-def link_of(one: Any, other: Any) -> Any:
-    return one.session._links.find(other.key)
-
-
-class Sink:
-    def __init__(self):
-        self.outcomes = []
-
-    def done(self, outcome):
-        self.outcomes.append(outcome)
-
-    def item(self, envelope):
-        raise AssertionError(envelope)
 
 
 @pytest.fixture
@@ -396,3 +249,46 @@ def test_a_closed_session_hears_nothing_and_opens_nothing(pair):
     for target in (newer, one):
         with pytest.raises(NotSent, match="closing"):
             one.call(target, Sink())
+
+
+def someone_else_listens(pair, node_id, epoch):
+    """At the address of the second of the pair; returns who."""
+    net, one, two = pair
+    other = net.end(node_id, epoch)
+    net.ends[str(two.key)] = other
+    return net, one, two, other
+
+
+def test_who_asks_for_an_older_incarnation_learns_of_the_newer_one(pair):
+    net, one, two, newer = someone_else_listens(pair, 3, 2)
+    greeted = []
+    one.session.on_greeted = lambda key, endpoints: greeted.append((key, endpoints))
+    sink = Sink()
+    one.call(two, sink)
+    net.run()
+    assert greeted == [(newer.key, newer.endpoints)] * len(greeted)
+    assert greeted
+    assert isinstance(sink.outcomes[0], PeerDied)
+    assert newer.arrivals == []
+    assert newer.session.counters["hello_stale"] > 0
+    again = Sink()
+    one.call(newer, again)
+    net.run()
+    newer.serve()
+    net.run()
+    assert bytes(again.outcomes[0].body) == b"[1]"
+
+
+def test_another_node_at_the_address_of_a_dead_one_is_not_taken_for_dead_itself(pair):
+    net, one, two, other = someone_else_listens(pair, 4, 1)
+    sink = Sink()
+    one.call(two, sink)
+    net.run()
+    assert isinstance(sink.outcomes[0], PeerDied)
+    assert other.arrivals == []
+    again = Sink()
+    one.call(other, again)
+    net.run()
+    other.serve()
+    net.run()
+    assert bytes(again.outcomes[0].body) == b"[1]"

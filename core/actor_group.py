@@ -1,0 +1,258 @@
+"""One call to several actors of a contract, and the ways to wait for their answers.
+
+    all        every member's answer; who failed is named in one error
+    first      the first good answer
+    quorum     as soon as k good answers are there
+    each       answers and errors as they come
+    scatter    as `all`, with arguments of each member's own
+
+The members are fixed when the call begins; each is called at the same instant with the same deadline. Knows references
+and tasks, no registry and no sockets. `asyncio.gather` was considered: it loses the names, and after the first error
+it neither waits for the others nor cancels them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from .actor import Caller, make_ref, with_deadline
+from .errors import BadRequest, CallError, GatherError, NoSuchActor, NotSent
+from .handlers import handlers_of
+
+C = TypeVar("C")
+T = TypeVar("T")
+P = ParamSpec("P")
+
+Send = Callable[[Any, int], Awaitable[T]]
+"""Calls one member: its reference, its place among the members."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherOptions:
+    """How a fan-out ends."""
+
+    deadline_s: float | None = None
+    """For all of it, instead of the handler's declared one; None: the declared one."""
+    fails_fast: bool = False
+    """`all` and `scatter` end with the first error instead of waiting for every member."""
+    cancels_rest: bool = True
+    """Calls that are not needed any more are cancelled, their handlers too; else they run to their ends unheard."""
+
+
+class ActorGroup(Generic[C]):
+    """Several actors of one contract. Made by `ctx.group` and `node.group`; takes methods of the contract's class:
+    `await group.all(TrainerContract.publish, version)`."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        contract: type[C],
+        members: str | Sequence[str],
+        peers: Callable[[str], tuple[str, ...]],
+        options: GatherOptions | None = None,
+    ) -> None:
+        self._caller = caller
+        self._contract = contract
+        self._members = members if isinstance(members, str) else tuple(members)
+        self._peers = peers
+        self._options = options or GatherOptions()
+        self._unheard: set[asyncio.Task[Any]] = set()
+
+    def __repr__(self) -> str:
+        return f"<group of {self._contract.__name__} {self._members!r}>"
+
+    def options(
+        self, *, deadline_s: float | None = None, fails_fast: bool = False, cancels_rest: bool = True
+    ) -> ActorGroup[C]:
+        """The same members, waited for in another way; see `GatherOptions`."""
+        chosen = replace(self._options, deadline_s=deadline_s, fails_fast=fails_fast, cancels_rest=cancels_rest)
+        return ActorGroup(self._caller, self._contract, self._members, self._peers, chosen)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The members if a call began now: the names given, or those registered under the prefix, numbers in order.
+
+        Raises NoSuchActor if there are none.
+        """
+        if not isinstance(self._members, str):
+            names = self._members
+        else:
+            prefix = self._members.rstrip("/")
+            found = (name for name in self._peers(prefix) if name == prefix or name.startswith(f"{prefix}/"))
+            names = tuple(sorted(found, key=_rank))
+        if not names:
+            raise NoSuchActor(
+                f"nobody is called {self._members}/..." if self._members else "a group of no names has no members",
+                remedy="wait_for() the members before calling them",
+            )
+        return names
+
+    # -- ways to wait
+
+    async def all(
+        self, method: Callable[Concatenate[C, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> dict[str, T]:
+        """Every member's answer, in the order of the names. Raises GatherError if one fails, once all have ended
+        (`fails_fast`: at once)."""
+        return await self._all(self._same(method, args, kwargs))
+
+    async def scatter(self, send: Callable[[C, int], Awaitable[T]]) -> dict[str, T]:
+        """As `all`; `send(member, place)` makes the call: `lambda rank, i: rank.train_shard(shards[i], knobs)`."""
+        return await self._all(send)
+
+    async def first(
+        self, method: Callable[Concatenate[C, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[str, T]:
+        """Name and answer of the first member that has a good one. Raises GatherError if all fail."""
+        answers = await self._some(1, self._same(method, args, kwargs))
+        return next(iter(answers.items()))
+
+    async def quorum(
+        self, num_needed: int, method: Callable[Concatenate[C, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> dict[str, T]:
+        """`num_needed` good answers, in the order in which they came. Raises GatherError once so many cannot be had
+        any more, NotSent if there are fewer members than that."""
+        return await self._some(num_needed, self._same(method, args, kwargs))
+
+    async def each(
+        self, method: Callable[Concatenate[C, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> AsyncGenerator[tuple[str, T | Exception], None]:
+        """(name, answer or error) of every member as it comes. Leave early inside `contextlib.aclosing`."""
+        async with aclosing(self._answers(self._same(method, args, kwargs))) as answers:
+            async for answer in answers:
+                yield answer
+
+    # -- how
+
+    def _same(
+        self, method: Callable[Concatenate[C, P], Awaitable[T]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Send[T]:
+        """Calls `method` of every member with the same arguments."""
+        name = getattr(method, "__name__", "")
+        spec = handlers_of(self._contract).by_name.get(name)
+        if spec is None or spec.declaration.kind == "stream":
+            what = "is a stream" if spec is not None else "is none of its handlers"
+            raise BadRequest(
+                f"a group of {self._contract.__name__} cannot call {name or method!r}: it {what}",
+                remedy=f"write e.g. group.all({self._contract.__name__}.<handler>, ...)",
+            )
+        return lambda member, _: getattr(member, name)(*args, **kwargs)
+
+    async def _all(self, send: Send[T]) -> dict[str, T]:
+        names = self.names
+        good: dict[str, T] = {}
+        errors: dict[str, Exception] = {}
+        async with aclosing(self._answers(send, names)) as answers:
+            async for name, answer in answers:
+                if not isinstance(answer, Exception):
+                    good[name] = answer
+                    continue
+                errors[name] = answer
+                if self._options.fails_fast:
+                    break
+        if errors:
+            raise _failed(names, errors, len(names))
+        return {name: good[name] for name in names}
+
+    async def _some(self, num_needed: int, send: Send[T]) -> dict[str, T]:
+        names = self.names
+        if not 0 < num_needed <= len(names):
+            raise NotSent(
+                f"{num_needed} answers cannot come from {len(names)} members ({', '.join(names)})",
+                remedy="ask for fewer, or wait until more are there",
+            )
+        good: dict[str, T] = {}
+        errors: dict[str, Exception] = {}
+        async with aclosing(self._answers(send, names)) as answers:
+            async for name, answer in answers:
+                if isinstance(answer, Exception):
+                    errors[name] = answer
+                    if len(names) - len(errors) < num_needed:
+                        raise _failed(names, errors, num_needed)
+                    continue
+                good[name] = answer
+                if len(good) == num_needed:
+                    break
+        return good
+
+    async def _answers(
+        self, send: Send[T], names: tuple[str, ...] = ()
+    ) -> AsyncGenerator[tuple[str, T | Exception], None]:
+        """One task a member; whatever is still running when this is closed is dropped."""
+        loop = asyncio.get_running_loop()
+        ended: deque[asyncio.Task[T]] = deque()
+        news = asyncio.Event()
+
+        def note(task: asyncio.Task[T]) -> None:
+            ended.append(task)
+            news.set()
+
+        tasks: dict[asyncio.Task[T], str] = {}
+        for place, name in enumerate(names or self.names):
+            task = loop.create_task(self._one(send, name, place), name=f"{self!r}: {name}")
+            task.add_done_callback(note)
+            tasks[task] = name
+        try:
+            while tasks:
+                while ended:
+                    task = ended.popleft()
+                    yield tasks.pop(task), _outcome(task)
+                if tasks:
+                    news.clear()
+                    await news.wait()
+        finally:
+            await self._drop(tasks)
+
+    async def _one(self, send: Send[T], name: str, place: int) -> T:
+        member = make_ref(self._caller, self._contract, name)
+        deadline_s = self._options.deadline_s
+        return await send(member if deadline_s is None else with_deadline(member, deadline_s), place)
+
+    async def _drop(self, tasks: dict[asyncio.Task[T], str]) -> None:
+        """End what nobody waits for, or let it go on unheard."""
+        if not self._options.cancels_rest:
+            self._unheard.update(tasks)
+            for task in tasks:
+                task.add_done_callback(self._forget)
+            return
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for task in tasks:
+            _ = task.cancelled() or task.exception()  # seen, so that asyncio does not report it as lost
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._unheard.discard(task)
+        _ = task.cancelled() or task.exception()
+
+
+def _outcome(task: asyncio.Task[T]) -> T | Exception:
+    if task.cancelled():
+        return CallError(f"{task.get_name()} was cancelled")
+    error = task.exception()
+    if error is None:
+        return task.result()
+    if not isinstance(error, Exception):
+        raise error
+    return error
+
+
+def _failed(names: tuple[str, ...], errors: dict[str, Exception], num_needed: int) -> GatherError:
+    """One error for all; members in order, so that the message is the same each time."""
+    ordered = {name: errors[name] for name in names if name in errors}
+    wanted = "all were needed" if num_needed == len(names) else f"{num_needed} good answers were needed"
+    causes = "; ".join(f"{name}: {error}" for name, error in ordered.items())
+    failure = GatherError(f"{len(ordered)} of {len(names)} members failed, {wanted}: {causes}", errors=ordered)
+    failure.__cause__ = next(iter(ordered.values()))
+    return failure
+
+
+def _rank(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sorts "trainer/10" after "trainer/2"."""
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split("/"))

@@ -1,0 +1,322 @@
+"""Groups: who is called, what each way of waiting returns, who is named when members fail, what becomes of the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import assert_type
+
+import pytest
+import pytest_asyncio
+
+from myxa.core.actor import Actor
+from myxa.core.errors import (
+    BadRequest,
+    ConfigError,
+    DeadlineExceeded,
+    GatherError,
+    NoSuchActor,
+    NotSent,
+    PeerDied,
+    RemoteError,
+)
+from myxa.core.handlers import call, cast, stream
+from myxa.transport.node import InprocNetwork, Node
+from myxa.transport.registry import RegistryContract
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class RankContract(Actor):
+    @call(deadline=10)
+    async def step(self, shard: int, factor: int = 1) -> int:
+        raise NotImplementedError
+
+    @call(deadline=20)
+    async def after(self, delays: dict[str, float]) -> str:
+        raise NotImplementedError
+
+    @call(deadline=5)
+    async def fail(self, who: tuple[str, ...], how: str) -> str:
+        raise NotImplementedError
+
+    @cast
+    async def note(self, text: str) -> None:
+        raise NotImplementedError
+
+    @stream()
+    def numbers(self) -> AsyncIterator[int]:
+        raise NotImplementedError
+
+
+class Rank(RankContract):
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    async def step(self, shard: int, factor: int = 1) -> int:
+        return shard * factor
+
+    async def after(self, delays: dict[str, float]) -> str:
+        try:
+            await asyncio.sleep(delays.get(self.ctx.name, 0.0))
+        except asyncio.CancelledError:
+            self.log.append("cancelled")
+            raise
+        self.log.append("done")
+        return self.ctx.name
+
+    async def fail(self, who: tuple[str, ...], how: str) -> str:
+        if self.ctx.name in who:
+            raise ConfigError(how) if how == "config" else ZeroDivisionError(how)
+        return self.ctx.name
+
+    async def note(self, text: str) -> None:
+        self.log.append(text)
+
+    async def numbers(self) -> AsyncIterator[int]:
+        yield 1
+
+
+class Scene:
+    """A caller's node, and one with the ranks."""
+
+    def __init__(self, near: Node, far: Node) -> None:
+        self.near = near
+        self.far = far
+        self.ranks: dict[str, Rank] = {}
+        self.group = near.group(RankContract, "rank")
+
+    async def add(self, *names: str) -> None:
+        for name in names:
+            self.ranks[name] = Rank()
+            await self.far.start(self.ranks[name], name)
+        await self.near.wait_for(*names, timeout_s=5)
+
+    async def until(self, log: dict[str, list[str]]) -> None:
+        async with asyncio.timeout(5):
+            while {name: self.ranks[name].log for name in log} != log:
+                await asyncio.sleep(0.01)
+
+
+@pytest_asyncio.fixture
+async def scene() -> AsyncIterator[Scene]:
+    network = InprocNetwork()
+    near = await Node.attach(name="near", network=network)
+    far = await Node.attach(name="far", rdzv=near.rendezvous, network=network)
+    made = Scene(near, far)
+    await made.add("rank/0", "rank/1", "rank/2")
+    yield made
+    await far.close(grace_s=0)
+    await near.close(grace_s=0)
+    left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    assert left == []
+
+
+RANKS = ("rank/0", "rank/1", "rank/2")
+
+# -- who
+
+
+@pytest.mark.asyncio
+async def test_members_are_those_under_the_prefix_when_the_call_begins_in_the_order_of_their_numbers(scene: Scene):
+    await scene.add("rank/10", "ranking/0", "rank/9")
+    assert scene.group.names == ("rank/0", "rank/1", "rank/2", "rank/9", "rank/10")
+    assert scene.near.group(RankContract, "rank/").names == scene.group.names
+    await scene.far.stop("rank/9")
+    async with asyncio.timeout(5):
+        while "rank/9" in scene.group.names:
+            await asyncio.sleep(0.01)
+    assert await scene.group.all(RankContract.step, 2, factor=3) == dict.fromkeys((*RANKS, "rank/10"), 6)
+
+
+@pytest.mark.asyncio
+async def test_members_by_name_keep_their_order_and_need_not_be_there(scene: Scene):
+    group = scene.near.group(RankContract, ["rank/2", "rank/0"])
+    assert list(await group.all(RankContract.step, 5)) == ["rank/2", "rank/0"]
+    with pytest.raises(GatherError, match="1 of 2 members failed, all were needed: rank/77: no actor is called"):
+        await scene.near.group(RankContract, ["rank/0", "rank/77"]).options(deadline_s=0.5).all(RankContract.step, 1)
+
+
+@pytest.mark.asyncio
+async def test_nobody_and_wrong_methods_are_refused_before_anything_is_sent(scene: Scene):
+    with pytest.raises(NoSuchActor, match="nobody is called trainer/"):
+        await scene.near.group(RankContract, "trainer").all(RankContract.step, 1)
+    with pytest.raises(NoSuchActor, match="no members"):
+        await scene.near.group(RankContract, []).all(RankContract.step, 1)
+    with pytest.raises(BadRequest, match="cannot call 'numbers': it is a stream"):
+        await scene.group.all(RankContract.numbers)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(BadRequest, match="is none of its handlers"):
+        await scene.group.all(RankContract.on_start)
+    with pytest.raises(GatherError, match=r"rank/0: rank/0\.step"):
+        await scene.group.all(RankContract.step, "many")  # pyright: ignore[reportArgumentType]
+    assert all(rank.log == [] for rank in scene.ranks.values())
+
+
+# -- all
+
+
+@pytest.mark.asyncio
+async def test_all_waits_for_all_and_names_those_who_failed(scene: Scene):
+    with pytest.raises(GatherError) as caught:
+        await scene.group.all(RankContract.fail, ("rank/2", "rank/1"), "config")
+    error = caught.value
+    assert list(error.errors) == ["rank/1", "rank/2"]
+    assert all(type(e) is ConfigError for e in error.errors.values())
+    assert error.__cause__ is error.errors["rank/1"]
+    assert error.exit_code == ConfigError.exit_code
+    assert str(error) == "2 of 3 members failed, all were needed: rank/1: config; rank/2: config"
+
+
+@pytest.mark.asyncio
+async def test_a_cast_to_all(scene: Scene):
+    assert await scene.group.all(RankContract.note, "hello") == dict.fromkeys(RANKS)
+    await scene.until({name: ["hello"] for name in RANKS})
+
+
+@pytest.mark.asyncio
+async def test_scatter_gives_each_member_its_own(scene: Scene):
+    shards = [5, 6, 7]
+    assert await scene.group.scatter(lambda rank, i: rank.step(shards[i], 2)) == dict(
+        zip(RANKS, (10, 12, 14), strict=True)
+    )
+
+
+@pytest.mark.asyncio
+async def test_failing_fast_cancels_the_others(scene: Scene):
+    async def send(rank: RankContract, i: int) -> str:
+        return await (rank.fail(RANKS, "x") if i == 1 else rank.after(dict.fromkeys(RANKS, 30.0)))
+
+    with pytest.raises(GatherError, match="1 of 3 members failed") as caught:
+        await scene.group.options(fails_fast=True).scatter(send)
+    assert isinstance(caught.value.errors["rank/1"], RemoteError)
+    await scene.until({"rank/0": ["cancelled"], "rank/1": [], "rank/2": ["cancelled"]})
+
+
+@pytest.mark.asyncio
+async def test_one_deadline_for_all(scene: Scene):
+    with pytest.raises(GatherError) as caught:
+        await scene.group.options(deadline_s=0.3).all(RankContract.after, {"rank/0": 30.0, "rank/2": 30.0})
+    assert {name: type(e) for name, e in caught.value.errors.items()} == {
+        "rank/0": DeadlineExceeded,
+        "rank/2": DeadlineExceeded,
+    }
+
+
+@pytest.mark.asyncio
+async def test_a_member_that_dies_is_named(scene: Scene):
+    calls = asyncio.get_running_loop().create_task(scene.group.all(RankContract.after, {"rank/1": 30.0}))
+    await scene.until({"rank/0": ["done"], "rank/2": ["done"]})
+    await scene.far.stop("rank/1", grace_s=0)
+    with pytest.raises(GatherError) as caught:
+        await calls
+    assert {name: type(e) for name, e in caught.value.errors.items()} == {"rank/1": PeerDied}
+
+
+# -- first, quorum, each
+
+
+@pytest.mark.asyncio
+async def test_first_takes_the_first_good_answer_and_cancels_the_rest(scene: Scene):
+    name, answer = await scene.group.first(RankContract.after, {"rank/0": 30.0, "rank/2": 30.0})
+    assert (name, answer) == ("rank/1", "rank/1")
+    await scene.until({"rank/0": ["cancelled"], "rank/1": ["done"], "rank/2": ["cancelled"]})
+    assert await scene.group.first(RankContract.fail, ("rank/0", "rank/1"), "x") == ("rank/2", "rank/2")
+    with pytest.raises(GatherError, match="3 of 3 members failed, 1 good answers were needed"):
+        await scene.group.first(RankContract.fail, RANKS, "x")
+
+
+@pytest.mark.asyncio
+async def test_the_rest_may_be_left_to_finish(scene: Scene):
+    group = scene.group.options(cancels_rest=False)
+    assert await group.first(RankContract.after, {"rank/0": 0.2, "rank/2": 0.2}) == ("rank/1", "rank/1")
+    await scene.until({name: ["done"] for name in RANKS})
+
+
+@pytest.mark.asyncio
+async def test_a_quorum_ends_when_it_is_there_and_fails_when_it_cannot_be(scene: Scene):
+    delays = {"rank/0": 0.1, "rank/2": 30.0}
+    assert list(await scene.group.quorum(2, RankContract.after, delays)) == ["rank/1", "rank/0"]
+    await scene.until({"rank/2": ["cancelled"]})
+    with pytest.raises(GatherError, match="2 of 3 members failed, 2 good answers were needed"):
+        await scene.group.quorum(2, RankContract.fail, ("rank/0", "rank/2"), "x")
+    for num in (0, 4):
+        with pytest.raises(NotSent, match=f"{num} answers cannot come from 3 members"):
+            await scene.group.quorum(num, RankContract.step, 1)
+
+
+@pytest.mark.asyncio
+async def test_each_gives_answers_and_errors_as_they_come(scene: Scene):
+    async def send() -> list[tuple[str, object]]:
+        found: list[tuple[str, object]] = []
+        async for name, answer in scene.group.options(deadline_s=0.5).each(
+            RankContract.after, {"rank/0": 0.2, "rank/2": 30.0}
+        ):
+            found.append((name, answer if isinstance(answer, str) else type(answer)))
+        return found
+
+    assert await send() == [("rank/1", "rank/1"), ("rank/0", "rank/0"), ("rank/2", DeadlineExceeded)]
+
+
+@pytest.mark.asyncio
+async def test_leaving_each_early_or_being_cancelled_cancels_the_calls(scene: Scene):
+    delays = {"rank/0": 30.0, "rank/2": 30.0}
+    async with aclosing(scene.group.each(RankContract.after, delays)) as answers:
+        assert (await anext(answers))[0] == "rank/1"
+    await scene.until({"rank/0": ["cancelled"], "rank/2": ["cancelled"]})
+    waiting = asyncio.get_running_loop().create_task(scene.group.all(RankContract.after, delays))
+    await scene.until({"rank/1": ["done", "done"]})
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await scene.until({"rank/0": ["cancelled"] * 2, "rank/2": ["cancelled"] * 2})
+
+
+@pytest.mark.asyncio
+async def test_inside_a_handler_calls_inherit_its_deadline_and_errors_arrive_as_anothers(scene: Scene):
+    class LeaderContract(Actor):
+        @call(deadline=0.5)
+        async def ask(self) -> None:
+            raise NotImplementedError
+
+        @call(deadline=10)
+        async def provoke(self) -> None:
+            raise NotImplementedError
+
+    class Leader(LeaderContract):
+        errors: dict[str, Exception] = {}
+
+        async def ask(self) -> None:
+            try:
+                await self.ctx.group(RankContract, "rank").all(RankContract.after, dict.fromkeys(RANKS, 30.0))
+            except GatherError as error:
+                self.errors = error.errors
+
+        async def provoke(self) -> None:
+            await self.ctx.group(RankContract, "rank").all(RankContract.fail, RANKS, "x")
+
+    leader = Leader()
+    ref = await scene.near.start(leader, "leader")
+    with pytest.raises(DeadlineExceeded):
+        await ref.ask()
+    await scene.until({name: ["cancelled"] for name in RANKS})
+    with pytest.raises(RemoteError, match="3 of 3 members failed") as caught:
+        await ref.provoke()
+    assert caught.value.remote_type == "GatherError"
+
+
+@pytest.mark.asyncio
+async def test_what_a_type_checker_knows(scene: Scene):
+    """Checked by pyright: the answers' types, and by comments that must not be superfluous, that wrong calls are seen."""
+    assert_type(await scene.group.all(RankContract.step, 1), dict[str, int])
+    assert_type(await scene.group.first(RankContract.after, {}), tuple[str, str])
+    assert_type(await scene.group.quorum(2, RankContract.step, shard=1), dict[str, int])
+    assert_type(await scene.group.scatter(lambda rank, i: rank.step(i)), dict[str, int])
+    async with aclosing(scene.group.each(RankContract.step, 1)) as answers:
+        async for name, answer in answers:
+            assert_type(name, str)
+            assert_type(answer, int | Exception)
+    with pytest.raises(GatherError):
+        await scene.group.all(RankContract.step)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(BadRequest):
+        await scene.group.all(RegistryContract.list_nodes)  # pyright: ignore[reportArgumentType]

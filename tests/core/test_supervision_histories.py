@@ -1,0 +1,200 @@
+"""Random trees of children that end, hang and are lost whenever they like, and a launcher that does what it is told."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from myxa.core.child_states import ALIVE
+from myxa.core.restart_budget import Backoff
+from myxa.core.supervision import Done, End, FailRun, GiveUp, Kill, Restart, Supervisor
+from myxa.core.supervision_tree import BranchSpec, ChildSpec, SupervisionTree
+
+PERIOD_S = 300.0
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> BranchSpec:
+    """Two or three branches of one to four children each, some with a branch of their own, under a root."""
+    numbers = iter(range(100))
+
+    def child(restart: str | None = None) -> ChildSpec:
+        types = st.sampled_from(["permanent", "permanent", "transient", "temporary"])
+        hung = st.sampled_from(["wait", "kill"])
+        return ChildSpec(f"c{next(numbers)}", restart or draw(types), draw(hung), draw(st.floats(0, 20)))
+
+    def branch(depth: int) -> BranchSpec:
+        strategy = draw(st.sampled_from(["one_for_one", "one_for_all", "rest_for_one", "gang"]))
+        size = draw(st.integers(1, 4))
+        if strategy == "gang":
+            members = tuple(child("permanent") for _ in range(size))
+        else:
+            deep = [depth > 0 and draw(st.booleans()) for _ in range(size)]
+            members = tuple(branch(depth - 1) if is_deep else child() for is_deep in deep)
+        quorum = 0 if strategy == "gang" else draw(st.integers(0, size))
+        return BranchSpec(
+            f"b{next(numbers)}", members, strategy, draw(st.integers(0, 3)), PERIOD_S, quorum
+        )  # fmt: skip
+
+    members = tuple(branch(1) for _ in range(draw(st.integers(1, 3))))
+    strategy = draw(st.sampled_from(["one_for_one", "one_for_all", "rest_for_one"]))
+    return BranchSpec("root", members, strategy, draw(st.integers(0, 2)), PERIOD_S)
+
+
+class Histories(RuleBasedStateMachine):
+    """Keeps its own account of processes, restarts and ends, and compares."""
+
+    @initialize(root=trees())
+    def begin(self, root: BranchSpec) -> None:
+        self.now = 0.0
+        self.tree = SupervisionTree(root)
+        self.supervisor = Supervisor(root, lot=lambda: 0.5, backoff=Backoff())
+        self.order = list(self.tree.children)
+        self.processes: dict[str, int] = {}  # name -> attempt
+        self.told: set[str] = set()
+        self.pauses: list[tuple[str, int]] = [(name, 0) for name in self.order]
+        self.attempts = dict.fromkeys(self.order, 0)
+        self.restarts: dict[str, list[float]] = defaultdict(list)
+        self.gone: set[str] = set()
+        self.is_over = self.is_done = False
+
+    def carry_out(self, instructions: list) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Restart():
+                    self.check_restart(instruction)
+                    self.pauses += zip(instruction.children, instruction.attempts, strict=True)
+                case End():
+                    self.check_end(instruction)
+                    self.told.update(instruction.children)
+                case Kill():
+                    assert set(instruction.children) <= set(self.processes)
+                    self.told.update(instruction.children)
+                case GiveUp():
+                    assert not self.is_over
+                    assert instruction.num_left >= instruction.quorum > 0
+                    branch = [b for b in self.tree.branches for m in b.members if m.name == instruction.member]
+                    assert branch
+                case FailRun():
+                    assert not self.is_over
+                    assert instruction.exit_code in (2, 4, 5)
+                    self.is_over = True
+                case Done():
+                    assert not self.processes
+                    self.is_done = True
+
+    def check_restart(self, restart: Restart) -> None:
+        assert not self.is_over, "nothing is started after the end was decided"
+        assert not set(restart.children) & set(self.processes), "nobody runs twice"
+        assert not set(restart.children) & self.gone, "who was given up, finished or lost is not started again"
+        assert restart.delay_s > 0
+        assert list(restart.children) == [n for n in self.order if n in restart.children], "in start order"
+        for name, attempt in zip(restart.children, restart.attempts, strict=True):
+            assert attempt == self.attempts[name] + 1
+            self.attempts[name] = attempt
+        met = {r.gang: r for r in restart.rounds}
+        for gang in (b for b in self.tree.branches if b.strategy == "gang"):
+            ranks = self.tree.leaves(gang)
+            if not set(ranks) & set(restart.children):
+                continue
+            assert set(ranks) <= set(restart.children), "a gang starts as a whole"
+            assert len({self.attempts[r] for r in ranks}) == 1, "as one attempt"
+            assert met[gang.name].rendezvous == f"{gang.name}.{self.attempts[ranks[0]]}"
+        self.restarts[restart.branch].append(self.now)
+
+    def check_end(self, end: End) -> None:
+        assert set(end.children) <= set(self.processes)
+        assert not set(end.children) & self.told, "told once"
+        assert list(end.graces_s) == [self.tree.children[n].grace_s for n in end.children]
+        if self.supervisor.verdict is None and not self.is_over:
+            return
+        later = {n for n in self.order if self.order.index(n) > max(map(self.order.index, end.children))}
+        assert not later & set(self.processes), "whoever started later is gone"
+
+    # -- what happens
+
+    @rule(seconds=st.floats(0.0, 400.0))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: self.pauses)
+    @rule(data=st.data())
+    def a_pause_is_over(self, data: st.DataObject) -> None:
+        name, attempt = self.pauses.pop(data.draw(st.integers(0, len(self.pauses) - 1)))
+        if self.supervisor.may_launch(name, attempt):
+            assert name not in self.processes
+            self.supervisor.on_launch(name)
+            self.processes[name] = attempt
+
+    @precondition(lambda self: self.processes)
+    @rule(data=st.data())
+    def a_process_answers(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.processes)))
+        if self.supervisor.state(name) == "starting":
+            self.supervisor.on_up(name)
+
+    @precondition(lambda self: self.processes)
+    @rule(data=st.data(), status=st.sampled_from([0, 0, 1, 1, 1, -9, 2, 5]))
+    def a_process_ends(self, data: st.DataObject, status: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.processes)))
+        is_free = name not in self.told
+        del self.processes[name]
+        self.told.discard(name)
+        instructions = self.supervisor.on_exit(name, status, self.now)
+        if is_free and self.supervisor.state(name) in ("failed", "stopped"):
+            self.gone.add(name)
+        self.carry_out(instructions)
+
+    @precondition(lambda self: self.processes)
+    @rule(data=st.data(), health=st.sampled_from(["suspect", "hung", "hung", "recovered"]))
+    def the_detector_speaks(self, data: st.DataObject, health: str) -> None:
+        name = data.draw(st.sampled_from(self.order))
+        self.carry_out(self.supervisor.on_health(name, health, "no beat", self.now))
+
+    @precondition(lambda self: self.processes)
+    @rule(data=st.data())
+    def a_node_is_lost(self, data: st.DataObject) -> None:
+        names = data.draw(st.lists(st.sampled_from(self.order), unique=True, max_size=2))
+        for name in names:
+            self.processes.pop(name, None)
+            self.told.discard(name)
+        self.gone.update(names)
+        self.carry_out(self.supervisor.on_lost("launcher/1", names, "launcher/1 is gone", self.now))
+
+    @rule(is_meant=st.integers(0, 9))
+    def somebody_stops_the_run(self, is_meant: int) -> None:
+        if is_meant == 0:
+            self.is_over = True
+            self.carry_out(self.supervisor.stop("asked to", self.now))
+
+    # -- what always holds
+
+    @invariant()
+    def the_supervisor_knows_what_runs(self) -> None:
+        if not hasattr(self, "supervisor"):
+            return
+        assert set(self.supervisor.alive) == set(self.processes)
+        for name, attempt in self.processes.items():
+            assert self.supervisor.state(name) in ALIVE
+            assert self.supervisor.attempt(name) == attempt, "the attempt is that of the process"
+
+    @invariant()
+    def no_budget_is_exceeded_in_any_period(self) -> None:
+        if not hasattr(self, "supervisor"):
+            return
+        budgets = {branch.name: branch.max_restarts for branch in self.tree.branches}
+        for branch, times in self.restarts.items():
+            for start in times:
+                assert len([t for t in times if start <= t < start + PERIOD_S]) <= budgets[branch]
+
+    @invariant()
+    def an_end_without_processes_is_announced(self) -> None:
+        if getattr(self, "is_over", False) and not self.processes:
+            assert self.is_done
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

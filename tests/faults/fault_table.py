@@ -1,0 +1,355 @@
+"""What is promised: fault x operation -> how it ends, how often it took effect, by when. The tests hold the runtime to it.
+
+`python tests/faults/fault_table.py` writes the tables into docs/reliability.md; a test compares them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from operations import Plan
+
+OPERATIONS = {
+    "call": "`@call`",
+    "idempotent": "`@call(idempotent=True)`",
+    "cast": "`@cast`",
+    "stream": "`@stream`",
+    "put": "`@durable_put`",
+    "bulk": "call with 2.5 MiB",
+    "join": "joining",
+}
+SLACK_S = 4.0
+"""A busy machine may be that much later than the bound says; the bound itself is in the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One operation under one fault."""
+
+    outcomes: tuple[str, ...]
+    within_s: float
+    """After the operation began, or after the fault struck if it was under way then."""
+    num_effects: tuple[int, int] = (0, 1)
+    """How often the handler may have run (puts: how often it may have taken effect), at least and at most."""
+
+    def __str__(self) -> str:
+        names = " or ".join(name if name == "done" else f"`{name}`" for name in self.outcomes)
+        return f"{names}, {self.within_s:g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One row."""
+
+    what: str
+    cells: dict[str, Cell]
+    plan: Plan = field(default_factory=Plan)
+    strikes: bool = False
+    """It strikes operations that are under way; else it acts already when they begin."""
+    lasts_s: float = 0.0
+    """Then it is over; 0: it is over when the operations are."""
+    is_soak: bool = False
+
+
+def cells(within_s: float, **special: Cell | None) -> dict[str, Cell]:
+    """All operations are done within that time and exactly once, but for the special ones (None: does not apply)."""
+    found: dict[str, Cell] = {}
+    for operation in OPERATIONS:
+        cell = special.get(operation, Cell(("done",), within_s, (1, 1)))
+        if cell is not None:
+            found[operation] = cell
+    return found
+
+
+def once(*outcomes: str, within_s: float) -> Cell:
+    return Cell(outcomes, within_s, (1, 1))
+
+
+def maybe(*outcomes: str, within_s: float) -> Cell:
+    return Cell(outcomes, within_s, (0, 1))
+
+
+def repeated(within_s: float) -> Cell:
+    """Done, by running it again where that was needed."""
+    return Cell(("done",), within_s, (1, 6))
+
+
+def never(*outcomes: str, within_s: float) -> Cell:
+    return Cell(outcomes, within_s, (0, 0))
+
+
+HASTY = Plan(deadline_s=1.2, bulk_s=1.2, patient_s=8.0, join_s=1.2)
+"""Calls give up while the hole is open; what the runtime repeats outlives it."""
+UNDER_WAY = Plan(busy_s=0.6, deadline_s=4.0, bulk_s=2.5, num_items=200, join_s=10.0)
+
+_HOLE_S = 2.0
+_LATE = Cell(("DeadlineExceeded",), 1.5, (0, 1))
+_NO_JOIN = never("LaunchError", within_s=2.0)
+_BROKEN = maybe("StreamBroken", within_s=2.0)
+
+_PATIENT = Plan(deadline_s=60.0, bulk_s=60.0, patient_s=60.0, join_s=10.0)
+_GIVEN_UP = cells(
+    35.0,
+    call=maybe("PeerDied", within_s=12.0),
+    idempotent=repeated(35.0),
+    cast=maybe("done", within_s=1.0),
+    stream=maybe("StreamBroken", within_s=12.0),
+    bulk=maybe("PeerDied", within_s=12.0),
+    join=never("LaunchError", within_s=12.0),
+)
+
+NETWORK: dict[str, Fault] = {
+    "latency": Fault("150 ms of latency each way", cells(3.0)),
+    "bandwidth": Fault("bandwidth of 1 MB/s", cells(4.0)),
+    "slicer": Fault("TCP segments of 1 to 1000 bytes", cells(3.0)),
+    "cut": Fault(
+        "connections reset after 200 kB each",
+        cells(3.0, bulk=never("DeadlineExceeded", within_s=3.0)),
+        Plan(bulk_s=2.5),
+    ),
+    "reset of requests": Fault(
+        "RST on the connection that carries requests",
+        cells(
+            3.0,
+            idempotent=repeated(3.0),
+            stream=_BROKEN,
+            bulk=never("DeadlineExceeded", within_s=3.0),
+            join=once("done", within_s=6.0),
+        ),
+        UNDER_WAY,
+        strikes=True,
+    ),
+    "reset of answers": Fault(
+        "RST on the connection that carries answers",
+        cells(3.0, idempotent=repeated(3.0), stream=_BROKEN, join=None),
+        UNDER_WAY,
+        strikes=True,
+    ),
+    "half-close, callee": Fault(
+        "FIN towards the callee, the other direction stays open",
+        cells(
+            3.0,
+            idempotent=repeated(3.0),
+            stream=_BROKEN,
+            bulk=never("DeadlineExceeded", within_s=3.0),
+            join=once("done", within_s=6.0),
+        ),
+        UNDER_WAY,
+        strikes=True,
+    ),
+    "half-close, caller": Fault(
+        "FIN towards the caller, the other direction stays open",
+        cells(
+            3.0,
+            idempotent=repeated(3.0),
+            stream=_BROKEN,
+            bulk=never("DeadlineExceeded", within_s=3.0),
+            join=once("done", within_s=6.0),
+        ),
+        UNDER_WAY,
+        strikes=True,
+    ),
+    "hole for requests": Fault(
+        "black hole for requests, 2 s",
+        cells(4.0, call=_LATE, stream=_LATE, bulk=_LATE, cast=maybe("done", within_s=1.0), join=_NO_JOIN),
+        HASTY,
+        lasts_s=_HOLE_S,
+    ),
+    "hole for answers": Fault(
+        "black hole for answers, 2 s",
+        cells(
+            4.0,
+            call=once("DeadlineExceeded", within_s=1.5),
+            stream=once("DeadlineExceeded", within_s=1.5),
+            bulk=once("DeadlineExceeded", within_s=1.5),
+            cast=once("done", within_s=1.0),
+            join=None,
+        ),
+        HASTY,
+        lasts_s=_HOLE_S,
+    ),
+    "hole": Fault(
+        "black hole both ways, 2 s",
+        cells(4.0, call=_LATE, stream=_LATE, bulk=_LATE, cast=maybe("done", within_s=1.0), join=_NO_JOIN),
+        HASTY,
+        lasts_s=_HOLE_S,
+    ),
+    "long hole for requests": Fault("black hole for requests, 15 s", _GIVEN_UP, _PATIENT, lasts_s=15.0, is_soak=True),
+    "long hole": Fault("black hole both ways, 25 s", _GIVEN_UP, _PATIENT, lasts_s=25.0, is_soak=True),
+}
+
+_LOST_S = 0.3
+_LOST = Plan(deadline_s=1.2, bulk_s=1.2, patient_s=8.0)
+_SLOW = Plan(busy_s=1.5, deadline_s=0.6, bulk_s=0.6, patient_s=0.6, num_items=100, pause_s=0.02)
+_SLOW_CELL = once("DeadlineExceeded", within_s=0.8)
+
+RPC: dict[str, Fault] = {
+    "request lost": Fault(
+        "the request is lost and its connection breaks",
+        cells(
+            4.0,
+            call=never("DeadlineExceeded", within_s=1.5),
+            cast=never("done", within_s=1.0),
+            stream=never("StreamBroken", within_s=1.0),
+            bulk=never("DeadlineExceeded", within_s=1.5),
+            join=None,
+        ),
+        _LOST,
+        lasts_s=_LOST_S,
+    ),
+    "answer lost": Fault(
+        "the answer is lost and its connection breaks",
+        cells(
+            4.0,
+            call=once("DeadlineExceeded", within_s=1.5),
+            idempotent=Cell(("done",), 4.0, (2, 2)),
+            stream=once("StreamBroken", within_s=1.0),
+            bulk=once("DeadlineExceeded", within_s=1.5),
+            join=None,
+        ),
+        _LOST,
+        lasts_s=_LOST_S,
+    ),
+    "slow": Fault(
+        "it is executed, but slower than the deadline",
+        cells(
+            0.8, call=_SLOW_CELL, idempotent=_SLOW_CELL, stream=_SLOW_CELL, put=_SLOW_CELL, bulk=_SLOW_CELL, join=None
+        ),
+        _SLOW,
+    ),
+}
+
+DYING = Plan(busy_s=2.5, deadline_s=20.0, patient_s=30.0, bulk_s=20.0, num_items=2000, join_s=1.5)
+FROZEN = Plan(busy_s=1.0, deadline_s=20.0, patient_s=20.0, bulk_s=20.0, join_s=20.0, num_items=100)
+
+_DIES = cells(
+    20.0,
+    call=once("PeerDied", within_s=2.0),
+    idempotent=repeated(20.0),
+    cast=once("done", within_s=1.0),
+    stream=once("StreamBroken", within_s=2.0),
+    bulk=once("PeerDied", within_s=2.0),
+    join=never("LaunchError", within_s=2.0),
+)
+
+PROCESS: dict[str, Fault] = {
+    "SIGKILL": Fault("SIGKILL; the launcher reports it and starts the process again", _DIES, DYING, strikes=True),
+    "exit": Fault(
+        "`os._exit` in a handler; the same", {k: v for k, v in _DIES.items() if k != "join"}, DYING, strikes=True
+    ),
+    "SIGSTOP": Fault("SIGSTOP, 2.5 s later SIGCONT", cells(5.0), FROZEN, strikes=True, lasts_s=2.5),
+    "interpreter lock": Fault(
+        "a handler holds the interpreter lock for 5 s", cells(8.0), FROZEN, strikes=True, lasts_s=5.0
+    ),
+    "descriptors": Fault(
+        "no file descriptor is left in the callee's process",
+        cells(2.0, put=once("LedgerError", within_s=2.0), join=never("LaunchError", within_s=3.0)),
+        Plan(join_s=2.0),
+    ),
+    "memory": Fault(
+        "the callee's process may take 24 MiB more; somebody sends 64 MiB",
+        cells(2.0, bulk=never("Overloaded", "PeerDied", within_s=4.0), join=None),
+        Plan(bulk_s=20.0),
+    ),
+    "disk": Fault(
+        "no space on the device that the callee writes puts to",
+        cells(2.0, put=once("LedgerError", within_s=2.0), join=None),
+    ),
+    "long SIGSTOP": Fault(
+        "SIGSTOP, 30 s later SIGCONT",
+        cells(
+            35.0,
+            idempotent=repeated(35.0),
+            call=maybe("DeadlineExceeded", within_s=15.5),
+            stream=maybe("DeadlineExceeded", within_s=15.5),
+            bulk=maybe("DeadlineExceeded", within_s=15.5),
+            join=never("LaunchError", within_s=12.0),
+        ),
+        Plan(busy_s=1.0, deadline_s=15.0, bulk_s=15.0, patient_s=60.0, join_s=10.0, num_items=500),
+        strikes=True,
+        lasts_s=30.0,
+        is_soak=True,
+    ),
+    "long interpreter lock": Fault(
+        "a handler holds the interpreter lock for 30 s",
+        cells(35.0, join=None),
+        Plan(busy_s=1.0, deadline_s=60.0, bulk_s=60.0, patient_s=60.0, num_items=100),
+        strikes=True,
+        lasts_s=30.0,
+        is_soak=True,
+    ),
+}
+
+ADVICE = (
+    ("done", "It was executed; a put: exactly once in effect.", "Nothing."),
+    (
+        "`NotSent`, `NotExecuted` and its kinds",
+        "It was not executed.",
+        "Repeat it when the reason is gone; the message names it.",
+    ),
+    (
+        "`DeadlineExceeded`",
+        "No answer by the deadline: it may have run, may run still, or never came.",
+        "Repeat it only if running twice does no harm; else ask the callee. Or declare it `idempotent` or a put.",
+    ),
+    (
+        "`PeerDied`",
+        "The callee's process ended meanwhile: it may have run.",
+        "As above; the supervisor starts the process again, `ctx.watch` tells when.",
+    ),
+    ("`StreamBroken`", "Items up to `.last_seq` came, without a gap.", "Open it again, from there if the handler can."),
+    (
+        "`LedgerError` and other errors of the tree",
+        "The handler ran and said no.",
+        "As its message says; a put that failed may be put again as it is.",
+    ),
+    (
+        "`LaunchError`",
+        "The registry did not answer in time.",
+        "The message names its address; a launcher starts the process again.",
+    ),
+)
+
+
+def matrix_markdown(faults: dict[str, Fault]) -> str:
+    """The table as docs/reliability.md has it."""
+    lines = ["| fault | " + " | ".join(OPERATIONS.values()) + " |", "|---" * (len(OPERATIONS) + 1) + "|"]
+    for fault in faults.values():
+        row = [str(fault.cells[operation]) if operation in fault.cells else "" for operation in OPERATIONS]
+        what = f"{fault.what} (tried by `make soak`)" if fault.is_soak else fault.what
+        lines.append(f"| {what} | " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def advice_markdown() -> str:
+    lines = ["| outcome | what it means | what to do |", "|---|---|---|"]
+    return "\n".join(lines + [f"| {outcome} | {meaning} | {remedy} |" for outcome, meaning, remedy in ADVICE])
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+
+
+def blocks() -> dict[str, str]:
+    """Generated parts of the page by the name in their marks."""
+    return {
+        "network": matrix_markdown(NETWORK),
+        "rpc": matrix_markdown(RPC),
+        "process": matrix_markdown(PROCESS),
+        "advice": advice_markdown(),
+    }
+
+
+def filled(page: str) -> str:
+    """The page with every generated part as it has to be."""
+    for name, text in blocks().items():
+        marked = re.compile(f"<!-- begin {name} -->.*?<!-- end {name} -->", re.DOTALL)
+        whole = f"<!-- begin {name} -->\n{text}\n<!-- end {name} -->"
+        page, num = marked.subn(lambda _, whole=whole: whole, page)
+        assert num == 1, f"{PAGE} has {num} places for {name}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text()))

@@ -1,0 +1,52 @@
+"""What a process holds: objects by type, resident memory, descriptors, threads. For tests that nothing grows."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Held:
+    objects: Counter[str]
+    rss_bytes: int
+    num_fds: int
+    num_threads: int
+
+
+def held() -> Held:
+    gc.collect()
+    process = psutil.Process()
+    return Held(
+        Counter(f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in gc.get_objects()),
+        process.memory_info().rss,
+        len(list(Path("/proc/self/fd").iterdir())),
+        process.num_threads(),
+    )
+
+
+def growth(before: Held, after: Held) -> str:
+    """Types of which there are more now, the worst first."""
+    more = {name: after.objects[name] - before.objects[name] for name in after.objects}
+    worst = sorted(((count, name) for name, count in more.items() if count > 0), reverse=True)[:15]
+    head = (
+        f"{sum(after.objects.values()) - sum(before.objects.values()):+d} objects, "
+        f"{(after.rss_bytes - before.rss_bytes) / 2**20:+.1f} MiB, {after.num_fds - before.num_fds:+d} descriptors, "
+        f"{after.num_threads - before.num_threads:+d} threads"
+    )
+    return "\n".join([head, *(f"{count:+8d} {name}" for count, name in worst)])
+
+
+def check_flat(before: Held, after: Held, *, per_type: int = 150, mebibytes: float = 32.0) -> None:
+    """AssertionError with what grew. asyncio keeps up to a hundred cancelled timers, with what they hold; a leak is
+    more than that."""
+    text = growth(before, after)
+    print(text)
+    assert all(count - before.objects[name] <= per_type for name, count in after.objects.items()), text
+    assert (after.rss_bytes - before.rss_bytes) / 2**20 <= mebibytes, text
+    assert after.num_fds <= before.num_fds, text
+    assert after.num_threads <= before.num_threads, text

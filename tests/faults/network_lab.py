@@ -1,0 +1,225 @@
+"""Two nodes on encrypted tcp per network fault, a proxy between them, all faults at the same time in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import msgspec
+from depot import Depot, DepotContract, effects
+from detour import Wire, detour
+from fault_table import Fault
+from operations import BULK_BYTES, CALLING, Plan, Result, begin, judged
+
+from myxa.core.actor import with_deadline
+from myxa.transport.node import JobKey, Node
+from myxa.transport.wire import Endpoints
+
+NEAR = "127.0.2.1"
+STRIKE_S = 0.3
+BULK_SPEED = 2e6
+"""Bytes a second, so that a bulk transfer is still under way when the fault strikes."""
+
+
+class Place:
+    """The far side of one fault and the wires to it and back."""
+
+    def __init__(self, name: str, number: int, folder: Path) -> None:
+        self.name = name
+        self.number = number
+        self.host = f"127.0.3.{number}"
+        self.joiner_host = f"127.0.4.{number}"
+        self.requests = Wire()
+        self.answers = Wire()
+        self.registry = Wire()
+        self.stock = folder / f"{number}.stock"
+        self.far: Node
+
+
+class NetworkLab:
+    """`async with`; then `run(name, fault)`, several at the same time."""
+
+    def __init__(self, folder: Path, names: list[str]) -> None:
+        self.key = JobKey.generate()
+        self.places = {name: Place(name, number, folder) for number, name in enumerate(names, 1)}
+        self._nodes: list[Node] = []
+        self.host: Node
+        self.near: Node
+
+    async def __aenter__(self) -> NetworkLab:
+        try:
+            await self._open()
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._close()
+
+    async def _open(self) -> None:
+        self.host = await Node.attach(name="launcher/0", key=self.key, tcp="127.0.0.1:0")
+        self._nodes.append(self.host)
+        self.near = await self._attach("near", NEAR, 1, self.host.rendezvous)
+        detour(self.near, {place.host: place.requests for place in self.places.values()})
+        for number, place in enumerate(self.places.values()):
+            place.far = await self._attach(f"far/{number}", place.host, 2 + number, self.host.rendezvous)
+            detour(place.far, {NEAR: place.answers})
+            await place.far.start(Depot(place.stock), f"depot/{number}")
+        await self.near.wait_for(*map(self.depot, self.places), timeout_s=10)
+        await asyncio.gather(*(self.probe(name) for name in self.places))
+
+    async def _attach(self, name: str, host: str, rank: int, rdzv, timeout_s: float = 10.0) -> Node:
+        node = await Node.attach(
+            name=name, rdzv=rdzv, key=self.key, node_rank=rank, tcp=f"{host}:0", timeout_s=timeout_s
+        )
+        self._nodes.append(node)
+        return node
+
+    async def _close(self) -> None:
+        for node in reversed(self._nodes):
+            await node.close(grace_s=0.5)
+        for place in self.places.values():
+            for wire in (place.requests, place.answers, place.registry):
+                await wire.close()
+
+    def depot(self, name: str) -> str:
+        return f"depot/{list(self.places).index(name)}"
+
+    async def probe(self, name: str) -> None:
+        """Everything works, on both lanes."""
+        depot = with_deadline(self.near.ref(DepotContract, self.depot(name)), 10)
+        await depot.whoami()
+        await begin("bulk", self.near, self.depot(name), "probe", Plan())
+
+    # -- one fault
+
+    async def run(self, name: str, fault: Fault) -> dict[str, Result]:
+        """Every operation of the row, at the same time."""
+        place = self.places[name]
+        if not fault.strikes:
+            self._apply(name, place)
+        elif "bulk" in fault.cells and name != "reset of answers":
+            place.requests.there.bytes_per_s = BULK_SPEED
+            place.registry.there.latency_s = (
+                STRIKE_S / 3.3
+            )  # three messages of handshake, then the request is on its way
+        tasks = {
+            kind: begin(kind, self.near, self.depot(name), f"{kind}-{place.host}", fault.plan)
+            for kind in CALLING
+            if kind in fault.cells
+        }
+        if "join" in fault.cells:
+            work = self._join(place, fault.plan.join_s)
+            tasks["join"] = asyncio.get_running_loop().create_task(judged("join", work))
+        if fault.strikes:
+            await asyncio.sleep(STRIKE_S)
+            self._apply(name, place)
+        if fault.lasts_s:
+            await asyncio.sleep(fault.lasts_s)
+            self._heal(place)
+        results = {kind: await task for kind, task in tasks.items()}
+        self._heal(place)
+        await self.probe(name)
+        await self._join(place, 10.0)
+        if "put" in fault.cells:  # whatever became of it: put again, it is there once
+            again = begin("put", self.near, self.depot(name), results["put"].token, Plan(busy_s=fault.plan.busy_s))
+            assert (await again).outcome == "done"
+        return results
+
+    async def _join(self, place: Place, timeout_s: float) -> None:
+        proxy = place.registry.through(self.host.rendezvous.endpoints.tcp[0])
+        address = Endpoints(node_rank=-1, tcp=(proxy, ""))
+        rdzv = msgspec.structs.replace(self.host.rendezvous, endpoints=address, socket_dir="")
+        node = await self._attach(f"joiner/{place.number}", place.joiner_host, 99, rdzv, timeout_s)
+        await node.close(grace_s=0.2)
+
+    def _apply(self, name: str, place: Place) -> None:
+        ways = [way for wire in (place.requests, place.answers, place.registry) for way in (wire.there, wire.back)]
+        if name == "latency":
+            for way in ways:
+                way.latency_s = 0.15
+        elif name == "bandwidth":
+            for way in ways:
+                way.bytes_per_s = 1e6
+        elif name == "slicer":
+            for way in ways:
+                way.slice_bytes = 1000
+        elif name == "cut":
+            for way in ways:
+                way.limit_bytes = 200_000
+        elif name.removeprefix("long ") in ("hole for requests", "hole"):
+            for wire in (place.requests, place.registry, *([] if "requests" in name else [place.answers])):
+                wire.stall()
+        elif name == "hole for answers":
+            place.answers.stall()
+        elif name == "request lost":
+            place.requests.there.is_discarding = True
+        elif name == "answer lost":
+            place.answers.there.is_discarding = True
+        elif name == "slow":
+            pass  # the handlers are
+        else:
+            self._strike(name, place)
+
+    def _strike(self, name: str, place: Place) -> None:
+        if name == "reset of requests":
+            assert place.requests.reset() == 2
+            place.registry.reset()
+        elif name == "reset of answers":
+            assert place.answers.reset() >= 1
+        elif name == "half-close, callee":
+            place.requests.half_close(towards_target=True)
+            place.registry.half_close(towards_target=True)
+        elif name == "half-close, caller":
+            place.requests.half_close(towards_target=False)
+            place.registry.half_close(towards_target=False)
+        else:
+            raise ValueError(name)
+        place.registry.heal()
+
+    def _heal(self, place: Place) -> None:
+        for wire in (place.requests, place.answers, place.registry):
+            if wire.there.is_discarding:
+                assert wire.reset()
+            wire.heal()
+
+
+async def run_all(faults: dict[str, Fault]) -> tuple[dict[str, dict[str, Result] | BaseException], NetworkReport]:
+    """Results of every row (or what went wrong with it), and what was left over when all were done."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with NetworkLab(Path(folder), list(faults)) as lab:
+            found = await asyncio.gather(
+                *(lab.run(name, fault) for name, fault in faults.items()), return_exceptions=True
+            )
+            report = NetworkReport(lab)
+            await report.settle()
+        return dict(zip(faults, found, strict=True)), report
+
+
+class NetworkReport:
+    """What the caller's node still holds, and what ran on the other side."""
+
+    def __init__(self, lab: NetworkLab) -> None:
+        self._lab = lab
+        self.left: dict[str, int] = {}
+        self.effects: dict[tuple[str, str], int] = {}
+        self.reconnected: dict[str, int] = {}
+        self.replayed: dict[str, int] = {}
+
+    async def settle(self) -> None:
+        near = self._lab.near
+        for _ in range(100):
+            self.left = {"pending calls": len(near._session.calls), "parked": len(near._session.calls.parked_targets)}
+            # The mirror's subscription to the registry is the one call that lasts.
+            if self.left == {"pending calls": 1, "parked": 0}:
+                break
+            await asyncio.sleep(0.05)
+        for place in self._lab.places.values():
+            self.effects |= effects(place.stock)
+            self.reconnected[place.name] = place.requests.num_lines
+            self.replayed[place.name] = place.far.counters()["puts_replayed"]
+
+
+assert BULK_BYTES > BULK_SPEED * STRIKE_S

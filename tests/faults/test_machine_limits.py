@@ -1,0 +1,197 @@
+"""Disks that are full and descriptors that run out, where the fault matrix does not reach: ledger, slab, journal, caller."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from depot import Depot, DepotContract
+
+from myxa.actors.ledger import Ledger
+from myxa.actors.ledger_states import State
+from myxa.core.errors import RemoteError
+from myxa.transport.inbound import Delivery
+from myxa.transport.node import Node
+
+pytestmark = [pytest.mark.timeout(60)]
+
+HERE = Path(__file__).parent
+
+
+def run(code: str, *args: str) -> list[str]:
+    """Lines that a process of its own prints; it must end well."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args],
+        capture_output=True,
+        text=True,
+        timeout=45,
+        env={**os.environ, "HERE": str(HERE)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+LEDGER = """
+import json, resource, sys
+from pathlib import Path
+from myxa.actors.ledger import Ledger
+from myxa.actors.ledger_states import Row, State
+from myxa.core.errors import LedgerError
+
+ledger = Ledger(Path(sys.argv[1]), run="full", fingerprint="d", wall=lambda: 0.0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
+acked = []
+try:
+    for number in range(10_000):
+        row = Row(number, number, -1, 1, rollout="rollout/0", epoch=1, version=0)
+        ledger.dispatch([row], [])
+        ledger.finish(number, b"x" * 5000, version=0, num_tokens=1)
+        acked.append(number)
+except LedgerError as error:
+    print(json.dumps([str(error), acked, ledger.is_broken]))
+ledger.close()
+"""
+
+
+def test_a_full_disk_stops_the_ledger_with_a_clear_error_and_what_was_acknowledged_is_there(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    (line,) = run(LEDGER, str(path))
+    error, acked, is_broken = json.loads(line)
+    assert "cannot be written" in error
+    assert "is the disk full" in error
+    assert is_broken
+    assert 10 < len(acked) < 200
+    ledger = Ledger(path, run="full", fingerprint="d", wall=lambda: 0.0)  # there is room again
+    assert {row.group_id for row in ledger.rows(State.READY)} == set(acked)
+    assert all(ledger.payload(number) == b"x" * 5000 for number in acked)
+    ledger.close()
+
+
+SLAB = """
+import os, resource
+from myxa.core.errors import SlabError
+from myxa.transport.shm import SlabWriter
+
+before = len(os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+try:
+    SlabWriter.create(8 << 20)
+except SlabError as error:
+    print(error)
+print(len(os.listdir("/proc/self/fd")) - before)
+SlabWriter.create(1 << 19)
+print("smaller ones go on")
+"""
+
+
+def test_no_room_for_a_slab_is_a_clear_error_and_costs_no_descriptor():
+    error, leaked, last = run(SLAB)
+    assert error.startswith("no shared memory of 8388608 bytes")
+    assert "use the disk channel" in error
+    assert leaked == "0"
+    assert last == "smaller ones go on"
+
+
+JOURNAL = """
+import asyncio, logging, resource, sys
+from pathlib import Path
+from myxa.core.errors import MyxaError
+from myxa.transport.node import Node
+
+logging.disable(logging.CRITICAL)
+
+async def main(path):
+    host = await Node.attach(name="launcher/0", journal=path)
+    if len(sys.argv) > 2:
+        limit = path.stat().st_size + 1500
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    for number in range(30):
+        try:
+            node = await Node.attach(name="guest", rdzv=host.rendezvous, timeout_s=3.0)
+        except MyxaError as error:
+            print(type(error).__name__)
+            break
+        print(node.epoch)
+        await node.close(grace_s=0.0)
+    await host.close(grace_s=0.2)
+
+asyncio.run(asyncio.wait_for(main(Path(sys.argv[1])), 40))
+"""
+
+
+def test_a_registry_that_cannot_write_its_journal_admits_nobody_and_no_epoch_is_given_out_twice(tmp_path):
+    path = tmp_path / "registry.journal"
+    *epochs, error = run(JOURNAL, str(path), "limited")
+    assert error in ("LaunchError", "CallError"), epochs
+    assert 1 <= len(epochs) < 25
+    later = run(JOURNAL, str(path))
+    assert int(later[0]) > int(epochs[-1])
+
+
+CALLER = """
+import asyncio, os, resource, sys
+sys.path.insert(0, os.environ["HERE"])
+from pathlib import Path
+from depot import Depot, DepotContract, eat_descriptors
+from myxa.core.actor import with_deadline
+from myxa.core.errors import MyxaError
+from myxa.transport.node import Node
+
+async def main(folder):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+    host = await Node.attach(name="launcher/0")
+    known = await Node.attach(name="known", rdzv=host.rendezvous)
+    fresh = await Node.attach(name="fresh", rdzv=host.rendezvous)
+    near = await Node.attach(name="near", rdzv=host.rendezvous)
+    await known.start(Depot(folder / "known"), "known-depot")
+    await fresh.start(Depot(folder / "fresh"), "fresh-depot")
+    await near.wait_for("known-depot", "fresh-depot", timeout_s=5)
+    friend = with_deadline(near.ref(DepotContract, "known-depot"), 5)
+    stranger = with_deadline(near.ref(DepotContract, "fresh-depot"), 1.0)
+    await friend.whoami()
+    eaten = eat_descriptors()
+    await friend.whoami()
+    try:
+        await stranger.whoami()
+    except MyxaError as error:
+        print(type(error).__name__)
+    await friend.whoami()
+    for descriptor in eaten:
+        os.close(descriptor)
+    await with_deadline(stranger, 10).whoami()
+    print("found")
+    for node in (near, fresh, known, host):
+        await node.close(grace_s=0.2)
+
+asyncio.run(asyncio.wait_for(main(Path(sys.argv[1])), 40))
+"""
+
+
+def test_a_caller_without_descriptors_keeps_its_friends_and_finds_others_later(tmp_path):
+    assert run(CALLER, str(tmp_path)) == ["NotSent", "found"]
+
+
+@pytest.mark.asyncio
+async def test_a_request_that_there_is_no_memory_for_is_answered(tmp_path, monkeypatch):
+    """At once, and not by silence until the deadline."""
+
+    def begin(self):
+        raise MemoryError
+
+    host = await Node.attach(name="launcher/0")
+    near = await Node.attach(name="near", rdzv=host.rendezvous)
+    try:
+        await host.start(Depot(tmp_path / "stock"), "depot")
+        await near.wait_for("depot", timeout_s=5)
+        with monkeypatch.context() as patch:
+            patch.setattr(Delivery, "begin", begin)
+            with pytest.raises(RemoteError, match="MemoryError"):
+                await near.ref(DepotContract, "depot").whoami()
+        await near.ref(DepotContract, "depot").whoami()
+    finally:
+        await near.close(grace_s=0.2)
+        await host.close(grace_s=0.2)

@@ -1,0 +1,279 @@
+"""What users of pyzmq fall into (docs/reliability.md lists it all): one regression test for each that needs its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import re
+import struct
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+import zmq
+from depot import Depot, DepotContract
+from growth import check_flat, held
+
+from myxa.core.actor import with_deadline
+from myxa.core.errors import CallError
+from myxa.transport import zmq_sockets
+from myxa.transport.node import JobKey, Node
+from myxa.transport.wire import Lane
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [path for floor in ("core", "transport", "actors", "launch") for path in sorted((ROOT / floor).rglob("*.py"))]
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@asynccontextmanager
+async def pair(tmp_path, *, tcp: bool = False):
+    key = JobKey.generate() if tcp else None
+    host = await Node.attach(name="launcher/0", key=key, tcp="127.0.0.1:0" if tcp else "")
+    near = await Node.attach(name="near", rdzv=host.rendezvous, key=key, node_rank=0)
+    far = await Node.attach(name="far", rdzv=host.rendezvous, key=key, node_rank=1 if tcp else 0)
+    try:
+        await far.start(Depot(tmp_path / "stock"), "depot")
+        await near.wait_for("depot", timeout_s=5)
+        yield near, far
+    finally:
+        for node in (far, near, host):
+            await node.close(grace_s=0.3)
+
+
+def wires_of(node: Node) -> Any:
+    """The transport, to break it from inside."""
+    return node._opened.transport
+
+
+def test_what_we_never_use_is_not_used():
+    """zmq.asyncio, pickled messages, PUB/SUB and REQ, chosen routing ids, draft sockets, proxies of other people."""
+    never = re.compile(
+        r"zmq\.asyncio|\w_pyobj|zmq\.(PUB|SUB|XPUB|XSUB|REQ|SERVER|CLIENT|RADIO|DISH|ROUTING_ID|IDENTITY)\b"
+        r"|ROUTER_HANDOVER|multiprocessing\.shared_memory|MessageTracker|track=True"
+    )
+    found = []
+    for path in SOURCES:
+        code = re.sub(r'"""(?s:.*?)"""|#.*', "", path.read_text())
+        found += [f"{path.relative_to(ROOT)}: {match.group()}" for match in never.finditer(code)]
+    assert found == []
+    assert len(SOURCES) > 80
+
+
+def test_every_socket_is_made_with_our_options():
+    """No lingering, no high-water mark, a largest message; heartbeats on the control lane of tcp, with a short TTL."""
+    context = zmq_sockets.make_context()
+    try:
+        assert context.get(zmq.MAX_SOCKETS) > 1023
+        for lane, key in itertools.product(Lane, (None, JobKey.generate())):
+            for make in (zmq_sockets.make_inbox, zmq_sockets.make_outbox):
+                server = (key.public,) if key and make is zmq_sockets.make_outbox else ()
+                socket: Any = make(context, lane, key, *server)
+                assert socket.linger == 0
+                assert (socket.sndhwm, socket.rcvhwm) == (0, 0)
+                assert 0 < socket.maxmsgsize <= zmq_sockets.max_message(Lane.BULK)
+                assert bool(socket.getsockopt(zmq.HEARTBEAT_IVL)) == (lane is Lane.CONTROL and key is not None)
+                assert socket.getsockopt(zmq.HEARTBEAT_TTL) < 6553 * 1000
+                assert socket.type == (zmq.ROUTER if make is zmq_sockets.make_inbox else zmq.DEALER)
+                if socket.type == zmq.DEALER:
+                    assert socket.getsockopt(zmq.IMMEDIATE) == 1
+                    assert socket.getsockopt(zmq.RECONNECT_IVL) == -1
+                socket.close(linger=0)
+    finally:
+        context.term()
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_sent_on_a_router_that_receives(tmp_path, monkeypatch):
+    """A ROUTER drops silently what it cannot route, and sending on a polled socket eats wake-ups."""
+    sent: set[tuple[int, bool]] = set()
+    original = zmq.Socket.send
+
+    def watched(self, *args, **kwargs):
+        endpoint = self.get_string(zmq.LAST_ENDPOINT) if not self.closed else ""
+        sent.add((self.type, endpoint.startswith("inproc://zeromq.zap")))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(zmq.Socket, "send", watched)
+    async with pair(tmp_path) as (near, _):
+        for _ in range(20):
+            await near.ref(DepotContract, "depot").whoami()
+    assert {kind for kind, is_zap in sent if not is_zap} == {int(zmq.DEALER)}
+
+
+@pytest.mark.asyncio
+async def test_wake_ups_are_not_missed_under_bursts_and_pauses(tmp_path):
+    """An edge-triggered descriptor that is looked at wrongly hangs: within thousands of bursts, nearly surely."""
+    rng = random.Random(5)
+    async with pair(tmp_path) as (near, _):
+        depot = with_deadline(near.ref(DepotContract, "depot"), 5)
+        for _ in range(300):
+            await asyncio.gather(*(depot.whoami() for _ in range(rng.choice((1, 1, 2, 5, 30)))))
+            await asyncio.sleep(rng.choice((0, 0, 0, 0.0005, 0.003)))
+
+
+@pytest.mark.asyncio
+async def test_cancelling_at_any_moment_costs_nobody_elses_message(tmp_path):
+    """`wait_for(socket.recv())` may drop a message when it is cancelled at the wrong moment; here nobody waits there."""
+    rng = random.Random(6)
+    async with pair(tmp_path) as (near, _):
+        depot = with_deadline(near.ref(DepotContract, "depot"), 5)
+
+        async def hasty() -> None:
+            try:
+                await asyncio.wait_for(depot.whoami(), rng.random() * 0.002)
+            except (TimeoutError, CallError):
+                pass
+
+        async def steady() -> None:
+            for i in range(100):
+                assert await depot.look(str(i), 0.0) == str(i)
+
+        async with asyncio.TaskGroup() as tasks:
+            others = [tasks.create_task(steady()) for _ in range(4)]
+            while not all(task.done() for task in others):
+                await hasty()
+        await asyncio.sleep(0.2)
+        assert len(near._session.calls) == 1
+
+
+def test_on_uvloop(tmp_path):
+    """uvloop takes the number of a descriptor, not the socket."""
+
+    async def main() -> None:
+        async with pair(tmp_path) as (near, _):
+            depot = near.ref(DepotContract, "depot")
+            await asyncio.gather(*(depot.whoami() for _ in range(200)))
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+@pytest.mark.asyncio
+async def test_a_burst_of_answers_leaves_room_for_other_tasks(tmp_path):
+    """Futures that are done already starve whoever does not wait for them."""
+    async with pair(tmp_path) as (near, _):
+        depot = near.ref(DepotContract, "depot")
+        await depot.whoami()
+        num_turns = 0
+
+        async def other_work() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.get_running_loop().create_task(other_work())
+        await asyncio.gather(*(depot.whoami() for _ in range(3000)))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert num_turns > 30
+
+
+@pytest.mark.asyncio
+async def test_large_messages_leave_no_memory_behind(tmp_path):
+    """copy=False on both sides makes the resident memory swing with the garbage collector."""
+    async with pair(tmp_path, tcp=True) as (near, _):
+        depot = with_deadline(near.ref(DepotContract, "depot"), 20)
+        data = np.zeros(8 << 20, np.uint8)
+        for _ in range(4):
+            await depot.weigh("t", data, 0.0)
+        before = held()
+        for _ in range(16):
+            await depot.weigh("t", data, 0.0)
+        check_flat(before, held(), mebibytes=48.0)
+
+
+@pytest.mark.asyncio
+async def test_monitors_and_connections_that_break_leave_no_descriptor(tmp_path, caplog):
+    """`get_monitor_socket` without `disable_monitor` leaks a descriptor, or hangs the end."""
+    caplog.set_level(logging.CRITICAL, "myxa")
+    async with pair(tmp_path) as (near, far):
+        depot = with_deadline(near.ref(DepotContract, "depot"), 10)
+        await depot.whoami()
+
+        async def break_and_mend(number: int) -> None:
+            for _ in range(number):
+                for outbox in wires_of(near)._peers[far._key].outboxes:
+                    if outbox is not None:
+                        outbox._on_broken("cut by the test")
+                await depot.look("t", 0.0)
+
+        await break_and_mend(3)
+        before = held()
+        await break_and_mend(30)
+        check_flat(before, held())
+
+
+@pytest.mark.asyncio
+async def test_closing_beside_a_dead_peer_does_not_hang(tmp_path):
+    """LINGER is -1 by default and `term` then waits for a peer that will never read."""
+    host = await Node.attach(name="launcher/0")
+    near = await Node.attach(name="near", rdzv=host.rendezvous)
+    far = await Node.attach(name="far", rdzv=host.rendezvous)
+    await far.start(Depot(tmp_path / "stock"), "depot")
+    await near.wait_for("depot", timeout_s=5)
+    depot = near.ref(DepotContract, "depot")
+    await depot.whoami()
+    for _, inbox in wires_of(far)._inboxes:  # it is there and reads no more
+        inbox._pump.stop()
+    pending: list[asyncio.Task[Any]] = [
+        asyncio.get_running_loop().create_task(depot.work("t", 60.0)) for _ in range(200)
+    ]
+    pending.append(asyncio.get_running_loop().create_task(depot.weigh("t", np.zeros(4 << 20, np.uint8), 0.0)))
+    await asyncio.sleep(0.1)
+    began = time.monotonic()
+    await near.close(grace_s=0.0)
+    assert time.monotonic() - began < 10
+    assert all(isinstance(end, CallError) for end in await asyncio.gather(*pending, return_exceptions=True))
+    await far.close(grace_s=0.0)
+    await host.close(grace_s=0.0)
+
+
+@pytest.mark.asyncio
+async def test_what_was_queued_for_a_dead_process_never_reaches_its_next_incarnation(tmp_path, caplog):
+    """libzmq's own queues outlive a connection and are delivered to whoever listens there next."""
+    caplog.set_level(logging.CRITICAL, "myxa")
+    host = await Node.attach(name="launcher/0")
+    near = await Node.attach(name="near", rdzv=host.rendezvous)
+    far = await Node.attach(name="far", rdzv=host.rendezvous)
+    await far.start(Depot(tmp_path / "first"), "depot")
+    await near.wait_for("depot", timeout_s=5)
+    depot = near.ref(DepotContract, "depot")
+    await depot.whoami()
+    for _, inbox in wires_of(far)._inboxes:
+        inbox._pump.stop()  # it reads no more, as if it were stopped
+    calls = [asyncio.get_running_loop().create_task(depot.work(f"old-{i}", 0.0)) for i in range(50)]
+    await asyncio.sleep(0.1)
+    reborn = await Node.attach(name="far", rdzv=host.rendezvous)
+    await reborn.start(Depot(tmp_path / "second"), "depot")
+    ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(end, CallError) for end in ends)
+    assert await with_deadline(depot, 10).work("new", 0.0) == "new"
+    assert (tmp_path / "second").read_text() == "call new\n"
+    for node in (near, far, reborn, host):
+        await node.close(grace_s=0.0)
+
+
+def test_reading_monitors_keeps_nothing():
+    """pyzmq's `recv_monitor_message` makes an enumeration member of each number that an event comes with."""
+    context = zmq_sockets.make_context()
+    ends = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    ends[0].bind("inproc://monitor")
+    ends[1].connect("inproc://monitor")
+    known = len(zmq.Event.__members__), len(zmq.Event._value2member_map_)
+    for value in range(1000, 1500):
+        ends[0].send_multipart([struct.pack("=hi", int(zmq.EVENT_DISCONNECTED), value), b"tcp://127.0.0.1:1"])
+        assert ends[1].poll(5000)
+        event = zmq_sockets.read_event(ends[1])
+        assert event == (zmq.EVENT_DISCONNECTED, value, "tcp://127.0.0.1:1")
+    assert (len(zmq.Event.__members__), len(zmq.Event._value2member_map_)) == known
+    for end in ends:
+        end.close(linger=0)
+    context.term()

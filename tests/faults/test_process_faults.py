@@ -1,0 +1,46 @@
+"""The process and machine rows of the fault matrix: real processes over encrypted tcp, signals, and limits of the kernel."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fault_table import PROCESS
+from process_lab import run_all
+from verdict import check, told
+
+DEFAULT = {name: fault for name, fault in PROCESS.items() if not fault.is_soak}
+SOAK = {name: fault for name, fault in PROCESS.items() if fault.is_soak}
+CELLS = [(name, kind) for name, fault in DEFAULT.items() for kind in fault.cells]
+
+
+@pytest.fixture(scope="module")
+def lab():
+    results, report = asyncio.run(run_all(DEFAULT))
+    print(told(results))
+    return results, report
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("name", "kind"), CELLS, ids=[f"{name}-{kind}" for name, kind in CELLS])
+def test_cell(lab, name, kind):
+    results, report = lab
+    check(results[name], report.effects, PROCESS[name], name, kind)
+
+
+@pytest.mark.timeout(90)
+def test_nothing_is_left_over(lab):
+    """No call is pending, no put waits for anybody."""
+    _, report = lab
+    assert report.left == {"pending calls": 1, "parked": 0}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_the_long_ones():
+    results, report = asyncio.run(run_all(SOAK))
+    print(told(results))
+    for name, fault in SOAK.items():
+        for kind in fault.cells:
+            check(results[name], report.effects, fault, name, kind)
+    assert report.left == {"pending calls": 1, "parked": 0}

@@ -1,0 +1,160 @@
+"""Wrong key, no key, a replayed HELLO, a stale epoch: each is refused and counted, and a good neighbour notices nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+import zmq
+from depot import Depot, DepotContract
+
+from myxa.core.errors import LaunchError
+from myxa.transport.frames import Envelope, Kind, batch, decode, encode
+from myxa.transport.hello import read_hello, write_hello
+from myxa.transport.node import JobKey, Node
+from myxa.transport.wire import Endpoints, Lane
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+
+STRANGER = 4711
+
+
+class Cluster:
+    def __init__(self, host: Node, good: Node, key: JobKey) -> None:
+        self.host, self.good, self.key = host, good, key
+        self.depot = good.ref(DepotContract, "depot")
+
+    async def counted(self, name: str) -> None:
+        """The counter of that name is above zero, and work goes on."""
+        async with asyncio.timeout(10):
+            while not self.host.counters().get(name):
+                await asyncio.sleep(0.02)
+        await self.depot.whoami()
+
+
+@pytest_asyncio.fixture
+async def cluster(tmp_path, caplog):
+    caplog.set_level(logging.CRITICAL, "myxa")
+    key = JobKey.generate()
+    host = await Node.attach(name="launcher/0", key=key, tcp="127.0.0.1:0")
+    good = await Node.attach(name="good", rdzv=host.rendezvous, key=key, node_rank=1)
+    await host.start(Depot(tmp_path / "stock"), "depot")
+    await good.wait_for("depot", timeout_s=5)
+    yield Cluster(host, good, key)
+    await good.close(grace_s=0.2)
+    await host.close(grace_s=0.2)
+
+
+async def test_a_wrong_key(cluster):
+    rdzv = cluster.host.rendezvous
+    with pytest.raises(LaunchError, match="same"):
+        await Node.attach(name="stranger", rdzv=rdzv, key=JobKey.generate(), node_rank=1, timeout_s=1.5)
+    # Whoever knows the public half of the registry's key, but has not the job's, gets as far as being judged.
+    context = zmq.Context()
+    client = context.socket(zmq.DEALER)
+    own = JobKey.generate()
+    client.linger = 0
+    client.curve_serverkey = (rdzv.endpoints.curve or cluster.key.public).encode()
+    client.curve_publickey, client.curve_secretkey = own.public.encode(), own.secret.encode()
+    client.connect(rdzv.endpoints.tcp[0])
+    await cluster.counted("key_unknown")
+    client.close()
+    context.term()
+
+
+async def test_no_key(cluster):
+    with pytest.raises(LaunchError, match="key"):
+        await Node.attach(name="stranger", rdzv=cluster.host.rendezvous, node_rank=1, timeout_s=1.0)
+    host, port = cluster.host.rendezvous.endpoints.tcp[0].removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as raw:
+        raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32))
+        await cluster.counted("handshake_wrong")
+    assert not any("stranger" in node.name for node in await cluster.good.registry.list_nodes())
+
+
+class RawPeer:
+    """Speaks our wire over ipc, where no key is asked for, and says what it likes."""
+
+    def __init__(self, to: Node, friend: Node, folder: Path) -> None:
+        self._context = zmq.Context()
+        self.inbox = self._context.socket(zmq.ROUTER)
+        path = f"ipc://{folder}/raw"
+        self.inbox.bind(path)
+        self.outbox = self._context.socket(zmq.DEALER)
+        self.outbox.linger = self.inbox.linger = 0
+        self.outbox.connect(to._opened.transport.endpoints.ipc[0])
+        self._endpoints = Endpoints(ipc=(path, path))
+        self._to = to._key
+        greeting = decode(memoryview(friend._session.greeting(to._key, Lane.CONTROL, 0)))
+        assert isinstance(greeting, Envelope)
+        self._genuine = read_hello(greeting.body)
+
+    def send(self, *envelopes: Envelope) -> None:
+        self.outbox.send(batch([encode(envelope) for envelope in envelopes]))
+
+    def hello(self, *, epoch: int = 1, to_epoch: int | None = None, attempt: int = 1) -> Envelope:
+        body = msgspec.structs.replace(
+            self._genuine, name="raw", endpoints=self._endpoints, to_epoch=to_epoch or self._to.epoch, attempt=attempt
+        )
+        return self.envelope(Kind.HELLO, body=write_hello(body), epoch=epoch)
+
+    def envelope(self, kind: Kind, *, body: bytes = b"", epoch: int = 1, dst_epoch: int = 0, corr: int = 0) -> Envelope:
+        return Envelope(
+            kind=kind, src_node=STRANGER, src_epoch=epoch, dst_epoch=dst_epoch or self._to.epoch, corr=corr, body=body
+        )
+
+    def close(self) -> None:
+        self.outbox.close()
+        self.inbox.close()
+        self._context.term()
+
+
+@pytest_asyncio.fixture
+async def raw(cluster, tmp_path):
+    peer = RawPeer(cluster.host, cluster.good, tmp_path)
+    yield peer
+    peer.close()
+
+
+async def test_a_replayed_hello(cluster, raw):
+    raw.send(raw.hello(attempt=2))
+    raw.send(raw.hello(attempt=2))
+    await cluster.counted("hello_replayed")
+
+
+async def test_a_hello_for_another_incarnation(cluster, raw):
+    raw.send(raw.hello(to_epoch=77))
+    await cluster.counted("hello_stale")
+
+
+async def test_a_hello_of_an_incarnation_that_is_over(cluster, raw):
+    raw.send(raw.hello(epoch=5))
+    async with asyncio.timeout(10):
+        while not any(key.node_id == STRANGER for key in cluster.host._session.peers()):
+            await asyncio.sleep(0.02)
+    raw.send(raw.hello(epoch=4, attempt=2))
+    await cluster.counted("malformed")  # one connection has one owner
+    again = zmq.Context()
+    late = again.socket(zmq.DEALER)
+    late.linger = 0
+    late.connect(cluster.host._opened.transport.endpoints.ipc[0])
+    late.send(batch([encode(raw.hello(epoch=4, attempt=3))]))
+    await cluster.counted("hello_stale")
+    late.close()
+    again.term()
+
+
+async def test_a_call_meant_for_another_epoch(cluster, raw):
+    raw.send(raw.hello())
+    raw.send(raw.envelope(Kind.CALL, dst_epoch=99, corr=1, body=b"[{}]"))
+    await cluster.counted("stale")
+
+
+async def test_nothing_is_heard_before_hello(cluster, raw):
+    raw.send(raw.envelope(Kind.CALL, corr=1, body=b"[{}]"))
+    await cluster.counted("before_hello")

@@ -1,0 +1,301 @@
+"""The same frames over real sockets, and peers that speak ZeroMQ wrongly, against a node in a process of its own.
+
+A good peer calls the node all the time. The attackers are strangers with nothing, with a key of their own, with a plain
+ZeroMQ client; and an insider who was let in and then sends nonsense, also under the names of others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zmq
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from mutations import ENVELOPE_MUTATIONS, Corpus, as_messages
+from raw_peers import ONE_SHOT, Attack
+from victim import State, WitnessContract
+
+from myxa.actors.contracts import BufferContract
+from myxa.core.errors import CallError
+from myxa.core.handlers import handlers_of
+from myxa.core.ids import PeerKey
+from myxa.transport.frames import batch
+from myxa.transport.node import JobKey, KeyPair, Node, Rendezvous
+from myxa.transport.registry import RegistryContract
+from myxa.transport.wire import Endpoints, Lane
+
+PER_CONNECTION = 250
+"""A little more than what is listened to: after a hundred malformed ones the rest is ignored."""
+VICTIM = Path(__file__).parent / "victim.py"
+TABLES = [handlers_of(RegistryContract), handlers_of(BufferContract)]
+"""Of the victim's actors, in the order of their numbers."""
+FAR_RANK = 7
+"""Of nodes that must not use ipc."""
+
+
+@dataclass
+class SocketTally:
+    """What happened."""
+
+    seed: int
+    frames: int = 0
+    raw: dict[str, int] = field(default_factory=dict)
+    pings: int = 0
+    slowest_s: float = 0.0
+    before: State | None = None
+    after: State | None = None
+    seconds: float = 0.0
+
+
+class Field:
+    """The victim, and how to reach it."""
+
+    def __init__(self, rdzv: Rendezvous, key: JobKey, friend: Node) -> None:
+        self.rdzv, self.key, self.friend = rdzv, key, friend
+        self.witness = friend.ref(WitnessContract, "witness")
+        host, _, port = rdzv.endpoints.tcp[0].removeprefix("tcp://").rpartition(":")
+        self.host, self.port = host, int(port)
+        self.to = PeerKey(rdzv.node_id, rdzv.epoch)
+
+
+@asynccontextmanager
+async def battlefield() -> AsyncIterator[Field]:
+    """A victim, and a friend of it over tcp."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(VICTIM), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stdin is not None
+    try:
+        facts = json.loads(await asyncio.wait_for(process.stdout.readline(), 30))
+        rdzv = msgspec.convert(facts["rdzv"], Rendezvous)
+        key = JobKey.parse(facts["key"])
+        friend = await Node.attach(name="friend", rdzv=rdzv, key=key, node_rank=FAR_RANK)
+        try:
+            yield Field(rdzv, key, friend)
+        finally:
+            await friend.close(grace_s=1.0)
+        assert process.returncode is None, f"the victim died with status {process.returncode}"
+    finally:
+        if process.returncode is None:
+            process.stdin.close()
+            await asyncio.wait_for(process.wait(), 20)
+    assert process.returncode == 0, f"the victim ended with status {process.returncode}"
+
+
+class Insider:
+    """A node that was let in, and raw sockets with its key."""
+
+    def __init__(self, node: Node, victim: Endpoints, to: PeerKey, rng: random.Random) -> None:
+        self.node = node
+        self._rng = rng
+        self._victim = victim
+        self._context = zmq.Context()
+        self._num_attempts = 1 << 40
+        self.corpus = Corpus(rng, node._key, to, TABLES, 400)
+        keys = node._opened.keys
+        assert keys is not None
+        self.pair: KeyPair = keys.own
+        self.sockets: list[zmq.Socket[bytes]] = []
+
+    def connect(self, endpoint: str, server: str = "") -> zmq.Socket[bytes]:
+        client = self._context.socket(zmq.DEALER)
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.SNDHWM, 200)
+        client.setsockopt(zmq.SNDTIMEO, 1000)
+        if server:
+            client.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
+            client.setsockopt(zmq.CURVE_PUBLICKEY, self.pair.public.encode())
+            client.setsockopt(zmq.CURVE_SECRETKEY, self.pair.secret.encode())
+        client.connect(endpoint)
+        self.sockets.append(client)
+        return client
+
+    def hello(self, name: str, me: PeerKey | None = None) -> bytes:
+        """As itself or, with `me`, as somebody else."""
+        self._num_attempts += 1
+        own = self.corpus.me
+        self.corpus.me = me or own
+        try:
+            return batch(
+                [bytearray(self.corpus.hello(self.node._opened.transport.endpoints, self._num_attempts, name))]
+            )
+        finally:
+            self.corpus.me = own
+
+    def storm(self, num_frames: int, over_tcp: bool) -> int:
+        """Frames over one lane after the other, with a fresh connection now and then; returns how many left."""
+        rng, num_sent = self._rng, 0
+        kinds = self._victim.tcp if over_tcp else self._victim.ipc
+        server = self._victim.curve if over_tcp else ""
+        while num_sent < num_frames:
+            lane = Lane(rng.randrange(2))
+            client = self.connect(kinds[lane], server)
+            client.send(self.hello(self.node.name))
+            for _ in range(min(PER_CONNECTION, num_frames - num_sent)):
+                pool = self.corpus.calls if rng.random() < 0.7 else self.corpus.others
+                data = bytearray(self.corpus.numbered(rng.choice(pool)))
+                if rng.random() < 0.8:
+                    data = rng.choice(ENVELOPE_MUTATIONS)(rng, data, self.corpus)
+                for message in as_messages(rng, [bytes(data)]):
+                    parts = [message] if rng.random() < 0.98 else [message] * rng.randrange(2, 40)
+                    try:
+                        client.send_multipart(parts)
+                    except zmq.Again:  # banned, and not let in again
+                        client.close(linger=0)
+                        return num_sent
+                    num_sent += 1
+            client.close(linger=200)
+        return num_sent
+
+    def close(self) -> None:
+        for client in self.sockets:
+            client.close(linger=0)
+        self._context.term()
+
+
+async def attack(num_frames: int, num_raw: int, seed: int) -> SocketTally:
+    """Everything at once; returns what was seen."""
+    rng = random.Random(seed)
+    tally = SocketTally(seed)
+    began = time.monotonic()
+    async with battlefield() as ground:
+        tally.before = await ground.witness.state()
+        stop = asyncio.Event()
+        good = asyncio.get_running_loop().create_task(_keep_calling(ground, stop, tally), name="good peer")
+        try:
+            await _strangers(ground, num_raw, rng, tally)
+            await _insiders(ground, num_frames, rng, tally)
+        finally:
+            stop.set()
+            await good
+        await asyncio.sleep(1.0)
+        tally.after = await ground.witness.state()
+    tally.seconds = time.monotonic() - began
+    return tally
+
+
+async def _keep_calling(ground: Field, stop: asyncio.Event, tally: SocketTally) -> None:
+    while not stop.is_set():
+        began = time.monotonic()
+        assert await ground.witness.ping(tally.pings) == tally.pings + 1
+        tally.slowest_s = max(tally.slowest_s, time.monotonic() - began)
+        tally.pings += 1
+        await asyncio.sleep(0.01)
+
+
+async def _strangers(ground: Field, num_raw: int, rng: random.Random, tally: SocketTally) -> None:
+    hostile = Attack(ground.host, ground.port, rng)
+    silent = await asyncio.to_thread(hostile.silent, min(num_raw, 200))
+    slow_until = time.monotonic() + min(8.0, num_raw / 20)
+    slow = [threading.Thread(target=hostile.slow, args=(slow_until,), daemon=True) for _ in range(min(num_raw, 10))]
+    for thread in slow:
+        thread.start()
+
+    def once_each() -> None:
+        for i in range(num_raw):
+            name = ONE_SHOT[i % len(ONE_SHOT)]
+            getattr(hostile, name)()
+            tally.raw[name] = tally.raw.get(name, 0) + 1
+        hostile.flood(num_raw * 5)
+        tally.raw["flood"] = num_raw * 5
+
+    try:
+        await asyncio.to_thread(once_each)
+        await asyncio.to_thread(_clients_of_zeromq, ground, tally)
+    finally:
+        for thread in slow:
+            await asyncio.to_thread(thread.join)
+        for raw in silent:
+            raw.close()
+
+
+def _clients_of_zeromq(ground: Field, tally: SocketTally) -> None:
+    """Proper clients with no key, or with one that nobody knows."""
+    context = zmq.Context()
+    other = KeyPair.generate()
+    clients: list[zmq.Socket[bytes]] = []
+    for i in range(20):
+        client = context.socket(zmq.DEALER)
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.SNDTIMEO, 200)
+        client.setsockopt(zmq.IMMEDIATE, 1)
+        client.setsockopt(zmq.RECONNECT_IVL, -1)
+        if i % 2:
+            client.setsockopt(zmq.CURVE_SERVERKEY, ground.key.public.encode())
+            client.setsockopt(zmq.CURVE_PUBLICKEY, other.public.encode())
+            client.setsockopt(zmq.CURVE_SECRETKEY, other.secret.encode())
+        client.connect(ground.rdzv.endpoints.tcp[0])
+        clients.append(client)
+    for client in clients:
+        try:
+            client.send(b"nobody hears this")
+        except zmq.Again:
+            tally.raw["refused clients"] = tally.raw.get("refused clients", 0) + 1
+    for client in clients:
+        client.close(linger=0)
+    context.term()
+
+
+async def _insiders(ground: Field, num_frames: int, rng: random.Random, tally: SocketTally) -> None:
+    """One after the other: each is banned in the end."""
+    number = 0
+    while tally.frames < num_frames:
+        number += 1
+        node = await _let_in(ground, f"insider/{number}")
+        insider = Insider(node, ground.rdzv.endpoints, ground.to, rng)
+        try:
+            over_tcp = number % 2 == 1  # there its key is banned, so one connection is all that it has
+            want = min(num_frames - tally.frames, PER_CONNECTION if over_tcp else max(1000, num_frames // 10))
+            if over_tcp:
+                await asyncio.to_thread(_impostor, insider, ground)
+            tally.frames += await asyncio.to_thread(insider.storm, want, over_tcp)
+        finally:
+            await asyncio.to_thread(insider.close)
+            await node.close(grace_s=0.0)
+
+
+async def _let_in(ground: Field, name: str) -> Node:
+    for _ in range(20):
+        try:
+            return await Node.attach(name=name, rdzv=ground.rdzv, key=ground.key, node_rank=FAR_RANK)
+        except CallError:
+            await asyncio.sleep(0.2)
+    raise AssertionError(f"{name} was not let in")
+
+
+def _impostor(insider: Insider, ground: Field) -> None:
+    """With its own key, in the names of others."""
+    endpoints = ground.rdzv.endpoints
+    client = insider.connect(endpoints.tcp[0], endpoints.curve)
+    client.send(insider.hello("friend", ground.friend._key))
+    client.send(batch([bytearray(c) for c in insider.corpus.calls[:20]]))
+    time.sleep(0.1)
+    client.close(linger=100)
+
+
+def check(tally: SocketTally) -> None:
+    """The promises."""
+    before, after = tally.before, tally.after
+    assert before is not None and after is not None
+    assert after.failed == "", after.failed
+    assert after.deeds == [], f"the victim was made to do something: {after.deeds}"
+    assert after.misfits == 0
+    assert after.executed > 0, "not even the valid frames were understood"
+    assert tally.pings > 10 and tally.slowest_s < 15, f"{tally.pings} good calls, the slowest took {tally.slowest_s} s"
+    for name in ("handshake_wrong", "key_unknown", "malformed", "hello_in_anothers_name", "banned"):
+        assert after.counters.get(name, 0) > 0, f"nothing was counted as {name}: {after.counters}"
+    assert tally.raw["refused clients"] == 20
+    assert after.rss_mib <= before.rss_mib + 96, f"memory grew from {before.rss_mib} to {after.rss_mib} MiB"
+    assert after.objects <= before.objects + 30_000, f"objects grew from {before.objects} to {after.objects}"
+    assert after.fds <= before.fds + 40, f"descriptors grew from {before.fds} to {after.fds}"

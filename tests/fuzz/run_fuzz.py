@@ -1,0 +1,78 @@
+"""A million random and mutated frames into a living node, then a hundred thousand and hostile peers over real sockets.
+
+    python tests/fuzz/run_fuzz.py [--frames 1000000] [--socket-frames 100000] [--raw 1000] [--seed N] [--quick]
+
+Ends with status 0 if nothing crashed, grew or was executed, refusals were counted and the good peer was served.
+A failing run is repeated with the seed that is printed first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import in_process
+import over_socket
+
+PIECE = 100_000
+"""Frames per node in process; each piece has a seed of its own."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--frames", type=int, default=1_000_000)
+    parser.add_argument("--socket-frames", type=int, default=100_000)
+    parser.add_argument("--raw", type=int, default=1000, help="connections of hostile strangers")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
+    parser.add_argument("--quick", action="store_true", help="a hundredth of everything")
+    options = parser.parse_args()
+    if options.quick:
+        options.frames, options.socket_frames, options.raw = 10_000, 2_000, 50
+    logging.disable(logging.WARNING)
+    print(f"seed {options.seed}", flush=True)
+    if options.frames:
+        _in_process(options.frames, options.seed)
+    if options.socket_frames:
+        _over_sockets(options.socket_frames, options.raw, options.seed)
+    return 0
+
+
+def _in_process(num_frames: int, seed: int) -> None:
+    print("\n| frames | malformed | banned | NACKs | handlers run | good calls | objects | RSS MiB | s |")
+    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+    rss: list[float] = []
+    for piece in range(-(-num_frames // PIECE)):
+        size = min(PIECE, num_frames - piece * PIECE)
+        tally = asyncio.run(in_process.fuzz(size, seed + piece))
+        counted = tally.counters
+        print(
+            f"| {tally.frames:,} | {counted['malformed']:,} | {counted['banned']:,} | {tally.answers['NACK']:,} "
+            f"| {tally.executed:,} | {tally.good_calls:,} | {tally.objects[0]:,} -> {tally.objects[-1]:,} "
+            f"| {tally.rss_mib[0]:.0f} -> {tally.rss_mib[-1]:.0f} | {tally.seconds:.0f} |",
+            flush=True,
+        )
+        in_process.check(tally)
+        rss.append(tally.rss_mib[-1])
+    assert not rss or max(rss) <= rss[0] + 96, f"memory grows from piece to piece: {rss}"
+
+
+def _over_sockets(num_frames: int, num_raw: int, seed: int) -> None:
+    tally = asyncio.run(over_socket.attack(num_frames, num_raw, seed))
+    before, after = tally.before, tally.after
+    assert before is not None and after is not None
+    num_raw = sum(tally.raw.values())
+    print(f"\nover sockets: {tally.frames:,} frames, {num_raw:,} hostile connections, {tally.seconds:.0f} s")
+    print(f"good peer: {tally.pings:,} calls, the slowest {1000 * tally.slowest_s:.0f} ms")
+    print(f"RSS {before.rss_mib:.0f} -> {after.rss_mib:.0f} MiB, descriptors {before.fds} -> {after.fds}")
+    print("counted: " + ", ".join(f"{name} {n:,}" for name, n in sorted(after.counters.items()) if n), flush=True)
+    over_socket.check(tally)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""A short run of the fuzzer in the default suite; `make fuzz` is the long one."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import in_process
+import over_socket
+
+pytestmark = [pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def seed() -> int:
+    chosen = random.randrange(1 << 32)
+    print(f"seed {chosen}")
+    return chosen
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Every refusal is logged; thousands are no news here."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.asyncio
+async def test_twenty_thousand_frames_change_nothing(seed):
+    in_process.check(await in_process.fuzz(20_000, seed, corpus_size=800))
+
+
+@pytest.mark.asyncio
+async def test_hostile_peers_over_sockets_do_not_disturb_a_good_one(seed):
+    over_socket.check(await over_socket.attack(2_000, 40, seed))

@@ -1,0 +1,87 @@
+"""Real runs of the real product that fail for reasons no exception tells of: what a person reads then."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+from run_job import Job, until, worker_pids
+
+from myxa.launch.first_failure import REPORT_LINES
+
+pytestmark = pytest.mark.timeout(240)
+
+ENOUGH_TO_IMPORT_KB = 2_500_000
+
+
+def report_in(said: str) -> list[str]:
+    """The report, and nothing of what was said before or after it."""
+    lines = said.splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("first failure: "))
+    end = next(i for i in range(begin, len(lines)) if lines[i].startswith("small: failed after"))
+    assert end - begin <= REPORT_LINES, lines[begin:end]
+    return lines[begin:end]
+
+
+def test_a_reward_that_ends_its_process(job: Job) -> None:
+    (job.folder / "mine.py").write_text("import os\n\n\ndef leaves(completion):\n    os._exit(3)\n")
+    code, said, _ = job.run("reward.fn=mine.py:leaves", "roles.rollout.max_restarts=0")
+    assert code == 4, said
+    report = report_in(said)
+    assert report[0].startswith("first failure: rollout/0 ended with exit status 3")
+    assert report[1] == (
+        "remedy: it ended without a word, so something in it called exit: a reward, a workflow or a library"
+    )
+    assert "rollout/0 serves as attempt 0" in report[-1], "the end of its log"
+
+
+def test_an_engine_without_memory(job: Job) -> None:
+    tight = job.folder / "tight_python"
+    tight.write_text(f'#!/bin/sh\nulimit -v {ENOUGH_TO_IMPORT_KB}\nexec {sys.executable} "$@"\n')
+    tight.chmod(0o755)
+    code, said, _ = job.run(
+        f'roles.rollout.python="{tight}"', "roles.rollout.max_restarts=0", "engine.max_running=4096"
+    )
+    assert code == 4, said
+    report = report_in(said)
+    assert report[0].startswith("first failure: rollout/0 ended with exit status 1")
+    assert report[1].startswith("myxa: MemoryError: Unable to allocate")
+    assert report[2].startswith("remedy: it ran out of memory: raise its limit")
+    assert "engine.max_running" in report[2]
+    assert any("actors/engines/embedded" in line for line in report), "where it was"
+
+
+@pytest.mark.soak
+def test_a_trainer_that_segfaults_in_the_middle_of_a_run(job: Job) -> None:
+    process = job.start("run.num_steps=1000")
+    try:
+        log = job.folder / "runs" / "latest" / "logs" / "trainer.0.0.log"
+        until(lambda: log.exists() and "lets the loop start" in log.read_text(), "the trainer trains")
+        os.kill(worker_pids(process.pid, "trainer/0")[0], signal.SIGSEGV)
+        said, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 4, said
+    report = report_in(said)
+    assert report[0].startswith("first failure: trainer/0 ended with signal SIGSEGV")
+    assert "Fatal Python error: Segmentation fault" in report
+
+
+@pytest.mark.soak
+def test_a_run_ends_well_without_an_engine_that_may_not_come_back(job: Job) -> None:
+    flags = ("roles.rollout.count=2", "roles.rollout.max_restarts=0", "roles.rollout.quorum=1")
+    process = job.start("run.num_steps=15", *flags)
+    try:
+        log = job.folder / "runs" / "latest" / "logs" / "rollout.1.0.log"
+        until(lambda: log.exists() and "serves as attempt 0" in log.read_text(), "the second engine serves")
+        os.kill(worker_pids(process.pid, "rollout/1")[0], signal.SIGKILL)
+        said, _ = process.communicate(timeout=200)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, said
+    assert "the run goes on without it: 1 are left, 1 must be" in said
+    assert "finished after 15 of 15 steps" in said

@@ -1,0 +1,151 @@
+"""The report of a first failure in real runs of toy actors: at once, cause first, under 25 lines, with what followed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from myxa.launch.contracts import ChildEnd
+from myxa.launch.exit_words import meaning, remedy
+from myxa.launch.first_failure import REPORT_LINES, Failures, FirstFailure
+
+FIRST = ("monitor", "buffer", "coordinator", "trainer/0", "rollout/0")
+
+
+def report_of(one) -> list[str]:
+    """The lines that came first: up to the next thing that was said."""
+    lines = one.output.splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("first failure: "))
+    return lines[begin : begin + REPORT_LINES]
+
+
+def test_a_rank_that_segfaults_is_named_at_once_with_its_stack_and_what_followed(tmp_path: Path, run):
+    flags = ("--set", "roles.trainer.count=2", "--set", 'roles.trainer.restart="never"', "--stop-timeout", "5")
+    with run(tmp_path, "up", *flags, toy="trainer.0.needy rollout.0.hang-at-stop") as one:
+        one.until_serving(*FIRST, "trainer/1")
+        one.switch("trainer.1.segfault")
+        assert one.ended() == 4, one.evidence()
+        lines = one.output.splitlines()
+        report = report_of(one)
+        assert report[0].startswith(
+            "first failure: trainer/1 ended with signal SIGSEGV and is never restarted: it touched"
+        )
+        assert report[1].startswith("remedy: the log names the Python line")
+        assert any("Fatal Python error: Segmentation fault" in line for line in report), one.evidence()
+        assert any("toy_program.py" in line and "_misbehave" in line for line in report), one.evidence()
+        then = [line for line in report if line.startswith("then: ")]
+        assert any("trainer/0 ended with exit status 1: lost its mate trainer/1" in line for line in then), report
+        order = [
+            next(i for i, line in enumerate(lines) if said in line)
+            for said in ("first failure: trainer/1", "rollout/0 did not end within 5 s and is killed")
+        ]
+        assert order == sorted(order), "nobody has to end before the cause is told"
+        assert lines[-1].startswith("first failure: trainer/1")
+
+
+def test_a_coordinator_that_raises_is_the_cause_with_its_own_words(tmp_path: Path, run):
+    with run(tmp_path, "up", "--set", 'roles.coordinator.restart="never"') as one:
+        one.until_serving(*FIRST)
+        one.switch("coordinator.fail-now")
+        assert one.ended() == 4, one.evidence()
+        report = report_of(one)
+        assert report[0] == "first failure: coordinator ended with exit status 1 and is never restarted"
+        assert report[1] == "myxa: failed when it was told to"
+        assert not report[2].startswith("remedy: ")
+        assert any("EngineError" in line for line in report), "the traceback is at hand"
+        assert one.output.splitlines()[-1] == "myxa: failed when it was told to"
+
+
+def test_a_process_that_leaves_without_a_word_gets_a_remedy_and_the_run_goes_on_while_there_is_a_quorum(
+    tmp_path: Path, run
+):
+    flags = (
+        "--set",
+        "roles.rollout.count=3",
+        "--set",
+        "roles.rollout.max_restarts=0",
+        "--set",
+        "roles.rollout.quorum=2",
+    )
+    with run(tmp_path, "up", *flags) as one:
+        one.until_serving(*FIRST, "rollout/1", "rollout/2")
+        os.kill(one.pid_of("rollout/2"), signal.SIGKILL)
+        one.until(lambda: "the run goes on without it: 2 are left, 2 must be" in one.output, "rollout/2 is given up")
+        assert one.process.poll() is None
+        one.switch("rollout.1.vanish")
+        assert one.ended() == 4, one.evidence()
+        report = report_of(one)
+        assert report[0].startswith("first failure: rollout/1 ended with exit status 7 and its budget of 0 restarts")
+        assert report[1].startswith("remedy: it ended without a word, so something in it called exit")
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_that_hangs_is_killed_if_wanted_and_its_log_says_where_it_hung(tmp_path: Path, run):
+    flags = ("--set", "roles.rollout.max_restarts=1", "--set", 'roles.rollout.when_hung="kill"')
+    with run(tmp_path, "up", *flags) as one:
+        one.until_serving(*FIRST)
+        one.switch("rollout.0.hang")
+        one.until(lambda: "killed" in one.output, "the kill")
+        (one.dir / "rollout.0.hang").unlink()
+        one.until_serving("rollout/0", attempt=1)
+        assert "rollout/0 hangs (" in one.output
+        log = one.log("rollout.0.0.log")
+        assert "_misbehave" in log.rpartition("most recent call first")[2], "the stack of the hang"
+        one.switch("finish")
+        assert one.ended() == 0, one.evidence()
+
+
+# -- the text --------------------------------------------------------------------------------------------------------
+
+
+def end(name: str, status: int, *tail: str, node: int = 0) -> ChildEnd:
+    return ChildEnd(name=name, attempt=0, status=status, node=node, log_path=f"logs/{name}.log", pid=5, tail=tail)
+
+
+def test_the_report_is_bounded_whatever_happened():
+    failures = Failures()
+    failures.note_end(end("trainer/1", -9, *(f"line {i}" for i in range(25)), node=3), "signal SIGKILL", 0.0)
+    failures.blame("trainer/1", "trainer/1 ended with signal SIGKILL and is never restarted", 10.0)
+    failures.blame("buffer", "too late", 10.1)
+    for i in range(20):
+        failures.note_end(end(f"rollout/{i}", 1, "myxa: lost " + "x" * 900), "exit status 1", 10.5 + i / 10)
+    failures.note_end(end("rollout/99", 0), "exit status 0", 12.0)
+    failures.note_end(end("rollout/98", -15), "signal SIGTERM", 12.0)
+    first = failures.first
+    assert first is not None
+    lines = first.report().splitlines()
+    assert len(lines) == REPORT_LINES < 25
+    assert lines[0] == (
+        "first failure: trainer/1 ended with signal SIGKILL and is never restarted (node 3): "
+        "somebody killed it, most often the kernel for lack of memory"
+    )
+    assert "dmesg" in lines[1]
+    assert lines[2].startswith("then: 0.5 s later: rollout/0 ended with exit status 1: lost xxx")
+    assert lines[6] == "then: 16 more", "who was asked to end and did has not failed"
+    assert lines[7] == "---- end of logs/trainer/1.log on node 3 ----"
+    assert lines[-1] == "line 24"
+    assert max(map(len, lines)) < 250
+
+
+def test_a_cause_of_many_lines_leaves_room_for_the_rest():
+    tail = ("a", "b", "myxa: the run cannot start: 30 problems", *(f"  problem {i}" for i in range(30)))
+    failure = FirstFailure("buffer", "buffer ended with exit status 1", "log", tail, status=1, followed=("x",) * 9)
+    assert len(failure.report().splitlines()) <= REPORT_LINES
+
+
+def test_signals_and_silent_exits_have_words_and_remedies():
+    assert "native code" in meaning(-signal.SIGSEGV)
+    assert meaning(1) == ""
+    assert meaning(-60) == ""
+    assert "called exit" in remedy(3, (), has_word=False)
+    assert "ran out of memory" in remedy(
+        1, ("RuntimeError: [enforce fail] can't allocate memory: you tried",), has_word=True
+    )
+    assert "ran out of memory" in remedy(
+        -6, ("terminate called after throwing an instance of 'std::bad_alloc'",), has_word=False
+    )
+    assert remedy(-60, (), has_word=False) == ""
+    assert remedy(1, ("myxa: EngineError: glass",), has_word=True) == "", "it said so itself"

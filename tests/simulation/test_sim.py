@@ -1,0 +1,440 @@
+"""The simulator itself: virtual time, processes that stop and die, a network that fails, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from myxa.core.actor import Actor, with_deadline
+from myxa.core.errors import ConfigError, DeadlineExceeded, OutcomeUnknown, PeerDied, SimulationError
+from myxa.core.handlers import call, cast, stream
+from myxa.transport.simulation import VERBS, Nemesis, Net, ProcessCrashed, Sim, carry_out, run, seeds, sweep
+
+
+class Clerk(Actor):
+    def __init__(self) -> None:
+        self.notes: list[int] = []
+
+    @call(deadline=5)
+    async def work(self, seconds: float) -> int:
+        await asyncio.sleep(seconds)
+        return self.ctx.epoch
+
+    @call(deadline=5)
+    async def heard(self) -> tuple[int, ...]:
+        return tuple(self.notes)
+
+    @cast
+    async def note(self, number: int) -> None:
+        self.notes.append(number)
+
+    @stream(window=4)
+    async def count(self, until: int) -> AsyncIterator[int]:
+        for number in range(until):
+            yield number
+
+
+async def clerk(node: Any) -> None:
+    await node.start(Clerk(), f"clerk/{node.name}")
+
+
+def simulated(body: Callable[[Sim], Awaitable[Any]], net: Net | None = None, seed: int = 1) -> Any:
+    """Run `body` in a simulation with nodes "a" and "b", a clerk on each."""
+
+    async def scenario(seed: int) -> Any:
+        async with Sim(seed, net) as sim:
+            for name in ("a", "b"):
+                await sim.node(name, clerk)
+            return await body(sim)
+
+    return run(scenario, seed)
+
+
+def ref(sim: Sim, here: str, there: str, deadline_s: float = 5.0) -> Clerk:
+    return with_deadline(sim.nodes[here].node.ref(Clerk, f"clerk/{there}"), deadline_s)
+
+
+# -- time
+
+
+def test_an_hour_takes_no_time() -> None:
+    began = time.monotonic()
+
+    async def hour(seed: int) -> float:
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        await asyncio.sleep(3000)
+        return loop.time() - before
+
+    assert run(hour, 1) == pytest.approx(3000)
+    assert time.monotonic() - began < 60
+
+
+def test_a_run_without_end_is_ended() -> None:
+    async def for_ever(seed: int) -> None:
+        while True:
+            await asyncio.sleep(10)
+
+    with pytest.raises(SimulationError, match="did not end in time"):
+        run(for_ever, 1, limit_s=100)
+
+
+def test_a_standstill_names_who_waits() -> None:
+    async def stand_still(seed: int) -> None:
+        asyncio.current_task().set_name("Godot's friend")  # pyright: ignore[reportOptionalMemberAccess]
+        await asyncio.Event().wait()
+
+    with pytest.raises(SimulationError, match="standstill.*Godot's friend"):
+        run(stand_still, 1)
+
+
+def test_a_task_that_is_left_is_told() -> None:
+    kept: list[Any] = []
+
+    async def careless(seed: int) -> None:
+        kept.append(asyncio.get_running_loop().create_task(asyncio.sleep(9), name="forgotten"))
+
+    with pytest.raises(SimulationError, match="forgotten"):
+        run(careless, 1)
+
+
+def test_an_exception_that_nobody_sees_is_told() -> None:
+    async def hidden(seed: int) -> None:
+        asyncio.get_running_loop().call_soon(lambda: 1 / 0)
+        await asyncio.sleep(1)
+
+    with pytest.raises(SimulationError, match="seen by nobody") as found:
+        run(hidden, 1)
+    assert isinstance(found.value.__cause__, ZeroDivisionError)
+
+
+# -- what is outside
+
+
+OUTSIDE: dict[str, Callable[[asyncio.AbstractEventLoop], Any]] = {
+    "run_in_executor": lambda loop: loop.run_in_executor(None, time.monotonic),
+    "getaddrinfo": lambda loop: loop.getaddrinfo("localhost", 80),
+    "create_connection": lambda loop: loop.create_connection(asyncio.Protocol, "localhost", 80),
+    "subprocess_exec": lambda loop: loop.subprocess_exec(asyncio.SubprocessProtocol, "true"),
+    "add_reader": lambda loop: loop.add_reader(0, print),
+    "add_signal_handler": lambda loop: loop.add_signal_handler(2, print),
+    "sock_recv": lambda loop: loop.sock_recv(socket.socket(), 1),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+def test_the_world_is_refused_by_name(name: str) -> None:
+    async def reach_out(seed: int) -> None:
+        with pytest.raises(SimulationError, match=f"loop.{name} reaches out"):
+            await OUTSIDE[name](asyncio.get_running_loop())
+
+    run(reach_out, 1)
+
+
+def test_a_thread_may_not_call_in() -> None:
+    errors: list[BaseException] = []
+
+    async def with_thread(seed: int) -> None:
+        loop = asyncio.get_running_loop()
+
+        def call_in() -> None:
+            try:
+                loop.call_soon_threadsafe(print)
+            except SimulationError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=call_in)
+        thread.start()
+        thread.join()
+        loop.call_soon_threadsafe(lambda: None)
+
+    run(with_thread, 1)
+    assert "a thread called" in str(errors[0])
+
+
+@pytest.mark.asyncio
+async def test_a_real_loop_is_refused() -> None:
+    with pytest.raises(SimulationError, match="real loop"):
+        Sim(1)
+
+
+# -- processes
+
+
+def test_a_crash_fails_the_call_and_runs_no_finally() -> None:
+    ended: list[str] = []
+
+    async def body(sim: Sim) -> None:
+        async def hold() -> None:
+            try:
+                await asyncio.sleep(100)
+            finally:
+                ended.append("finally")
+
+        held = sim.spawn("b", hold())
+        asked = sim.spawn("a", ref(sim, "a", "b").work(3.0))
+        await asyncio.sleep(0.5)
+        await sim.crash("b")
+        assert not sim.nodes["b"].is_alive
+        with pytest.raises(ProcessCrashed):
+            await held
+        with pytest.raises(PeerDied, match="SIGKILL"):
+            await asked
+        with pytest.raises(SimulationError, match="b is down"):
+            sim.spawn("b", hold())
+        await asyncio.sleep(200)
+        assert ended == []  # a killed process says nothing
+        await sim.restart("b")
+        assert await sim.spawn("a", ref(sim, "a", "b").work(0.0)) == 2
+
+    simulated(body)
+    assert ended == ["finally"]  # only when the simulation is cleared away
+
+
+def test_a_pause_holds_everything_and_loses_nothing() -> None:
+    async def body(sim: Sim) -> None:
+        asked = sim.spawn("a", ref(sim, "a", "b").work(0.1))
+        await asyncio.sleep(0.05)
+        sim.pause("b")
+        for number in range(5):
+            await sim.spawn("a", ref(sim, "a", "b").note(number))
+        await asyncio.sleep(1.5)
+        assert not asked.done()
+        sim.resume("b")
+        assert await asked == 1
+        assert await sim.spawn("a", ref(sim, "a", "b").heard()) == (0, 1, 2, 3, 4)
+
+    simulated(body)
+
+
+def test_a_long_pause_breaks_the_connection_but_no_promise() -> None:
+    async def body(sim: Sim) -> None:
+        await sim.spawn("a", ref(sim, "a", "b").work(0.0))
+        sim.pause("b")
+        asked = sim.spawn("a", ref(sim, "a", "b", 3.0).work(0.0))
+        with pytest.raises(OutcomeUnknown):
+            await asked
+        sim.resume("b")
+        await asyncio.sleep(5.0)
+        assert await sim.spawn("a", ref(sim, "a", "b").work(0.0)) >= 1
+
+    simulated(body, Net(unreachable_s=30.0))
+
+
+def test_somebody_who_was_given_up_is_fenced_and_comes_back() -> None:
+    async def body(sim: Sim) -> None:
+        sim.partition({"b"}, {"a", "launcher/0"})
+        await asyncio.sleep(10.0)
+        sim.heal()
+        await asyncio.sleep(10.0)
+        assert await sim.spawn("a", ref(sim, "a", "b").work(0.0)) > 1
+        assert sim.failures == []  # a fenced node is no failure
+        assert sim.log.lines("failed")
+
+    simulated(body)
+
+
+def test_clocks_may_disagree() -> None:
+    async def scenario(seed: int) -> None:
+        async with Sim(seed) as sim:
+            fast = await sim.node("a", clerk, clock_offset_s=5000.0)
+            slow = await sim.node("b", clerk, clock_offset_s=-900.0)
+            assert fast.clock.monotonic() - slow.clock.monotonic() == pytest.approx(5900.0)
+            with pytest.raises(DeadlineExceeded):  # deadlines travel as what is left
+                await sim.spawn("a", ref(sim, "a", "b", 1.0).work(2.0))
+            before = slow.clock.wall(), slow.clock.monotonic()
+            sim.step_clock("b", -3600.0)
+            assert slow.clock.wall() - before[0] == pytest.approx(-3600.0)
+            assert slow.clock.monotonic() == before[1]
+            assert await sim.spawn("b", ref(sim, "b", "a").work(0.0)) == 1
+
+    run(scenario, 1)
+
+
+# -- the network
+
+
+def test_latency_is_that_of_the_net() -> None:
+    async def body(sim: Sim) -> None:
+        await sim.spawn("a", ref(sim, "a", "b").work(0.0))
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        await sim.spawn("a", ref(sim, "a", "b").work(0.0))
+        assert loop.time() - before == pytest.approx(0.6, abs=0.01)
+
+    simulated(body, Net(delay_s=(0.3, 0.3)))
+
+
+def test_a_partition_may_be_one_way() -> None:
+    async def body(sim: Sim) -> None:
+        await sim.spawn("a", ref(sim, "a", "b").work(0.0))
+        await sim.spawn("b", ref(sim, "b", "a").work(0.0))
+        sim.partition({"a"}, {"b"}, one_way=True)
+        await sim.spawn("b", ref(sim, "b", "a").note(7))  # this way is open
+        asked = sim.spawn("a", ref(sim, "a", "b", 4.0).work(0.0))
+        await asyncio.sleep(0.5)
+        assert not asked.done()
+        sim.heal()  # before keepalive: what was held back goes on
+        assert await asked == 1
+        assert await sim.spawn("a", ref(sim, "a", "a").heard()) == (7,)
+
+    simulated(body)
+
+
+def test_a_slow_reader_is_spared_by_credit() -> None:
+    async def body(sim: Sim) -> int:
+        await sim.spawn("a", ref(sim, "a", "b").work(0.0))
+        sim.slow("b", 200.0)
+
+        async def flood() -> None:
+            for number in range(3000):
+                await with_deadline(sim.nodes["a"].node.ref(Clerk, "clerk/b"), 100.0).note(number)
+
+        await sim.spawn("a", flood())
+        sim.slow("b", 0)
+        assert (await sim.spawn("a", ref(sim, "a", "b", 60.0).heard())) == tuple(range(3000))
+        return sim.network.most_under_way
+
+    most = simulated(body, Net(unreachable_s=100.0))
+    assert 900 < most < 1100  # the window, and a few answers
+
+
+def test_envelopes_keep_their_order_within_a_lane() -> None:
+    async def body(sim: Sim) -> None:
+        async def many() -> None:
+            for number in range(200):
+                await ref(sim, "a", "b").note(number)
+
+        await sim.spawn("a", many())
+        await asyncio.sleep(2.0)
+        assert await sim.spawn("a", ref(sim, "a", "b").heard()) == tuple(range(200))
+
+    simulated(body, Net(delay_s=(0.0, 0.5), duplicate=0.3))
+
+
+def test_a_stream_gets_through_a_net_that_loses() -> None:
+    """Gap-free or broken, and never stuck, though an item, a demand or the end may be lost."""
+
+    async def body(sim: Sim) -> str:
+        async def read() -> str:
+            got: list[int] = []
+            try:
+                async for number in sim.nodes["a"].node.ref(Clerk, "clerk/b").count(30):
+                    got.append(number)
+            except OutcomeUnknown:
+                assert got == list(range(len(got)))
+                return "broken"
+            assert got == list(range(30))
+            return "whole"
+
+        sim.degrade(Net(drop=0.05))
+        told = await sim.spawn("a", read())
+        sim.degrade(Net())
+        await sim.quiet()
+        return told
+
+    told = {simulated(body, seed=seed) for seed in range(20)}
+    assert told == {"whole", "broken"}
+
+
+# -- the rest
+
+
+def test_what_is_under_way_at_the_end_is_an_error() -> None:
+    async def body(sim: Sim) -> None:
+        sim.spawn("a", ref(sim, "a", "b").work(3.0)).add_done_callback(lambda done: done.exception())
+        await asyncio.sleep(0.5)
+
+    with pytest.raises(SimulationError, match="a call of node 2 epoch 1 to clerk/b is still open"):
+        simulated(body)
+
+
+def test_quiet_says_what_is_not() -> None:
+    async def body(sim: Sim) -> None:
+        asked = sim.spawn("a", ref(sim, "a", "b").work(3.0))
+        await asyncio.sleep(0.1)
+        with pytest.raises(SimulationError, match="after 1 s still under way: .*clerk/b"):
+            await sim.quiet(1.0)
+        await asked
+        await sim.quiet()
+
+    simulated(body)
+
+
+def test_a_failing_actor_is_noted_and_its_node_started_again() -> None:
+    async def body(sim: Sim) -> None:
+        async def fail() -> None:
+            raise ValueError("broken on purpose")
+
+        await sim.spawn("b", _spawn_in_clerk(sim, fail()))
+        await asyncio.sleep(3.0)
+        assert [(name, type(error)) for name, error in sim.failures] == [("b", ValueError)]
+        assert sim.nodes["b"].num_incarnations == 2
+        assert await sim.spawn("a", ref(sim, "a", "b").work(0.0)) == 2
+
+    simulated(body)
+
+
+async def _spawn_in_clerk(sim: Sim, work: Any) -> None:
+    (cell,) = [c for c in sim.nodes["b"].node._hosting.cells() if c.name == "clerk/b"]
+    cell.spawn(work, "fails")
+
+
+def test_every_verb_of_the_nemesis_is_carried_out() -> None:
+    async def body(sim: Sim) -> set[str]:
+        schedule = Nemesis(every_s=(0.3, 0.3)).schedule(sim.rng("nemesis"), ["a", "b"], 40.0)
+        assert schedule == Nemesis(every_s=(0.3, 0.3)).schedule(sim.rng("nemesis"), ["a", "b"], 40.0)
+        assert {strike.verb for strike in schedule} == set(VERBS)
+        await carry_out(sim, schedule)
+        assert all(node.is_alive for node in sim.nodes.values())
+        await sim.quiet()
+        return {line.split()[2] for line in sim.log.lines()}
+
+    assert {"kill", "pause", "resume", "partition", "heal", "reset", "slow", "clock", "break"} <= simulated(body)
+
+
+def test_the_registrys_node_is_not_touched() -> None:
+    async def body(sim: Sim) -> None:
+        with pytest.raises(SimulationError, match="never touched"):
+            await sim.crash("launcher/0")
+        with pytest.raises(SimulationError, match="no node 'c'"):
+            sim.pause("c")
+        with pytest.raises(SimulationError, match="a node a already"):
+            await sim.node("a")
+
+    simulated(body)
+
+
+def test_a_failing_seed_says_how_to_repeat_it() -> None:
+    async def fragile(seed: int) -> None:
+        await asyncio.sleep(1)
+        assert seed != 17
+
+    with pytest.raises(AssertionError) as found:
+        sweep(fragile, range(100), repro="python -m pytest tests/mine -k fragile")
+    assert found.value.__notes__ == ["SIM_SEED=17 python -m pytest tests/mine -k fragile"]
+    assert sweep(fragile, range(10), repro="") == 10
+
+
+def test_the_environment_may_choose_a_seed() -> None:
+    assert list(seeds(3, {})) == [0, 1, 2]
+    assert list(seeds(2, {}, first=10)) == [10, 11]
+    assert list(seeds(1000, {"SIM_SEED": "1234"})) == [1234]
+    with pytest.raises(ConfigError, match="is no seed"):
+        seeds(1000, {"SIM_SEED": "-4"})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"drop": 1.0}, {"duplicate": -0.1}, {"delay_s": (2.0, 1.0)}, {"keepalive_s": 0.0}, {"reconnect_s": (-1, 1)}],
+)
+def test_impossible_nets_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Net(**wrong)

@@ -1,0 +1,75 @@
+"""When envelopes leave: answers together, and never kept back by one that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from myxa.core.actor import Actor, MailboxPolicy
+from myxa.core.handlers import call
+from myxa.transport.departures import Departures
+from myxa.transport.frames import split
+from myxa.transport.node import Node
+from myxa.transport.zmq_outbox import Outbox
+
+HERE = Path(__file__).parent
+
+
+def test_all_leave_at_the_release_also_if_one_fails():
+    left: list[int] = []
+
+    def fail() -> None:
+        raise OSError("gone")
+
+    departures = Departures()
+    departures.hold()
+    departures.add(lambda: left.append(1))
+    departures.add(fail)
+    departures.add(lambda: left.append(3))
+    assert left == []
+    with pytest.raises(OSError, match="gone"):
+        departures.release()
+    assert sorted(left) == [1, 3]
+    assert not departures.is_holding
+    departures.release()
+    assert sorted(left) == [1, 3]
+
+
+class Echo(Actor):
+    mailbox = MailboxPolicy(size=2000)
+
+    @call(deadline=20)
+    async def echo(self, number: int) -> int:
+        return number
+
+
+@pytest.mark.asyncio
+async def test_under_load_messages_travel_together_and_alone_they_leave_at_once(monkeypatch):
+    sizes: list[int] = []
+    put = Outbox._put
+
+    def counted(self, message):
+        parts = split(memoryview(bytes(message)))
+        sizes.append(len(parts) if isinstance(parts, list) else 0)
+        return put(self, message)
+
+    monkeypatch.setattr(Outbox, "_put", counted)
+    near = await Node.attach(name="near")
+    far = await Node.attach(name="far", rdzv=near.rendezvous)
+    ref = await far.start(Echo(), "echo")
+    del ref
+    there = near.ref(Echo, "echo")
+    assert await there.echo(1) == 1
+    sizes.clear()
+    for number in range(20):
+        assert await there.echo(number) == number
+    assert max(sizes) <= 2  # nothing waits for company (a heartbeat may happen to be there)
+    sizes.clear()
+    numbers = await asyncio.gather(*(there.echo(n) for n in range(1000)))
+    assert numbers == list(range(1000))
+    assert sum(sizes) >= 2000
+    assert len(sizes) < 500  # a message of ZeroMQ each would be 2000
+    await far.close()
+    await near.close()

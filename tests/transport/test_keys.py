@@ -1,0 +1,436 @@
+"""Who may speak as whom over tcp: a key of its own for every process, and nobody speaks in another's name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from myxa.core.errors import LaunchError, NotPermitted, StaleEpoch
+from myxa.core.handlers import call
+from myxa.core.ids import PeerKey
+from myxa.transport.dialect import PROTOCOL
+from myxa.transport.directory import NodeRecord
+from myxa.transport.frames import Envelope, Kind, batch, encode
+from myxa.transport.guard import BAN_S, MAX_CANDIDATES, MAX_PAST, PROVISIONAL, Badge, Guard, Verdict
+from myxa.transport.hello import Hello, write_hello
+from myxa.transport.node import JobKey, KeyPair, Node
+from myxa.transport.wire import Endpoints, Lane
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cast_of_actors import Echo, EchoContract
+
+pytestmark = [pytest.mark.timeout(60)]
+ABOVE = 1 << 40
+"""More connections than any node has made."""
+
+
+@pytest.fixture
+def kind():
+    return "tcp"
+
+
+def key_of(node: Node) -> KeyPair:
+    keys = node._opened.keys
+    assert keys is not None
+    return keys.own
+
+
+class Raw:
+    """A plain socket that connects to a node over tcp."""
+
+    def __init__(self, to: Node, pair: KeyPair | None, lane: Lane = Lane.CONTROL) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 200)
+        self.socket.setsockopt(zmq.SNDTIMEO, 300)
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self.to = to._key
+        endpoints = to._opened.transport.endpoints
+        if pair is not None:
+            self.socket.curve_serverkey = endpoints.curve.encode()
+            self.socket.curve_publickey, self.socket.curve_secretkey = pair.public.encode(), pair.secret.encode()
+        self.socket.connect(endpoints.tcp[lane])
+
+    def hello(self, name: str, me: PeerKey, endpoints: Endpoints | None = None, attempt: int = ABOVE) -> bytearray:
+        body = write_hello(Hello(
+            protocol=PROTOCOL, name=name, wire=1, to_node=self.to.node_id, to_epoch=self.to.epoch, endpoints=endpoints or Endpoints(),
+            sent_units=0, attempt=attempt,
+        ))  # fmt: skip
+        return encode(Envelope(kind=Kind.HELLO, src_node=me.node_id, src_epoch=me.epoch, dst_epoch=1, body=body))
+
+    def call(self, me: PeerKey, method: int) -> bytearray:
+        own, to = me, self.to
+        return encode(Envelope(
+            kind=Kind.CALL, corr=ABOVE, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=to.epoch, method=method,
+            body=b"[{}]",
+        ))  # fmt: skip
+
+    async def send(self, *envelopes: bytearray) -> bool:
+        """False if the connection was refused."""
+        try:
+            await asyncio.to_thread(self.socket.send, batch(list(envelopes)))
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+async def counted(node: Node, name: str, number: int = 1) -> None:
+    async with asyncio.timeout(10):
+        while node.counters().get(name, 0) < number:
+            await asyncio.sleep(0.01)
+
+
+async def until(is_so) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+def no_handshakes(node: Node) -> int:
+    """A client without a key is turned away, or sees first that it lacks one and hangs up."""
+    counters = node.counters()
+    return counters.get("handshake_wrong", 0) + counters.get("handshake_unfinished", 0)
+
+
+# -- keys
+
+
+@pytest.mark.asyncio
+async def test_every_process_has_a_key_of_its_own(world):
+    near, far = await world.pair(Echo())
+    keys = {key_of(node).public for node in (world.host, near, far)}
+    assert len(keys) == 3
+    assert key_of(world.host).public == world.key.public
+    assert await near.ref(EchoContract, "callee").ping() > 0
+
+
+@pytest.mark.asyncio
+async def test_a_process_whose_key_was_announced_needs_no_job_key_and_has_one_name(world):
+    own = KeyPair.generate()
+    await world.host.registry.expect("rollout/0", own.public)
+    rdzv = world.host.rendezvous
+    with pytest.raises(LaunchError, match=r"announced for rollout/0 was used to join as trainer/0"):
+        await Node.attach(name="trainer/0", rdzv=rdzv, key=own, node_rank=5, timeout_s=2)
+    node = await Node.attach(name="rollout/0", rdzv=rdzv, key=own, node_rank=5)
+    world.nodes.append(node)
+    assert key_of(node) == own
+    await world.host.start(Echo(), "callee")
+    await node.wait_for("callee", timeout_s=5)
+    assert await node.ref(EchoContract, "callee").ping() > 0
+    with pytest.raises(LaunchError):  # it served to join once
+        await Node.attach(name="rollout/0", rdzv=rdzv, key=own, node_rank=6, timeout_s=2)
+
+
+@pytest.mark.asyncio
+async def test_the_job_key_opens_only_the_registry(world):
+    """With it one may ask to join, and do nothing else; other nodes do not even let it in to ask."""
+    near = await world.join("near")
+    await near.start(Echo(), "callee")
+    raw = Raw(world.host, world.key)
+    try:
+        await raw.send(raw.hello("near", near._key), raw.call(near._key, 0))
+        await counted(world.host, "hello_in_anothers_name")
+    finally:
+        raw.close()
+    raw = Raw(near, world.key)
+    try:
+        me = PeerKey(PROVISIONAL | 5, 0)
+        await raw.send(raw.hello("stranger", me), raw.call(me, 0))
+        await counted(near, "hello_in_anothers_name")
+        assert near.counters()["before_hello"] == 1
+    finally:
+        raw.close()
+
+
+# -- names
+
+
+@pytest.mark.asyncio
+async def test_a_node_cannot_speak_in_anothers_name(world):
+    near, far = await world.pair(Echo())
+    other = await world.join("other")
+    raw = Raw(far, key_of(other))
+    try:
+        await raw.send(raw.hello("near", near._key), raw.call(near._key, 0))
+        await counted(far, "hello_in_anothers_name")
+        await raw.send(raw.hello("other", near._key))
+        await raw.send(raw.hello("near", other._key))
+        await raw.send(raw.hello("other", PeerKey(other._key.node_id, 9)))
+        await counted(far, "hello_in_anothers_name", 4)
+        assert far.counters()["before_hello"] == 1
+        await raw.send(raw.hello("other", other._key, other._opened.transport.endpoints))  # as itself it may
+        await raw.send(raw.hello("near", near._key))  # and then not become somebody else
+        await counted(far, "malformed", 5)
+    finally:
+        raw.close()
+    assert await near.ref(EchoContract, "callee").seen() == []
+    assert far.counters()["hello_in_anothers_name"] == 4
+
+
+@pytest.mark.asyncio
+async def test_the_registry_hears_of_a_node_only_from_itself_and_from_launchers(world):
+    own = KeyPair.generate()
+    await world.host.registry.expect("rollout/0", own.public)
+    node = await Node.attach(name="rollout/0", rdzv=world.host.rendezvous, key=own, node_rank=5)
+    world.nodes.append(node)
+    other = await world.join("other")
+    registry = node.registry
+    (own_record,) = await registry.list_nodes("rollout/0")
+    for deed in (
+        registry.rejoin(msgspec.structs.replace(own_record, role="keeper")),
+        registry.leave("other", 1, "gone"),
+        registry.announce("other", 1, (), {}),
+        registry.process_exited("other", 1, 0),
+        registry.expect("trainer/0", KeyPair.generate().public),
+        registry.register("other", Endpoints(), 1),
+    ):
+        with pytest.raises(NotPermitted):
+            await deed
+    assert await other.registry.process_exited("nobody", 1, 0) is False  # it joined with the job's key
+    with pytest.raises(NotPermitted, match="no public key"):
+        await other.registry.expect("trainer/0", "short")
+    with pytest.raises(NotPermitted, match="no role"):
+        await other.registry.expect("trainer/0", own.public, "king")
+    with pytest.raises(LaunchError, match="registry itself"):
+        await world.join("launcher/0", timeout_s=2)
+
+
+# -- replays, stale epochs, dead incarnations
+
+
+@pytest.mark.asyncio
+async def test_a_hello_that_was_recorded_has_no_effect(world):
+    near, far = await world.pair(Echo())
+    assert await near.ref(EchoContract, "callee").ping() > 0
+    pair, me, endpoints = key_of(near), near._key, near._opened.transport.endpoints
+    for number in (1, 2):
+        raw = Raw(far, pair)
+        try:
+            await raw.send(raw.hello("near", me, endpoints, attempt=1))  # an old one
+            await counted(far, "hello_replayed", number)
+        finally:
+            raw.close()
+    assert await near.ref(EchoContract, "callee").ping() > 0  # its own connection is still the one that counts
+
+
+@pytest.mark.asyncio
+async def test_the_key_of_a_dead_incarnation_is_dropped(world):
+    near, far = await world.pair(Echo())
+    gone = await world.join("gone")
+    pair, me = key_of(gone), gone._key
+    assert await gone.ref(EchoContract, "callee").ping() > 0
+    await world.host.registry.process_exited("gone", me.epoch, -9)
+    error = await asyncio.wait_for(gone.failed, 10)
+    assert isinstance(error, StaleEpoch)
+    async with asyncio.timeout(10):
+        while far._mirror.directory.node("gone") is not None:
+            await asyncio.sleep(0.01)
+    raw = Raw(far, pair)
+    try:
+        assert not await raw.send(raw.hello("gone", me))
+        await counted(far, "key_over")
+    finally:
+        raw.close()
+    assert await near.ref(EchoContract, "callee").ping() > 0
+
+
+@pytest.mark.asyncio
+async def test_an_incarnation_that_is_over_is_told_so_when_it_connects(world):
+    """It was cut off when it was replaced, and connects again: the refusal of its key is how it learns."""
+    near = await world.join("near")
+    old = await world.join("twice")
+    await old.start(Echo(), "old")
+    old._mirror._take = lambda update: True  # it hears nothing from the registry
+    new = await world.join("twice")
+    assert new.epoch == old.epoch + 1
+    async with asyncio.timeout(10):
+        while near._mirror.directory.node("twice").epoch != new.epoch:
+            await asyncio.sleep(0.01)
+    await near.start(Echo(), "callee")
+    route = near._mirror.registry  # keeps near's own connections out of it
+    assert route is not None
+    old._session._links.open(near._key, near._opened.transport.endpoints)
+    error = await asyncio.wait_for(old.failed, 10)
+    assert isinstance(error, StaleEpoch) and "over" in str(error)
+
+
+# -- refusals are told once
+
+
+@pytest.mark.asyncio
+async def test_refusals_are_counted_and_the_first_is_logged_with_a_remedy(world, caplog):
+    with caplog.at_level(logging.WARNING, logger="myxa.transport"):
+        for number in (1, 2, 3):
+            raw = Raw(world.host, KeyPair.generate())
+            assert not await raw.send(raw.hello("x", PeerKey(9, 9)))
+            raw.close()
+            raw = Raw(world.host, None)
+            assert not await raw.send(raw.hello("x", PeerKey(9, 9)))
+            raw.close()
+            await counted(world.host, "key_unknown", number)
+            await until(lambda n=number: no_handshakes(world.host) >= n)
+    told = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    names = [line.partition("(")[2].partition(")")[0] for line in told]
+    assert len(names) == len(set(names)), "each kind is told once"
+    assert "key_unknown" in names and len(names) >= 2
+    assert any("job's key" in line for line in told)
+    assert any("without a key" in line or "hangs up" in line for line in told)
+
+
+@pytest.mark.asyncio
+async def test_nonsense_bans_the_key_for_a_while(world):
+    near, far = await world.pair(Echo())
+    rogue = await world.join("rogue")
+    raw = Raw(far, key_of(rogue))
+    try:
+        for _ in range(3):
+            await raw.send(*[bytearray(b"myxa") + bytes(60)] * 50)
+        await counted(far, "banned")
+    finally:
+        raw.close()
+    raw = Raw(far, key_of(rogue))
+    try:
+        assert not await raw.send(raw.hello("rogue", rogue._key))
+        await counted(far, "key_banned")
+    finally:
+        raw.close()
+    assert await near.ref(EchoContract, "callee").ping() > 0
+    guard = far._opened.guard
+    later = asyncio.get_running_loop().time() + BAN_S
+    assert guard.verdict(key_of(rogue).public, later) is Verdict.ADMIT
+
+
+@pytest.mark.asyncio
+async def test_a_hello_with_a_nonsensical_address_or_key_hurts_nobody(world):
+    near, far = await world.pair(Echo())
+    rogue = await world.join("rogue")
+    raw = Raw(far, key_of(rogue))
+    overflowing = "#" * 40  # of the right alphabet, and more than 32 bytes can say
+    try:
+        for number, endpoints in enumerate(
+            (
+                Endpoints(curve="x", tcp=("tcp://127.0.0.1:1", "")),
+                Endpoints(tcp=("tcp://127.0.0.1:1", "")),
+                Endpoints(ipc=("tcp://127.0.0.1:1", "")),
+                Endpoints(curve=overflowing, tcp=("ipc:///var/run/some.sock", "")),
+            ),
+            start=1,
+        ):
+            await raw.send(raw.hello("rogue", rogue._key, endpoints))
+            await counted(far, "malformed", number)
+        await raw.send(raw.hello("rogue", rogue._key, Endpoints(curve=overflowing, tcp=("tcp://127.0.0.1:1", ""))))
+        await asyncio.sleep(0.3)
+    finally:
+        raw.close()
+    assert not far.failed.done()
+    assert await near.ref(EchoContract, "callee").ping() > 0
+
+
+# -- roles
+
+
+class PanelContract(EchoContract):
+    @call(deadline=5, safe=True)
+    async def look(self) -> int:
+        raise NotImplementedError
+
+
+class Panel(Echo, PanelContract):
+    async def look(self) -> int:
+        return len(self.log)
+
+
+@pytest.mark.asyncio
+async def test_an_observer_may_only_look(world):
+    far = await world.join("far")
+    await far.start(Panel(), "panel")
+    own = KeyPair.generate()
+    await world.host.registry.expect("observer/0", own.public, "observer")
+    node = await Node.attach(name="observer/0", rdzv=world.host.rendezvous, key=own, node_rank=5)
+    world.nodes.append(node)
+    await node.wait_for("panel", timeout_s=5)
+    panel = node.ref(PanelContract, "panel")
+    assert await panel.look() == 0
+    assert "panel" in [a.name for record in await node.registry.list_nodes() for a in record.actors]
+    with pytest.raises(NotPermitted, match="observer"):
+        await panel.ping()
+    with pytest.raises(NotPermitted):
+        await node.registry.process_exited("far", 1, 0)
+    with pytest.raises(NotPermitted):
+        await node.start(Echo(), "mine")
+    await panel.note("a cast")
+    async with asyncio.timeout(5):
+        while not node.counters()["casts_refused"]:
+            await asyncio.sleep(0.01)
+    assert await far.ref(PanelContract, "panel").seen() == []
+    await node.registry.leave("observer/0", node.epoch, "done")  # of itself it may speak
+
+
+# -- the guard alone
+
+
+def record(name: str, node_id: int, epoch: int, key: str, role: str = "node") -> NodeRecord:
+    return NodeRecord(name=name, node_id=node_id, epoch=epoch, endpoints=Endpoints(curve=key), role=role)
+
+
+def test_the_guard_follows_the_directory_at_once():
+    guard = Guard("root", registry_node=1, is_registry=False)
+    told = []
+    guard.on_change = lambda: told.append(1)
+    assert guard.verdict("a", 0.0) is Verdict.UNKNOWN
+    guard.follow([record("a", 2, 1, "a")])
+    assert told == [1]
+    assert guard.verdict("a", 0.0) is Verdict.ADMIT
+    assert guard.objection("a", PeerKey(2, 1), "a") == ""
+    assert "is that of a" in guard.objection("a", PeerKey(2, 2), "a")
+    assert "is that of a" in guard.objection("a", PeerKey(2, 1), "b")
+    guard.follow([record("a", 2, 2, "a2")])
+    assert guard.verdict("a", 0.0) is Verdict.OVER
+    assert "nobody" in guard.objection("a", PeerKey(2, 1), "a")
+    assert guard.verdict("a2", 0.0) is Verdict.ADMIT
+    guard.ban("a2", 5.0)
+    assert guard.verdict("a2", 5.0 + BAN_S / 2) is Verdict.BANNED
+    assert guard.verdict("a2", 5.0 + BAN_S) is Verdict.ADMIT
+    assert guard.objection("root", PeerKey(1, 4), "launcher/0") == ""
+    assert guard.objection("root", PeerKey(2, 2), "a") != ""
+
+
+def test_the_guard_of_the_registry_lets_strangers_ask_and_no_more():
+    guard = Guard("root", registry_node=1, is_registry=True)
+    stranger = PeerKey(PROVISIONAL | 7, 0)
+    assert guard.objection("root", stranger, "new") == ""
+    assert guard.stranger(stranger) == Badge("", "keeper")
+    assert guard.objection("other", stranger, "new") != ""
+    guard.expect(Badge("rollout/0", "node", "k1"))
+    guard.expect(Badge("rollout/0", "node", "k2"))
+    assert guard.verdict("k1", 0.0) is Verdict.UNKNOWN  # a later key of the same name replaced it
+    assert guard.objection("k2", PeerKey(PROVISIONAL | 8, 0), "rollout/0") == ""
+    assert guard.objection("k2", PeerKey(8, 1), "rollout/0") != ""
+    guard.joined("k2")
+    assert guard.verdict("k2", 0.0) is Verdict.UNKNOWN
+
+
+def test_the_guard_is_bounded():
+    guard = Guard("root", registry_node=1, is_registry=True)
+    for i in range(MAX_CANDIDATES + 100):
+        guard.expect(Badge(f"n/{i}", "node", f"k{i}"))
+    for i in range(MAX_PAST // 100 + 5):
+        guard.follow([record(f"m/{j}", j + 2, i + 1, f"m{i}.{j}") for j in range(100)])
+    assert len(guard._candidates) == MAX_CANDIDATES
+    assert len(guard._past) == MAX_PAST
+
+
+def test_a_secret_is_never_shown():
+    pair = JobKey.generate()
+    assert pair.secret not in f"{pair!r} {pair}"

@@ -1,0 +1,259 @@
+"""What a hostile or broken peer can cost: strikes and bans, half-received envelopes, depth, descriptors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import orjson
+import pytest
+
+from myxa.core.errors import BadRequest
+from myxa.core.ids import PeerKey
+from myxa.transport.assemblies import Assemblies
+from myxa.transport.descriptors import SPARE
+from myxa.transport.frames import LIMITS, Chunk, Envelope, Kind, Malformed, chunk_header, encode, peek, split
+from myxa.transport.hello import MAX_HELLO_BYTES, Hello, read_hello, write_hello
+from myxa.transport.payload import UndecodableError, decode_value, encode_value
+from myxa.transport.strikes import BAN_S, MAX_SOURCES, MAX_STRIKES, WINDOW_S, Strikes
+from myxa.transport.wire import Endpoints, Lane
+from myxa.transport.zmq_sockets import max_message
+
+# -- strikes
+
+
+def test_a_hundred_and_one_strikes_in_a_minute_are_a_ban_that_ends():
+    strikes = Strikes()
+    assert not any(strikes.strike(b"a", now=i * 0.1) for i in range(MAX_STRIKES))
+    assert not strikes.is_banned(b"a", 10.0)
+    assert strikes.strike(b"a", now=11.0)
+    assert strikes.is_banned(b"a", 11.0 + BAN_S - 0.1)
+    assert not strikes.is_banned(b"b", 12.0)
+    assert not strikes.is_banned(b"a", 11.0 + BAN_S)
+    assert not strikes.has_bans
+
+
+def test_strikes_that_come_slowly_are_no_ban():
+    strikes = Strikes()
+    step = 1.01 * WINDOW_S / MAX_STRIKES
+    assert not any(strikes.strike(b"a", now=i * step) for i in range(20 * MAX_STRIKES))
+
+
+def test_connections_are_forgotten_when_there_are_too_many():
+    strikes = Strikes()
+    for i in range(5 * MAX_SOURCES):
+        strikes.strike(str(i).encode(), now=0.0)
+    for i in range(2 * MAX_SOURCES // 100):
+        for _ in range(MAX_STRIKES + 1):
+            strikes.strike(f"x{i}".encode(), now=0.0)
+    assert len(strikes) <= 2 * MAX_SOURCES
+
+
+# -- half-received envelopes
+
+
+def chunk(index: int, offset: int, total: int, data: bytes) -> Chunk:
+    made = split(memoryview(chunk_header(index, offset, total) + data))
+    assert isinstance(made, Chunk)
+    return made
+
+
+def test_announcing_a_large_envelope_costs_nothing():
+    assemblies = Assemblies()
+    for i in range(1000):
+        assert assemblies.add(str(i).encode(), chunk(0, 0, LIMITS.message, b"x")) is None
+    assert assemblies.num_bytes == 1000
+
+
+def test_all_half_received_envelopes_together_are_bounded():
+    assemblies = Assemblies(limit_bytes=100)
+    head = encode(Envelope(kind=Kind.CALL, corr=77))
+    first = chunk(0, 0, 500, bytes(head))
+    assert assemblies.overflow(b"a", first) is None
+    assert assemblies.add(b"a", first) is None
+    second = chunk(1, len(head), 500, bytes(90))
+    given_up = assemblies.overflow(b"a", second)
+    assert given_up is not None and peek(given_up) == (Kind.CALL, 77)
+    assert assemblies.num_bytes == 0
+    assert assemblies.overflow(b"a", second) is None  # told once
+    assert assemblies.add(b"a", second) is None  # the rest of it is dropped without a word
+    whole = assemblies.add(b"a", chunk(0, 0, 3, b"abc"))  # the next one is welcome
+    assert whole == b"abc"
+    assert isinstance(assemblies.add(b"a", chunk(4, 9, 500, b"abc")), Malformed)
+    assemblies.add(b"b", chunk(0, 0, 50, b"abc"))
+    assemblies.forget(b"b")
+    assert assemblies.num_bytes == 0
+
+
+# -- bodies
+
+
+@pytest.mark.parametrize("depth", [100, 1000, 2000, 100_000, 1_000_000])
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
+def test_depth_is_bounded(depth, opening):
+    closing = b"]" if opening == b"[" else b"}"
+    body = b"[" + opening * depth + b"1" + closing * depth + b"]"
+    if depth > 1024:
+        with pytest.raises(UndecodableError):
+            decode_value(body, [], object)
+        return
+    try:
+        value = decode_value(body, [], object)
+    except UndecodableError:
+        return
+    try:
+        encode_value(value)  # whoever sends it on gets an answer, not a crash
+    except BadRequest:
+        pass
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        ["object", [1], 0], ["O", [1], 0], ["V8", [1], 0], ["datetime64", [1], 0], ["float32", [2**63, 0], 0],
+        ["float32", [2**62, 2**62, 0], 0], ["float32", [-1], 0], ["float32", [1] * 65, 0], ["float32", [1.5], 0],
+        ["float32", [1], 1], ["float32", [1], -1], ["float32", [2], 0], ["", [1], 0], [None, [1], 0], ["float32", "1", 0],
+    ],
+)  # fmt: skip
+def test_arrays_are_only_what_the_table_of_dtypes_says(array):
+    import numpy.typing as npt
+
+    kind = npt.NDArray[np.float32]
+    with pytest.raises(UndecodableError):
+        decode_value(json.dumps([array]).encode(), [memoryview(bytes(4))], kind)
+
+
+def test_the_number_of_arrays_is_bounded_on_both_sides():
+    arrays = [np.zeros(0, np.float32)] * (LIMITS.arrays + 1)
+    with pytest.raises(BadRequest, match="arrays"):
+        encode_value(arrays)
+    empty = [b""] * (LIMITS.arrays + 1)
+    from myxa.transport.frames import decode
+
+    found = decode(memoryview(encode(Envelope(kind=Kind.CALL, corr=3, body=b"[1]", frames=tuple(empty)))))
+    assert isinstance(found, Malformed) and "arrays" in found.reason and found.corr == 3
+
+
+def hello(**changes) -> Hello:
+    fields = {"name": "a/0", "protocol": "1", "wire": 1, "to_node": 1, "to_epoch": 1}
+    fields |= {"endpoints": Endpoints(), "sent_units": 0}
+    return Hello(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"\xff\xfe", b"[" * 5000, write_hello(hello(name="x" * 200)), write_hello(hello(name="A B\n")),
+        write_hello(hello(sent_units=70_000)), write_hello(hello(attempt=0)), write_hello(hello(attempt=1 << 63)),
+        write_hello(hello(endpoints=Endpoints(inproc="x" * MAX_HELLO_BYTES))),
+        orjson.dumps({**orjson.loads(write_hello(hello())), "more": 1}),
+        write_hello(hello(endpoints=Endpoints(curve="nonsense"))),
+        write_hello(hello(endpoints=Endpoints(curve="\u00e4" * 40))),
+        write_hello(hello(endpoints=Endpoints(tcp=("tcp://10.0.0.1:1", "")))),
+        write_hello(hello(endpoints=Endpoints(ipc=("/var/run/some.sock", "")))),
+    ],
+)  # fmt: skip
+def test_a_hello_that_is_none_is_a_value_error(body):
+    with pytest.raises(ValueError):
+        read_hello(body)
+
+
+def test_a_hello_travels():
+    assert read_hello(write_hello(hello(attempt=7))) == hello(attempt=7)
+    assert str(PeerKey(1, 2)) == "node 1 epoch 2"
+
+
+def test_every_lane_has_a_largest_message():
+    assert LIMITS.control_message < max_message(Lane.CONTROL) <= LIMITS.control_message + (1 << 17)
+    assert LIMITS.chunk < max_message(Lane.BULK) <= 4 << 20
+
+
+# -- descriptors
+
+
+def run(code: str, limit: int) -> subprocess.CompletedProcess[str]:
+    text = f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))\n" + textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_without_descriptors_there_is_our_error_and_no_abort():
+    """libzmq ends the whole process with SIGABRT when it cannot make a descriptor."""
+    done = run(
+        """
+        import asyncio, os
+        from myxa.core.errors import LaunchError
+        from myxa.transport.node import Node
+
+        async def main():
+            taken = []
+            try:
+                while True:
+                    taken.append(os.dup(2))
+            except OSError:
+                pass
+            for spare in range(6):
+                os.close(taken.pop())
+            try:
+                await Node.attach(name="host")
+            except LaunchError as error:
+                print("told:", error)
+
+        asyncio.run(main())
+        """,
+        200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "told: no file descriptors are left for" in done.stdout
+    assert "the limit is 200" in done.stdout
+
+
+def test_peers_beyond_the_descriptors_fail_alone():
+    """A node with many peers runs out; its calls to the last ones fail, the process and the first ones go on."""
+    done = run(
+        """
+        import asyncio, logging
+        from myxa.core.errors import MyxaError
+        from myxa.core.handlers import call
+        from myxa.core.actor import Actor, with_deadline
+        from myxa.transport.node import Node
+
+        logging.disable(logging.CRITICAL)
+
+        class Pong(Actor):
+            @call(deadline=5)
+            async def ping(self) -> int:
+                return 1
+
+        async def main():
+            nodes = [await Node.attach(name="host")]
+            try:
+                while True:
+                    node = await Node.attach(name=f"n/{len(nodes)}", rdzv=nodes[0].rendezvous, timeout_s=3)
+                    nodes.append(node)
+                    await node.start(Pong(), f"pong/{len(nodes) - 1}")
+            except MyxaError as error:
+                print("told:", type(error).__name__, str(error)[:300])
+            print("answers:", await with_deadline(nodes[0].ref(Pong, "pong/1"), 5).ping())
+            for node in reversed(nodes):
+                await node.close(grace_s=0.1)
+
+        asyncio.run(main())
+        """,
+        220,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "told: " in done.stdout
+    assert "answers: 1" in done.stdout
+
+
+def test_our_own_processes_take_all_descriptors_that_the_system_gives():
+    code = """
+        from myxa.transport.descriptors import raise_limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300))
+        print(raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))
+        """
+    assert run(code, 300).stdout.split("\n")[0] == "300 (300, 300)"
+    assert SPARE < 32

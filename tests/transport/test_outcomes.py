@@ -1,0 +1,371 @@
+"""How every kind of call ends, for every moment at which something can fail: the table of docs/runtime.md, executed.
+
+The truth of each outcome is checked against what the callee did: "not sent" and "not executed" only if it did nothing,
+"done" only if it did it, a put once whatever happens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+
+from myxa.core.clock import ManualClock
+from myxa.core.errors import (
+    Draining,
+    MyxaError,
+    NotExecuted,
+    NotSent,
+    OutcomeUnknown,
+    Overloaded,
+    PeerDied,
+    ProtocolMismatch,
+    StreamBroken,
+)
+from myxa.core.ids import PeerKey
+from myxa.transport import dialect, session
+from myxa.transport.pending import Order, Route
+from myxa.transport.wire import Lane
+
+sys.path.insert(0, str(Path(__file__).parent))
+from session_net import End, Net
+
+KINDS = ("call", "cast", "idempotent", "put", "stream")
+MOMENTS = ("queued", "on the way", "arrived", "running", "answered")
+"""How far the call has come when it happens: still in our queue, sent, in the callee's mailbox, begun, answered."""
+DEADLINE_S = 10.0
+
+
+class Party(End):
+    """An end whose network can be slow to take things, and whose host can refuse."""
+
+    def __init__(self, net, key):
+        self.held = None
+        self.refusal = None
+        super().__init__(net, key)
+
+    def send(self, peer, lane, parcel):
+        if self.held is None:
+            super().send(peer, lane, parcel)
+        else:
+            self.held.append((peer, lane, parcel))
+
+    def let_go(self):
+        held, self.held = self.held or [], None
+        for item in held:
+            super().send(*item)
+
+    def deliver(self, arrival):
+        if self.refusal is not None:
+            raise self.refusal
+        super().deliver(arrival)
+
+
+class Sink:
+    def __init__(self):
+        self.outcomes, self.items = [], []
+
+    def done(self, outcome):
+        self.outcomes.append(outcome)
+
+    def item(self, envelope):
+        self.items.append(envelope.actor)
+
+
+class Scene:
+    """One call of one kind, brought as far as a moment."""
+
+    def __init__(self, kind, moment):
+        self.clock = ManualClock(50.0)
+        self.net = Net(self.clock)
+        self.one, self.two = Party(self.net, PeerKey(2, 1)), Party(self.net, PeerKey(3, 1))
+        self.kind, self.sink = kind, Sink()
+        self.begun = []
+        self.one.call(self.two, Sink())  # so that there is a connection
+        self.net.run()
+        self.two.serve()
+        self.net.run()
+        self.two.effects.clear()
+        if moment == "queued":
+            self.one.held = []
+        self.submit()
+        if moment in ("arrived", "running", "answered"):
+            self.net.run()
+        if moment in ("running", "answered"):
+            self.begin()
+            self.net.run()
+        if moment == "answered":
+            self.answer()
+
+    def submit(self):
+        order = Order(
+            target="actor3", method="do", schema="x", body=b"[7]", key=b"k" * 16 if self.kind == "put" else b"",
+            kind="call" if self.kind == "idempotent" else self.kind, window=8,
+            deadline_at=self.clock.monotonic() + DEADLINE_S, is_resendable=self.kind in ("idempotent", "put"),
+        )  # fmt: skip
+        route = Route(peer=self.two.key, endpoints=self.two.endpoints, actor=0, method=0)
+        self.one.session.calls.submit(order, route, self.sink)
+
+    def begin(self):
+        """The callee's handlers start; that of a stream yields two items."""
+        arrivals, self.two.arrivals = self.two.arrivals, []
+        for arrival in arrivals:
+            self.two.session.serving.take_up(arrival)
+            self.two.effects[self.kind] += 1
+            self.begun.append(arrival)
+            if self.kind == "stream":
+                for _ in range(2):
+                    self.two.session.serving.item(arrival, b"[0]", ())
+
+    def answer(self):
+        serving = self.two.session.serving
+        for arrival in self.begun:
+            if self.kind == "stream":
+                serving.end(arrival)
+            else:
+                serving.reply(arrival, b"[8]", ())
+        self.begun.clear()
+
+    def settle(self):
+        """Whatever can still happen does, short of the deadline."""
+        self.net.run()  # who was cut off is connected again
+        self.one.let_go()
+        for _ in range(8):
+            self.net.run()
+            self.begin()
+            self.answer()
+        for _ in range(int(DEADLINE_S / 2)):
+            self.pass_time(1.0)
+
+    def pass_time(self, seconds):
+        self.clock.advance(seconds)
+        for end in (self.one, self.two):
+            end.session.tick()
+        self.net.run()
+        self.begin()
+        self.answer()
+        self.net.run()
+
+    # what happens
+
+    def callee_dies(self):
+        self.net.flying.clear()
+        self.begun.clear()
+        self.two.arrivals.clear()
+        del self.net.ends[str(self.two.key)]
+        self.one.session.peer_over(self.two.key, "its process was killed by SIGKILL")
+
+    def connection_breaks(self):
+        self.net.flying.clear()
+        for near, far in ((self.one, self.two), (self.two, self.one)):
+            for lane in Lane:
+                near.cut(far.key, lane)
+        self.settle()
+
+    def deadline_passes(self):
+        if self.one.held is None:
+            self.net.flying.clear()
+        self.clock.advance(DEADLINE_S + 0.1)
+        self.one.session.tick()
+
+    def we_close(self):
+        self.one.session.close()
+
+    def actor_ends(self):
+        """As `cell.py` ends an actor: what waits is refused, what runs is cut short."""
+        serving = self.two.session.serving
+        if self.one.held is not None or self.net.flying:
+            self.two.refusal = Draining("actor3 is shutting down")
+        for arrival in self.two.arrivals:
+            serving.fail(arrival, Draining("actor3 stopped before it came to do"))
+        for arrival in self.begun:
+            serving.fail(arrival, PeerDied("actor3 stopped while it ran do"))
+        self.two.arrivals.clear()
+        self.begun.clear()
+        self.one.let_go()
+        self.net.run()
+
+    def actor_ends_and_its_words_are_lost(self):
+        self.net.flying.clear()
+        self.begun.clear()
+        self.two.arrivals.clear()
+        self.one.session.calls.on_actor_gone("actor3", "it failed: boom")
+        self.clock.advance(1.1)
+        self.one.session.tick()
+
+    # what became of it
+
+    @property
+    def outcome(self):
+        assert len(self.sink.outcomes) <= 1, "a call ends once"
+        if not self.sink.outcomes:
+            return "waits"
+        (outcome,) = self.sink.outcomes
+        if isinstance(outcome, StreamBroken):
+            assert outcome.last_seq == len(self.sink.items) - 1, "it says which item was the last"
+            return "broken"
+        for kind, word in ((NotSent, "not sent"), (NotExecuted, "not executed"), (OutcomeUnknown, "unknown")):
+            if isinstance(outcome, kind):
+                assert outcome.callee == "actor3"
+                return word
+        assert not isinstance(outcome, MyxaError), outcome
+        return "done"
+
+    def check_truth(self):
+        effects = self.two.effects[self.kind]
+        if self.outcome in ("not sent", "not executed"):
+            assert effects == 0, "it said that nothing had happened"
+        if self.outcome == "done" and self.kind != "cast":
+            assert effects >= 1
+        if self.kind != "idempotent":
+            assert effects <= 1, "at most once"
+
+
+def row(call, cast, again, stream):
+    return {"call": call, "cast": cast, "idempotent": again, "put": again, "stream": stream}
+
+
+AWAY = row("unknown", "done", "waits", "broken")
+"""A cast is done when it has left; what may be sent again waits for the callee's next incarnation."""
+NEVER_LEFT = row("not sent", "done", "waits", "not sent")
+LATE = row("unknown", "done", "unknown", "unknown")
+
+TABLE = {
+    "callee_dies": dict.fromkeys(MOMENTS[1:], AWAY) | {"queued": NEVER_LEFT},
+    "connection_breaks": {
+        "queued": row("done", "done", "done", "done"),
+        "on the way": row("waits", "done", "done", "broken"),  # a call is never sent twice: it waits for its deadline
+        "arrived": row("done", "done", "done", "broken"),
+        "running": row("done", "done", "done", "broken"),
+        "answered": row("waits", "done", "done", "broken"),
+    },
+    "deadline_passes": dict.fromkeys(MOMENTS[1:], LATE) | {"queued": row("not sent", "done", "not sent", "not sent")},
+    "we_close": dict.fromkeys(MOMENTS[1:], row("unknown", "done", "unknown", "broken"))
+    | {"queued": row("not sent", "done", "not sent", "not sent")},
+    "actor_ends": {
+        "queued": row("not executed", "done", "waits", "not executed"),
+        "on the way": row("not executed", "done", "waits", "not executed"),
+        "arrived": row("not executed", "done", "waits", "not executed"),
+        "running": AWAY,
+        "answered": row("done", "done", "done", "done"),
+    },
+    "actor_ends_and_its_words_are_lost": dict.fromkeys(MOMENTS[1:], AWAY) | {"queued": NEVER_LEFT},
+}
+
+
+@pytest.mark.parametrize(("what", "moment", "kind"), list(itertools.product(TABLE, MOMENTS, KINDS)))
+def test_every_call_ends_as_the_table_says(what, moment, kind):
+    scene = Scene(kind, moment)
+    getattr(scene, what)()
+    assert scene.outcome == TABLE[what][moment][kind]
+    scene.check_truth()
+    if scene.outcome == "waits":
+        scene.clock.advance(2 * DEADLINE_S)
+        scene.one.session.tick()
+        assert scene.outcome in ("unknown", "not sent"), "nothing waits for ever"
+        scene.check_truth()
+    assert len(scene.one.session.calls) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_refused_was_not_executed(kind):
+    scene = Scene(kind, "queued")
+    scene.two.refusal = Overloaded("mailbox is full", retry_after_s=0.3)
+    scene.one.let_go()
+    scene.net.run()
+    assert scene.outcome == ("done" if kind == "cast" else "not executed")
+    if kind == "cast":
+        with pytest.raises(Overloaded) as error:  # nobody waited for that one: the next ones hear of it
+            scene.submit()
+        assert error.value.retry_after_s == pytest.approx(0.3)
+    else:
+        assert scene.sink.outcomes[0].retry_after_s == 0.3
+    assert scene.two.effects[kind] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_process_that_drains_finishes_what_it_has_and_takes_nothing_new(kind):
+    scene = Scene(kind, "running")
+    scene.two.session.drain(4.0)
+    scene.net.run()
+    other, scene.sink = scene.sink, Sink()
+    if kind in ("idempotent", "put"):
+        scene.submit()
+        assert scene.outcome == "waits", "for its next incarnation"
+        assert scene.one.session.calls.parked_targets == ("actor3",)
+    else:
+        with pytest.raises(Draining) as error:
+            scene.submit()
+        assert error.value.retry_after_s == pytest.approx(4.0)
+        assert scene.sink.outcomes == []
+    scene.sink = other
+    scene.answer()
+    scene.net.run()
+    assert scene.outcome == "done"
+    assert scene.two.effects[kind] == 1
+
+
+@pytest.mark.parametrize("kind", ["idempotent", "put"])
+def test_what_waits_goes_to_the_next_incarnation(kind):
+    scene = Scene(kind, "running")
+    scene.callee_dies()
+    assert scene.outcome == "waits"
+    reborn = Party(scene.net, PeerKey(3, 2))
+    route = Route(peer=reborn.key, endpoints=reborn.endpoints, actor=0, method=0)
+    scene.one.session.calls.on_located("actor3", lambda order: route)
+    scene.net.run()
+    scene.two = reborn
+    scene.begin()
+    scene.answer()
+    scene.net.run()
+    assert scene.outcome == "done"
+
+
+def test_a_put_whose_answer_is_lost_on_a_living_connection_is_asked_for_again():
+    scene = Scene("put", "answered")
+    scene.net.flying.clear()  # the reply is gone, and no connection broke
+    for _ in range(9):
+        scene.pass_time(1.0)
+    assert scene.outcome == "done"
+    assert scene.two.effects["put"] == 1
+    assert scene.two.session.serving.num_replayed >= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_version_is_found_out_when_the_two_meet(kind, monkeypatch):
+    clock = ManualClock()
+    net = Net(clock)
+    one = Party(net, PeerKey(2, 1))
+    monkeypatch.setattr(session, "PROTOCOL", "0ther")  # of the second process only: the first has greeted before it
+    two = Party(net, PeerKey(3, 1))
+    scene = Scene.__new__(Scene)
+    scene.clock, scene.net, scene.one, scene.two, scene.kind, scene.sink = clock, net, one, two, kind, Sink()
+    greeting = two.session.greeting(one.key, Lane.CONTROL, 0)
+    monkeypatch.setattr(session, "PROTOCOL", dialect.PROTOCOL)
+    one.held = []
+    scene.submit()
+    one.accepted.add(b"their way")
+    one.session.received(b"their way", Lane.CONTROL, memoryview(greeting))
+    assert one.session.counters["hello_of_another_version"] == 1
+    assert scene.outcome == ("done" if kind == "cast" else "not executed")
+    if kind != "cast":
+        assert isinstance(scene.sink.outcomes[0], ProtocolMismatch)
+        assert "n3 speaks protocol 0ther, this process" in str(scene.sink.outcomes[0])
+        assert "run the same version" in str(scene.sink.outcomes[0])
+    assert one.session.peers() == ()
+
+
+def test_a_hello_that_comes_twice_has_no_effect_and_is_counted():
+    scene = Scene("call", "running")
+    before = scene.two.session.counters["hello_replayed"]
+    old = scene.one.session.greeting(scene.two.key, Lane.CONTROL, 0)
+    source = next(iter(scene.two.accepted))
+    for _ in range(2):  # on its own connection, and recorded and played on another one
+        scene.two.session.received(source, Lane.CONTROL, memoryview(bytearray(old)))
+    scene.two.session.received(b"elsewhere", Lane.CONTROL, memoryview(bytearray(old)))
+    assert scene.two.session.counters["hello_replayed"] - before >= 2
+    scene.answer()
+    scene.net.run()
+    assert scene.outcome == "done"

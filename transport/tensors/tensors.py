@@ -1,0 +1,180 @@
+"""A process's part in the exchange of large arrays on its host: what a node and its actors see of it.
+
+Users need not know it: arrays in messages take the best way by themselves. To produce data where others can read it:
+
+    async with node.tensors.allocate((4096, 4096), "float32") as block:
+        np.matmul(a, b, out=block.array)
+        await ref.take(block.array)  # one small message, whatever the size
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.clock import Clock
+from ...core.errors import SlabError
+from ...core.ids import PeerKey
+from ...core.scope import current_caller
+from ..calls import Calls
+from ..courier import Courier
+from ..wire import Endpoints
+from .block import TensorBlock
+from .contract import Findings, MemoryContract, Shown
+from .copier import Copier
+from .landing import Landing
+from .ledger import Ledger
+from .loans import Loans
+from .neighbourhood import Directions, Neighbourhood, Peers
+from .policy import TensorPolicy
+from .porter import Porter
+from .releases import Releases
+from .slab_pool import SlabPool
+
+HOUSEKEEPING_S = 0.5
+
+
+class Ways(Peers, Protocol):
+    """What is needed of the session."""
+
+    @property
+    def own(self) -> PeerKey: ...
+
+    @property
+    def calls(self) -> Calls: ...
+
+
+class Tensors:
+    """See the module's head. One per node."""
+
+    def __init__(self, ways: Ways, endpoints: Endpoints, clock: Clock) -> None:
+        self._clock = clock
+        self._ways = ways
+        self._copier = Copier()
+        self._ledger = Ledger(secrets.randbits(60))
+        self._pool = SlabPool(self._ledger, self._copier, TensorPolicy().pool_bytes)
+        self._loans = Loans(secrets.randbits(60))
+        self._landing = Landing(TensorPolicy().spare_bytes)
+        directions = Directions(ways.own, endpoints, ways)
+        courier = Courier(ways.calls, directions, clock)
+        self._neighbourhood = Neighbourhood(endpoints, directions, courier, clock)
+        self._neighbourhood.when_gone = self._on_gone
+        self._releases = Releases(self._neighbourhood)
+        self.porter = Porter(
+            clock, self._copier, self._ledger, self._pool, self._loans, self._landing, self._neighbourhood,
+            self._releases,
+        )  # fmt: skip
+        self.actor = MemoryActor(self._neighbourhood, self._ledger, self._pool)
+        self._next_housekeeping = 0.0
+
+    # -- for users
+
+    @property
+    def policy(self) -> TensorPolicy:
+        """May be set at any time; holds for what is sent from then on."""
+        return self.porter.policy
+
+    @policy.setter
+    def policy(self, policy: TensorPolicy) -> None:
+        self.porter.policy = policy
+        self._pool.pool_bytes = policy.pool_bytes
+        self._landing.spare_bytes = policy.spare_bytes
+
+    @contextlib.asynccontextmanager
+    async def allocate(
+        self, shape: tuple[int, ...] | int, dtype: npt.DTypeLike, *, timeout_s: float = 5.0
+    ) -> AsyncGenerator[TensorBlock]:
+        """An array in shared memory, to be filled and sent. Its content is undefined.
+
+        Its memory is given back when the block is left and all who read it are done; do not write after that. Waits
+        for room up to `timeout_s`, then raises SlabError.
+        """
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        kind = np.dtype(dtype)
+        if kind.hasobject or any(n < 0 for n in sizes):
+            raise SlabError(f"no block for shape {sizes} of {kind}", remedy="numbers only, and no negative sizes")
+        num_bytes = math.prod(sizes) * kind.itemsize
+        block = await self._pool.allocate(max(1, num_bytes), timeout_s)
+        if block is None:
+            raise SlabError(
+                f"no room for a block of {num_bytes} bytes within {timeout_s:g} s: "
+                f"{self._ledger.num_blocks} blocks are in use, the pool may have {self._pool.pool_bytes} bytes",
+                remedy="raise pool_bytes of the policy; do readers keep arrays that they do not need?",
+            )
+        memory = self._pool.memory(block)[:num_bytes]
+        made = TensorBlock(block, memory.view(kind).reshape(sizes), self._ledger, self._pool)
+        try:
+            yield made
+        finally:
+            made.leave()
+
+    def counters(self) -> dict[str, int]:
+        """For a monitor: arrays sent by each way, arrays that could not be fetched, what is in use now."""
+        ways = {f"arrays_{name.replace(' ', '_')}": number for name, number in self.porter.num_by.items()}
+        return {
+            **ways,
+            "tensor_leases": self._ledger.num_leases,
+            "tensor_blocks": self._ledger.num_blocks,
+            "tensor_loans": len(self._loans),
+            "tensor_pool_bytes": self._pool.num_bytes,
+        }
+
+    # -- for the node
+
+    def tick(self) -> None:
+        """Time has passed."""
+        now = self._clock.monotonic()
+        if now < self._next_housekeeping:
+            return
+        self._next_housekeeping = now + HOUSEKEEPING_S
+        self._pool.freed(self._ledger.expire(now))
+        for key in {n.key for n in self._neighbourhood.known()} | self._ledger.holders():
+            if self._ways.is_over(key):
+                self._on_gone(key)
+        for neighbour in self._neighbourhood.known():
+            neighbour.trim(now)
+        self._landing.trim(now)
+        self._pool.trim(now)
+
+    def _on_gone(self, key: PeerKey) -> None:
+        self._neighbourhood.forget(key)
+        self._pool.freed(self._ledger.over(key))
+
+    async def close(self) -> None:
+        """Nothing is left: no file, no thread, no task. Arrays in use keep their memory."""
+        self._releases.close()
+        await self._neighbourhood.close()
+        self._copier.close()
+        self._pool.close()
+        self._landing.close()
+
+
+class MemoryActor(MemoryContract):
+    """Answers other processes. Who they are, their connections have proved."""
+
+    def __init__(self, neighbourhood: Neighbourhood, ledger: Ledger, pool: SlabPool) -> None:
+        self._neighbourhood = neighbourhood
+        self._ledger = ledger
+        self._pool = pool
+
+    async def probe(self, pid: int, boot_id: str) -> Findings:
+        caller = current_caller()
+        return Findings() if caller is None else await self._neighbourhood.probe(caller, pid, boot_id)
+
+    async def show(self, challenge: str, reader: int) -> Shown:
+        return self._neighbourhood.show(challenge, reader)
+
+    async def hold(self, ticket: int) -> bool:
+        caller = current_caller()
+        return caller is not None and self._ledger.hold(ticket, caller)
+
+    async def release(self, tickets: tuple[int, ...]) -> None:
+        caller = current_caller()
+        if caller is not None:
+            self._pool.freed(self._ledger.release(tickets, caller))
