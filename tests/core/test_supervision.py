@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 import pytest
 
 from myxa.core.child_states import ALIVE, OVER, TRANSITIONS, SupervisionError
 from myxa.core.restart_budget import Backoff, RestartBudget
-from myxa.core.supervision import Done, End, FailRun, GangRound, GiveUp, Kill, Restart, Supervisor, describe_status
+from myxa.core.supervision import (
+    Done,
+    End,
+    FailRun,
+    GangRound,
+    GiveUp,
+    Instruction,
+    Kill,
+    Restart,
+    Supervisor,
+    describe_status,
+)
 from myxa.core.supervision_tree import BranchSpec, ChildSpec
 
 KILLED = -9
 LATE = 1000.0
 BACKOFF = Backoff(first_s=1.0, limit_s=8.0)
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 def alone(name: str, max_restarts: int = 3, **options) -> BranchSpec:
@@ -43,12 +60,28 @@ def launch(supervisor: Supervisor, restart: Restart) -> None:
         supervisor.on_up(name)
 
 
+def first(instructions: Sequence[Instruction], kind: type[T]) -> T:
+    instruction = instructions[0]
+    assert isinstance(instruction, kind)
+    return instruction
+
+
+def only(instructions: Sequence[Instruction], kind: type[T]) -> T:
+    assert len(instructions) == 1
+    return first(instructions, kind)
+
+
+def both(instructions: Sequence[Instruction], one: type[T], other: type[U]) -> tuple[T, U]:
+    assert len(instructions) == 2
+    return first(instructions, one), first(instructions[1:], other)
+
+
 # -- one_for_one -----------------------------------------------------------------------------------------------------
 
 
 def test_one_child_is_restarted_with_a_new_attempt_and_its_siblings_go_on():
     supervisor = make(run(alone("rollout/0"), alone("rollout/1")))
-    (restart,) = supervisor.on_exit("rollout/1", KILLED, 10.0)
+    restart = only(supervisor.on_exit("rollout/1", KILLED, 10.0), Restart)
     assert restart == Restart(("rollout/1",), (1,), 1.0, "rollout/1 ended with signal SIGKILL", "rollout/1")
     assert supervisor.state("rollout/1") == "backing-off"
     launch(supervisor, restart)
@@ -67,10 +100,9 @@ def test_the_pause_doubles_up_to_its_limit_and_the_lot_takes_at_most_half_away()
 def test_the_fourth_end_within_the_period_fails_the_run_and_names_the_budget():
     supervisor = make(run(alone("rollout/0"), alone("buffer")))
     for n in range(3):
-        (restart,) = supervisor.on_exit("rollout/0", 1, 10.0 * n)
+        restart = only(supervisor.on_exit("rollout/0", 1, 10.0 * n), Restart)
         launch(supervisor, restart)
-    fail, end = supervisor.on_exit("rollout/0", 1, 40.0)
-    assert isinstance(fail, FailRun)
+    fail, end = both(supervisor.on_exit("rollout/0", 1, 40.0), FailRun, End)
     assert (fail.culprit, fail.exit_code) == ("rollout/0", 4)
     assert fail.reason == "rollout/0 ended with exit status 1 and its budget of 3 restarts in 300 s is spent"
     assert end == End(("buffer",), (10.0,), fail.reason)
@@ -81,12 +113,10 @@ def test_the_fourth_end_within_the_period_fails_the_run_and_names_the_budget():
 def test_restarts_older_than_the_period_do_not_count():
     supervisor = make(run(alone("rollout/0", 1)))
     for n in range(5):
-        (restart,) = supervisor.on_exit("rollout/0", 1, 300.0 * n)
-        assert isinstance(restart, Restart)
+        restart = only(supervisor.on_exit("rollout/0", 1, 300.0 * n), Restart)
         assert restart.delay_s == 1.0, "the pause starts small again"
         launch(supervisor, restart)
-    fail, done = supervisor.on_exit("rollout/0", 1, 300.0 * 4 + 299.0)
-    assert isinstance(fail, FailRun)
+    _, done = both(supervisor.on_exit("rollout/0", 1, 300.0 * 4 + 299.0), FailRun, Done)
     assert done == Done()
 
 
@@ -111,22 +141,22 @@ def test_one_for_all_ends_the_others_one_by_one_backwards_and_starts_all_in_orde
     assert supervisor.on_exit("b", 1, 0.0) == [End(("d",), (4,), "b ended with exit status 1")]
     assert supervisor.on_exit("d", 0, 0.1) == [End(("c",), (3,), "b ended with exit status 1")]
     assert supervisor.on_exit("a", 7, 0.2) == [], "it ended before it was told; it starts again with the others"
-    (restart,) = supervisor.on_exit("c", 0, 0.3)
+    restart = only(supervisor.on_exit("c", 0, 0.3), Restart)
     assert restart == Restart(("a", "b", "c", "d"), (1, 1, 1, 1), 1.0, "b ended with exit status 1", "b")
     launch(supervisor, restart)
 
 
 def test_rest_for_one_leaves_those_that_were_started_before():
     supervisor = make(BranchSpec("b", tuple(ChildSpec(n) for n in "abcd"), "rest_for_one"))
-    (end,) = supervisor.on_exit("b", KILLED, 0.0)
+    end = only(supervisor.on_exit("b", KILLED, 0.0), End)
     assert end.children == ("d",)
     supervisor.on_exit("d", 0, 0.0)
-    (restart,) = supervisor.on_exit("c", 0, 0.0)
+    restart = only(supervisor.on_exit("c", 0, 0.0), Restart)
     assert restart.children == ("b", "c", "d")
     assert supervisor.state("a") == "up"
     launch(supervisor, restart)
     assert [supervisor.attempt(n) for n in "abcd"] == [0, 1, 1, 1]
-    (restart,) = supervisor.on_exit("d", 1, 1.0)
+    restart = only(supervisor.on_exit("d", 1, 1.0), Restart)
     assert (restart.children, restart.attempts) == (("d",), (2,)), "nobody was started after it"
 
 
@@ -134,29 +164,29 @@ def test_a_wider_restart_swallows_a_narrower_one_that_is_under_way():
     supervisor = make(BranchSpec("b", tuple(ChildSpec(n) for n in "abcd"), "rest_for_one"))
     supervisor.on_exit("c", 1, 0.0)  # d is told to end
     assert supervisor.on_exit("b", 1, 0.1) == [], "d is waited for already"
-    (restart,) = supervisor.on_exit("d", 0, 0.2)
+    restart = only(supervisor.on_exit("d", 0, 0.2), Restart)
     assert restart.children == ("b", "c", "d")
     assert "b ended" in restart.reason
 
 
 def test_a_restart_that_was_overtaken_is_void():
     supervisor = make(BranchSpec("b", tuple(ChildSpec(n) for n in "ab"), "rest_for_one"))
-    (first,) = supervisor.on_exit("b", 1, 0.0)
+    narrow = only(supervisor.on_exit("b", 1, 0.0), Restart)
     assert supervisor.may_launch("b", 1)
-    (second,) = supervisor.on_exit("a", 1, 0.5)
-    assert (first.attempts, second.children, second.attempts) == ((1,), ("a", "b"), (1, 2))
+    wide = only(supervisor.on_exit("a", 1, 0.5), Restart)
+    assert (narrow.attempts, wide.children, wide.attempts) == ((1,), ("a", "b"), (1, 2))
     assert not supervisor.may_launch("b", 1)
-    launch(supervisor, second)
+    launch(supervisor, wide)
 
 
 def test_a_gang_ends_together_and_starts_again_together_at_a_new_meeting_place():
     supervisor = make(run(alone("buffer"), gang("trainer", 3)))
     assert supervisor.round("trainer") == GangRound("trainer", 0, "trainer.0")
-    (end,) = supervisor.on_exit("trainer/1", KILLED, 5.0)
+    end = only(supervisor.on_exit("trainer/1", KILLED, 5.0), End)
     assert end.children == ("trainer/2", "trainer/0"), "at the same time: each waits for the others"
     assert not supervisor.may_launch("trainer/1", 0)
     assert supervisor.on_exit("trainer/0", 1, 5.1) == []
-    (restart,) = supervisor.on_exit("trainer/2", -15, 5.2)
+    restart = only(supervisor.on_exit("trainer/2", -15, 5.2), Restart)
     assert restart == Restart(
         ("trainer/0", "trainer/1", "trainer/2"), (1, 1, 1), 1.0, "trainer/1 ended with signal SIGKILL",
         "trainer", (GangRound("trainer", 1, "trainer.1"),),
@@ -169,7 +199,7 @@ def test_a_gang_spends_one_budget_per_restart_not_one_per_member():
     supervisor = make(run(gang("trainer", 2, max_restarts=2)))
     for n in range(2):
         supervisor.on_exit("trainer/0", 1, float(n))
-        (restart,) = supervisor.on_exit("trainer/1", 1, float(n))
+        restart = only(supervisor.on_exit("trainer/1", 1, float(n)), Restart)
         assert restart.attempts == (n + 1, n + 1)
         launch(supervisor, restart)
     assert isinstance(supervisor.on_exit("trainer/0", 1, 3.0)[0], FailRun)
@@ -180,7 +210,7 @@ def test_a_gang_member_that_ends_before_the_others_are_started_again_delays_them
     supervisor.on_exit("trainer/0", 1, 0.0)
     supervisor.on_exit("trainer/1", 1, 0.0)
     supervisor.on_launch("trainer/0")
-    (restart,) = supervisor.on_exit("trainer/0", 1, 1.1)
+    restart = only(supervisor.on_exit("trainer/0", 1, 1.1), Restart)
     assert (restart.children, restart.attempts) == (("trainer/0", "trainer/1"), (2, 2))
     assert {supervisor.state(name) for name in restart.children} == {"backing-off"}
     assert not supervisor.may_launch("trainer/1", 1), "of the attempt before"
@@ -189,7 +219,7 @@ def test_a_gang_member_that_ends_before_the_others_are_started_again_delays_them
 def test_a_gang_member_that_ends_before_the_others_were_ever_started_takes_them_along():
     supervisor = make(run(gang("trainer", 2)), is_launched=False)
     supervisor.on_launch("trainer/0")
-    (restart,) = supervisor.on_exit("trainer/0", 1, 0.0)
+    restart = only(supervisor.on_exit("trainer/0", 1, 0.0), Restart)
     assert (restart.children, restart.attempts) == (("trainer/0", "trainer/1"), (1, 1))
     assert not supervisor.may_launch("trainer/1", 0)
     launch(supervisor, restart)
@@ -201,18 +231,17 @@ def test_a_gang_member_that_ends_before_the_others_were_ever_started_takes_them_
 def test_a_branch_that_spent_its_budget_is_restarted_as_a_whole_by_the_one_above():
     inner = BranchSpec("inner", (ChildSpec("b"), ChildSpec("c")), max_restarts=1)
     supervisor = make(run(ChildSpec("a"), inner, strategy="rest_for_one", max_restarts=1))
-    (restart,) = supervisor.on_exit("c", 1, 0.0)
+    restart = only(supervisor.on_exit("c", 1, 0.0), Restart)
     launch(supervisor, restart)
-    (end,) = supervisor.on_exit("c", 1, 1.0)
+    end = only(supervisor.on_exit("c", 1, 1.0), End)
     assert end.children == ("b",)
-    (restart,) = supervisor.on_exit("b", 0, 1.1)
+    restart = only(supervisor.on_exit("b", 0, 1.1), Restart)
     assert (restart.children, restart.attempts) == (("b", "c"), (1, 2))
     launch(supervisor, restart)
-    fail, end = supervisor.on_exit("c", 1, 2.0)
-    assert isinstance(fail, FailRun)
+    fail, end = both(supervisor.on_exit("c", 1, 2.0), FailRun, End)
     assert "its budget of 1 restarts in 300 s is spent and run's budget of 1 restarts" in fail.reason
     assert end.children == ("b",)
-    assert supervisor.on_exit("b", 0, 2.1)[0].children == ("a",)
+    assert first(supervisor.on_exit("b", 0, 2.1), End).children == ("a",)
 
 
 def test_transient_children_may_finish_and_temporary_ones_are_never_started_again():
@@ -223,7 +252,7 @@ def test_transient_children_may_finish_and_temporary_ones_are_never_started_agai
     assert supervisor.state("t") == "stopped"
     assert isinstance(supervisor.on_exit("u", 3, 0.0)[0], Restart)
     never = make(run(alone("coordinator", restart="temporary")))
-    fail, done = never.on_exit("coordinator", 0, 1.0)
+    fail, done = both(never.on_exit("coordinator", 0, 1.0), FailRun, Done)
     assert (fail.exit_code, done) == (4, Done())
     assert fail.reason == "coordinator ended with exit status 0 and is never restarted"
 
@@ -241,14 +270,13 @@ def rollouts(quorum: int, size: int = 3, **options) -> BranchSpec:
 
 def test_a_run_goes_on_without_a_child_while_enough_others_are_left():
     supervisor = make(run(alone("buffer"), rollouts(2)))
-    launch(supervisor, supervisor.on_exit("rollout/1", 1, 0.0)[0])
-    (news,) = supervisor.on_exit("rollout/1", 1, 1.0)
+    launch(supervisor, first(supervisor.on_exit("rollout/1", 1, 0.0), Restart))
+    news = only(supervisor.on_exit("rollout/1", 1, 1.0), GiveUp)
     reason = "rollout/1 ended with exit status 1 and its budget of 1 restarts in 300 s is spent"
     assert news == GiveUp("rollout/1", reason, 2, 2)
     assert supervisor.state("rollout/1") == "failed"
-    launch(supervisor, supervisor.on_exit("rollout/0", 1, 2.0)[0])
-    fail, end = supervisor.on_exit("rollout/0", 1, 3.0)
-    assert isinstance(fail, FailRun)
+    launch(supervisor, first(supervisor.on_exit("rollout/0", 1, 2.0), Restart))
+    fail, end = both(supervisor.on_exit("rollout/0", 1, 3.0), FailRun, End)
     assert fail.culprit == "rollout/0"
     assert end.children == ("rollout/2",)
 
@@ -259,39 +287,40 @@ def test_a_quorum_also_covers_children_that_are_never_restarted_and_lost_nodes()
     assert supervisor.on_lost("launcher/1", ["rollout/1"], "launcher/1 is gone", 1.0) == [
         GiveUp("rollout/1", "launcher/1 is gone", 1, 1)
     ]
-    fail, end = supervisor.on_lost("launcher/2", ["rollout/0"], "launcher/2 is gone", 2.0)
+    fail, end = both(supervisor.on_lost("launcher/2", ["rollout/0"], "launcher/2 is gone", 2.0), FailRun, End)
     assert fail == FailRun("launcher/2", "launcher/2 is gone", 4)
     assert end.children == ("buffer",)
 
 
 def test_a_lost_node_fails_the_run_and_names_the_node():
     supervisor = make(run(alone("buffer"), rollouts(0)))
-    fail, end = supervisor.on_lost("launcher/1", ["rollout/0", "rollout/1"], "launcher/1 is gone", 1.0)
+    fail, end = both(
+        supervisor.on_lost("launcher/1", ["rollout/0", "rollout/1"], "launcher/1 is gone", 1.0), FailRun, End
+    )
     assert fail == FailRun("launcher/1", "launcher/1 is gone", 4)
     assert end.children == ("rollout/2",)
-    assert supervisor.on_exit("rollout/2", 0, 2.0)[0].children == ("buffer",)
+    assert first(supervisor.on_exit("rollout/2", 0, 2.0), End).children == ("buffer",)
     assert supervisor.on_exit("buffer", 0, 2.0) == [Done()]
 
 
 def test_a_gang_that_lost_a_member_with_its_node_is_not_started_again():
     supervisor = make(run(gang("trainer", 2)))
     supervisor.on_exit("trainer/0", 1, 0.0)
-    fail, done = supervisor.on_lost("launcher/1", ["trainer/1"], "launcher/1 is gone", 0.1)
-    assert isinstance(fail, FailRun)
+    _, done = both(supervisor.on_lost("launcher/1", ["trainer/1"], "launcher/1 is gone", 0.1), FailRun, Done)
     assert done == Done()
 
 
 def test_members_that_were_given_up_stay_out_of_later_restarts():
     pair = BranchSpec("all", (alone("a", 0), alone("b", 9), alone("c", 0)), "one_for_all", 2, quorum=1)
     supervisor = make(pair)
-    (end,) = supervisor.on_exit("c", 1, 0.0)  # the pair's first restart
+    end = only(supervisor.on_exit("c", 1, 0.0), End)  # the pair's first restart
     assert end.children == ("b",)
-    assert supervisor.on_exit("b", 0, 0.0)[0].children == ("a",)
-    launch(supervisor, supervisor.on_exit("a", 0, 0.0)[0])
+    assert first(supervisor.on_exit("b", 0, 0.0), End).children == ("a",)
+    launch(supervisor, first(supervisor.on_exit("a", 0, 0.0), Restart))
     supervisor.on_lost("node", ["c"], "gone", 1.0)
-    (end,) = supervisor.on_exit("a", 1, 2.0)
+    end = only(supervisor.on_exit("a", 1, 2.0), End)
     assert end.children == ("b",)
-    (restart,) = supervisor.on_exit("b", 0, 2.0)
+    restart = only(supervisor.on_exit("b", 0, 2.0), Restart)
     assert restart.children == ("a", "b")
 
 
@@ -319,11 +348,10 @@ def test_a_hung_child_is_killed_if_that_is_wanted_and_then_its_restart_rule_deci
         Kill(("rollout/0",), "rollout/0 hangs (no beat for 14 s)")
     ]
     assert supervisor.on_health("rollout/0", "hung", "still", 2.5) == [], "once"
-    (restart,) = supervisor.on_exit("rollout/0", KILLED, 3.0)
+    restart = only(supervisor.on_exit("rollout/0", KILLED, 3.0), Restart)
     assert restart.reason == "rollout/0 hangs (no beat for 14 s), was killed"
     launch(supervisor, restart)
-    kill, fail = supervisor.on_health("rollout/0", "hung", "again", 4.0)
-    assert isinstance(kill, Kill)
+    _, fail = both(supervisor.on_health("rollout/0", "hung", "again", 4.0), Kill, FailRun)
     assert fail.reason.endswith("was killed and its budget of 1 restarts in 300 s is spent")
     assert supervisor.on_exit("rollout/0", KILLED, 5.0) == [Done()]
 
@@ -331,7 +359,7 @@ def test_a_hung_child_is_killed_if_that_is_wanted_and_then_its_restart_rule_deci
 def test_a_hung_rank_takes_its_gang_with_it():
     members = tuple(ChildSpec(f"trainer/{r}", when_hung="kill") for r in range(2))
     supervisor = make(run(BranchSpec("trainer", members, "gang")))
-    kill, end = supervisor.on_health("trainer/0", "hung", "in a collective", 1.0)
+    kill, end = both(supervisor.on_health("trainer/0", "hung", "in a collective", 1.0), Kill, End)
     assert (kill.children, end.children) == (("trainer/0",), ("trainer/1",))
 
 
@@ -349,15 +377,15 @@ def test_a_wrong_configuration_or_wrong_data_is_not_tried_again(status: int):
 def test_stop_ends_role_by_role_last_started_first_and_starts_none_again():
     supervisor = make(run(alone("buffer"), gang("trainer", 2), rollouts(0)))
     supervisor.on_exit("rollout/1", 1, 1.0)
-    (end,) = supervisor.stop("asked to", 2.0)
+    end = only(supervisor.stop("asked to", 2.0), End)
     assert end.children == ("rollout/2", "rollout/0")
     assert supervisor.state("rollout/1") == "stopped", "it was waiting for its restart"
     assert not supervisor.may_launch("rollout/1", 1)
     assert supervisor.stop("asked again", 2.0) == []
     assert supervisor.on_exit("rollout/0", 1, 3.0) == []
-    assert supervisor.on_exit("rollout/2", 0, 3.0)[0].children == ("trainer/1", "trainer/0")
+    assert first(supervisor.on_exit("rollout/2", 0, 3.0), End).children == ("trainer/1", "trainer/0")
     supervisor.on_exit("trainer/1", 0, 3.0)
-    assert supervisor.on_exit("trainer/0", 0, 3.0)[0].children == ("buffer",)
+    assert first(supervisor.on_exit("trainer/0", 0, 3.0), End).children == ("buffer",)
     assert supervisor.on_exit("buffer", 0, 3.0) == [Done()]
     assert supervisor.stop("once more", 4.0) == [Done()]
 

@@ -10,10 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from myxa.core.child_states import ALIVE
 from myxa.core.restart_budget import Backoff
-from myxa.core.supervision import Done, End, FailRun, GiveUp, Kill, Restart, Supervisor
-from myxa.core.supervision_tree import BranchSpec, ChildSpec, SupervisionTree
+from myxa.core.supervision import Done, End, FailRun, GiveUp, Health, Instruction, Kill, Restart, Supervisor
+from myxa.core.supervision_tree import BranchSpec, ChildSpec, RestartType, Strategy, SupervisionTree, WhenHung
 
 PERIOD_S = 300.0
+RESTART_TYPES: tuple[RestartType, ...] = ("permanent", "permanent", "transient", "temporary")
+WHEN_HUNG: tuple[WhenHung, ...] = ("wait", "kill")
+STRATEGIES: tuple[Strategy, ...] = ("one_for_one", "one_for_all", "rest_for_one", "gang")
+HEALTHS: tuple[Health, ...] = ("suspect", "hung", "hung", "recovered")
 
 
 @st.composite
@@ -21,13 +25,13 @@ def trees(draw: st.DrawFn) -> BranchSpec:
     """Two or three branches of one to four children each, some with a branch of their own, under a root."""
     numbers = iter(range(100))
 
-    def child(restart: str | None = None) -> ChildSpec:
-        types = st.sampled_from(["permanent", "permanent", "transient", "temporary"])
-        hung = st.sampled_from(["wait", "kill"])
+    def child(restart: RestartType | None = None) -> ChildSpec:
+        types = st.sampled_from(RESTART_TYPES)
+        hung = st.sampled_from(WHEN_HUNG)
         return ChildSpec(f"c{next(numbers)}", restart or draw(types), draw(hung), draw(st.floats(0, 20)))
 
     def branch(depth: int) -> BranchSpec:
-        strategy = draw(st.sampled_from(["one_for_one", "one_for_all", "rest_for_one", "gang"]))
+        strategy = draw(st.sampled_from(STRATEGIES))
         size = draw(st.integers(1, 4))
         if strategy == "gang":
             members = tuple(child("permanent") for _ in range(size))
@@ -40,7 +44,7 @@ def trees(draw: st.DrawFn) -> BranchSpec:
         )  # fmt: skip
 
     members = tuple(branch(1) for _ in range(draw(st.integers(1, 3))))
-    strategy = draw(st.sampled_from(["one_for_one", "one_for_all", "rest_for_one"]))
+    strategy = draw(st.sampled_from(STRATEGIES[:-1]))
     return BranchSpec("root", members, strategy, draw(st.integers(0, 2)), PERIOD_S)
 
 
@@ -61,7 +65,7 @@ class Histories(RuleBasedStateMachine):
         self.gone: set[str] = set()
         self.is_over = self.is_done = False
 
-    def carry_out(self, instructions: list) -> None:
+    def carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case Restart():
@@ -149,8 +153,8 @@ class Histories(RuleBasedStateMachine):
         self.carry_out(instructions)
 
     @precondition(lambda self: self.processes)
-    @rule(data=st.data(), health=st.sampled_from(["suspect", "hung", "hung", "recovered"]))
-    def the_detector_speaks(self, data: st.DataObject, health: str) -> None:
+    @rule(data=st.data(), health=st.sampled_from(HEALTHS))
+    def the_detector_speaks(self, data: st.DataObject, health: Health) -> None:
         name = data.draw(st.sampled_from(self.order))
         self.carry_out(self.supervisor.on_health(name, health, "no beat", self.now))
 

@@ -15,8 +15,8 @@ from myxa.core.errors import EngineError, Overloaded
 from myxa.core.handlers import HandlerTable
 from myxa.core.ids import PeerKey
 from myxa.transport.dialect import PROTOCOL
-from myxa.transport.faults import encode_fault
 from myxa.transport.envelope_parts import KEY_BYTES, TRACE_BYTES
+from myxa.transport.faults import encode_fault
 from myxa.transport.frames import HEADER_BYTES, Envelope, Kind, batch, chunk_header, encode
 from myxa.transport.hello import Hello, write_hello
 from myxa.transport.payload import encode_value

@@ -60,6 +60,7 @@ class Row(NamedTuple):
 
     def fits(self, said: str) -> bool:
         pattern = re.escape(self.message).replace("<n>", r"\d+")
+        pattern = pattern.replace("<reasons>", r"prompt\-too\-long \d+(?:, leftover \d+)?")
         return re.fullmatch(re.sub(r"<\w+>", r"\\S+", pattern), said) is not None
 
 

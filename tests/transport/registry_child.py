@@ -22,7 +22,7 @@ def die_after(num_grants: int) -> None:
         if left[0] < 0:
             os._exit(9)
 
-    registry_journal.RegistryJournal.settle = settle_and_die  # type: ignore[method-assign]
+    registry_journal.RegistryJournal.settle = settle_and_die
 
 
 async def main(journal: str, rdzv: str, key: str, sockets: str, num_grants: str = "") -> int:

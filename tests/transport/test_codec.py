@@ -80,9 +80,9 @@ def test_arbitrary_bodies_are_decoded_or_refused_as_the_long_way_does(body, fram
         codec = Codec(kind)
         for text in (body, b"[" + body + b"]", b'[{"left":["float32",[1],0]},' + body, b'[{"count":1},' + body):
             outcomes = []
-            for decode in (codec.decode, lambda b, f, kind=kind: decode_value(b, [memoryview(x) for x in f], kind)):
+            for way in (codec.decode, lambda b, f, kind=kind: decode_value(b, [memoryview(x) for x in f], kind)):
                 try:
-                    outcomes.append(text_of(decode(text, tuple(frames))))
+                    outcomes.append(text_of(way(text, tuple(frames))))
                 except UndecodableError:
                     outcomes.append("refused")
             assert outcomes[0] == outcomes[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,9 @@ DEADLINE_S = 10.0
 
 class Party(End):
     """An end whose network can be slow to take things, and whose host can refuse."""
+
+    held: list[tuple[PeerKey, Lane, Any]] | None
+    refusal: MyxaError | None
 
     def __init__(self, net, key):
         self.held = None

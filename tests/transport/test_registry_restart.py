@@ -91,7 +91,8 @@ class Job:
                 process.kill()
             await process.wait()
             if process.stdout is not None:
-                process._transport.close()
+                # nothing public closes the pipe of a process before the collector does
+                process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
         shutil.rmtree(self.sockets)
         for left in Path(self.rdzv.socket_dir).parent.glob(Path(self.rdzv.socket_dir).name):
             shutil.rmtree(left)
