@@ -113,10 +113,12 @@ class Histories(RuleBasedStateMachine):
         assert set(end.children) <= set(self.processes)
         assert not set(end.children) & self.told, "told once"
         assert list(end.graces_s) == [self.tree.children[n].grace_s for n in end.children]
-        if self.supervisor.verdict is None and not self.is_over:
+        if not self.is_over:  # it ends one branch, which says nothing of the others
             return
-        later = {n for n in self.order if self.order.index(n) > max(map(self.order.index, end.children))}
-        assert not later & set(self.processes), "whoever started later is gone"
+        stages = self.tree.all_stages(self.tree.root)  # those of one branch end together
+        first = min(place for place, stage in enumerate(stages) if set(stage) & set(end.children))
+        later = {name for stage in stages[:first] for name in stage}
+        assert not later & set(self.processes), f"{end} while {later & set(self.processes)} run"
 
     # -- what happens
 

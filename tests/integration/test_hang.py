@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from run_job import Job, audit, events, metrics, until, worker_pids
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.soak]
+"""A minute of waiting; the short forms are in tests/transport/test_who_is_alive.py and tests/launch."""
 
 TOLD_S = 15.0
 SLACK_S = 10.0
