@@ -25,7 +25,7 @@ from ..core.clock import SystemClock
 from ..core.config import RunConfig, dump_config
 from ..core.errors import CallError, LaunchError, MyxaError
 from ..core.patience import until_answered
-from ..transport.descriptors import raise_limit
+from ..transport.zeromq.descriptors import raise_limit
 from .actor_spec import ActorSpec
 from .agent import Agent, AgentOptions, Farewell
 from .contracts import SUPERVISOR, AgentContract, NodeFacts, RunPlan, SupervisorContract, agent_name

@@ -28,11 +28,11 @@ from ..core.errors import (
 from ..core.handlers import HandlerSpec
 from ..core.ids import PeerKey
 from ..core.scope import NO_SCOPE, current_scope, remaining_s
-from .calls import Calls
 from .codec import codecs_of
-from .frames import Envelope
 from .payload import Buffer, UndecodableError, leases
-from .pending import Order, Route
+from .session.calls import Calls
+from .session.frames import Envelope
+from .session.pending import Order, Route
 from .tensors.handles import has_handles
 from .tensors.porter import Packed, Porter
 

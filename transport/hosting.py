@@ -10,11 +10,11 @@ from ..core.errors import BadRequest, ConfigError, Draining, MyxaError, NoSuchAc
 from ..core.failure_detector import Verdict
 from ..core.ids import PeerKey
 from .cell import ActorCell
-from .directory import ActorRecord
-from .guard import Guard
 from .inbound import Delivery
-from .serving import Arrival
-from .session import LOOPBACK, Session
+from .registry.directory import ActorRecord
+from .session.guard import Guard
+from .session.serving import Arrival
+from .session.session import LOOPBACK, Session
 from .tensors.contract import MEMORY_INDEX
 from .tensors.porter import Porter
 from .wire import Lane

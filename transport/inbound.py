@@ -13,7 +13,7 @@ from ..core.handlers import HandlerSpec
 from ..core.ids import PeerKey
 from .codec import Codecs
 from .payload import Buffer, UndecodableError, leases
-from .serving import Arrival, Serving
+from .session.serving import Arrival, Serving
 from .tensors.handles import has_handles
 from .tensors.porter import Packed, Porter
 

@@ -7,9 +7,9 @@ import logging
 from ..core.actor import PeerEvent
 from ..core.failure_detector import Verdict
 from ..core.ids import PeerKey
-from .directory import Directory
 from .hosting import Hosting
 from .monitors import Monitors
+from .registry.directory import Directory
 
 _log = logging.getLogger("myxa.transport")
 

@@ -24,22 +24,22 @@ from .address import Rendezvous
 from .cell import STOP_LIMIT_S, ActorCell
 from .context import NodeContext
 from .courier import Courier
-from .directory import NodeRecord
 from .fork_guard import guard, release
-from .founding import Claim, claim_seat, found_registry
 from .hosting import Hosting
 from .inproc import InprocNetwork
-from .joining import join
-from .mirror import Mirror
 from .news import News
 from .opening import Opened, open_transport
-from .registry import REGISTRY, RegistryActor, RegistryContract
-from .registry_seat import RegistrySeat
+from .registry.directory import NodeRecord
+from .registry.founding import Claim, claim_seat, found_registry
+from .registry.joining import join
+from .registry.mirror import Mirror
+from .registry.registry import REGISTRY, RegistryActor, RegistryContract
+from .registry.seat import RegistrySeat
 from .security import JobKey, KeyPair
-from .session import Session
+from .session.session import Session
+from .session.wheel import TICK_S
 from .tensors.tensors import Tensors
 from .turn_budget import TURN_S, TurnBudget
-from .wheel import TICK_S
 
 A = TypeVar("A")
 

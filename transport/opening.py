@@ -8,13 +8,13 @@ from pathlib import Path
 
 from ..core.errors import LaunchError
 from .address import Rendezvous, check_socket_dir, interface_towards, make_socket_dir
-from .guard import Guard
 from .inproc import InprocNetwork
-from .registry_state import REGISTRY_NODE_ID
+from .registry.state import REGISTRY_NODE_ID
 from .security import JobKey, KeyPair, Keys
+from .session.guard import Guard
 from .turn_budget import TurnBudget
 from .wire import Door, Transport
-from .zmq_transport import ZmqTransport
+from .zeromq.transport import ZmqTransport
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ import orjson
 from ..core.errors import BadRequest
 from ..core.schema import describe
 from ..core.tensors import LeasedView
-from .frames import LIMITS
+from .session.frames import LIMITS
 
 Buffer = bytes | bytearray | memoryview
 AnyArray = npt.NDArray[Any]

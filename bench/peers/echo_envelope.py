@@ -16,9 +16,9 @@ import uvloop
 from meter import as_our_workers, async_client, say
 
 from myxa.core.ids import PeerKey
-from myxa.transport.frames import Envelope, Kind, encode
+from myxa.transport.session.frames import Envelope, Kind, encode
 from myxa.transport.wire import Endpoints, Lane, Parcel
-from myxa.transport.zmq_transport import ZmqTransport
+from myxa.transport.zeromq.transport import ZmqTransport
 
 CLIENT, SERVER = PeerKey(1, 1), PeerKey(2, 1)
 

@@ -23,7 +23,7 @@ from myxa.core.errors import (
 )
 from myxa.core.handlers import call, cast, stream
 from myxa.transport.node import InprocNetwork, Node
-from myxa.transport.registry import RegistryContract
+from myxa.transport.registry.registry import RegistryContract
 
 pytestmark = pytest.mark.timeout(60)
 

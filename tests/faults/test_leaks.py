@@ -17,8 +17,8 @@ from growth import check_flat, held
 
 from myxa.core.actor import with_deadline
 from myxa.core.errors import CallError
-from myxa.transport import replay
 from myxa.transport.node import JobKey, Node
+from myxa.transport.session import replay
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(110)]
 

@@ -22,9 +22,9 @@ from growth import check_flat, held
 
 from myxa.core.actor import with_deadline
 from myxa.core.errors import CallError
-from myxa.transport import zmq_sockets
 from myxa.transport.node import JobKey, Node
 from myxa.transport.wire import Lane
+from myxa.transport.zeromq import sockets as zmq_sockets
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for floor in ("core", "transport", "actors", "launch") for path in sorted((ROOT / floor).rglob("*.py"))]

@@ -14,9 +14,9 @@ import zmq
 from depot import Depot, DepotContract
 
 from myxa.core.errors import LaunchError
-from myxa.transport.frames import Envelope, Kind, batch, decode, encode
-from myxa.transport.hello import read_hello, write_hello
 from myxa.transport.node import JobKey, Node
+from myxa.transport.session.frames import Envelope, Kind, batch, decode, encode
+from myxa.transport.session.hello import read_hello, write_hello
 from myxa.transport.wire import Endpoints, Lane
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]

@@ -24,10 +24,10 @@ from mutations import ENVELOPE_MUTATIONS, HEADER, Corpus, as_messages
 from myxa.actors.contracts import BufferContract, RolloutContract
 from myxa.core.handlers import handlers_of
 from myxa.core.ids import PeerKey
-from myxa.transport.assemblies import Assemblies
-from myxa.transport.frames import Chunk, Envelope, Kind, Malformed, batch, decode, split
 from myxa.transport.node import InprocNetwork, Node
 from myxa.transport.payload import UndecodableError, decode_value
+from myxa.transport.session.assemblies import Assemblies
+from myxa.transport.session.frames import Chunk, Envelope, Kind, Malformed, batch, decode, split
 from myxa.transport.wire import Endpoints, Lane
 
 CONTRACTS = (stubs.MixedContract, BufferContract, RolloutContract)

@@ -14,12 +14,12 @@ from typed_values import random_json, random_value
 from myxa.core.errors import EngineError, Overloaded
 from myxa.core.handlers import HandlerTable
 from myxa.core.ids import PeerKey
-from myxa.transport.dialect import PROTOCOL
-from myxa.transport.envelope_parts import KEY_BYTES, TRACE_BYTES
-from myxa.transport.faults import encode_fault
-from myxa.transport.frames import HEADER_BYTES, Envelope, Kind, batch, chunk_header, encode
-from myxa.transport.hello import Hello, write_hello
 from myxa.transport.payload import encode_value
+from myxa.transport.session.dialect import PROTOCOL
+from myxa.transport.session.envelope_parts import KEY_BYTES, TRACE_BYTES
+from myxa.transport.session.faults import encode_fault
+from myxa.transport.session.frames import HEADER_BYTES, Envelope, Kind, batch, chunk_header, encode
+from myxa.transport.session.hello import Hello, write_hello
 from myxa.transport.wire import Endpoints
 
 HEADER = struct.Struct("<2sBBHHIQIIIIIII")

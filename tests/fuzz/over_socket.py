@@ -30,9 +30,9 @@ from myxa.actors.contracts import BufferContract
 from myxa.core.errors import CallError
 from myxa.core.handlers import handlers_of
 from myxa.core.ids import PeerKey
-from myxa.transport.frames import batch
 from myxa.transport.node import JobKey, KeyPair, Node, Rendezvous
-from myxa.transport.registry import RegistryContract
+from myxa.transport.registry.registry import RegistryContract
+from myxa.transport.session.frames import batch
 from myxa.transport.wire import Endpoints, Lane
 
 PER_CONNECTION = 250

@@ -27,7 +27,7 @@ from myxa.core.errors import (
     WouldDeadlock,
 )
 from myxa.core.handlers import call, cast, durable_put, stream
-from myxa.transport import credit
+from myxa.transport.session import credit
 from myxa.transport.simulation import Nemesis, Net, Process, Sim, carry_out
 from myxa.transport.simulation.process import ProcessState, current_process
 

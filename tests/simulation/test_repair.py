@@ -12,8 +12,8 @@ import pytest
 from myxa.core.actor import Actor, with_deadline
 from myxa.core.errors import StreamBroken
 from myxa.core.handlers import call, cast, durable_put, stream
-from myxa.transport import credit
-from myxa.transport.frames import Kind
+from myxa.transport.session import credit
+from myxa.transport.session.frames import Kind
 from myxa.transport.simulation import Sim, run
 from myxa.transport.simulation.network import SimNetwork
 

@@ -14,7 +14,7 @@ from sim_training import training
 from sim_workload import scenario
 
 from myxa.core.errors import SimulationError
-from myxa.transport import calls, credit, repair, replay, serving, session
+from myxa.transport.session import calls, credit, repair, replay, serving, session
 from myxa.transport.simulation import Sim, run, seeds, sweep
 
 REPRO = "python -m pytest tests/simulation -k"

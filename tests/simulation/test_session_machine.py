@@ -27,10 +27,10 @@ from myxa.core.errors import (
     StreamBroken,
 )
 from myxa.core.ids import PeerKey
-from myxa.transport.credit import WINDOW_UNITS
-from myxa.transport.frames import Envelope, Kind
-from myxa.transport.pending import Order, Route
-from myxa.transport.session import Session
+from myxa.transport.session.credit import WINDOW_UNITS
+from myxa.transport.session.frames import Envelope, Kind
+from myxa.transport.session.pending import Order, Route
+from myxa.transport.session.session import Session
 from myxa.transport.wire import Endpoints, Lane
 
 BIG = b" " * 300_000

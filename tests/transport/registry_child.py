@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from myxa.transport import registry_journal
 from myxa.transport.node import JobKey, Node
+from myxa.transport.registry import journal as registry_journal
 
 
 def die_after(num_grants: int) -> None:

@@ -6,8 +6,8 @@ from collections import Counter, deque
 from typing import Any
 
 from myxa.core.ids import PeerKey
-from myxa.transport.pending import Order, Route
-from myxa.transport.session import LOOPBACK, Session
+from myxa.transport.session.pending import Order, Route
+from myxa.transport.session.session import LOOPBACK, Session
 from myxa.transport.wire import Endpoints, Lane
 
 

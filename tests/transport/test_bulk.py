@@ -11,7 +11,7 @@ import pytest
 
 from myxa.core.actor import with_deadline
 from myxa.core.errors import MessageTooLarge
-from myxa.transport import frames
+from myxa.transport.session import frames
 from myxa.transport.tensors.policy import TensorPolicy
 from myxa.transport.wire import Lane
 

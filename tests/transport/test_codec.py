@@ -19,9 +19,9 @@ from myxa.core.errors import BadRequest
 from myxa.core.handlers import call, handlers_of
 from myxa.core.samples import Group, Message, Prompt, Sample
 from myxa.transport.codec import Codec, codecs_of
-from myxa.transport.frames import LIMITS, Envelope, Kind, Limits, Malformed, decode, encode
 from myxa.transport.node import InprocNetwork, Node
 from myxa.transport.payload import UndecodableError, decode_value, encode_value
+from myxa.transport.session.frames import LIMITS, Envelope, Kind, Limits, Malformed, decode, encode
 
 
 class Plain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

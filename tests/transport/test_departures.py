@@ -9,10 +9,10 @@ import pytest
 
 from myxa.core.actor import Actor, MailboxPolicy
 from myxa.core.handlers import call
-from myxa.transport.departures import Departures
-from myxa.transport.frames import split
 from myxa.transport.node import Node
-from myxa.transport.zmq_outbox import Outbox
+from myxa.transport.session.frames import split
+from myxa.transport.zeromq.departures import Departures
+from myxa.transport.zeromq.outbox import Outbox
 
 HERE = Path(__file__).parent
 

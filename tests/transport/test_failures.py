@@ -16,10 +16,10 @@ import pytest
 
 from myxa.core.actor import with_deadline
 from myxa.core.errors import CallError, DeadlineExceeded, EngineError, LaunchError, NoSuchActor, PeerDied, StaleEpoch
-from myxa.transport import zmq_transport
 from myxa.transport.address import Rendezvous
 from myxa.transport.node import JobKey, Node
 from myxa.transport.wire import Lane
+from myxa.transport.zeromq import transport as zmq_transport
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract, Item, Watcher

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxa.transport.frames import (
+from myxa.transport.session.frames import (
     HEADER_BYTES,
     NO_TTL,
     Assembly,

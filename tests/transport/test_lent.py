@@ -12,8 +12,17 @@ import pytest_asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxa.transport.frames import CHUNK_HEADER_BYTES, LIMITS, Chunk, Envelope, Kind, encode, encoded_bytes, split
-from myxa.transport.lent import Lent, fill_chunk
+from myxa.transport.session.frames import (
+    CHUNK_HEADER_BYTES,
+    LIMITS,
+    Chunk,
+    Envelope,
+    Kind,
+    encode,
+    encoded_bytes,
+    split,
+)
+from myxa.transport.session.lent import Lent, fill_chunk
 from myxa.transport.tensors.policy import TensorPolicy
 
 sys.path.insert(0, str(Path(__file__).parent))

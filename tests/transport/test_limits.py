@@ -13,14 +13,14 @@ import pytest
 
 from myxa.core.errors import BadRequest
 from myxa.core.ids import PeerKey
-from myxa.transport.assemblies import Assemblies
-from myxa.transport.descriptors import SPARE
-from myxa.transport.frames import LIMITS, Chunk, Envelope, Kind, Malformed, chunk_header, encode, peek, split
-from myxa.transport.hello import MAX_HELLO_BYTES, Hello, read_hello, write_hello
 from myxa.transport.payload import UndecodableError, decode_value, encode_value
-from myxa.transport.strikes import BAN_S, MAX_SOURCES, MAX_STRIKES, WINDOW_S, Strikes
+from myxa.transport.session.assemblies import Assemblies
+from myxa.transport.session.frames import LIMITS, Chunk, Envelope, Kind, Malformed, chunk_header, encode, peek, split
+from myxa.transport.session.hello import MAX_HELLO_BYTES, Hello, read_hello, write_hello
+from myxa.transport.session.strikes import BAN_S, MAX_SOURCES, MAX_STRIKES, WINDOW_S, Strikes
 from myxa.transport.wire import Endpoints, Lane
-from myxa.transport.zmq_sockets import max_message
+from myxa.transport.zeromq.descriptors import SPARE
+from myxa.transport.zeromq.sockets import max_message
 
 # -- strikes
 
@@ -131,7 +131,7 @@ def test_the_number_of_arrays_is_bounded_on_both_sides():
     with pytest.raises(BadRequest, match="arrays"):
         encode_value(arrays)
     empty = [b""] * (LIMITS.arrays + 1)
-    from myxa.transport.frames import decode
+    from myxa.transport.session.frames import decode
 
     found = decode(memoryview(encode(Envelope(kind=Kind.CALL, corr=3, body=b"[1]", frames=tuple(empty)))))
     assert isinstance(found, Malformed) and "arrays" in found.reason and found.corr == 3
@@ -251,7 +251,7 @@ def test_peers_beyond_the_descriptors_fail_alone():
 
 def test_our_own_processes_take_all_descriptors_that_the_system_gives():
     code = """
-        from myxa.transport.descriptors import raise_limit
+        from myxa.transport.zeromq.descriptors import raise_limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300))
         print(raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))
         """

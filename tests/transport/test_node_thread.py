@@ -26,9 +26,9 @@ from myxa.core.errors import (
     NotSent,
     WouldDeadlock,
 )
-from myxa.transport import sync_node
+from myxa.transport.facades import sync_node
+from myxa.transport.facades.node_thread import NodeThread
 from myxa.transport.node import Node
-from myxa.transport.node_thread import NodeThread
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract, Item

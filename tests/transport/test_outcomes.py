@@ -26,8 +26,8 @@ from myxa.core.errors import (
     StreamBroken,
 )
 from myxa.core.ids import PeerKey
-from myxa.transport import dialect, session
-from myxa.transport.pending import Order, Route
+from myxa.transport.session import dialect, session
+from myxa.transport.session.pending import Order, Route
 from myxa.transport.wire import Lane
 
 sys.path.insert(0, str(Path(__file__).parent))

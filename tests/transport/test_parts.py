@@ -17,13 +17,13 @@ from myxa.core.errors import (
     RemoteError,
     StaleEpoch,
 )
-from myxa.transport.credit import UNIT_BYTES, WINDOW_UNITS, Grant, SendWindow, cost_of
-from myxa.transport.directory import ActorRecord, Directory, DirectoryUpdate
-from myxa.transport.faults import decode_fault, encode_fault, fault_of
-from myxa.transport.pending import Route
-from myxa.transport.registry_state import KEPT_UPDATES, RegistryState, exit_reason
-from myxa.transport.replay import MAX_AGE_S, ReplayCache
-from myxa.transport.wheel import TICK_S, Wheel
+from myxa.transport.registry.directory import ActorRecord, Directory, DirectoryUpdate
+from myxa.transport.registry.state import KEPT_UPDATES, RegistryState, exit_reason
+from myxa.transport.session.credit import UNIT_BYTES, WINDOW_UNITS, Grant, SendWindow, cost_of
+from myxa.transport.session.faults import decode_fault, encode_fault, fault_of
+from myxa.transport.session.pending import Route
+from myxa.transport.session.replay import MAX_AGE_S, ReplayCache
+from myxa.transport.session.wheel import TICK_S, Wheel
 from myxa.transport.wire import Endpoints
 
 # -- credit
@@ -134,7 +134,7 @@ def test_replay_joins_running_and_repeats_done():
 
 
 def test_replay_is_bounded(monkeypatch):
-    from myxa.transport import replay
+    from myxa.transport.session import replay
 
     monkeypatch.setattr(replay, "MAX_KEYS", 10)
     cache: ReplayCache[int] = ReplayCache()
@@ -147,7 +147,7 @@ def test_replay_is_bounded(monkeypatch):
 
 
 def test_what_runs_is_never_forgotten(monkeypatch):
-    from myxa.transport import replay
+    from myxa.transport.session import replay
 
     monkeypatch.setattr(replay, "MAX_KEYS", 3)
     cache: ReplayCache[int] = ReplayCache()

@@ -14,8 +14,8 @@ import pytest
 
 from myxa.core.actor import MailboxPolicy, with_deadline
 from myxa.core.errors import CallError, ConfigError, DeadlineExceeded, EngineError, LaunchError, NotSent, WouldDeadlock
-from myxa.transport.node_thread import NodeThread
-from myxa.transport.poll_node import PollNode
+from myxa.transport.facades.node_thread import NodeThread
+from myxa.transport.facades.poll_node import PollNode
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract

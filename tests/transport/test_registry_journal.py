@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myxa.core.errors import LaunchError, StaleEpoch
-from myxa.transport.directory import ActorRecord, Directory, NodeRecord
-from myxa.transport.registry_journal import Entry, Known, Over, RegistryJournal, Seat
-from myxa.transport.registry_state import KEPT_UPDATES, RegistryState
+from myxa.transport.registry.directory import ActorRecord, Directory, NodeRecord
+from myxa.transport.registry.journal import Entry, Known, Over, RegistryJournal, Seat
+from myxa.transport.registry.state import KEPT_UPDATES, RegistryState
 from myxa.transport.wire import Endpoints
 
 pytestmark = pytest.mark.timeout(60)
@@ -125,7 +125,7 @@ async def test_those_who_wait_at_the_same_time_share_one_fsync(tmp_path: Path, m
         synced.append((tmp_path / "journal").stat().st_size)
         real(descriptor)
 
-    monkeypatch.setattr("myxa.transport.registry_journal.os.fsync", slow)
+    monkeypatch.setattr("myxa.transport.registry.journal.os.fsync", slow)
 
     async def grant(epoch: int) -> None:
         journal.append(known("far", 2, epoch))

@@ -19,7 +19,7 @@ from myxa.core.actor import with_deadline
 from myxa.core.errors import CallError, LaunchError, StaleEpoch
 from myxa.transport.address import Rendezvous
 from myxa.transport.node import JobKey, Node
-from myxa.transport.registry_journal import Known, RegistryJournal
+from myxa.transport.registry.journal import Known, RegistryJournal
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract, Watcher
@@ -235,7 +235,7 @@ async def test_a_zombie_is_refused_and_counted_and_learns_that_it_is_over(job: J
 
 @pytest.mark.parametrize("job", ["ipc"], indirect=True)
 async def test_who_does_not_report_after_a_restart_is_gone_then_and_not_before(job: Job, monkeypatch):
-    from myxa.transport import registry
+    from myxa.transport.registry import registry
 
     monkeypatch.setattr(registry, "REJOIN_S", 1.5)
     await job.start_registry()

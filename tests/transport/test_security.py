@@ -16,11 +16,12 @@ import pytest
 import zmq
 
 from myxa.core.errors import LaunchError
-from myxa.transport import address, zmq_sockets
-from myxa.transport.dialect import PROTOCOL
-from myxa.transport.frames import Envelope, Kind, batch, chunk_header, encode
+from myxa.transport import address
 from myxa.transport.node import JobKey, Node
+from myxa.transport.session.dialect import PROTOCOL
+from myxa.transport.session.frames import Envelope, Kind, batch, chunk_header, encode
 from myxa.transport.wire import Endpoints, Lane
+from myxa.transport.zeromq import sockets as zmq_sockets
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract, Item
@@ -174,7 +175,7 @@ async def test_a_peer_that_talks_nonsense_is_answered_then_ignored(world):
         while not {5, 6, 7} <= set(answers):
             if inbox.poll(0):
                 message = inbox.recv_multipart()[-1]
-                from myxa.transport.frames import decode, split
+                from myxa.transport.session.frames import decode, split
 
                 parts = split(memoryview(message))
                 assert isinstance(parts, list)

@@ -11,7 +11,7 @@ import pytest
 
 from myxa.core.clock import ManualClock
 from myxa.core.errors import CallError, DeadlineExceeded, NotSent, OutcomeUnknown, PeerDied, StaleEpoch
-from myxa.transport.frames import Envelope, Kind, decode, encode
+from myxa.transport.session.frames import Envelope, Kind, decode, encode
 from myxa.transport.wire import Lane
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from ...core.errors import SimulationError
-from .. import credit
-from ..registry import REGISTRY
+from ..registry.registry import REGISTRY
+from ..session import credit
 from ..wire import Lane
 from .loop import SimLoop
 from .process import Process, owner_of
 
 if TYPE_CHECKING:
-    from ..links import Link
     from ..node import Node
-    from ..pending import PendingCall
+    from ..session.links import Link
+    from ..session.pending import PendingCall
     from .network import SimNetwork
     from .sim import SimNode
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ...core.errors import SimulationError
-from ..frames import Kind
 from ..inproc import InprocNetwork, InprocTransport
+from ..session.frames import Kind
 from ..wire import Lane
 from .event_log import EventLog
 from .loop import SimLoop

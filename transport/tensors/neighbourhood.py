@@ -23,7 +23,7 @@ from ...core.handlers import HandlerSpec
 from ...core.host import boot_id
 from ...core.ids import PeerKey
 from ...core.scope import NO_SCOPE, fresh_context
-from ..pending import Route
+from ..session.pending import Route
 from ..wire import Endpoints
 from .contract import MEMORY_INDEX, Findings, MemoryContract, Shown, memory_name
 from .kernel import IS_LINUX, admit_reader, read_bytes

@@ -22,8 +22,8 @@ from ...core.clock import Clock
 from ...core.errors import SlabError
 from ...core.ids import PeerKey
 from ...core.scope import current_caller
-from ..calls import Calls
 from ..courier import Courier
+from ..session.calls import Calls
 from ..wire import Endpoints
 from .block import TensorBlock
 from .contract import Findings, MemoryContract, Shown

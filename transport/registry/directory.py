@@ -1,0 +1,211 @@
+"""Who is where: the records that the registry keeps and every node mirrors. Sans-IO.
+
+The mirror is a snapshot at some version and the updates after it, in order; a gap asks for a new snapshot. Calls use
+the mirror, so the data plane works on while the registry is away.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import msgspec
+
+from ...core.actor import PeerEvent
+from ...core.errors import BadRequest, CallError, NoSuchActor, NoSuchMethod
+from ...core.ids import PeerKey
+from ..session.pending import Route
+from ..wire import Endpoints
+
+MAX_TOMBSTONES = 1000
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the records."""
+
+
+class ActorRecord(Entry, frozen=True):
+    """An actor as others may call it."""
+
+    name: str
+    index: int
+    handlers: dict[str, str]
+    """Handler name -> fingerprint of its types, in the order of the handlers' indexes."""
+
+
+class NodeRecord(Entry, frozen=True):
+    """A process incarnation."""
+
+    name: str
+    node_id: int
+    epoch: int
+    endpoints: Endpoints
+    pid: int = 0
+    """Process id on its host."""
+    actors: tuple[ActorRecord, ...] = ()
+    role: str = "keeper"
+    """What it may do: see `guard.Role`."""
+
+    @property
+    def key(self) -> PeerKey:
+        return PeerKey(self.node_id, self.epoch)
+
+
+class Departure(Entry, frozen=True):
+    """An incarnation that is over."""
+
+    name: str
+    node_id: int
+    epoch: int
+    reason: str
+
+
+class DirectoryUpdate(Entry, frozen=True):
+    """One step of the registry's state, or (`is_snapshot`) all of it."""
+
+    version: int
+    history: int = 0
+    """Epoch of the registry's process: another one counts its versions anew."""
+    is_snapshot: bool = False
+    nodes: tuple[NodeRecord, ...] = ()
+    gone: tuple[Departure, ...] = ()
+    reasons: dict[str, str] = {}
+    """Actor name -> why it is not there any more, for actors that end before their process."""
+
+
+class Location(msgspec.Struct, frozen=True):
+    """Where an actor is."""
+
+    node: NodeRecord
+    actor: ActorRecord
+
+    def route(self, method: str, schema: str) -> Route | CallError:
+        """The numbers for calling `method` there, or why that cannot be."""
+        name, handlers = self.actor.name, self.actor.handlers
+        if method not in handlers:
+            return NoSuchMethod(f"{name} has no handler {method!r}", remedy=f"it has: {', '.join(handlers)}")
+        if handlers[method] != schema:
+            return BadRequest(
+                f"{name}.{method}: caller and callee were built from different declarations",
+                remedy="run the same version of the code in all processes",
+            )
+        index = list(handlers).index(method)
+        return Route(peer=self.node.key, endpoints=self.node.endpoints, actor=self.actor.index, method=index)
+
+
+class Directory:
+    """A mirror of the registry's state."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        """Of the last update applied; -1: none yet."""
+        self.history = 0
+        """To which that version belongs."""
+        self._nodes: dict[str, NodeRecord] = {}
+        self._actors: dict[str, Location] = {}
+        self._tombstones: OrderedDict[str, str] = OrderedDict()
+        self._routes: dict[tuple[str, str, str], Route] = {}
+
+    def apply(self, update: DirectoryUpdate) -> tuple[list[PeerEvent], list[Departure]] | None:
+        """Take an update: what changed for actors, and which incarnations are over. None: there is a gap before it."""
+        if not update.is_snapshot:
+            if update.history != self.history:
+                return None
+            if update.version <= self.version:
+                return [], []
+            if update.version != self.version + 1:
+                return None
+        before = dict(self._actors)
+        gone = list(update.gone)
+        nodes = {n.name: n for n in update.nodes} if update.is_snapshot else dict(self._nodes)
+        if update.is_snapshot:
+            gone += [
+                Departure(name=n.name, node_id=n.node_id, epoch=n.epoch, reason="it left")
+                for n in self._nodes.values()
+                if n.name not in nodes or nodes[n.name].epoch != n.epoch
+            ]
+        for departure in update.gone:
+            if departure.name in nodes and nodes[departure.name].epoch <= departure.epoch:
+                del nodes[departure.name]
+        nodes.update({n.name: n for n in update.nodes})
+        self._nodes = nodes
+        self._actors = {a.name: Location(n, a) for n in nodes.values() for a in n.actors}
+        self.version, self.history = update.version, update.history
+        self._routes.clear()
+        reasons = {d.name: d.reason for d in gone}
+        return self._changes(before, reasons, update.reasons), gone
+
+    def _changes(
+        self, before: dict[str, Location], by_node: dict[str, str], by_actor: dict[str, str]
+    ) -> list[PeerEvent]:
+        events: list[PeerEvent] = []
+        for name, old in before.items():
+            if name not in self._actors:
+                reason = by_actor.get(name) or by_node.get(old.node.name) or "it stopped"
+                self._bury(name, reason)
+                events.append(PeerEvent("down", name, old.node.epoch, reason))
+        for name, new in self._actors.items():
+            old = before.get(name)
+            self._tombstones.pop(name, None)
+            if old is None:
+                events.append(PeerEvent("up", name, new.node.epoch))
+            elif old.node.key != new.node.key:
+                events.append(PeerEvent("restarted", name, new.node.epoch, by_node.get(old.node.name, "")))
+        return events
+
+    def _bury(self, name: str, reason: str) -> None:
+        self._tombstones[name] = reason
+        self._tombstones.move_to_end(name)
+        if len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+
+    def find(self, name: str) -> Location | None:
+        return self._actors.get(name)
+
+    def route(self, name: str, method: str, schema: str) -> Route | CallError | None:
+        """How to call `method` of `name`, why that cannot be, or None: nobody of that name is known."""
+        cached = self._routes.get((name, method, schema))
+        if cached is not None:
+            return cached
+        location = self._actors.get(name)
+        if location is None:
+            return None
+        route = location.route(method, schema)
+        if isinstance(route, Route):
+            self._routes[name, method, schema] = route
+        return route
+
+    def nodes(self) -> tuple[NodeRecord, ...]:
+        """All incarnations there are now."""
+        return tuple(self._nodes.values())
+
+    def node(self, name: str) -> NodeRecord | None:
+        return self._nodes.get(name)
+
+    def epoch_of(self, name: str) -> int:
+        """Of the incarnation of that node that is there; 0: none is."""
+        record = self._nodes.get(name)
+        return 0 if record is None else record.epoch
+
+    def has_ended(self, name: str) -> bool:
+        """It was known and is gone, as far as this mirror has heard."""
+        return name in self._tombstones
+
+    def state_of(self, name: str) -> PeerEvent | None:
+        """As the event that would have told it: up, down (epoch 0: not known any more), or None: never heard of."""
+        location = self._actors.get(name)
+        if location is not None:
+            return PeerEvent("up", name, location.node.epoch)
+        return PeerEvent("down", name, 0, self._tombstones[name]) if name in self._tombstones else None
+
+    def names(self, prefix: str = "") -> tuple[str, ...]:
+        """Actors there now, sorted."""
+        return tuple(sorted(name for name in self._actors if name.startswith(prefix)))
+
+    def missing(self, name: str) -> NoSuchActor:
+        """The error for a name that is not there."""
+        if name in self._tombstones:
+            return NoSuchActor(
+                f"{name} is not there any more: {self._tombstones[name]}", remedy="try again when it is back"
+            )
+        known = ", ".join(self.names()) or "nobody"
+        return NoSuchActor(f"no actor is called {name!r}", remedy=f"known now: {known}")

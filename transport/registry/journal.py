@@ -1,0 +1,192 @@
+"""What the registry must not forget when its process dies: which epochs it gave out, to whom, and which are over.
+
+An append-only file of JSON lines, each with a checksum before it. A grant is on the disk before it is answered, so no
+epoch is ever given out twice; news of ends and of actors are written as well, but not waited for. A line that was being
+written when the machine died is cut off at the next start, and named. Around 300 bytes per process start, a kilobyte
+per actor that registers; never rewritten.
+
+SQLite was considered (the ledger of prompts uses it): there is one writer, nothing is looked up by key, a run writes
+some hundred lines, and this file can be read with `less` and needs no second file for its own recovery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ...core.errors import LaunchError
+from .directory import NodeRecord
+
+_log = logging.getLogger("myxa.transport")
+
+SUM_BYTES: Final = 9
+"""Eight hexadecimal digits and a blank before every line."""
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="seat"):
+    """The registry took its seat: where its next incarnation should sit so that it is found."""
+
+    node: str
+    epoch: int
+    socket_dir: str = ""
+    tcp: str = ""
+    """"host:port" of its control lane; empty: it does not listen on tcp."""
+
+
+class Known(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="known"):
+    """An incarnation as it is now; the first entry with its epoch is the grant."""
+
+    record: NodeRecord
+
+
+class Over(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="over"):
+    """An incarnation has ended."""
+
+    node: str
+    epoch: int
+    reason: str
+
+
+Entry = Seat | Known | Over
+_decoder = msgspec.json.Decoder(Entry)
+
+
+class RegistryJournal:
+    """Use `open`; one process at a time."""
+
+    def __init__(self, path: Path, descriptor: int, entries: tuple[Entry, ...], size: int) -> None:
+        self.path = path
+        self.entries = entries
+        """What was in it when it was opened."""
+        self._descriptor = descriptor
+        self._size = size
+        self._num_written = 0
+        self._num_durable = 0
+        self._sync: asyncio.Task[None] | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="myxa-journal")
+        self._trouble = ""
+
+    @classmethod
+    def open(cls, path: Path) -> RegistryJournal:
+        """Open or make it. Raises LaunchError if another process has it, or if it is damaged otherwise than at its
+        end: then epochs may be missing, and nobody can say which."""
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise LaunchError(f"registry journal {path}: {error.strerror}", remedy="name another path") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            data = path.read_bytes()
+            entries, size = _read(path, data)
+            if size < len(data):
+                _log.warning("%s: %d bytes of an unfinished line were cut off at byte %d", path, len(data) - size, size)
+                os.ftruncate(descriptor, size)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise LaunchError(f"registry journal {path} is in use", remedy="end the other registry first") from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        _sync_folder(path)
+        return cls(path, descriptor, entries, size)
+
+    @property
+    def seat(self) -> Seat | None:
+        """Where the registry sat last; None: this is its first time."""
+        return next((entry for entry in reversed(self.entries) if isinstance(entry, Seat)), None)
+
+    def append(self, entry: Entry) -> None:
+        """Write it; a process that dies keeps it, a machine that dies may not (see `settle`). Raises LaunchError, also
+        for everything that comes later: after a failed write nobody knows what is on the disk."""
+        if self._trouble:
+            raise LaunchError(self._trouble, remedy="restart the registry when there is room again")
+        line = _line(entry)
+        try:
+            written = os.write(self._descriptor, line)
+            if written < len(line):
+                raise OSError(0, f"only {written} of {len(line)} bytes were written")
+        except OSError as error:
+            self._trouble = f"registry journal {self.path} cannot be written: {error.strerror}"
+            os.ftruncate(self._descriptor, self._size)
+            raise LaunchError(self._trouble, remedy="make room") from error
+        self._size += len(line)
+        self._num_written += 1
+
+    async def settle(self) -> None:
+        """Until all that was appended so far is on the disk. Those who wait at the same time share one fsync."""
+        wanted = self._num_written
+        while self._num_durable < wanted:
+            if self._sync is None:
+                self._sync = asyncio.get_running_loop().create_task(self._flush(), name="registry journal")
+            await asyncio.shield(self._sync)
+
+    async def _flush(self) -> None:
+        written = self._num_written
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._worker, os.fsync, self._descriptor)
+            self._num_durable = written
+        except OSError as error:
+            self._trouble = f"registry journal {self.path} cannot be written: {error.strerror}"
+            raise LaunchError(self._trouble, remedy="is the disk full or broken?") from error
+        finally:
+            self._sync = None
+
+    def close(self) -> None:
+        """Write what is left and give the file free. Harmless to call again."""
+        if self._descriptor < 0:
+            return
+        self._worker.shutdown(wait=True)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def _line(entry: Entry) -> bytes:
+    body = msgspec.json.encode(entry)
+    return b"%08x %b\n" % (zlib.crc32(body), body)
+
+
+def _read(path: Path, data: bytes) -> tuple[tuple[Entry, ...], int]:
+    """All entries, and the size of what can be read."""
+    entries: list[Entry] = []
+    good = 0
+    while good < len(data):
+        end = data.find(b"\n", good)
+        line = data[good:end] if end >= 0 else b""
+        if not _is_whole(line):
+            break
+        try:
+            entries.append(_decoder.decode(line[SUM_BYTES:]))
+        except msgspec.DecodeError as error:
+            raise LaunchError(
+                f"registry journal {path}, line {len(entries) + 1}: {error}", remedy="it is of another version of myxa"
+            ) from error
+        good = end + 1
+    later = data[good:].split(b"\n")[1:]
+    if any(_is_whole(line) for line in later):
+        raise LaunchError(
+            f"registry journal {path} is damaged at line {len(entries) + 1}, and goes on after it",
+            remedy="epochs may be lost: end all processes of the job and start it with a new journal",
+        )
+    return tuple(entries), good
+
+
+def _is_whole(line: bytes) -> bool:
+    body = line[SUM_BYTES:]
+    return bool(body) and line[:SUM_BYTES] == b"%08x " % zlib.crc32(body)
+
+
+def _sync_folder(path: Path) -> None:
+    """A new file's name must be as durable as its content."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,400 @@
+"""The caller's side of the session: calls under way and how each of them ends. Sans-IO; time comes from a `Clock`.
+
+Every call ends exactly once: a reply, the handler's error, a refusal (not executed), never sent, or outcome unknown.
+
+    WAITING (no credit) -> SENT -> ended            resendable ones also: SENT | WAITING <-> PARKED
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ...core.clock import Clock
+from ...core.errors import (
+    CallError,
+    DeadlineExceeded,
+    Draining,
+    MessageTooLarge,
+    MyxaError,
+    NoSuchActor,
+    NotExecuted,
+    NotSent,
+    PeerDied,
+    StaleEpoch,
+    StreamBroken,
+)
+from ..wire import Lane
+from .credit import cost_of
+from .faults import decode_fault
+from .frames import HEADER_BYTES, LIMITS, NO_TTL, Envelope, Kind, Limits, encoded_bytes
+from .links import Link, Links
+from .pending import CallSink, CallState, Order, PendingCall, Route, RouteOf
+from .refused_casts import RefusedCasts
+from .wheel import Wheel
+
+LAST_WORDS_S = 1.0  # by which the news that an actor ended may overtake its last answers
+# Members of an Enum are looked up in Python; these are needed once per call.
+_CALL, _CAST, _REPLY, _END = Kind.CALL, Kind.CAST, Kind.REPLY, Kind.END
+_SENT, _PARKED, _ENDED = CallState.SENT, CallState.PARKED, CallState.ENDED
+_CONTROL_LANE = Lane.CONTROL
+_TRY_ELSEWHERE = (Draining, NoSuchActor, StaleEpoch, PeerDied)
+"""Answers to a resendable call that only mean: not from this incarnation."""
+
+
+class Calls:
+    """All calls of this process."""
+
+    def __init__(self, links: Links, clock: Clock, limits: Limits = LIMITS) -> None:
+        self._links = links
+        self._now = clock.monotonic
+        self._limits = limits
+        self._pending: dict[int, PendingCall] = {}
+        self._parked: dict[str, list[PendingCall]] = {}
+        self._wheel = Wheel(clock.monotonic())
+        self._fresh: list[PendingCall] = []
+        """Begun since the last tick, with a deadline: most end before the next one and are never put on the wheel."""
+        self._next_corr = 1
+        self._casts = RefusedCasts()
+        self.num_late = 0
+        """Answers to calls that had ended already."""
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @property
+    def num_casts_refused(self) -> int:
+        return self._casts.num_refused
+
+    # -- intents
+
+    def submit(self, order: Order, route: Route, sink: CallSink) -> int:
+        """Begin a call; returns its number. If it raises (too large, overloaded, draining, no way), it never began."""
+        now = self._now()
+        if order.kind == "cast":
+            self._casts.check(order.target, now)
+        try:
+            link = self._links.open(route.peer, route.endpoints)
+        except StaleEpoch:
+            if not order.is_resendable:
+                raise
+            return self.submit_later(order, sink)  # the directory has not heard of the next incarnation yet
+        if link.drains_until and link is not self._links.itself:
+            if order.is_resendable:
+                return self.submit_later(order, sink)
+            left_s = max(0.0, link.drains_until - now)
+            raise Draining(f"{order.target}: its process is shutting down and takes no calls", retry_after_s=left_s)
+        call = PendingCall(self._next_corr, order, sink, demanded=order.window)
+        self._address(call, route)
+        self._register(call)
+        self._push(link, call)
+        return call.corr
+
+    def submit_later(self, order: Order, sink: CallSink) -> int:
+        """Begin a resendable call to somebody who is away: it is sent when `on_located` says where."""
+        call = PendingCall(self._next_corr, order, sink, demanded=order.window)
+        self._register(call)
+        self._park(None, call)
+        return call.corr
+
+    def _register(self, call: PendingCall) -> None:
+        self._next_corr += 1
+        self._pending[call.corr] = call
+        if call.order.deadline_at is not None:
+            self._fresh.append(call)
+
+    def cancel(self, corr: int) -> None:
+        """Nobody waits any more. The callee is told if the call may have reached it."""
+        call = self._pending.get(corr)
+        if call is not None:
+            self._withdraw(call)
+            self._end(call, None, tell_sink=False)
+
+    def demand(self, corr: int, total: int) -> None:
+        """A stream's consumer can take `total` items in all."""
+        call = self._pending.get(corr)
+        link = self._links.find(call.peer) if call is not None else None
+        if call is not None and link is not None:
+            call.demanded = total
+            self._tell(link, Kind.CREDIT, corr, actor=total)
+
+    def expire(self) -> None:
+        """End every call whose deadline has passed."""
+        self._enrol()
+        for corr in self._wheel.due(self._now()):
+            call = self._pending[corr]
+            never_left = not call.may_have_run
+            self._withdraw(call)
+            if call.doom:
+                self._end_of(call, call.doom)
+                continue
+            reason = f"{call}: no answer by its deadline"
+            if never_left:
+                reason = f"{call}: its deadline passed while it was {call.state.value}"
+                self._end(call, NotSent(reason, remedy="is the callee alive, is it overloaded?"))
+            else:
+                self._end(call, DeadlineExceeded(reason, remedy="with_deadline() gives it longer"))
+
+    def _enrol(self) -> None:
+        fresh, self._fresh = self._fresh, []
+        for call in fresh:
+            if call.state is not _ENDED and call.order.deadline_at is not None:
+                self._wheel.set(call.corr, call.order.deadline_at)
+
+    # -- answers
+
+    def on_answer(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
+        """REPLY, ERROR, NACK or END. Of a stream: once all items sent before it have come."""
+        call = link.pending.get(envelope.corr)
+        if call is None:
+            self._on_late(link, envelope)
+            return
+        if call.order.kind == "stream" and envelope.actor > call.next_item:
+            call.last = envelope  # it overtook items on the other lane
+            return
+        if envelope.kind is _REPLY or envelope.kind is _END:
+            self._end(call, envelope)
+            return
+        is_refusal = envelope.kind is Kind.NACK
+        error = decode_fault(envelope.body, call.order.target, call.order.method, is_refusal=is_refusal)
+        if call.order.is_resendable and isinstance(error, _TRY_ELSEWHERE):
+            self._park(link, call)
+        elif call.order.kind == "stream" and isinstance(error, PeerDied):
+            self._break(call, error.message)
+        else:
+            self._end(call, error)
+
+    def on_item(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
+        call = link.pending.get(envelope.corr)
+        if call is None or call.order.kind != "stream":
+            self.num_late += 1
+            return
+        seq = envelope.actor
+        if seq < call.next_item:
+            self.num_late += 1  # a copy
+            return
+        if seq >= call.next_item + 2 * call.order.window + 2:
+            self._break(call, f"item {seq} came when {call.next_item} was due")
+            return
+        call.early[seq] = envelope
+        while (ready := call.early.pop(call.next_item, None)) is not None:
+            call.next_item += 1
+            call.sink.item(ready)
+        if call.last is not None:
+            self.on_answer(link, Lane.CONTROL, call.last, 0)
+
+    def _on_late(self, link: Link, envelope: Envelope) -> None:
+        self.num_late += 1
+        target = self._casts.target_of(envelope.corr)
+        if target is not None and envelope.kind is Kind.NACK:
+            error = decode_fault(envelope.body, target, "cast", is_refusal=True)
+            self._casts.refused(target, error, self._now())
+
+    # -- what happens to peers
+
+    def on_room(self, link: Link, lane: Lane) -> None:
+        """Credit came back."""
+        queue = link.waiting[lane]
+        while queue and link.windows[lane].has_room(queue[0].cost):
+            call = queue.popleft()
+            if call.state is CallState.WAITING and call.peer == link.key:
+                self._transmit(link, call)
+
+    def on_blip(self, link: Link, lane: Lane | None = None) -> None:
+        """A connection broke and is there again: what was under way on it may be lost. Our requests, if it was ours to
+        send on `lane`; answers to anything, if it was theirs (None)."""
+        for call in list(link.pending.values()):
+            if call.state is not CallState.SENT or not call.was_sent:
+                continue
+            is_of_it = lane in (None, call.lane) or (call.order.kind == "stream" and lane is Lane.CONTROL)
+            if not is_of_it:
+                continue
+            if call.order.kind == "stream":
+                self.give_up_stream(call, "the connection broke")
+            elif call.order.is_resendable:
+                self.send_again(link, call)
+
+    def send_again(self, link: Link, call: PendingCall) -> None:
+        """It, or the answer to it, may be lost; it may run again, or the callee knows its key."""
+        call.parcel = None
+        call.state = CallState.WAITING
+        self._push(link, call)
+
+    def give_up_stream(self, call: PendingCall, why: str) -> None:
+        """Not all of its items will ever come."""
+        self._withdraw(call)
+        self._break(call, why)
+
+    def on_refused(self, link: Link, error: NotExecuted) -> None:
+        """The other side takes nothing from us, and never did."""
+        for call in list(link.pending.values()):
+            self._withdraw(call)
+            self._end(call, type(error)(f"{call}: {error.message}", remedy=error.remedy))
+
+    def on_gone(self, link: Link, why: str) -> None:
+        """The incarnation is over."""
+        for call in list(link.pending.values()):
+            if call.order.is_resendable:
+                self._park(link, call)
+            else:
+                self._end_of(call, why)
+
+    def on_actor_gone(self, target: str, why: str) -> None:
+        """An actor ended in a process that lives on. It answered what it had; for what of that is lost nobody waits."""
+        self._enrol()
+        until = self._now() + LAST_WORDS_S
+        for call in self._pending.values():
+            is_later = call.order.deadline_at is None or call.order.deadline_at > until
+            if call.order.target == target and not call.order.is_resendable and is_later:
+                call.doom = why
+                self._wheel.set(call.corr, until)
+
+    def _end_of(self, call: PendingCall, why: str) -> None:
+        """Its callee is over."""
+        if not call.may_have_run:
+            self._end(call, NotSent(f"{call}: {why} before the call was sent"))
+        elif call.order.kind == "stream":
+            self._break(call, why)
+        else:
+            self._end(call, PeerDied(f"{call}: {why} while the call was pending"))
+
+    def on_located(self, target: str, route_of: RouteOf) -> None:
+        """An incarnation of `target` registered: what waited for it goes on."""
+        for call in list(self._parked.get(target, ())):
+            route = route_of(call.order)
+            if route is None:
+                return
+            if isinstance(route, CallError):
+                self._end(call, route)
+                continue
+            try:
+                link = self._links.open(route.peer, route.endpoints)
+            except StaleEpoch:
+                return  # what the directory says is over; it will hear of the next
+            except MyxaError as error:
+                self._end(call, error)
+                continue
+            if link.drains_until:
+                return
+            self._unpark(call)
+            self._address(call, route)
+            call.state = CallState.WAITING
+            self._push(link, call)
+
+    @property
+    def parked_targets(self) -> tuple[str, ...]:
+        return tuple(self._parked)
+
+    def fail_all(self, why: str) -> None:
+        """This process closes."""
+        for call in list(self._pending.values()):
+            self._end_of(call, why)
+
+    # -- the way of one call
+
+    def _address(self, call: PendingCall, route: Route) -> None:
+        order = call.order
+        call.peer, call.route = route.peer, route
+        num_bytes = HEADER_BYTES + len(order.body)
+        if order.chain or order.frames or order.key or order.trace or num_bytes > self._limits.bulk_from:
+            envelope = Envelope(
+                kind=_CAST if order.kind == "cast" else _CALL, corr=call.corr,
+                src_node=self._links.own.node_id, src_epoch=self._links.own.epoch, dst_epoch=route.peer.epoch,
+                actor=route.actor, method=route.method, is_idempotent=order.is_resendable,
+                key=order.key, trace=order.trace, chain=order.chain, body=order.body, frames=order.frames,
+            )  # fmt: skip
+            call.whole = envelope  # copied when there is credit: what waits holds no memory of its own
+            num_bytes = encoded_bytes(envelope)
+            call.lane = Lane.BULK if num_bytes > self._limits.bulk_from else Lane.CONTROL
+        else:
+            call.whole, call.lane = None, _CONTROL_LANE
+        call.cost = cost_of(num_bytes)
+        if num_bytes > self._limits.message or len(order.body) > self._limits.body:
+            raise MessageTooLarge(
+                f"{call}: {num_bytes} bytes are over the limit of {self._limits.message} (body: {self._limits.body})",
+                remedy="send it in parts, or by shared memory",
+            )
+
+    def _push(self, link: Link, call: PendingCall) -> None:
+        link.pending[call.corr] = call
+        queue: deque[PendingCall] = link.waiting[call.lane]
+        if queue or not link.windows[call.lane].has_room(call.cost):
+            queue.append(call)
+        else:
+            self._transmit(link, call)
+
+    def _transmit(self, link: Link, call: PendingCall) -> None:
+        link.windows[call.lane].spend(call.cost)
+        order, whole = call.order, call.whole
+        call.state = _SENT
+        call.num_sent += 1
+        ttl_ms = self._ttl_ms(order)
+        if whole is not None:
+            call.parcel = self._links.send_whole(link, call.lane, whole, call.cost, ttl_ms, order.kind != "cast")
+            if not order.is_resendable:
+                call.whole = None  # the parcel has it
+        elif (route := call.route) is not None:
+            kind, is_idempotent = _CAST if order.kind == "cast" else _CALL, order.is_resendable
+            call.parcel = self._links.send_plain(
+                link, kind, call.corr, order.body, route.actor, route.method, is_idempotent, call.cost, ttl_ms
+            )
+        if order.kind == "cast":
+            self._casts.sent(call.corr, order.target)
+            self._end(call, None)
+
+    def _ttl_ms(self, order: Order) -> int:
+        if order.deadline_at is None:
+            return NO_TTL
+        left_ms = int((order.deadline_at - self._now()) * 1000)
+        return 0 if left_ms < 0 else left_ms if left_ms < NO_TTL else NO_TTL - 1
+
+    def _withdraw(self, call: PendingCall) -> None:
+        """Keep an unsent call from being sent; tell the callee of a sent one."""
+        link = self._links.find(call.peer)
+        if link is None:
+            return
+        parcel = call.parcel
+        if parcel is not None and not parcel.is_sent:
+            parcel.is_withdrawn = True
+            link.windows[call.lane].refund(call.cost)
+        elif parcel is not None and call.order.kind != "put":
+            self._tell(link, Kind.CANCEL, call.corr)
+        elif call.state is CallState.WAITING and call in link.waiting[call.lane]:
+            link.waiting[call.lane].remove(call)
+
+    def _park(self, link: Link | None, call: PendingCall) -> None:
+        if link is not None:
+            link.pending.pop(call.corr, None)
+        call.state = CallState.PARKED
+        if call.parcel is not None and not call.parcel.is_sent:
+            call.num_sent -= 1
+        call.parcel = None
+        self._parked.setdefault(call.order.target, []).append(call)
+
+    def _unpark(self, call: PendingCall) -> None:
+        parked = self._parked.get(call.order.target, [])
+        if call in parked:
+            parked.remove(call)
+            if not parked:
+                del self._parked[call.order.target]
+
+    def _break(self, call: PendingCall, why: str) -> None:
+        last = call.next_item - 1
+        self._end(call, StreamBroken(f"{call} broke after item {last}: {why}", last_seq=last))
+
+    def _end(self, call: PendingCall, outcome: Envelope | MyxaError | None, *, tell_sink: bool = True) -> None:
+        was_parked = call.state is _PARKED
+        call.end()
+        self._pending.pop(call.corr, None)
+        self._wheel.clear(call.corr)
+        link = self._links.find(call.peer)
+        if link is not None:
+            link.pending.pop(call.corr, None)
+        if was_parked:
+            self._unpark(call)
+        if isinstance(outcome, CallError):
+            outcome.callee = call.order.target
+        if tell_sink:
+            call.sink.done(outcome)
+
+    def _tell(self, link: Link, kind: Kind, corr: int, actor: int = 0) -> None:
+        self._links.send_plain(link, kind, corr, actor=actor)

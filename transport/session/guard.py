@@ -1,0 +1,170 @@
+"""Who may speak over tcp, and as whom: public key -> incarnation and role. Sans-IO.
+
+The list is the registry's directory: a key belongs to the incarnation that registered it and is void with it. Beside it
+the registry's own process admits the job's key and the keys that launchers told it of, and these may only ask to join.
+A connection without a proof came over ipc or within the process, where the operating system has decided already.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, TypeVar
+
+from ...core.ids import PeerKey
+from ..registry.directory import NodeRecord
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+Role = Literal["keeper", "node", "observer"]
+"""keeper: joined with the job's key, or is on the registry's host: may admit others and report their ends.
+node: may do everything in its own name. observer: may only call handlers that are declared safe."""
+ROLES: dict[str, Role] = {"keeper": "keeper", "node": "node", "observer": "observer"}
+
+PROVISIONAL = 1 << 31
+"""Set in the number of a process that has not joined yet; its epoch is 0."""
+MAX_CANDIDATES = 4096
+MAX_PAST = 4096
+MAX_STRANGERS = 1024
+MAX_BANS = 4096
+BAN_S = 60.0
+
+
+class Verdict(Enum):
+    """On a key, when a connection is made."""
+
+    ADMIT = "admit"
+    UNKNOWN = "unknown"
+    """May become known in a moment: the directory may be behind."""
+    OVER = "over"
+    """Of an incarnation that was replaced or has ended."""
+    BANNED = "banned"
+
+
+@dataclass(frozen=True, slots=True)
+class Badge:
+    """What a key that was told in advance stands for."""
+
+    name: str
+    """The only name under which it may join; "": any."""
+    role: Role
+    key: str = ""
+    """It must join with this public key; "": any."""
+
+
+ANYBODY = Badge("", "keeper")
+"""Of the job's key, and of peers whom the operating system vouches for."""
+
+
+class Guard:
+    """See the module's head. One per process that listens on tcp."""
+
+    def __init__(self, root: str, *, registry_node: int, is_registry: bool) -> None:
+        self._root = root
+        self._registry_node = registry_node
+        self._is_registry = is_registry
+        self._members: dict[str, NodeRecord] = {}
+        self._past: OrderedDict[str, str] = OrderedDict()
+        self._candidates: OrderedDict[str, Badge] = OrderedDict()
+        self._strangers: OrderedDict[PeerKey, Badge] = OrderedDict()
+        self._banned: OrderedDict[str, float] = OrderedDict()
+        self._observers: frozenset[PeerKey] = frozenset()
+        self.on_change: Callable[[], None] | None = None
+        """Called when keys became known."""
+
+    # -- what is known
+
+    def follow(self, nodes: Iterable[NodeRecord]) -> None:
+        """The directory changed; at once this is the list."""
+        before = self._members
+        self._members = {node.endpoints.curve: node for node in nodes if node.endpoints.curve}
+        for key, node in before.items():
+            if key not in self._members:
+                _remember(self._past, key, node.name, MAX_PAST)
+        for key in self._members:
+            self._past.pop(key, None)
+        self._observers = frozenset(node.key for node in self._members.values() if node.role == "observer")
+        self._changed()
+
+    def expect(self, badge: Badge) -> None:
+        """The registry's process: a process with that key will ask to join. A later key of that name replaces it."""
+        for key in [k for k, known in self._candidates.items() if known.name == badge.name]:
+            del self._candidates[key]
+        _remember(self._candidates, badge.key, badge, MAX_CANDIDATES)
+        self._changed()
+
+    def joined(self, key: str) -> None:
+        """That key has been used to join; it does so once."""
+        self._candidates.pop(key, None)
+
+    def ban(self, key: str, now: float) -> None:
+        """Refuse it for a while."""
+        _remember(self._banned, key, now + BAN_S, MAX_BANS)
+
+    # -- questions
+
+    def verdict(self, key: str, now: float) -> Verdict:
+        """For ZeroMQ's authentication: may a connection with that key be made?"""
+        until = self._banned.get(key)
+        if until is not None:
+            if now < until:
+                return Verdict.BANNED
+            del self._banned[key]
+        if key == self._root or key in self._members or key in self._candidates:
+            return Verdict.ADMIT
+        return Verdict.OVER if key in self._past else Verdict.UNKNOWN
+
+    def objection(self, proof: str, peer: PeerKey, name: str) -> str:
+        """Why a connection that was admitted with that key may not speak as `peer`; "" if it may."""
+        if not proof:
+            if is_provisional(peer):
+                _remember(self._strangers, peer, ANYBODY, MAX_STRANGERS)
+            return ""
+        if proof == self._root and not self._is_registry:
+            return "" if peer.node_id == self._registry_node else f"the job's key is not the key of {name}"
+        if is_provisional(peer):
+            return self._welcome(proof, peer)
+        member = self._members.get(proof)
+        if member is None:
+            return f"its key is of nobody who is registered now, but it says it is {name}"
+        if member.key != peer or member.name != name:
+            return f"its key is that of {member.name} ({member.key}), but it says it is {name} ({peer})"
+        return ""
+
+    def _welcome(self, proof: str, peer: PeerKey) -> str:
+        badge = ANYBODY if proof == self._root else self._candidates.get(proof)
+        if badge is None:
+            return "only the job's key, or one that a launcher announced, may ask to join"
+        _remember(self._strangers, peer, badge, MAX_STRANGERS)
+        return ""
+
+    def stranger(self, peer: PeerKey) -> Badge | None:
+        """What a process that asks to join has shown; None: it is not remembered (any more)."""
+        return self._strangers.get(peer)
+
+    def expected(self, key: str) -> Badge | None:
+        """Of a key that was told in advance."""
+        return self._candidates.get(key)
+
+    def is_observer(self, peer: PeerKey) -> bool:
+        """It may only call handlers that are declared safe."""
+        return peer in self._observers
+
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
+
+
+def is_provisional(peer: PeerKey) -> bool:
+    """It has not joined yet."""
+    return peer.epoch == 0 and bool(peer.node_id & PROVISIONAL)
+
+
+def _remember(known: OrderedDict[K, V], key: K, value: V, limit: int) -> None:
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > limit:
+        known.popitem(last=False)

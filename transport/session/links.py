@@ -1,0 +1,269 @@
+"""Everything this process knows of one other incarnation, and the way envelopes leave for it. Sans-IO.
+
+OPENING --connected--> UP --lost--> LOST --connected--> UP
+   any --gone--> DOWN          (exit reported, replaced, said goodbye, unreachable, closed)
+   DOWN --reopened--> OPENING  (it was only unreachable, and is wanted or heard of again)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from ...core.errors import NotSent, StaleEpoch
+from ...core.ids import PeerKey
+from ..wire import Endpoints, Lane, Parcel, Transport
+from .credit import UNIT_BYTES, Grant, SendWindow
+from .frames import LIMITS, NO_TTL, Buffer, Envelope, Kind, encode, encode_plain, stamp
+from .lent import Lent
+
+if TYPE_CHECKING:
+    from .pending import PendingCall
+    from .serving import Arrival
+
+
+STRANGER_LINGER_S = 1.0
+_CHUNK_UNITS = LIMITS.chunk // UNIT_BYTES
+"""Envelopes that cost more travel in chunks."""
+_CONTROL_LANE = Lane.CONTROL
+_CONTROL, _BULK, _BOTH = (Lane.CONTROL,), (Lane.BULK,), (Lane.CONTROL, Lane.BULK)
+
+
+class LinkState(Enum):
+    """Of the connection on which we send."""
+
+    OPENING = "opening"
+    UP = "up"
+    LOST = "lost"
+    DOWN = "down"
+
+
+_TRANSITIONS: dict[tuple[LinkState, str], LinkState] = {
+    (LinkState.OPENING, "connected"): LinkState.UP,
+    (LinkState.UP, "connected"): LinkState.UP,
+    (LinkState.LOST, "connected"): LinkState.UP,
+    (LinkState.OPENING, "lost"): LinkState.OPENING,
+    (LinkState.UP, "lost"): LinkState.LOST,
+    (LinkState.LOST, "lost"): LinkState.LOST,
+    (LinkState.OPENING, "gone"): LinkState.DOWN,
+    (LinkState.UP, "gone"): LinkState.DOWN,
+    (LinkState.LOST, "gone"): LinkState.DOWN,
+    (LinkState.DOWN, "reopened"): LinkState.OPENING,
+}
+
+
+class Link:
+    """One other incarnation."""
+
+    def __init__(self, key: PeerKey, endpoints: Endpoints) -> None:
+        self.key = key
+        self.endpoints = endpoints
+        self.state = LinkState.OPENING
+        self.is_down = False
+        """In state DOWN."""
+        self.windows = (SendWindow(), SendWindow())
+        self.grants = (Grant(), Grant())
+        self.waiting: tuple[deque[PendingCall], deque[PendingCall]] = (deque(), deque())
+        """Calls without credit, per lane, oldest first."""
+        self.pending: dict[int, PendingCall] = {}
+        """Our calls to it, by correlation number."""
+        self.served: dict[int, Arrival] = {}
+        """Its calls to us."""
+        self._last_word = 0
+        self.sources: list[bytes | None] = [None, None]
+        """The connections on which it sends, per lane."""
+        self.attempts = [0, 0]
+        """Numbers of these connections as its HELLO gave them."""
+        self.newest_call = [0, 0]
+        """Highest number per lane of its calls that may run only once: the same or a lower one came before."""
+        self.drains_until = 0.0
+        """It said that it takes no new calls, and when its next incarnation may be there; 0: it did not."""
+        self.broken: set[Lane] = set()
+        """Lanes on which we cannot send at the moment."""
+
+    def on(self, event: str) -> None:
+        """Move to the next state; an event that the table does not know in this state is a bug."""
+        self.state = _TRANSITIONS[self.state, event]
+        self.is_down = self.state is LinkState.DOWN
+
+    def reopen(self) -> None:
+        """It was given up and is tried again: what we send begins anew, what it sends goes on where it was."""
+        self.on("reopened")
+        self.windows = (SendWindow(), SendWindow())
+        self._last_word = 0
+        self.broken.clear()
+        for queue in self.waiting:
+            queue.clear()
+
+    @property
+    def has_business(self) -> bool:
+        """Somebody waits for an answer, here or there: whether the other side lives is of interest."""
+        return bool(self.pending or self.served)
+
+    def credit_word(self) -> int:
+        """Both counters as they travel in a header."""
+        control, bulk = self.grants
+        control.announced, bulk.announced = control.released, bulk.released
+        return control.released | bulk.released << 16
+
+    def take_credit(self, word: int) -> tuple[Lane, ...]:
+        """Apply the other side's counters; the lanes that gained room."""
+        if word == self._last_word:
+            return ()
+        changed, self._last_word = word ^ self._last_word, word
+        control, bulk = self.windows
+        has_gained = control.released(word & 0xFFFF)
+        if changed >> 16 and bulk.released(word >> 16):
+            return _BOTH if has_gained else _BULK
+        return _CONTROL if has_gained else ()
+
+
+class Links:
+    """All incarnations we talk to, and the transport to them."""
+
+    def __init__(
+        self, own: PeerKey, transport: Transport, loop_back: Callable[[Lane, bytes | bytearray], None]
+    ) -> None:
+        self.own = own
+        self._transport = transport
+        self._takes_lent: bool = getattr(transport, "takes_lent", False)
+        self._loop_back = loop_back
+        self._links: dict[PeerKey, Link] = {}
+        self._newest: dict[int, int] = {}
+        self._over: dict[int, int] = {}
+        self._given_up: dict[PeerKey, Link] = {}
+        """Not to be reached when last tried. They may live and still send: what they said of themselves holds."""
+        self.is_closed = False
+        """This process is going: no link is opened any more."""
+        self.itself = Link(own, transport.endpoints)
+        """The way to ourselves: always up, no transport between."""
+        self.itself.on("connected")
+        self._links[own] = self.itself
+
+    def all(self) -> list[Link]:
+        return list(self._links.values())
+
+    def find(self, key: PeerKey) -> Link | None:
+        return self._links.get(key)
+
+    def newest(self, node_id: int) -> int:
+        """Highest epoch heard of for that node; 0: none."""
+        return self._newest.get(node_id, 0)
+
+    def heard_of(self, key: PeerKey) -> list[Link]:
+        """Note that an incarnation exists; older ones of the same node, which are thereby over, are returned."""
+        if key.epoch <= self.newest(key.node_id):
+            return []
+        self._newest[key.node_id] = key.epoch
+        return [link for link in self._links.values() if link.key.node_id == key.node_id and link.key.epoch < key.epoch]
+
+    def open(self, key: PeerKey, endpoints: Endpoints) -> Link:
+        """The link to an incarnation, connecting if there is none.
+
+        Raises LaunchError without a usable endpoint, StaleEpoch for an incarnation that is over, NotSent after the end.
+        """
+        if self.is_closed:
+            raise NotSent("this process is closing")
+        link = self._links.get(key)
+        if link is None:
+            if self.is_over(key):
+                raise StaleEpoch(f"{key} has ended", remedy="look its name up again")
+            self._transport.connect(key, endpoints)
+            given_up = self._given_up.pop(key, None)
+            link = self._links[key] = given_up or Link(key, endpoints)
+            if given_up is not None:
+                link.endpoints = endpoints
+                link.reopen()
+        return link
+
+    def learn(self, link: Link, endpoints: Endpoints) -> None:
+        """The incarnation itself says where it listens; what we were told before may have been less."""
+        if endpoints != link.endpoints:
+            link.endpoints = endpoints
+            self._transport.connect(link.key, endpoints)
+
+    def is_over(self, key: PeerKey) -> bool:
+        """That incarnation, or a newer one, is known to have ended."""
+        return 0 < key.epoch <= self._over.get(key.node_id, 0) or key.epoch < self.newest(key.node_id)
+
+    def note_over(self, key: PeerKey) -> None:
+        """It ended for good: nothing is sent to it or taken from it any more."""
+        self._over[key.node_id] = max(key.epoch, self._over.get(key.node_id, 0))
+
+    def forget(self, link: Link, linger_s: float) -> None:
+        """Drop the connection; the incarnation may live on."""
+        link.on("gone")
+        del self._links[link.key]
+        self._transport.disconnect(link.key, linger_s)
+        self.forget_sources(link)
+
+    def give_up(self, link: Link) -> None:
+        """It cannot be reached. Whether it has ended is for others to say: `bury` then."""
+        link.on("gone")
+        self._given_up[link.key] = self._links.pop(link.key)
+        self._transport.disconnect(link.key, 0.0)
+
+    def bury(self, key: PeerKey) -> list[Link]:
+        """That incarnation is over, and every older one of its node: those that had been given up."""
+        ended = [k for k in self._given_up if k.node_id == key.node_id and k.epoch <= key.epoch]
+        return [self._given_up.pop(k) for k in ended]
+
+    def forget_sources(self, link: Link) -> None:
+        """Whatever still comes from its connections is of no interest."""
+        for lane in Lane:
+            if (source := link.sources[lane]) is not None:
+                self._transport.forget(source, lane)
+
+    def flush(self) -> None:
+        """What was sent before leaves this process now, not in the next turn of the loop."""
+        self._transport.flush()
+
+    def tell_stranger(self, key: PeerKey, endpoints: Endpoints, data: bytearray) -> None:
+        """Send one envelope to an incarnation that we will not link with."""
+        self._transport.connect(key, endpoints)
+        self._transport.send(key, Lane.CONTROL, Parcel(data))
+        self._transport.disconnect(key, STRANGER_LINGER_S)
+
+    def send(self, link: Link, lane: Lane, data: bytearray, cost: int = 0, ttl_ms: int = NO_TTL) -> Parcel:
+        """Stamp and hand to the transport."""
+        stamp(data, ttl_ms, link.credit_word())
+        return self._hand_over(link, lane, Parcel(data, cost))
+
+    def send_whole(self, link: Link, lane: Lane, envelope: Envelope, cost: int, ttl_ms: int, is_lent: bool) -> Parcel:
+        """The same for an envelope with options or arrays. `is_lent`: nobody changes the arrays until `Lent.keep`."""
+        if not (is_lent and self._takes_lent and cost > _CHUNK_UNITS) or link is self.itself:
+            return self.send(link, lane, encode(envelope), cost, ttl_ms)
+        lent = Lent(envelope)
+        stamp(lent.head, ttl_ms, link.credit_word())
+        return self._hand_over(link, lane, Parcel(lent.disguised, cost))
+
+    def send_plain(
+        self,
+        link: Link,
+        kind: Kind,
+        corr: int,
+        body: Buffer = b"",
+        actor: int = 0,
+        method: int = 0,
+        is_idempotent: bool = False,
+        cost: int = 0,
+        ttl_ms: int = NO_TTL,
+    ) -> Parcel:
+        """The same for an envelope of the control lane without options and arrays, which is made here and now."""
+        word = link.credit_word()
+        data = encode_plain(kind, self.own, link.key.epoch, corr, body, actor, method, is_idempotent, ttl_ms, word)
+        parcel = Parcel(data, cost)
+        if link is self.itself:
+            return self._hand_over(link, _CONTROL_LANE, parcel)
+        self._transport.send(link.key, _CONTROL_LANE, parcel)
+        return parcel
+
+    def _hand_over(self, link: Link, lane: Lane, parcel: Parcel) -> Parcel:
+        if link is self.itself:
+            parcel.is_sent = True
+            self._loop_back(lane, parcel.data)
+        else:
+            self._transport.send(link.key, lane, parcel)
+        return parcel

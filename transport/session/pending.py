@@ -1,0 +1,120 @@
+"""One call under way: what it asks for, where it goes, who waits for it, how far it has come."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Protocol
+
+import msgspec
+
+from ...core.errors import CallError, MyxaError
+from ...core.handlers import HandlerKind
+from ...core.ids import PeerKey
+from ..wire import Endpoints, Lane, Parcel
+from .frames import Buffer, Envelope
+from .lent import lent_of
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a handler is: an incarnation and numbers in its tables."""
+
+    peer: PeerKey
+    endpoints: Endpoints
+    actor: int
+    method: int
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What is to be called, with which bytes."""
+
+    target: str
+    method: str
+    schema: str
+    """Fingerprint of the handler's types."""
+    kind: HandlerKind
+    body: Buffer
+    frames: tuple[Buffer, ...] = ()
+    deadline_at: float | None = None
+    is_resendable: bool = False
+    key: bytes = b""
+    chain: tuple[str, ...] = ()
+    trace: bytes = b""
+    window: int = 0
+
+
+class CallSink(Protocol):
+    """Who waits for a call. Called at most once with `done`, and never after it."""
+
+    def done(self, outcome: Envelope | MyxaError | None) -> None:
+        """The reply (END for a stream), the error, or None for a cast that is on its way."""
+        ...
+
+    def item(self, envelope: Envelope) -> None:
+        """Next item of a stream, in order."""
+        ...
+
+
+class CallState(Enum):
+    """How far a call has come."""
+
+    WAITING = "waiting for credit"
+    SENT = "handed to the transport"
+    PARKED = "waiting for the callee's next incarnation"
+    ENDED = "ended"
+
+
+NOBODY = PeerKey(0, 0)
+
+
+class PendingCall(msgspec.Struct, eq=False):
+    """One call under way."""
+
+    corr: int
+    order: Order
+    sink: CallSink
+    state: CallState = CallState.WAITING
+    peer: PeerKey = NOBODY
+    route: Route | None = None
+    """Where it goes; what is said of the call at sending comes from here and from the order ..."""
+    whole: Envelope | None = None
+    """... unless it has options or arrays: then this is encoded when there is credit for it."""
+    lane: Lane = Lane.CONTROL
+    cost: int = 0
+    parcel: Parcel | None = None
+    num_sent: int = 0
+    """How often it was handed to the transport."""
+    next_item: int = 0
+    demanded: int = 0
+    """Items of a stream that may come in all, as the consumer said last."""
+    early: dict[int, Envelope] = {}
+    """Items that overtook others on another lane."""
+    doom: str = ""
+    """Why there will be no answer, if it is not on its way already."""
+    last: Envelope | None = None
+    """The end, or the error, that overtook items."""
+
+    def end(self) -> None:
+        """Its outcome is known; its arrays are their owner's again."""
+        self.state = CallState.ENDED
+        parcel = self.parcel
+        if parcel is not None and (lent := lent_of(parcel.data)) is not None:
+            lent.release() if parcel.is_withdrawn else lent.keep()
+
+    def __str__(self) -> str:
+        return f"{self.order.target}.{self.order.method}"
+
+    @property
+    def was_sent(self) -> bool:
+        return self.parcel is not None and self.parcel.is_sent
+
+    @property
+    def may_have_run(self) -> bool:
+        """It was handed to the network, now or at an earlier sending."""
+        is_unsent = self.parcel is not None and not self.parcel.is_sent
+        return self.num_sent > (1 if is_unsent else 0)
+
+
+class RouteOf(Protocol):
+    """Finds where an order has to go now."""
+
+    def __call__(self, order: Order) -> Route | CallError | None: ...

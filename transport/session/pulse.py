@@ -1,0 +1,265 @@
+"""The heartbeat of event loops: PING and PONG between processes that have business with each other. Sans-IO.
+
+A PING is asked of the loop by the loop, so an answer proves what no heartbeat of ZeroMQ can: that the other process's
+actors can act. Both carry the sender's vitals, and either counts as a sign of life, so that of two that watch each
+other one asks and the other is satisfied. What silence means is `core/failure_detector.py`'s to say; what to do about
+it, the host's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Generator
+from typing import Annotated, Protocol
+
+import msgspec
+
+from ...core.clock import Clock
+from ...core.errors import ConfigError
+from ...core.failure_detector import DEFAULT_POLICY, DetectorPolicy, FailureDetector, Verdict
+from ...core.ids import PeerKey
+from ..wire import Lane
+from .frames import Envelope, Kind, encode
+from .links import Link, Links, LinkState
+from .wheel import TICK_S
+
+LOOK_S = 0.25
+"""How often the silence of peers is judged."""
+MAX_BUSY_S = 24 * 3600.0
+MAX_UNANSWERED = 10
+"""After so many PINGs in vain they become rarer: what hangs shall not find an inbox full of them."""
+RARER = 5
+MAX_WORDS = 200
+"""Characters of the reason for being busy that travel."""
+
+
+NotNegative = Annotated[float, msgspec.Meta(ge=0.0)]
+
+
+class Vitals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How a process is, as its PINGs and PONGs say it."""
+
+    busy_s: NotNegative = 0.0
+    """It may be silent for so long from now on."""
+    who: str = ""
+    """Actor that declared it."""
+    why: str = ""
+    lag_s: NotNegative = 0.0
+    """Longest delay of its event loop in the last second or two."""
+    num_done: int = 0
+    """Messages that its actors have finished: progress."""
+    num_waiting: int = 0
+    """Messages that wait for its actors, or are being handled."""
+
+
+class PulseHost(Protocol):
+    """Whose pulse it is."""
+
+    def load(self) -> tuple[int, int]:
+        """Messages finished so far, and messages waiting or running now."""
+        ...
+
+    def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
+        """A peer is suspect or hung, or has recovered from that."""
+        ...
+
+
+class _Heart:
+    """What is known of one peer's loop."""
+
+    def __init__(self, now: float, policy: DetectorPolicy) -> None:
+        self.detector = FailureDetector(now, policy)
+        self.vitals = Vitals()
+        self.is_watched = False
+        self.heard_at = now
+        self.asked_at = now - policy.interval_s
+        self.num_unanswered = 0
+
+
+class Pulse:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        links: Links,
+        host: PulseHost,
+        clock: Clock,
+        counters: Counter[str],
+        policy: DetectorPolicy = DEFAULT_POLICY,
+    ) -> None:
+        self._links = links
+        self._host = host
+        self._clock = clock
+        self._counters = counters
+        self._policy = policy
+        self._hearts: dict[PeerKey, _Heart] = {}
+        self._busy: dict[int, tuple[float, str, str]] = {}
+        self._numbers = itertools.count(1)
+        now = clock.monotonic()
+        self._ticked_at = self._looked_at = self._lag_since = now
+        self._lag_s = self._lag_before_s = 0.0
+
+    # -- our own vitals
+
+    @contextlib.contextmanager
+    def busy(self, who: str, limit_s: float, why: str) -> Generator[None]:
+        """While this lasts, but not longer than `limit_s`, whoever watches this process does not expect to hear of it.
+
+        They are told before this returns: what blocks right afterwards, even holding the interpreter lock, was
+        announced. Raises ConfigError for a limit that is none.
+        """
+        if not 0 < limit_s <= MAX_BUSY_S:
+            remedy = f"a limit is more than 0 s, at most {MAX_BUSY_S:g} s"
+            raise ConfigError(f"{who}: busy for {limit_s} s", remedy=remedy)
+        number = next(self._numbers)
+        self._busy[number] = (self._clock.monotonic() + limit_s, who, why[:MAX_WORDS])
+        self._tell_all()
+        try:
+            yield
+        finally:
+            del self._busy[number]
+            self._tell_all()
+
+    @property
+    def busy_s(self) -> float:
+        """For how long this process has declared to be busy from now on; 0: not at all."""
+        until = max((entry[0] for entry in tuple(self._busy.values())), default=0.0)
+        return max(0.0, until - self._clock.monotonic())
+
+    def _tell_all(self) -> None:
+        self._links.flush()  # who is just connecting shall hear it too
+        for link in self._links.all():
+            if self._can_hear(link):
+                self._send(link, Kind.PING)
+        self._links.flush()
+
+    def _vitals(self) -> Vitals:
+        until, who, why = max(self._busy.values(), default=(0.0, "", ""))
+        busy_s = max(0.0, until - self._clock.monotonic())
+        num_done, num_waiting = self._host.load()
+        return Vitals(
+            busy_s=round(busy_s, 3), who=who if busy_s else "", why=why if busy_s else "",
+            lag_s=round(max(self._lag_s, self._lag_before_s), 3), num_done=num_done, num_waiting=num_waiting,
+        )  # fmt: skip
+
+    # -- time
+
+    def tick(self) -> None:
+        """Time has passed. Called every `TICK_S`, as well as this process's loop can."""
+        now = self._clock.monotonic()
+        self._lag_s = max(self._lag_s, now - self._ticked_at - TICK_S)
+        self._ticked_at = now
+        if now - self._lag_since >= self._policy.interval_s:
+            self._lag_before_s, self._lag_s, self._lag_since = self._lag_s, 0.0, now
+        if now - self._looked_at >= LOOK_S:
+            pause_s = now - self._looked_at - LOOK_S
+            self._looked_at = now
+            self._look(now, pause_s if pause_s > self._policy.interval_s else 0.0)
+
+    def _look(self, now: float, pause_s: float) -> None:
+        for link in self._links.all():
+            if link is self._links.itself:
+                continue
+            heart = self._hearts.get(link.key)
+            if heart is None:
+                if not link.has_business:
+                    continue
+                heart = self._heart_of(link.key, now)
+            if link.has_business and not heart.is_watched:
+                heart.detector.resume(now)
+            heart.is_watched = link.has_business
+            if pause_s:
+                heart.detector.forgive(now, pause_s)
+            if heart.is_watched:
+                self._judge(link, heart, now)
+                self._ask(link, heart, now)
+
+    def _judge(self, link: Link, heart: _Heart, now: float) -> None:
+        for state in heart.detector.check(now):
+            self._counters[state] += 1
+            self._host.judged(link.key, state, self._silence(heart, now))
+
+    def _ask(self, link: Link, heart: _Heart, now: float) -> None:
+        pause_s = self._policy.interval_s * (RARER if heart.num_unanswered >= MAX_UNANSWERED else 1)
+        if self._links.own > link.key:
+            pause_s += LOOK_S  # of two that would ask in the same moment, one waits and need not ask
+        if self._can_hear(link) and now - max(heart.asked_at, heart.heard_at) >= pause_s - TICK_S:
+            heart.asked_at = now
+            heart.num_unanswered += 1
+            self._send(link, Kind.PING)
+
+    @staticmethod
+    def _silence(heart: _Heart, now: float) -> str:
+        last = heart.vitals
+        text = f"its event loop gave no sign of life for {heart.detector.silence_s(now):.1f} s"
+        details = [f"{last.num_waiting} messages were waiting"] if last.num_waiting else []
+        if last.busy_s:
+            details.append(f'{last.who} had declared "{last.why}"')
+        return f"{text} ({', '.join(details)})" if details else text
+
+    # -- peers
+
+    def on_ping(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
+        """It asks, and thereby lives."""
+        if self._take(link, envelope):
+            self._send(link, Kind.PONG)
+
+    def on_pong(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
+        """It answered."""
+        self._take(link, envelope)
+
+    def _take(self, link: Link, envelope: Envelope) -> bool:
+        try:
+            vitals = msgspec.json.decode(envelope.body, type=Vitals) if envelope.body else Vitals()
+        except (msgspec.DecodeError, ValueError):  # text that is no UTF-8 is not a DecodeError
+            self._counters["malformed_vitals"] += 1
+            return False
+        now = self._clock.monotonic()
+        heart = self._heart_of(link.key, now)
+        silent_s = heart.detector.silence_s(now)
+        heart.vitals = vitals
+        heart.heard_at = now
+        heart.num_unanswered = 0
+        if heart.detector.heard(now, min(MAX_BUSY_S, vitals.busy_s)):
+            self._counters["recovered"] += 1
+            self._host.judged(link.key, "recovered", f"it answers again after {silent_s:.1f} s")
+        return True
+
+    def reconnected(self, link: Link) -> None:
+        """What was asked on the connection before may be lost."""
+        heart = self._hearts.get(link.key)
+        if heart is not None:
+            heart.num_unanswered = 0
+
+    def forget(self, key: PeerKey) -> None:
+        """That incarnation is over, or nothing to us any more."""
+        self._hearts.pop(key, None)
+
+    def vitals_of(self, key: PeerKey) -> Vitals | None:
+        """What the peer said last; None: nothing yet."""
+        heart = self._hearts.get(key)
+        return heart.vitals if heart is not None else None
+
+    def silence_s(self, key: PeerKey) -> float:
+        """How long a peer that is watched should have been heard and was not; 0 for one that is not watched."""
+        heart = self._hearts.get(key)
+        return heart.detector.silence_s(self._clock.monotonic()) if heart is not None and heart.is_watched else 0.0
+
+    def _heart_of(self, key: PeerKey, now: float) -> _Heart:
+        heart = self._hearts.get(key)
+        if heart is None:
+            heart = self._hearts[key] = _Heart(now, self._policy)
+        return heart
+
+    def _can_hear(self, link: Link) -> bool:
+        return link.state is LinkState.UP and link is not self._links.itself
+
+    def _send(self, link: Link, kind: Kind) -> None:
+        own = self._links.own
+        envelope = Envelope(
+            kind=kind, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=link.key.epoch,
+            body=msgspec.json.encode(self._vitals()),
+        )  # fmt: skip
+        self._links.send(link, Lane.CONTROL, encode(envelope))

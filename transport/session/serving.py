@@ -1,0 +1,281 @@
+"""The callee's side of the session: calls of others that this process answers. Sans-IO.
+
+Every call that arrives is answered exactly once (a cast: at most once, if it is refused), unless its caller is gone or
+has cancelled it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from ...core.clock import Clock
+from ...core.errors import (
+    BadRequest,
+    CallError,
+    DeadlineExceeded,
+    MessageTooLarge,
+    NoSuchActor,
+    NoSuchMethod,
+    NotPermitted,
+    StreamBroken,
+)
+from ...core.ids import PeerKey
+from ..wire import Lane
+from .credit import cost_of
+from .faults import encode_fault
+from .frames import HEADER_BYTES, LIMITS, NO_TTL, Buffer, Envelope, Kind, Limits, encode
+from .links import Link, Links
+from .replay import ReplayCache
+
+_WRONG = (BadRequest, NoSuchActor, NoSuchMethod, NotPermitted)
+_CAST, _REPLY = Kind.CAST, Kind.REPLY  # members of an Enum are looked up in Python
+
+
+class Arrival(msgspec.Struct, eq=False):
+    """One call that came in."""
+
+    link: Link
+    """On which it came; the answer goes by the one that its caller has then."""
+    lane: Lane
+    envelope: Envelope
+    cost: int
+    deadline_at: float | None
+    """On this process's monotonic clock."""
+    is_cast: bool
+    is_taken_up: bool = False
+    is_answered: bool = False
+    handle: Any = None
+    """For the host's use."""
+    allowed: int = 0
+    """Items of a stream that may be sent in all."""
+    num_items: int = 0
+
+    @property
+    def peer(self) -> PeerKey:
+        """Who asks."""
+        return self.link.key
+
+
+class Host(Protocol):
+    """Who executes calls."""
+
+    def deliver(self, arrival: Arrival) -> None:
+        """Queue it for its actor. Raises a CallError to refuse it."""
+        ...
+
+    def abandon(self, arrival: Arrival) -> None:
+        """Nobody waits for the answer any more."""
+        ...
+
+    def demanded(self, arrival: Arrival) -> None:
+        """A stream's consumer asks for more: `arrival.allowed` has grown."""
+        ...
+
+
+class Serving:
+    """All calls that this process answers."""
+
+    def __init__(self, links: Links, host: Host, clock: Clock, limits: Limits = LIMITS) -> None:
+        self._links = links
+        self._host = host
+        self._clock = clock
+        self._now = clock.monotonic
+        self._limits = limits
+        self._replay: ReplayCache[Arrival] = ReplayCache()
+        self.num_wrong = 0
+        """Calls to actors and handlers that are not here, with wrong types, or beyond the caller's role."""
+        self.num_copies = 0
+        """Calls that came twice; the second had no effect."""
+
+    @property
+    def num_replayed(self) -> int:
+        """Puts that came again and were not executed again."""
+        return self._replay.num_replayed
+
+    # -- what comes in
+
+    def on_call(self, link: Link, lane: Lane, envelope: Envelope, num_bytes: int) -> None:
+        """CALL or CAST, addressed to this incarnation."""
+        if not envelope.is_idempotent:
+            # Numbers grow along a lane, and what may run only once is never sent again: this is a copy of it.
+            if envelope.corr <= link.newest_call[lane]:
+                self.num_copies += 1
+                return
+            link.newest_call[lane] = envelope.corr
+        now = self._now()
+        deadline_at = None if envelope.ttl_ms == NO_TTL else now + envelope.ttl_ms / 1000
+        is_cast, cost = envelope.kind is _CAST, cost_of(num_bytes)
+        arrival = Arrival(link, lane, envelope, cost, deadline_at, is_cast)
+        link.grants[lane].held += cost
+        if not is_cast:
+            link.served[envelope.corr] = arrival
+        if envelope.key and not self._is_first(arrival, now):
+            return
+        try:
+            self._host.deliver(arrival)
+        except CallError as error:
+            self.fail(arrival, error)
+
+    def _is_first(self, arrival: Arrival, now: float) -> bool:
+        is_first, answer = self._replay.begin(arrival.envelope.key, arrival, now)
+        if not is_first:
+            self.take_up(arrival)
+        if answer is not None:
+            self._answer(arrival, Kind.REPLY, *answer)
+        return is_first
+
+    def on_cancel(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
+        arrival = link.served.pop(envelope.corr, None)
+        if arrival is not None:
+            self._drop(arrival)
+
+    def on_demand(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
+        arrival = link.served.get(envelope.corr)
+        if arrival is not None and envelope.actor > arrival.allowed:
+            arrival.allowed = envelope.actor
+            self._host.demanded(arrival)
+
+    def on_gone(self, link: Link) -> None:
+        """The caller is over; nobody waits for its calls."""
+        for arrival in list(link.served.values()):
+            self._drop(arrival)
+        link.served.clear()
+
+    def _drop(self, arrival: Arrival) -> None:
+        if not arrival.envelope.key:
+            arrival.is_answered = True
+        self._host.abandon(arrival)
+        self.take_up(arrival)
+
+    # -- what the host says
+
+    def take_up(self, arrival: Arrival) -> None:
+        """It left the mailbox: its credit goes back to the sender."""
+        if arrival.is_taken_up:
+            return
+        arrival.is_taken_up = True
+        link = self._link_to(arrival)
+        if link is None:
+            return
+        if link.grants[arrival.lane].give(arrival.cost):
+            self._links.send_plain(link, Kind.CREDIT, 0)
+
+    def begin(self, arrival: Arrival) -> None:
+        """Its handler begins. Raises DeadlineExceeded if its time was over before: then it is not executed."""
+        if arrival.deadline_at is not None and self._now() > arrival.deadline_at:
+            self.check_deadline(arrival)
+        self.take_up(arrival)
+
+    def check_deadline(self, arrival: Arrival) -> None:
+        """Raises DeadlineExceeded if its time was over before it began: then it is not executed."""
+        if arrival.deadline_at is not None and self._clock.monotonic() > arrival.deadline_at:
+            raise DeadlineExceeded("its deadline passed before it was executed", remedy="it was not executed")
+
+    def left_s(self, arrival: Arrival) -> float | None:
+        """Of its caller's patience; None: no limit."""
+        return None if arrival.deadline_at is None else max(0.0, arrival.deadline_at - self._clock.monotonic())
+
+    def reply(self, arrival: Arrival, body: Buffer, frames: tuple[Buffer, ...]) -> None:
+        """The handler's result. Raises MessageTooLarge: then it is still unanswered."""
+        envelope, link = arrival.envelope, arrival.link
+        is_plain = not (frames or envelope.key or arrival.is_cast or arrival.is_answered or link.is_down)
+        if is_plain and len(body) + HEADER_BYTES <= self._limits.bulk_from:
+            arrival.is_answered = True
+            link.served.pop(envelope.corr, None)
+            self._links.send_plain(link, _REPLY, envelope.corr, body)
+            return
+        if arrival.is_answered or arrival.is_cast:
+            self._settle(arrival)
+            return
+        self._check_size(body, frames)
+        if arrival.envelope.key:
+            for waiter in self._replay.answered(arrival.envelope.key, body, frames):
+                self._answer(waiter, Kind.REPLY, body, frames)
+        else:
+            self._answer(arrival, _REPLY, body, frames)
+
+    def fail(self, arrival: Arrival, error: BaseException) -> None:
+        """It was refused, or the handler raised. Casts: only a refusal is told."""
+        is_refusal = isinstance(error, CallError) and not error.callee and not arrival.is_taken_up
+        self.num_wrong += isinstance(error, _WRONG) and not error.callee
+        self.take_up(arrival)
+        body = encode_fault(error)
+        kind = Kind.NACK if is_refusal else Kind.ERROR
+        waiting = self._replay.failed(arrival.envelope.key) if arrival.envelope.key else [arrival]
+        for waiter in waiting:
+            if not waiter.is_cast or is_refusal:
+                self._answer(waiter, kind, body, actor=waiter.num_items)
+        self._settle(arrival)
+
+    def item(self, arrival: Arrival, body: Buffer, frames: tuple[Buffer, ...]) -> None:
+        """Next item of a stream; the host has seen that `num_items < allowed`. Raises MessageTooLarge."""
+        link = self._link_to(arrival)
+        if arrival.is_answered or link is None:
+            return
+        self._check_size(body, frames)
+        self._send(link, arrival, Kind.ITEM, body, frames, actor=arrival.num_items)
+        arrival.num_items += 1
+
+    def end(self, arrival: Arrival) -> None:
+        """No more items."""
+        self._answer(arrival, Kind.END, actor=arrival.num_items)
+
+    def refuse_unread(self, link: Link, corr: int, error: CallError) -> None:
+        """Refuse a message that could not even be taken as a call."""
+        own = self._links.own
+        envelope = Envelope(
+            kind=Kind.NACK, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=link.key.epoch, corr=corr,
+            body=encode_fault(error),
+        )  # fmt: skip
+        self._links.send(link, Lane.CONTROL, encode(envelope))
+
+    def refuse_unknown_stream(self, link: Link, corr: int) -> None:
+        """Somebody waits for items of a stream that is not there (any more): its end was lost on the way."""
+        own = self._links.own
+        envelope = Envelope(
+            kind=Kind.ERROR, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=link.key.epoch, corr=corr,
+            body=encode_fault(StreamBroken("it ended, and its end was lost on the way")),
+        )  # fmt: skip
+        self._links.send(link, Lane.CONTROL, encode(envelope))
+
+    def _answer(
+        self, arrival: Arrival, kind: Kind, body: Buffer = b"", frames: tuple[Buffer, ...] = (), *, actor: int = 0
+    ) -> None:
+        link = self._link_to(arrival)
+        if link is not None and not arrival.is_answered:
+            self._send(link, arrival, kind, body, frames, actor=actor)
+        arrival.is_answered = True
+        self._settle(arrival)
+
+    def _link_to(self, arrival: Arrival) -> Link | None:
+        """The way to its caller; not the one on which it came, if that was given up and there is another."""
+        return self._links.find(arrival.peer) if arrival.link.is_down else arrival.link
+
+    def _settle(self, arrival: Arrival) -> None:
+        link = self._link_to(arrival)
+        if link is not None and link.served.get(arrival.envelope.corr) is arrival:
+            del link.served[arrival.envelope.corr]
+
+    def _send(
+        self, link: Link, arrival: Arrival, kind: Kind, body: Buffer, frames: tuple[Buffer, ...], *, actor: int
+    ) -> None:
+        corr = arrival.envelope.corr
+        if not frames and len(body) + HEADER_BYTES <= self._limits.bulk_from:
+            self._links.send_plain(link, kind, corr, body, actor)
+            return
+        own = self._links.own
+        envelope = Envelope(
+            kind=kind, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=arrival.peer.epoch, corr=corr, actor=actor,
+            body=body, frames=frames,
+        )  # fmt: skip
+        data = encode(envelope)
+        self._links.send(link, Lane.BULK if len(data) > self._limits.bulk_from else Lane.CONTROL, data)
+
+    def _check_size(self, body: Buffer, frames: tuple[Buffer, ...]) -> None:
+        if not frames and len(body) <= self._limits.bulk_from:
+            return
+        num_bytes = len(body) + sum(map(len, frames))
+        if num_bytes > self._limits.message - (1 << 20) or len(body) > self._limits.body:
+            raise MessageTooLarge(f"a reply of {num_bytes} bytes is over the limit", remedy="send it in parts")

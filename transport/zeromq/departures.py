@@ -1,0 +1,39 @@
+"""When queued envelopes leave: while messages are being taken in, their answers are held back and leave together.
+
+A message of ZeroMQ costs as much as several of ours, so what one batch of calls brings about should go back as one
+batch too. Outside of that, an outbox decides for itself (`zeromq/outbox.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class Departures:
+    """Shared by the inboxes and outboxes of a process."""
+
+    __slots__ = ("_due", "is_holding")
+
+    def __init__(self) -> None:
+        self.is_holding = False
+        """Messages are being taken in now."""
+        self._due: list[Callable[[], None]] = []
+
+    def hold(self) -> None:
+        """From now on whoever has something to send calls `add` instead."""
+        self.is_holding = True
+
+    def add(self, flush: Callable[[], None]) -> None:
+        """Call it when the messages have been taken in."""
+        self._due.append(flush)
+
+    def release(self) -> None:
+        """They have, or enough of them."""
+        self.is_holding = False
+        while self._due:
+            flush = self._due.pop()
+            try:
+                flush()
+            except BaseException:
+                self.release()  # one that fails must not keep the others' answers back
+                raise

@@ -1,0 +1,311 @@
+"""The production transport: ZeroMQ over ipc on one host and over encrypted tcp between hosts.
+
+Per lane one ROUTER inbox per kind of endpoint, and one DEALER outbox per peer; replies travel by the replier's own
+outbox. Knows how connections are made and ended; the session decides what is said on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import zmq
+
+from ...core.errors import LaunchError
+from ...core.ids import PeerKey
+from ..address import socket_paths
+from ..security import KeyPair, Keys
+from ..session.guard import Guard
+from ..turn_budget import TurnBudget
+from ..wire import Endpoints, Lane, Parcel, Sink
+from .departures import Departures
+from .handshakes import HandshakeWatch
+from .inbox import Inbox
+from .outbox import Outbox
+from .sockets import Socket, make_context, make_inbox, make_outbox
+from .zap import Gatekeeper
+
+UNREACHABLE_S = 6.0
+"""So long after the last sign of its host a peer is given up, at the first attempt to reach it that fails then."""
+SETTLE_S = 0.25
+"""How long `flush` waits for connections that are just being made: a handshake takes a few milliseconds."""
+TERM_S = 5.0
+
+_log = logging.getLogger("myxa.transport")
+
+
+class _Peer:
+    """Outboxes to one incarnation; bulk is opened when first needed."""
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self.endpoints = endpoints
+        self.outboxes: list[Outbox | None] = [None, None]
+
+
+class ZmqTransport:
+    """Implements `wire.Transport` and `wire.Door`. `bind` first; everything else on the running loop."""
+
+    takes_lent = True
+    """Reads the arrays of large envelopes piece by piece, as it sends them."""
+
+    def __init__(
+        self,
+        *,
+        node_rank: int,
+        folder: Path,
+        listen: str,
+        keys: Keys | None,
+        guard: Guard | None = None,
+        turn: TurnBudget | None = None,
+    ) -> None:
+        self._node_rank = node_rank
+        self._turn = turn or TurnBudget()
+        self._departures = Departures()
+        self._folder = folder
+        self._listen = listen
+        self._keys = keys
+        self._guard = guard
+        self._has_joined = False
+        self.counters: Counter[str] = Counter()
+        """Connections that were refused, by reason."""
+        self._context = make_context()
+        self._inboxes: list[tuple[Lane, Inbox]] = []
+        self._gatekeeper: Gatekeeper | None = None
+        self._watches: list[HandshakeWatch] = []
+        self._paths: list[Path] = []
+        self._peers: dict[PeerKey, _Peer] = {}
+        self._lingering: set[Outbox] = set()
+        self._all_closed = asyncio.Event()
+        self._sink: Sink | None = None
+        self._endpoints = Endpoints(node_rank=node_rank)
+        self._is_closed = False
+
+    @property
+    def endpoints(self) -> Endpoints:
+        return self._endpoints
+
+    def bind(self) -> None:
+        """Open the endpoints; raises LaunchError naming the one that cannot be bound."""
+        self._paths = list(socket_paths(self._folder))
+        ipc = tuple(self._bind(lane, f"ipc://{path}", None) for lane, path in zip(Lane, self._paths, strict=True))
+        tcp = ("", "")
+        curve = ""
+        if self._listen and self._keys is not None and self._guard is not None:
+            host, _, port = self._listen.rpartition(":")
+            self._gatekeeper = Gatekeeper(self._context, self._guard, self.counters, self._note)
+            own, curve = self._keys.own, self._keys.own.public
+            control = self._bind(Lane.CONTROL, f"tcp://{host}:{port if port != '0' else '*'}", own)
+            tcp = (control, self._bind(Lane.BULK, f"tcp://{host}:*", own))
+        self._endpoints = Endpoints(node_rank=self._node_rank, ipc=(ipc[0], ipc[1]), tcp=tcp, curve=curve)
+
+    def _bind(self, lane: Lane, endpoint: str, key: KeyPair | None) -> str:
+        socket = make_inbox(self._context, lane, key)
+        self._inboxes.append((lane, Inbox(socket, lane, self._turn, self._departures)))
+        if key is not None:
+            self._watches.append(HandshakeWatch(socket, self.counters, self._note))
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            remedy = "is the address ours, is it free?"
+            raise LaunchError(f"cannot listen at {endpoint}: {error}", remedy=remedy) from error
+        return socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def start(self, sink: Sink) -> None:
+        self._sink = sink
+        if self._gatekeeper is not None:
+            self._gatekeeper.start()
+        for _, inbox in self._inboxes:
+            inbox.start(sink)
+
+    def joined(self) -> None:
+        """The registry knows our own key now; from here on we speak under it."""
+        self._has_joined = True
+
+    # -- who may come in
+
+    def objection(self, source: bytes, lane: Lane, peer: PeerKey, name: str) -> str:
+        del source
+        return "" if self._guard is None else self._guard.objection(self._proof(lane), peer, name)
+
+    def ban(self, source: bytes, lane: Lane) -> None:
+        del source
+        proof = self._proof(lane)
+        if proof and self._guard is not None:
+            self._guard.ban(proof, asyncio.get_running_loop().time())
+
+    def _proof(self, lane: Lane) -> str:
+        """Public key that was shown by the sender of what is being handled now."""
+        return next((inbox.proof for at, inbox in self._inboxes if at is lane and inbox.proof), "")
+
+    def _note(self, what: str, whom: str, remedy: str) -> None:
+        """A refusal: the first of its kind is logged, all are counted."""
+        if self.counters[what] == 1:
+            _log.warning("refused (%s) from %s; the next ones are only counted. %s", what, whom or "?", remedy)
+
+    # -- peers
+
+    def connect(self, peer: PeerKey, endpoints: Endpoints) -> None:
+        if self._is_closed:
+            raise LaunchError(f"{peer} cannot be reached: this process is closing")
+        self._address(peer, endpoints, Lane.CONTROL)
+        known = self._peers.get(peer)
+        if known is not None:
+            known.endpoints = endpoints
+            return
+        self._peers[peer] = _Peer(endpoints)
+        self._outbox(peer, self._peers[peer], Lane.CONTROL)
+
+    def send(self, peer: PeerKey, lane: Lane, parcel: Parcel) -> None:
+        known = self._peers.get(peer)
+        if known is not None:
+            (known.outboxes[lane] or self._outbox(peer, known, lane)).send(parcel)
+
+    def flush(self) -> None:
+        until = time.monotonic() + SETTLE_S
+        for known in list(self._peers.values()):
+            outbox = known.outboxes[Lane.CONTROL]
+            if outbox is not None:
+                outbox.flush(until)
+
+    def disconnect(self, peer: PeerKey, linger_s: float) -> None:
+        known = self._peers.pop(peer, None)
+        for outbox in known.outboxes if known is not None else ():
+            if outbox is not None:
+                self._lingering.add(outbox)
+                self._all_closed.clear()
+                outbox.close(linger_s)
+
+    def forget(self, source: bytes, lane: Lane) -> None:
+        for inbox_lane, inbox in self._inboxes:
+            if inbox_lane is lane:
+                inbox.forget(source)
+
+    def _outbox(self, peer: PeerKey, known: _Peer, lane: Lane) -> Outbox:
+        outbox = known.outboxes[lane]
+        if outbox is None:
+            endpoint = self._address(peer, known.endpoints, lane)
+            make = functools.partial(self._make_outbox, endpoint, known, lane)
+            events = _Events(self, peer, lane)
+            outbox = known.outboxes[lane] = events.outbox = Outbox(endpoint, make, events, self._departures)
+        return outbox
+
+    def _make_outbox(self, endpoint: str, known: _Peer, lane: Lane) -> Socket:
+        keys = self._keys if endpoint.startswith("tcp:") else None
+        if keys is None:
+            return make_outbox(self._context, lane, None)
+        server = known.endpoints.curve or keys.registry
+        return make_outbox(self._context, lane, keys.own if self._has_joined else keys.joining, server)
+
+    def _address(self, peer: PeerKey, endpoints: Endpoints, lane: Lane) -> str:
+        address = endpoints.ipc[lane] if endpoints.node_rank == self._node_rank else ""
+        address = address or (endpoints.tcp[lane] if self._keys is not None else "")
+        if not address:
+            raise LaunchError(
+                f"{peer} listens at {endpoints}, which cannot be reached from node rank {self._node_rank}",
+                remedy="nodes of other hosts need tcp and the job's key",
+            )
+        return address
+
+    # -- the end
+
+    async def close(self, linger_s: float) -> None:
+        self._is_closed = True
+        for peer in list(self._peers):
+            self.disconnect(peer, linger_s)
+        if self._lingering:
+            try:
+                await asyncio.wait_for(self._all_closed.wait(), linger_s + 1.0)
+            except TimeoutError:
+                _log.warning("%d connections did not close in time", len(self._lingering))
+            for outbox in list(self._lingering):
+                outbox.abort()
+        self._close_inboxes()
+        await self._terminate()
+
+    def abort(self) -> None:
+        """Release everything at once, before anything was started."""
+        self._close_inboxes()
+        self._context.destroy(linger=0)
+
+    def _close_inboxes(self) -> None:
+        for watch in self._watches:
+            watch.close()
+        self._watches.clear()
+        for _, inbox in self._inboxes:
+            inbox.close()
+        self._inboxes.clear()
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    async def _terminate(self) -> None:
+        """`term` waits for the sockets' linger, so it must not run on the loop."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def term() -> None:
+            self._context.term()
+            loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+
+        thread = threading.Thread(target=term, name="myxa-zmq-term", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # Python is ending and starts no thread any more (3.12); nobody is held up by now
+            self._context.term()
+            return
+        try:
+            await asyncio.wait_for(ended, TERM_S)
+        except TimeoutError:
+            _log.exception("ZeroMQ did not end within %.0f s; its sockets are left behind", TERM_S)
+            return
+        thread.join()
+
+    def on_closed(self, outbox: Outbox) -> None:
+        self._lingering.discard(outbox)
+        if not self._lingering:
+            self._all_closed.set()
+
+    @property
+    def sink(self) -> Sink:
+        if self._sink is None:
+            raise RuntimeError("the transport was not started")
+        return self._sink
+
+
+class _Events:
+    """Reports of one outbox, with the peer's name on them."""
+
+    def __init__(self, transport: ZmqTransport, peer: PeerKey, lane: Lane) -> None:
+        self._transport = transport
+        self._peer = peer
+        self._lane = lane
+        self.outbox: Outbox | None = None
+
+    def greeting(self, sent_units: int) -> bytearray:
+        return self._transport.sink.greeting(self._peer, self._lane, sent_units)
+
+    def ready(self) -> None:
+        self._transport.sink.connected(self._peer, self._lane)
+
+    def turned_away(self, why: str) -> None:
+        self._transport.sink.turned_away(self._peer, why)
+
+    def broken(self, why: str) -> None:
+        self._transport.sink.lost(self._peer, self._lane, why)
+
+    def silence_s(self) -> float:
+        return self._transport.sink.silence_s(self._peer)
+
+    def failing(self, why: str, since_s: float) -> None:
+        if self._lane is Lane.CONTROL and since_s >= UNREACHABLE_S:
+            self._transport.sink.unreachable(self._peer, why)
+
+    def closed(self) -> None:
+        if self.outbox is not None:
+            self._transport.on_closed(self.outbox)
