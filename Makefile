@@ -28,8 +28,9 @@ export OMP_NUM_THREADS ?= 1
 demo: $(STAMP)
 	@$(BIN)/myxa demo
 
+# Two workers: most tests wait for processes most of the time.
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 soak: $(STAMP)
 	@$(BIN)/python -m pytest $(TESTS) -m soak --timeout=1800

@@ -35,10 +35,17 @@ def pytest_configure(config: pytest.Config) -> None:
     # new ones.
     settings.register_profile("steady", derandomize=True)
     settings.load_profile("default" if config.getoption("-m") == "soak" else "steady")
-    os.environ[MARK] = uuid.uuid4().hex  # inherited by every process that a test starts
-    # Run-time folders of this session only; pytest's own folders stay where they are looked for after a failure.
+    if not is_xdist_worker():
+        os.environ[MARK] = uuid.uuid4().hex  # inherited by every process that a test starts
+    # Run-time folders of this process only; pytest's own folders stay where they are looked for after a failure.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")
+    folder = tempfile.mkdtemp(prefix="t-", dir=os.environ["PYTEST_DEBUG_TEMPROOT"])
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+
+
+def is_xdist_worker() -> bool:
+    """One of several processes that share the files of tests among them (`make test`)."""
+    return "PYTEST_XDIST_WORKER" in os.environ
 
 
 def left_processes() -> set[str]:
@@ -86,8 +93,11 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not left, f"{request.node.name} left behind:\n" + "\n".join(sorted(left))
 
 
+@pytest.hookimpl(trylast=True)  # after the workers have ended
 def pytest_sessionfinish(session: pytest.Session) -> None:
     shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    if is_xdist_worker():
+        return
     mark = f"{MARK}={os.environ[MARK]}".encode()
     orphans: list[str] = []
     for folder in Path("/proc").glob("[0-9]*"):

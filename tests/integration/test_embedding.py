@@ -115,7 +115,7 @@ def traces() -> dict[str, object]:
     loop = asyncio.get_running_loop()
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup)
-    loggers = [logging.getLogger(), *(logging.getLogger(name) for name in logging.root.manager.loggerDict)]
+    loggers = [logging.getLogger(), *(logging.getLogger(name) for name in list(logging.root.manager.loggerDict))]
     return {
         "tasks": asyncio.all_tasks(),
         "threads": {task.name for task in Path("/proc/self/task").iterdir()},
