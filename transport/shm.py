@@ -20,7 +20,6 @@ import fcntl
 import math
 import mmap
 import os
-import re
 import secrets
 import struct
 import zlib
@@ -32,6 +31,7 @@ import numpy as np
 from ..core.errors import SlabError
 from ..core.messages import TensorSpec
 from ..core.protocols import NamedArray
+from .memory_file import F_SEAL_FUTURE_WRITE, open_to_read, path_of
 
 ALIGNMENT = 64
 DATA_OFFSET = 4096
@@ -40,9 +40,7 @@ DATA_OFFSET = 4096
 _MAGIC = b"myxaslab"
 _HEADER = struct.Struct("<8sQ")
 _GENERATION_WORD = 2
-_F_SEAL_FUTURE_WRITE = 0x0010
-_PATH = re.compile(r"/proc/(\d+)/fd/(\d+)")
-_LINK_NAME = "/memfd:myxa-slab"
+_NAME = "myxa-slab"
 
 
 def digest_of(tensors: Sequence[TensorSpec], slab: memoryview) -> str:
@@ -101,11 +99,11 @@ class SlabWriter:
                 f"no shared memory of {capacity_bytes} bytes: {free} are available",
                 remedy="free memory, or use the disk channel",
             )
-        descriptor = os.memfd_create("myxa-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(descriptor, 0, DATA_OFFSET + capacity_bytes)
             writer = cls(descriptor, capacity_bytes)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
         except (OSError, ValueError) as error:
             os.close(descriptor)
@@ -117,7 +115,7 @@ class SlabWriter:
     @property
     def path(self) -> str:
         """Opens the slab in another process while this one lives."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
+        return path_of(self._fd)
 
     @property
     def generation(self) -> int:
@@ -182,17 +180,8 @@ class SlabReader:
     @classmethod
     def open(cls, path: str) -> SlabReader:
         """Open a manifest's location. Raises SlabError if its owner is gone or it is no slab."""
-        if _PATH.fullmatch(path) is None:
-            raise SlabError(f"{path!r} is no slab's path", remedy="take it from the manifest")
+        descriptor = open_to_read(path, _NAME)
         try:
-            name = str(Path(path).readlink())
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            remedy = "the process that published it has ended, or runs as another user or in another container"
-            raise SlabError(f"{path} cannot be opened: {error.strerror}", remedy=remedy) from error
-        try:
-            if not name.startswith(_LINK_NAME):
-                raise SlabError(f"{path} is {name!r}, no slab", remedy="its owner has ended; the number is reused")
             size = os.fstat(descriptor).st_size
             mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
         finally:

@@ -15,13 +15,12 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import re
 import struct
-from pathlib import Path
 
 import numpy as np
 
 from ...core.errors import SlabError
+from ..memory_file import F_SEAL_FUTURE_WRITE, open_to_read, path_of
 from ..shm import available_bytes
 from .kernel import populate
 from .ledger import NUM_SLOTS
@@ -32,10 +31,7 @@ _MAGIC = b"myxapool"
 _HEADER = struct.Struct("<8sQQ")
 _FIRST_WORD = 8
 _NAME = "myxa-pool"
-_LINK = f"/memfd:{_NAME}"
-_PATH = re.compile(r"/proc/\d+/fd/\d+")
 _F_GET_SEALS = 1034
-_F_SEAL_FUTURE_WRITE = 0x0010
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -67,13 +63,13 @@ class Slab:
         mapping = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED)
         if not populate(address_of(np.frombuffer(mapping, dtype=np.uint8)), size, for_writing=True):
             os.posix_fallocate(self._fd, 0, size)
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | _F_SEAL_FUTURE_WRITE)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | F_SEAL_FUTURE_WRITE)
         return mapping
 
     @property
     def path(self) -> str:
         """Opens it in another process while this one lives."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
+        return path_of(self._fd)
 
     @property
     def memory(self) -> Bytes:
@@ -106,16 +102,7 @@ class SlabMapping:
     @classmethod
     def open(cls, path: str, slab_id: int) -> SlabMapping:
         """Map a slab: call it where blocking is allowed. Raises SlabError if it is gone or not the one meant."""
-        if _PATH.fullmatch(path) is None:
-            raise SlabError(f"{path!r} is no slab's path")
-        try:
-            name = str(Path(path).readlink())
-            if not name.startswith(_LINK):
-                raise SlabError(f"{path} is {name!r}, no slab", remedy="its owner has ended; the number is reused")
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            remedy = "its owner has ended, or runs as another user or in another container"
-            raise SlabError(f"{path} cannot be opened: {error.strerror}", remedy=remedy) from error
+        descriptor = open_to_read(path, _NAME)
         try:
             memory = _map_to_read(descriptor, path)
         finally:
