@@ -26,32 +26,14 @@ from pathlib import Path
 
 import numpy as np
 import uvloop
+from answerer import Answerer, AnswererContract
 
-from myxa.core.actor import Actor, MailboxPolicy
-from myxa.core.handlers import call
 from myxa.transport.node import Node, Rendezvous
 
 WARM_UP = 200
 DEPTHS = (1, 16)
 INTERVALS_S = (0.005, 0.0005)
 READY_S = 30.0
-
-
-class AnswererContract(Actor):
-    """What is called."""
-
-    @call(deadline=30)
-    async def answer(self, number: int) -> int:
-        raise NotImplementedError
-
-
-class Answerer(AnswererContract):
-    """Answers at once."""
-
-    mailbox = MailboxPolicy(size=4096)
-
-    async def answer(self, number: int) -> int:
-        return number
 
 
 # -- the server

@@ -25,8 +25,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from myxa.core.actor import Actor, MailboxPolicy
-from myxa.core.handlers import call
+from answerer import Answerer, AnswererContract
+
 from myxa.transport.node import Node, Rendezvous
 from myxa.transport.turn_budget import TURN_S
 
@@ -34,27 +34,6 @@ TICK_S = 0.001
 QUIET, ATTACHED, UNBOUNDED = "nobody calls", f"attached, {1000 * TURN_S:g} ms a turn", "attached, no bound"
 BUDGETS_S = {QUIET: TURN_S, ATTACHED: TURN_S, UNBOUNDED: 60.0}
 LIMIT_MS = 1.0
-
-
-class AnswererContract(Actor):
-    """What is called."""
-
-    @call(deadline=30)
-    async def answer(self, number: int) -> int:
-        raise NotImplementedError
-
-
-class Answerer(AnswererContract):
-    """Answers at once, and counts."""
-
-    mailbox = MailboxPolicy(size=16384)
-
-    def __init__(self) -> None:
-        self.num_answered = 0
-
-    async def answer(self, number: int) -> int:
-        self.num_answered += 1
-        return number
 
 
 @dataclass(frozen=True)
