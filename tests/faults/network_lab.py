@@ -7,8 +7,9 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-from depot import Depot, DepotContract, effects
+from depot import Depot, DepotContract
 from detour import Wire, detour
+from fault_lab import FaultLab, LabReport, Rows
 from fault_table import Fault
 from operations import BULK_BYTES, CALLING, Plan, Result, begin, judged
 
@@ -37,26 +38,14 @@ class Place:
         self.far: Node
 
 
-class NetworkLab:
-    """`async with`; then `run(name, fault)`, several at the same time."""
+class NetworkLab(FaultLab):
+    """A proxy on every way between the caller and its callees."""
 
     def __init__(self, folder: Path, names: list[str]) -> None:
         self.key = JobKey.generate()
         self.places = {name: Place(name, number, folder) for number, name in enumerate(names, 1)}
         self._nodes: list[Node] = []
         self.host: Node
-        self.near: Node
-
-    async def __aenter__(self) -> NetworkLab:
-        try:
-            await self._open()
-        except BaseException:
-            await self._close()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._close()
 
     async def _open(self) -> None:
         self.host = await Node.attach(name="launcher/0", key=self.key, tcp="127.0.0.1:0")
@@ -186,38 +175,27 @@ class NetworkLab:
             wire.heal()
 
 
-async def run_all(faults: dict[str, Fault]) -> tuple[dict[str, dict[str, Result] | BaseException], NetworkReport]:
-    """Results of every row (or what went wrong with it), and what was left over when all were done."""
+async def run_all(faults: dict[str, Fault]) -> tuple[Rows, NetworkReport]:
+    """Results of every row, and what was left over when all were done."""
     with tempfile.TemporaryDirectory() as folder:
         async with NetworkLab(Path(folder), list(faults)) as lab:
-            found = await asyncio.gather(
-                *(lab.run(name, fault) for name, fault in faults.items()), return_exceptions=True
-            )
-            report = NetworkReport(lab)
-            await report.settle()
-        return dict(zip(faults, found, strict=True)), report
+            rows = await lab.run_rows(faults)
+            report = NetworkReport()
+            await report.settle(lab.near, [place.stock for place in lab.places.values()])
+            report.note(lab)
+        return rows, report
 
 
-class NetworkReport:
-    """What the caller's node still holds, and what ran on the other side."""
+class NetworkReport(LabReport):
+    """Also of the connections."""
 
-    def __init__(self, lab: NetworkLab) -> None:
-        self._lab = lab
-        self.left: dict[str, int] = {}
-        self.effects: dict[tuple[str, str], int] = {}
+    def __init__(self) -> None:
+        super().__init__()
         self.reconnected: dict[str, int] = {}
         self.replayed: dict[str, int] = {}
 
-    async def settle(self) -> None:
-        near = self._lab.near
-        for _ in range(100):
-            self.left = {"pending calls": len(near._session.calls), "parked": len(near._session.calls.parked_targets)}
-            # The mirror's subscription to the registry is the one call that lasts.
-            if self.left == {"pending calls": 1, "parked": 0}:
-                break
-            await asyncio.sleep(0.05)
-        for place in self._lab.places.values():
-            self.effects |= effects(place.stock)
+    def note(self, lab: NetworkLab) -> None:
+        for place in lab.places.values():
             self.reconnected[place.name] = place.requests.num_lines
             self.replayed[place.name] = place.far.counters()["puts_replayed"]
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from depot import DepotContract, crates_of, effects
+from fault_lab import FaultLab, LabReport, Rows
 from fault_table import Fault
 from operations import CALLING, Plan, Result, begin, crate, judged
 
@@ -72,7 +73,7 @@ class Child:
         return Rendezvous.load(self.found)
 
 
-class ProcessLab:
+class ProcessLab(FaultLab):
     """`async with`; then `run(name, fault)`, several at the same time."""
 
     def __init__(self, names: list[str]) -> None:
@@ -88,19 +89,7 @@ class ProcessLab:
         self.strangers: dict[str, Node] = {}
         """Nodes of ours that have joined the registries of children."""
         self._nodes: list[Node] = []
-        self.near: Node
         self.host: Node
-
-    async def __aenter__(self) -> ProcessLab:
-        try:
-            await self._open()
-        except BaseException:
-            await self._close()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._close()
 
     async def _open(self) -> None:
         self.key.save(self.key_file)
@@ -256,28 +245,10 @@ def _task(work) -> asyncio.Task[Result]:
     return asyncio.get_running_loop().create_task(work)
 
 
-class ProcessReport:
-    """What the caller's node still holds, and what ran on the other side."""
-
-    def __init__(self) -> None:
-        self.left: dict[str, int] = {}
-        self.effects: dict[tuple[str, str], int] = {}
-
-    async def settle(self, lab: ProcessLab) -> None:
-        for _ in range(100):
-            calls = lab.near._session.calls
-            self.left = {"pending calls": len(calls), "parked": len(calls.parked_targets)}
-            if self.left == {"pending calls": 1, "parked": 0}:
-                break
-            await asyncio.sleep(0.05)
-        for child in lab.fars.values():
-            self.effects |= effects(child.stock)
-
-
-async def run_all(faults: dict[str, Fault]) -> tuple[dict[str, dict[str, Result] | BaseException], ProcessReport]:
-    """Results of every row (or what went wrong with it), and what was left over when all were done."""
+async def run_all(faults: dict[str, Fault]) -> tuple[Rows, LabReport]:
+    """Results of every row, and what was left over when all were done."""
     async with ProcessLab(list(faults)) as lab:
-        found = await asyncio.gather(*(lab.run(name, fault) for name, fault in faults.items()), return_exceptions=True)
-        report = ProcessReport()
-        await report.settle(lab)
-    return dict(zip(faults, found, strict=True)), report
+        rows = await lab.run_rows(faults)
+        report = LabReport()
+        await report.settle(lab.near, [child.stock for child in lab.fars.values()])
+    return rows, report

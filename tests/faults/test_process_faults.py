@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from fault_table import PROCESS
 from process_lab import run_all
-from verdict import check, told
+from verdict import check, check_all, told
 
 DEFAULT = {name: fault for name, fault in PROCESS.items() if not fault.is_soak}
 SOAK = {name: fault for name, fault in PROCESS.items() if fault.is_soak}
@@ -40,7 +40,5 @@ def test_nothing_is_left_over(lab):
 def test_the_long_ones():
     results, report = asyncio.run(run_all(SOAK))
     print(told(results))
-    for name, fault in SOAK.items():
-        for kind in fault.cells:
-            check(results[name], report.effects, fault, name, kind)
+    check_all(results, report.effects, SOAK)
     assert report.left == {"pending calls": 1, "parked": 0}

@@ -22,6 +22,17 @@ def check(
         assert cell.num_effects[0] <= num <= cell.num_effects[1], f"{name}, {kind}: {result}, took effect {num} times"
 
 
+def check_all(
+    results: Mapping[str, dict[str, Result] | BaseException],
+    effects: Mapping[tuple[str, str], int],
+    faults: Mapping[str, Fault],
+) -> None:
+    """AssertionError if any cell of these rows is not as the table says."""
+    for name, fault in faults.items():
+        for kind in fault.cells:
+            check(results[name], effects, fault, name, kind)
+
+
 def told(results: Mapping[str, dict[str, Result] | BaseException]) -> str:
     """Everything that happened, for whoever reads a failure."""
     lines: list[str] = []
