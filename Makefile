@@ -16,7 +16,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 p
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := cpu,math,parquet,tensorboard,dev
+EXTRAS := cpu,math,megatron,parquet,tensorboard,dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 TESTS ?= tests
 
