@@ -192,9 +192,9 @@ def _method(spec: HandlerSpec) -> Callable[..., Any]:
         except TypeError as error:
             raise BadRequest(f"{ref.ref_target}.{spec.name}: {error}", remedy="see the handler's signature") from error
 
-    async def request(ref: Ref, *args: Any, **kwargs: Any) -> Any:
+    def request(ref: Ref, *args: Any, **kwargs: Any) -> Any:
         deadline_s = declared_s if ref.ref_deadline_s is None else ref.ref_deadline_s
-        return await ref.ref_caller.request(ref.ref_target, spec, bind(ref, args, kwargs), deadline_s)
+        return ref.ref_caller.request(ref.ref_target, spec, bind(ref, args, kwargs), deadline_s)
 
     def items(ref: Ref, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         deadline_s = declared_s if ref.ref_deadline_s is None else ref.ref_deadline_s

@@ -77,7 +77,7 @@ class Courier:
             envelope = await self._exchange(order, route)
         if envelope is None:
             return None
-        if self._porter is not None and has_handles(envelope.body):
+        if envelope.frames and self._porter is not None and has_handles(envelope.body):
             return await self._fetched(self._porter, envelope, target, spec)
         return _decoded(envelope, target, spec)
 

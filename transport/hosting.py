@@ -31,7 +31,7 @@ class Keeper(Protocol):
 
 
 class Hosting:
-    """Implements `session.SessionHost`."""
+    """Implements `session_host.SessionHost`."""
 
     def __init__(self, keeper: Keeper) -> None:
         self._cells: dict[int, ActorCell] = {}

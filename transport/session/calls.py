@@ -7,8 +7,6 @@ Every call ends exactly once: a reply, the handler's error, a refusal (not execu
 
 from __future__ import annotations
 
-from collections import deque
-
 from ...core.clock import Clock
 from ...core.errors import (
     CallError,
@@ -83,7 +81,7 @@ class Calls:
                 return self.submit_later(order, sink)
             left_s = max(0.0, link.drains_until - now)
             raise Draining(f"{order.target}: its process is shutting down and takes no calls", retry_after_s=left_s)
-        call = PendingCall(self._next_corr, order, sink, demanded=order.window)
+        call = PendingCall(self._next_corr, order, sink)
         self._address(call, route)
         self._register(call)
         self._push(link, call)
@@ -91,7 +89,7 @@ class Calls:
 
     def submit_later(self, order: Order, sink: CallSink) -> int:
         """Begin a resendable call to somebody who is away: it is sent when `on_located` says where."""
-        call = PendingCall(self._next_corr, order, sink, demanded=order.window)
+        call = PendingCall(self._next_corr, order, sink)
         self._register(call)
         self._park(None, call)
         return call.corr
@@ -107,7 +105,7 @@ class Calls:
         call = self._pending.get(corr)
         if call is not None:
             self._withdraw(call)
-            self._end(call, None, tell_sink=False)
+            self._end(call, None, tell=False)
 
     def demand(self, corr: int, total: int) -> None:
         """A stream's consumer can take `total` items in all."""
@@ -115,7 +113,7 @@ class Calls:
         link = self._links.find(call.peer) if call is not None else None
         if call is not None and link is not None:
             call.demanded = total
-            self._tell(link, Kind.CREDIT, corr, actor=total)
+            self._links.send_plain(link, Kind.CREDIT, corr, actor=total)
 
     def expire(self) -> None:
         """End every call whose deadline has passed."""
@@ -138,6 +136,7 @@ class Calls:
         fresh, self._fresh = self._fresh, []
         for call in fresh:
             if call.state is not _ENDED and call.order.deadline_at is not None:
+                call.is_timed = True
                 self._wheel.set(call.corr, call.order.deadline_at)
 
     # -- answers
@@ -152,7 +151,7 @@ class Calls:
             call.last = envelope  # it overtook items on the other lane
             return
         if envelope.kind is _REPLY or envelope.kind is _END:
-            self._end(call, envelope)
+            self._end(call, envelope, link)
             return
         is_refusal = envelope.kind is Kind.NACK
         error = decode_fault(envelope.body, call.order.target, call.order.method, is_refusal=is_refusal)
@@ -245,7 +244,7 @@ class Calls:
         for call in self._pending.values():
             is_later = call.order.deadline_at is None or call.order.deadline_at > until
             if call.order.target == target and not call.order.is_resendable and is_later:
-                call.doom = why
+                call.doom, call.is_timed = why, True
                 self._wheel.set(call.corr, until)
 
     def _end_of(self, call: PendingCall, why: str) -> None:
@@ -316,7 +315,7 @@ class Calls:
 
     def _push(self, link: Link, call: PendingCall) -> None:
         link.pending[call.corr] = call
-        queue: deque[PendingCall] = link.waiting[call.lane]
+        queue = link.waiting[call.lane]
         if queue or not link.windows[call.lane].has_room(call.cost):
             queue.append(call)
         else:
@@ -357,7 +356,7 @@ class Calls:
             parcel.is_withdrawn = True
             link.windows[call.lane].refund(call.cost)
         elif parcel is not None and call.order.kind != "put":
-            self._tell(link, Kind.CANCEL, call.corr)
+            self._links.send_plain(link, Kind.CANCEL, call.corr)
         elif call.state is CallState.WAITING and call in link.waiting[call.lane]:
             link.waiting[call.lane].remove(call)
 
@@ -381,20 +380,20 @@ class Calls:
         last = call.next_item - 1
         self._end(call, StreamBroken(f"{call} broke after item {last}: {why}", last_seq=last))
 
-    def _end(self, call: PendingCall, outcome: Envelope | MyxaError | None, *, tell_sink: bool = True) -> None:
-        was_parked = call.state is _PARKED
-        call.end()
-        self._pending.pop(call.corr, None)
-        self._wheel.clear(call.corr)
-        link = self._links.find(call.peer)
-        if link is not None:
-            link.pending.pop(call.corr, None)
-        if was_parked:
+    def _end(
+        self, call: PendingCall, outcome: Envelope | MyxaError | None, link: Link | None = None, *, tell: bool = True
+    ) -> None:
+        if call.state is _PARKED:
             self._unpark(call)
+        call.end()
+        corr = call.corr
+        self._pending.pop(corr, None)
+        if call.is_timed:
+            self._wheel.clear(corr)
+        link = link or self._links.find(call.peer)
+        if link is not None:
+            link.pending.pop(corr, None)
         if isinstance(outcome, CallError):
             outcome.callee = call.order.target
-        if tell_sink:
+        if tell:
             call.sink.done(outcome)
-
-    def _tell(self, link: Link, kind: Kind, corr: int, actor: int = 0) -> None:
-        self._links.send_plain(link, kind, corr, actor=actor)

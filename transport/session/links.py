@@ -71,7 +71,8 @@ class Link:
         """Our calls to it, by correlation number."""
         self.served: dict[int, Arrival] = {}
         """Its calls to us."""
-        self._last_word = 0
+        self.last_word = 0
+        """Of its counters, as it came last."""
         self.sources: list[bytes | None] = [None, None]
         """The connections on which it sends, per lane."""
         self.attempts = [0, 0]
@@ -92,7 +93,7 @@ class Link:
         """It was given up and is tried again: what we send begins anew, what it sends goes on where it was."""
         self.on("reopened")
         self.windows = (SendWindow(), SendWindow())
-        self._last_word = 0
+        self.last_word = 0
         self.broken.clear()
         for queue in self.waiting:
             queue.clear()
@@ -110,9 +111,9 @@ class Link:
 
     def take_credit(self, word: int) -> tuple[Lane, ...]:
         """Apply the other side's counters; the lanes that gained room."""
-        if word == self._last_word:
+        if word == self.last_word:
             return ()
-        changed, self._last_word = word ^ self._last_word, word
+        changed, self.last_word = word ^ self.last_word, word
         control, bulk = self.windows
         has_gained = control.released(word & 0xFFFF)
         if changed >> 16 and bulk.released(word >> 16):

@@ -85,9 +85,11 @@ class PendingCall(msgspec.Struct, eq=False):
     """How often it was handed to the transport."""
     next_item: int = 0
     demanded: int = 0
-    """Items of a stream that may come in all, as the consumer said last."""
+    """Items of a stream that may come in all, as the consumer said last; 0: it said nothing, the window holds."""
     early: dict[int, Envelope] = {}
     """Items that overtook others on another lane."""
+    is_timed: bool = False
+    """Its deadline is on the wheel."""
     doom: str = ""
     """Why there will be no answer, if it is not on its way already."""
     last: Envelope | None = None

@@ -130,7 +130,7 @@ class Repair:
             if call.last is not None:
                 watched.num_answers += 1  # its end is here and says how many there were
             else:
-                self._ask(link, Lane.CONTROL, Question.HOW_FAR, call.corr, call.demanded)
+                self._ask(link, Lane.CONTROL, Question.HOW_FAR, call.corr, call.demanded or call.order.window)
 
     def _look_at_served(self, link: Link, now: float) -> None:
         for corr, arrival in link.served.items():

@@ -156,10 +156,8 @@ class Serving:
         if arrival.is_taken_up:
             return
         arrival.is_taken_up = True
-        link = self._link_to(arrival)
-        if link is None:
-            return
-        if link.grants[arrival.lane].give(arrival.cost):
+        link = self._link_to(arrival) if arrival.link.is_down else arrival.link
+        if link is not None and link.grants[arrival.lane].give(arrival.cost):
             self._links.send_plain(link, Kind.CREDIT, 0)
 
     def begin(self, arrival: Arrival) -> None:

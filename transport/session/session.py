@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
 
 from ...core.clock import Clock
 from ...core.errors import BadRequest, LaunchError, MyxaError, Overloaded, StaleEpoch
@@ -26,9 +25,10 @@ from .faults import decode_fault, encode_fault
 from .frames import LIMITS, VERSION, Buffer, Envelope, Kind, Limits, Malformed, decode, encode, peek
 from .hello import Hello, read_hello, write_hello
 from .links import Link, Links
-from .pulse import Pulse, PulseHost
+from .pulse import Pulse
 from .repair import Repair
-from .serving import Host, Serving
+from .serving import Serving
+from .session_host import SessionHost
 from .strikes import Strikes
 
 ANOTHER = "asked for another incarnation than"
@@ -37,26 +37,6 @@ _HELLO = Kind.HELLO
 LOOPBACK = b"self"
 """Source of what a process sends to itself."""
 GOODBYE_LINGER_S = 2.0
-
-
-class SessionHost(Host, PulseHost, Protocol):
-    """What the session asks of its surroundings."""
-
-    def unreachable(self, key: PeerKey, why: str) -> None:
-        """A peer was given up."""
-        ...
-
-    def fenced(self, error: MyxaError) -> None:
-        """Another incarnation has taken this process's place."""
-        ...
-
-    def loop_back(self, lane: Lane, data: bytes | bytearray) -> None:
-        """Give an envelope back to `Session.received` as from LOOPBACK, in a later turn of the loop."""
-        ...
-
-    def crashed(self, error: BaseException) -> None:
-        """A bug in this layer; the node cannot be trusted any more."""
-        ...
 
 
 class Session:
@@ -74,6 +54,7 @@ class Session:
         door: Door | None = None,
     ) -> None:
         self.own = own
+        self._epoch = own.epoch
         self.counters: Counter[str] = Counter()
         self._name = name
         self._transport = transport
@@ -126,6 +107,21 @@ class Session:
             return
         envelope = decode(data, self._limits[lane])
         link = self._sources[lane].get(source)
+        if link is None or isinstance(envelope, Malformed) or not self._is_regular(link, envelope):
+            self._on_irregular(source, lane, link, envelope)
+            return
+        if envelope.credit != link.last_word:
+            for room in link.take_credit(envelope.credit):
+                self.calls.on_room(link, room)
+        self._dispatch[envelope.kind](link, lane, envelope, len(data))
+
+    def _is_regular(self, link: Link, envelope: Envelope) -> bool:
+        if (envelope.src_node, envelope.src_epoch) != link.key or envelope.dst_epoch != self._epoch:
+            return False
+        return envelope.kind is not _HELLO and not (link.is_down and not self._is_back(link, envelope))
+
+    def _on_irregular(self, source: bytes, lane: Lane, link: Link | None, envelope: Envelope | Malformed) -> None:
+        """Something else than an envelope for this incarnation from one that has said who it is."""
         if isinstance(envelope, Malformed):
             self.malformed(source, lane, envelope.reason)
             if link is not None and envelope.corr and PeerKey(envelope.src_node, envelope.src_epoch) == link.key:
@@ -133,16 +129,12 @@ class Session:
             return
         if envelope.kind is _HELLO:
             self._on_hello(source, lane, envelope)
-        elif link is None or (link.is_down and not self._is_back(link, envelope)):
+        elif link is None or link.is_down:
             self.counters["before_hello"] += 1
-        elif envelope.src_node != link.key.node_id or envelope.src_epoch != link.key.epoch:
+        elif (envelope.src_node, envelope.src_epoch) != link.key:
             self.malformed(source, lane, "sender is not who it said it was")
-        elif envelope.dst_epoch != self.own.epoch:
-            self._on_stale(link, envelope)
         else:
-            for room in link.take_credit(envelope.credit):
-                self.calls.on_room(link, room)
-            self._dispatch[envelope.kind](link, lane, envelope, len(data))
+            self._on_stale(link, envelope)
 
     def malformed(self, source: bytes, lane: Lane, reason: str) -> None:
         if self._strikes.has_bans and self._is_banned(source):
