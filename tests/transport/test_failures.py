@@ -77,7 +77,7 @@ async def test_a_killed_callee_fails_its_calls_as_soon_as_its_exit_is_reported(w
     began = time.monotonic()
     assert not await near.registry.process_exited("far", 0, status, pid=child.pid + 1)  # somebody else's end
     assert await near.registry.process_exited("far", 0, status, pid=child.pid)
-    with pytest.raises(PeerDied, match=r"far\.sleep: its process was killed by SIGKILL while the call was pending"):
+    with pytest.raises(PeerDied, match=r"far\.sleep: its process ended with signal SIGKILL while the call was pending"):
         await pending
     assert time.monotonic() - began < 10  # not its deadline
     with pytest.raises(NoSuchActor, match=r"not there any more.*SIGKILL"):

@@ -18,7 +18,7 @@ from myxa.core.errors import (
     StaleEpoch,
 )
 from myxa.transport.registry.directory import ActorRecord, Directory, DirectoryUpdate
-from myxa.transport.registry.state import KEPT_UPDATES, RegistryState, exit_reason
+from myxa.transport.registry.state import KEPT_UPDATES, RegistryState
 from myxa.transport.session.credit import UNIT_BYTES, WINDOW_UNITS, Grant, SendWindow, cost_of
 from myxa.transport.session.faults import decode_fault, encode_fault, fault_of
 from myxa.transport.session.pending import Route
@@ -360,9 +360,3 @@ def test_routes_say_why_not():
     assert isinstance(mirror.route("x", "third", "cccc"), NoSuchMethod)
     assert mirror.route("y", "second", "bbbb") is None
     mirror.apply(DirectoryUpdate(version=mirror.version + 1, gone=()))
-
-
-def test_exit_statuses_are_told_in_words():
-    assert "status 3" in exit_reason(3)
-    assert "SIGKILL" in exit_reason(-9)
-    assert "signal 99" in exit_reason(-99)

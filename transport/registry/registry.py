@@ -16,12 +16,13 @@ from ...core.errors import LaunchError
 from ...core.handlers import call, stream
 from ...core.ids import PeerKey, check_name
 from ...core.scope import current_caller
+from ...core.supervision import describe_status
 from ..session.guard import Guard
 from ..wire import Endpoints
 from .directory import ActorRecord, DirectoryUpdate, NodeRecord
 from .journal import Entry, Known, Over, RegistryJournal
 from .rights import RegistryRights
-from .state import RegistryState, exit_reason
+from .state import RegistryState
 
 REGISTRY = "registry"
 REJOIN_S = 20.0
@@ -141,7 +142,7 @@ class RegistryActor(RegistryContract):
 
     async def process_exited(self, node: str, epoch: int, status: int, pid: int = 0) -> bool:
         self._rights.to_keep("report the end of another process", current_caller())
-        return self._depart(node, epoch, exit_reason(status), pid)
+        return self._depart(node, epoch, f"its process ended with {describe_status(status)}", pid)
 
     def unreachable(self, key: PeerKey, why: str) -> None:
         """This process lost the connection to that incarnation for good."""

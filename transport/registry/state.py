@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections import deque
 from collections.abc import Iterable
 
@@ -161,14 +160,3 @@ class RegistryState:
 
 def _departure(node: NodeRecord, reason: str) -> Departure:
     return Departure(name=node.name, node_id=node.node_id, epoch=node.epoch, reason=reason)
-
-
-def exit_reason(status: int) -> str:
-    """Words for an exit status as `asyncio` and `subprocess` give it: negative means a signal."""
-    if status >= 0:
-        return f"its process exited with status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    return f"its process was killed by {name}"
