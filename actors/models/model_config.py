@@ -1,7 +1,8 @@
 """What myxa needs to know of a model's `config.json`, and which tensors such a model has.
 
-Knows the dense decoder families Qwen3, Qwen2 and Llama; knows no files and no tensors. Anything in the file that would
-change the mathematics and is not implemented is refused by name, never ignored.
+Knows the decoder families Qwen3 (dense and with experts), Qwen2, Llama and GLM-4; knows no files and no tensors.
+Anything in the file that would change the mathematics and is not implemented is refused by name, never ignored. Who
+runs only part of the families asks `require_plain`.
 
 Library considered: transformers' AutoConfig. Not used: seconds of import, and it accepts what our engine cannot run.
 """
@@ -14,14 +15,27 @@ from typing import Any, cast
 
 from ...core.errors import ModelError
 
-MODEL_TYPES = ("qwen3", "qwen2", "llama")
+MODEL_TYPES = ("qwen3", "qwen2", "llama", "qwen3_moe", "glm4")
+PLAIN_TYPES = ("qwen3", "qwen2", "llama")
+"""What the embedded engine and the torch trainer run."""
 MAX_DIMENSION = 1 << 24
 """No honest size in a config is larger; guards against a file that would make us allocate the moon."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's stretch of rotary positions: channels that turn slowly turn `factor` times more slowly still."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+    """Tokens of context before the stretch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder with grouped-query attention, RMSNorm, SwiGLU and rotary positions."""
+    """A decoder with grouped-query attention, RMSNorm, SwiGLU and rotary positions; perhaps with experts."""
 
     model_type: str
     vocab_size: int
@@ -38,11 +52,30 @@ class ModelConfig:
     """`max_position_embeddings`: longest sequence in tokens."""
     tie_word_embeddings: bool
     attention_bias: bool
-    """Whether q, k and v have a bias (Qwen2); the output projection never has one."""
+    """Whether q, k and v have a bias (Qwen2, some GLM-4); the output projection never has one."""
     has_qk_norm: bool
     """Whether each head's q and k are normalised (Qwen3)."""
     dtype: str
     """Number type the weights are stored in, by the file's word."""
+    rotary_dim: int
+    """Leading channels of a head that positions rotate; GLM-4 leaves half of them alone."""
+    rope_scaling: RopeScaling | None = None
+    """How positions are stretched (Llama 3.1 and later); None: not at all."""
+    is_rope_interleaved: bool = False
+    """Whether neighbouring channels are rotated together (GLM-4), not channel i with i + rotary_dim / 2."""
+    has_post_norms: bool = False
+    """Whether what attention and MLP give is normalised before it is added to the stream (GLM-4)."""
+    has_fused_gate: bool = False
+    """Whether the folder holds gate and up projection of an MLP as one tensor (GLM-4)."""
+    num_experts: int = 0
+    """Experts of a layer; 0 = none in the whole model."""
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    """Inner width of one expert."""
+    normalises_top_experts: bool = False
+    """Whether the weights of a token's chosen experts are made to sum to one."""
+    dense_layers: tuple[int, ...] = ()
+    """In a model with experts: layers that have an ordinary MLP all the same."""
     eos_token_ids: tuple[int, ...] = ()
     """End-of-sequence ids of `config.json` alone; see `hf_folder.read_eos_token_ids` for all of them."""
     source: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
@@ -50,7 +83,7 @@ class ModelConfig:
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """HuggingFace name -> shape of every weight, in the order of the forward pass."""
-        hidden, inner = self.hidden_size, self.intermediate_size
+        hidden = self.hidden_size
         num_q, num_kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         for layer in range(self.num_layers):
@@ -65,14 +98,41 @@ class ModelConfig:
             if self.has_qk_norm:
                 shapes[attention + "q_norm.weight"] = (self.head_dim,)
                 shapes[attention + "k_norm.weight"] = (self.head_dim,)
+            if self.has_post_norms:
+                shapes[prefix + "post_self_attn_layernorm.weight"] = (hidden,)
             shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-            shapes[prefix + "mlp.gate_proj.weight"] = (inner, hidden)
-            shapes[prefix + "mlp.up_proj.weight"] = (inner, hidden)
-            shapes[prefix + "mlp.down_proj.weight"] = (hidden, inner)
+            if self.is_moe_layer(layer):
+                shapes[prefix + "mlp.gate.weight"] = (self.num_experts, hidden)
+                for expert in range(self.num_experts):
+                    shapes |= self._mlp_shapes(f"{prefix}mlp.experts.{expert}.", self.moe_intermediate_size)
+            else:
+                shapes |= self._mlp_shapes(prefix + "mlp.", self.intermediate_size)
+            if self.has_post_norms:
+                shapes[prefix + "post_mlp_layernorm.weight"] = (hidden,)
         shapes["model.norm.weight"] = (hidden,)
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
+
+    def _mlp_shapes(self, prefix: str, inner: int) -> dict[str, tuple[int, ...]]:
+        into = {"gate_up_proj": 2 * inner} if self.has_fused_gate else {"gate_proj": inner, "up_proj": inner}
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{prefix}{name}.weight": (rows, self.hidden_size) for name, rows in into.items()
+        }
+        return shapes | {f"{prefix}down_proj.weight": (self.hidden_size, inner)}
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether layer number `layer`, from 0, has experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+    def require_plain(self, who: str) -> None:
+        """Raise ModelError unless this is a dense decoder of Qwen3's kind, all that `who` runs."""
+        if self.model_type not in PLAIN_TYPES or self.rope_scaling is not None:
+            kind = "" if self.rope_scaling is None else " with scaled rotary positions"
+            raise ModelError(
+                f"{who} does not run models of type {self.model_type}{kind}",
+                remedy=f"use one of type {', '.join(PLAIN_TYPES)}; larger families: SGLang and the Megatron trainer",
+            )
 
     @property
     def num_parameters(self) -> int:
@@ -140,13 +200,15 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
     if model_type not in MODEL_TYPES:
         raise fields.fail(
             f"model_type {model_type!r} is not known",
-            remedy=f"use a dense model of type {', '.join(MODEL_TYPES)}",
+            remedy=f"use a model of type {', '.join(MODEL_TYPES)}",
         )
     for refuses in _REFUSALS:
         why = refuses(fields, str(model_type))
         if why:
             raise fields.fail(why, remedy="this part of the architecture is not implemented; use another model")
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    head_dim = fields.size("head_dim", max(hidden // heads, 1))
+    is_glm = model_type == "glm4"
     config = ModelConfig(
         model_type=str(model_type),
         vocab_size=fields.size("vocab_size"),
@@ -155,13 +217,19 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
         num_layers=fields.size("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=fields.size("num_key_value_heads", heads),
-        head_dim=fields.size("head_dim", max(hidden // heads, 1)),
+        head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", fields.get("rms_norm_eps") or 1e-6),
         rope_theta=_rope_theta(fields),
         context_length=fields.size("max_position_embeddings"),
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
-        attention_bias=model_type == "qwen2",
-        has_qk_norm=model_type == "qwen3",
+        attention_bias=model_type == "qwen2" or (is_glm and fields.flag("attention_bias", default=True)),
+        has_qk_norm=model_type in ("qwen3", "qwen3_moe"),
+        rotary_dim=int(head_dim * _rotary_share(fields, default=0.5 if is_glm else 1.0)),
+        rope_scaling=_rope_scaling(fields),
+        is_rope_interleaved=is_glm,
+        has_post_norms=is_glm,
+        has_fused_gate=is_glm,
+        **(_experts(fields) if model_type == "qwen3_moe" else {}),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
         eos_token_ids=fields.ids("eos_token_id"),
         source=dict(source),
@@ -170,7 +238,28 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
         raise fields.fail(f"{config.num_heads} attention heads cannot share {config.num_kv_heads} key-value heads")
     if config.head_dim % 2:
         raise fields.fail(f"head_dim must be even for rotary positions, it is {config.head_dim}")
+    if config.rotary_dim % 2 or not 0 < config.rotary_dim <= config.head_dim:
+        raise fields.fail(f"positions cannot rotate {config.rotary_dim} of {config.head_dim} channels")
     return config
+
+
+def _experts(fields: _Fields) -> dict[str, Any]:
+    """What a `qwen3_moe` config says of its experts; transformers 5 writes `num_local_experts` for `num_experts`."""
+    num_experts = fields.size("num_local_experts" if fields.get("num_experts") is None else "num_experts")
+    chosen = fields.size("num_experts_per_tok")
+    if chosen > num_experts:
+        raise fields.fail(f"num_experts_per_tok = {chosen} of {num_experts} experts")
+    layers, step = fields.size("num_hidden_layers"), fields.size("decoder_sparse_step", 1)
+    listed: Any = fields.get("mlp_only_layers") or []
+    if not isinstance(listed, list):
+        raise fields.fail(f"mlp_only_layers must be a list, it is {listed!r}")
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": chosen,
+        "moe_intermediate_size": fields.size("moe_intermediate_size"),
+        "normalises_top_experts": fields.flag("norm_topk_prob", default=False),
+        "dense_layers": tuple(n for n in range(layers) if n in cast("list[Any]", listed) or (n + 1) % step),
+    }
 
 
 def _rope_parameters(fields: _Fields) -> Mapping[str, Any]:
@@ -193,10 +282,32 @@ def _rope_theta(fields: _Fields) -> float:
     return fields.number("rope_theta", 10_000.0 if theta is None else theta)
 
 
-def _strange_rope(fields: _Fields, model_type: str) -> str:
+def _rope_kind(fields: _Fields) -> Any:
     parameters = _rope_parameters(fields)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    return "" if kind in (None, "default") else f"rotary positions of type {kind!r}"
+    return parameters.get("rope_type", parameters.get("type")) or "default"
+
+
+def _rope_scaling(fields: _Fields) -> RopeScaling | None:
+    if _rope_kind(fields) != "llama3":
+        return None
+    given = _rope_parameters(fields)
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    factor, low, high, original = (fields.number(f"rope_scaling.{name}", given.get(name)) for name in names)
+    if high <= low:
+        raise fields.fail(f"rope_scaling: high_freq_factor {high} must be above low_freq_factor {low}")
+    return RopeScaling(factor=factor, low_freq_factor=low, high_freq_factor=high, original_context=int(original))
+
+
+def _rotary_share(fields: _Fields, *, default: float) -> float:
+    inner = _rope_parameters(fields).get("partial_rotary_factor")
+    value = inner if inner is not None else fields.get("partial_rotary_factor")
+    return default if value is None else fields.number("partial_rotary_factor", value)
+
+
+def _strange_rope(fields: _Fields, model_type: str) -> str:
+    kind = _rope_kind(fields)
+    is_known = kind == "default" or (kind == "llama3" and model_type == "llama")
+    return "" if is_known else f"rotary positions of type {kind!r}"
 
 
 def _strange_activation(fields: _Fields, model_type: str) -> str:
@@ -215,9 +326,14 @@ def _sliding_window(fields: _Fields, model_type: str) -> str:
 
 
 def _strange_bias(fields: _Fields, model_type: str) -> str:
-    if model_type != "qwen2" and fields.get("attention_bias"):
+    if model_type not in ("qwen2", "glm4") and fields.get("attention_bias"):
         return "attention_bias is true (the output projection would have one too)"
     return "mlp_bias is true" if fields.get("mlp_bias") else ""
+
+
+def _partial_rotation(fields: _Fields, model_type: str) -> str:
+    whole = model_type == "glm4" or _rotary_share(fields, default=1.0) == 1.0
+    return "" if whole else f"partial_rotary_factor {_rotary_share(fields, default=1.0)}"
 
 
 def _quantised(fields: _Fields, model_type: str) -> str:
@@ -229,6 +345,7 @@ _REFUSALS: tuple[Callable[[_Fields, str], str], ...] = (
     _strange_activation,
     _sliding_window,
     _strange_bias,
+    _partial_rotation,
     _quantised,
 )
 """Each answers with what it cannot run, or with nothing."""

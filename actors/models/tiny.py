@@ -81,16 +81,32 @@ def make_tiny_model(
 
 
 def tiny_config(preset: str, vocab_size: int = 320, context_length: int = 2048) -> ModelConfig:
-    """The config of a preset. `rope_theta` stands twice: transformers 5 reads one place, everyone else the other."""
+    """The config of a preset."""
     sizes = PRESETS.get(preset)
     if sizes is None:
         raise ModelError(f"there is no tiny model {preset!r}", remedy=f"choose one of {', '.join(PRESETS)}")
+    return qwen3_config(sizes, vocab_size, context_length, place=f"tiny model {preset}")
+
+
+def qwen3_config(
+    sizes: Preset,
+    vocab_size: int,
+    context_length: int,
+    *,
+    place: str,
+    rope_theta: float = 10_000.0,
+    dtype: str = "float32",
+) -> ModelConfig:
+    """The config of a Qwen3 of any size, with tied embeddings and our tokenizer's special ids.
+
+    `rope_theta` stands twice: transformers 5 reads one place, everyone else the other. Raises ModelError for a
+    vocabulary that is too small.
+    """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ModelError(
             f"vocab_size {vocab_size} is too small: {NUM_BYTES} bytes and {len(SPECIAL_TOKENS)} special tokens",
             remedy=f"use at least {MIN_VOCAB_SIZE}; a multiple of 64 suits every trainer",
         )
-    rope_theta = 10_000.0
     source: dict[str, Any] = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -117,10 +133,10 @@ def tiny_config(preset: str, vocab_size: int = 320, context_length: int = 2048) 
         "bos_token_id": None,
         "eos_token_id": END_ID,
         "pad_token_id": PAD_ID,
-        "dtype": "float32",
-        "torch_dtype": "float32",
+        "dtype": dtype,
+        "torch_dtype": dtype,
     }
-    return parse_model_config(source, f"tiny model {preset}")
+    return parse_model_config(source, place)
 
 
 def init_weights(config: ModelConfig, seed: int) -> list[NamedArray]:

@@ -141,6 +141,44 @@ def test_families_differ_in_bias_and_norms():
     assert flags == {"qwen3": (False, True), "qwen2": (True, False), "llama": (False, False)}
 
 
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
+def test_experts_stand_where_the_config_says():
+    source = dict(tiny_config("1m").source) | EXPERTS
+    config = parse_model_config(source | {"mlp_only_layers": [2]}, "x")
+    assert [config.is_moe_layer(n) for n in range(config.num_layers)] == [True, True, False, True]
+    assert not config.normalises_top_experts
+    every_second = parse_model_config(source | {"decoder_sparse_step": 2, "norm_topk_prob": True}, "x")
+    assert every_second.dense_layers == (0, 2)
+    assert every_second.normalises_top_experts
+    renamed = {k: v for k, v in source.items() if k != "num_experts"} | {"num_local_experts": 4}
+    assert parse_model_config(renamed, "x").tensor_shapes() == parse_model_config(source, "x").tensor_shapes()
+
+
+def test_glm_rotates_half_of_each_head_in_neighbouring_pairs():
+    config = parse_model_config(dict(tiny_config("1m").source) | {"model_type": "glm4", "attention_bias": True}, "x")
+    assert (config.rotary_dim, config.head_dim, config.is_rope_interleaved) == (32, 64, True)
+    assert config.attention_bias
+    shapes = config.tensor_shapes()
+    assert shapes["model.layers.0.mlp.gate_up_proj.weight"] == (768, 128)
+    assert "model.layers.3.post_mlp_layernorm.weight" in shapes
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def test_who_runs_plain_decoders_only_refuses_the_others_by_name():
+    plain = tiny_config("1m")
+    plain.require_plain("the engine")
+    source = dict(plain.source)
+    scaled = {"model_type": "llama", "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}}
+    for changes, says in ((EXPERTS, "type qwen3_moe"), (scaled, "type llama with scaled rotary positions")):
+        with pytest.raises(ModelError, match=says) as caught:
+            parse_model_config(source | changes, "x").require_plain("the engine")
+        assert "the engine" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -161,6 +199,13 @@ def test_families_differ_in_bias_and_norms():
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"attention_bias": True}, "attention_bias"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
+        (EXPERTS | {"num_experts_per_tok": 5}, "num_experts_per_tok = 5 of 4 experts"),
+        (EXPERTS | {"mlp_only_layers": 3}, "mlp_only_layers must be a list"),
+        (EXPERTS | {"moe_intermediate_size": ...}, "moe_intermediate_size"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"model_type": "glm4", "partial_rotary_factor": 2.0}, "cannot rotate 128 of 64 channels"),
+        ({"model_type": "llama", "rope_parameters": LLAMA3}, "rope_scaling.original_max_position_embeddings"),
+        ({"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}}, "'llama3'"),
         ({"eos_token_id": "<|end|>"}, "eos_token_id must be a token id"),
         ({"eos_token_id": [257, -3]}, "eos_token_id must be a token id"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),

@@ -7,11 +7,12 @@ same order on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ....core.clock import Clock, SystemClock
 from ....core.config import AlgoConfig, OptimizerConfig, TrainerConfig
@@ -52,6 +53,8 @@ class TorchBackendConfig:
     num_threads: int = 1
     """Threads of torch on a CPU; 0 = leave torch's own number."""
     gang: Gang = field(default_factory=Gang)
+    serving_dtype: str = ""
+    """Number type of weights that go from device to device; empty: that of training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class TorchBackend:
                 f"temperature = {config.temperature} gives no log-probs to train on", remedy="use 1.0, or above 0"
             )
         model_config = read_config(config.model_path)
+        model_config.require_plain("the torch trainer")
         device = self._device()
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
@@ -110,7 +114,8 @@ class TorchBackend:
             self._clock,
         )
         dtype = DTYPE_OF[config.trainer.dtype]
-        exporter = Exporter(replica, model_config, dtype, config.model_path)
+        serving_dtype = DTYPE_OF[config.serving_dtype or config.trainer.dtype]
+        exporter = Exporter(replica, model_config, dtype, config.model_path, serving_dtype)
         self._parts = _Parts(world, TrainingState(replica, optimizer, model_config), stepper, exporter)
         return {
             "backend": "torch",
@@ -148,6 +153,12 @@ class TorchBackend:
         parts = self._ready()
         with parts.world.phase("export weights"):
             return parts.exporter.tensors()
+
+    def export_device(self) -> Iterator[tuple[str, Tensor]]:
+        """HF-named whole tensors on rank 0's device; see `Exporter.device_tensors`."""
+        parts = self._ready()
+        with parts.world.phase("export weights"):
+            yield from parts.exporter.device_tensors()
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
         """Write a checkpoint; see `save_checkpoint`."""

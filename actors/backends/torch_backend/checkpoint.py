@@ -59,7 +59,7 @@ def save_checkpoint(folder: str | Path, state: TrainingState, extra: Mapping[str
     """
     world, target = state.replica.world, Path(folder)
     files: list[FileEntry] = []
-    _checked_extra(extra)
+    check_extra(extra)
     with _together(state, f"saving checkpoint {target}"):
         if world.rank == 0:
             begin(target)
@@ -71,7 +71,7 @@ def save_checkpoint(folder: str | Path, state: TrainingState, extra: Mapping[str
         if world.rank == 0:
             manifest = Manifest(
                 format=FORMAT,
-                model=_identity(state.model),
+                model=identity_of(state.model),
                 world_size=world.size,
                 num_updates=state.optimizer.num_updates,
                 files=tuple(files),
@@ -89,7 +89,12 @@ def load_checkpoint(folder: str | Path, state: TrainingState) -> dict[str, Any]:
     with _together(state, f"loading checkpoint {folder}"):
         path = find_checkpoint(folder)
         manifest = read_manifest(path)
-        _check_model(path, manifest, state.model)
+        check_model(path, manifest, state.model)
+        if manifest.backend != "torch":
+            raise TrainError(
+                f"checkpoint {path} was written by the {manifest.backend} trainer",
+                remedy=f'set roles.trainer.kind = "{manifest.backend}", or start from its exported model folder',
+            )
         for entry in manifest.files:
             check_digest(path, entry)
         found.append((path, manifest))
@@ -182,7 +187,7 @@ def _gather_entries(state: TrainingState, entry: FileEntry) -> list[FileEntry]:
     ]
 
 
-def _checked_extra(extra: Mapping[str, Any]) -> None:
+def check_extra(extra: Mapping[str, Any]) -> None:
     """Raise TrainError if `extra` would not come back as it is."""
     try:
         same = msgspec.json.decode(msgspec.json.encode(extra)) == dict(extra)
@@ -193,7 +198,7 @@ def _checked_extra(extra: Mapping[str, Any]) -> None:
         raise TrainError("`extra` of a checkpoint changes in JSON", remedy="use lists for tuples and texts for keys")
 
 
-def _identity(config: ModelConfig) -> dict[str, Any]:
+def identity_of(config: ModelConfig) -> dict[str, Any]:
     """What makes the weights of one model useless to another."""
     names = (
         "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
@@ -202,8 +207,9 @@ def _identity(config: ModelConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def _check_model(path: Path, manifest: Manifest, config: ModelConfig) -> None:
-    for name, ours in _identity(config).items():
+def check_model(path: Path, manifest: Manifest, config: ModelConfig) -> None:
+    """Raise TrainError if a checkpoint holds weights of another model."""
+    for name, ours in identity_of(config).items():
         theirs = manifest.model.get(name)
         if theirs != ours:
             raise TrainError(

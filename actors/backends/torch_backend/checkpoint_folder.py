@@ -2,7 +2,7 @@
 
     version_00000040/
         rank-00000.safetensors   weights, optimizer state and RNG state of rank 0 (its shards)
-        rank-00001.safetensors   ...
+        rank-00001.safetensors   ... (other trainers keep other files here)
         manifest.json            written last: names, sizes and digests of the files, model, counters, `extra`
 
 A folder is written beside its place under a hidden name and moved there when complete; a manifest that is missing or
@@ -48,9 +48,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     num_updates: int
     """Optimizer updates since the beginning of the run."""
     files: tuple[FileEntry, ...]
-    """One per rank, in their order."""
+    """backend "torch": one per rank, in their order."""
     extra: dict[str, Any]
     """The caller's own JSON values."""
+    backend: str = "torch"
+    """Which trainer can read it."""
+    layout: dict[str, Any] = {}
+    """How its ranks shared the model, where that is of interest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +139,11 @@ def read_manifest(folder: Path) -> Manifest:
             f"checkpoint {folder} has format {manifest.format}, this program reads {FORMAT}",
             remedy="use the version that wrote it",
         )
-    if [f.name for f in manifest.files] != [rank_file(r) for r in range(manifest.world_size)]:
+    names = [f.name for f in manifest.files]
+    if manifest.backend == "torch" and names != [rank_file(r) for r in range(manifest.world_size)]:
         raise _torn(folder, f"{MANIFEST} names other files than those of {manifest.world_size} ranks")
+    if any(name in ("", ".", "..") or Path(name).name != name for name in names):
+        raise _torn(folder, f"{MANIFEST} names files outside the folder")
     for entry in manifest.files:
         file = folder / entry.name
         size = file.stat().st_size if file.is_file() else -1

@@ -6,6 +6,7 @@ the next training step or load. Otherwise they lie in buffers that the next expo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,11 +32,20 @@ def named_array(name: str, tensor: Tensor, offset: int = 0) -> NamedArray:
 class Exporter:
     """Gathers a replica's weights in `dtype`."""
 
-    def __init__(self, replica: Replica, config: ModelConfig, dtype: torch.dtype, model_path: str) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        model_path: str,
+        serving_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`serving_dtype`: of tensors that go to engines on devices; None: `dtype`."""
         self._replica = replica
         self._config = config
         self._dtype = dtype
         self._model_path = model_path
+        self._serving_dtype = serving_dtype or dtype
         self._buffers: dict[str, Tensor] = {}
 
     def tensors(self) -> list[NamedArray]:
@@ -55,6 +65,17 @@ class Exporter:
         if self._replica.world.device.type == "cuda":
             torch.cuda.synchronize(self._replica.world.device)  # the copies to the host are under way until now
         return arrays
+
+    def device_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor on this rank's device) in the order of `tensors`, on rank 0; nothing on other ranks.
+
+        Collective: every rank must exhaust it. Live parameters where they are whole and of the serving type already.
+        """
+        parameters = dict(self._replica.parameters())
+        for name in self._config.tensor_shapes():
+            whole = whole_tensor(parameters[name].detach())
+            if self._replica.world.rank == 0:
+                yield name, whole.to(self._serving_dtype)
 
     def write(self, folder: str) -> None:
         """Write a HuggingFace folder, tokenizer files included. Collective; raises on every rank if rank 0 fails."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from ....algos.segments import Segments
 from ....core.errors import TrainError
 from ....core.samples import F32, TrainSample, TrainShard
-from .layout import Layout, plan_layout
+from .layout import I64, Layout, plan_layout
 from .tensors import from_array
 
 
@@ -37,6 +38,11 @@ class MicroBatch:
     """float32 [M]"""
     proximal_M: Tensor | None = None
     reference_M: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model computes."""
+        return self.layout.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,18 @@ def plan_scoring(samples: Sequence[TrainSample], max_tokens: int) -> list[list[i
     return micros
 
 
-def scatter_scores(samples: Sequence[TrainSample], layout: Layout, logprobs_M: Tensor, into: list[F32]) -> None:
+class ScoredRows(Protocol):
+    """Where each loss token of a micro-batch stands in its sample; see `Layout`."""
+
+    @property
+    def members(self) -> tuple[int, ...]: ...
+    @property
+    def offsets(self) -> I64: ...
+    @property
+    def columns_M(self) -> I64: ...
+
+
+def scatter_scores(logprobs_M: Tensor, layout: ScoredRows, into: list[F32]) -> None:
     """Write scores of a layout's loss tokens to their places in the samples' responses; `into[i]` is float32 [R]."""
     values = logprobs_M.detach().float().cpu().numpy()
     for k, i in enumerate(layout.members):

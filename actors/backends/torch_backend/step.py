@@ -19,13 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....algos.advantages import needs_whitening, token_advantages, whiten
-from ....algos.kl import kl_terms
+from ....algos.advantages import needs_whitening
 from ....algos.objective import (
     Normaliser,
-    Objective,
     ObjectiveConfig,
-    TokenBatch,
     needs_proximal,
     needs_reference,
     objective_config,
@@ -34,6 +31,16 @@ from ....algos.objective import (
 from ....core.clock import Clock
 from ....core.errors import ConfigError, TrainError
 from ....core.samples import F32, TrainSample, TrainShard
+from .accounting import (
+    charges_kl,
+    fill_advantages,
+    report,
+    skips_neutral,
+    tally_counts,
+    tally_objective,
+    token_batch,
+    whiten_together,
+)
 from .adamw import AdamW
 from .finite import accusation, first_not_finite
 from .layout import plan_layout
@@ -53,10 +60,6 @@ from .schedule import learning_rate
 from .settings import StepSettings, with_knobs
 from .tally import Tally
 from .tensors import backward, floats
-
-RENAMED = {"approx_kl": "old_kl", "approx_kl_k3": "old_kl_k3"}
-"""The objective's estimates of KL(old || live), old being what the loss clips around; `approx_kl` here is always
-behaviour against live."""
 
 
 @dataclass(slots=True)
@@ -128,7 +131,7 @@ class Stepper:
         for minibatch in cut_shard(shard, cutting):
             for micro in minibatch:
                 scores_M = self._scores(self._replica, micro).logprobs_M
-                scatter_scores(shard.samples, micro.layout, scores_M, scores)
+                scatter_scores(scores_M, micro.layout, scores)
         if cutting.skips_neutral:
             self._score_micros(shard.samples, left_out(shard, cutting), scores)
         return scores
@@ -146,18 +149,11 @@ class Stepper:
         for members in micros:
             layout = plan_layout(samples, members, linear_cost=self._cutting.linear_cost, device=self._cutting.device)
             scores_M = self._replica.score(layout, self._settings.temperature).logprobs_M
-            scatter_scores(samples, layout, scores_M, into)
+            scatter_scores(scores_M, layout, into)
 
     def _cutting_for(self, objective: ObjectiveConfig) -> Cutting:
-        """Samples of advantage 0 may go if the policy loss is all there is: A = 0 makes loss and gradient 0."""
-        neutral = (
-            objective.loss != "sft"
-            and not needs_whitening(objective.kind)
-            and objective.kl_coef == 0
-            and objective.entropy_coef == 0
-            and not objective.mis_normalise
-        )
-        return Cutting(self._cutting.linear_cost, self._cutting.device, self._cutting.vocab_size, neutral)
+        cutting = self._cutting
+        return Cutting(cutting.linear_cost, cutting.device, cutting.vocab_size, skips_neutral(objective))
 
     def _scores(self, replica: Replica, micro: MicroBatch) -> TokenScores:
         return replica.score(micro.layout, self._settings.temperature)
@@ -166,38 +162,17 @@ class Stepper:
 
     def _score_before(self, step: _Step, micros: Sequence[MicroBatch]) -> None:
         """Fill in proximal and reference log-probs and the advantages of every token."""
-        objective, algo = step.objective, step.settings.algo
-        charges_kl = objective.kl_coef > 0 and objective.kl_in == "reward"
+        objective = step.objective
         for micro in micros:
-            start_M = self._scores(self._replica, micro).logprobs_M if needs_proximal(objective) or charges_kl else None
+            needs_start = needs_proximal(objective) or charges_kl(objective)
+            start_M = self._scores(self._replica, micro).logprobs_M if needs_start else None
             if needs_proximal(objective):
                 micro.proximal_M = start_M
             if needs_reference(objective) and self._reference is not None:
                 micro.reference_M = self._scores(self._reference, micro).logprobs_M
-            kl_M: Tensor | None = None
-            if charges_kl and start_M is not None and micro.reference_M is not None:
-                kl_M = kl_terms(objective.kl_kind, start_M, micro.reference_M)
-            micro.advantages_M = token_advantages(
-                algo.kind,
-                micro.scalar_S,
-                micro.segments,
-                kl_T=kl_M,
-                kl_coef=objective.kl_coef if charges_kl else 0.0,
-                gamma=algo.gamma,
-                lam=algo.lam,
-            )
-        if needs_whitening(algo.kind):
-            self._whiten(micros)
-
-    def _whiten(self, micros: Sequence[MicroBatch]) -> None:
-        """Whiten the advantages over all loss tokens of the step, on all ranks."""
-        counts = [len(m.advantages_M) for m in micros]
-        joined = torch.cat([m.advantages_M for m in micros]) if micros else torch.zeros(0, device=self._world.device)
-        white = whiten(joined, torch.ones_like(joined, dtype=torch.bool), self._world.sum)
-        start = 0
-        for micro, count in zip(micros, counts, strict=True):
-            micro.advantages_M = white[start : start + count]
-            start += count
+            fill_advantages(micro, step.settings.algo, objective, start_M)
+        if needs_whitening(objective.kind):
+            whiten_together(micros, self._world.sum, self._world.device)
 
     # -- one update
 
@@ -238,48 +213,11 @@ class Stepper:
         """This micro-batch's share of the global loss, 0-dim, and its metrics into the tally."""
         needs_entropy_grad = step.objective.entropy_coef > 0
         scores = self._replica.forward(micro.layout, self._settings.temperature, needs_entropy_grad=needs_entropy_grad)
-        batch = TokenBatch(
-            logprobs_T=scores.logprobs_M,
-            behaviour_T=micro.behaviour_M,
-            advantages_T=micro.advantages_M,
-            mask_T=micro.segments.mask_T,
-            sample_T=micro.segments.sample_T,
-            num_samples=micro.segments.num_samples,
-            proximal_T=micro.proximal_M,
-            reference_T=micro.reference_M,
-            entropy_T=scores.entropy_M,
-        )
+        batch = token_batch(micro, scores.logprobs_M, scores.entropy_M)
         objective = policy_objective(batch, step.objective, normaliser)
         with torch.no_grad():
-            self._tally(step, batch, objective, is_first=is_first)
+            tally_objective(step.tally, step.objective, batch, objective, is_first=is_first)
         return objective.loss
-
-    def _tally(self, step: _Step, batch: TokenBatch, objective: Objective, *, is_first: bool) -> None:
-        tally = step.tally
-        tally.add("loss", objective.loss)
-        for name, part in objective.parts.items():
-            tally.add(name, part)
-        tally.add("tokens", objective.tokens)
-        for name, total in objective.sums.items():
-            tally.add(f"mean/{RENAMED.get(name, name)}", total)
-        if step.objective.loss == "sft":
-            return
-        drift_M = batch.behaviour_T - batch.logprobs_T.detach()
-        tally.add("mean/approx_kl", drift_M.sum())
-        tally.top("ratio_max", self._log_ratio(step.objective, batch).exp())
-        if is_first:
-            start_M = batch.logprobs_T.detach() if batch.proximal_T is None else batch.proximal_T
-            gap_M = (start_M - batch.behaviour_T).abs()
-            tally.add("first_tokens", float(len(gap_M)))
-            tally.add("first_gap", gap_M.sum())
-            tally.top("logprob_diff_abs_max", gap_M)
-
-    def _log_ratio(self, objective: ObjectiveConfig, batch: TokenBatch) -> Tensor:
-        """log(live / old) per token, old being what the loss clips around."""
-        live_M = batch.logprobs_T.detach()
-        if objective.correction == "behaviour":
-            return live_M - batch.behaviour_T
-        return live_M - batch.proximal_T if batch.proximal_T is not None else torch.zeros_like(live_M)
 
     def _find_bad_gradient(
         self, step: _Step, micros: Sequence[MicroBatch], normaliser: Normaliser, place: str
@@ -301,33 +239,9 @@ class Stepper:
     # -- metrics
 
     def _metrics(self, step: _Step, minibatches: Sequence[Sequence[MicroBatch]], started_s: float) -> dict[str, float]:
-        """Everything reduced over ranks, under `train/`. Means are over loss tokens, losses over updates."""
-        shard, tally = step.shard, step.tally
-        micros = [micro for minibatch in minibatches for micro in minibatch]
-        counts = {
-            "num_tokens": float(sum(len(s.token_ids) for s in shard.samples)),
-            "num_samples": float(len(shard.samples)),
-            "num_trained_samples": float(sum(m.segments.num_samples for m in micros)),
-            "num_computed_tokens": float(sum(m.layout.num_tokens for m in micros)),
-        }
-        for name, count in counts.items():
-            tally.add(name, count)
-        sums, maxima = tally.reduced(self._world)
-        tokens = max(1.0, sums.pop("tokens", 0.0))
-        first_tokens = sums.pop("first_tokens", None)
-        first_gap = sums.pop("first_gap", 0.0)
-        updates = max(1, step.num_updates)
-        metrics = {f"train/{name}": value for name, value in maxima.items()}
-        for name, value in sums.items():
-            if name.startswith("mean/"):
-                metrics[f"train/{name[5:]}"] = value / tokens
-            else:
-                metrics[f"train/{name}"] = value if name in counts else value / updates
-        if first_tokens is not None:
-            metrics["train/logprob_diff_abs_mean"] = first_gap / max(1.0, first_tokens)
-        step_s = self._clock.monotonic() - started_s
-        metrics["train/num_loss_tokens"] = tokens
+        """Everything reduced over ranks, under `train/`; see `report`."""
+        tally_counts(step.tally, step.shard, [micro for minibatch in minibatches for micro in minibatch])
+        sums, maxima = step.tally.reduced(self._world)
+        metrics = report(sums, maxima, step.num_updates, self._clock.monotonic() - started_s)
         metrics["train/num_updates"] = float(self._optimizer.num_updates)
-        metrics["train/step_s"] = step_s
-        metrics["train/tokens_per_s"] = metrics["train/num_tokens"] / max(step_s, 1e-9)
         return metrics

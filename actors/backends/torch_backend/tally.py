@@ -5,11 +5,26 @@ Knows names and numbers. Must not know what they mean. Nothing is read from the 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from .tensors import floats
-from .world import World
+
+
+class Ranks(Protocol):
+    """Over whom a tally is added up."""
+
+    device: torch.device
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Elementwise sum over ranks. Collective."""
+        ...
+
+    def max(self, values: Tensor) -> Tensor:
+        """Elementwise maximum over ranks. Collective."""
+        ...
 
 
 class Tally:
@@ -30,7 +45,7 @@ class Tally:
         value = torch.cat([values.detach().double(), floor]).max()
         self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
-    def reduced(self, world: World) -> tuple[dict[str, float], dict[str, float]]:
+    def reduced(self, world: Ranks) -> tuple[dict[str, float], dict[str, float]]:
         """(sums, maxima) over all ranks. Collective. A maximum over nothing is 0."""
         sums, maxima = sorted(self._sums), sorted(self._maxima)
         totals = floats(world.sum(_stack(self._sums, sums, world.device))) if sums else []

@@ -5,7 +5,7 @@ Knows torch and numpy only. Each front is one call; they are here so that the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -43,6 +43,11 @@ def floats(values: Tensor) -> list[float]:
 def integers(values: Tensor) -> list[int]:
     """The numbers of a 1-dim integer tensor, brought to the host."""
     return cast("list[int]", cast(Any, values).tolist())
+
+
+def pieces(tensor: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
+    """The tensor cut along its first dimension into parts of these lengths, sharing its memory."""
+    return cast("tuple[Tensor, ...]", cast(Any, tensor).split(list(lengths)))
 
 
 def from_array(array: npt.NDArray[Any]) -> Tensor:

@@ -1,0 +1,215 @@
+"""A shard cut into packed micro-batches for Megatron: all sequences behind one another (thd), split over context ranks.
+
+    sequence   a sample's tokens up to its last loss token, which is predicted but not fed in; padded so that it divides
+               into two chunks per context rank
+    pack       the sequences of one micro-batch; padded at its end so that its part on a context rank divides over the
+               tensor-parallel group (sequence parallelism)
+    zigzag     of every sequence, context rank r of n holds chunks r and 2n - 1 - r, so causal attention costs all alike
+    rows       positions of this rank's part that predict a loss token
+
+Padding stands behind a sequence, so causal attention never sees it and no loss depends on it. Every rank of a replica
+(tensor, context and pipeline ranks) builds the same micro-batch from the same shard; only rows differ over context
+ranks. Values beside the tokens are on the axis M of all loss tokens of the micro-batch, as in the torch backend.
+
+Knows samples, not models. Library considered: megatron.core's own data sets and `get_batch_on_this_cp_rank`; they cut
+[batch, sequence] rectangles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ....algos.segments import Segments
+from ....core.samples import TrainSample, TrainShard
+from ..torch_backend.layout import I64
+from ..torch_backend.microbatch import check_shard
+from ..torch_backend.tensors import from_array
+from . import mcore
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """How samples become micro-batches on this rank."""
+
+    device: torch.device
+    vocab_size: int
+    num_chunks: int
+    """Chunks of every sequence: 1, or twice the context ranks."""
+    pack_multiple: int
+    """Tokens of a pack are a multiple of this."""
+    cp_rank: int
+    is_neutral_skipped: bool = False
+    """Whether samples of advantage 0 are left out: right when nothing but the policy loss depends on them."""
+    multiple_of_micros: int = 1
+    """Micro-batches of a mini-batch are filled up with empty ones to a multiple of this (interleaved schedules)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """One micro-batch as index tensors on this rank's device. T: tokens of the pack, M: loss tokens, N: those here."""
+
+    token_ids_1t: Tensor
+    """int64 [1, t]: this context rank's part, t = T / context ranks."""
+    sequences: Any
+    """PackedSeqParams: cumulative lengths [sequences + 1] of the whole, padded sequences."""
+    rows_N: Tensor
+    """int64 [N]: positions in the part that predict something."""
+    places_N: Tensor
+    """int64 [N]: which of the M loss tokens each of them predicts."""
+    targets_N: Tensor
+    """int64 [N]: and that token's id."""
+    members: tuple[int, ...]
+    """Indexes (into the samples given) that have loss tokens, in the order of their tokens."""
+    offsets: I64
+    """int64 [members + 1]: loss tokens of member k are `offsets[k]:offsets[k + 1]`."""
+    columns_M: I64
+    """int64 [M]: position of loss token m inside its sample's response."""
+    num_tokens: int
+    """T, padding included."""
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """M"""
+        return len(self.columns_M)
+
+
+@dataclass(slots=True)
+class PackedBatch:
+    """One forward and backward pass. The fields at the end are filled in by the passes before training."""
+
+    pack: Pack
+    group_ids: tuple[int, ...]
+    """Groups in it, for error messages."""
+    behaviour_M: Tensor
+    """float32 [M]"""
+    segments: Segments
+    scalar_S: Tensor
+    """float32 [S]: sample-level advantages."""
+    advantages_M: Tensor
+    """float32 [M]"""
+    proximal_M: Tensor | None = None
+    reference_M: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model computes."""
+        return self.pack.num_tokens
+
+
+def cut_shard(shard: TrainShard, cutting: Cutting) -> list[list[PackedBatch]]:
+    """[minibatch][micro-batch]. Raises TrainError for a shard that contradicts itself."""
+    check_shard(shard, cutting.vocab_size)
+    return [_filled([_trained(shard, micro, cutting) for micro in m], shard, cutting) for m in shard.minibatches]
+
+
+def left_out(shard: TrainShard, cutting: Cutting) -> list[list[int]]:
+    """Per micro-batch in order, the members that `cut_shard` leaves out (often none)."""
+    micros = [micro for minibatch in shard.minibatches for micro in minibatch]
+    return [sorted(set(micro) - set(_trained(shard, micro, cutting))) for micro in micros]
+
+
+def pack_samples(samples: Sequence[TrainSample], members: Sequence[int], cutting: Cutting) -> Pack:
+    """Pack `samples[i] for i in members`. Members without loss tokens are left out; without any loss token the pack
+    holds one padding sequence and M = 0, so that this rank can still take part in the others' passes."""
+    active = [i for i in members if samples[i].loss_mask.any()]
+    columns = [np.flatnonzero(samples[i].loss_mask) for i in active]
+    fed = [samples[i].prompt_len + int(c[-1]) for i, c in zip(active, columns, strict=True)]
+    lengths = _padded(fed or [1], cutting)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    tokens_T = np.zeros(starts[-1], dtype=np.int64)
+    rows: list[I64] = [np.zeros(0, np.int64)]
+    targets: list[I64] = [np.zeros(0, np.int64)]
+    for k, i in enumerate(active):
+        sample = samples[i]
+        tokens_T[starts[k] : starts[k] + fed[k]] = sample.token_ids[: fed[k]]
+        rows.append(starts[k] + sample.prompt_len + columns[k] - 1)
+        targets.append(sample.token_ids[sample.prompt_len + columns[k]].astype(np.int64))
+    here_t = zigzag(lengths, cutting.num_chunks, cutting.cp_rank)
+    where_T = np.full(starts[-1], -1, dtype=np.int64)
+    where_T[here_t] = np.arange(len(here_t))
+    local_M = where_T[np.concatenate(rows)]
+    places_N = np.flatnonzero(local_M >= 0)
+    counts = [len(c) for c in columns]
+    device = cutting.device
+    return Pack(
+        token_ids_1t=from_array(tokens_T[here_t]).unsqueeze(0).to(device),
+        sequences=_sequences(starts, int(max(lengths)), device),
+        rows_N=from_array(local_M[places_N]).to(device),
+        places_N=from_array(places_N).to(device),
+        targets_N=from_array(np.concatenate(targets)[places_N]).to(device),
+        members=tuple(active),
+        offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        columns_M=np.concatenate([*columns, np.zeros(0, np.int64)]),
+        num_tokens=int(starts[-1]),
+    )
+
+
+def zigzag(lengths: Sequence[int], num_chunks: int, cp_rank: int) -> I64:
+    """Positions in the pack that a context rank holds, in its order: of every sequence chunks r and num_chunks-1-r."""
+    if num_chunks == 1:
+        return np.arange(sum(lengths), dtype=np.int64)
+    parts: list[I64] = []
+    start = 0
+    for length in lengths:
+        size = length // num_chunks
+        firsts = [start + chunk * size for chunk in (cp_rank, num_chunks - 1 - cp_rank)]
+        parts.extend(np.arange(first, first + size, dtype=np.int64) for first in firsts)
+        start += length
+    return np.concatenate(parts)
+
+
+def _padded(lengths: Sequence[int], cutting: Cutting) -> list[int]:
+    padded = [_round_up(max(1, length), cutting.num_chunks) for length in lengths]
+    padded[-1] += _round_up(sum(padded), cutting.pack_multiple) - sum(padded)
+    return padded
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _sequences(starts: npt.NDArray[np.int64], longest: int, device: torch.device) -> Any:
+    bounds = from_array(starts.astype(np.int32)).to(device)
+    return mcore.module("packed_seq_params").PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=bounds,
+        cu_seqlens_kv_padded=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _trained(shard: TrainShard, micro: Sequence[int], cutting: Cutting) -> list[int]:
+    return [i for i in micro if not (cutting.is_neutral_skipped and shard.samples[i].advantage == 0.0)]
+
+
+def _filled(micros: list[list[int]], shard: TrainShard, cutting: Cutting) -> list[PackedBatch]:
+    missing = _round_up(len(micros), cutting.multiple_of_micros) - len(micros)
+    return [_batch(shard.samples, members, cutting) for members in [*micros, *([] for _ in range(missing))]]
+
+
+def _batch(samples: Sequence[TrainSample], members: Sequence[int], cutting: Cutting) -> PackedBatch:
+    pack = pack_samples(samples, members, cutting)
+    chosen = [samples[i] for i in pack.members]
+    behaviour = np.concatenate([s.logprobs[s.loss_mask != 0] for s in chosen] or [np.zeros(0, np.float32)])
+    sample_M = from_array(np.repeat(np.arange(len(chosen)), np.diff(pack.offsets)))
+    mask_M = torch.ones(len(sample_M), dtype=torch.bool)
+    scalar = torch.tensor([s.advantage for s in chosen], dtype=torch.float32)
+    device = cutting.device
+    return PackedBatch(
+        pack=pack,
+        group_ids=tuple(sorted({s.group_id for s in chosen})),
+        behaviour_M=from_array(behaviour.astype(np.float32)).to(device),
+        segments=Segments(mask_M.to(device), sample_M.to(device), len(chosen)),
+        scalar_S=scalar.to(device),
+        advantages_M=scalar[sample_M].to(device),
+    )

@@ -1,0 +1,152 @@
+"""Weights on their way out of a Megatron gang: HuggingFace names, whole tensors, raw bytes on rank 0 or on the device.
+
+Every pipeline stage has one sending rank, which holds its layers' whole tensors one after another while tensor- and
+expert-parallel ranks take part. For channels of the host they travel on to rank 0; for channels of the device each
+sending rank keeps its own.
+
+Knows M1's tensors by name and the process group. Must not know engines or channels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ....core.errors import MyxaError
+from ....core.messages import TensorSpec
+from ....core.protocols import NamedArray
+from ...models.hf_folder import ModelConfig, write_folder
+from ..torch_backend.tensors import DTYPE_OF, NAME_OF, integers, raw_bytes
+from .world import MegatronWorld
+
+HEADER_BYTES = 512
+"""Room for a tensor's name, type and shape as JSON."""
+
+
+class Exporter:
+    """Gathers a pipeline's weights: for the host in `dtype`, for devices in `serving_dtype`."""
+
+    def __init__(
+        self,
+        world: MegatronWorld,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        serving_dtype: torch.dtype,
+        model_path: str,
+        tensors: Callable[[], Iterator[tuple[str, Tensor]]],
+    ) -> None:
+        self._world = world
+        self._config = config
+        self._dtype = dtype
+        self._serving_dtype = serving_dtype
+        self._model_path = model_path
+        self._tensors = tensors
+        self._buffers: dict[str, Tensor] = {}
+
+    def on_device(self) -> Iterator[tuple[str, Tensor]]:
+        """(HuggingFace name, whole tensor) of this stage on its sending rank, in a fixed order; nothing elsewhere.
+
+        Collective: every rank must go through it to its end.
+        """
+        for name, tensor in self._tensors():
+            yield name, tensor.detach().to(self._serving_dtype)
+
+    def on_host(self) -> list[NamedArray]:
+        """All weights on rank 0 in the order of the model's own list, one behind the other (`offset`); empty on other
+        ranks. Collective. The bytes lie in buffers that the next export overwrites."""
+        self._collect()
+        if self._world.rank != 0:
+            return []
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)  # copies to pinned memory are under way until now
+        arrays: list[NamedArray] = []
+        offset = 0
+        for name in self._config.tensor_shapes():
+            tensor = self._buffers[name]
+            raw = raw_bytes(tensor)
+            spec = TensorSpec(
+                name=name, dtype=NAME_OF[tensor.dtype], shape=tuple(tensor.shape), offset=offset, num_bytes=raw.nbytes
+            )
+            offset += raw.nbytes
+            arrays.append(NamedArray(spec=spec, data=raw))
+        return arrays
+
+    def write(self, folder: str) -> None:
+        """Write a HuggingFace folder, tokenizer files included. Collective; raises on every rank if rank 0 fails."""
+        tensors = self.on_host()
+        failure: Exception | None = None
+        if self._world.rank == 0:
+            try:
+                write_folder(folder, self._config_json(), tensors, tokenizer_from=self._model_path)
+            except (MyxaError, OSError) as error:
+                failure = error
+        self._world.agree(failure, f"exporting to {folder}")
+
+    def _config_json(self) -> dict[str, Any]:
+        name = NAME_OF[self._dtype]
+        return {**self._config.source, "dtype": name, "torch_dtype": name}
+
+    def _collect(self) -> None:
+        """Bring every stage's tensors into rank 0's buffers: its own, then stage by stage."""
+        is_first = self._world.place.pp_rank == 0
+        for name, found in self._tensors():
+            tensor = found.detach().to(self._dtype)
+            if self._world.rank == 0:
+                self._keep(name, tensor)
+            else:
+                _send(name, tensor)
+        if self._world.rank == 0:
+            for source in self._later_senders():
+                while (received := _receive(source, self._world.device)) is not None:
+                    self._keep(*received)
+        elif not is_first and self._is_sender():
+            _send_end(self._world.device)
+
+    def _later_senders(self) -> list[int]:
+        """Global ranks that send for the stages behind the first: Megatron's rank order has stages outermost."""
+        place = self._world.place
+        each = self._world.size // place.pp_size
+        return [stage * each for stage in range(1, place.pp_size)]
+
+    def _is_sender(self) -> bool:
+        place = self._world.place
+        return place.dp_rank == place.tp_rank == place.cp_rank == 0
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        buffer = self._buffers.get(name)
+        is_cuda = tensor.device.type == "cuda"
+        if buffer is None:
+            buffer = torch.empty(tensor.shape, dtype=self._dtype, device="cpu", pin_memory=is_cuda)
+            self._buffers[name] = buffer
+        buffer.copy_(tensor, non_blocking=is_cuda)
+
+
+def _send(name: str, tensor: Tensor) -> None:
+    header = json.dumps([name, NAME_OF[tensor.dtype], list(tensor.shape)]).encode()
+    dist.send(_padded(header, tensor.device), 0)
+    dist.send(tensor.contiguous(), 0)
+
+
+def _send_end(device: torch.device) -> None:
+    dist.send(_padded(b"", device), 0)
+
+
+def _receive(source: int, device: torch.device) -> tuple[str, Tensor] | None:
+    box = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
+    dist.recv(box, source)
+    text = bytes(integers(box)).rstrip(b"\0")
+    if not text:
+        return None
+    name, dtype, shape = json.loads(text)
+    tensor = torch.empty(shape, dtype=DTYPE_OF[dtype], device=device)
+    dist.recv(tensor, source)
+    return name, tensor
+
+
+def _padded(header: bytes, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(header.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8).to(device)

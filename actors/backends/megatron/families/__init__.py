@@ -1,0 +1,1 @@
+"""Which Megatron parameter is made of which HuggingFace tensors: one table per model family."""

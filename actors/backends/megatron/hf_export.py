@@ -1,0 +1,142 @@
+"""This gang's weights under their HuggingFace names, whole, one at a time.
+
+Collective over the tensor-parallel, expert-tensor-parallel and expert-parallel groups (and the pipeline, if every rank
+is to have everything). At most one weight is whole at a time; of a layer's experts, one of each expert-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...models.model_config import ModelConfig
+from ..torch_backend.tensors import integers
+from .layout import ParallelLayout
+from .mcore import Grid, Group, read_grid
+from .weight_cut import Shape
+from .weight_map import MappedWeight, map_weights
+
+Named = tuple[str, Tensor]
+
+
+def own_value(parameter: nn.Parameter) -> Tensor:
+    """The parameter's values."""
+    return parameter.detach()
+
+
+def iter_hf_tensors(
+    chunks: Sequence[nn.Module],
+    config: ModelConfig,
+    layout: ParallelLayout,
+    *,
+    to_all: bool = False,
+    pick: Callable[[nn.Parameter], Tensor] = own_value,
+) -> Iterator[Named]:
+    """(HuggingFace name, whole tensor on this rank's device) in a fixed order. Collective: every rank must run through
+    to the end.
+
+    Yields on the sending rank of each pipeline stage (first of its tensor, context and data-parallel groups) what the
+    stage holds, elsewhere nothing; with `to_all` the whole model on every rank, stage by stage. Padding of the
+    vocabulary is cut off and a tied head is left out, as in the folder.
+
+    `pick` says which tensor, shaped like the parameter and of one number type for all, to export: values, gradients,
+    moments. A tensor may share memory with the picked one, so use it before asking for the next or training on.
+    """
+    del layout  # the grid says it all; part of the seam
+    grid = read_grid()
+    exporter = _Exporter(
+        config, config.tensor_shapes(), grid, pick, [w for w in map_weights(chunks, config, grid) if not w.is_tied_copy]
+    )
+    if to_all and grid.pp.size() > 1:
+        yield from exporter.of_all_stages()
+    else:
+        yield from exporter.of_this_stage(yields=to_all or grid.is_sender)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exporter:
+    config: ModelConfig
+    shapes: Mapping[str, Shape]
+    grid: Grid
+    pick: Callable[[nn.Parameter], Tensor]
+    weights: Sequence[MappedWeight]
+
+    def of_this_stage(self, *, yields: bool) -> Iterator[Named]:
+        for weight in self.weights:
+            names = self._names(weight)
+            for name, tensor in zip(names, self._tensors(weight), strict=True):
+                if yields:
+                    yield name, tensor
+
+    def of_all_stages(self) -> Iterator[Named]:
+        """Each stage's weights, broadcast along the pipeline."""
+        group = self.grid.pp
+        known = list(self.shapes)
+        like = self.pick(self.weights[0].parameter)
+        for stage, numbers in enumerate(self._held_by_stages(like.device)):
+            source = cast(int, cast(Any, dist).get_global_rank(group, stage))
+            own = self.of_this_stage(yields=True) if stage == group.rank() else None
+            for number in numbers:
+                name = known[number]
+                tensor = next(own)[1].contiguous() if own else like.new_empty(self.shapes[name])
+                cast(Any, dist).broadcast(tensor, src=source, group=group)
+                yield name, tensor
+
+    def _held_by_stages(self, device: torch.device) -> list[list[int]]:
+        """Which tensors (numbers in the order of `shapes`) each stage yields, in its order."""
+        number_of = {name: number for number, name in enumerate(self.shapes)}
+        held = [number_of[name] for weight in self.weights for name in self._names(weight)]
+        row = torch.full((len(number_of),), -1, dtype=torch.int64, device=device)
+        row[: len(held)] = torch.tensor(held, device=device)
+        return [[n for n in integers(part) if n >= 0] for part in _gathered(row, self.grid.pp)]
+
+    def _names(self, weight: MappedWeight) -> list[str]:
+        ranks = range(1 if weight.expert is None else self.grid.ep.size())
+        return [name for rank in ranks for name in weight.names(rank)]
+
+    def _tensors(self, weight: MappedWeight) -> list[Tensor]:
+        """The whole tensors of `_names(weight)`."""
+        is_expert = weight.expert is not None
+        group = self.grid.etp if is_expert else self.grid.tp
+        shard = weight.part(self.pick(weight.parameter)).contiguous()
+        whole = self._put_together(weight, _gathered(shard, group) if self._is_cut(weight, group) else [shard])
+        if not is_expert:
+            return whole
+        by_rank = [_gathered(tensor.contiguous(), self.grid.ep) for tensor in whole]
+        return [tensors[rank] for rank in range(self.grid.ep.size()) for tensors in by_rank]
+
+    def _is_cut(self, weight: MappedWeight, group: Group) -> bool:
+        """Whether ranks of the group hold different parts, rather than all of them the same."""
+        if group.size() == 1:
+            return False
+        first, second = (weight.pieces(self.config, self.shapes, r, group.size(), 0) for r in (0, 1))
+        return first != second
+
+    def _put_together(self, weight: MappedWeight, shards: Sequence[Tensor]) -> list[Tensor]:
+        names = weight.names(0)  # shapes are the same for all experts
+        if len(shards) == 1 and len(names) == 1 and shards[0].shape == self.shapes[names[0]]:
+            return [shards[0]]
+        whole = {name: shards[0].new_empty(self.shapes[name]) for name in names}
+        for rank, shard in enumerate(shards):
+            row = 0
+            for piece in weight.pieces(self.config, self.shapes, rank, len(shards), 0):
+                target = whole[piece.name][slice(*piece.rows)]
+                if piece.columns is not None:
+                    target = target[:, slice(*piece.columns)]
+                target.copy_(shard[row : row + target.shape[0]])
+                row += target.shape[0]
+        return list(whole.values())
+
+
+def _gathered(tensor: Tensor, group: Group) -> list[Tensor]:
+    """The tensors of all ranks of the group. Collective."""
+    if group.size() == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    cast(Any, dist).all_gather(parts, tensor, group=group)
+    return parts

@@ -1,0 +1,146 @@
+"""How a model is cut over a trainer gang: tensor, pipeline, virtual-stage, context, expert, expert-tensor parallelism.
+
+Knows numbers only: no torch, no megatron-core. Every complaint names the key of the run file, the cause and the remedy.
+
+Library considered: megatron-core's ModelParallelConfig checks some of this, late (while the model is built) and by
+assertions that name its own fields, not the user's keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+
+from ....core.config.megatron import MegatronSettings
+from ....core.errors import ConfigError
+from ...models.model_config import ModelConfig
+
+MAX_DEGREE = 1 << 16
+UNEVEN_FIELDS = frozenset(
+    {
+        "pipeline_model_parallel_layout",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+    }
+)
+"""Fields of TransformerConfig by which layers are placed on stages by hand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelLayout:
+    """Degrees of parallelism; the data-parallel degree is what the gang's size leaves."""
+
+    tp: int = 1
+    """Tensor parallelism: ranks that share every matrix of the dense layers."""
+    pp: int = 1
+    """Pipeline stages."""
+    vpp: int = 1
+    """Virtual stages per rank (interleaved schedule); 1 = off."""
+    cp: int = 1
+    """Context parallelism: ranks that share every sequence."""
+    ep: int = 1
+    """Expert parallelism: ranks that share the experts of a layer."""
+    etp: int = 1
+    """Tensor parallelism inside each expert."""
+    sequence_parallel: bool = False
+    """Whether activations between the matrices of a tensor-parallel group are cut along the sequence."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "sequence_parallel" and (type(value) is not int or not 1 <= value <= MAX_DEGREE):
+                raise _wrong(field.name, value, "must be a whole number of at least 1", "1 switches it off")
+        if self.vpp > 1 and self.pp == 1:
+            raise _wrong("vpp", self.vpp, "needs a pipeline, and pp is 1", "set megatron.pp, or leave vpp at 1")
+        if self.sequence_parallel and self.tp == 1:
+            raise _wrong("sequence_parallel", True, "needs tensor parallelism, and tp is 1", "set megatron.tp")
+
+    @classmethod
+    def of(cls, settings: MegatronSettings) -> ParallelLayout:
+        """The layout of a `[megatron]` table."""
+        return cls(
+            tp=settings.tp,
+            pp=settings.pp,
+            vpp=settings.vpp,
+            cp=settings.cp,
+            ep=settings.ep,
+            etp=settings.etp,
+            sequence_parallel=settings.sequence_parallel,
+        )
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that hold one replica of the dense layers."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def expert_size(self) -> int:
+        """Ranks that hold one replica of the experts."""
+        return self.etp * self.ep * self.pp
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every packed sequence is padded to a multiple of so many tokens: two chunks per context rank, each divisible
+        over the tensor-parallel group under sequence parallelism."""
+        return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
+
+    def dp(self, world_size: int) -> int:
+        """Data-parallel replicas of a gang of that size. Raises ConfigError if the layout does not fit the gang."""
+        for size, keys in ((self.model_size, "tp * pp * cp"), (self.expert_size, "etp * ep * pp")):
+            if world_size < 1 or world_size % size:
+                raise ConfigError(
+                    f"megatron: {keys} = {size} does not divide the {world_size} rank(s) of roles.trainer",
+                    remedy=f"set roles.trainer.count to a multiple of {size}, or lower one of {keys}",
+                )
+        return world_size // self.model_size
+
+    def dp_rank_of(self, rank: int, world_size: int) -> int:
+        """Which replica a rank belongs to: its ranks train the same samples. megatron-core numbers ranks with tensor
+        parallelism innermost, then context, data and pipeline parallelism."""
+        return rank // (self.tp * self.cp) % self.dp(world_size)
+
+    def check_model(self, config: ModelConfig, overrides: Collection[str] = ()) -> None:
+        """Raise ConfigError naming the first degree that cannot cut this model.
+
+        `overrides`: names of fields in `[megatron.model]`; some place layers on stages by hand, whose number then need
+        not divide.
+        """
+        heads = f"num_attention_heads = {config.num_heads}"
+        groups = f"num_key_value_heads = {config.num_kv_heads}"
+        for key, degree, length, what in (
+            ("tp", self.tp, config.num_heads, heads),
+            ("tp", self.tp, config.num_kv_heads, groups),
+            ("tp", self.tp, config.intermediate_size, f"intermediate_size = {config.intermediate_size}"),
+            ("etp", self.etp, config.moe_intermediate_size, f"moe_intermediate_size = {config.moe_intermediate_size}"),
+            ("ep", self.ep, config.num_experts, f"num_experts = {config.num_experts}"),
+        ):
+            if length % degree:
+                raise _wrong(key, degree, f"does not divide the model's {what}", f"choose a divisor of {length}")
+        self._check_experts(config)
+        stages = self.pp * self.vpp
+        if config.num_layers % stages and not UNEVEN_FIELDS.intersection(overrides):
+            raise _wrong(
+                "pp",
+                self.pp,
+                f"times vpp = {self.vpp} does not divide the model's {config.num_layers} layers",
+                "choose other stages, or place layers by megatron.model.pipeline_model_parallel_layout",
+            )
+
+    def _check_experts(self, config: ModelConfig) -> None:
+        if not config.num_experts:
+            for key, degree in (("ep", self.ep), ("etp", self.etp)):
+                if degree > 1:
+                    raise _wrong(key, degree, f"but a {config.model_type} model has no experts", "leave it at 1")
+        elif self.tp > 1 and not self.sequence_parallel:
+            raise _wrong(
+                "tp",
+                self.tp,
+                "with experts needs sequence parallelism (megatron-core trains them no other way)",
+                "set megatron.sequence_parallel = true",
+            )
+
+
+def _wrong(key: str, value: object, why: str, remedy: str) -> ConfigError:
+    return ConfigError(f"megatron.{key} = {str(value).lower()}: {why}", remedy=remedy)

@@ -1,0 +1,178 @@
+"""Log-probability and entropy of chosen tokens when every rank holds a slice of the vocabulary; no [M, V] is kept.
+
+With temperature tau and z = h @ W.T / tau, over all slices together:
+
+    lp = z[y] - log Z,   log Z = logsumexp(z),   H = log Z - sum_v p_v z_v,   p = softmax(z)
+
+Rows go through in chunks: a chunk's logits are made, used and forgotten. Of each slice only four numbers a row are
+kept (maximum, sum of exponentials, their first moment, the target's logit), and the slices are put together with one
+collective for all rows. The backward pass makes the logits again, from the same products, so they are the same:
+
+    d lp / d z_v = [v = y] - p_v          d H / d z_v = -p_v (z_v - log Z + H)
+
+Knows tensors and one process group. Must not know models, micro-batches or losses.
+
+Library considered: megatron.core's `vocab_parallel_cross_entropy`. Not used: it keeps float32 logits of all tokens and
+has no entropy. Liger's fused cross entropy fixes the loss, where policies need the log-probs themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from ..fusing import fused
+
+CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 25}
+"""Most logits of this rank alive at a time, by the kind of device: 512 MiB of bfloat16, 128 MiB of float32."""
+
+
+class VocabSlice(NamedTuple):
+    """Which rows of the head this rank holds."""
+
+    start: int
+    """Token id of the first row."""
+    num_rows: int
+    """Rows that are real tokens; rows behind them only pad the table."""
+    group: dist.ProcessGroup | None
+    """Ranks that hold the other slices; None: this one is all."""
+
+
+def score_rows(
+    hidden_Mh: Tensor,
+    head_Vh: Tensor,
+    targets_M: Tensor,
+    vocab: VocabSlice,
+    temperature: float,
+    *,
+    needs_entropy_grad: bool = False,
+) -> Tensor:
+    """Log-prob and entropy of `targets_M` (int64 [M]) under softmax(hidden_Mh @ head_Vh.T / temperature).
+
+    float32 [M, 2], in nats, equal on all ranks of the group. The gradient of `hidden_Mh` is this slice's part: add it
+    up over the group. Entropy passes no gradient on unless asked to.
+    """
+    scores = cast(
+        Tensor,
+        cast(Any, _ScoreRows).apply(hidden_Mh, head_Vh, targets_M, vocab, temperature, needs_entropy_grad),
+    )
+    if needs_entropy_grad:
+        return scores
+    return torch.stack([scores[:, 0], scores[:, 1].detach()], dim=1)
+
+
+class _ScoreRows(Function):
+    """See the module's head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_Mh: Tensor,
+        head_Vh: Tensor,
+        targets_M: Tensor,
+        vocab: VocabSlice,
+        temperature: float,
+        needs_entropy_grad: bool,
+    ) -> Tensor:
+        head = head_Vh[: vocab.num_rows]
+        own_M = targets_M - vocab.start
+        parts = [
+            _row_facts(hidden_Mh[rows] @ head.t(), own_M[rows], temperature)
+            for rows in _chunks(hidden_Mh.shape[0], head.shape[0], head.device)
+        ]
+        facts_M4 = torch.cat(parts) if parts else hidden_Mh.new_zeros(0, 4, dtype=torch.float32)
+        log_z_M, scores_M2 = _join(_gathered(facts_M4, vocab.group))
+        ctx.save_for_backward(hidden_Mh, head_Vh, own_M, log_z_M, scores_M2)
+        ctx.rest = (vocab.num_rows, temperature, needs_entropy_grad)
+        return scores_M2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        hidden_Mh, head_Vh, own_M, log_z_M, scores_M2 = ctx.saved_tensors
+        num_rows, temperature, needs_entropy_grad = ctx.rest
+        (grad_M2,) = grads
+        head = head_Vh[:num_rows]
+        grad_hidden_Mh = torch.empty_like(hidden_Mh)
+        chunks = list(_chunks(hidden_Mh.shape[0], num_rows, head.device))
+        many = len(chunks) > 1  # sums of several chunks are kept in float32, whatever the type of the weights
+        grad_head_Vh = torch.zeros_like(head_Vh, dtype=torch.float32 if many else head_Vh.dtype)
+        for rows in chunks:
+            entropy = scores_M2[rows, 1] if needs_entropy_grad else None
+            logits = hidden_Mh[rows] @ head.t()
+            grad_logits = _logit_gradient(logits, own_M[rows], log_z_M[rows], entropy, grad_M2[rows], temperature)
+            del logits
+            torch.mm(grad_logits, head, out=grad_hidden_Mh[rows])
+            product = grad_logits.t() @ hidden_Mh[rows]
+            grad_head_Vh[:num_rows].add_(product)
+        return grad_hidden_Mh, grad_head_Vh.to(head_Vh.dtype), None, None, None, None
+
+
+def _chunks(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[slice]:
+    each = max(1, CHUNK_LOGITS[device.type] // max(1, vocab_size))
+    for start in range(0, num_rows, each):
+        yield slice(start, min(num_rows, start + each))
+
+
+def _row_facts(logits_CV: Tensor, own_C: Tensor, temperature: float) -> Tensor:
+    """float32 [C, 4] of this slice: maximum m, sum of exp(z - m), sum of (z - m) exp(z - m), target's logit (or 0).
+
+    A slice without rows has m = -inf and sums of 0.
+    """
+    if logits_CV.shape[1]:
+        return _measured(logits_CV, own_C, temperature)
+    empty = logits_CV.new_zeros(logits_CV.shape[0], 4, dtype=torch.float32)
+    empty[:, 0] = float("-inf")
+    return empty
+
+
+@fused
+def _measured(logits_CV: Tensor, own_C: Tensor, temperature: float) -> Tensor:
+    z_CV = logits_CV.float() / temperature
+    size = logits_CV.shape[1]
+    target_C = z_CV.gather(1, own_C.clamp(0, size - 1).unsqueeze(1)).squeeze(1)
+    target_C = torch.where((own_C >= 0) & (own_C < size), target_C, 0.0)
+    top_C = z_CV.amax(dim=1)
+    below_CV = z_CV - top_C.unsqueeze(1)
+    weights_CV = below_CV.exp()
+    return torch.stack([top_C, weights_CV.sum(dim=1), (weights_CV * below_CV).sum(dim=1), target_C], dim=1)
+
+
+def _gathered(facts_M4: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[slices, M, 4]"""
+    if group is None or group.size() == 1:
+        return facts_M4.unsqueeze(0)
+    parts = [torch.empty_like(facts_M4) for _ in range(group.size())]
+    dist.all_gather(parts, facts_M4, group=group)  # pyright: ignore[reportUnknownMemberType]  # torch says nothing
+    return torch.stack(parts)
+
+
+def _join(facts_sM4: Tensor) -> tuple[Tensor, Tensor]:
+    """(log Z [M], scores [M, 2]) from the slices' facts."""
+    top_sM, sum_sM, moment_sM, target_sM = facts_sM4.unbind(dim=2)
+    top_M = top_sM.amax(dim=0)
+    shift_sM = torch.where(torch.isneginf(top_sM), 0.0, top_sM - top_M)
+    scale_sM = torch.where(torch.isneginf(top_sM), 0.0, shift_sM.exp())
+    sum_M = (scale_sM * sum_sM).sum(dim=0)
+    moment_M = (scale_sM * (moment_sM + shift_sM * sum_sM)).sum(dim=0)
+    log_sum_M = sum_M.log()
+    log_z_M = top_M + log_sum_M
+    return log_z_M, torch.stack([target_sM.sum(dim=0) - log_z_M, log_sum_M - moment_M / sum_M], dim=1)
+
+
+@fused
+def _logit_gradient(
+    logits_CV: Tensor, own_C: Tensor, log_z_C: Tensor, entropy_C: Tensor | None, grad_C2: Tensor, temperature: float
+) -> Tensor:
+    """Gradient of what `grad_C2` weighs, log-probs (column 0) and entropies (column 1), in the type of the logits."""
+    log_p_CV = logits_CV.float() / temperature - log_z_C.unsqueeze(1)
+    factor_CV = grad_C2[:, :1]
+    if entropy_C is not None:
+        factor_CV = factor_CV + grad_C2[:, 1:] * (log_p_CV + entropy_C.unsqueeze(1))
+    columns_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
+    own_CV = torch.where(columns_V == own_C.unsqueeze(1), grad_C2[:, :1], 0.0)
+    return ((own_CV - log_p_CV.exp() * factor_CV) / temperature).to(logits_CV.dtype)

@@ -1,0 +1,166 @@
+"""Megatron's data parallelism and optimizers behind one small face: forget, measure, update.
+
+    DistributedDataParallel   gradients in contiguous float32 buffers, reduced as the backward pass goes if asked to
+    distributed optimizer     float32 masters and moments split over data-parallel ranks
+    HybridDeviceOptimizer     a share of them lives, and is updated, on the CPU
+
+Knows Megatron's optimizers and the run file's `[optimizer]`. Must not know losses or batches. The schedule is ours
+(`learning_rate` of finished updates), so resuming needs the count alone; decay multipliers (0 for vectors) are
+Megatron's, applied here because nothing but its own scheduler would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ....core.config import OptimizerConfig
+from ....core.config.megatron import MegatronSettings
+from . import mcore
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Number types."""
+
+    params: torch.dtype
+    device: torch.device
+
+    @property
+    def is_bf16(self) -> bool:
+        return self.params is torch.bfloat16
+
+
+def wrap_chunks(
+    chunks: Sequence[nn.Module], config: Any, settings: MegatronSettings, options: Mapping[str, Any]
+) -> list[nn.Module]:
+    """Data parallelism around every chunk; tells the pipeline's `config` how gradients are synchronised.
+
+    `options`: checked fields of DistributedDataParallelConfig.
+    """
+    fields = {
+        "grad_reduce_in_fp32": True,
+        "check_for_nan_in_grad": False,  # all ranks agree on that before an update, and name the groups
+        **options,
+        "use_distributed_optimizer": settings.distributed_optimizer,
+    }
+    ddp_config = mcore.module("distributed").DistributedDataParallelConfig(**fields)
+    wrapped = [
+        mcore.module("distributed").DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+
+    def each(name: str) -> Any:
+        found = [getattr(chunk, name) for chunk in wrapped]
+        return found if len(found) > 1 else found[0]
+
+    config.no_sync_func = each("no_sync")
+    if ddp_config.overlap_grad_reduce:
+        config.grad_sync_func = each("start_grad_sync")
+    if ddp_config.overlap_param_gather:
+        config.param_sync_func = each("start_param_sync")
+    return wrapped
+
+
+class MegatronAdamW:
+    """AdamW on this rank's part of every parameter; the torch backend's formula and rules of decay."""
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        config: OptimizerConfig,
+        settings: MegatronSettings,
+        precision: Precision,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.chunks = list(chunks)
+        self.num_updates = 0
+        """Updates since the beginning of the run."""
+        self._overlaps_gather = bool(cast(Any, self.chunks[0]).ddp_config.overlap_param_gather)
+        fields = {
+            "optimizer": "adam",
+            "lr": config.lr,
+            "weight_decay": config.weight_decay,
+            "adam_beta1": config.betas[0],
+            "adam_beta2": config.betas[1],
+            "adam_eps": config.eps,
+            "clip_grad": config.max_grad_norm,
+            "use_distributed_optimizer": settings.distributed_optimizer,
+            "overlap_param_gather": self._overlaps_gather,
+            "bf16": precision.is_bf16,
+            "params_dtype": precision.params,
+            **(_offload(settings, precision) if settings.offload_optimizer else {}),
+            **options,
+        }
+        self._config = mcore.module("optimizer").OptimizerConfig(**fields)
+        self.megatron = mcore.module("optimizer").get_megatron_optimizer(
+            config=self._config, model_chunks=self.chunks, use_gloo_process_groups=False
+        )
+        for inner in self.torch_optimizers():
+            _prepare(inner, precision.device)
+
+    def torch_optimizers(self) -> Iterator[torch.optim.AdamW]:
+        """The optimizers at the bottom that are torch's own AdamW (others keep their state as they like)."""
+        for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                yield part.optimizer
+
+    def forget_gradients(self) -> None:
+        """Set all gradients to zero."""
+        for chunk in self.chunks:
+            cast(Any, chunk).zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """Global 2-norm of all gradients, equal on all ranks; NaN or infinite if any gradient is. Collective."""
+        self.megatron.prepare_grads()
+        return float(self.megatron.get_grad_norm())
+
+    def update(self, lr: float, weight_decay: float, max_norm: float) -> None:
+        """Scale gradients down to `max_norm` and update. Collective: parameters are gathered from their owners."""
+        for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
+            part.config.clip_grad = max_norm
+        for group in self.megatron.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+        self.megatron.step()
+        self.num_updates += 1
+
+    def settle(self) -> None:
+        """Have all parameters in place, where they are otherwise gathered during the next forward pass. Collective."""
+        if self._overlaps_gather:
+            for chunk in self.chunks:
+                cast(Any, chunk).start_param_sync(force_sync=True)
+
+
+def _offload(settings: MegatronSettings, precision: Precision) -> dict[str, Any]:
+    is_cuda = precision.device.type == "cuda"
+    return {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": settings.offload_optimizer,
+        "overlap_cpu_optimizer_d2h_h2d": is_cuda,
+        "pin_cpu_grads": is_cuda,
+        "pin_cpu_params": is_cuda,
+    }
+
+
+def _prepare(inner: torch.optim.AdamW, device: torch.device) -> None:
+    """One kernel per update on GPUs, and moments that exist from the start.
+
+    torch's default on CUDA ("foreach") makes temporary copies as large as all parameters; and Megatron's checkpoints
+    read the moments of an optimizer that has not stepped yet.
+    """
+    for group in inner.param_groups:
+        if device.type == "cuda":
+            group["fused"], group["foreach"] = True, False
+        for parameter in cast("list[Tensor]", group["params"]):
+            state = inner.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)

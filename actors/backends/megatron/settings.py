@@ -1,0 +1,126 @@
+"""What a Megatron trainer rank needs to know, and the check of verbatim names against the installed megatron-core.
+
+The three tables `[megatron.model]`, `[megatron.ddp]` and `[megatron.optimizer]` pass fields of megatron-core's own
+dataclasses through by their own names; see `verbatim.py`.
+
+Knows config sections and dataclasses. Must not know tensors or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from ....core.config import AlgoConfig, OptimizerConfig, TrainerConfig
+from ....core.config.megatron import MegatronSettings
+from ....core.errors import ConfigError
+from ..torch_backend.world import Gang
+from .layout import ParallelLayout
+from .verbatim import check_table
+
+OTHER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_num_layers")
+"""Fields of TransformerConfig that add to the loss inside the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronBackendConfig:
+    """Everything a rank needs to know."""
+
+    model_path: str
+    """HuggingFace folder with the initial weights (and the reference model's, if there is a KL term)."""
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    megatron: MegatronSettings = field(default_factory=MegatronSettings)
+    temperature: float = 1.0
+    """Sampling temperature of the rollouts."""
+    max_new_tokens: int = 1
+    """Longest answer; the divisor per sample of reduction "constant"."""
+    num_steps: int = 0
+    """Steps of the whole run, for schedules that end with it; 0 = unknown."""
+    seed: int = 1
+    device: Literal["cpu", "cuda"] = "cuda"
+    num_threads: int = 1
+    """Threads of torch on a CPU; 0 = leave torch's own number."""
+    gang: Gang = field(default_factory=Gang)
+    serving_dtype: str = ""
+    """Number type of `export_device`; empty = trainer.dtype."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return layout_of(self.megatron)
+
+
+def layout_of(settings: MegatronSettings) -> ParallelLayout:
+    """The layout of a `[megatron]` table."""
+    return ParallelLayout.of(settings)
+
+
+def checked_fields(name: str, table: Mapping[str, Any], record: type, owned: Mapping[str, str]) -> dict[str, Any]:
+    """The table, if every name in it is a field of `record` and not myxa's own; see `check_table`."""
+    check_table(name, table, {f.name for f in fields(record)}, owned)
+    return dict(table)
+
+
+def model_fields(settings: MegatronSettings) -> dict[str, Any]:
+    """TransformerConfig's fields of `recompute` and `routing_replay`, under those of `[megatron.model]`."""
+    if settings.recompute == "full":
+        chosen: dict[str, Any] = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    elif settings.recompute == "selective":
+        chosen = {"recompute_granularity": "selective"}
+    else:
+        chosen = {}
+    if settings.routing_replay:
+        chosen["moe_enable_routing_replay"] = True
+    return {**chosen, **settings.model}
+
+
+def check_settings(config: MegatronBackendConfig) -> None:
+    """Raise ConfigError for settings that do not go together."""
+    settings, trainer = config.megatron, config.trainer
+    if config.temperature <= 0:
+        raise ConfigError(
+            f"temperature = {config.temperature} gives no log-probs to train on", remedy="use 1.0, or above 0"
+        )
+    if trainer.strategy != "ddp":
+        raise ConfigError(
+            f'trainer.strategy = "{trainer.strategy}" is the torch trainer\'s',
+            remedy="leave it out; megatron.distributed_optimizer splits optimizer state",
+        )
+    if settings.offload_optimizer and trainer.dtype != "bfloat16":
+        raise ConfigError(
+            f"megatron.offload_optimizer = {settings.offload_optimizer} needs float32 masters beside the weights",
+            remedy='set trainer.dtype = "bfloat16"',
+        )
+    if settings.offload_optimizer and (trainer.checkpoint_every or trainer.resume):
+        raise ConfigError(
+            f"megatron.offload_optimizer = {settings.offload_optimizer} does not go with checkpoints yet",
+            remedy="leave out trainer.checkpoint_every and trainer.resume, or offload_optimizer",
+        )
+    for name in OTHER_LOSSES:
+        if settings.model.get(name):
+            raise ConfigError(
+                f"megatron.model.{name} = {settings.model[name]}: losses that Megatron adds by itself are not "
+                "normalised like the policy's",
+                remedy="leave it out",
+            )
+    if trainer.activation_checkpointing and settings.recompute == "none":
+        raise ConfigError(
+            "trainer.activation_checkpointing is the torch trainer's", remedy='set megatron.recompute = "full"'
+        )
+
+
+def check_routing(num_experts: int, recompute: str) -> None:
+    """Raise ConfigError where choices cannot be replayed."""
+    if not num_experts:
+        raise ConfigError("megatron.routing_replay = true: the model has no experts", remedy="leave it out")
+    if recompute != "none":
+        raise ConfigError(
+            f'megatron.routing_replay = true: megatron.recompute = "{recompute}" would choose experts a second time',
+            remedy='set megatron.recompute = "none", or leave routing_replay out',
+        )

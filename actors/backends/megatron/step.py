@@ -1,0 +1,295 @@
+"""One training step under Megatron: the torch backend's step, with passes that run through a pipeline.
+
+    before     proximal and reference log-probs (forward only), token advantages, whitening
+    update     forward and backward of all micro-batches -> agreement that all numbers are finite -> clip -> AdamW
+    after      sums over micro-batches and replicas become metrics, told to every rank
+
+The loss is made on scoring ranks (last pipeline stage); tensor and context ranks of one replica make the same loss of
+the same scores. Metrics, denominators and refusals are those of the torch backend, by the same functions. Knows the
+objective (`algos/`), the pipeline and the world. Must not know files, processes or engines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....algos.advantages import needs_whitening
+from ....algos.objective import (
+    Normaliser,
+    ObjectiveConfig,
+    needs_proximal,
+    needs_reference,
+    objective_config,
+    policy_objective,
+)
+from ....core.clock import Clock
+from ....core.errors import ConfigError, TrainError
+from ....core.samples import F32, TrainSample, TrainShard
+from ..torch_backend.accounting import (
+    charges_kl,
+    fill_advantages,
+    report,
+    skips_neutral,
+    tally_counts,
+    tally_objective,
+    token_batch,
+    whiten_together,
+)
+from ..torch_backend.finite import accusation, first_not_finite
+from ..torch_backend.logprobs import TokenScores
+from ..torch_backend.microbatch import check_samples, plan_scoring, scatter_scores
+from ..torch_backend.schedule import learning_rate
+from ..torch_backend.settings import StepSettings, with_knobs
+from ..torch_backend.tally import Tally
+from ..torch_backend.tensors import floats, from_array
+from .batch import Cutting, Pack, PackedBatch, cut_shard, left_out, pack_samples
+from .optimizer import MegatronAdamW
+from .schedule import Pipeline
+from .world import MegatronWorld
+
+
+@dataclass(slots=True)
+class _Step:
+    """What stays the same from the first to the last update of a step."""
+
+    shard: TrainShard
+    settings: StepSettings
+    objective: ObjectiveConfig
+    tally: Tally
+    num_updates: int = 0
+
+
+class MegatronStepper:
+    """Trains a pipeline, shard by shard."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        reference: Pipeline | None,
+        optimizer: MegatronAdamW,
+        settings: StepSettings,
+        cutting: Cutting,
+        world: MegatronWorld,
+        clock: Clock,
+    ) -> None:
+        self._pipeline = pipeline
+        self._reference = reference
+        self._optimizer = optimizer
+        self._settings = settings
+        self._cutting = cutting
+        self._world = world
+        self._clock = clock
+
+    @property
+    def has_reference(self) -> bool:
+        return self._reference is not None
+
+    def settings_for(self, knobs: dict[str, float]) -> StepSettings:
+        """The settings with live values put in; needs no other rank. Raises ConfigError for impossible ones."""
+        settings = with_knobs(self._settings, knobs)
+        if settings.algo.kl_coef > 0 and self._reference is None:
+            raise ConfigError(
+                f"kl_coef = {settings.algo.kl_coef} needs a reference model, but the run began with kl_coef = 0",
+                remedy="begin with a small kl_coef; it can be changed later",
+            )
+        return settings
+
+    def train(self, shard: TrainShard, settings: StepSettings) -> dict[str, float]:
+        """One update per mini-batch; returns metrics, equal on all ranks except for times.
+
+        Ranks of one replica give the same shard. Raises TrainError, on all ranks and before the update concerned, if a
+        loss or gradient is not finite.
+        """
+        started_s = self._clock.monotonic()
+        objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
+        step = _Step(shard, settings, objective, Tally())
+        minibatches = cut_shard(shard, self._cutting_for(objective))
+        self._score_before(step, [micro for minibatch in minibatches for micro in minibatch])
+        for number, micros in enumerate(minibatches):
+            if micros:  # fewer groups than mini-batches: the last ones are empty on every rank
+                problem = self._update(step, number, micros)
+                if problem is not None:
+                    self._optimizer.forget_gradients()
+                    raise self._world.agreed(problem)
+        return self._metrics(step, minibatches, started_s)
+
+    def score_shard(self, shard: TrainShard) -> list[F32]:
+        """Log-probs of each sample's loss tokens, float32 [R] (0 where the mask is 0), through exactly the passes that
+        `train` would make of this shard: with unchanged weights the numbers are the same to the last bit."""
+        objective = objective_config(self._settings.algo, max(1, len(shard.minibatches)))
+        cutting = self._cutting_for(objective)
+        scores = [np.zeros(len(s.loss_mask), dtype=np.float32) for s in shard.samples]
+        for micros in cut_shard(shard, cutting):
+            self._score_packs([micro.pack for micro in micros], scores)
+        if cutting.is_neutral_skipped:
+            rest = [pack_samples(shard.samples, members, cutting) for members in left_out(shard, cutting)]
+            self._score_packs(self._even(rest), scores)
+        return self._told(scores)
+
+    def score(self, samples: Sequence[TrainSample], max_tokens: int) -> list[F32]:
+        """Log-probs of each sample's loss tokens, float32 [R] (0 where the mask is 0); replicas may differ in samples,
+        ranks of one replica may not."""
+        check_samples(samples, self._cutting.vocab_size)
+        scores = [np.zeros(len(s.loss_mask), dtype=np.float32) for s in samples]
+        packs = [pack_samples(samples, members, self._cutting) for members in plan_scoring(samples, max_tokens)]
+        longest = int(self._world.max(torch.tensor([len(packs)])).item())
+        self._score_packs(self._even(packs, longest), scores)
+        return self._told(scores)
+
+    def _score_packs(self, packs: Sequence[Pack], into: list[F32]) -> None:
+        found = self._pipeline.score(packs, self._settings.temperature)
+        for pack, scores in zip(packs, found, strict=False):  # nothing was found where nobody scores
+            scatter_scores(scores.logprobs_M, pack, into)
+
+    def _told(self, scores: list[F32]) -> list[F32]:
+        """What the last stage found, on every rank of the replica."""
+        joined = from_array(np.concatenate([*scores, np.zeros(0, np.float32)]))
+        whole = self._world.shared(joined).cpu().numpy()
+        bounds = np.cumsum([len(s) for s in scores])[:-1]
+        return np.split(whole, bounds) if scores else []
+
+    def _even(self, packs: Sequence[Pack], at_least: int = 0) -> list[Pack]:
+        """Filled up with empty packs to what the schedule takes."""
+        count = max(len(packs), at_least)
+        missing = -(-count // self._cutting.multiple_of_micros) * self._cutting.multiple_of_micros - len(packs)
+        return [*packs, *(pack_samples((), (), self._cutting) for _ in range(missing))]
+
+    def _cutting_for(self, objective: ObjectiveConfig) -> Cutting:
+        cutting = self._cutting
+        return Cutting(
+            device=cutting.device,
+            vocab_size=cutting.vocab_size,
+            num_chunks=cutting.num_chunks,
+            pack_multiple=cutting.pack_multiple,
+            cp_rank=cutting.cp_rank,
+            is_neutral_skipped=skips_neutral(objective),
+            multiple_of_micros=cutting.multiple_of_micros,
+        )
+
+    # -- before the first update
+
+    def _score_before(self, step: _Step, micros: Sequence[PackedBatch]) -> None:
+        """Fill in proximal and reference log-probs and the advantages of every token."""
+        objective, temperature = step.objective, self._settings.temperature
+        packs = [micro.pack for micro in micros]
+        starts: list[TokenScores] = []
+        references: list[TokenScores] = []
+        if needs_proximal(objective) or charges_kl(objective):
+            with self._pipeline.routed("record"):
+                starts = self._pipeline.score(packs, temperature)
+        if needs_reference(objective) and self._reference is not None:
+            references = self._reference.score(packs, temperature)
+        if not self._world.place.is_scoring:
+            return
+        for number, micro in enumerate(micros):
+            start_M = starts[number].logprobs_M if starts else None
+            if needs_proximal(objective):
+                micro.proximal_M = start_M
+            if references:
+                micro.reference_M = references[number].logprobs_M
+            fill_advantages(micro, step.settings.algo, objective, start_M)
+        if needs_whitening(objective.kind):
+            whiten_together(micros, self._world.replicas.sum, self._world.device)
+
+    # -- one update
+
+    def _update(self, step: _Step, number: int, micros: Sequence[PackedBatch]) -> TrainError | None:
+        """Gradient of one mini-batch and an AdamW update; or the error that all ranks agreed on, and no update."""
+        settings, optimizer, world = step.settings, self._optimizer, self._world
+        place = f"step {step.shard.step}, mini-batch {number}"
+        normaliser = Normaliser(
+            tokens=step.shard.minibatch_tokens[number],
+            samples=step.shard.minibatch_samples[number],
+            constant=step.shard.minibatch_samples[number] * settings.max_new_tokens,
+        )
+        losses = self._passes(step, micros, normaliser, is_first=number == 0)
+        bad = first_not_finite(torch.stack(losses)) if losses else -1
+        norm = optimizer.gradient_norm()
+        trouble = torch.tensor([float(bad >= 0), float(not math.isfinite(norm))])
+        loss_is_bad, gradient_is_bad = floats(world.max(trouble))
+        if loss_is_bad:
+            named = bad if world.place.is_teller else -1
+            return accusation(world, "loss", place, named, micros[bad].group_ids if bad >= 0 else ())
+        if gradient_is_bad:
+            return self._find_bad_gradient(step, micros, normaliser, place)
+        rate = learning_rate(settings.optimizer, optimizer.num_updates, settings.total_updates)
+        optimizer.update(rate, settings.optimizer.weight_decay, settings.optimizer.max_grad_norm)
+        step.num_updates += 1
+        share = 1.0 / world.place.dp_size  # equal on all replicas, and the tally adds replicas up
+        step.tally.add("grad_norm", norm * share)
+        step.tally.add("lr", rate * share)
+        return None
+
+    def _passes(
+        self, step: _Step, micros: Sequence[PackedBatch], normaliser: Normaliser, *, is_first: bool
+    ) -> list[Tensor]:
+        """Forward and backward of all micro-batches; loss shares on scoring ranks, their metrics into the tally."""
+        losses: list[Tensor] = []
+
+        def loss_of(number: int, scores: TokenScores) -> Tensor:
+            batch = token_batch(micros[number], scores.logprobs_M, scores.entropy_M)
+            objective = policy_objective(batch, step.objective, normaliser)
+            with torch.no_grad():
+                tally_objective(step.tally, step.objective, batch, objective, is_first=is_first)
+            losses.append(objective.loss.detach())
+            return objective.loss
+
+        self._optimizer.forget_gradients()
+        has_choices = needs_proximal(step.objective) or charges_kl(step.objective)
+        with self._pipeline.routed("replay" if has_choices else "off"):
+            self._pipeline.train(
+                [micro.pack for micro in micros],
+                self._settings.temperature,
+                loss_of,
+                needs_entropy_grad=step.objective.entropy_coef > 0,
+            )
+        return losses
+
+    def _find_bad_gradient(
+        self, step: _Step, micros: Sequence[PackedBatch], normaliser: Normaliser, place: str
+    ) -> TrainError:
+        """All losses are finite but the gradient is not: repeat the passes one by one to find where it comes from.
+
+        Gradients are summed over replicas as they are made, so the micro-batches of one round are accused together.
+        """
+        for k, micro in enumerate(micros):
+            spare = _Step(step.shard, step.settings, step.objective, Tally())
+            alone = [micro, *self._empty(self._cutting.multiple_of_micros - 1)]
+            self._passes(spare, alone, normaliser, is_first=False)
+            if not math.isfinite(self._optimizer.gradient_norm()):
+                named = k if self._world.place.is_teller else -1
+                found = accusation(self._world, "gradient", place, named, micro.group_ids)
+                if found is not None:
+                    return found
+        return TrainError(
+            f"{place}: the gradient is not a finite number, though that of every micro-batch is",
+            remedy="lower the learning rate or the loss: their sum overflows",
+        )
+
+    def _empty(self, count: int) -> list[PackedBatch]:
+        nothing = TrainShard(
+            step=0, samples=(), minibatches=(((),) * count,), minibatch_tokens=(0.0,), minibatch_samples=(0.0,)
+        )
+        return cut_shard(nothing, self._cutting)[0][:count] if count else []
+
+    # -- metrics
+
+    def _metrics(self, step: _Step, minibatches: Sequence[Sequence[PackedBatch]], started_s: float) -> dict[str, float]:
+        """Everything reduced over replicas, under `train/`; see `report`."""
+        tally_counts(step.tally, step.shard, [micro for minibatch in minibatches for micro in minibatch])
+
+        def reduced() -> dict[str, Any]:
+            sums, maxima = step.tally.reduced(self._world.replicas)
+            return {"sums": sums, "maxima": maxima}
+
+        told = self._world.told(reduced)
+        metrics = report(told["sums"], told["maxima"], step.num_updates, self._clock.monotonic() - started_s)
+        metrics["train/num_updates"] = float(self._optimizer.num_updates)
+        return metrics

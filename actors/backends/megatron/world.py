@@ -1,0 +1,188 @@
+"""The trainer gang under Megatron: process group, parallel groups of the layout, and who reports what.
+
+Knows `World` (meeting, phases, blame, deadlines) and megatron.core's parallel state. Must not know models or batches.
+Unlike the torch backend, a gang of one has a process group too: Megatron asks for its groups whatever their size.
+
+    scoring rank   holds the head and does the loss: last pipeline stage; all its tensor and context ranks agree
+    teller         the scoring rank with tensor and context rank 0: what it counts is counted once per replica
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ....core.errors import LaunchError
+from ..torch_backend.tensors import integers
+from ..torch_backend.world import Gang, World
+from . import mcore
+from .layout import ParallelLayout
+
+parallel_state = mcore.parallel_state
+tensor_parallel = mcore.module("tensor_parallel")
+
+MIN_DESCRIPTORS = 65536
+"""Communicators of many groups hold thousands of descriptors; the usual soft limit of 1024 ends in "too many files"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This rank's coordinates in the layout."""
+
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    cp_rank: int
+    pp_rank: int
+    pp_size: int
+
+    @property
+    def is_scoring(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def is_teller(self) -> bool:
+        return self.is_scoring and self.tp_rank == 0 and self.cp_rank == 0
+
+
+class Replicas:
+    """The ranks with the same place in every replica, as far as the loss goes: sums over them are sums over samples."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._group = parallel_state.get_data_parallel_group()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Elementwise sum; returns a new tensor on the rank's device."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Elementwise maximum."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        total = values.detach().to(self.device, copy=True)
+        dist.all_reduce(total, op=op, group=self._group)  # pyright: ignore[reportUnknownMemberType]  # torch says nothing
+        return total
+
+
+class MegatronWorld(World):
+    """`World` with Megatron's groups in it. Use `MegatronWorld.enter`."""
+
+    def __init__(self, base: World, layout: ParallelLayout) -> None:
+        super().__init__(base.rank, base.size, base.device, base._store)
+        self.layout = layout
+        self.replicas = Replicas(base.device)
+        self.place = Place(
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            pp_size=layout.pp,
+        )
+
+    @staticmethod
+    def enter(gang: Gang, device: torch.device, layout: ParallelLayout, seed: int) -> MegatronWorld:
+        """Meet the other ranks and form all groups. Raises LaunchError as `World.join` does, ConfigError for a layout
+        that the gang cannot have."""
+        layout.dp(gang.world_size)
+        logging.getLogger("megatron.core").setLevel(logging.WARNING)  # it tells of every parameter
+        _raise_descriptor_limit()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        base = World.join(gang, device)
+        if gang.world_size == 1:
+            _alone(gang, device)
+        with base.phase("form Megatron's groups"):
+            if parallel_state.model_parallel_is_initialized():
+                raise LaunchError(
+                    f"rank {gang.rank}: Megatron's groups are there already", remedy="one trainer rank per process"
+                )
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=layout.tp,
+                pipeline_model_parallel_size=layout.pp,
+                virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+                context_parallel_size=layout.cp,
+                expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=layout.etp,
+                distributed_timeout_minutes=max(1, round(gang.timeout_s / 60)),
+                create_gloo_process_groups=False,
+            )
+            _seed(seed)
+        return MegatronWorld(base, layout)
+
+    def told(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """A JSON object that the scoring ranks make, on every rank of their pipelines. Collective."""
+        text = json.dumps(make()).encode() if self.place.is_scoring else b""
+        size = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
+        self._from_last_stage(size)
+        box = torch.zeros(integers(size)[0], dtype=torch.uint8, device=self.device)
+        if self.place.is_scoring:
+            box.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        self._from_last_stage(box)
+        value: dict[str, Any] = json.loads(bytes(integers(box)))
+        return value
+
+    def shared(self, values: Tensor) -> Tensor:
+        """The scoring ranks' tensor, on every rank of their pipelines; others give one of its shape. Collective."""
+        box = values.to(self.device, copy=True)
+        self._from_last_stage(box)
+        return box
+
+    def close(self) -> None:
+        """Leave all groups; never raises."""
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            if self.size == 1 and dist.is_initialized():
+                dist.destroy_process_group()
+        super().close()
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            parallel_state.destroy_model_parallel()
+
+    def _from_last_stage(self, box: Tensor) -> None:
+        if self.place.pp_size > 1:
+            source = parallel_state.get_pipeline_model_parallel_last_rank()
+            group = parallel_state.get_pipeline_model_parallel_group()
+            dist.broadcast(box, src=source, group=group)
+
+
+def _alone(gang: Gang, device: torch.device) -> None:
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=gang.timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def _seed(seed: int) -> None:
+    """Megatron's random states: the first thing of it that touches the device, so the place to tell of none."""
+    try:
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    except (AssertionError, RuntimeError) as error:
+        if torch.cuda.is_available():
+            raise
+        raise LaunchError(
+            f"megatron-core runs on CUDA devices alone, and there is none here ({error})",
+            remedy='set roles.trainer.devices, or roles.trainer.kind = "torch"',
+        ) from error
+
+
+def _raise_descriptor_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MIN_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MIN_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a container that forbids it may still do without
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,168 @@
+"""What a step does beside the model: advantages before it, the objective's metrics in it, the report after it.
+
+Knows the objective (`algos/`), tallies and rows of loss tokens. Must not know models, layouts or how ranks share the
+work: both training backends use these functions, so for one batch they report the same numbers under the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ....algos.advantages import needs_whitening, token_advantages, whiten
+from ....algos.kl import kl_terms
+from ....algos.objective import Objective, ObjectiveConfig, TokenBatch
+from ....algos.segments import Segments
+from ....core.config import AlgoConfig
+from ....core.samples import TrainShard
+from .tally import Tally
+
+RENAMED = {"approx_kl": "old_kl", "approx_kl_k3": "old_kl_k3"}
+"""The objective's estimates of KL(old || live), old being what the loss clips around; `approx_kl` here is always
+behaviour against live."""
+COUNTS = ("num_tokens", "num_samples", "num_trained_samples", "num_computed_tokens")
+
+
+class LossRows(Protocol):
+    """The loss tokens of one micro-batch, one after another; masked tokens do not appear."""
+
+    behaviour_M: Tensor
+    """float32 [M]"""
+    segments: Segments
+    scalar_S: Tensor
+    """float32 [S]: sample-level advantages."""
+    advantages_M: Tensor
+    """float32 [M]"""
+    proximal_M: Tensor | None
+    reference_M: Tensor | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model computes for them."""
+        ...
+
+
+def skips_neutral(objective: ObjectiveConfig) -> bool:
+    """Whether samples of advantage 0 may go: if the policy loss is all there is, A = 0 makes loss and gradient 0."""
+    return (
+        objective.loss != "sft"
+        and not needs_whitening(objective.kind)
+        and objective.kl_coef == 0
+        and objective.entropy_coef == 0
+        and not objective.mis_normalise
+    )
+
+
+def charges_kl(objective: ObjectiveConfig) -> bool:
+    """Whether the KL term goes into the token-level rewards."""
+    return objective.kl_coef > 0 and objective.kl_in == "reward"
+
+
+def fill_advantages(rows: LossRows, algo: AlgoConfig, objective: ObjectiveConfig, start_M: Tensor | None) -> None:
+    """Token advantages of one micro-batch; `start_M` are log-probs at the step's start, needed if KL is charged."""
+    kl_M: Tensor | None = None
+    if charges_kl(objective) and start_M is not None and rows.reference_M is not None:
+        kl_M = kl_terms(objective.kl_kind, start_M, rows.reference_M)
+    rows.advantages_M = token_advantages(
+        algo.kind,
+        rows.scalar_S,
+        rows.segments,
+        kl_T=kl_M,
+        kl_coef=objective.kl_coef if charges_kl(objective) else 0.0,
+        gamma=algo.gamma,
+        lam=algo.lam,
+    )
+
+
+def whiten_together(
+    micros: Sequence[LossRows], sum_over_ranks: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
+    """Whiten the advantages over all loss tokens of the step, on all ranks. Collective."""
+    counts = [len(m.advantages_M) for m in micros]
+    joined = torch.cat([m.advantages_M for m in micros]) if micros else torch.zeros(0, device=device)
+    white = whiten(joined, torch.ones_like(joined, dtype=torch.bool), sum_over_ranks)
+    start = 0
+    for micro, count in zip(micros, counts, strict=True):
+        micro.advantages_M = white[start : start + count]
+        start += count
+
+
+def token_batch(rows: LossRows, logprobs_M: Tensor, entropy_M: Tensor) -> TokenBatch:
+    """A micro-batch as the objective wants it."""
+    return TokenBatch(
+        logprobs_T=logprobs_M,
+        behaviour_T=rows.behaviour_M,
+        advantages_T=rows.advantages_M,
+        mask_T=rows.segments.mask_T,
+        sample_T=rows.segments.sample_T,
+        num_samples=rows.segments.num_samples,
+        proximal_T=rows.proximal_M,
+        reference_T=rows.reference_M,
+        entropy_T=entropy_M,
+    )
+
+
+def tally_objective(
+    tally: Tally, config: ObjectiveConfig, batch: TokenBatch, objective: Objective, *, is_first: bool
+) -> None:
+    """Losses, metric sums and maxima of one micro-batch. `is_first`: the weights are those of the step's start."""
+    tally.add("loss", objective.loss)
+    for name, part in objective.parts.items():
+        tally.add(name, part)
+    tally.add("tokens", objective.tokens)
+    for name, total in objective.sums.items():
+        tally.add(f"mean/{RENAMED.get(name, name)}", total)
+    if config.loss == "sft":
+        return
+    drift_M = batch.behaviour_T - batch.logprobs_T.detach()
+    tally.add("mean/approx_kl", drift_M.sum())
+    tally.top("ratio_max", _log_ratio(config, batch).exp())
+    if is_first:
+        start_M = batch.logprobs_T.detach() if batch.proximal_T is None else batch.proximal_T
+        gap_M = (start_M - batch.behaviour_T).abs()
+        tally.add("first_tokens", float(len(gap_M)))
+        tally.add("first_gap", gap_M.sum())
+        tally.top("logprob_diff_abs_max", gap_M)
+
+
+def _log_ratio(config: ObjectiveConfig, batch: TokenBatch) -> Tensor:
+    """log(live / old) per token, old being what the loss clips around."""
+    live_M = batch.logprobs_T.detach()
+    if config.correction == "behaviour":
+        return live_M - batch.behaviour_T
+    return live_M - batch.proximal_T if batch.proximal_T is not None else torch.zeros_like(live_M)
+
+
+def tally_counts(tally: Tally, shard: TrainShard, micros: Sequence[LossRows]) -> None:
+    """How much this rank was given, and how much of it was computed."""
+    values = (
+        sum(len(s.token_ids) for s in shard.samples),
+        len(shard.samples),
+        sum(m.segments.num_samples for m in micros),
+        sum(m.num_tokens for m in micros),
+    )
+    for name, value in zip(COUNTS, values, strict=True):
+        tally.add(name, float(value))
+
+
+def report(sums: Mapping[str, float], maxima: Mapping[str, float], num_updates: int, step_s: float) -> dict[str, float]:
+    """Metrics under `train/` from sums over all ranks: means over loss tokens, losses over `num_updates` updates."""
+    left = dict(sums)
+    tokens = max(1.0, left.pop("tokens", 0.0))
+    first_tokens = left.pop("first_tokens", None)
+    first_gap = left.pop("first_gap", 0.0)
+    metrics = {f"train/{name}": value for name, value in maxima.items()}
+    for name, value in left.items():
+        if name.startswith("mean/"):
+            metrics[f"train/{name[5:]}"] = value / tokens
+        else:
+            metrics[f"train/{name}"] = value if name in COUNTS else value / max(1, num_updates)
+    if first_tokens is not None:
+        metrics["train/logprob_diff_abs_mean"] = first_gap / max(1.0, first_tokens)
+    metrics["train/num_loss_tokens"] = tokens
+    metrics["train/step_s"] = step_s
+    metrics["train/tokens_per_s"] = metrics["train/num_tokens"] / max(step_s, 1e-9)
+    return metrics

@@ -1,0 +1,175 @@
+"""One rank of a Megatron gang that trains in several layouts, one after another; a program for the tests.
+
+    python megatron_steps.py SPEC.json RANK
+
+Each case of the spec is a backend from set-up to close. What every rank measured goes to `CASE/rankR.json`, weights
+(rank 0) to `CASE/*.npz`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+
+def sibling(name: str) -> ModuleType:
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_backend(spec: dict[str, Any], case: dict[str, Any], rank: int) -> Any:
+    """A backend of a case, not set up yet."""
+    from myxa.actors.backends.megatron.backend import MegatronBackend
+    from myxa.actors.backends.megatron.settings import MegatronBackendConfig
+    from myxa.actors.backends.torch_backend.world import Gang
+    from myxa.core.config import AlgoConfig, MegatronSettings, OptimizerConfig, TrainerConfig
+
+    return MegatronBackend(
+        MegatronBackendConfig(
+            model_path=case["model"],
+            algo=AlgoConfig.model_validate(case.get("algo", spec["algo"])),
+            optimizer=OptimizerConfig.model_validate(case.get("optimizer", spec["optimizer"])),
+            trainer=TrainerConfig.model_validate(case.get("trainer", {})),
+            megatron=MegatronSettings.model_validate(case.get("megatron", {})),
+            num_steps=9,
+            device=spec.get("device", "cpu"),
+            gang=Gang(rank, spec["num_ranks"], "127.0.0.1", case["port"], local_rank=rank, timeout_s=60),
+        )
+    )
+
+
+def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str, Any]:
+    gang_rank = sibling("gang_rank")
+    out = Path(spec["out"]) / case["name"]
+    out.mkdir(parents=True, exist_ok=True)
+    backend = make_backend(spec, case, rank)
+    result: dict[str, Any] = {"facts": backend.setup()}
+    try:
+        place = backend._parts.world.place
+        result["is_teller"] = place.is_teller
+        algo = case.get("algo", spec["algo"])
+        shards = [
+            gang_rank.make_shards(seed, place.dp_size, kind=algo["kind"], minibatches=algo["minibatches"])[
+                place.dp_rank
+            ]
+            for seed in case.get("seeds", (11, 12, 13))
+        ]
+        if case.get("watches_routing"):
+            result["share_routed_alike"] = share_routed_alike(backend, shards[0])
+            return result
+        if case.get("load"):
+            result["extra"] = backend.load(str(Path(spec["out"]) / case["load"] / "checkpoint"))
+            gang_rank.keep(out / "loaded.npz", weights_of(backend))
+        result["scores"] = named(shards[0], backend.score(shards[0].samples))
+        result["shard_scores"] = named(shards[0], backend.score_shard(shards[0]))
+        result["metrics"] = [backend.train(shards[0], {}).metrics]
+        if case.get("load"):
+            gang_rank.keep(out / "weights_first.npz", weights_of(backend))
+        result["metrics"] += [backend.train(shard, {}).metrics for shard in shards[1:]]
+        gang_rank.keep(out / "weights.npz", weights_of(backend))
+        result["on_device"] = {name: float(t.double().sum()) for name, t in backend.export_device()}
+        if case.get("save"):
+            backend.save(str(out / "checkpoint"), {"version": 3})
+            result["metrics_after"] = backend.train(shards[0], {}).metrics
+            gang_rank.keep(out / "weights_after.npz", weights_of(backend))
+        if case.get("export_hf"):
+            backend.export_hf(str(out / "hf"))
+        mine = with_own_scores(shards[0], backend.score_shard(shards[0]))
+        result["metrics_of_own_scores"] = backend.train(mine, {}).metrics
+        if case.get("poison"):
+            poisoned = gang_rank.poisoned(shards[0], rank=place.dp_size - 1, own=place.dp_rank)
+            gang_rank.keep(out / "before_nan.npz", weights_of(backend))
+            result["error"] = gang_rank.refusal(backend, poisoned)
+            gang_rank.keep(out / "after_nan.npz", weights_of(backend))
+            result["overflow"] = gang_rank.refusal(backend, overflowing(shards[0]))
+            result["metrics_again"] = backend.train(shards[0], {}).metrics
+    finally:
+        backend.close()
+    return result
+
+
+def overflowing(shard: Any) -> Any:
+    """The loss of its last trained sample is about 1e28: finite, but the squares of its gradient are not."""
+    victim = [i for i, s in enumerate(shard.samples) if s.loss_mask.any() and s.advantage][-1]
+    samples = list(shard.samples)
+    samples[victim] = msgspec.structs.replace(samples[victim], advantage=-1e30)
+    return msgspec.structs.replace(shard, samples=tuple(samples))
+
+
+def share_routed_alike(backend: Any, shard: Any) -> float:
+    """Of all tokens in all layers of experts: how many go to the same experts in the training passes of a step as in
+    its scoring passes before."""
+    maps: list[Any] = []
+    for chunk in backend._parts.pipeline.chunks:
+        for module in chunk.modules():
+            if type(module).__name__ == "TopKRouter":
+                module.register_forward_hook(lambda _module, _input, output: maps.append(output[1].clone()))
+    backend.train(shard, {})
+    half = len(maps) // 2
+    assert half and len(maps) == 2 * half
+    alike = [(a == b).all(dim=-1).float().mean().item() for a, b in zip(maps[:half], maps[half:], strict=True)]
+    return sum(alike) / len(alike)
+
+
+def weights_of(backend: Any) -> dict[str, np.ndarray]:
+    """Exported weights as float32 (bfloat16 is its upper half); empty on other ranks than 0."""
+    found: dict[str, np.ndarray] = {}
+    for array in backend.export_weights():
+        if array.spec.dtype == "bfloat16":
+            values = (np.frombuffer(bytes(array.data), np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = np.frombuffer(bytes(array.data), np.float32)
+        found[array.spec.name] = values.reshape(array.spec.shape)
+    return found
+
+
+def with_own_scores(shard: Any, scores: list[np.ndarray]) -> Any:
+    """The shard as if an engine with exactly our numbers had sampled it."""
+    samples = tuple(msgspec.structs.replace(s, logprobs=v) for s, v in zip(shard.samples, scores, strict=True))
+    return msgspec.structs.replace(shard, samples=samples)
+
+
+def named(shard: Any, scores: list[np.ndarray]) -> dict[str, list[float]]:
+    return {f"{s.group_id}/{s.index}": v.tolist() for s, v in zip(shard.samples, scores, strict=True)}
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    rank = int(sys.argv[2])
+    sibling("megatron_on_cpu").install()
+    for case in spec["cases"]:
+        started = time.monotonic()
+        result = run_case(spec, case, rank)
+        result["wall_s"] = time.monotonic() - started
+        (Path(spec["out"]) / case["name"] / f"rank{rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    status = 0
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # as launch/worker.py does: destructors of gloo's threads have aborted ranks that were done

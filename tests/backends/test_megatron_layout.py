@@ -1,0 +1,167 @@
+"""Layouts that do not fit are refused by key; cuts of a weight cover it exactly, whatever the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from myxa.actors.backends.megatron.families.table import FAMILIES, family_of
+from myxa.actors.backends.megatron.layout import ParallelLayout
+from myxa.actors.backends.megatron.rotary import Rotary
+from myxa.actors.backends.megatron.weight_cut import CutRequest, columns, gate_and_up, heads, vocabulary, whole
+from myxa.actors.models.model_config import MODEL_TYPES, ModelConfig, parse_model_config
+from myxa.core.errors import ConfigError, ModelError
+
+SOURCE: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
+
+
+def config_of(model_type: str = "qwen3", **changes: Any) -> ModelConfig:
+    extra = EXPERTS if model_type == "qwen3_moe" else {}
+    return parse_model_config({"model_type": model_type} | SOURCE | extra | changes, "here")
+
+
+# -- layouts
+
+
+@pytest.mark.parametrize(
+    ("layout", "key"),
+    [
+        ({"tp": 0}, "megatron.tp = 0"),
+        ({"cp": True}, "megatron.cp = true"),
+        ({"pp": 1.0}, "megatron.pp = 1.0"),
+        ({"vpp": 2}, "megatron.vpp = 2"),
+        ({"sequence_parallel": True}, "megatron.sequence_parallel = true"),
+    ],
+)
+def test_layouts_that_mean_nothing(layout: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        ParallelLayout(**layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model_type", "text"),
+    [
+        ({"tp": 5}, "qwen3", "megatron.tp = 5: does not divide the model's num_attention_heads = 12"),
+        ({"tp": 3}, "qwen3", "megatron.tp = 3: does not divide the model's num_key_value_heads = 4"),
+        ({"ep": 4}, "qwen3_moe", "megatron.ep = 4: does not divide the model's num_experts = 6"),
+        ({"etp": 3}, "qwen3_moe", "megatron.etp = 3: does not divide the model's moe_intermediate_size = 10"),
+        ({"ep": 2}, "llama", "megatron.ep = 2: but a llama model has no experts"),
+        ({"pp": 4}, "glm4", "megatron.pp = 4: times vpp = 1 does not divide the model's 6 layers"),
+        ({"pp": 3, "vpp": 4}, "qwen2", "megatron.pp = 3: times vpp = 4 does not divide"),
+    ],
+)
+def test_layouts_that_do_not_fit_the_model(layout: dict[str, Any], model_type: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ParallelLayout(**layout).check_model(config_of(model_type))
+    assert text in str(caught.value)
+    assert caught.value.remedy
+
+
+def test_layers_placed_by_hand_need_not_divide() -> None:
+    ParallelLayout(pp=4).check_model(config_of(), ["num_layers_in_first_pipeline_stage"])
+
+
+def test_data_parallel_degree_is_what_is_left() -> None:
+    assert ParallelLayout(tp=2, pp=2, cp=2).dp(32) == 4
+    assert ParallelLayout(ep=4, etp=2, pp=2).dp(32) == 16
+    with pytest.raises(ConfigError, match=r"tp \* pp \* cp = 8 does not divide the 12 rank"):
+        ParallelLayout(tp=2, pp=2, cp=2).dp(12)
+    with pytest.raises(ConfigError, match=r"etp \* ep \* pp = 8 does not divide the 4 rank"):
+        ParallelLayout(ep=8).dp(4)
+
+
+def test_packed_sequences_divide_over_context_and_sequence_parallel_ranks() -> None:
+    assert ParallelLayout(tp=2).sequence_multiple == 1
+    assert ParallelLayout(cp=4).sequence_multiple == 8
+    assert ParallelLayout(tp=2, cp=2, sequence_parallel=True).sequence_multiple == 8
+
+
+# -- cuts
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([1, 2, 4]), st.integers(1, 40))
+def test_the_parts_of_all_ranks_cover_each_tensor_once(size: int, rows: int) -> None:
+    config = config_of()
+    shapes = {
+        "table": (rows, 3),
+        "wide": (rows, 8 * size),
+        "gate": (4 * size, 3),
+        "up": (4 * size, 3),
+        "both": (8 * size, 3),
+        "q": (96, 3),
+        "k": (32, 3),
+        "v": (32,),
+    }
+    for cut, names in (
+        (vocabulary, ("table",)),
+        (columns, ("wide",)),
+        (gate_and_up, ("gate", "up")),
+        (gate_and_up, ("both",)),
+        (heads, ("q", "k", "v")),
+    ):
+        count = {name: np.zeros(shapes[name], int) for name in names}
+        for rank in range(size):
+            for piece in cut(CutRequest(names, shapes, config, rank, size)):
+                target = count[piece.name][slice(*piece.rows)]
+                target[(slice(None), slice(*piece.columns)) if piece.columns else ...] += 1
+        for name in names:
+            assert (count[name] == 1).all(), (cut, name)
+
+
+def test_every_rank_has_all_of_what_is_not_cut() -> None:
+    request = CutRequest(("norm",), {"norm": (7,)}, config_of(), 1, 2)
+    assert [piece.rows for piece in whole(request)] == [(0, 7)]
+
+
+def test_every_known_family_has_rules_and_others_are_refused() -> None:
+    assert set(FAMILIES) == set(MODEL_TYPES)
+    with pytest.raises(ModelError, match="no weight table for models of type gpt2"):
+        family_of("gpt2")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_rules_name_every_weight_of_the_folder(model_type: str) -> None:
+    """Every name in a folder is made by a rule; a weight that no rule names would never be loaded or sent."""
+    config = config_of(model_type)
+    family = family_of(model_type)
+    made = {name for rule in family.model for name in rule.names}
+    for layer in range(config.num_layers):
+        made |= {f"model.layers.{layer}.{name}" for rule in family.layer for name in rule.names}
+        for expert in range(config.num_experts):
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}."
+            made |= {prefix + name for rule in family.expert for name in rule.names}
+    assert set(config.tensor_shapes()) <= made
+
+
+# -- rotary positions
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_rotation_keeps_lengths_and_depends_on_distance_alone(is_interleaved: bool) -> None:
+    torch.manual_seed(5)
+    rotary = Rotary(theta=100.0, dim=6, is_interleaved=is_interleaved)
+    query, key = torch.randn(1, 1, 8).double(), torch.randn(1, 1, 8).double()
+
+    def at(x: torch.Tensor, position: int) -> torch.Tensor:
+        return rotary.rotate(x, rotary.tables(torch.tensor([position]), torch.float64))
+
+    assert torch.allclose(at(query, 9).norm(), query.norm())
+    assert torch.equal(at(query, 9)[..., 6:], query[..., 6:]), "channels behind the rotated ones pass unchanged"
+    assert torch.allclose((at(query, 9) * at(key, 4)).sum(), (at(query, 5) * at(key, 0)).sum(), atol=1e-6)
+    assert not torch.allclose((at(query, 9) * at(key, 4)).sum(), (at(query, 9) * at(key, 3)).sum(), atol=1e-3)

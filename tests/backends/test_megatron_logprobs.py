@@ -1,0 +1,94 @@
+"""Scores of a vocabulary that is cut in slices are those of the dense formula, gradients included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from myxa.actors.backends.megatron import logprobs
+from myxa.actors.backends.megatron.logprobs import VocabSlice, score_rows
+
+WIDTH, VOCAB, ROWS = 12, 37, 29
+
+
+def inputs(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    print("seed", seed)
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(ROWS, WIDTH, generator=generator, dtype=dtype, requires_grad=True)
+    head = torch.randn(VOCAB, WIDTH, generator=generator, dtype=dtype, requires_grad=True)
+    return hidden, head, torch.randint(0, VOCAB, (ROWS,), generator=generator)
+
+
+def dense(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    all_log_p = (hidden @ head.t() / temperature).float().log_softmax(dim=-1)
+    entropy = -(all_log_p.exp() * all_log_p).sum(dim=-1)
+    return torch.stack([all_log_p.gather(1, targets[:, None])[:, 0], entropy], dim=1)
+
+
+@pytest.mark.parametrize("chunk", [1 << 26, VOCAB * 4, 1])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_and_gradients_of_one_slice(monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: float) -> None:
+    monkeypatch.setitem(logprobs.CHUNK_LOGITS, "cpu", chunk)
+    hidden, head, targets = inputs(5)
+    weights = torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(6))
+    grads = []
+    for scores in (
+        dense(hidden, head, targets, temperature),
+        score_rows(hidden, head, targets, VocabSlice(0, VOCAB, None), temperature, needs_entropy_grad=True),
+    ):
+        grads.append((scores, *torch.autograd.grad((scores * weights).sum(), (hidden, head))))
+    for mine, right in zip(grads[1], grads[0], strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-5)
+
+
+def test_entropy_passes_no_gradient_unless_asked() -> None:
+    hidden, head, targets = inputs(7)
+    whole = VocabSlice(0, VOCAB, None)
+    scores = score_rows(hidden, head, targets, whole, 1.0)
+    (own,) = torch.autograd.grad(scores.sum(), hidden, retain_graph=True)
+    (right,) = torch.autograd.grad(dense(hidden, head, targets, 1.0)[:, 0].sum(), hidden)
+    torch.testing.assert_close(own, right, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_pad_the_table_count_for_nothing_and_get_no_gradient() -> None:
+    hidden, head, targets = inputs(8)
+    padded = torch.cat([head.detach(), torch.full((3, WIDTH), 9.0, dtype=head.dtype)]).requires_grad_()
+    scores = score_rows(hidden, padded, targets, VocabSlice(0, VOCAB, None), 1.0)
+    torch.testing.assert_close(scores, dense(hidden, head, targets, 1.0), rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(scores[:, 0].sum(), padded)
+    assert not grad[VOCAB:].any()
+    assert grad[:VOCAB].any()
+
+
+def test_a_pass_without_gradient_gives_the_same_bits() -> None:
+    hidden, head, targets = inputs(9, torch.bfloat16)
+    whole = VocabSlice(0, VOCAB, None)
+    scores = score_rows(hidden, head, targets, whole, 0.9)
+    with torch.no_grad():
+        assert torch.equal(score_rows(hidden, head, targets, whole, 0.9), scores)
+
+
+def test_no_rows_give_no_scores_and_gradients_of_zero() -> None:
+    hidden, head, targets = inputs(10)
+    scores = score_rows(hidden[:0], head, targets[:0], VocabSlice(0, VOCAB, None), 1.0)
+    assert scores.shape == (0, 2)
+    grads = torch.autograd.grad(scores.sum(), (hidden, head))
+    assert not any(grad.any() for grad in grads)
+
+
+def test_slices_joined_are_the_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Slices of unequal real size, one without any; joined here in one process in the collective's place."""
+    hidden, head, targets = inputs(11)
+    sizes = [20, 17, 0]
+    starts = [0, 20, 37]
+    facts = torch.stack(
+        [
+            logprobs._row_facts(hidden @ head[a : a + n].t(), targets - a, 1.3)
+            for a, n in zip(starts, sizes, strict=True)
+        ]
+    )
+    _, scores = logprobs._join(facts)
+    torch.testing.assert_close(scores, dense(hidden, head, targets, 1.3), rtol=1e-5, atol=1e-5)

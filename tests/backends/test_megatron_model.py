@@ -1,0 +1,283 @@
+"""The Megatron trainer's model is HuggingFace's: same weights to the bit, same loss and gradients, however it is cut.
+
+Real processes over gloo; one set of 1, of 2 and of 4, each going through its list of layouts.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+pytestmark = pytest.mark.timeout(300)
+
+RANK = Path(__file__).with_name("megatron_rank.py")
+SEED = 20261120
+NUM_SEQUENCES = 8
+MAX_LOSS_ERROR = 1e-5
+MAX_GRADIENT_ERROR = 1e-4
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,  # odd: the table must be padded
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "rms_norm_eps": 1e-6,
+    "pad_token_id": None,
+    "eos_token_id": [1],
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", {}),
+    "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {"head_dim": 4}),  # its transformers class reads no head_dim
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama3": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "glm4": ("Glm4", {}),
+    "moe": ("Qwen3Moe", EXPERTS),
+    "moe-mixed": ("Qwen3Moe", EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": False}),
+}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "qwen2 pp2 vpp2": RECOMPUTE,
+    "glm4 tp2 sequence_parallel1": RECOMPUTE,
+    "llama-tied pp2": {"num_layers_in_first_pipeline_stage": 1},
+}
+"""Case -> its `[megatron.model]`."""
+LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    1: [(name, {}) for name in MODELS],
+    2: [
+        ("qwen3", {}),
+        ("qwen3", {"tp": 2, "sequence_parallel": True}),
+        ("qwen2", {"tp": 2}),
+        ("qwen2", {"pp": 2, "vpp": 2}),
+        ("llama-tied", {"pp": 2}),
+        ("llama3", {"cp": 2}),
+        ("glm4", {"tp": 2, "sequence_parallel": True}),
+        ("glm4", {"pp": 2}),
+        ("moe", {"ep": 2}),
+        ("moe", {"tp": 2, "etp": 2, "sequence_parallel": True}),
+        ("moe-mixed", {"tp": 2, "ep": 2, "sequence_parallel": True}),
+    ],
+    4: [
+        ("qwen3", {"tp": 4, "sequence_parallel": True}),
+        ("qwen3-tied", {"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True}),
+        ("qwen2", {"tp": 2, "cp": 2, "sequence_parallel": True}),
+        ("llama3", {"cp": 4}),
+        ("glm4", {"cp": 2, "pp": 2}),
+        ("glm4", {"pp": 4}),
+        ("moe", {"tp": 2, "ep": 4, "sequence_parallel": True}),
+        ("moe", {"pp": 2, "ep": 2}),
+        ("moe-mixed", {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}),
+        ("moe-mixed", {"cp": 2, "ep": 2, "pp": 2}),
+    ],
+}
+
+
+REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "megatron.etp = 2: but a qwen3 model has no experts": ("qwen3", {"etp": 2}, {}),
+    "megatron.tp = 2: with experts needs sequence parallelism": ("moe", {"tp": 2}, {}),
+    "megatron.model.hidden_size: myxa decides this itself": ("qwen3", {}, {"overrides": {"hidden_size": 8}}),
+    'did you mean "init_method_std"?': ("qwen3", {}, {"overrides": {"init_method_stdd": 1.0}}),
+    "megatron-core refuses the configuration": ("moe", {}, {"overrides": {"moe_token_dispatcher_type": "flex"}}),
+    "attention_dropout: myxa decides this itself": ("qwen3", {}, {"overrides": {"attention_dropout": 0.1}}),
+    'transformer_engine = "on": it needs a CUDA device': ("qwen3", {}, {"transformer_engine": "on"}),
+    'transformer_engine = "maybe"': ("qwen3", {}, {"transformer_engine": "maybe"}),
+    "weight model.layers.0.self_attn.q_norm.weight is missing": ("not-qwen3", {}, {}),
+}
+"""What is refused -> model, layout and settings, in a gang of two."""
+
+
+def make_folder(place: Path, name: str) -> Path:
+    """A folder of random weights, and beside them what one step of transformers says."""
+    kind, extra = MODELS[name]
+    torch.manual_seed(SEED)
+    options = SIZES | extra
+    if kind == "Qwen2":
+        options.pop("head_dim")
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**options))
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if weight.dim() == 1 or "gate.weight" in key:
+                weight.add_(torch.randn_like(weight) * 0.3)  # norms and biases away from their start, experts apart
+    folder = place / name
+    model.save_pretrained(folder)
+    save_file(expected_of(model), folder / "expected.safetensors")
+    return folder
+
+
+def expected_of(model: Any) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(SEED)
+    tensors: dict[str, torch.Tensor] = {}
+    total, count = torch.zeros(()), 0
+    for number in range(NUM_SEQUENCES):
+        length = int(torch.randint(3, 30, (), generator=generator))
+        ids = torch.randint(2, SIZES["vocab_size"], (length,), generator=generator)
+        weights = torch.rand(length, generator=generator) * (torch.rand(length, generator=generator) > 0.3)
+        weights[-1] = 0  # nothing comes after the last token
+        tensors |= {f"ids.{number}": ids, f"weights.{number}": weights}
+        logprobs = torch.log_softmax(model(ids[None]).logits[0], -1)
+        total = total - (logprobs[:-1].gather(-1, ids[1:, None])[:, 0] * weights[:-1]).sum()
+        count += int((weights > 0).sum())
+    loss = total / count
+    loss.backward()
+    tensors["loss"] = loss.detach().reshape(1)
+    for name, weight in model.named_parameters():
+        tensors |= {key: part.contiguous() for key, part in as_in_the_folder(name, weight.grad).items()}
+    return tensors
+
+
+def as_in_the_folder(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """transformers keeps the experts of a layer in two tensors, the folder in three per expert."""
+    stem, _, last = name.rpartition(".")
+    if not stem.endswith("mlp.experts"):
+        return {name: tensor}
+    if last == "down_proj":
+        return {f"{stem}.{i}.down_proj.weight": one for i, one in enumerate(tensor)}
+    halves = [(i, *one.chunk(2)) for i, one in enumerate(tensor)]
+    return {f"{stem}.{i}.{key}.weight": part for i, g, u in halves for key, part in (("gate_proj", g), ("up_proj", u))}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    print(f"seed {SEED}")
+    place = tmp_path_factory.mktemp("families")
+    made = {name: make_folder(place, name) for name in MODELS}
+    half = place / "glm4-bfloat16"
+    half.mkdir()
+    config = json.loads((made["glm4"] / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (half / "config.json").write_text(json.dumps(config))
+    weights = {k: v.to(torch.bfloat16) for k, v in load_file(made["glm4"] / "model.safetensors").items()}
+    save_file(weights, half / "model.safetensors", {"format": "pt"})
+    false = place / "not-qwen3"
+    false.mkdir()
+    (false / "config.json").write_text((made["qwen3"] / "config.json").read_text())
+    (false / "model.safetensors").symlink_to(made["llama-tied"] / "model.safetensors")
+    return made | {half.name: half, false.name: false}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def name_of(model: str, layout: dict[str, Any]) -> str:
+    return " ".join([model, *(f"{key}{int(value)}" for key, value in layout.items())])
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    folders: dict[str, Path],
+    programs: Callable[..., list[tuple[int, str]]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[int], dict[str, list[dict[str, Any]]]]:
+    """Case name -> each rank's result, for a number of ranks; run once."""
+    done: dict[int, dict[str, list[dict[str, Any]]]] = {}
+
+    def run(num_ranks: int) -> dict[str, list[dict[str, Any]]]:
+        if num_ranks in done:
+            assert done[num_ranks], "the gang failed in an earlier test"
+            return done[num_ranks]
+        done[num_ranks] = {}
+        cases: list[dict[str, Any]] = [
+            {
+                "name": name_of(model, layout),
+                "folder": str(folders[model]),
+                "layout": layout,
+                "num_sequences": NUM_SEQUENCES,
+                "overrides": OVERRIDES.get(name_of(model, layout), {}),
+            }
+            for model, layout in LAYOUTS[num_ranks]
+        ]
+        if num_ranks == 2:
+            half = {"folder": str(folders["glm4-bfloat16"]), "layout": {"tp": 2}, "precision": "bfloat16"}
+            cases.append({"name": "bfloat16"} | half)
+            cases.extend(
+                {"name": text, "folder": str(folders[model]), "layout": layout} | settings
+                for text, (model, layout, settings) in REFUSALS.items()
+            )
+        out = tmp_path_factory.mktemp(f"ranks{num_ranks}")
+        place = out / "spec.json"
+        spec = {"num_ranks": num_ranks, "port": free_port(), "cases": cases, "out": str(out)}
+        place.write_text(json.dumps(spec))
+        commands = [[sys.executable, "-W", "ignore", str(RANK), str(place), str(r)] for r in range(num_ranks)]
+        ended = programs(commands, timeout_s=280)
+        for rank, (status, output) in enumerate(ended):
+            assert status == 0, f"rank {rank} ended with {status}:\n{output[-6000:]}"
+        done[num_ranks] = {
+            case["name"]: [json.loads((out / f"case{i}.rank{r}.json").read_text()) for r in range(num_ranks)]
+            for i, case in enumerate(cases)
+        }
+        return done[num_ranks]
+
+    return run
+
+
+ALL = [(num_ranks, name_of(*case)) for num_ranks, cases in LAYOUTS.items() for case in cases]
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), ALL, ids=[f"ranks{n}-{name}" for n, name in ALL])
+def test_loss_and_gradients_are_those_of_transformers(outcomes: Any, num_ranks: int, name: str) -> None:
+    for result in outcomes(num_ranks)[name]:
+        assert result["loss"] < MAX_LOSS_ERROR
+        assert 0 < result["gradient"] < MAX_GRADIENT_ERROR
+
+
+@pytest.mark.parametrize("num_ranks", LAYOUTS)
+def test_every_weight_is_sent_once_and_as_it_was_read(outcomes: Any, folders: dict[str, Path], num_ranks: int) -> None:
+    """The ranks have compared the values; here, that the senders of the stages together send everything once."""
+    for (model, layout), results in zip(LAYOUTS[num_ranks], outcomes(num_ranks).values(), strict=False):
+        sent = [name for result in results for name in result["names"]]
+        assert sorted(sent) == sorted(load_file(folders[model] / "model.safetensors")), (model, layout)
+        assert sum(bool(result["names"]) for result in results) == layout.get("pp", 1)
+
+
+def test_ranks_read_no_more_than_they_hold(outcomes: Any) -> None:
+    """Nothing of another rank's part is read; only padding of the vocabulary is not read but made."""
+    padding = 4 * SIZES["hidden_size"] * 2
+    for results in (outcomes(4)["moe tp2 ep4 sequence_parallel1"], outcomes(4)["qwen3 tp4 sequence_parallel1"]):
+        for result in results:
+            assert 0 <= result["held"] - result["read"] <= padding
+        assert results[-1]["read"] < results[-1]["held"], "131 rows do not divide"
+
+
+@pytest.mark.parametrize("text", REFUSALS)
+def test_what_cannot_be_built_is_refused_by_its_key(outcomes: Any, text: str) -> None:
+    for result in outcomes(2)[text]:
+        assert text in result["refusal"]
+        assert " -- " in result["refusal"], "a remedy is missing"
+
+
+def test_half_precision_is_equal_to_the_bit_too(outcomes: Any) -> None:
+    assert any(result["names"] for result in outcomes(2)["bfloat16"])

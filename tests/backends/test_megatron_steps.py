@@ -1,0 +1,433 @@
+"""The Megatron trainer trains exactly what the torch trainer trains, however it is cut: loss, metrics, gradient norm,
+weights after AdamW, scores, refusals; and its checkpoints go from one layout to another to the bit.
+
+Real processes over gloo; one gang of 1, of 2 and of 4, each going through its list of layouts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from myxa.actors.backends.megatron.layout import ParallelLayout
+from myxa.actors.backends.megatron.settings import MegatronBackendConfig, check_routing, check_settings
+from myxa.actors.backends.megatron.verbatim import check_tables
+from myxa.actors.backends.torch_backend.checkpoint_folder import find_checkpoint, read_manifest
+from myxa.actors.models.hf_folder import TOKENIZER_FILES
+from myxa.actors.models.tiny import make_tiny_model
+from myxa.core.config import MegatronSettings, TrainerConfig
+from myxa.core.errors import ConfigError, TrainError
+
+PROGRAM = Path(__file__).with_name("megatron_steps.py")
+SPEC = importlib.util.spec_from_file_location("megatron_steps", PROGRAM)
+assert SPEC is not None
+assert SPEC.loader is not None
+steps = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(steps)
+
+GRPO = {"kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.05}
+WHITENED = {"kind": "reinforce_pp", "batch_size": 6, "minibatches": 1, "kl_coef": 0.1, "kl_in": "reward"}
+PLAIN = {"kind": "gspo", "batch_size": 6, "minibatches": 1, "reduction": "rollout"}
+MANY = {"kind": "grpo", "batch_size": 6, "minibatches": 3}
+OPTIMIZER = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}
+SEEDS = (11, 12, 13)
+VOCAB = 263
+"""Odd: the table must be padded for two tensor-parallel ranks."""
+TIMES = ("train/step_s", "train/tokens_per_s", "train/num_computed_tokens")
+TIMEOUT_S = 240
+"""Megatron-core takes 6 s of CPU to import, in every process."""
+
+ROUTED = {"is_moe": True, "watches_routing": True, "algo": MANY, "optimizer": {"lr": 0.05}}
+
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [
+        {"name": "alone"},
+        {"name": "experts", "is_moe": True, "algo": PLAIN},
+        {"name": "routed-anew", **ROUTED},
+        {"name": "routing-replayed", **ROUTED, "megatron": {"routing_replay": True}},
+    ],
+    2: [
+        {"name": "dp2"},
+        {"name": "dp2-whole-optimizer", "megatron": {"distributed_optimizer": False}},
+        {"name": "dp2-overlap", "megatron": {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}}},
+        {"name": "tp2", "megatron": {"tp": 2}},
+        {"name": "tp2-sp", "megatron": {"tp": 2, "sequence_parallel": True, "recompute": "full"}},
+        {"name": "pp2", "megatron": {"pp": 2}, "algo": WHITENED},
+        {"name": "pp2-vpp2", "megatron": {"pp": 2, "vpp": 2}},
+        {"name": "cp2", "megatron": {"cp": 2}, "algo": PLAIN},
+        {"name": "ep2", "megatron": {"ep": 2}, "is_moe": True, "algo": PLAIN},
+        {"name": "bf16", "trainer": {"dtype": "bfloat16"}, "save": True},
+        {"name": "bf16-tp2", "trainer": {"dtype": "bfloat16"}, "megatron": {"tp": 2}, "load": "bf16"},
+    ],
+    4: [
+        {"name": "tp2-pp2", "megatron": {"tp": 2, "pp": 2}, "save": True, "export_hf": True, "poison": True},
+        {"name": "dp4", "load": "tp2-pp2", "save": True},
+        {"name": "tp2-pp2-back", "megatron": {"tp": 2, "pp": 2}, "load": "dp4"},
+        {"name": "dp2-tp2", "megatron": {"tp": 2}},
+        {"name": "cp2-pp2", "megatron": {"cp": 2, "pp": 2}},
+    ],
+}
+UNCOMPARED = {"load", "trainer", "watches_routing"}
+COMPARED = [(n, c["name"]) for n, cases in CASES.items() for c in cases if not UNCOMPARED & c.keys()]
+
+Gangs = Callable[[int], Path]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dense")
+    make_tiny_model(folder, "1m", seed=3, vocab_size=VOCAB)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory, dense: Path) -> Path:
+    """A mixture of experts, made by HuggingFace."""
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
+        "num_experts_per_tok": 2, "norm_topk_prob": True, "initializer_range": 0.15, "tie_word_embeddings": False,
+    }  # fmt: skip
+    torch.manual_seed(5)
+    folder = tmp_path_factory.mktemp("experts")
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes)).save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        if (dense / name).exists():
+            (folder / name).write_bytes((dense / name).read_bytes())
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def gangs(
+    dense: Path,
+    experts: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    programs: Callable[..., list[tuple[int, str]]],
+) -> Gangs:
+    """The output folder of a gang of that size, which is run when it is first asked for."""
+    done: dict[int, Path] = {}
+
+    def run(num_ranks: int) -> Path:
+        if num_ranks not in done:
+            out = tmp_path_factory.mktemp(f"gang{num_ranks}")
+            cases = [
+                {**case, "port": free_port(), "seeds": SEEDS, "model": str(experts if case.get("is_moe") else dense)}
+                for case in CASES[num_ranks]
+            ]
+            spec = {"out": str(out), "num_ranks": num_ranks, "algo": GRPO, "optimizer": OPTIMIZER, "cases": cases}
+            place = out / "spec.json"
+            place.write_text(json.dumps(spec))
+            commands = [[sys.executable, str(PROGRAM), str(place), str(rank)] for rank in range(num_ranks)]
+            for rank, (status, output) in enumerate(programs(commands, TIMEOUT_S)):
+                assert status == 0, f"rank {rank} ended with {status}:\n{output}"
+            done[num_ranks] = out
+        return done[num_ranks]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def judge(dense: Path) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """What one process of the torch trainer makes of the same samples; once per algorithm."""
+    gang_rank = steps.sibling("gang_rank")
+    known: dict[str, dict[str, Any]] = {}
+
+    def judged(algo: dict[str, Any]) -> dict[str, Any]:
+        kind = algo["kind"]
+        if kind not in known:
+            backend = gang_rank.make_backend(dense, algo=algo, optimizer=OPTIMIZER, num_steps=9)
+            backend.setup()
+            shards = [gang_rank.make_shards(s, 1, kind=kind, minibatches=algo["minibatches"])[0] for s in SEEDS]
+            known[kind] = {
+                "scores": steps.named(shards[0], backend.score(shards[0].samples)),
+                "metrics": [backend.train(shard, {}).metrics for shard in shards],
+                "weights": gang_rank.weights_of(backend),
+            }
+            backend.close()
+        return known[kind]
+
+    return judged
+
+
+def case_of(num_ranks: int, name: str) -> dict[str, Any]:
+    return next(case for case in CASES[num_ranks] if case["name"] == name)
+
+
+def results(out: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted((out / name).glob("rank*.json"))]
+
+
+def arrays(out: Path, name: str, what: str) -> dict[str, np.ndarray]:
+    with np.load(out / name / f"{what}.npz") as file:
+        return dict(file)
+
+
+def expected(num_ranks: int, name: str, gangs: Gangs, judge: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """The torch trainer's numbers; for experts, which it does not know, those of one Megatron rank."""
+    case = case_of(num_ranks, name)
+    if not case.get("is_moe"):
+        return judge(case.get("algo", GRPO))
+    (alone,) = results(gangs(1), "experts")
+    return {**alone, "weights": arrays(gangs(1), "experts", "weights")}
+
+
+def check_metrics(found: dict[str, float], right: dict[str, float], what: object, rel: float = 1e-4) -> None:
+    assert found.keys() == right.keys()
+    for name, value in right.items():
+        if name not in TIMES:
+            assert found[name] == pytest.approx(value, rel=rel, abs=1e-5), (what, name)
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+@pytest.mark.parametrize(("num_ranks", "name"), COMPARED)
+def test_training_is_that_of_the_torch_trainer(
+    num_ranks: int, name: str, gangs: Gangs, judge: Callable[..., dict[str, Any]]
+) -> None:
+    out = gangs(num_ranks)
+    right = expected(num_ranks, name, gangs, judge)
+    ranks = results(out, name)
+    assert len(ranks) == num_ranks
+    for result in ranks:
+        for step, metrics in enumerate(right["metrics"]):
+            check_metrics(result["metrics"][step], metrics, step)
+            for key, value in result["metrics"][step].items():
+                if not key.endswith("_s"):
+                    assert value == ranks[0]["metrics"][step][key], (step, key)
+    weights = arrays(out, name, "weights")
+    assert weights.keys() == right["weights"].keys()
+    for key, value in right["weights"].items():
+        np.testing.assert_allclose(weights[key], value, rtol=0, atol=1e-5, err_msg=key)
+    assert ranks[0]["metrics"][0]["train/grad_norm"] > 0.1, "a step must change something, or this proves nothing"
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+@pytest.mark.parametrize(("num_ranks", "name"), COMPARED)
+def test_scores_are_those_of_the_torch_trainer(
+    num_ranks: int, name: str, gangs: Gangs, judge: Callable[..., dict[str, Any]]
+) -> None:
+    right = expected(num_ranks, name, gangs, judge)["scores"]
+    tellers = [result for result in results(gangs(num_ranks), name) if result["is_teller"]]
+    together = {key: scores for result in tellers for key, scores in result["scores"].items()}
+    assert together.keys() == right.keys()
+    for key, scores in right.items():
+        np.testing.assert_allclose(together[key], scores, atol=2e-5, err_msg=key)
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_samples_of_our_own_scores_have_no_divergence_at_all(num_ranks: int, gangs: Gangs) -> None:
+    """A separate forward pass in the same layout gives the bits of the training pass."""
+    for case in CASES[num_ranks]:
+        for result in results(gangs(num_ranks), case["name"]) if "watches_routing" not in case else ():
+            assert result["metrics_of_own_scores"]["train/logprob_diff_abs_max"] == 0.0, case["name"]
+            assert result["metrics_of_own_scores"]["train/logprob_diff_abs_mean"] == 0.0, case["name"]
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+@pytest.mark.parametrize(("source", "target"), [("tp2-pp2", "dp4"), ("dp4", "tp2-pp2-back")])
+def test_checkpoints_go_from_layout_to_layout(source: str, target: str, gangs: Gangs) -> None:
+    out = gangs(4)
+    saved, loaded = arrays(out, source, "weights"), arrays(out, target, "loaded")
+    assert saved.keys() == loaded.keys()
+    for key, value in saved.items():
+        assert np.array_equal(loaded[key], value), key
+    before, after = results(out, source)[0], results(out, target)[0]
+    assert after["extra"] == {"version": 3}
+    check_metrics(after["metrics"][0], before["metrics_after"], "first step after loading")
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+@pytest.mark.parametrize(("source", "target"), [("tp2-pp2", "dp4"), ("dp4", "tp2-pp2-back")])
+def test_going_on_after_loading_is_going_on_as_if_nothing_had_happened(source: str, target: str, gangs: Gangs) -> None:
+    """The moments came too: a step of the same samples ends in the weights of the run that went on."""
+    out = gangs(4)
+    saved, went_on = arrays(out, source, "weights"), arrays(out, source, "weights_after")
+    resumed = arrays(out, target, "weights_first")
+    assert max(np.abs(went_on[key] - saved[key]).max() for key in saved) > 1e-4
+    for key, value in went_on.items():
+        np.testing.assert_allclose(resumed[key], value, rtol=0, atol=1e-5, err_msg=key)
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_a_checkpoint_folder_tells_what_it_is_and_when_it_is_torn(gangs: Gangs, tmp_path: Path) -> None:
+    folder = gangs(4) / "tp2-pp2" / "checkpoint"
+    assert find_checkpoint(folder) == folder
+    manifest = read_manifest(folder)
+    assert manifest.backend == "megatron"
+    assert manifest.layout["tp"] == 2
+    assert manifest.extra == {"version": 3}
+    assert {entry.name for entry in manifest.files} | {"manifest.json"} == {p.name for p in folder.iterdir()}
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    for path in folder.iterdir():
+        (torn / path.name).write_bytes(path.read_bytes())
+    shard = next(entry.name for entry in manifest.files if entry.name.endswith(".distcp"))
+    (torn / shard).write_bytes((torn / shard).read_bytes()[:-1])
+    with pytest.raises(TrainError, match=rf"is torn: {shard} has \d+ bytes instead of"):
+        read_manifest(torn)
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_the_torch_trainer_refuses_a_checkpoint_of_megatron(gangs: Gangs, dense: Path) -> None:
+    gang_rank = steps.sibling("gang_rank")
+    backend = gang_rank.make_backend(dense)
+    backend.setup()
+    with pytest.raises(TrainError, match="was written by the megatron trainer.*roles.trainer.kind"):
+        backend.load(str(gangs(4) / "tp2-pp2" / "checkpoint"))
+    backend.close()
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_a_nan_on_one_replica_stops_all_ranks_before_the_update(gangs: Gangs) -> None:
+    out = gangs(4)
+    errors = {result["error"] for result in results(out, "tp2-pp2")}
+    (error,) = errors
+    assert error.startswith("TrainError: step 11, mini-batch ")
+    assert "the loss is not a finite number in micro-batch" in error
+    assert "(groups " in error
+    if " mini-batch 0:" in error:
+        before, after = arrays(out, "tp2-pp2", "before_nan"), arrays(out, "tp2-pp2", "after_nan")
+        assert all(np.array_equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_a_gradient_that_is_not_finite_is_traced_to_its_micro_batch_and_nothing_is_broken(gangs: Gangs) -> None:
+    ranks = results(gangs(4), "tp2-pp2")
+    (error,) = {result["overflow"] for result in ranks}
+    assert "the gradient is not a finite number in micro-batch" in error
+    assert "of rank 2 (groups " in error, "the rank that holds the loss and speaks for its replica"
+    assert all(np.isfinite(result["metrics_again"]["train/grad_norm"]) for result in ranks)
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_a_machine_without_cuda_is_told_what_is_missing(
+    dense: Path, tmp_path: Path, programs: Callable[..., list[tuple[int, str]]]
+) -> None:
+    """The product itself, without the tests' hook."""
+    program = tmp_path / "plain.py"
+    program.write_text(
+        "from myxa.actors.backends.megatron.backend import MegatronBackend\n"
+        "from myxa.actors.backends.megatron.settings import MegatronBackendConfig\n"
+        f"MegatronBackend(MegatronBackendConfig(model_path={str(dense)!r}, device='cpu')).setup()\n"
+    )
+    ((status, said),) = programs([[sys.executable, "-W", "ignore", str(program)]], TIMEOUT_S)
+    assert status != 0
+    assert "LaunchError: megatron-core runs on CUDA devices alone, and there is none here" in said
+    assert 'roles.trainer.kind = "torch"' in said
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_an_exported_folder_holds_the_weights_that_were_trained(gangs: Gangs, dense: Path) -> None:
+    out = gangs(4)
+    written = load_file(out / "tp2-pp2" / "hf" / "model.safetensors")
+    original = load_file(dense / "model.safetensors")
+    assert written.keys() == original.keys()
+    trained = arrays(out, "tp2-pp2", "weights_after")
+    for key, value in trained.items():
+        assert np.array_equal(written[key], value), key
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+@pytest.mark.parametrize(("num_ranks", "name"), [(2, "pp2"), (2, "tp2"), (4, "cp2-pp2"), (2, "ep2")])
+def test_on_the_device_every_stage_sends_its_own_tensors_once(num_ranks: int, name: str, gangs: Gangs) -> None:
+    out = gangs(num_ranks)
+    sent = [result["on_device"] for result in results(out, name)]
+    names = [key for tensors in sent for key in tensors]
+    weights = arrays(out, name, "weights")
+    assert sorted(names) == sorted(weights)
+    for tensors in sent:
+        for key, total in tensors.items():
+            assert total == pytest.approx(float(weights[key].astype(np.float64).sum()), rel=1e-6, abs=1e-4), key
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_half_precision_stays_near_and_keeps_its_masters(gangs: Gangs, judge: Callable[..., dict[str, Any]]) -> None:
+    out = gangs(2)
+    right = judge(GRPO)
+    before, after = results(out, "bf16")[0], results(out, "bf16-tp2")[0]
+    for step, metrics in enumerate(right["metrics"]):
+        found = before["metrics"][step]
+        assert found["train/loss"] == pytest.approx(metrics["train/loss"], abs=0.02)
+        assert found["train/grad_norm"] == pytest.approx(metrics["train/grad_norm"], rel=0.05)
+    for key, value in arrays(out, "bf16", "weights").items():
+        np.testing.assert_allclose(value, right["weights"][key], atol=0.02, err_msg=key)
+        assert np.array_equal(value, arrays(out, "bf16-tp2", "loaded")[key]), key
+    assert after["metrics"][0]["train/loss"] == pytest.approx(before["metrics_after"]["train/loss"], abs=0.02)
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_replayed_routing_is_that_of_the_scoring_pass_though_the_weights_have_moved(gangs: Gangs) -> None:
+    (anew,) = results(gangs(1), "routed-anew")
+    (replayed,) = results(gangs(1), "routing-replayed")
+    assert anew["share_routed_alike"] < 1.0, "or this proves nothing"
+    assert replayed["share_routed_alike"] == 1.0
+
+
+@pytest.mark.parametrize(("num_experts", "recompute", "said"), [(0, "none", "no experts"), (8, "full", "recompute")])
+def test_routing_cannot_be_replayed_everywhere(num_experts: int, recompute: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_routing(num_experts, recompute)
+
+
+@pytest.mark.parametrize(
+    ("megatron", "trainer", "said"),
+    [
+        ({"offload_optimizer": 0.5}, {}, 'needs float32 masters.*trainer.dtype = "bfloat16"'),
+        ({"offload_optimizer": 0.5}, {"dtype": "bfloat16", "checkpoint_every": 1}, "does not go with checkpoints"),
+        ({}, {"strategy": "fsdp"}, "distributed_optimizer"),
+        ({"model": {"moe_aux_loss_coeff": 0.01}}, {}, "megatron.model.moe_aux_loss_coeff = 0.01.*leave it out"),
+        ({}, {"activation_checkpointing": True}, 'megatron.recompute = "full"'),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    megatron: dict[str, Any], trainer: dict[str, Any], said: str
+) -> None:
+    config = MegatronBackendConfig(
+        model_path="none", megatron=MegatronSettings(**megatron), trainer=TrainerConfig.model_validate(trainer)
+    )
+    with pytest.raises(ConfigError, match=said):
+        check_settings(config)
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "said"),
+    [
+        ("ddp", "use_distributed_optimizer", "set megatron.distributed_optimizer"),
+        ("ddp", "bucket_siz", 'did you mean "bucket_size"'),
+        ("optimizer", "clip_grad", "set optimizer.max_grad_norm"),
+        ("optimizer", "log_num_zeros_in_gra", 'did you mean "log_num_zeros_in_grad"'),
+        ("model", "moe_router_bias_update_rat", 'did you mean "moe_router_bias_update_rate"'),
+    ],
+)
+def test_verbatim_names_are_checked_against_the_installed_sources(table: str, key: str, said: str) -> None:
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    core = next(iter(spec.submodule_search_locations or ()))
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_tables({table: {key: 1}}, Path(core))
+    assert f"megatron.{table}.{key}" in str(caught.value)
+    check_tables({"ddp": {"bucket_size": 1}, "optimizer": {}, "model": {"moe_aux_loss_coeff": 0.0}}, Path(core))
+
+
+def test_replicas_of_ranks_are_numbered_as_megatron_does() -> None:
+    layout = ParallelLayout(tp=2, pp=2, cp=2)
+    assert [layout.dp_rank_of(rank, 16) for rank in range(16)] == [0, 0, 0, 0, 1, 1, 1, 1] * 2
+    assert [ParallelLayout(ep=2).dp_rank_of(rank, 4) for rank in range(4)] == [0, 1, 2, 3]
