@@ -1,0 +1,118 @@
+"""How the bytes of a weight version get into an SGLang server: one `WeightRoute` per channel.
+
+The engine (`sglang.py`) does what is the same for all of them: it asks the route to prepare while tokens flow, then
+
+    pause_generation -> route.load -> check that the server announces the version -> continue_generation
+
+and never lets a server go on whose weights may be torn. Here: the seam, and the route by folders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from ...core.errors import EngineError, ModelError, RequestRefused, WeightsRefused
+from ...core.messages import WeightManifest
+from .folder_check import check_folder
+
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+class ServerControl(Protocol):
+    """What a route may ask of its server; `sglang_http.SglangHttp` is one. All calls raise EngineError."""
+
+    @property
+    def place(self) -> str:
+        """Whom errors name: the actor and the server's address."""
+        ...
+
+    @property
+    def url(self) -> str:
+        """The server's address, without a slash at the end."""
+        ...
+
+    async def get(self, path: str) -> Mapping[str, Any]:
+        """The JSON object that a GET answers with."""
+        ...
+
+    async def post(self, path: str, body: Mapping[str, Any], *, within_s: float = 0.0) -> Mapping[str, Any]:
+        """The JSON object that a POST answers with; `within_s` 0: the engine's usual deadline."""
+        ...
+
+    async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON value, of whatever kind, that a POST answers with; None if it is none."""
+        ...
+
+
+class WeightRoute(Protocol):
+    """One channel into one server."""
+
+    async def prepare(self, manifest: WeightManifest) -> None:
+        """Everything that can be done while the old weights serve: join groups, check or stage bytes."""
+        ...
+
+    async def load(self, manifest: WeightManifest) -> None:
+        """Bring the prepared version in and have the server announce it (`weight_version`); the server is paused.
+
+        Raises WeightsRefused only if the old weights are certainly whole: generation then goes on with them. After any
+        other error the server stays paused, for nobody knows what is in it.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Leave groups, free staging; never raises."""
+        ...
+
+
+Routes = Callable[[ServerControl], Mapping[str, WeightRoute]]
+"""Channel name -> route, made for one server."""
+
+
+class FolderRoute:
+    """Channel "disk": the server reads a folder of safetensors itself (`update_weights_from_disk`)."""
+
+    def __init__(self, server: ServerControl) -> None:
+        self._server = server
+
+    async def prepare(self, manifest: WeightManifest) -> None:
+        """Check that the version is a folder the server can be told of, and whole."""
+        folder = Path(manifest.location)
+        place = f"{self._server.place}: weight version {manifest.version}"
+        if not folder.is_absolute():
+            raise EngineError(
+                f"{place}: {folder} is no absolute path", remedy="the run directory must lie where the server reads it"
+            )
+        if urlsplit(self._server.url).hostname in LOCAL_HOSTS:  # else the path means something on another host
+            try:
+                await asyncio.to_thread(check_folder, folder, manifest)
+            except ModelError as err:
+                raise EngineError(f"{place}: {err.message}", remedy=err.remedy) from err
+
+    async def load(self, manifest: WeightManifest) -> None:
+        """Have the folder read. The cache is not flushed: that needs an idle server, and requests are told apart by
+        version (`sglang._body`)."""
+        body = {"model_path": manifest.location, "weight_version": str(manifest.version), "flush_cache": False}
+        try:
+            answer = await self._server.post("/update_weights_from_disk", body)
+        except RequestRefused as err:
+            raise self._refused(manifest, err.message) from err
+        if not answer.get("success"):
+            raise self._refused(manifest, str(answer.get("message")))
+
+    def _refused(self, manifest: WeightManifest, why: str) -> WeightsRefused:
+        """SGLang says no when it has put its old weights back."""
+        return WeightsRefused(
+            f"{self._server.place}: refused weight version {manifest.version}: {why}", remedy="see the server's log"
+        )
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def folder_routes(server: ServerControl) -> Mapping[str, WeightRoute]:
+    """Folders only: what every server can do."""
+    return {"disk": FolderRoute(server)}

@@ -1,0 +1,174 @@
+"""The sender's channels: built, used and given up, one per engine, none waiting for another.
+
+Every blocking thing runs in a daemon thread with a deadline; whoever waits for it waits on an event. A group whose peer
+is dead or stands still therefore costs one thread until its deadline and nothing else: the trainer goes on, is never
+kept from ending, and other engines' channels do not notice.
+
+    join   -> building (waits for the engine's ranks) -> standing -> [sending] -> standing ...
+                 any error, deadline or leave -> gone (a later attempt has another name)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ...core.errors import TrainError
+from ...core.weight_channel import CollectiveBackend, JoinOffer, JoinRequest, SendOrder, SendReport
+from .address import address_for
+from .process_group import ChannelGroup, open_store
+from .staging import Staged, beside_training
+
+
+@dataclass(slots=True)
+class Channel:
+    """One group, on the sender's side."""
+
+    request: JoinRequest
+    stands: threading.Event = field(default_factory=threading.Event)
+    """The group was built, or cannot be."""
+    gone: threading.Event = field(default_factory=threading.Event)
+    why_gone: str = ""
+    group: ChannelGroup | None = None
+    at: str = "waiting for the engine's ranks"
+    """Progress, for whoever has to explain a failure."""
+    sending: threading.Lock = field(default_factory=threading.Lock)
+    over: threading.Event = field(default_factory=threading.Event)
+    """The send under way has ended, or nobody waits for it any more."""
+
+    def give_up(self, reason: str) -> None:
+        """Wake everybody who waits for this channel."""
+        self.why_gone = reason
+        self.gone.set()
+        self.stands.set()
+        self.over.set()
+        if self.group is not None:
+            self.group.abort()
+
+
+class Channels:
+    """All channels of one sender."""
+
+    def __init__(self, name: str, host: str) -> None:
+        self._name = name
+        self._host = host
+        self._lock = threading.Lock()
+        self._channels: dict[str, Channel] = {}
+        self._is_closed = False
+
+    def has(self, name: str) -> bool:
+        """Whether that channel stands or is being built."""
+        return name in self._channels
+
+    def progress(self) -> dict[str, str]:
+        """Channel -> where it is: "bucket 2 of 5"."""
+        with self._lock:
+            return {name: channel.at for name, channel in self._channels.items()}
+
+    def join(self, request: JoinRequest, device: torch.device) -> JoinOffer:
+        """Open a meeting place and wait there in a thread. Raises TrainError for a name that was used."""
+        channel = Channel(request)
+        with self._lock:
+            if self._is_closed or request.channel in self._channels:
+                state = "is closing" if self._is_closed else "has a channel of that name"
+                raise TrainError(f"{self._name} {state}: {request.channel}", remedy="ask again under another name")
+            self._channels[request.channel] = channel
+        world_size = request.num_ranks + 1
+        try:
+            store, port = open_store(world_size, request.timeout_s)
+            address = address_for(request, self._host)
+        except (RuntimeError, OSError) as err:
+            self.leave(request.channel, f"no meeting place: {err}")
+            raise TrainError(f"{self._name}: cannot open a meeting place: {err}", remedy="is a port free?") from err
+
+        def build() -> None:
+            try:
+                with beside_training(device):
+                    channel.group = ChannelGroup.join(
+                        store, request.channel, 0, world_size, device, request.timeout_s, channel.gone
+                    )
+            except RuntimeError as err:
+                self.leave(request.channel, f"{request.engine} did not join within {request.timeout_s:g} s ({err})")
+            finally:
+                channel.stands.set()
+                if channel.gone.is_set() and channel.group is not None:
+                    channel.group.abort()
+
+        _start(build, f"join {request.channel}")
+        backend: CollectiveBackend = "nccl" if device.type == "cuda" else "gloo"
+        return JoinOffer(address=address, port=port, backend=backend)
+
+    def send(self, order: SendOrder, staged: Staged, on_end: Callable[[], None]) -> SendReport:
+        """Broadcast all buckets, in order; the channel is given up on any error. `on_end` is called when nothing reads
+        the buckets any more, which after a missed deadline may be later than the return.
+
+        Raises TrainError that names the sender, the engine, the phase and the bucket.
+        """
+        channel = self._channels.get(order.channel)
+        if channel is None:
+            on_end()
+            raise TrainError(f"{self._name} has no channel {order.channel}", remedy="join again under another name")
+        started = time.monotonic()
+        outcome: list[SendReport | BaseException] = []
+        is_over = channel.over = threading.Event()
+
+        def work() -> None:
+            try:
+                outcome.append(self._send(channel, staged, started, order.timeout_s))
+            except (RuntimeError, TimeoutError, TrainError) as err:
+                outcome.append(err)
+            finally:
+                on_end()
+                is_over.set()
+
+        _start(work, f"send {order.version} to {channel.request.engine}")
+        is_over.wait(order.timeout_s)
+        late = TimeoutError(f"no end within {order.timeout_s:g} s")
+        result = outcome[0] if outcome else late
+        if isinstance(result, SendReport):
+            return result
+        why = channel.why_gone or f"{type(result).__name__}: {result}"
+        at = channel.at
+        self.leave(order.channel, f"sending version {order.version} failed at {at}: {why}")
+        raise TrainError(
+            f"{self._name} could not send weight version {order.version} to {channel.request.engine}: {at}: {why}",
+            remedy="the engine gets it again through a new channel, or is restarted",
+        ) from result
+
+    def _send(self, channel: Channel, staged: Staged, started: float, timeout_s: float) -> SendReport:
+        channel.stands.wait(timeout_s)
+        group = channel.group
+        if group is None or channel.gone.is_set():
+            raise TrainError(channel.why_gone or "the group was not built in time", remedy="is the engine alive?")
+        joined = time.monotonic()
+        num_buckets = len(staged.buffers.plan.buckets)
+        with channel.sending, beside_training(staged.buffers.device):
+            for number in range(num_buckets):
+                channel.at = f"bucket {number + 1} of {num_buckets}"
+                left_s = started + timeout_s - time.monotonic()
+                group.broadcast(staged.buffers.bucket(number), channel.gone, left_s)
+            channel.at = "between versions"
+        ended = time.monotonic()
+        return SendReport(num_bytes=staged.buffers.plan.num_bytes, join_s=joined - started, send_s=ended - joined)
+
+    def leave(self, name: str, reason: str) -> None:
+        """Give a channel up; never waits."""
+        with self._lock:
+            channel = self._channels.pop(name, None)
+        if channel is None:
+            return
+        channel.give_up(reason)
+
+    def close(self) -> None:
+        """Give up all of them."""
+        self._is_closed = True
+        for name in list(self._channels):
+            self.leave(name, f"{self._name} ends")
+
+
+def _start(work: Callable[[], None], name: str) -> None:
+    threading.Thread(target=work, name=name, daemon=True).start()

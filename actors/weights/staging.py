@@ -1,0 +1,190 @@
+"""Copies of published versions in flat buckets on the sender's device, so that training goes on while they are read.
+
+Buffers are made once per version in flight (the leader keeps those to two) and used again after `release`; views of
+every tensor's place are made with them, so that staging a version is one copy per tensor and nothing else. Methods may
+be called from any thread: a version that is being read is held by its reader, not by its place in a table.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ...core.errors import TrainError
+from ...core.messages import TensorSpec
+from .digest import buffer_mark, join_marks, padded_bytes
+from .plan import Shape, WeightPlan, make_plan
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {str(d).removeprefix("torch."): d for d in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )}
+)  # fmt: skip
+"""By the name that travels."""
+
+
+@dataclass(slots=True)
+class Buffers:
+    """Memory of one version: a flat uint8 tensor per bucket, and every tensor's place in it."""
+
+    plan: WeightPlan
+    device: torch.device
+    flat: tuple[Tensor, ...]
+    """Padded to what a digest wants; the padding is zero for ever."""
+    views: dict[str, Tensor]
+    num_readers: int = 0
+    is_released: bool = False
+
+    def bucket(self, number: int) -> Tensor:
+        """uint8 [num_bytes]: exactly what travels."""
+        return self.flat[number][: self.plan.buckets[number].num_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A version that can be read."""
+
+    version: int
+    buffers: Buffers
+    digest: str
+
+
+def place(flat: Tensor, spec: TensorSpec) -> Tensor:
+    """The tensor that lies at its offset in a flat uint8 buffer; shares memory."""
+    return flat[spec.offset : spec.offset + spec.num_bytes].view(DTYPES[spec.dtype]).view(spec.shape)
+
+
+class Staging:
+    """Published versions of one sender."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._lock = threading.Lock()
+        self._plan: WeightPlan | None = None
+        self._is_cut = False
+        self.device: torch.device | None = None
+        """Where the weights are; None before the first version."""
+        self._free: list[Buffers] = []
+        self._staged: dict[int, Staged] = {}
+
+    def publish(self, version: int, export: Callable[[], Iterator[tuple[str, Tensor]]]) -> Staged | None:
+        """Copy all tensors; None if this rank hands none over. Returns when the copies are done on the device.
+
+        The first time `export` is gone through twice, on every rank: once to see the shapes, so that nothing has to be
+        kept while the buckets are cut. Later versions must have the same names, types and shapes, else TrainError.
+        """
+        self.release(version)
+        if not self._is_cut:
+            shapes = [self._shape(name, tensor) for name, tensor in export()]
+            self._plan = make_plan(shapes, self._bucket_bytes) if shapes else None
+            self._is_cut = True
+        buffers = self._take()
+        if buffers is None:
+            for name, _ in export():
+                raise TrainError(f"{name} came from a rank that had no weights before", remedy="this is a bug")
+            return None
+        with torch.no_grad():
+            self._copy(version, buffers, export())
+            digest = join_marks([buffer_mark(flat) for flat in buffers.flat])  # waits for the copies too
+        staged = Staged(version=version, buffers=buffers, digest=digest)
+        with self._lock:
+            self._staged[version] = staged
+        return staged
+
+    def _shape(self, name: str, tensor: Tensor) -> Shape:
+        self.device = tensor.device
+        return Shape(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    def _copy(self, version: int, buffers: Buffers, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        num_copied = 0
+        for name, tensor in tensors:
+            target = buffers.views.get(name)
+            if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
+                raise TrainError(
+                    f"weight version {version}: {name} came as {tensor.dtype} {list(tensor.shape)}, which is not "
+                    "what the first version had",
+                    remedy="a model keeps its tensors for a whole run",
+                )
+            target.copy_(tensor)
+            num_copied += 1
+        if num_copied != len(buffers.views):
+            raise TrainError(
+                f"weight version {version}: {num_copied} of {len(buffers.views)} weights came",
+                remedy="see the exporting backend; a model keeps its tensors for a whole run",
+            )
+
+    def _take(self) -> Buffers | None:
+        with self._lock:
+            if self._free:
+                buffers = self._free.pop()
+                buffers.is_released = False
+                return buffers
+        return self._allocate() if self._plan is not None else None
+
+    def _allocate(self) -> Buffers:
+        plan, device = self._plan, self.device
+        if plan is None or device is None:
+            raise TrainError("nothing was published before", remedy="this is a bug")
+        flat = tuple(
+            torch.zeros(padded_bytes(bucket.num_bytes), dtype=torch.uint8, device=device) for bucket in plan.buckets
+        )
+        views = {
+            spec.name: place(buffer, spec)
+            for buffer, bucket in zip(flat, plan.buckets, strict=True)
+            for spec in bucket.tensors
+        }
+        return Buffers(plan=plan, device=device, flat=flat, views=views)
+
+    def read(self, version: int) -> Staged:
+        """The version, held until `done`: its memory is not used again before. Raises TrainError if it is not there."""
+        with self._lock:
+            staged = self._staged.get(version)
+            if staged is None:
+                raise TrainError(
+                    f"weight version {version} is not staged (staged: {sorted(self._staged)})",
+                    remedy="it was released; the newest version will be offered next",
+                )
+            staged.buffers.num_readers += 1
+            return staged
+
+    def done(self, staged: Staged) -> None:
+        """End of a `read`."""
+        with self._lock:
+            staged.buffers.num_readers -= 1
+            self._reuse(staged.buffers)
+
+    def release(self, version: int) -> None:
+        """The version may be overwritten, once nobody reads it."""
+        with self._lock:
+            staged = self._staged.pop(version, None)
+            if staged is not None:
+                staged.buffers.is_released = True
+                self._reuse(staged.buffers)
+
+    def _reuse(self, buffers: Buffers) -> None:
+        if buffers.is_released and not buffers.num_readers and all(b is not buffers for b in self._free):
+            self._free.append(buffers)
+
+    def close(self) -> None:
+        """Forget everything; memory that is being read goes with its readers."""
+        with self._lock:
+            self._staged.clear()
+            self._free.clear()
+
+
+@contextmanager
+def beside_training(device: torch.device) -> Generator[None]:
+    """This thread's work on a GPU goes to a stream of its own: not behind the training kernels that are queued on the
+    default one. Nothing on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
+        yield

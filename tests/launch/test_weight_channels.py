@@ -1,0 +1,70 @@
+"""Which way weights take, by what the run file says of devices and nodes; and what cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from myxa.core.config import RunConfig
+from myxa.launch.weight_channels import choose_channel, commit_s, is_between_devices, prepare_s
+
+
+def config(
+    channel: str = "auto", rollout: dict[str, Any] | None = None, trainer: dict[str, Any] | None = None, **weights: Any
+) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "d.jsonl"},
+            "weights": {"channel": channel, **weights},
+            "roles": {"rollout": rollout or {}, "trainer": trainer or {}},
+        }
+    )
+
+
+SERVER = {"kind": "sglang"}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "trainer", "wanted"),
+    [
+        ({}, {}, "shm"),
+        ({"nodes": [1]}, {}, "disk"),
+        ({"nodes": "*"}, {}, "disk"),
+        (SERVER, {}, "disk"),
+        (SERVER | {"devices": "1"}, {}, "disk"),
+        (SERVER, {"devices": "0"}, "disk"),
+        (SERVER | {"devices": "1"}, {"devices": "0"}, "nccl"),
+        (SERVER | {"devices": "0"}, {"devices": "0"}, "cuda_ipc"),
+        (SERVER | {"devices": "0-3"}, {"devices": "2"}, "cuda_ipc"),
+        (SERVER | {"devices": "0", "nodes": [1]}, {"devices": "0"}, "nccl"),
+    ],
+)
+def test_auto_takes_the_shortest_way_there_is(rollout: dict[str, Any], trainer: dict[str, Any], wanted: str):
+    assert choose_channel(config(rollout=rollout, trainer=trainer)) == wanted
+
+
+def test_a_named_channel_is_taken_and_bounds_the_commit():
+    chosen = config("nccl", SERVER, join_s=7.0, transfer_s=20.0)
+    assert choose_channel(chosen) == "nccl" and is_between_devices("nccl") and not is_between_devices("disk")
+    assert commit_s(chosen) == 57.0 and prepare_s(chosen) == 60.0
+    assert prepare_s(config("nccl", SERVER, join_s=300.0)) == 310.0
+    assert commit_s(config()) == 30.0
+
+
+@pytest.mark.parametrize(
+    ("channel", "rollout", "trainer", "said"),
+    [
+        ("nccl", {}, {}, 'embedded engines take "shm" or "disk"'),
+        ("cuda_ipc", {}, {"devices": "0"}, 'embedded engines take "shm" or "disk"'),
+        ("shm", SERVER, {}, "is not for servers"),
+        ("shm", {"nodes": [1]}, {}, "same nodes"),
+        ("cuda_ipc", SERVER, {}, "it names none"),
+        ("nccl", SERVER | {"devices": "0-1"}, {"devices": "1"}, "two processes on GPU 1"),
+    ],
+)
+def test_what_cannot_be_is_said(channel: str, rollout: dict[str, Any], trainer: dict[str, Any], said: str):
+    with pytest.raises(ValidationError, match=said):
+        config(channel, rollout, trainer)

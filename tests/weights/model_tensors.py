@@ -1,0 +1,20 @@
+"""The tensors of a model folder, as a backend would export them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from myxa.actors.models.hf_folder import open_weights, read_config
+from myxa.actors.weights.staging import DTYPES
+
+
+def tensors_of(folder: Path) -> list[tuple[str, Tensor]]:
+    """(name, tensor) in the folder's order."""
+    with open_weights(folder, read_config(folder)) as arrays:
+        return [
+            (name, torch.frombuffer(bytearray(a.data), dtype=DTYPES[a.spec.dtype]).view(a.spec.shape))
+            for name, a in arrays.items()
+        ]

@@ -1,0 +1,158 @@
+"""The sender's channels against members that join as SGLang does: right bytes; absent, dead and standing members."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from myxa.actors.weights.sender import DeviceWeightSender
+from myxa.core.errors import TrainError
+from myxa.core.host import boot_id
+from myxa.core.weight_channel import JoinRequest, PlanRequest, SampleRequest, SendOrder, ShareRequest
+
+MEMBER = Path(__file__).with_name("sglang_member.py")
+TENSORS = [(f"model.layers.{n}.mlp.up_proj.weight", torch.full((300, 100), n, dtype=torch.bfloat16)) for n in range(5)]
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture
+def sender() -> Iterator[DeviceWeightSender]:
+    made = DeviceWeightSender("trainer/7", channel="nccl", bucket_bytes=130_000, host=boot_id())
+    assert made.publish(1, lambda: iter(TENSORS)) is not None
+    yield made
+    made.close()
+
+
+def join(sender: DeviceWeightSender, name: str, num_ranks: int = 1, timeout_s: float = 30):
+    request = JoinRequest(
+        channel=name, engine="the engine", num_ranks=num_ranks, engine_host="127.0.0.1", asker_host=boot_id(),
+        timeout_s=timeout_s,
+    )  # fmt: skip
+    return sender.join(request)
+
+
+@contextmanager
+def start(offer, name: str, rank: int, world_size: int, sizes: list[int]) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(MEMBER), offer.address, str(offer.port), str(rank), str(world_size), name]
+    with subprocess.Popen(
+        [*command, *map(str, sizes)], stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    ) as member:
+        try:
+            yield member
+        finally:
+            member.kill()
+
+
+def sizes_of(sender: DeviceWeightSender) -> list[int]:
+    return [bucket.num_bytes for bucket in sender.plan(PlanRequest(version=1)).buckets]
+
+
+def hashes(sender: DeviceWeightSender) -> list[str]:
+    staged = sender._staging.read(1)
+    sender._staging.done(staged)
+    buckets = range(len(staged.buffers.plan.buckets))
+    return [hashlib.sha256(bytes(staged.buffers.bucket(n).numpy())).hexdigest() for n in buckets]
+
+
+def test_members_that_join_as_sglang_does_get_every_byte(sender: DeviceWeightSender):
+    sizes = sizes_of(sender)
+    assert len(sizes) == 3
+    offer = join(sender, "pair", num_ranks=2)
+    assert offer.backend == "gloo" and offer.address == "127.0.0.1"
+    with start(offer, "pair", 1, 3, sizes * 2) as one, start(offer, "pair", 2, 3, sizes * 2) as two:
+        first = sender.send(SendOrder(channel="pair", version=1, timeout_s=60))
+        again = sender.send(SendOrder(channel="pair", version=1, timeout_s=60))
+        said = [member.communicate(timeout=60)[0].split() for member in (one, two)]
+    assert said == [["joined", *hashes(sender), *hashes(sender)]] * 2
+    assert first.num_bytes == again.num_bytes == sum(sizes) == 300 * 100 * 2 * 5
+    assert again.join_s < 1
+
+
+def test_two_channels_do_not_wait_for_each_other(sender: DeviceWeightSender):
+    """One engine never comes; the other is served meanwhile, and the one that waits is named."""
+    join(sender, "nobody", timeout_s=5)
+    failure: list[TrainError] = []
+
+    def wait_for_nobody() -> None:
+        with pytest.raises(TrainError) as caught:
+            sender.send(SendOrder(channel="nobody", version=1, timeout_s=20))
+        failure.append(caught.value)
+
+    waiting = threading.Thread(target=wait_for_nobody)
+    waiting.start()
+    offer = join(sender, "somebody")
+    with start(offer, "somebody", 1, 2, sizes_of(sender)) as member:
+        sender.send(SendOrder(channel="somebody", version=1, timeout_s=60))
+        assert member.communicate(timeout=60)[0].split()[1:] == hashes(sender)
+        waiting.join(timeout=30)
+    (error,) = failure
+    assert "trainer/7 could not send weight version 1 to the engine" in error.message
+    assert "waiting for the engine's ranks" in error.message and "did not join within 5 s" in error.message
+    assert set(sender.progress()) == {"somebody"}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_member_that_dies_or_stands_still_costs_one_send(sender: DeviceWeightSender, how: signal.Signals):
+    sizes = sizes_of(sender)
+    offer = join(sender, "doomed")
+    with start(offer, "doomed", 1, 2, sizes * 2) as member:
+        sender.send(SendOrder(channel="doomed", version=1, timeout_s=60))
+        for _ in (1, *sizes):
+            assert member.stdout is not None and member.stdout.readline()
+        os.kill(member.pid, how)
+        started = time.monotonic()
+        with pytest.raises(TrainError, match=r"to the engine: bucket \d of 3: "):
+            sender.send(SendOrder(channel="doomed", version=1, timeout_s=3))
+        assert time.monotonic() - started < 30
+    assert "doomed" not in sender.progress(), "it is never used again"
+    with pytest.raises(TrainError, match="has no channel doomed"):
+        sender.send(SendOrder(channel="doomed", version=1, timeout_s=3))
+    assert sender.publish(2, lambda: iter(TENSORS)) is not None, "and the sender goes on"
+
+
+def test_a_send_ends_when_the_channel_is_left(sender: DeviceWeightSender):
+    join(sender, "late", timeout_s=20)
+    threading.Timer(0.3, sender.leave, ("late", "the engine was fenced")).start()
+    started = time.monotonic()
+    with pytest.raises(TrainError, match="the engine was fenced"):
+        sender.send(SendOrder(channel="late", version=1, timeout_s=60))
+    assert time.monotonic() - started < 15
+
+
+def test_versions_and_channels_that_are_not_there(sender: DeviceWeightSender):
+    with pytest.raises(TrainError, match="version 9 is not staged"):
+        sender.plan(PlanRequest(version=9))
+    with pytest.raises(TrainError, match="version 9 is not staged"):
+        sender.send(SendOrder(channel="x", version=9, timeout_s=1))
+    with pytest.raises(TrainError, match="has no channel x"):
+        sender.send(SendOrder(channel="x", version=1, timeout_s=1))
+    with pytest.raises(TrainError, match="published nothing yet"):
+        join(DeviceWeightSender("t", channel="nccl", bucket_bytes=1, host=""), "x")
+    with pytest.raises(TrainError, match="shares GPU memory"):
+        sender.share(ShareRequest(version=1, num_ranks=1))
+    join(sender, "once", timeout_s=5)
+    with pytest.raises(TrainError, match="a channel of that name"):
+        join(sender, "once")
+    sender.leave("never heard of", "")
+
+
+def test_plans_are_told_once_and_samples_are_the_staged_values(sender: DeviceWeightSender):
+    plan = sender.plan(PlanRequest(version=1))
+    again = sender.plan(PlanRequest(version=1, known=plan.fingerprint))
+    assert plan.buckets and not again.buckets and again.digest == plan.digest and not again.has_channel
+    assert len(plan.digest.split(".")) == len(plan.buckets)
+    values = sender.sample(SampleRequest(version=1, names=(TENSORS[3][0],), num_values=4)).values
+    assert values == ((3.0, 3.0, 3.0, 3.0),)
+    with pytest.raises(TrainError, match="sends no weight nothing"):
+        sender.sample(SampleRequest(version=1, names=("nothing",), num_values=4))

@@ -1,0 +1,250 @@
+"""The true protocol between real processes: trainer's sender -> server, over gloo; and everybody dying in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from model_tensors import tensors_of
+from weight_lab import CONTEXT, VOCAB, InProcess, Server, engine_of, greedy, sending, serving, started
+
+from myxa.actors.engines.embedded.engine import EmbeddedEngine
+from myxa.actors.manifest_parts import join_parts
+from myxa.actors.models.tiny import make_tiny_model
+from myxa.actors.weights.sender import DeviceWeightSender
+from myxa.core.errors import EngineError
+from myxa.core.host import boot_id
+
+pytestmark = pytest.mark.timeout(120)
+BUCKET_BYTES = 1 << 18
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    made = [tmp_path_factory.mktemp(f"version{n}") for n in range(3)]
+    for seed, folder in enumerate(made):
+        make_tiny_model(folder, "0p5m", seed=seed, vocab_size=VOCAB, context_length=CONTEXT)
+    return made
+
+
+@pytest.fixture(scope="module")
+def shared(folders: list[Path]) -> Iterator[Server]:
+    """A server for the tests that do not kill theirs."""
+    with serving(folders[0]) as server:
+        yield server
+
+
+@asynccontextmanager
+async def judge(folder: Path) -> AsyncGenerator[EmbeddedEngine, None]:
+    """An engine that has read the folder itself."""
+    engine = EmbeddedEngine(folder)
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def answers_like(engine, folder: Path, version: int) -> None:
+    ids, logprobs, versions = await greedy(engine, f"v{version}")
+    async with judge(folder) as own:
+        expected_ids, expected_logprobs, _ = await greedy(own, "own")
+    assert versions == {version}
+    assert ids == expected_ids and logprobs == pytest.approx(expected_logprobs, abs=1e-5)
+
+
+def sender_of(name: str = "trainer/0", part: Callable[[str], bool] = lambda _: True, **options):
+    sender = DeviceWeightSender(name, channel="nccl", bucket_bytes=BUCKET_BYTES, host=boot_id(), **options)
+
+    def publish(version: int, folder: Path):
+        manifest = sender.publish(version, lambda: ((n, t) for n, t in tensors_of(folder) if part(n)))
+        assert manifest is not None
+        return manifest
+
+    return sender, publish
+
+
+@pytest.mark.asyncio
+async def test_versions_arrive_whole_while_tokens_flow(folders: list[Path], shared: Server):
+    sender, publish = sender_of()
+    senders = InProcess(sender)
+    async with started(engine_of(shared.url, senders, verify_every=1)) as engine:
+        flowing = asyncio.gather(*(greedy(engine, f"flow{n}") for n in range(4)))
+        for version in (1, 2, 3, 4):
+            manifest = publish(version, folders[version % 3])
+            await engine.prepare_weights(manifest)  # from 2 on: the last version's weights are read back and compared
+            await engine.commit_weights(version)
+            sender.release(version - 1)
+        assert all(len(ids) == 24 for ids, _, _ in await flowing)
+        await answers_like(engine, folders[1], 4)
+        assert len(sender.progress()) == 1 and not senders.left, "one group served all versions"
+    assert not sender.progress(), "and was left at the end"
+    sender.close()
+
+
+@pytest.mark.asyncio
+async def test_several_senders_send_their_parts_side_by_side(folders: list[Path], shared: Server):
+    first, publish_first = sender_of("trainer/0", lambda name: ".layers.1." not in name)
+    second, publish_second = sender_of("trainer/1", lambda name: ".layers.1." in name)
+    async with started(engine_of(shared.url, InProcess(first, second))) as engine:
+        for version in (1, 2):
+            one, other = publish_first(version, folders[version]), publish_second(version, folders[version])
+            manifest = join_parts({"trainer/0": one, "trainer/1": other, "trainer/2": None})
+            assert manifest is not None and manifest.num_bytes == one.num_bytes + other.num_bytes
+            await engine.prepare_weights(manifest)
+            await engine.commit_weights(version)
+            await answers_like(engine, folders[version], version)
+    for sender in (first, second):
+        sender.close()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_killed_in_mid_broadcast_harms_neither_trainer_nor_other_engines(
+    folders: list[Path], shared: Server
+):
+    sender, publish = sender_of()
+    senders = InProcess(sender)
+    with serving(folders[0]) as doomed:
+
+        async def kill(number: int) -> None:
+            if number == 3:
+                doomed.kill()
+
+        async with (
+            started(engine_of(doomed.url, senders, kill, join_s=20, send_s=10)) as first,
+            started(engine_of(shared.url, senders)) as second,
+        ):
+            manifest = publish(1, folders[1])
+            await first.prepare_weights(manifest)
+            begun = time.monotonic()
+            with pytest.raises(EngineError, match=r"weights from trainer/0: (receive bucket 3 of|send)") as caught:
+                await first.commit_weights(1)
+            assert time.monotonic() - begun < 30
+            assert doomed.url in str(caught.value)
+            await second.prepare_weights(manifest)
+            await second.commit_weights(1)
+            await answers_like(second, folders[1], 1)
+        assert any(doomed.url in reason for reason in senders.left)
+    # Started again, it serves what its folder holds and gets the newest version through a group of its own.
+    with serving(folders[0]) as again:
+        engine = engine_of(again.url, senders)
+        async with started(engine):
+            assert (await engine.info()).version == 0
+            await engine.prepare_weights(publish(2, folders[2]))
+            await engine.commit_weights(2)
+            await answers_like(engine, folders[2], 2)
+    sender.close()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_stands_still_gets_the_version_later_through_a_new_group(
+    folders: list[Path], shared: Server
+):
+    sender, publish = sender_of()
+
+    async def stop(number: int) -> None:
+        if number == 2:
+            os.kill(shared.process.pid, signal.SIGSTOP)
+
+    async with started(engine_of(shared.url, InProcess(sender), stop, join_s=20, send_s=2, leave_s=0.5)) as engine:
+        try:
+            await engine.prepare_weights(publish(1, folders[1]))
+            begun = time.monotonic()
+            with pytest.raises(EngineError, match="bucket 2 of"):
+                await engine.commit_weights(1)
+            assert time.monotonic() - begun < 20, "deadlines, not hope"
+            assert not sender.progress(), "the trainer has torn the group down"
+        finally:
+            os.kill(shared.process.pid, signal.SIGCONT)
+        await engine.prepare_weights(publish(2, folders[2]))
+        await engine.commit_weights(2)
+        await answers_like(engine, folders[2], 2)
+    sender.close()
+
+
+@pytest.mark.asyncio
+async def test_a_transfer_that_breaks_once_is_repeated_through_a_new_group(folders: list[Path], shared: Server):
+    sender, publish = sender_of()
+    senders = InProcess(sender)
+
+    async def leave(number: int) -> None:
+        if number == 3:  # the sender gives up in the middle, once
+            for channel in sender.progress():
+                sender.leave(channel, "a cable was pulled")
+
+    async with started(engine_of(shared.url, senders, leave, join_s=20, send_s=10)) as engine:
+        await engine.prepare_weights(publish(1, folders[1]))
+        await engine.commit_weights(1)
+        await answers_like(engine, folders[1], 1)
+        assert [r for r in senders.left if "a cable was pulled" in r]
+    sender.close()
+
+
+@pytest.mark.asyncio
+async def test_a_sender_that_dies_in_mid_broadcast_leaves_the_engine_alive(folders: list[Path], shared: Server):
+    async with sending("trainer/0", BUCKET_BYTES) as sender:
+
+        async def kill(number: int) -> None:
+            if number == 3:
+                sender.process.kill()
+                await sender.process.wait()
+
+        async with started(engine_of(shared.url, sender, kill, join_s=20, send_s=10, leave_s=2)) as engine:
+            await engine.prepare_weights(await sender.ask("publish", (1, str(folders[1]))))
+            with pytest.raises(EngineError, match="weights from trainer/0"):
+                await engine.commit_weights(1)
+        # A new trainer, a new client: the server still answers and takes what comes.
+        own, publish = sender_of()
+        async with started(engine_of(shared.url, InProcess(own))) as engine:
+            await engine.prepare_weights(publish(5, folders[2]))
+            await engine.commit_weights(5)
+            await answers_like(engine, folders[2], 5)
+        own.close()
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_was_replaced_behind_our_back_joins_anew(folders: list[Path], shared: Server):
+    """Same address, another incarnation: what it announces is not what we loaded."""
+    sender, publish = sender_of()
+    async with started(engine_of(shared.url, InProcess(sender))) as engine:
+        await engine.prepare_weights(publish(1, folders[1]))
+        await engine.commit_weights(1)
+        (old,) = sender.progress()
+        await engine._http.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
+        await engine.prepare_weights(publish(2, folders[2]))
+        (new,) = sender.progress()
+        assert new != old
+        await engine.commit_weights(2)
+        await answers_like(engine, folders[2], 2)
+    sender.close()
+
+
+@pytest.mark.asyncio
+async def test_weights_altered_in_the_server_are_found_by_reading_back(
+    folders: list[Path], shared: Server, tmp_path: Path
+):
+    altered = tmp_path / "altered"
+    make_tiny_model(altered, "0p5m", seed=9, vocab_size=VOCAB, context_length=CONTEXT)
+    norms = [(n, t * 1.5 if n.endswith("norm.weight") else t) for n, t in tensors_of(altered)]
+    stranger = DeviceWeightSender("stranger", channel="nccl", bucket_bytes=BUCKET_BYTES, host=boot_id())
+    sender, publish = sender_of()
+    async with (
+        started(engine_of(shared.url, InProcess(sender), verify_every=1)) as engine,
+        started(engine_of(shared.url, InProcess(stranger))) as intruder,
+    ):
+        await engine.prepare_weights(publish(1, folders[1]))
+        await engine.commit_weights(1)
+        manifest = stranger.publish(1, lambda: iter(norms))
+        assert manifest is not None
+        await intruder.prepare_weights(manifest)
+        await intruder.commit_weights(1)
+        with pytest.raises(EngineError, match=r"version 1: model\..*norm.weight begins with"):
+            await engine.prepare_weights(publish(2, folders[2]))
+    sender.close()
+    stranger.close()

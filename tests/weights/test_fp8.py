@@ -1,0 +1,124 @@
+"""Block-wise FP8: hand-made values, the round trip, blocks of zeros, and which weights of a folder it is for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from myxa.actors.weights.fp8 import Fp8Rule, dequantise_blocks, quantise_blocks
+from myxa.actors.weights.sender import DeviceWeightSender
+from myxa.core.errors import ConfigError, ModelError
+from myxa.core.weight_channel import PlanRequest, SampleRequest
+
+
+def test_values_worked_out_by_hand():
+    weight = torch.tensor([[448.0, -224.0, 1.0, 0.0], [0.0, 17.0, 0.0, 0.0]])
+    quantised, scale = quantise_blocks(weight, (2, 2))
+    assert scale.tolist() == [[1.0, pytest.approx(1 / 448)]]
+    # 17 lies between 16 and 18 of e4m3fn and goes to the even one; 1 is the largest of its block, hence 448.
+    assert quantised.float().tolist() == [[448.0, -224.0, 448.0, 0.0], [0.0, 16.0, 0.0, 0.0]]
+    assert torch.allclose(
+        dequantise_blocks(quantised, scale, (2, 2)), torch.tensor([[448, -224, 1, 0], [0, 16, 0, 0.0]])
+    )
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (1, 1), (200, 130), (257, 384), (3, 700)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_round_trip_errs_by_half_a_step_at_most(shape: tuple[int, int], dtype: torch.dtype):
+    maker = torch.Generator().manual_seed(1)
+    weight = (torch.randn(*shape, generator=maker) * torch.randn(shape[0], 1, generator=maker).exp()).to(dtype)
+    quantised, scale = quantise_blocks(weight)
+    assert quantised.shape == weight.shape and quantised.dtype == torch.float8_e4m3fn
+    assert scale.shape == (-(-shape[0] // 128), -(-shape[1] // 128)) and scale.dtype == torch.float32
+    back = dequantise_blocks(quantised, scale)
+    # Three bits of mantissa: half a step is 2**-4 of the value; below 2**-6 of e4m3fn the step is fixed at 2**-9.
+    step = scale.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]] * 2**-10
+    assert bool(((back - weight.float()).abs() <= weight.float().abs() * 2**-4 * 1.001 + step * 1.001).all())
+
+
+def test_blocks_of_zeros_and_of_next_to_nothing_stay_finite():
+    weight = torch.zeros(256, 256)
+    weight[128:, 128:] = 1e-44  # its amax / 448 is no number any more
+    weight[:128, 128:] = 3e38
+    quantised, scale = quantise_blocks(weight)
+    assert torch.isfinite(scale).all() and (scale > 0).all() and torch.isfinite(quantised.float()).all()
+    back = dequantise_blocks(quantised, scale)
+    assert back[:128, :128].abs().max() == 0 and scale[0, 0] == 1
+    assert torch.allclose(back[:128, 128:], weight[:128, 128:], rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_is_never_handed_on(bad: float):
+    weight = torch.ones(4, 4)
+    weight[2, 2] = bad
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        quantise_blocks(weight)
+    rule = Fp8Rule(names=frozenset({"w"}), block=(128, 128))
+    with pytest.raises(ModelError, match="weight w cannot be quantised"):
+        list(rule.apply(iter([("w", weight)])))
+    with pytest.raises(ValueError, match="a matrix is needed"):
+        quantise_blocks(torch.ones(3))
+
+
+def folder_of(path: Path, quantisation: object) -> Path:
+    (path / "config.json").write_text(json.dumps({"quantization_config": quantisation} if quantisation else {}))
+    save_file(
+        {
+            "a.q_proj.weight": torch.zeros(4, 4, dtype=torch.float8_e4m3fn),
+            "a.q_proj.weight_scale_inv": torch.ones(1, 1),
+            "lm_head.weight": torch.zeros(4, 4),
+        },
+        path / "model.safetensors",
+    )
+    return path
+
+
+def test_the_folder_says_which_weights(tmp_path: Path):
+    folder_of(tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    rule = Fp8Rule.of_folder(tmp_path)
+    assert rule is not None and rule == Fp8Rule(names=frozenset({"a.q_proj.weight"}), block=(128, 128))
+    made = list(rule.apply(iter([("a.q_proj.weight", torch.ones(4, 4)), ("lm_head.weight", torch.ones(4, 4))])))
+    assert [(n, t.dtype) for n, t in made] == [
+        ("a.q_proj.weight", torch.float8_e4m3fn),
+        ("a.q_proj.weight_scale_inv", torch.float32),
+        ("lm_head.weight", torch.float32),
+    ]
+
+
+def test_folders_that_are_not_fp8_or_broken(tmp_path: Path):
+    assert Fp8Rule.of_folder(folder_of(tmp_path, None)) is None
+    with pytest.raises(ConfigError, match="'awq' with blocks None"):
+        Fp8Rule.of_folder(folder_of(tmp_path, {"quant_method": "awq"}))
+    folder_of(tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(ModelError, match="cannot read"):
+        Fp8Rule.of_folder(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="no safetensors"):
+        Fp8Rule.of_folder(tmp_path)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        Fp8Rule.of_folder(tmp_path / "nowhere")
+
+
+def test_quantised_weights_travel_in_aligned_buckets(tmp_path: Path):
+    rule = Fp8Rule(names=frozenset({"m.0.mlp.up_proj.weight"}), block=(128, 128))
+    sender = DeviceWeightSender("trainer/0", channel="nccl", bucket_bytes=1 << 20, host="", quantise=rule.apply)
+    tensors = [
+        ("m.0.mlp.up_proj.weight", torch.randn(3, 5)),
+        ("m.0.mlp.gate_proj.weight", torch.randn(3, 5).bfloat16()),
+    ]
+    assert sender.publish(1, lambda: iter(tensors)) is not None
+    (bucket,) = sender.plan(PlanRequest(version=1)).buckets
+    assert [(s.name, s.dtype, s.offset) for s in bucket.tensors] == [
+        ("m.0.mlp.up_proj.weight_scale_inv", "float32", 0),
+        ("m.0.mlp.gate_proj.weight", "bfloat16", 4),
+        ("m.0.mlp.up_proj.weight", "float8_e4m3fn", 34),
+    ]
+    names = ("m.0.mlp.up_proj.weight", "m.0.mlp.up_proj.weight_scale_inv")
+    quantised, scale = sender.sample(SampleRequest(version=1, names=names, num_values=100)).values
+    assert torch.allclose(torch.tensor(quantised) * scale[0], tensors[0][1].reshape(-1), rtol=2**-4, atol=1e-3)
+    sender.close()

@@ -1,0 +1,101 @@
+"""The whole loop with weights sent from the trainer's ranks to a server, through the launcher."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from run_job import (  # pyright: ignore[reportMissingImports]  # of tests/integration
+    Job,
+    audit,
+    events,
+    make_job,
+    metrics,
+    until,
+)
+from weight_lab import serving
+
+
+@pytest.mark.timeout(180)
+def test_a_sharded_trainer_sends_what_the_server_then_computes_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # sharding imports torch's compiler
+    job = make_job(tmp_path)
+    with serving(tmp_path / "model") as server:
+        code, said, run_dir = job.run(
+            "roles.rollout.kind=sglang",
+            f'engine.attach=["{server.url}"]',
+            "weights.channel=nccl",
+            "weights.bucket_mb=1",
+            "weights.verify_every=1",
+            "roles.trainer.count=2",
+            "trainer.strategy=fsdp",
+            "async.max_staleness=0",
+            "reward.fn=regex",
+            'reward.pattern="[1-4]"',
+            "run.num_steps=4",
+            "guard.every=0",
+            timeout_s=150,
+        )
+    assert code == 0, said
+    assert len(set(audit(run_dir).trained)) == 16
+    steps = [p["values"] for p in metrics(run_dir) if "train/logprob_diff_abs_max" in p["values"]]
+    assert len(steps) == 4
+    assert max(abs(s["train/grad_norm"]) for s in steps) > 0, "the weights changed"
+    assert max(s["train/logprob_diff_abs_max"] for s in steps) < 2e-4, "the server computes with the trainer's weights"
+    adopted = [e["data"]["version"] for e in events(run_dir, "weights-adopted")]
+    assert adopted == sorted(set(adopted)) and adopted[0] == 0 and adopted[-1] == 4
+    assert not (run_dir / "weights").exists(), "nothing went through folders"
+    assert not events(run_dir, "engine-fenced")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_a_killed_server_comes_back_and_is_given_the_weights_before_it_works(tmp_path: Path):
+    """SIGKILL at an arbitrary moment, three times; the server is started again at the same address, as a supervisor
+    would. The run goes on with the other one and takes it up again."""
+    job = make_job(tmp_path)
+    folder = tmp_path / "model"
+    with serving(folder) as first, ExitStack() as stack:
+        second = stack.enter_context(serving(folder))
+        port = int(second.url.rpartition(":")[2])
+        process = stack.enter_context(
+            job.start(
+                "roles.rollout.kind=sglang",
+                f'engine.attach=["{first.url}", "{second.url}"]',
+                "roles.rollout.count=2",
+                "roles.rollout.max_restarts=10",
+                "weights.channel=nccl",
+                "weights.join_s=10.0",
+                "weights.transfer_s=10.0",
+                "reward.fn=regex",
+                'reward.pattern="[1-4]"',
+                "run.num_steps=100000",
+                "run.max_wall_s=120.0",
+                "guard.every=0",
+            )
+        )
+        try:
+            until(lambda: len(_adopted(job, "rollout/1")) >= 3, "the third version in the second server")
+            for life in range(3):
+                second.kill()
+                second = stack.enter_context(serving(folder, port))
+                joined = 3 + life
+                until(lambda n=joined: len(events(job.run_dir(), "engine-joined")) >= n, "the return of the server")
+                seen = len(_adopted(job, "rollout/1"))
+                until(lambda n=seen: len(_adopted(job, "rollout/1")) >= n + 3, "new versions in it")
+            said, _ = process.communicate(timeout=200)
+        finally:
+            process.kill()
+    assert process.returncode == 0, said
+    trained = audit(job.run_dir()).trained
+    assert len(trained) == len(set(trained)) > 0
+    lags = [p["values"]["lag/max"] for p in metrics(job.run_dir()) if "lag/max" in p["values"]]
+    assert max(lags) <= 2, "nobody served older weights than allowed"
+
+
+def _adopted(job: Job, rollout: str) -> list[int]:
+    if not (job.folder / "runs").exists():
+        return []
+    found = [e for e in events(job.run_dir(), "weights-adopted") if e["source"] == rollout]
+    return [e["data"]["version"] for e in found]

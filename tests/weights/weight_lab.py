@@ -1,0 +1,231 @@
+"""Real servers and real senders in processes of their own, and a hook on what a route tells its server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from myxa.actors.engines.sglang import SglangEngine, SglangOptions
+from myxa.actors.engines.sglang_weights import DeviceRouteOptions, device_routes
+from myxa.actors.engines.weight_route import ServerControl, WeightRoute
+from myxa.actors.weights.sender import DeviceWeightSender
+from myxa.core.errors import MyxaError, PeerDied, RemoteError
+from myxa.core.host import boot_id
+from myxa.core.messages import SamplingParams, WeightManifest
+from myxa.core.protocols import GenerateRequest, WeightSenders
+from myxa.core.weight_channel import JoinOffer, PlanReply, SampleReply, SendReport
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+VOCAB, CONTEXT = 320, 128
+
+
+@dataclass
+class Server:
+    """`myxa engine serve` in a process of its own."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    def kill(self) -> None:
+        """At once, and for good."""
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def serving(folder: Path, port: int = 0) -> Iterator[Server]:
+    """A server of a model folder; it is dead afterwards."""
+    command = (sys.executable, "-m", "myxa.launch", "engine", "serve", str(folder), "--port", str(port))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert "http://" in line, line
+            yield Server(process, line[line.index("http://") :].split()[0])
+        finally:
+            process.kill()
+
+
+class InProcess:
+    """Senders in this process."""
+
+    def __init__(self, *senders: DeviceWeightSender) -> None:
+        self.senders = {sender._name: sender for sender in senders}
+        self.left: list[str] = []
+
+    async def _do(self, sender: str, method: str, *arguments: object) -> Any:
+        try:
+            return await asyncio.to_thread(getattr(self.senders[sender], method), *arguments)
+        except MyxaError as err:
+            raise RemoteError(err.message, remote_type=type(err).__name__) from err
+
+    async def plan(self, sender: str, request: object) -> Any:
+        return await self._do(sender, "plan", request)
+
+    async def join(self, sender: str, request: object) -> Any:
+        return await self._do(sender, "join", request)
+
+    async def send(self, sender: str, order: object) -> Any:
+        return await self._do(sender, "send", order)
+
+    async def share(self, sender: str, request: object) -> Any:
+        return await self._do(sender, "share", request)
+
+    async def sample(self, sender: str, request: object) -> Any:
+        return await self._do(sender, "sample", request)
+
+    async def leave(self, sender: str, channel: str, reason: str) -> None:
+        self.left.append(reason)
+        self.senders[sender].leave(channel, reason)
+
+
+REPLIES = {
+    "plan": PlanReply, "join": JoinOffer, "send": SendReport, "sample": SampleReply, "publish": WeightManifest,
+    "leave": type(None),
+}  # fmt: skip
+
+
+@dataclass
+class SenderProcess:
+    """A sender in a process of its own, as a `WeightSenders` of one."""
+
+    process: Process
+    waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    number: int = 0
+    is_dead: bool = False
+
+    async def ask(self, method: str, argument: object) -> Any:
+        self.number += 1
+        answer = self.waiting[self.number] = asyncio.get_running_loop().create_future()
+        order = {"number": self.number, "method": method, "argument": argument}
+        assert self.process.stdin is not None
+        if self.is_dead:
+            raise PeerDied("the sender's process is dead")
+        self.process.stdin.write(msgspec.json.encode(order) + b"\n")
+        reply = await answer
+        if "error" in reply:
+            raise RemoteError(reply["error"], remote_type="TrainError")
+        return msgspec.convert(reply["reply"], REPLIES[method])
+
+    async def read(self) -> None:
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            reply = msgspec.json.decode(line)
+            self.waiting.pop(reply["number"]).set_result(reply)
+        self.is_dead = True
+        for answer in self.waiting.values():
+            if not answer.done():
+                answer.set_exception(PeerDied("the sender's process is dead"))
+        self.waiting.clear()
+
+    async def plan(self, sender: str, request: object) -> Any:
+        return await self.ask("plan", request)
+
+    async def join(self, sender: str, request: object) -> Any:
+        return await self.ask("join", request)
+
+    async def send(self, sender: str, order: object) -> Any:
+        return await self.ask("send", order)
+
+    async def share(self, sender: str, request: object) -> Any:
+        raise NotImplementedError
+
+    async def sample(self, sender: str, request: object) -> Any:
+        return await self.ask("sample", request)
+
+    async def leave(self, sender: str, channel: str, reason: str) -> None:
+        with suppress(PeerDied):
+            await self.ask("leave", (channel, reason))
+
+
+@asynccontextmanager
+async def sending(name: str, bucket_bytes: int) -> AsyncGenerator[SenderProcess, None]:
+    """A sender in a process of its own; it is dead afterwards."""
+    script = Path(__file__).with_name("sender_process.py")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), name, str(bucket_bytes), stdin=PIPE, stdout=PIPE, env=ENVIRONMENT
+    )
+    made = SenderProcess(process)
+    reading = asyncio.get_running_loop().create_task(made.read())
+    try:
+        yield made
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        await reading
+        process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+Hook = Callable[[int], Awaitable[None]]
+
+
+class Watched:
+    """A server's control; before the n-th bucket is told (from 1), the hook runs."""
+
+    def __init__(self, inner: ServerControl, hook: Hook) -> None:
+        self._inner = inner
+        self._hook = hook
+        self._num_buckets = 0
+        self.place, self.url = inner.place, inner.url
+        self.get, self.ask = inner.get, inner.ask
+
+    async def post(self, path: str, body: Mapping[str, Any], *, within_s: float = 0.0) -> Mapping[str, Any]:
+        if path == "/update_weights_from_distributed":
+            self._num_buckets += 1
+            await self._hook(self._num_buckets)
+        return await self._inner.post(path, body, within_s=within_s)
+
+
+async def nothing(number: int) -> None:
+    """The hook that does not interfere."""
+
+
+def engine_of(url: str, senders: WeightSenders, hook: Hook = nothing, **options: Any) -> SglangEngine:
+    """A client of that server, with all routes."""
+    routes = device_routes(senders, DeviceRouteOptions(host=boot_id(), **options))
+
+    def watched(server: ServerControl) -> Mapping[str, WeightRoute]:
+        return routes(Watched(server, hook))
+
+    return SglangEngine(
+        url, SglangOptions(vocab_size=VOCAB, context_length=CONTEXT, name="rollout/0", call_s=30), watched
+    )
+
+
+@asynccontextmanager
+async def started(engine: SglangEngine) -> AsyncGenerator[SglangEngine, None]:
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def greedy(engine: Any, name: str) -> tuple[list[int], list[float], set[int]]:
+    """Tokens, log-probs and version stamps of a greedy answer: a fingerprint of the weights."""
+    request = GenerateRequest(
+        request_id=name,
+        input_ids=np.arange(3, 13, dtype=np.int32),
+        sampling=SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True),
+    )
+    ids: list[int] = []
+    logprobs: list[float] = []
+    versions: set[int] = set()
+    async with aclosing(engine.generate(request)) as deltas:
+        async for delta in deltas:
+            ids += delta.output_ids.tolist()
+            logprobs += delta.logprobs.tolist()
+            versions |= set(delta.versions.tolist())
+    return ids, logprobs, versions
