@@ -2,17 +2,16 @@
 
 Knows aiohttp, the wire format and one engine; `http_server.py` gives it a socket. Unlike SGLang it swaps weights
 between two steps, so an update needs no pause; the order pause(in_place) -> update -> continue works on both. Bodies
-are bounded, bad input is answered with 4xx and `{"error": {"message", "type", "code"}}`. There is no authentication:
-bind it to loopback, or trust your net.
+are bounded, bad input is answered with 4xx and `{"error": {"message", "type", "code"}}`. Keys are `engine_auth.py`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,17 +20,22 @@ from aiohttp import web
 
 from ...core.errors import EngineError, ModelError, MyxaError, RequestRefused
 from ...core.messages import SamplingParams
-from ...core.protocols import GenerateRequest, PauseMode
+from ...core.protocols import Delta, GenerateRequest, PauseMode
+from ...core.samples import F32, I32
 from ..models.tokenizer import FolderTokenizer
 from .embedded.engine import EmbeddedEngine
+from .engine_auth import require_key
 from .generate_body import Call, parse_generate
 from .generate_reply import Reply
+from .route_bodies import json_response, read_body, version_of
 from .sglang_wire import DATA, DONE
+from .weight_group_routes import WeightGroupRoutes
 
-T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_BODY_BYTES = 64 << 20
+NO_IDS: I32 = np.zeros(0, dtype=np.int32)
+NO_LOGPROBS: F32 = np.zeros(0, dtype=np.float32)
 HEALTH_S = 20.0
 """Within which `/health_generate` must see a token."""
 
@@ -42,8 +46,12 @@ class PauseBody(msgspec.Struct, frozen=True, kw_only=True):
     mode: PauseMode = "abort"
 
 
+class ContinueBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`/continue_generation`; its only field is about a cache of GPUs."""
+
+
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
-    """`/abort_request`; as in SGLang, `rid` is a prefix."""
+    """`/abort_request`. As in SGLang a `rid` that nobody has means nothing; one that somebody has is a prefix too."""
 
     rid: str = ""
     abort_all: bool = False
@@ -68,20 +76,30 @@ class EngineServer:
     """Routes of one engine."""
 
     def __init__(
-        self, engine: EmbeddedEngine, tokenizer: FolderTokenizer, folder: Path, *, is_incremental: bool = False
+        self,
+        engine: EmbeddedEngine,
+        tokenizer: FolderTokenizer,
+        folder: Path,
+        *,
+        is_incremental: bool = False,
+        key: str = "",
     ) -> None:
-        """`is_incremental`: streams carry new tokens only (SGLang's --incremental-streaming-output)."""
+        """`is_incremental`: streams carry new tokens only (SGLang's --incremental-streaming-output). `key`: must be
+        sent as bearer; empty: everybody may do everything."""
+        self._guards = [require_key(key)] if key else []
         self._engine = engine
         self._tokenizer = tokenizer
         self._folder = folder
+        self._weights_from = folder
         self._is_incremental = is_incremental
         self._is_paused = False
-        self._live: dict[str, int] = {}
-        """Request id inside the engine -> how many calls use it."""
+        self._groups = WeightGroupRoutes(engine)
+        self._live: list[tuple[str, str]] = []
+        """Request id inside the engine and the caller's id of its prompt, of everything that runs or waits."""
 
     def app(self) -> web.Application:
         """The aiohttp application."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*self._guards, _errors_as_json])
         gets: dict[str, Handler] = {
             "/health": self._health,
             "/health_generate": self._health_generate,
@@ -101,7 +119,8 @@ class EngineServer:
             "/update_weight_version": self._relabel,
         }
         app.router.add_routes([web.get(path, handler) for path, handler in gets.items()])
-        app.router.add_routes([web.post(path, handler) for path, handler in posts.items()])
+        app.router.add_routes([web.post(path, handler) for path, handler in {**posts, **self._groups.posts()}.items()])
+        app.on_cleanup.append(self._groups.close)
         return app
 
     # -- generation
@@ -112,39 +131,48 @@ class EngineServer:
         if call.is_stream:
             return await self._stream(request, call, version)
         replies = self._replies(call, is_incremental=False)
-        await _all([self._fill(r, reply) for r, reply in zip(call.requests, replies, strict=True)])
+        await _all([self._fill(call, i, reply) for i, reply in enumerate(replies)])
         answers = [reply.answer(version, _now_s()) for reply in replies]
-        return _json(answers if call.is_list else answers[0])
+        return json_response(answers if call.is_list else answers[0])
 
     def _replies(self, call: Call, *, is_incremental: bool) -> list[Reply]:
         tokenizer, skips = self._tokenizer, call.skips_special
         return [
             Reply(
                 request,
-                rid,
+                request.request_id,
                 decode=lambda ids: tokenizer.decode(ids, skip_special=skips),
                 now_s=_now_s(),
                 wants_logprobs=call.wants_logprobs,
+                trims_stop=call.trims_stop,
                 is_incremental=is_incremental,
             )
-            for request, rid in zip(call.requests, call.rids, strict=True)
+            for request in call.requests
         ]
 
     async def _fill(
-        self, request: GenerateRequest, reply: Reply, on_news: Callable[[], Awaitable[None]] | None = None
+        self, call: Call, index: int, reply: Reply, on_news: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        rid = request.request_id
-        self._live[rid] = self._live.get(rid, 0) + 1
+        request = call.requests[index]
+        me = (request.request_id, call.rids[index])
+        self._live.append(me)
         try:
-            async with aclosing(self._engine.generate(request)) as deltas:
+            async with aclosing(self._deltas(request)) as deltas:
                 async for delta in deltas:
                     reply.add(delta)
                     if on_news is not None:
                         await on_news()
         finally:
-            self._live[rid] -= 1
-            if not self._live[rid]:
-                del self._live[rid]
+            self._live.remove(me)
+
+    async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        """What the engine says; it takes no request for no tokens, which SGLang answers with none."""
+        if request.sampling.max_new_tokens == 0:
+            yield Delta(output_ids=NO_IDS, logprobs=NO_LOGPROBS, versions=NO_IDS, finish="length")
+            return
+        async with aclosing(self._engine.generate(request)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     async def _stream(self, request: web.Request, call: Call, version: int) -> web.StreamResponse:
         """Server-sent events; an error after the first byte is an event too, as in SGLang."""
@@ -157,13 +185,15 @@ class EngineServer:
                 answer = replies[index].answer(version, _now_s())
                 await response.write(_event(answer | {"index": index} if call.is_list else answer))
 
-            await self._fill(call.requests[index], replies[index], say)
+            await self._fill(call, index, replies[index], say)
 
         with suppress(ConnectionError):  # the client left; its rows are free
             try:
                 await _all([one(i) for i in range(len(replies))])
             except MyxaError as err:
-                await response.write(_event(_error_object(err)[1]))
+                _, body = _error_object(err)
+                body["error"]["retryable"] = False
+                await response.write(_event(body))
             await response.write(DATA + b" " + DONE + b"\n\n")
             await response.write_eof()
         return response
@@ -189,11 +219,12 @@ class EngineServer:
 
     async def _model_info(self, request: web.Request) -> web.Response:
         info, config = await self._engine.info(), self._engine.config
-        return _json(
+        return json_response(
             {
-                "model_path": str(self._folder),
+                "model_path": str(self._weights_from),
                 "tokenizer_path": str(self._folder),
                 "is_generation": True,
+                "preferred_sampling_params": None,
                 "weight_version": str(info.version),
                 "model_type": config.model_type,
                 "architectures": config.source.get("architectures"),
@@ -210,7 +241,7 @@ class EngineServer:
             "weight_version": str(info.version),
             "is_paused": self._is_paused,
         }
-        return _json(
+        return json_response(
             {
                 "kind": info.kind,
                 "model_path": str(self._folder),
@@ -224,54 +255,60 @@ class EngineServer:
         )
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
-        """There is no cache that outlives its request, so it is always flushed."""
+        """There is no cache that outlives its request; with requests about, SGLang refuses."""
+        info = await self._engine.info()
+        if info.running or info.waiting:
+            return web.Response(text="Flush cache failed.\n", status=400)
         return web.Response(text="Cache flushed.\n")
 
     # -- control
 
     async def _abort(self, request: web.Request) -> web.Response:
-        body = await _body(request, AbortBody)
+        body = await read_body(request, AbortBody)
         if body.abort_all:
             await self._engine.abort()
-        elif body.rid:
-            for rid in [r for r in self._live if r.startswith(body.rid)]:
+        elif any(body.rid in me for me in self._live):
+            for rid in [rid for rid, _ in self._live if rid.startswith(body.rid)]:
                 await self._engine.abort(rid)
-        else:
-            raise RequestRefused("/abort_request: neither rid nor abort_all", remedy="send one of them")
         return web.Response()
 
     async def _pause(self, request: web.Request) -> web.Response:
-        await self._engine.pause((await _body(request, PauseBody)).mode)
+        await self._engine.pause((await read_body(request, PauseBody)).mode)
         self._is_paused = True
-        return _json({"status": "ok", "message": "Generation paused successfully."})
+        return json_response({"status": "ok", "message": "Generation paused successfully."})
 
     async def _continue(self, request: web.Request) -> web.Response:
+        await read_body(request, ContinueBody)
         await self._engine.resume()
         self._is_paused = False
-        return _json({"status": "ok", "message": "Generation continued successfully."})
+        return json_response({"status": "ok", "message": "Generation continued successfully."})
 
     async def _update(self, request: web.Request) -> web.Response:
-        body = await _body(request, UpdateBody)
+        body = await read_body(request, UpdateBody)
         info = await self._engine.info()
-        version = info.version if body.weight_version is None else _version(body.weight_version)
+        version = info.version if body.weight_version is None else version_of(body.weight_version)
         if body.abort_all_requests:
             await self._engine.abort()
         try:
             await self._engine.prepare_folder(body.model_path, version)
             await self._engine.commit_weights(version)
         except (ModelError, EngineError) as err:
-            return _json({"success": False, "message": str(err), "num_paused_requests": 0}, status=400)
+            return json_response({"success": False, "message": str(err), "num_paused_requests": 0}, status=400)
+        self._weights_from = Path(body.model_path)
         paused = info.running if self._is_paused else 0
-        return _json({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": paused})
+        label = "" if body.weight_version is None else f" Weight version updated to {body.weight_version}."
+        message = f"Succeeded to update model weights.{label}"
+        return json_response({"success": True, "message": message, "num_paused_requests": paused})
 
     async def _relabel(self, request: web.Request) -> web.Response:
-        body = await _body(request, VersionBody)
-        version = _version(body.new_version)
+        body = await read_body(request, VersionBody)
+        version = version_of(body.new_version)
         if body.abort_all_requests:
             await self._engine.abort()
-        await self._engine.relabel(version)
+        if not await self._groups.serve_news(version):
+            await self._engine.relabel(version)
         message = f"Weight version updated to {version}"
-        return _json({"success": True, "message": message, "new_version": body.new_version})
+        return json_response({"success": True, "message": message, "new_version": body.new_version})
 
 
 async def _all(jobs: list[Coroutine[Any, Any, None]]) -> None:
@@ -286,25 +323,6 @@ async def _all(jobs: list[Coroutine[Any, Any, None]]) -> None:
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _version(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError as err:
-        raise RequestRefused(f"weight version {text!r} is not a whole number", remedy="use 0, 1, 2, ...") from err
-
-
-async def _body(request: web.Request, kind: type[T]) -> T:
-    raw = await request.read()
-    try:
-        return msgspec.json.decode(raw or b"{}", type=kind)
-    except msgspec.MsgspecError as err:
-        raise RequestRefused(f"{request.path}: {err}", remedy="see SGLang's documentation of this route") from err
-
-
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
 
 
 def _event(value: object) -> bytes:
@@ -327,7 +345,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         if err.status < 400:
             raise
         error = {"message": f"{request.method} {request.path}: {err.reason}", "type": "http_error", "code": err.status}
-        return _json({"error": error}, status=err.status)
+        return json_response({"detail": err.reason, "error": error}, status=err.status)
     except (MyxaError, TimeoutError) as err:
         status, body = _error_object(err)
-        return _json(body, status=status)
+        return json_response(body, status=status)

@@ -7,6 +7,7 @@ hold their neutral value: a server that quietly ignores a penalty would answer a
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -69,6 +70,8 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     return_text_in_logprobs: bool = False
     log_metrics: bool = True
     priority: int | None = None
+    extra_key: str | list[str] | None = None
+    """Parts SGLang's prefix cache; there is none here that outlives a request."""
     # refused unless neutral
     top_logprobs_num: int | None = None
     token_ids_logprob: Any = None
@@ -118,12 +121,14 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     requests: tuple[GenerateRequest, ...]
     """Prompt by prompt, the `n` samples of each side by side."""
     rids: tuple[str, ...]
-    """The caller's id of each prompt's request, repeated for its samples."""
+    """The caller's id of each request's prompt: by it the samples of a prompt are aborted together."""
     is_list: bool
     """Whether the answer is a list."""
     is_stream: bool
     wants_logprobs: bool
     skips_special: bool
+    trims_stop: bool
+    """Whether texts leave out the token that ended them."""
 
 
 def parse_generate(raw: bytes, encode: Callable[[str], list[int]]) -> Call:
@@ -137,7 +142,7 @@ def parse_generate(raw: bytes, encode: Callable[[str], list[int]]) -> Call:
     if not prompts:
         raise RequestRefused("/generate: the batch is empty", remedy="send at least one prompt")
     sampling = [s or SamplingBody() for s in _as_list(body.sampling_params, len(prompts), "sampling_params")]
-    rids = [r or uuid.uuid4().hex for r in _as_list(body.rid, len(prompts), "rid", is_unique=True)]
+    rids = _rids(body.rid, len(prompts))
     wants = [bool(w) for w in _as_list(body.return_logprob, len(prompts), "return_logprob")]
     requests: list[GenerateRequest] = []
     owners: list[str] = []
@@ -157,6 +162,7 @@ def parse_generate(raw: bytes, encode: Callable[[str], list[int]]) -> Call:
         is_stream=body.stream,
         wants_logprobs=any(wants),
         skips_special=sampling[0].skip_special_tokens is not False,
+        trims_stop=not sampling[0].no_stop_trim,
     )
 
 
@@ -176,21 +182,30 @@ def _prompts(body: GenerateBody, encode: Callable[[str], list[int]]) -> tuple[li
     return (nested, True) if nested else ([flat], False)
 
 
-def _as_list(value: T | list[T] | None, count: int, name: str, *, is_unique: bool = False) -> list[T | None]:
+def _rids(value: str | list[str] | None, count: int) -> list[str]:
+    """The request id of every prompt; one for a batch is told apart by numbers, as in SGLang."""
+    if isinstance(value, str) and count > 1:
+        return [f"{value}_{i}" for i in range(count)]
+    rids = [rid or uuid.uuid4().hex for rid in _as_list(value, count, "rid")]
+    twin, num = Counter(rids).most_common(1)[0] if rids else ("", 0)
+    if num > 1:
+        raise RequestRefused(f"/generate: rid {twin!r} is there more than once", remedy="send different ones")
+    return rids
+
+
+def _as_list(value: T | list[T] | None, count: int, name: str) -> list[T | None]:
     """One value for every prompt; a single one stands for all."""
     if isinstance(value, list):
         values = cast("list[T | None]", value)
         if len(values) != count:
             raise RequestRefused(f"/generate: {len(values)} {name} for {count} prompts", remedy="send one for each")
         return values
-    if value is not None and is_unique and count > 1:
-        raise RequestRefused(f"/generate: one {name} for {count} prompts", remedy="send a list of different ones")
     return [value] * count
 
 
 def _members(prompt: list[int], body: SamplingBody, rid: str) -> list[GenerateRequest]:
     """The `n` requests of one prompt. With a seed, sample j uses seed + j, for else all would be equal."""
-    num = 1 if body.n is None else body.n
+    num = body.n or 1  # SGLang takes 0 for 1
     if not 1 <= num <= MAX_REQUESTS:
         raise RequestRefused(f"/generate: n is {num}", remedy=f"use 1 to {MAX_REQUESTS}")
     try:
@@ -199,7 +214,7 @@ def _members(prompt: list[int], body: SamplingBody, rid: str) -> list[GenerateRe
         raise RequestRefused("/generate: an input id does not fit into 32 bits", remedy="send token ids") from err
     return [
         GenerateRequest(
-            request_id=rid if num == 1 else f"{rid}/{j}",
+            request_id=rid if num == 1 else f"{rid}_{j}",
             input_ids=ids,
             sampling=SamplingParams(
                 temperature=1.0 if body.temperature is None else body.temperature,

@@ -23,6 +23,7 @@ class Reply:
         decode: Callable[[Sequence[int]], str],
         now_s: float,
         wants_logprobs: bool,
+        trims_stop: bool = True,
         is_incremental: bool = False,
     ) -> None:
         """`is_incremental`: each answer holds the tokens since the last one, else all so far."""
@@ -31,6 +32,7 @@ class Reply:
         self._decode = decode
         self._started_s = now_s
         self._wants_logprobs = wants_logprobs
+        self._trims_stop = trims_stop
         self._is_incremental = is_incremental
         self._ids: I32 = np.zeros(0, dtype=np.int32)
         self._logprobs: F32 = np.zeros(0, dtype=np.float32)
@@ -61,14 +63,25 @@ class Reply:
             "id": self._rid,
             "finish_reason": finish_reason(self._finish, matched=self._matched, num_tokens=len(self._ids)),
             "prompt_tokens": self._num_prompt,
-            "completion_tokens": len(self._ids),
-            "cached_tokens": 0,
             "weight_version": spans[-1].version if spans else str(version),
             "weight_versions": [{"version": s.version, "start": s.start, "end": s.end} for s in spans],
-            "e2e_latency": now_s - self._started_s,
+            "num_retractions": 0,
+            "reasoning_tokens": 0,
+            "completion_tokens": len(self._ids),
+            "cached_tokens": 0,
+            "cached_tokens_details": None,
+            "dp_rank": None,
         }
         if self._wants_logprobs:
+            meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [
                 [logprob, i, None] for logprob, i in zip(self._logprobs[first:].tolist(), ids, strict=True)
             ]
-        return {"text": self._decode(ids), "output_ids": ids, "meta_info": meta}
+            meta["output_token_logprobs_length"] = len(self._ids)
+        if self._finish is not None:
+            meta["e2e_latency"] = now_s - self._started_s
+        return {"text": self._decode(self._without_stop(ids)), "output_ids": ids, "meta_info": meta}
+
+    def _without_stop(self, ids: list[int]) -> list[int]:
+        """The text leaves out the token that ended it, unless asked not to."""
+        return ids[:-1] if self._finish == "stop" and self._trims_stop else ids

@@ -44,8 +44,9 @@ async def serve(
     *,
     options: EmbeddedOptions | None = None,
     is_incremental: bool = False,
+    key: str = "",
 ) -> AsyncGenerator[Served, None]:
-    """Serve a model folder inside the block; port 0 takes any free one.
+    """Serve a model folder inside the block; port 0 takes any free one. `key`: see `EngineServer`.
 
     Raises ModelError for a bad folder, EngineError when the engine cannot start or the port is taken.
     """
@@ -53,7 +54,7 @@ async def serve(
     runner: web.AppRunner | None = None
     try:
         await engine.start()
-        server = EngineServer(engine, load_tokenizer(folder), Path(folder), is_incremental=is_incremental)
+        server = EngineServer(engine, load_tokenizer(folder), Path(folder), is_incremental=is_incremental, key=key)
         # A client that goes away cancels its handler, which frees its rows.
         runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
         await runner.setup()

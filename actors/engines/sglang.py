@@ -1,11 +1,13 @@
 """Any server that speaks SGLang's HTTP (SGLang 0.5.17 or later, or our own) as an `Engine`.
 
-Knows aiohttp and the wire format. Weights travel by folders that the server can read:
+Knows the wire format of generation and what is the same for all weight channels:
 
-    prepare_weights   checks the folder (the bytes are already where they will be read)
-    commit_weights    pause_generation -> update_weights_from_disk(weight_version) -> continue_generation -> verify
+    prepare_weights   the channel's route gets everything ready while tokens flow
+    commit_weights    pause_generation -> route.load -> verify the version -> continue_generation
 
-The pause comes first because SGLang's update otherwise waits until all running requests have ended.
+How bytes travel is the routes' (`weight_route.py`), who started the server is the launcher's (`sglang_launched.py`).
+The pause comes first because SGLang's update otherwise waits until all running requests have ended. A server whose
+weights may be torn, because loading them failed half-way, is never let go on.
 
 Version stamps are the server's; tokens are held back until theirs is certain (`sglang_wire.HeldTokens`).
 """
@@ -13,26 +15,35 @@ Version stamps are the server's; tokens are held back until theirs is certain (`
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 import orjson
 
-from ...core.errors import EngineError, RequestRefused
+from ...core.errors import EngineError, RequestRefused, WeightsRefused
 from ...core.messages import SamplingParams, WeightManifest
 from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
+from .embedded.request import check_request
+from .sglang_http import SglangHttp
 from .sglang_wire import DONE, Chunk, HeldTokens, Lines, parse_chunk, version_number
+from .weight_route import Routes, WeightRoute, folder_routes
 
 RID_END = "~"
-"""Ends every request id on the wire: SGLang aborts by prefix, and "r1" must not abort "r10"."""
+"""Ends the request's own id on the wire, and the whole: SGLang aborts by prefix, and "r1" must not abort "r10". Between
+them stands what makes it unique: two seconds after a stream SGLang 0.5.17 aborts whatever has its id by then, and of a
+request whose reader left it gives the last tokens to the next of that id.
+"""
 MAX_LINE_BYTES = 256 << 20
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+ABORTED = 499
+"""Code of the error by which SGLang ends a request that was aborted before its scheduler had it."""
+ABORTED_CHUNK = Chunk(
+    output_ids=[], logprobs=[], num_tokens=0, weight_version="", spans=None, finish="abort", matched=None, reason=""
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +54,8 @@ class SglangOptions:
     """Of the model folder; SGLang does not tell."""
     context_length: int = 0
     """Longest prompt plus answer; 0: what the server says, if it does."""
+    model_context_length: int = 0
+    """What the model allows; meant when neither is told."""
     max_running: int = 256
     """Requests worth sending at once, if the server does not say."""
     pause_mode: PauseMode = "in_place"
@@ -53,17 +66,24 @@ class SglangOptions:
     """Deadline of control calls; a weight update reads a whole model."""
     stall_s: float = 600.0
     """Longest silence of a stream, pauses included."""
+    health_every_s: float = 5.0
+    """How often `until_lost` looks at the server."""
+    lost_after_s: float = 60.0
+    """Silence of `/health` after which the server counts as lost; while it loads weights it may be silent."""
+    admin_key: str = ""
+    """Bearer of all calls; empty: the server asks for none."""
+    generate_url: str = ""
+    """Where requests are sent, if not to the server itself: a router in front of it."""
     name: str = "sglang"
-
-
-JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 class _Open:
     """A request whose stream has not ended."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, unique: str) -> None:
         self.request_id = request_id
+        self.rid = f"{request_id}{RID_END}{unique}{RID_END}"
+        """Its id on the wire."""
         self.has_arrived = asyncio.Event()
         """The server answered, with a stream or with a refusal."""
         self.is_aborted = False
@@ -73,40 +93,46 @@ class _Open:
 class SglangEngine:
     """A client of one server."""
 
-    def __init__(self, url: str, options: SglangOptions) -> None:
-        self._url = url.rstrip("/")
+    def __init__(self, url: str, options: SglangOptions, routes: Routes = folder_routes) -> None:
+        """`routes`: the channels by which weights may come; without more, folders."""
         self._options = options
-        self._session: aiohttp.ClientSession | None = None
+        self._http = SglangHttp(url, name=options.name, call_s=options.call_s, admin_key=options.admin_key)
+        self._generate_url = (options.generate_url or url).rstrip("/") + "/generate"
+        self._routes = routes(self._http)
         self._context_length = options.context_length
         self._max_running = 0
         self._version = -1
         self._prepared: WeightManifest | None = None
         self._committing = asyncio.Lock()
         self._is_paused = False
+        self._torn = ""
+        """Why the server's weights are of no version; empty when they are."""
+        self._lost = asyncio.Event()
+        """The server is not the one that was given weights."""
         self._open: list[_Open] = []
+        self._self_id = uuid.uuid4().hex[:8]
+        """Tells this client from others of the server, and from an earlier life of its own."""
+        self._num_sent = 0
 
     @property
     def _place(self) -> str:
-        return f"{self._options.name} at {self._url}"
+        return self._http.place
 
     # -- life
 
     async def start(self) -> EngineInfo:
         """Wait until the server answers. Raises EngineError naming its address when it does not in time."""
-        if self._session is not None:
+        if self._http.is_open:
             raise EngineError(f"{self._place}: was started before", remedy="build a new one")
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), raise_for_status=False)
+        self._http.open()
         try:
-            async with asyncio.timeout(self._options.start_s):
-                await self._until_healthy()
-        except TimeoutError as err:
+            await self._http.until_healthy(self._options.start_s)
+        except EngineError:
             await self.close()
-            raise EngineError(
-                f"{self._place}: no healthy answer within {self._options.start_s:g} s",
-                remedy="start the server, or mend engine.url",
-            ) from err
-        facts = await self._get("/server_info")
-        self._context_length = self._context_length or _whole(facts, "context_length", "max_model_len")
+            raise
+        facts = await self._http.get("/server_info")
+        told = _whole(facts, "context_length", "max_model_len")
+        self._context_length = self._context_length or told or self._options.model_context_length
         self._max_running = _whole(facts, "max_running_requests") or self._options.max_running
         if self._context_length < 1:
             raise EngineError(
@@ -114,26 +140,33 @@ class SglangEngine:
             )
         return await self.info()
 
-    async def _until_healthy(self) -> None:
-        while True:
-            with suppress(aiohttp.ClientError, TimeoutError):
-                async with self._http().get(f"{self._url}/health", timeout=aiohttp.ClientTimeout(total=10)) as answer:
-                    if answer.status == 200:
-                        return
-            await asyncio.sleep(0.2)
-
-    def _http(self) -> aiohttp.ClientSession:
-        if self._session is None or self._session.closed:
-            raise EngineError(f"{self._place}: not started, or closed", remedy="await start() first")
-        return self._session
+    async def until_lost(self) -> None:
+        """Look at the server's health from time to time; raises EngineError once it was silent for too long."""
+        silent_s = 0.0
+        while silent_s < self._options.lost_after_s:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._options.health_every_s):
+                    await self._lost.wait()
+                raise EngineError(f"{self._place}: {self._torn}", remedy="restart the server, or leave it to this run")
+            stands = self._is_paused or self._committing.locked()
+            is_well = await self._http.is_healthy(path="/model_info" if stands else "/health")
+            silent_s = 0.0 if is_well else silent_s + self._options.health_every_s
+        raise EngineError(
+            f"{self._place}: no healthy answer for {silent_s:g} s", remedy="see the server's log; restart it"
+        )
 
     async def close(self) -> None:
         """Close all connections; the server frees the rows of requests that were running. Never raises."""
-        if self._session is not None:
-            for one in self._open:
-                if one.answer is not None:
-                    one.answer.close()  # wakes its reader, which closing the session does not
-            await self._session.close()
+        self.cut()
+        for route in self._routes.values():
+            await route.close()
+        await self._http.close()
+
+    def cut(self) -> None:
+        """End all streams here and now: whoever reads them gets an EngineError. For a server that is lost."""
+        for one in self._open:
+            if one.answer is not None:
+                one.answer.close()  # wakes its reader, which closing the session does not
 
     # -- requests
 
@@ -143,14 +176,20 @@ class SglangEngine:
         Raises RequestRefused when the server refuses the request, EngineError when it fails, is gone or falls silent.
         """
         place = f"{self._place}: request {request.request_id!r}"
-        self._check(request, place)
+        self._check(request)
+        await self._until_whole(place)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._options.call_s, sock_read=self._options.stall_s)
-        tokens = HeldTokens(place, self._version)
+        sent_version = self._version
+        tokens = HeldTokens(place, sent_version)
         lines = Lines(MAX_LINE_BYTES, place)
-        mine = _Open(request.request_id)
+        self._num_sent += 1
+        mine = _Open(request.request_id, f"{self._self_id}.{self._num_sent}")
         self._open.append(mine)
         try:
-            async with self._http().post(f"{self._url}/generate", data=_body(request), timeout=timeout) as answer:
+            body = _body(request, mine.rid, self._version)
+            async with self._http.session.post(
+                self._generate_url, data=body, headers=self._http.headers, timeout=timeout
+            ) as answer:
                 mine.answer = answer
                 mine.has_arrived.set()
                 if answer.status != 200:
@@ -161,11 +200,12 @@ class SglangEngine:
                             break
                         delta = tokens.add(_chunk(payload, place))
                         if delta is not None:
+                            self._check_stamps(delta, sent_version, place)
                             yield delta
                             if delta.finish is not None:
                                 return
                     if mine.is_aborted:  # the abort came before the request was known to the scheduler
-                        await self._post("/abort_request", {"rid": request.request_id + RID_END})
+                        await self._http.post("/abort_request", {"rid": mine.rid})
         except (aiohttp.ClientError, TimeoutError) as err:
             raise EngineError(
                 f"{place}: the stream broke after {tokens.num_tokens} tokens ({type(err).__name__}: {err})",
@@ -179,24 +219,30 @@ class SglangEngine:
             remedy="see the server's log; it may have been stopped",
         )
 
-    def _check(self, request: GenerateRequest, place: str) -> None:
-        """What the server would not say clearly, or not at all."""
-        ids = request.input_ids
-        if not request.request_id or not ids.size:
-            raise RequestRefused(f"{place}: the prompt or the request id is empty", remedy="send at least one token")
-        lowest, highest = int(ids.min()), int(ids.max())
-        if lowest < 0 or highest >= self._options.vocab_size:
-            raise RequestRefused(
-                f"{place}: token ids {lowest}..{highest} are not within the vocabulary [0, {self._options.vocab_size})",
-                remedy="encode the prompt with the tokenizer of the server's model",
-            )
-        limit = request.sampling.max_new_tokens
-        if limit < 1 or ids.size + limit > self._context_length:
-            raise RequestRefused(
-                f"{place}: {ids.size} prompt tokens and max_new_tokens {limit} do not fit the server's context of "
-                f"{self._context_length}",
-                remedy=f"ask for 1 to {max(self._context_length - ids.size, 0)} tokens",
-            )
+    def _check(self, request: GenerateRequest) -> None:
+        """What a server would not say clearly, or not at all: an id outside the vocabulary ends SGLang 0.5.17."""
+        check_request(
+            request, vocab_size=self._options.vocab_size, context_length=self._context_length, place=self._place
+        )
+
+    def _check_stamps(self, delta: Delta, sent_version: int, place: str) -> None:
+        """Versions only rise. A server that answers with an older one was started anew, behind our back; behind a
+        router it may be another one, which is about to be given the version."""
+        if self._options.generate_url:
+            return
+        oldest = int(delta.versions.min()) if delta.versions.size else sent_version
+        if oldest < sent_version:
+            self._torn = f"answered with weight version {oldest} after it was given {sent_version}; it was restarted"
+            self._lost.set()
+            raise EngineError(f"{place}: {self._torn}", remedy="nobody else may restart or update this server")
+
+    async def _until_whole(self, place: str) -> None:
+        """Wait for a version that is being loaded. Raises EngineError if the server's weights are of none."""
+        if self._torn:
+            async with self._committing:
+                pass
+        if self._torn:
+            raise EngineError(f"{place}: {self._torn}", remedy="restart the server")
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all; their streams end with finish "abort"."""
@@ -204,14 +250,17 @@ class SglangEngine:
         for one in meant:
             one.is_aborted = True
         await self._arrived(meant)
-        body = {"abort_all": True} if request_id is None else {"rid": request_id + RID_END}
-        await self._post("/abort_request", body)
+        for body in [{"abort_all": True}] if request_id is None else [{"rid": one.rid} for one in meant]:
+            await self._http.post("/abort_request", body)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stand still; see `core.protocols.Engine`."""
-        await self._arrived(self._open)
-        await self._post("/pause_generation", {"mode": mode})
+        await self._stand_still(mode)
         self._is_paused = True
+
+    async def _stand_still(self, mode: PauseMode) -> None:
+        await self._arrived(self._open)
+        await self._http.post("/pause_generation", {"mode": mode})
 
     async def _arrived(self, streams: Sequence[_Open]) -> None:
         """Wait until the server has these requests: what it has not seen it can neither abort nor pause."""
@@ -227,30 +276,29 @@ class SglangEngine:
 
     async def resume(self) -> None:
         """Go on after a pause."""
-        await self._post("/continue_generation", {})
+        await self._http.post("/continue_generation", {"torch_empty_cache": False})  # it costs milliseconds
         self._is_paused = False
 
     # -- weights
 
     async def prepare_weights(self, manifest: WeightManifest) -> None:
-        """Check that the version is a folder the server can be told of. Raises EngineError otherwise."""
-        place = f"{self._place}: weight version {manifest.version}"
-        if manifest.channel != "disk":
-            raise EngineError(
-                f"{place} came by channel {manifest.channel!r}, this server loads folders only",
-                remedy='publish through the "disk" channel for attached servers',
-            )
-        folder = Path(manifest.location)
-        is_local = urlsplit(self._url).hostname in LOCAL_HOSTS
-        if not folder.is_absolute() or (is_local and not any(folder.glob("*.safetensors"))):
-            raise EngineError(
-                f"{place}: {folder} is no absolute path of a folder with safetensors",
-                remedy="the run directory must lie where the server can read it",
-            )
+        """Have the channel's route get ready. Raises EngineError if there is none, or if it cannot."""
+        self._prepared = None
+        await self._route(manifest).prepare(manifest)
         self._prepared = manifest
 
+    def _route(self, manifest: WeightManifest) -> WeightRoute:
+        route = self._routes.get(manifest.channel)
+        if route is None:
+            raise EngineError(
+                f"{self._place}: weight version {manifest.version} came by channel {manifest.channel!r}, this server "
+                f"takes {sorted(self._routes)}",
+                remedy=f"set weights.channel to one of {sorted(self._routes)}",
+            )
+        return route
+
     async def commit_weights(self, version: int) -> None:
-        """Have the server load the prepared folder, and make sure that it announces the version."""
+        """Have the server load the prepared version, and make sure that it announces it."""
         async with self._committing:
             manifest = self._prepared
             if manifest is None or manifest.version != version:
@@ -260,23 +308,21 @@ class SglangEngine:
                     remedy="call prepare_weights with its manifest first",
                 )
             self._prepared = None
-            was_paused = self._is_paused
-            if not was_paused:
-                await self.pause(self._options.pause_mode)
+            if not self._is_paused:
+                await self._stand_still(self._options.pause_mode)
+            self._torn = f"version {version} was being loaded and did not arrive whole"
             try:
-                await self._load(manifest)
+                await self._route(manifest).load(manifest)
+                await self._verify(manifest)
+                self._torn = ""
+            except WeightsRefused:
+                self._torn = ""
+                raise
             finally:
-                if not was_paused:
+                if not self._is_paused and not self._torn:
                     await self.resume()
 
-    async def _load(self, manifest: WeightManifest) -> None:
-        body = {"model_path": manifest.location, "weight_version": str(manifest.version), "flush_cache": False}
-        answer = await self._post("/update_weights_from_disk", body)
-        if not answer.get("success"):
-            raise EngineError(
-                f"{self._place}: refused weight version {manifest.version}: {answer.get('message')}",
-                remedy="see the server's log",
-            )
+    async def _verify(self, manifest: WeightManifest) -> None:
         served = await self._served_version()
         if served != manifest.version:
             raise EngineError(
@@ -301,38 +347,8 @@ class SglangEngine:
         )
 
     async def _served_version(self) -> int:
-        self._version = version_number((await self._get("/model_info")).get("weight_version"))
+        self._version = version_number((await self._http.get("/model_info")).get("weight_version"))
         return self._version
-
-    async def _get(self, path: str) -> Mapping[str, Any]:
-        return await self._call("GET", path, None)
-
-    async def _post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        return await self._call("POST", path, orjson.dumps(body))
-
-    async def _call(self, method: str, path: str, body: bytes | None) -> Mapping[str, Any]:
-        place = f"{self._place}: {method} {path}"
-        timeout = aiohttp.ClientTimeout(total=self._options.call_s)
-        try:
-            async with self._http().request(
-                method, self._url + path, data=body, headers=JSON_HEADERS, timeout=timeout
-            ) as answer:
-                raw = await answer.read()
-                if answer.status >= 400:
-                    raise EngineError(
-                        f"{place} answered {answer.status}: {raw[:500].decode(errors='replace')}",
-                        remedy="see the server's log",
-                    )
-        except (aiohttp.ClientError, TimeoutError) as err:
-            raise EngineError(
-                f"{place} failed within {self._options.call_s:g} s: {type(err).__name__}: {err}",
-                remedy="is the server alive and reachable?",
-            ) from err
-        with suppress(msgspec.MsgspecError):
-            value: Any = msgspec.json.decode(raw)
-            if isinstance(value, dict):
-                return value  # pyright: ignore[reportUnknownVariableType] -- JSON
-        return {}  # some routes answer with plain text
 
     async def _refused(self, answer: aiohttp.ClientResponse, place: str) -> EngineError:
         text = (await answer.content.read(2000)).decode(errors="replace")
@@ -345,12 +361,16 @@ def _chunk(payload: bytes, place: str) -> Chunk:
     if payload.startswith(b'{"error"'):
         with suppress(msgspec.MsgspecError):
             error: Any = msgspec.json.decode(payload)["error"]
+            if error.get("code") == ABORTED:
+                return ABORTED_CHUNK
             kind = RequestRefused if error.get("code") == 400 else EngineError
             raise kind(f"{place}: {error.get('message')}", remedy="see the server's log")
     return parse_chunk(payload, place)
 
 
-def _body(request: GenerateRequest) -> aiohttp.BytesPayload:
+def _body(request: GenerateRequest, rid: str, version: int) -> bytes:
+    """The request as SGLang wants it. `extra_key` parts the prefix cache by the version known when it is sent: what
+    older weights left in the cache is never taken up by a request that is to be answered by newer ones."""
     sampling: SamplingParams = request.sampling
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -363,13 +383,14 @@ def _body(request: GenerateRequest) -> aiohttp.BytesPayload:
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
     body = {
-        "rid": request.request_id + RID_END,
+        "rid": rid,
         "input_ids": request.input_ids.tolist(),
         "sampling_params": params,
         "return_logprob": True,
         "stream": True,
+        "extra_key": f"v{version}",
     }
-    return aiohttp.BytesPayload(orjson.dumps(body), content_type="application/json")
+    return orjson.dumps(body)
 
 
 def _whole(facts: Mapping[str, Any], *names: str) -> int:

@@ -85,7 +85,7 @@ def finish_reason(finish: FinishReason | None, *, matched: int | None, num_token
     details: dict[FinishReason, dict[str, Any]] = {
         "stop": {"matched": matched},
         "length": {"length": num_tokens},
-        "abort": {"message": "aborted"},
+        "abort": {"message": "Aborted", "status_code": None, "err_type": None},
     }
     return {"type": finish, **details[finish]}
 
@@ -115,7 +115,7 @@ def parse_chunk(raw: bytes, place: str) -> Chunk:
         shown = raw[:200].decode(errors="replace")
         raise EngineError(
             f"{place}: not an answer of SGLang's /generate ({type(err).__name__}: {err}): {shown}",
-            remedy="engine.url must be the address of an SGLang server (0.5.17 or later)",
+            remedy="engine.attach must name the address of an SGLang server (0.5.17 or later)",
         ) from err
 
 

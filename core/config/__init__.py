@@ -6,6 +6,7 @@ from .conflict import Conflict
 from .dumping import dump_config
 from .learning import AlgoConfig, AlgoKind, AsyncSettings, OptimizerConfig, TrainerConfig
 from .loading import load_config
+from .megatron import MegatronSettings
 from .presence import missing_paths
 from .roles import (
     RestartPolicy,
@@ -22,6 +23,7 @@ from .settings import (
     DataSettings,
     EngineSettings,
     EvalSettings,
+    GuardSettings,
     ModelSettings,
     MonitorSettings,
     RewardSettings,
@@ -37,6 +39,8 @@ __all__ = [
     "DataSettings",
     "EngineSettings",
     "EvalSettings",
+    "GuardSettings",
+    "MegatronSettings",
     "ModelSettings",
     "MonitorSettings",
     "OptimizerConfig",

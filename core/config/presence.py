@@ -26,6 +26,8 @@ def _named_paths(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "eval.data", source.path, "file"
     if config.trainer.resume:
         yield "trainer.resume", config.trainer.resume, "folder"
+    if config.weights.served_folder:
+        yield "weights.served_folder", config.weights.served_folder, "folder"
     code = (
         ("rollout.workflow", config.rollout.workflow),
         ("reward.fn", config.reward.fn),
@@ -35,6 +37,8 @@ def _named_paths(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         file, colon, _ = name.rpartition(":")
         if colon and file.endswith(".py"):
             yield key, file, "file"
+    if "/" in config.engine.python:
+        yield "engine.python", config.engine.python, "file"
     for name, role in config.roles.by_name():
         if "/" in role.python:
             yield f"roles.{name}.python", role.python, "file"

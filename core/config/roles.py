@@ -140,8 +140,8 @@ class MonitorRole(SingleRole, frozen=True):
 class TrainerRole(RoleSettings, frozen=True):
     """The gang of trainer ranks; `count` ranks on each node."""
 
-    kind: Literal["torch"] = "torch"
-    """Training backend: torch."""
+    kind: Literal["torch", "megatron"] = "torch"
+    """Training backend: torch (plain, replicated or sharded) or megatron (every parallelism; see `[megatron]`)."""
     restart: RestartPolicy = "never"
     """After a failure: never (go on from the last checkpoint with `trainer.resume`) or gang (all ranks restart
     together; a run that had begun to train is then ended by the coordinator); "one" is refused."""
@@ -158,7 +158,8 @@ class RolloutRole(RoleSettings, frozen=True):
     """Rollout actors; `count` on each node, one engine each."""
 
     kind: Literal["embedded", "sglang"] = "embedded"
-    """Engine: embedded (CPU, in the process) or sglang (attached through `engine.url`)."""
+    """Engine: embedded (CPU, in the process) or sglang (a server that the actor launches, see `[sglang]`, or attaches
+    to, see `engine.attach`)."""
     quorum: CountInt = 0
     """The run goes on without actors that may not be restarted (any more), or whose node is lost, while so many are
     left; 0 = all must be."""

@@ -8,19 +8,23 @@ from pydantic import Field, model_validator
 
 from .conflict import Conflict
 from .learning import AlgoConfig, AsyncSettings, OptimizerConfig, TrainerConfig
+from .megatron import MegatronSettings
 from .roles import RolesSettings
 from .section import Section
 from .settings import (
     DataSettings,
     EngineSettings,
     EvalSettings,
+    GuardSettings,
     ModelSettings,
     MonitorSettings,
     RewardSettings,
     RolloutSettings,
     RunSettings,
 )
-from .tables import as_table
+from .sglang import owned_conflicts
+from .tables import Table, as_table
+from .weights import WeightSettings
 
 SFT_DEFAULTS = (
     ("rollout", "workflow", "demonstration"),
@@ -52,8 +56,16 @@ class RunConfig(Section, frozen=True):
     """AdamW and its schedule."""
     trainer: TrainerConfig = TrainerConfig()
     """The training processes."""
+    megatron: MegatronSettings = MegatronSettings()
+    """The Megatron trainer, if `roles.trainer.kind` is that."""
     engine: EngineSettings = EngineSettings()
     """The rollout engine."""
+    sglang: Table = {}
+    """Arguments of launched SGLang servers, by the names of its ServerArgs fields."""
+    weights: WeightSettings = WeightSettings()
+    """The way of new weights to the engines."""
+    guard: GuardSettings = GuardSettings()
+    """Comparison of engine and trainer."""
     monitor: MonitorSettings = MonitorSettings()
     """Metrics, events, traces."""
     roles: RolesSettings = RolesSettings()
@@ -157,13 +169,24 @@ def _end_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    attaches = config.roles.rollout.kind == "sglang"
-    if attaches and not config.engine.url:
+    is_sglang = config.roles.rollout.kind == "sglang"
+    yield from owned_conflicts(config.sglang)
+    if config.engine.attach and not is_sglang:
+        yield Conflict(("roles.rollout.kind", "engine.attach"), 'must be "sglang" when engine.attach is set')
+    if config.sglang and (config.engine.attach or not is_sglang):
         yield Conflict(
-            ("engine.url", "roles.rollout.kind"), 'must be set: roles.rollout.kind = "sglang" attaches to a server'
+            ("sglang", "engine.attach", "roles.rollout.kind"),
+            'is for servers that are launched: roles.rollout.kind = "sglang" without engine.attach',
         )
-    if config.engine.url and not attaches:
-        yield Conflict(("roles.rollout.kind", "engine.url"), 'must be "sglang" when engine.url is set')
+    if config.engine.attach and config.roles.rollout.nodes == "*":
+        yield Conflict(("roles.rollout.nodes", "engine.attach"), "must name the nodes when engine.attach is set")
+    elif config.engine.attach:
+        num_actors = config.roles.rollout.count * len(config.roles.rollout.nodes)
+        if num_actors > len(config.engine.attach):
+            yield Conflict(
+                ("engine.attach", "roles.rollout.count"),
+                f"names {len(config.engine.attach)} servers for {num_actors} rollout actors; each needs its own",
+            )
     limit = config.engine.context_length
     if limit and config.rollout.max_new_tokens >= limit:
         yield Conflict(
@@ -195,6 +218,58 @@ def _device_conflicts(config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _megatron_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    settings, trainer = config.megatron, config.roles.trainer
+    if trainer.kind != "megatron":
+        if settings != MegatronSettings():
+            yield Conflict(("roles.trainer.kind", "megatron"), 'must be "megatron" for the table [megatron] to matter')
+        return
+    if config.trainer.strategy != "ddp":
+        yield Conflict(
+            ("trainer.strategy", "roles.trainer.kind"),
+            "is the torch trainer's; megatron.distributed_optimizer splits optimizer state",
+        )
+    if settings.offload_optimizer and config.trainer.dtype != "bfloat16":
+        yield Conflict(
+            ("megatron.offload_optimizer", "trainer.dtype"), 'needs trainer.dtype = "bfloat16" and its float32 masters'
+        )
+    if settings.offload_optimizer and (config.trainer.checkpoint_every or config.trainer.resume):
+        yield Conflict(
+            ("megatron.offload_optimizer", "trainer.checkpoint_every", "trainer.resume"),
+            "does not go with checkpoints yet",
+        )
+    if trainer.nodes == "*":
+        return
+    num_ranks = trainer.count * len(trainer.nodes)
+    for keys, size in (
+        (("tp", "pp", "cp"), settings.tp * settings.pp * settings.cp),
+        (("etp", "ep", "pp"), settings.etp * settings.ep * settings.pp),
+    ):
+        if num_ranks % size:
+            paths = ("roles.trainer.count", *(f"megatron.{key}" for key in keys))
+            yield Conflict(paths, f"gives {num_ranks} ranks, which {' * '.join(keys)} = {size} does not divide")
+
+
+def _weight_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    channel, rollout, trainer = config.weights.channel, config.roles.rollout, config.roles.trainer
+    path = "weights.channel"
+    between_devices = channel in ("nccl", "cuda_ipc")
+    if rollout.kind == "embedded" and between_devices:
+        yield Conflict((path, "roles.rollout.kind"), 'is for servers: embedded engines take "shm" or "disk"')
+    if rollout.kind == "sglang" and channel == "shm":
+        yield Conflict((path, "roles.rollout.kind"), 'is not for servers: they take "nccl", "cuda_ipc" or "disk"')
+    if channel == "shm" and (rollout.nodes == "*" or set(rollout.nodes) != set(trainer.nodes)):
+        yield Conflict((path, "roles.rollout.nodes", "roles.trainer.nodes"), "needs both roles on the same nodes")
+    if channel == "cuda_ipc" and not trainer.device_ids:
+        yield Conflict((path, "roles.trainer.devices"), "shares memory of the trainer's GPUs, and it names none")
+    shared = set(rollout.device_ids) & set(trainer.device_ids)
+    if channel == "nccl" and shared and rollout.nodes == trainer.nodes:
+        yield Conflict(
+            (path, "roles.rollout.devices", "roles.trainer.devices"),
+            f'cannot join two processes on GPU {min(shared)}; use "cuda_ipc"',
+        )
+
+
 def _bounded_data_conflicts(config: RunConfig) -> Iterator[Conflict]:
     endless = config.run.num_steps == 0 and config.run.max_wall_s == 0 and config.run.stop_reward == 0
     if endless and config.data.max_passes == 0:
@@ -212,5 +287,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
     _engine_conflicts,
     _window_conflicts,
     _device_conflicts,
+    _megatron_conflicts,
+    _weight_conflicts,
     _bounded_data_conflicts,
 )

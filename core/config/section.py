@@ -42,6 +42,8 @@ UnitFloat = Annotated[float, Field(ge=0, le=1)]
 
 IntTuple = Annotated[tuple[int, ...], Strict(False)]
 """A TOML array of integers; the elements stay strict."""
+TextTuple = Annotated[tuple[str, ...], Strict(False)]
+"""A TOML array of text."""
 
 
 class Section(BaseModel, frozen=True):

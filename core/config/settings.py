@@ -22,8 +22,10 @@ from .section import (
     PathText,
     PositiveFloat,
     PositiveInt,
+    ProgramName,
     Section,
     SourceText,
+    TextTuple,
     UnitFloat,
 )
 from .source import check_sources
@@ -226,6 +228,9 @@ class RewardSettings(Section, frozen=True):
             yield Conflict(("pattern", "fn"), 'fn = "regex" needs a pattern')
 
 
+HTTP_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
+
+
 class EngineSettings(Section, frozen=True):
     """The rollout engine."""
 
@@ -235,17 +240,63 @@ class EngineSettings(Section, frozen=True):
     """Longest prompt plus answer in tokens; 0 = what the model allows."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number type the engine computes in."""
-    url: str = ""
-    """Address of a running SGLang server to attach to (rollout kind `sglang`); empty = the embedded engine."""
+    attach: TextTuple = ()
+    """Addresses of running SGLang servers (rollout kind `sglang`), dealt out among the rollout actors: one each, or
+    several behind one actor, which shares its requests out among them. Empty: every rollout actor launches its own."""
+    router: str = ""
+    """Address of an sglang-router in front of the attached servers: requests go through it, control goes to the
+    servers. Empty: myxa's own least-loaded routing."""
+    key_env: str = ""
+    """Environment variable of the rollout actors that holds the key of the attached servers (their
+    `--admin-api-key`); empty = they ask for none. Launched servers get a key of their own."""
+    python: ProgramName = ""
+    """Interpreter that has SGLang, for launched servers; empty = the rollout actor's own."""
+    start_s: PositiveFloat = 600.0
+    """Seconds a launched or attached server may take to load."""
     seed: CountInt = 0
     """Added to `run.seed` for sampling."""
 
-    @field_validator("url")
+    @field_validator("attach")
     @classmethod
-    def _url_is_http(cls, value: str) -> str:
-        if value and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
+    def _servers_are_named_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            if not HTTP_URL.fullmatch(url):
+                raise ValueError(f'"{url}" must look like http://host:port')
+        if len({url.rstrip("/") for url in value}) != len(value):
+            raise ValueError("names a server twice")
+        return value
+
+    @field_validator("router")
+    @classmethod
+    def _router_is_http(cls, value: str) -> str:
+        if value and not HTTP_URL.fullmatch(value):
             raise ValueError("must look like http://host:port")
         return value
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """What only attached servers have."""
+        if self.router and not self.attach:
+            yield Conflict(("router", "attach"), "needs engine.attach: weights go to the servers themselves")
+        if self.key_env and not self.attach:
+            yield Conflict(("key_env", "attach"), "is for attached servers; launched ones get a key of their own")
+
+
+class GuardSettings(Section, frozen=True):
+    """Does the engine compute what the trainer computes? A few prompts are answered by an engine and scored by the
+    trainer under the same weight version; their log-probs must agree, or the run is paused."""
+
+    every: CountInt = 20
+    """Weight versions between two checks, after one at the start; 0 = never."""
+    prompts: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Prompts per check, taken from the start of the training data."""
+    max_new_tokens: PositiveInt = 64
+    """Tokens per answer at most."""
+    above: Literal["pause", "fail"] = "pause"
+    """What happens above the bound: pause (nothing is generated or trained until the run is resumed or stopped) or
+    fail (the run ends)."""
+    bound: Literal["auto"] | NonNegativeFloat = "auto"
+    """Mean absolute difference of log-probs (nats) above which the run is paused; "auto" = by precision, see
+    docs/engines.md."""
 
 
 class MonitorSettings(Section, frozen=True):

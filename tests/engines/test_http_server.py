@@ -101,7 +101,7 @@ async def test_batches_and_n_are_answered_with_lists_prompt_by_prompt(folders):
         }
         status, answers = await client.post("/generate", body)
         assert status == 200
-        assert [a["meta_info"]["id"] for a in answers] == ["a", "a", "a", "b"]
+        assert [a["meta_info"]["id"] for a in answers] == ["a_0", "a_1", "a_2", "b"]
         assert [len(a["output_ids"]) for a in answers] == [10, 10, 10, 2]
         assert len({tuple(a["output_ids"]) for a in answers}) == 4
         _, again = await client.post("/generate", body)
@@ -171,16 +171,32 @@ async def test_pause_update_continue_under_a_running_generation(folders):
 
 
 @pytest.mark.asyncio
-async def test_abort_by_prefix_and_of_all(folders):
+async def test_abort_by_name_as_prefix_of_a_call_and_of_all(folders):
     body = {"input_ids": [1], "sampling_params": sampling(max_new_tokens=127)}
+    batch = {"input_ids": [[1]] * 3, "sampling_params": sampling(max_new_tokens=127), "rid": ["a", "a-1", "a-2"]}
+    parallel = {"input_ids": [1], "sampling_params": sampling(max_new_tokens=127, n=3), "rid": "parent"}
     async with client_of(folders[0]) as client:
-        for wish in ({"rid": "job-1"}, {"abort_all": True}):
-            running = asyncio.gather(*(client.post("/generate", body | {"rid": f"job-1-{i}"}) for i in range(3)))
+        for wish, bodies in (
+            ({"abort_all": True}, [body | {"rid": f"job-{i}"} for i in range(3)]),
+            ({"rid": "job"}, [body | {"rid": rid} for rid in ("job", "job-1", "job-2")]),
+            ({"rid": "a"}, [batch]),
+            ({"rid": "parent"}, [parallel]),
+        ):
+            running = asyncio.gather(*(client.post("/generate", one) for one in bodies))
             while (await client.get("/server_info"))[1]["internal_states"][0]["num_running_reqs"] < 3:
                 await asyncio.sleep(0.001)
             assert (await client.post("/abort_request", wish))[0] == 200
             for _, answer in await running:
-                assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+                for one in answer if isinstance(answer, list) else [answer]:
+                    reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+                    assert one["meta_info"]["finish_reason"] == reason
+        alive = asyncio.gather(client.post("/generate", body | {"rid": "job-1"}))
+        while not (await client.get("/server_info"))[1]["internal_states"][0]["num_running_reqs"]:
+            await asyncio.sleep(0.001)
+        for nobody in ({"rid": "job"}, {"rid": ""}, {}):
+            assert (await client.post("/abort_request", nobody))[0] == 200
+        ((_, answer),) = await alive
+        assert answer["meta_info"]["finish_reason"]["type"] == "length"
 
 
 BAD_BODIES = [
@@ -201,13 +217,10 @@ BAD_BODIES = [
     ({"input_ids": [1], "sampling_params": {"tempratur": 1}}, "tempratur"),
     ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "temperature"),
     ({"input_ids": [1], "sampling_params": {"top_p": 7}}, "top_p is 7"),
-    ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens is 0"),
-    ({"input_ids": [1], "sampling_params": {"n": 0}}, "n is 0"),
     ({"input_ids": [1], "sampling_params": {"n": 10**9}}, "n is 1000000000"),
     ({"input_ids": [[1]] * 3000, "sampling_params": {"n": 3}}, "more than 4096 sequences"),
     ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "1 sampling_params for 2 prompts"),
-    ({"input_ids": [[1], [2]], "rid": "same"}, "one rid for 2 prompts"),
-    ({"input_ids": [[1], [2]], "rid": ["same", "same"], "sampling_params": sampling()}, "is running already"),
+    ({"input_ids": [[1], [2]], "rid": ["same", "same"], "sampling_params": sampling()}, "more than once"),
     ({"input_ids": [1], "sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty is not supported"),
     ({"input_ids": [1], "sampling_params": {"stop": ["x"]}}, "stop is not supported"),
     ({"input_ids": [1], "lora_path": "x"}, "lora_path is not supported"),
@@ -234,7 +247,8 @@ async def test_bad_control_calls_are_refused(folders, tmp_path):
     calls = [
         ("/pause_generation", {"mode": "sleep"}, "Invalid enum value"),
         ("/pause_generation", [], "Expected `object`"),
-        ("/abort_request", {}, "neither rid nor abort_all"),
+        ("/abort_request", b"", "truncated"),
+        ("/continue_generation", b"", "truncated"),
         ("/update_weights_from_disk", {}, "model_path"),
         ("/update_weights_from_disk", {"model_path": str(folders[1]), "weight_version": "new"}, "not a whole number"),
         ("/update_weight_version", {"new_version": "x"}, "not a whole number"),

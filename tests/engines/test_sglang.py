@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from myxa.actors.engines.sglang import SglangEngine, SglangOptions
-from myxa.core.errors import EngineError, RequestRefused
+from myxa.core.errors import EngineError, RequestRefused, WeightsRefused
 from myxa.core.messages import WeightManifest
 
 OPTIONS = SglangOptions(vocab_size=320, context_length=128, start_s=20, call_s=10, stall_s=10, name="rollout/3")
@@ -45,7 +46,11 @@ class Server:
         """Break the connection after the chunks instead of ending the stream."""
         self.hold = asyncio.Event()
         self.hold.set()
+        self.loading = asyncio.Event()
+        self.loading.set()
+        """An update that waits for it takes long."""
         self.version = "default"
+        self.stands = False
         self.is_stubborn = False
         """Say yes to an update and go on with the old version."""
         self.update_answer: tuple[int, dict] | None = None
@@ -55,11 +60,16 @@ class Server:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read() or b"{}")
         self.bodies.append((request.path, body))
+        if request.path.endswith("_generation"):
+            self.stands = request.path == "/pause_generation"
+        if request.path == "/health" and self.stands:  # as SGLang: it is answered by generating a token
+            await asyncio.sleep(DEADLINE_S)
         if request.path == "/generate":
             return await self.generate(request)
         if request.path == "/model_info":
             return web.json_response({"weight_version": self.version})
         if request.path == "/update_weights_from_disk":
+            await self.loading.wait()
             status, answer = self.update_answer or (200, {"success": True})
             if answer.get("success") and not self.is_stubborn:
                 self.version = body["weight_version"]
@@ -113,28 +123,39 @@ async def test_facts_the_server_does_not_tell_come_from_the_settings(ask):
 
 
 @pytest.mark.asyncio
-async def test_what_is_sent_is_sglangs_and_ids_cannot_be_prefixes_of_each_other(ask, result):
+async def test_what_is_sent_is_sglangs_and_every_stream_has_an_id_of_its_own(ask, result):
     async with connected() as (engine, server):
-        server.chunks = [event([5], 1, {"type": "length"}), b"data: [DONE]\n\n"]
+        server.chunks = [event([5], 1)]
+        server.hold.clear()
         request = ask("r1", [1, 2], max_new_tokens=7, top_k=3, seed=9, stop_token_ids=(4,), temperature=0.5)
-        await collect(engine, request, result)
+        stream = asyncio.gather(collect(engine, request, result), return_exceptions=True)
+        while (await engine.info()).running < 1:
+            await asyncio.sleep(0.001)
         await engine.abort("r1")
+        await engine.abort("r10")
         await engine.abort()
         await engine.pause("retract")
         await engine.resume()
+        server.hold.set()
+        await stream
+        await asyncio.gather(collect(engine, request, result), return_exceptions=True)
         sent = [s for s in server.bodies if s[0] not in ("/health", "/server_info", "/model_info")]
+    rids = [body.pop("rid") for path, body in sent if "rid" in body]
+    assert all(re.fullmatch(r"r1~[0-9a-f]{8}\.[0-9]+~", rid) for rid in rids)
+    assert rids[0] == rids[1] != rids[2], "an abort names the stream, and the next one has another name"
+    sent.pop()
     assert sent == [
         ("/generate", {
-            "rid": "r1~", "input_ids": [1, 2], "return_logprob": True, "stream": True,
+            "input_ids": [1, 2], "return_logprob": True, "stream": True, "extra_key": "v-1",
             "sampling_params": {
                 "temperature": 0.5, "top_p": 1.0, "top_k": 3, "max_new_tokens": 7, "stop_token_ids": [4],
                 "ignore_eos": False, "sampling_seed": 9,
             },
         }),
-        ("/abort_request", {"rid": "r1~"}),
+        ("/abort_request", {}),
         ("/abort_request", {"abort_all": True}),
         ("/pause_generation", {"mode": "retract"}),
-        ("/continue_generation", {}),
+        ("/continue_generation", {"torch_empty_cache": False}),
     ]  # fmt: skip
 
 
@@ -192,7 +213,7 @@ def manifest(version: int, location: str, channel: Literal["shm", "disk"] = "dis
 
 
 @pytest.mark.asyncio
-async def test_a_commit_pauses_loads_verifies_and_goes_on_whatever_happens(tmp_path: Path, folders):
+async def test_a_commit_pauses_loads_verifies_and_goes_on_also_after_a_refusal(tmp_path: Path, folders):
     async with connected() as (engine, server):
         await engine.prepare_weights(manifest(3, str(folders[0])))
         server.bodies.clear()
@@ -205,15 +226,52 @@ async def test_a_commit_pauses_loads_verifies_and_goes_on_whatever_happens(tmp_p
         for answer, says in (
             ((200, {"success": False, "message": "shape"}), "refused weight version 4: shape"),
             ((400, {"success": False, "message": "disk"}), r"answered 400: .*disk"),
-            ((500, {}), "answered 500"),
         ):
             server.update_answer = answer
             server.bodies.clear()
             await engine.prepare_weights(manifest(4, str(folders[0])))
-            with pytest.raises(EngineError, match=says):
+            with pytest.raises(WeightsRefused, match=says):
                 await engine.commit_weights(4)
             assert server.bodies[-1][0] == "/continue_generation"
         assert (await engine.info()).version == 3
+
+
+@pytest.mark.asyncio
+async def test_a_server_whose_weights_may_be_torn_is_not_let_go_on(ask, result, folders):
+    """An update that ends in an error nobody planned: what is in the server has no version, and serves none."""
+    async with connected() as (engine, server):
+        server.update_answer = (500, {})
+        await engine.prepare_weights(manifest(4, str(folders[0])))
+        with pytest.raises(EngineError, match="answered 500"):
+            await engine.commit_weights(4)
+        assert server.bodies[-1][0] == "/update_weights_from_disk"
+        with pytest.raises(EngineError, match="version 4 was being loaded and did not arrive whole"):
+            await collect(engine, ask("r1", 3, max_new_tokens=5), result)
+        assert all(path != "/generate" for path, _ in server.bodies)
+        server.update_answer = None
+        await engine.prepare_weights(manifest(5, str(folders[0])))
+        await engine.commit_weights(5)
+        assert server.bodies[-1][0] == "/continue_generation"
+        server.chunks = [event([5], 1, {"type": "length"}, weight_version="5")]
+        assert (await collect(engine, ask("r2", 3, max_new_tokens=1), result)).versions.tolist() == [5]
+
+
+@pytest.mark.asyncio
+async def test_a_request_that_begins_while_a_version_is_loaded_waits_for_it(ask, result, folders):
+    async with connected() as (engine, server):
+        server.chunks = [event([5], 1, {"type": "length"}, weight_version="6")]
+        server.loading.clear()
+        await engine.prepare_weights(manifest(6, str(folders[0])))
+        commit = asyncio.ensure_future(engine.commit_weights(6))
+        while server.bodies[-1][0] != "/update_weights_from_disk":
+            await asyncio.sleep(0.01)
+        answer = asyncio.ensure_future(collect(engine, ask("r1", 3, max_new_tokens=1), result))
+        await asyncio.sleep(0.1)
+        assert not answer.done()
+        assert all(path != "/generate" for path, _ in server.bodies)
+        server.loading.set()
+        await commit
+        assert (await answer).versions.tolist() == [6]
 
 
 @pytest.mark.asyncio
@@ -223,14 +281,14 @@ async def test_a_server_that_says_yes_and_serves_another_version_is_caught(folde
         await engine.prepare_weights(manifest(3, str(folders[0])))
         with pytest.raises(EngineError, match="serves version 2 after version 3 was loaded"):
             await engine.commit_weights(3)
-        assert server.bodies[-1][0] == "/continue_generation"
+        assert "/continue_generation" not in [path for path, _ in server.bodies]
 
 
 @pytest.mark.asyncio
 async def test_weights_the_server_cannot_read_are_refused_at_prepare(tmp_path: Path):
     async with connected() as (engine, _):
         for wrong, says in (
-            (manifest(1, "/proc/1/fd/3", channel="shm"), r"came by channel 'shm'.*\"disk\""),
+            (manifest(1, "/proc/1/fd/3", channel="shm"), r"came by channel 'shm', this server takes \['disk'\]"),
             (manifest(1, "relative/path"), "no absolute path"),
             (manifest(1, str(tmp_path)), "with safetensors"),
         ):
@@ -251,3 +309,19 @@ async def test_tokens_without_spans_get_the_version_known_when_they_were_asked_f
         got = await collect(engine, ask("newer", 3, max_new_tokens=5), result)
         assert got.versions.tolist() == [3, 3]
         assert np.allclose(got.logprobs, -1.0)
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_stands_is_not_lost_though_its_health_is_silent():
+    options = SglangOptions(vocab_size=320, context_length=128, health_every_s=0.02, lost_after_s=0.1)
+    async with connected(options) as (engine, server):
+        await engine.pause("in_place")
+        watch = asyncio.gather(engine.until_lost())
+        asked = len(server.bodies)
+        while [path for path, _ in server.bodies[asked:]].count("/model_info") < 8:
+            await asyncio.sleep(0.01)
+        assert not watch.done()
+        assert "/health" not in [path for path, _ in server.bodies[asked:]]
+        await engine.resume()
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)

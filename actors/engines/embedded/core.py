@@ -164,6 +164,11 @@ class EngineCore:
         """Stamp the next tokens with another version, weights unchanged."""
         self.version = version
 
+    @property
+    def weights(self) -> DecoderWeights:
+        """Those that serve now."""
+        return self._weights
+
     def swap(self, weights: DecoderWeights, version: int, mode: PauseMode) -> DecoderWeights:
         """Serve other weights from the next token on; returns the old ones. `mode` is as in `pause`."""
         was_paused = self.is_paused

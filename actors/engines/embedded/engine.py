@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from ....core.errors import EngineError
 from ....core.messages import WeightManifest
-from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode, WeightReader
+from ....core.protocols import Delta, EngineInfo, GenerateRequest, NamedArray, PauseMode, WeightReader
 from ....memory.budget import EngineBudget, plan_engine
 from ....memory.host import available_bytes
 from ...models.hf_folder import ModelConfig, open_weights, read_config
@@ -109,6 +109,8 @@ class EmbeddedEngine:
         self._streams: set[_Stream] = set()
         self._preparing = asyncio.Lock()
         self._starting = asyncio.Lock()
+        self._broken: EngineError | None = None
+        self._is_lost = asyncio.Event()
 
     @property
     def _place(self) -> str:
@@ -136,7 +138,7 @@ class EmbeddedEngine:
             thread = EngineThread(
                 core,
                 on_events=self._on_events,
-                on_broken=self._fail_streams,
+                on_broken=self._on_broken,
                 name=self._place,
                 num_threads=self._options.num_threads,
             )
@@ -151,6 +153,7 @@ class EmbeddedEngine:
                 f"{self._place}: dtype {options.dtype} is not for CPUs", remedy=f"use {' or '.join(CPU_DTYPES)}"
             )
         config = read_config(self._folder)
+        config.require_plain(self._place)
         budget = plan_engine(
             config,
             dtype=options.dtype,
@@ -236,6 +239,17 @@ class EmbeddedEngine:
             if isinstance(event.owner, _Stream):
                 event.owner.put(event.news)
 
+    def _on_broken(self, error: EngineError) -> None:
+        self._broken = error
+        self._is_lost.set()
+        self._fail_streams(error)
+
+    async def until_lost(self) -> None:
+        """Waits; raises the error that broke the thread."""
+        await self._is_lost.wait()
+        if self._broken is not None:
+            raise self._broken
+
     def _fail_streams(self, error: EngineError) -> None:
         for stream in list(self._streams):
             stream.put(error)
@@ -285,6 +299,15 @@ class EmbeddedEngine:
                 weights.load(tensors, str(path))
 
         await self._prepare(version, load)
+
+    async def prepare_tensors(self, tensors: Mapping[str, NamedArray], version: int) -> None:
+        """Copy weights that lie in this process's memory, to be committed as `version`. Raises EngineError naming what
+        is missing or of another shape; the bytes are not needed afterwards."""
+        await self._prepare(version, lambda weights: weights.load(tensors, f"weight version {version}"))
+
+    async def weight_values(self, name: str, num_values: int) -> list[float]:
+        """The first values of a weight that serves now. Raises RequestRefused for one that is not kept as it came."""
+        return await self._started().thread.call(lambda core: core.weights.first_values(name, num_values))
 
     async def _prepare(self, version: int, load: Callable[[DecoderWeights], None]) -> None:
         async with self._preparing:

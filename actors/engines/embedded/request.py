@@ -77,7 +77,6 @@ def _check_sampling(sampling: SamplingParams, name: str, vocab_size: int) -> Non
 def make_running(request: GenerateRequest, owner: object, eos_token_ids: frozenset[int], state: int) -> Running:
     """The engine's view of a checked request."""
     sampling = request.sampling
-    eos = frozenset[int]() if sampling.ignore_eos else eos_token_ids
     context = request.input_ids.astype(np.int32, copy=True)
     return Running(
         request_id=request.request_id,
@@ -85,6 +84,6 @@ def make_running(request: GenerateRequest, owner: object, eos_token_ids: frozens
         context=context,
         limit=len(context) + sampling.max_new_tokens,
         sampling=sampling,
-        stop_ids=eos | frozenset(sampling.stop_token_ids),
+        stop_ids=frozenset() if sampling.ignore_eos else eos_token_ids | frozenset(sampling.stop_token_ids),
         state=state,
     )

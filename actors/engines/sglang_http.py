@@ -1,0 +1,125 @@
+"""One SGLang server's control calls: JSON over HTTP, with a key, a deadline and the server's name in every error.
+
+Knows aiohttp; must not know generation, weights or processes. httpx was considered: aiohttp is here already for the
+embedded server and streams at half the cost per chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, cast
+
+import aiohttp
+import msgspec
+import orjson
+
+from ...core.errors import EngineError, RequestRefused
+
+JSON_HEADERS = {"Content-Type": "application/json"}
+HEALTH_S = 10.0
+"""Deadline of one look at `/health`."""
+
+
+class SglangHttp:
+    """A connection to one server."""
+
+    def __init__(self, url: str, *, name: str, call_s: float, admin_key: str = "") -> None:
+        """`admin_key`: sent as bearer with control calls; empty: none. `call_s`: deadline of a control call."""
+        self.url = url.rstrip("/")
+        self.place = f"{name} at {self.url}"
+        """Whom errors name."""
+        self.call_s = call_s
+        self.headers = JSON_HEADERS | ({"Authorization": f"Bearer {admin_key}"} if admin_key else {})
+        """For every request."""
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `open` was called."""
+        return self._session is not None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """For streams. Raises EngineError before `open` and after `close`."""
+        if self._session is None or self._session.closed:
+            raise EngineError(f"{self.place}: not started, or closed", remedy="await start() first")
+        return self._session
+
+    def open(self) -> None:
+        """Make the session; needs a running loop."""
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), raise_for_status=False)
+
+    async def close(self) -> None:
+        """End all connections. Never raises."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def is_healthy(self, within_s: float = HEALTH_S, *, path: str = "/health") -> bool:
+        """Whether `/health` answers 200; a server that loads, hangs or is gone does not. Nor does one that is paused,
+        for it generates a token for the answer: ask it by another `path`."""
+        with suppress(aiohttp.ClientError, TimeoutError):
+            timeout = aiohttp.ClientTimeout(total=within_s)
+            async with self.session.get(self.url + path, timeout=timeout) as answer:
+                return answer.status == 200
+        return False
+
+    async def until_healthy(self, within_s: float) -> None:
+        """Wait for a server that is loading. Raises EngineError when it is not well in time."""
+        try:
+            async with asyncio.timeout(within_s):
+                while not await self.is_healthy():
+                    await asyncio.sleep(0.2)
+        except TimeoutError as err:
+            raise EngineError(
+                f"{self.place}: no healthy answer within {within_s:g} s",
+                remedy="start the server, or mend engine.attach",
+            ) from err
+
+    async def get(self, path: str) -> Mapping[str, Any]:
+        """The object a GET answers with; {} for plain text. Raises EngineError."""
+        return await self._call("GET", path, None, self.call_s)
+
+    async def post(self, path: str, body: Mapping[str, Any], *, within_s: float = 0.0) -> Mapping[str, Any]:
+        """The object a POST answers with; {} for plain text. `within_s` 0: `call_s`. Raises EngineError."""
+        return await self._call("POST", path, orjson.dumps(body), within_s or self.call_s)
+
+    async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON value, of whatever kind, that a POST answers with; None for what is none. Raises EngineError."""
+        return _decoded(await self._raw("POST", path, orjson.dumps(body), self.call_s))
+
+    async def _call(self, method: str, path: str, body: bytes | None, within_s: float) -> Mapping[str, Any]:
+        value = _decoded(await self._raw(method, path, body, within_s))
+        return cast("dict[str, Any]", value) if isinstance(value, dict) else {}  # some routes answer with plain text
+
+    async def _raw(self, method: str, path: str, body: bytes | None, within_s: float) -> bytes:
+        place = f"{self.place}: {method} {path}"
+        timeout = aiohttp.ClientTimeout(total=within_s)
+        try:
+            async with self.session.request(
+                method, self.url + path, data=body, headers=self.headers, timeout=timeout
+            ) as answer:
+                raw = await answer.read()
+                if answer.status >= 400:
+                    raise _error(place, answer.status, raw)
+                return raw
+        except (aiohttp.ClientError, TimeoutError) as err:
+            raise EngineError(
+                f"{place} failed within {within_s:g} s: {type(err).__name__}: {err}",
+                remedy="is the server alive and reachable?",
+            ) from err
+
+
+def _decoded(raw: bytes) -> Any:
+    with suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(raw)
+    return None
+
+
+def _error(place: str, status: int, raw: bytes) -> EngineError:
+    text = f"{place} answered {status}: {raw[:500].decode(errors='replace')}"
+    if status in (401, 403):
+        return EngineError(text, remedy="set engine.admin_key to the server's --admin-api-key")
+    kind = RequestRefused if status in (400, 413, 422) else EngineError
+    return kind(text, remedy="see the server's log")

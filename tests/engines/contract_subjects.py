@@ -1,0 +1,142 @@
+"""Engines the contract is asked of: in process, behind our HTTP, behind recorded answers; and the models they serve."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from contract import CONTEXT, MAX_RUNNING, SCENARIOS, VOCAB, Scoring, Subject
+from recording import Places, read_recording
+from replay import replaying
+
+from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
+from myxa.actors.engines.http_server import serve
+from myxa.actors.engines.sglang import SglangEngine, SglangOptions
+from myxa.actors.models.hf_folder import open_weights, read_config
+from myxa.actors.models.tiny import make_tiny_model
+from myxa.actors.weights.channel import ChannelReader
+from myxa.actors.weights.disk import DiskWeightWriter
+from myxa.core.messages import WeightManifest
+
+RECORDINGS = Path(__file__).parent / "recordings"
+OPTIONS = EmbeddedOptions(max_running=MAX_RUNNING, stream_interval=4, seed=5)
+CLIENT = SglangOptions(vocab_size=VOCAB, start_s=20, call_s=30, stall_s=30)
+EXACT = 1e-5
+"""Tolerance of the embedded engine."""
+
+
+def make_versions(root: Path) -> list[Path]:
+    """Three weight versions of one model: 0.46M parameters, 2 layers. The same on every machine."""
+    made: list[Path] = []
+    for seed in range(3):
+        folder = root / f"model{seed}"
+        make_tiny_model(folder, "0p5m", seed=seed, vocab_size=VOCAB, context_length=CONTEXT)
+        made.append(folder)
+    return made
+
+
+def digest_of(versions: Sequence[Path]) -> str:
+    """Tells whether recordings were made with these models."""
+    digest = hashlib.blake2b(digest_size=16)
+    for folder in versions:
+        digest.update((folder / "model.safetensors").read_bytes())
+    return digest.hexdigest()
+
+
+class Score:
+    """transformers' full forward of one folder: no cache, no batching, no padding."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def logprobs(self, prompt: np.ndarray, output: np.ndarray, temperature: float) -> np.ndarray:
+        ids = torch.tensor(np.concatenate([prompt, output]).astype(np.int64))[None]
+        logits = self._model(ids).logits[0, len(prompt) - 1 : -1] / (temperature or 1.0)
+        return logits.log_softmax(-1).gather(1, torch.tensor(output.astype(np.int64))[:, None])[:, 0].numpy()
+
+
+class Scores:
+    """One `Score` per folder."""
+
+    def __init__(self) -> None:
+        self._made: dict[Path, Score] = {}
+
+    def __call__(self, folder: Path) -> Scoring:
+        return self._made.setdefault(folder, Score(folder)) if folder not in self._made else self._made[folder]
+
+
+def publisher(root: Path, versions: Sequence[Path]) -> Callable[[int, Path], WeightManifest]:
+    """Publishes folders as versions on the disk channel."""
+    writer = DiskWeightWriter(root, versions[0], "here")
+
+    def publish(version: int, folder: Path) -> WeightManifest:
+        with open_weights(folder, read_config(folder)) as tensors:
+            return writer.publish(version, list(tensors.values()))
+
+    return publish
+
+
+def kinds() -> list[str]:
+    """Every engine that can be asked on any machine."""
+    return [
+        "embedded",
+        "http",
+        "http-incremental",
+        *sorted(path.parent.name for path in RECORDINGS.glob("*/about.json")),
+    ]
+
+
+@asynccontextmanager
+async def running(
+    kind: str, scenario: str, versions: Sequence[Path], weights: Path, scores: Scores
+) -> AsyncIterator[Subject]:
+    """A subject of that kind, for one scenario; everything is closed at the end."""
+    publish = publisher(weights, versions)
+    if kind == "embedded":
+        engine = EmbeddedEngine(versions[0], OPTIONS, reader=ChannelReader())
+        await engine.start()
+        try:
+            yield Subject(engine, versions, publish, scores, EXACT, tells_spans=True)
+        finally:
+            await engine.close()
+    elif kind.startswith("http"):
+        is_incremental = kind == "http-incremental"
+        async with (
+            serve(versions[0], options=OPTIONS, is_incremental=is_incremental) as served,
+            client_of(served.url) as engine,
+        ):
+            yield Subject(engine, versions, publish, scores, EXACT, tells_spans=True)
+    else:
+        about = json.loads((RECORDINGS / kind / "about.json").read_text())
+        assert about["models"] == digest_of(versions), f"{kind} was recorded with other models: record it again"
+        recording = read_recording(RECORDINGS / kind / f"{scenario}.jsonl")
+        places = Places({"models": versions[0].parent, "weights": weights})
+        async with replaying(recording, places) as url, client_of(url) as engine:
+            yield Subject(engine, versions, publish, scores, about["tolerance"], about["tells_spans"])
+
+
+@asynccontextmanager
+async def client_of(url: str) -> AsyncIterator[SglangEngine]:
+    engine = SglangEngine(url, CLIENT)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def all_scenarios() -> dict[str, object]:
+    """Name -> scenario, in the order in which they are written."""
+    import contract_requests
+    import contract_weights
+
+    assert contract_requests and contract_weights
+    return dict(SCENARIOS)

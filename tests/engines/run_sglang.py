@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""The contract, asked of a real SGLang server; with --record its answers are kept for tests that have none.
+
+    make sglang-cpu                                          the pinned server on this machine's CPU
+    python tests/engines/run_sglang.py --python python3 --device cuda --dtype bfloat16 --tolerance 0.05 \\
+        --record tests/engines/recordings/sglang-0.5.17-h200 on a GPU host, where sglang can be imported
+
+Flags after `--` go to the server (`-- --incremental-streaming-output`). Needs no pytest. Ends with 0 when every
+scenario holds, and also, with a loud line, when SGLang cannot be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from contract import SCENARIOS, Subject, collect, endless, fails, started
+from contract_subjects import Scores, all_scenarios, client_of, digest_of, make_versions, publisher
+from real_server import RealServer, environment_of, real_server
+from recording import Places, Writer
+from recording_proxy import Proxy, proxy
+from route_probes import aborted_children, answers, calls
+
+from myxa.core.errors import EngineError
+
+SCENARIO_S = 120.0
+VERSIONS = (
+    "import json,platform,sglang,torch,transformers;"
+    "print(json.dumps({'sglang':sglang.__version__,'torch':torch.__version__,'transformers':transformers.__version__,"
+    "'python':platform.python_version()}))"
+)
+IMPORT = "import sglang.srt.entrypoints.http_server"
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main() -> int:
+    options = arguments()
+    reason = why_not(options.python, options.device)
+    if reason:
+        say(f"\n{'!' * 100}\nSKIPPED: the real SGLang was NOT tested: it cannot be imported by {options.python}:\n{reason}\n{'!' * 100}")  # fmt: skip
+        return 0
+    all_scenarios()
+    with tempfile.TemporaryDirectory(prefix="sglang-") as folder:
+        return asyncio.run(check(options, Path(folder)))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=sys.executable, help="interpreter that can import sglang")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="of log-probs, against transformers in float32")
+    parser.add_argument("--record", type=Path, help="folder for recordings; what was there is replaced")
+    parser.add_argument("--only", nargs="*", default=[], help="names of scenarios")
+    parser.add_argument("extra", nargs="*", help="flags for the server, after --")
+    return parser.parse_args()
+
+
+def why_not(python: str, device: str) -> str:
+    """The last lines of the error by which SGLang cannot be imported; empty when it can."""
+    try:
+        run = subprocess.run([python, "-c", IMPORT], env=dict(environment_of(device)), capture_output=True, text=True, timeout=300)  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as err:
+        return str(err)
+    return "" if run.returncode == 0 else run.stderr[-1500:]
+
+
+async def check(options: argparse.Namespace, folder: Path) -> int:
+    versions = make_versions(folder / "models")
+    begun = time.monotonic()
+    async with real_server(
+        options.python,
+        versions[0],
+        folder / "server.log",
+        device=options.device,
+        dtype=options.dtype,
+        extra=options.extra,
+    ) as server:
+        say(f"SGLang answers after {time.monotonic() - begun:.0f} s: {' '.join(server.command)}")
+        async with proxy(server.url) as (url, recorder):
+            failed = await Run(options, folder, versions, server, url, recorder).everything()
+        if failed:
+            say(server.log.read_text(errors="replace")[-3000:])
+    say(f"{len(failed)} failed: {failed}" if failed else "every scenario holds")
+    return bool(failed)
+
+
+class Run:
+    """All scenarios on one server."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        folder: Path,
+        versions: list[Path],
+        server: RealServer,
+        url: str,
+        recorder: Proxy,
+    ) -> None:
+        self._options = options
+        self._folder = folder
+        self._versions = versions
+        self._server = server
+        self._url = url
+        self._recorder = recorder
+        self._scores = Scores()
+        self._failed: list[str] = []
+
+    async def everything(self) -> list[str]:
+        record: Path | None = self._options.record
+        if record is not None:
+            shutil.rmtree(record, ignore_errors=True)
+        for number, name in enumerate(SCENARIOS):
+            if not self._options.only or name in self._options.only:
+                await self._one(name, self._folder / f"weights{number}", record)
+        if not self._options.only:
+            if record is not None and not self._failed:
+                if "--skip-tokenizer-init" not in self._options.extra:  # without texts other calls are possible
+                    await self._probes(record)
+                await self._about(record)
+            await self._death()
+        return self._failed
+
+    async def _one(self, name: str, weights: Path, record: Path | None) -> None:
+        await self._reset()
+        places = Places({"models": self._versions[0].parent, "weights": weights})
+        self._recorder.writer = writer = Writer(places)
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(SCENARIO_S), client_of(self._url) as engine:
+                publish = publisher(weights, self._versions)
+                subject = Subject(
+                    engine, self._versions, publish, self._scores, self._options.tolerance, tells_spans=False
+                )
+                await SCENARIOS[name](subject)
+        except (Exception, asyncio.CancelledError):  # whatever it is, the next scenario is asked too
+            self._failed.append(name)
+            traceback.print_exc()
+        say(f"{'FAILED' if name in self._failed else 'ok':6} {time.monotonic() - begun:5.1f} s  {name}")
+        self._recorder.writer = None
+        if record is not None and name not in self._failed:
+            writer.write(record / f"{name}.jsonl")
+
+    async def _reset(self) -> None:
+        """Nothing runs, nothing is paused, version 0 is served and the cache is empty."""
+        update = {"model_path": str(self._versions[0]), "weight_version": "0", "flush_cache": False}
+        calls = {"/continue_generation": {}, "/abort_request": {"abort_all": True}, "/flush_cache": {}, "/update_weights_from_disk": update}  # fmt: skip
+        async with asyncio.timeout(SCENARIO_S), aiohttp.ClientSession() as session:
+            for path, body in calls.items():
+                while True:
+                    async with session.post(self._server.url + path, json=body) as answer:
+                        if answer.status == 200:
+                            break
+                        assert path == "/flush_cache", f"{path}: {await answer.text()}"
+                    await asyncio.sleep(0.2)  # what was aborted is still ending
+
+    async def _probes(self, record: Path) -> None:
+        """What the server answers to raw calls."""
+        await self._reset()
+        models = self._versions[0].parent
+        places = Places({"models": models})
+        found = await answers(self._server.url, calls(models))
+        for name in ("server info",):
+            facts: dict[str, Any] = json.loads(found[name]["text"])
+            found[name]["text"] = json.dumps(dict.fromkeys(sorted(facts)))
+        hidden = {name: answer | {"text": places.hide(answer["text"])} for name, answer in found.items()}
+        aborts = await aborted_children(self._server.url)
+        (record / "probes.json").write_text(
+            json.dumps({"answers": hidden, "aborts": aborts}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+
+    async def _about(self, record: Path) -> None:
+        """What all of this was recorded with."""
+        models = self._versions[0].parent
+        command = " ".join(self._server.command[1:]).replace(str(models), "<models>")
+        versions = await asyncio.to_thread(
+            subprocess.run, [self._options.python, "-c", VERSIONS], env=dict(environment_of(self._options.device)),
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        about = {
+            "server": json.loads(versions.stdout.strip().split("\n")[-1]),
+            "command": f"python {command}".replace(self._server.url.rsplit(":", 1)[1], "<port>"),
+            "device": self._options.device,
+            "tolerance": self._options.tolerance,
+            "tells_spans": False,
+            "models": digest_of(self._versions),
+        }
+        (record / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+    async def _death(self) -> None:
+        """A server that is killed under a running stream: an error that names it, soon, and no hang."""
+        await self._reset()
+        async with client_of(self._server.url) as engine, started(engine, endless("r")) as (stream,):
+            self._server.kill()
+            async with asyncio.timeout(SCENARIO_S):
+                await fails(stream, EngineError, self._server.url, "'r'")
+                await fails(collect(engine, endless("s")), EngineError, self._server.url)
+        say("ok             the server is killed under a running stream")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

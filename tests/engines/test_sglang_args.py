@@ -1,0 +1,139 @@
+"""The [sglang] table against a schema, the command line made of it, sizes and environment: all pure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import runpy
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from myxa.actors.canary import BOUNDS
+from myxa.actors.engines import sglang_probe
+from myxa.actors.engines.sglang_args import ServerSchema, check_sizes, check_table, command_line
+from myxa.actors.engines.sglang_launched import DEFAULTS, SglangLaunch, server_env, server_values
+from myxa.core.config.sglang import OWNED
+from myxa.core.errors import ConfigError
+
+SERVER_ARGS = Path(__file__).parent / "stand_in" / "sglang" / "srt" / "server_args.py"
+
+
+@pytest.fixture(scope="module")
+def schema(tmp_path_factory: pytest.TempPathFactory) -> ServerSchema:
+    """What the probe makes of the stand-in's parser, in this process."""
+    patch = pytest.MonkeyPatch()
+    names = runpy.run_path(str(SERVER_ARGS))
+    holder = argparse.Namespace(ServerArgs=names["ServerArgs"])
+    patch.setattr(sglang_probe.importlib, "import_module", lambda name: holder)
+    found = sglang_probe.look("0.5.17")
+    patch.undo()
+    return msgspec.json.decode(found, type=ServerSchema)
+
+
+def launch(**changes) -> SglangLaunch:
+    plain = {
+        "python": "python3", "model_path": "/m", "table": {}, "env": {}, "log_path": Path("/l"), "dtype": "bfloat16",
+        "seed": 7, "num_devices": 0, "max_running": 64,
+    }  # fmt: skip
+    return SglangLaunch(**(plain | changes))
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"mem_fraction_statik": 0.5}, 'no such argument; did you mean "mem_fraction_static"?'),
+        ({"zzz": 1}, "sglang.zzz = 1: SGLang 0.5.17 has no such argument"),
+        ({"tensor_parallel_size": 2}, 'is another name of "tp_size", use that'),
+        ({"old_name": 1}, "has no such argument"),
+        ({"tp_size": "2"}, 'sglang.tp_size = "2": must be a whole number'),
+        ({"tp_size": 2.0}, "must be a whole number"),
+        ({"tp_size": True}, "must be a whole number"),
+        ({"mem_fraction_static": "half"}, "must be a number"),
+        ({"disable_cuda_graph": 1}, "must be true or false"),
+        ({"cuda_graph_bs": 4}, "must be an array"),
+        ({"cuda_graph_bs": [4, "x"]}, "must be a whole number"),
+        ({"quantization": ["fp8"]}, "must not be an array"),
+    ],
+)
+def test_what_the_installed_version_does_not_take_is_told(table, says, schema):
+    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+        check_table(table, schema)
+    assert "SGLang 0.5.17 is installed" in str(caught.value)
+
+
+def test_choices_are_those_of_the_installed_version(schema):
+    with pytest.raises(ConfigError, match=r"sglang.dtype = \"int3\": must be one of auto, half, float16"):
+        check_table({"dtype": "int3"}, schema)
+
+
+def test_all_mistakes_are_told_at_once(schema):
+    with pytest.raises(ConfigError) as caught:
+        check_table({"aaa": 1, "tp_size": "x", "mem_fraction_static": 0.5}, schema)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_the_command_line_means_the_table_to_the_servers_own_parser(schema):
+    table = {
+        "tp_size": 2, "mem_fraction_static": 1, "enable_dp_attention": False,
+        "no_graphs": True, "cuda_graph_bs": [1, 2, 4], "json_model_override_args": {"rope": {"type": "x y"}}, "quantization": "--odd",
+    }  # fmt: skip
+    check_table(table, schema)
+    parser = argparse.ArgumentParser()
+    runpy.run_path(str(SERVER_ARGS))["ServerArgs"].add_cli_args(parser)
+    got = parser.parse_args(["--model-path=/m", *command_line(table, schema)])
+    assert (got.tp_size, got.mem_fraction_static, got.cuda_graph_bs) == (2, 1.0, [1, 2, 4])
+    assert (got.disable_cuda_graph, got.enable_dp_attention, got.quantization) == (True, False, "--odd")
+    assert json.loads(got.json_model_override_args) == {"rope": {"type": "x y"}}
+
+
+def test_sizes_must_need_exactly_the_actors_gpus():
+    assert check_sizes({}, 0) == {}
+    assert check_sizes({}, 4) == {"tp_size": 4}
+    assert check_sizes({"dp_size": 2}, 4) == {"tp_size": 2}
+    assert check_sizes({"pp_size": 2, "dp_size": 2}, 8) == {"tp_size": 2}
+    assert check_sizes({"dp_size": 4, "enable_dp_attention": True}, 4) == {"tp_size": 4}
+    for values, num_devices in (({"tp_size": 2}, 4), ({"dp_size": 3}, 4), ({"tp_size": 4, "pp_size": 2}, 4)):
+        with pytest.raises(ConfigError, match=r"need \d+ GPUs, each rollout actor has 4"):
+            check_sizes(values, num_devices)
+
+
+def test_what_is_myxas_own_is_always_said_and_the_users_word_counts_for_the_rest(schema):
+    values = server_values(launch(table={"stream_interval": 4, "mem_fraction_static": 0.7}), 1234, schema)
+    assert values == {
+        "model_path": "/m", "host": "127.0.0.1", "port": 1234, "skip_tokenizer_init": True,
+        "incremental_streaming_output": True, "dtype": "bfloat16", "random_seed": 7, "max_running_requests": 64,
+        "device": "cpu", "stream_interval": 4, "mem_fraction_static": 0.7,
+    }  # fmt: skip
+    assert set(values) - {"stream_interval", "mem_fraction_static"} <= set(OWNED)
+    on_gpus = server_values(launch(num_devices=2, context_length=512), 1234, schema)
+    assert on_gpus["tp_size"] == 2
+    assert on_gpus["context_length"] == 512
+    assert "device" not in on_gpus
+
+
+def test_a_version_without_what_myxa_needs_is_refused(schema):
+    old = ServerSchema(version="0.4.0", options={k: v for k, v in schema.options.items() if k != "skip_tokenizer_init"})
+    with pytest.raises(ConfigError, match=r"SGLang 0\.4\.0 in python3 does not take skip_tokenizer_init"):
+        server_values(launch(), 1, old)
+
+
+def test_the_servers_environment():
+    base = {
+        "HOME": "/h", "MYXA_WORKER_SPEC": "/s", "RANK": "0", "NCCL_NVLS_ENABLE": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",
+    }  # fmt: skip
+    assert server_env(base, has_gpus=True) == {
+        "HOME": "/h", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",
+    }  # fmt: skip
+    assert server_env({}, has_gpus=False)["SGLANG_USE_CPU_ENGINE"] == "1"
+
+
+def test_the_page_names_everything_that_is_owned_or_set():
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    for name in (*OWNED, *DEFAULTS):
+        assert f"`{name}`" in page, f"docs/engines.md does not name {name}"
+    for bound in BOUNDS.values():
+        assert f"| {bound:g} |" in page

@@ -1,0 +1,160 @@
+"""Whole runs through SGLang servers in processes of their own: launched and attached, and what a lost one does.
+
+The servers are tests/engines/stand_in: SGLang's name, flags and routes with the embedded engine inside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+from run_job import Job, events, metrics, until
+
+STAND_IN = Path(__file__).parents[1] / "engines" / "stand_in"
+LAUNCHES = (
+    'roles.rollout.kind="sglang"',
+    f'roles.rollout.env={{PYTHONPATH="{STAND_IN}"}}',
+    "sglang.stream_interval=4",
+    "guard.every=1",
+    "guard.prompts=4",
+)
+
+
+def servers_of(run_dir: Path) -> list[psutil.Process]:
+    """Server processes whose model is the run's."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "sglang.launch_server" in words and f"--model-path={run_dir.parents[1] / 'model'}" in words:
+            found.append(process)
+    return found
+
+
+def compared(run_dir: Path) -> dict[int, float]:
+    """Version -> difference between engine and trainer."""
+    return {
+        point["step"]: point["values"]["guard/logprob_diff"]
+        for point in metrics(run_dir)
+        if "guard/logprob_diff" in point["values"]
+    }
+
+
+def steps_done(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return sum("leader/step_wall_s" in line for line in lines)
+
+
+def test_a_run_through_a_launched_server(job: Job) -> None:
+    code, text, run_dir = job.run(*LAUNCHES, "run.num_steps=3")
+    assert code == 0, text
+    assert sorted(compared(run_dir)) == [0, 1, 2]
+    assert max(compared(run_dir).values()) < 1e-4
+    assert "fired up" in (run_dir / "logs" / "rollout.0.sglang.log").read_text()
+    assert servers_of(run_dir) == []
+    assert not re.search(r"api.key.*[\w-]{32}", (run_dir / "logs" / "rollout.0.0.log").read_text())
+
+
+def test_a_server_that_is_killed_is_replaced_and_never_serves_what_it_does_not_have(job: Job) -> None:
+    run = job.start(*LAUNCHES, "run.num_steps=400", "roles.rollout.count=2", "guard.every=1")
+    try:
+        until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
+        run_dir = job.run_dir()
+        until(lambda: len(events(run_dir, "engine-joined")) == 2 and steps_done(run_dir) > 2, "two engines at work")
+        victim = servers_of(run_dir)[0]
+        victim.kill()
+        until(lambda: len(events(run_dir, "engine-gone")) == 1, "the loss is noticed")
+        (gone,) = events(run_dir, "engine-gone")
+        name = gone["text"].split()[0]
+        at_loss = steps_done(run_dir)
+        until(lambda: len(events(run_dir, "engine-joined")) == 3, "the server is replaced")
+        until(lambda: len([e for e in events(run_dir, "weights-adopted") if e["source"] == name]) > 1, "adoption")
+        until(lambda: steps_done(run_dir) > at_loss + 5, "the run goes on")
+    finally:
+        run.send_signal(signal.SIGINT)
+        text, _ = run.communicate(timeout=60)
+    log = (run_dir / "logs" / f"{name.replace('/', '.')}.0.log").read_text()
+    assert re.search(rf"its server \(pid {victim.pid}\) ended while it served with signal SIGKILL", log), text
+    # Each version was compared with one of the engines in turn: whatever the new server said, its weights said too.
+    assert len(compared(run_dir)) > 5
+    assert max(compared(run_dir).values()) < 1e-4
+    assert events(run_dir, "run-paused") == []
+    assert servers_of(run_dir) == []
+
+
+def attached(job: Job, key: str, log: Path) -> tuple[str, subprocess.Popen[bytes]]:
+    """A server of somebody else's."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    keys = job.folder / "keys.yaml"
+    keys.write_text(json.dumps({"api-key": key, "admin-api-key": key}))
+    command = [
+        sys.executable, "-m", "sglang.launch_server", "--model-path", str(job.folder / "model"), "--host", "127.0.0.1",
+        "--port", str(port), "--skip-tokenizer-init", "--incremental-streaming-output", "--dtype", "float32",
+        "--max-running-requests", "32", "--stream-interval", "4", "--random-seed", str(port), "--config", str(keys),
+    ]  # fmt: skip
+    env = os.environ | {"PYTHONPATH": str(STAND_IN)}
+    with log.open("wb") as out:
+        return f"http://127.0.0.1:{port}", subprocess.Popen(command, env=env, stdout=out, stderr=out)
+
+
+def test_one_actor_in_front_of_a_fleet_goes_on_when_a_server_of_it_dies(job: Job, monkeypatch) -> None:
+    monkeypatch.setenv("FLEET_KEY", "between-us")
+    fleet = [attached(job, "between-us", job.folder / f"server{i}.log") for i in range(2)]
+    urls = ", ".join(f'"{url}"' for url, _ in fleet)
+    run = job.start(
+        'roles.rollout.kind="sglang"', f"engine.attach=[{urls}]", 'engine.key_env="FLEET_KEY"', "run.num_steps=400",
+        "guard.every=1", "guard.prompts=4",
+    )  # fmt: skip
+    try:
+        until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
+        run_dir = job.run_dir()
+        until(lambda: steps_done(run_dir) > 2, "the first steps")
+        fleet[0][1].kill()
+        fleet[0][1].wait()
+        at_loss = steps_done(run_dir)
+        until(lambda: steps_done(run_dir) > at_loss + 5, "the run goes on")
+        log = (run_dir / "logs" / "rollout.0.0.log").read_text()
+        assert f"{fleet[0][0]} is fenced" in log
+        assert events(run_dir, "engine-gone") == []
+        assert events(run_dir, "group-dropped") == []
+        assert max(compared(run_dir).values()) < 1e-4
+    finally:
+        run.send_signal(signal.SIGINT)
+        run.communicate(timeout=60)
+        for _, server in fleet:
+            server.kill()
+            server.wait()
+
+
+def test_a_disagreement_pauses_the_run_with_the_reason(job: Job) -> None:
+    """No two programs agree to the last bit: a bound of 0 is always broken."""
+    run = job.start("guard.every=1", "guard.bound=0.0")
+    try:
+        until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
+        run_dir = job.run_dir()
+        until(lambda: bool(events(run_dir, "run-paused")), "the pause")
+        time.sleep(2)  # in which a run that went on would make steps
+    finally:
+        run.send_signal(signal.SIGINT)
+        text, _ = run.communicate(timeout=60)
+    (paused,) = events(run_dir, "run-paused")
+    for word in ("rollout/0 and the trainer disagree at weight version 0", "guard.bound is 0", "docs/engines.md"):
+        assert word in paused["text"], text
+    assert steps_done(run_dir) == 0
+
+
+def test_a_disagreement_may_end_the_run(job: Job) -> None:
+    code, text, run_dir = job.run("guard.every=1", "guard.bound=0.0", 'guard.above="fail"')
+    assert code != 0
+    assert "rollout/0 and the trainer disagree at weight version 0" in text
+    assert steps_done(run_dir) == 0
