@@ -1,0 +1,131 @@
+#!/usr/bin/env bash
+# The GPU benchmark: what one, two or four H200 reach with the real engines.
+#
+#   bench/gpu.sh [--dry] [part ...]        default: facts learn rollout train
+#
+#   facts      what this machine is                       1 GPU, 30 s
+#   rollout    rollout actor against a bare client        1 GPU, SGLang, 180 s
+#   train      speed, MFU, memory of the backends         1 GPU, 120 s (with four: also DP4)
+#   learn      a model from nothing learns a task         1 GPU (colocated) or 2, SGLang, 240 s
+#   async20    20 asynchronous steps of a 0.6B shape      1 GPU (colocated) or 2, SGLang, 180 s
+#   weights    trainer to engine, first token, stall      1 GPU (same GPU) or 2, SGLang, 240 s
+#   logprobs   engine against trainer, token by token     1 GPU, SGLang, 180 s
+#   layouts    Megatron's layouts against HuggingFace     2 or 4 GPUs, Megatron, 240 s
+#
+# Figures go to gpu.md and gpu.json in $OUT (default ./bench-out), logs to logs.tar.gz there. A part that lacks something
+# here says so and does not count as passed. Every part has a time limit (LIMIT_<part>, seconds) and may be given other
+# arguments (ARGS_<part>); nothing that it started outlives it. GPU_BUDGET: seconds for all parts together; what does not
+# fit is cut short or not begun. --dry runs tiny shapes on the CPU.
+# GPU_BACKEND=torch|megatron, GPU_ENGINE=attach|launched: who trains, and who starts SGLang where a run could do either.
+# PYTHON: the interpreter that has torch, SGLang and megatron-core. Exit status 0: everything asked for passed.
+set -u -o pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+python=${PYTHON:-python3}
+dry=""
+[ "${1:-}" = "--dry" ] && { dry=1; shift; }
+parts=("$@")
+[ ${#parts[@]} -gt 0 ] || parts=(facts learn rollout train)
+
+export OUT=${OUT:-$PWD/bench-out}
+mkdir -p "$OUT" && OUT=$(cd "$OUT" && pwd)
+made_work=""
+[ -n "${GPU_WORK:-}" ] || { GPU_WORK=$(mktemp -d); made_work=$GPU_WORK; }
+export GPU_WORK PYTHONUNBUFFERED=1
+export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} NCCL_CUMEM_ENABLE=${NCCL_CUMEM_ENABLE:-0}  # SGLang sets the latter
+mkdir -p "$GPU_WORK"
+cd "$GPU_WORK" || exit 1
+
+pack() {
+  find . -type f \( -name '*.log' -o -name metrics.jsonl -o -name events.jsonl \) -size -8M -print0 2>/dev/null \
+    | tar czf "$OUT/logs.tar.gz" --null -T - 2>/dev/null
+  cd / && [ -z "$made_work" ] || rm -rf "$made_work"
+}
+trap pack EXIT
+
+if ! "$python" -c 'import myxa.core' 2>/dev/null; then  # not installed: the checkout is the package
+  mkdir -p names && ln -sfn "$(dirname "$here")" names/myxa
+  export PYTHONPATH="$GPU_WORK/names${PYTHONPATH:+:$PYTHONPATH}"
+fi
+
+num_gpus=0
+command -v nvidia-smi >/dev/null && num_gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+placement=colocated
+[ "$num_gpus" -ge 2 ] && placement=two
+budget=${GPU_BUDGET:-0}
+engine=${GPU_ENGINE:-attach} backend=${GPU_BACKEND:-torch}
+ranks=$((num_gpus >= 4 ? 4 : 2))
+
+declare -A script=(
+  [facts]=facts.py [rollout]=rollout_speed.py [train]=train_speed.py [train4]=train_speed.py [learn]=learn.py
+  [async20]=async20.py [weights]=weights_latency.py [logprobs]=logprob_gap.py [layouts]=layouts.py
+)
+declare -A limit=(
+  [facts]=60 [rollout]=270 [train]=270 [train4]=200 [learn]=420 [async20]=330 [weights]=330 [logprobs]=270 [layouts]=330
+)
+declare -A gpus=(
+  [facts]=1 [rollout]=1 [train]=1 [train4]=4 [learn]=1 [async20]=1 [weights]=1 [logprobs]=1 [layouts]=2
+)
+declare -A modules=(
+  [facts]="" [rollout]=sglang [train]="" [train4]="" [learn]=sglang [async20]=sglang [weights]=sglang [logprobs]=sglang
+  [layouts]="megatron.core transformers pytest"
+)
+declare -A arguments=(
+  [facts]="" [rollout]="" [train]="--cases $backend:0.6b,$backend:1.7b" [train4]="--part train4 --world 4 --cases $backend:1.7b"
+  [learn]="--placement $placement --engine $engine --backend $backend"
+  [async20]="--placement $placement --engine $engine --backend $backend"
+  [weights]="--placement $placement --backend $backend" [logprobs]="--backends $backend" [layouts]="--ranks $ranks"
+)
+declare -A dry_arguments=(
+  [facts]="" [rollout]="--groups 4 --in-flight 2 --longest 12 --rounds 1"
+  [train]="--cases torch:0.6b --packs 2 --per-pack 2 --length 64 --steps 1"
+  [train4]="--part train4 --world 2 --cases torch:1.7b --packs 1 --per-pack 2 --length 64 --steps 1"
+  [learn]="--engine attach --shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
+  [async20]="--engine attach --set run.num_steps=4" [weights]="--updates 3" [logprobs]="--prompts 8 --num-new 16"
+  [layouts]="--ranks 2 --first 2"
+)
+[ "$num_gpus" -ge 4 ] && for part in "${parts[@]}"; do [ "$part" = train ] && parts+=(train4) && break; done
+
+has() { "$python" -c 'import importlib.util as u, sys; sys.exit(any(u.find_spec(m) is None for m in sys.argv[1:]))' "$@" \
+  2>/dev/null; }
+
+lacking() { # why a part cannot run here, or nothing
+  [ -e "$here/gpu/${script[$1]}" ] || { echo "${script[$1]} is not there"; return; }
+  [ -n "$dry" ] && return
+  [ "$num_gpus" -ge "${gpus[$1]}" ] || { echo "needs ${gpus[$1]} GPU, nvidia-smi shows $num_gpus"; return; }
+  [ -z "${modules[$1]}" ] || has ${modules[$1]} || echo "$python cannot import ${modules[$1]}"
+}
+
+echo "bench/gpu.sh: ${parts[*]} on $num_gpus GPUs, $("$python" -V 2>&1), figures in $OUT" | tee -a "$OUT/gpu.md"
+summary="| part | result | seconds |
+|---|---|---|"
+all_passed=0
+for part in "${parts[@]}"; do
+  started=$SECONDS
+  if [ -z "${script[$part]:-}" ]; then
+    result="there is no such part; there are ${!script[*]}"
+  elif why=$(lacking "$part") && [ -n "$why" ]; then
+    result="NOT RUN: $why"
+  elif [ "$budget" -gt 0 ] && [ $((budget - SECONDS)) -lt 25 ]; then
+    result="NOT RUN: no time is left of $budget s"
+  else
+    args="ARGS_$part" seconds="LIMIT_$part"
+    seconds=${!seconds:-${limit[$part]}}
+    [ "$budget" -gt 0 ] && [ $((budget - SECONDS - 12)) -lt "$seconds" ] && seconds=$((budget - SECONDS - 12))
+    chosen=${!args-${arguments[$part]}}
+    [ -n "$dry" ] && chosen="--device cpu ${!args-${dry_arguments[$part]}}"
+    "$python" "$here/gpu/limited.py" "$seconds" "$python" "$here/gpu/${script[$part]}" $chosen
+    case $? in
+      0) result=passed ;;
+      3) result="NOT RUN (see above)" ;;
+      4) result="ran, a goal was missed" ;;
+      124) result="ENDED at its time limit of $seconds s" ;;
+      *) result=FAILED ;;
+    esac
+  fi
+  [ "$result" = passed ] || all_passed=1
+  summary+="
+| $part | $result | $((SECONDS - started)) |"
+done
+printf '\n%s\n' "$summary" | tee -a "$OUT/gpu.md"
+exit $all_passed

@@ -1,0 +1,132 @@
+"""Qwen3 folders from nothing: small ones that learn, and ones of the published shapes with random bf16 weights.
+
+    python make_model.py SHAPE FOLDER [--seed 0] [--device cpu]
+
+Shapes for speed have the true vocabulary of 151936 ids; their tokenizer is the small ones' (bytes and a few special
+tokens) with plain words for all further ids, so that whatever is sampled can be decoded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from myxa.actors.models.hf_folder import write_folder
+from myxa.actors.models.model_config import ModelConfig
+from myxa.actors.models.tiny import (
+    MIN_VOCAB_SIZE,
+    PRESETS,
+    Preset,
+    build_tokenizer,
+    make_tiny_model,
+    qwen3_config,
+    write_tokenizer,
+)
+from myxa.core.messages import TensorSpec
+from myxa.core.protocols import NamedArray
+
+SHAPES = {
+    "50m": Preset(768, 6, 12, 4, 2304),
+    "100m": Preset(768, 14, 12, 4, 2304),
+    "0.6b": Preset(1024, 28, 16, 8, 3072, head_dim=128),
+    "1.7b": Preset(2048, 28, 16, 8, 6144, head_dim=128),
+    "4b": Preset(2560, 36, 32, 8, 9728, head_dim=128),
+    "dry": Preset(128, 2, 4, 2, 256, head_dim=32),
+}
+"""The last three as published by Qwen (config.json of Qwen3-0.6B, -1.7B, -4B); `dry` stands for them on a CPU."""
+
+SMALL_VOCAB, TRUE_VOCAB, DRY_VOCAB = 320, 151_936, 1024
+TRUE_CONTEXT = 40_960
+ROPE_THETA = 1_000_000.0
+
+
+def shape_config(shape: str) -> ModelConfig:
+    """The config of a shape for speed."""
+    vocab_size = DRY_VOCAB if shape == "dry" else TRUE_VOCAB
+    return qwen3_config(
+        SHAPES[shape], vocab_size, TRUE_CONTEXT, place=f"shape {shape}", rope_theta=ROPE_THETA, dtype="bfloat16"
+    )
+
+
+def make_learner(folder: Path, shape: str, seed: int = 0, context_length: int = 512) -> ModelConfig:
+    """A small model that learns, float32, 320 ids; `shape` is one of tiny's presets or of ours below 0.6b."""
+    if shape in PRESETS:
+        return make_tiny_model(folder, shape, seed=seed, vocab_size=SMALL_VOCAB, context_length=context_length)
+    config = qwen3_config(SHAPES[shape], SMALL_VOCAB, context_length, place=f"shape {shape}")
+    write_folder(folder, config.source, random_weights(config, seed, "cpu", "float32"))
+    write_tokenizer(folder, config)
+    return config
+
+
+def make_shaped(folder: Path, shape: str, seed: int = 0, device: str = "cpu") -> ModelConfig:
+    """A model of a published shape with random bf16 weights; returns at once if the folder has it already."""
+    config = shape_config(shape)
+    if not (folder / "model.safetensors").exists() and not (folder / "model.safetensors.index.json").exists():
+        write_folder(folder, config.source, random_weights(config, seed, device, "bfloat16"))
+        write_wide_tokenizer(folder, config)
+    return config
+
+
+def make_apart(folder: Path, shape: str, device: str) -> ModelConfig:
+    """The same, on a GPU in a process of its own: what measures afterwards shall find the GPU empty."""
+    if device == "cpu":
+        return make_shaped(folder, shape)
+    subprocess.run([sys.executable, __file__, shape, str(folder), "--device", device], check=True, timeout=120)
+    return shape_config(shape)
+
+
+def random_weights(config: ModelConfig, seed: int, device: str, dtype: str) -> list[NamedArray]:
+    """Normal with deviation 1/sqrt(fan in), norms 1; made by torch, which fills gigabytes in a second on a GPU."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(seed)
+    into_residual = 1.0 / math.sqrt(2 * config.num_layers)
+    weights: list[NamedArray] = []
+    for name, shape in config.tensor_shapes().items():
+        if name.endswith("norm.weight"):
+            values = torch.ones(shape, device=device)
+        else:
+            scale = into_residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            values = torch.randn(shape, device=device, generator=generator).mul_(scale / math.sqrt(shape[-1]))
+        data = values.to(getattr(torch, dtype)).cpu().contiguous().view(torch.uint8).reshape(-1).numpy()
+        spec = TensorSpec(name=name, dtype=dtype, shape=shape, offset=0, num_bytes=data.nbytes)
+        weights.append(NamedArray(spec=spec, data=data.data))
+    return weights
+
+
+def write_wide_tokenizer(folder: Path, config: ModelConfig) -> None:
+    """The small tokenizer with words of the ordinary vocabulary for all ids beyond it: 150,000 special tokens would
+    take seconds to load."""
+    write_tokenizer(folder, qwen3_config(PRESETS["1m"], MIN_VOCAB_SIZE, config.context_length, place="tokenizer"))
+    whole: dict[str, Any] = json.loads(build_tokenizer(MIN_VOCAB_SIZE).to_str())
+    words = {f"w{number}": number for number in range(MIN_VOCAB_SIZE, config.vocab_size)}
+    specials = {token["content"]: token["id"] for token in whole["added_tokens"]}
+    whole["model"]["vocab"] |= specials | words
+    text = json.dumps(whole)
+    tokenizers.Tokenizer.from_str(text)  # raises if it is none
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=[*PRESETS, *SHAPES])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    args = parser.parse_args()
+    if args.shape in PRESETS or args.shape in ("50m", "100m"):
+        config = make_learner(args.folder, args.shape, args.seed)
+    else:
+        config = make_shaped(args.folder, args.shape, args.seed, args.device)
+    print(f"{args.folder}: {config.num_parameters:,} parameters, {config.vocab_size} ids")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""`myxa up` for benchmarks: run files with what differs between machines put in by `--set`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from figures import Report
+from run_figures import newest_run
+from servers import Server, running
+
+from myxa.core.config.settings import EngineSettings
+
+HERE = Path(__file__).resolve().parent
+LAST_LINES = 8
+AS_LAUNCHED = ("--incremental-streaming-output", "--stream-interval", "32")
+"""How rollout actors start their servers."""
+MOST_CHARACTERS = 5000
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the command line chose."""
+
+    is_cpu: bool
+    engine: str
+    backend: str
+    two_gpus: bool
+    channel: str
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def launches(self) -> bool:
+        return self.engine == "launched" and not self.is_cpu
+
+    @property
+    def engine_gpu(self) -> int:
+        return int(self.two_gpus)
+
+
+class RunFailedError(RuntimeError):
+    """`myxa up` did not end well; the text holds the ends of its logs."""
+
+
+def add_choices(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--placement", choices=("colocated", "two"), default="colocated", help="GPUs: shared, or two")
+    parser.add_argument("--engine", choices=("launched", "attach", "embedded"), default="launched",
+                        help="SGLang started by the rollout actor, by this script, or our own engine")  # fmt: skip
+    parser.add_argument("--backend", choices=("torch", "megatron"), default="torch")
+    parser.add_argument("--channel", default="", help="of the weights; empty: as the run file says")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE")
+
+
+def chosen(args: argparse.Namespace) -> Choice:
+    return Choice(
+        is_cpu=args.device == "cpu",
+        engine=args.engine,
+        backend=args.backend,
+        two_gpus=args.placement == "two",
+        channel=args.channel,
+        overrides=tuple(args.overrides),
+    )
+
+
+def attach_override(url: str) -> str:
+    """The key that names running servers."""
+    return f'engine.attach=["{url}"]' if "attach" in EngineSettings.model_fields else f'engine.url="{url}"'
+
+
+def overrides(choice: Choice, url: str) -> list[str]:
+    """For the reinforcement stage; the run files hold what a GPU machine needs."""
+    found = [trainer_override(choice)]
+    if url:
+        found.append(attach_override(url))
+    if choice.engine == "embedded":
+        found.append('roles.rollout.kind="embedded"')
+    if choice.is_cpu:
+        found += cpu_overrides()
+        found += ['roles.rollout.devices="cpu"', "roles.rollout.threads=1", 'trainer.dtype="float32"']
+        found += ['engine.dtype="float32"']
+    if choice.channel:
+        found.append(f'weights.channel="{choice.channel}"')
+    return [*found, *choice.overrides]
+
+
+def trainer_override(choice: Choice) -> str:
+    return f'roles.trainer.kind="{choice.backend}"'
+
+
+def cpu_overrides() -> list[str]:
+    return ['roles.trainer.devices="cpu"', "roles.trainer.threads=1"]
+
+
+@contextlib.contextmanager
+def engine_for(choice: Choice, model: Path, log: Path, *, mem_fraction: float) -> Generator[Server | None]:
+    """The server to attach to, started and not waited for, with what a launched one would have; None when the run
+    brings its own engine."""
+    if choice.engine != "attach":
+        yield None
+        return
+    server = Server(
+        folder=model,
+        log=log,
+        is_sglang=not choice.is_cpu,
+        gpu=choice.engine_gpu,
+        mem_fraction=mem_fraction,
+        extra=AS_LAUNCHED,
+    )
+    with running(server):
+        yield server
+
+
+def up(run_file: Path, sets: Sequence[str], *, limit_s: float) -> Path:
+    """One run into `<folder>/runs/<name>`; its run directory. Raises RunFailedError."""
+    runs = run_file.parent / "runs" / run_file.stem
+    command = [sys.executable, "-m", "myxa.launch", "up", str(run_file), "--quiet", "--set", f'run.dir="{runs}"']
+    for item in sets:
+        command += ["--set", item]
+    log = run_file.with_suffix(".log")
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            status: int | str = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status = f"nothing within {limit_s:g} s"
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+            process.kill()
+            process.wait()
+    run_dir = newest_run(runs)
+    if status != 0 or run_dir is None:
+        raise RunFailedError(f"{run_file.name} ended with {status}\n{ends_of_logs(log, run_dir)}")
+    return run_dir
+
+
+def ends_of_logs(log: Path, run_dir: Path | None) -> str:
+    """The last lines of the launcher's output and of every actor's log."""
+    logs = [log, *(sorted((run_dir / "logs").rglob("*.log")) if run_dir is not None else [])]
+    parts: list[str] = []
+    for path in logs:
+        if path.is_symlink():  # to the newest attempt
+            continue
+        with contextlib.suppress(OSError):
+            last = path.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+            parts.append(f"--- {path.name}\n" + "\n".join(line[:200] for line in last))
+    return "\n".join(parts)[:MOST_CHARACTERS]
+
+
+def stage(work: Path, *names: str, launches: bool = False) -> None:
+    """Copy run files and code into the work folder: relative paths in them mean its files.
+
+    `[sglang]` is for servers that the run launches, and refused in others: unless it `launches`, it is left out.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        if name.endswith(".toml") and not launches:
+            (work / name).write_text(without_table((HERE / name).read_text(encoding="utf-8"), "sglang"))
+        else:
+            shutil.copyfile(HERE / name, work / name)
+
+
+def without_table(text: str, table: str) -> str:
+    """A run file without one of its tables."""
+    kept: list[str] = []
+    is_in = False
+    for line in text.splitlines(keepends=True):
+        if line.startswith("["):
+            is_in = line.strip() == f"[{table}]"
+        if not is_in:
+            kept.append(line)
+    return "".join(kept)
+
+
+def facts_of(run_dir: Path) -> str:
+    """What the trainer said of itself."""
+    for line in (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines():
+        event = json.loads(line)
+        if event["kind"] == "trainer-ready":
+            return ", ".join(f"{key} {value}" for key, value in event["data"].items())
+    return "the trainer never was ready"
+
+
+class Stopwatch:
+    """Seconds of the stages of a part."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._last_s = time.monotonic()
+
+    def lap(self, what: str) -> None:
+        now_s = time.monotonic()
+        self._report.say(f"- {what}: {now_s - self._last_s:.1f} s")
+        self._last_s = now_s

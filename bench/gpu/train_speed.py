@@ -1,0 +1,319 @@
+"""Training speed, MFU and memory of our backends, and of their log-prob pass: bf16, packs of 16k tokens.
+
+    python train_speed.py [--cases torch:0.6b,torch:1.7b,megatron:0.6b,megatron:1.7b] [--world 1] [--device cpu]
+
+Every case runs in processes of its own, one a GPU, as ranks of a gang under torchrun's variables. The backend is the
+one that `myxa up` would build from the same run file. A step: `--packs` packs of 16 sequences of 1024 tokens on every
+rank, GRPO loss on 896 of each, gradients shared, AdamW. Tokens are all tokens of the packs. MFU: see flops.py. Memory:
+the most that torch had allocated on rank 0 from the first step on; of the log-prob pass, above what is held anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from figures import Report, number, parser, percent, work_folder
+from flops import forward_flops, mfu, train_flops
+from make_model import make_apart
+from runs import stage
+from servers import free_port
+
+from myxa.core.config import load_config
+from myxa.core.samples import TrainSample, TrainShard
+from myxa.launch.actor_spec import ActorSpec, RankSpec
+from myxa.launch.program import build_actor
+
+WARM_UPS = 2
+PATIENCE_S = 120.0
+MARK = "FIGURES "
+GOALS = {"0.6b": (("tokens/s", "rate", 60_000.0, False), ("peak memory, GiB", "memory_gib", 40.0, True)),
+         "1.7b": (("MFU", "mfu", 0.42, False),)}  # fmt: skip
+GOAL_DP4 = 124_000.0
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+def make_shard(options: argparse.Namespace, rank: int, vocab_size: int, step: int) -> TrainShard:
+    """`packs` micro-batches of `per_pack` samples of `length` tokens; other samples on every rank and step."""
+    rng = np.random.default_rng([step, rank])
+    prompt_len = options.length // 8
+    num_new = options.length - prompt_len
+    samples = tuple(
+        TrainSample(
+            group_id=index // 8,
+            index=index % 8,
+            token_ids=rng.integers(0, vocab_size, options.length).astype(np.int32),
+            prompt_len=prompt_len,
+            loss_mask=np.ones(num_new, dtype=np.uint8),
+            logprobs=np.full(num_new, -np.log(vocab_size), dtype=np.float32),
+            versions=np.full(num_new, step, dtype=np.int32),
+            reward=float(index % 2),
+            advantage=1.0 if index % 2 else -1.0,
+        )
+        for index in range(options.packs * options.per_pack)
+    )
+    packs = tuple(tuple(range(k * options.per_pack, (k + 1) * options.per_pack)) for k in range(options.packs))
+    total = float(options.world * len(samples))
+    return TrainShard(
+        step=step,
+        samples=samples,
+        minibatches=(packs,),
+        minibatch_tokens=(total * num_new,),
+        minibatch_samples=(total,),
+    )
+
+
+class Gauge:
+    """Time and memory on this rank's device."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._torch = torch
+        self._is_gpu = device == "cuda"
+
+    def wait(self) -> None:
+        if self._is_gpu:
+            self._torch.cuda.synchronize()
+
+    def seconds(self, work: Callable[[], Any]) -> float:
+        self.wait()
+        started_s = time.perf_counter()
+        work()
+        self.wait()
+        return time.perf_counter() - started_s
+
+    def reset(self) -> None:
+        if self._is_gpu:
+            self._torch.cuda.reset_peak_memory_stats()
+
+    def peak_gib(self) -> float:
+        return self._torch.cuda.max_memory_allocated() / 2**30 if self._is_gpu else 0.0
+
+    def held_gib(self) -> float:
+        return self._torch.cuda.memory_allocated() / 2**30 if self._is_gpu else 0.0
+
+
+def devices_text(options: argparse.Namespace) -> str:
+    return "cpu" if options.device == "cpu" else ",".join(str(gpu) for gpu in range(options.world))
+
+
+def parallel_sets(kind: str, world: int) -> list[str]:
+    """Communication beside computation, as anybody with several GPUs would have it."""
+    if kind != "megatron" or world == 1:
+        return []
+    return ["megatron.ddp.overlap_grad_reduce=true", "megatron.ddp.overlap_param_gather=true"]
+
+
+def rank_sets(options: argparse.Namespace) -> list[str]:
+    """What the run file is told besides."""
+    dtype = "bfloat16" if options.device == "cuda" else "float32"
+    return [
+        f'roles.trainer.kind="{options.backend}"', f"roles.trainer.count={options.world}", f'trainer.dtype="{dtype}"',
+        f"trainer.max_tokens_per_microbatch={options.per_pack * options.length}", 'algo.correction="none"',
+        'roles.rollout.kind="embedded"', 'roles.rollout.devices="cpu"', f"rollout.max_new_tokens={options.length}",
+        f"engine.context_length={2 * options.length}", *parallel_sets(options.backend, options.world),
+        f'roles.trainer.devices="{devices_text(options)}"', *options.sets,
+    ]  # fmt: skip
+
+
+def rank_main(options: argparse.Namespace) -> None:
+    """Set up, train, score; rank 0 prints its figures."""
+    rank, kind = int(os.environ["RANK"]), options.backend
+    config = load_config(options.folder / "async20.toml", rank_sets(options))
+    devices = tuple(range(options.world)) if options.device == "cuda" else ()
+    spec = ActorSpec(
+        name=f"trainer/{rank}", role="trainer", kind=kind, index=rank, node=0, devices=devices[rank : rank + 1],
+        visible_devices=devices, threads=4 if options.device == "cuda" else 1,
+        rank=RankSpec(gang="trainer", rank=rank, world_size=options.world, local_rank=rank,
+                      local_world_size=options.world, group_rank=0),
+    )  # fmt: skip
+    backend: Any = build_actor(spec, config, options.folder)._backend  # pyright: ignore[reportAttributeAccessIssue]
+    started_s = time.perf_counter()
+    facts = backend.setup()
+    setup_s = time.perf_counter() - started_s
+    gauge = Gauge(options.device)
+    vocab_size = json.loads((options.folder / "model" / "config.json").read_text())["vocab_size"]
+    shards = [make_shard(options, rank, vocab_size, step) for step in range(WARM_UPS + options.steps)]
+    for shard in shards[:WARM_UPS]:
+        backend.train(shard, {})
+    gauge.reset()
+    steps_s = [gauge.seconds(lambda shard=shard: backend.train(shard, {})) for shard in shards[WARM_UPS:]]
+    peak_gib = gauge.peak_gib()
+    samples = shards[0].samples
+    backend.score(samples[: options.per_pack])
+    held_gib = gauge.held_gib()
+    gauge.reset()
+    scores_s = [gauge.seconds(lambda: backend.score(samples)) for _ in range(3)]
+    figures = {
+        "facts": {name: str(value) for name, value in facts.items()},
+        "setup_s": setup_s, "steps_s": steps_s, "peak_gib": peak_gib,
+        "score_s": min(scores_s), "score_gib": gauge.peak_gib() - held_gib, "held_gib": held_gib,
+    }  # fmt: skip
+    if rank == 0:
+        print(MARK + json.dumps(figures), flush=True)
+    backend.close()
+    sys.stdout.flush()
+    os._exit(0)  # native threads of collectives have nothing more to do
+
+
+# -- all ranks of a case -----------------------------------------------------------------------------------------------
+
+
+def run_case(options: argparse.Namespace, backend: str, folder: Path) -> dict[str, Any] | str:
+    """Rank 0's figures, or why there are none."""
+    base = {
+        **os.environ, "WORLD_SIZE": str(options.world), "LOCAL_WORLD_SIZE": str(options.world), "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "OMP_NUM_THREADS": "4" if options.device == "cuda" else "1",
+    }  # fmt: skip
+    command = [
+        sys.executable, str(Path(__file__).resolve()), "--device", options.device, "--world", str(options.world),
+        "--packs", str(options.packs), "--per-pack", str(options.per_pack), "--length", str(options.length),
+        "--steps", str(options.steps), "--backend", backend, "--folder", str(folder), "--sets", *options.sets,
+    ]  # fmt: skip
+    processes: list[subprocess.Popen[bytes]] = []
+    logs = [folder / f"train_{backend}_{rank}.log" for rank in range(options.world)]
+    try:
+        for rank, log in enumerate(logs):
+            environment = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with log.open("wb") as file:
+                processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
+        statuses = wait_for(processes, options.limit)
+    finally:
+        for process in processes:
+            with contextlib.suppress(OSError):
+                process.kill()
+            process.wait()
+    for line in logs[0].read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith(MARK):
+            return json.loads(line.removeprefix(MARK))
+    first = next((rank for rank, status in enumerate(statuses) if status), 0)
+    text = logs[first].read_text(encoding="utf-8", errors="replace")[-1200:]
+    return f"rank {first} ended with {statuses[first]}: {text}"
+
+
+def wait_for(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[int | None]:
+    """Statuses once all ended, or soon after the first failed, or at the limit."""
+    give_up_at = time.monotonic() + limit_s
+    while time.monotonic() < give_up_at:
+        statuses = [process.poll() for process in processes]
+        if None not in statuses:
+            return statuses
+        if any(statuses):
+            time.sleep(3)  # the others may have more to say
+            return [process.poll() for process in processes]
+        time.sleep(0.1)
+    return [process.poll() for process in processes]
+
+
+def derive(options: argparse.Namespace, config: Any, found: dict[str, Any]) -> dict[str, float]:
+    """Rates from times."""
+    lengths = [options.length] * (options.packs * options.per_pack * options.world)
+    tokens = sum(lengths)
+    step_s = sorted(found["steps_s"])[len(found["steps_s"]) // 2]
+    return {
+        "rate": tokens / step_s,
+        "step_s": step_s,
+        "mfu": mfu(train_flops(config, lengths), step_s, options.world),
+        "memory_gib": found["peak_gib"],
+        "score_rate": tokens / found["score_s"],
+        "score_mfu": mfu(forward_flops(config, lengths), found["score_s"], options.world),
+        "score_gib": found["score_gib"],
+        "setup_s": found["setup_s"],
+    }
+
+
+HEAD = ("backend, shape", "GPUs", "tokens/s", "step ms", "MFU", "peak GiB", "log-prob pass tokens/s", "its MFU",
+        "its memory GiB", "set-up s")  # fmt: skip
+
+
+def row(name: str, world: int, figures: dict[str, float]) -> tuple[str, ...]:
+    return (
+        name, str(world), number(figures["rate"]), number(figures["step_s"] * 1e3), percent(figures["mfu"]),
+        number(figures["memory_gib"]), number(figures["score_rate"]), percent(figures["score_mfu"]),
+        number(figures["score_gib"]), number(figures["setup_s"]),
+    )  # fmt: skip
+
+
+def measure(options: argparse.Namespace) -> None:
+    report = Report(options.part, is_dry=options.device == "cpu")
+    rows: list[tuple[str, ...]] = []
+    failures: list[str] = []
+    best: dict[tuple[str, str], float] = {}
+    for case in options.cases.split(","):
+        backend, shape = case.split(":")
+        shape = shape if options.device == "cuda" else "dry"
+        folder = work_folder() / f"train_{shape}"
+        stage(folder, "async20.toml", "spread_reward.py")
+        config = make_apart(folder / "model", shape, options.device)
+        started_s = time.monotonic()
+        found = run_case(options, backend, folder)
+        report.say(f"- {case}: {time.monotonic() - started_s:.0f} s")
+        if isinstance(found, str):
+            failures.append(case)
+            report.say(f"  FAILED: {found}")
+            continue
+        figures = derive(options, config, found)
+        rows.append(row(f"{backend} {shape}", options.world, figures))
+        report.keep(case, {"figures": figures, "found": found})
+        for _, name, _, _ in GOALS.get(shape, ()):
+            lower = name == "memory_gib"
+            known = best.get((shape, name))
+            pick = min if lower else max
+            best[shape, name] = figures[name] if known is None else pick(known, figures[name])
+        if shape == "1.7b" and options.world == 4:
+            best[shape, "dp4"] = max(best.get((shape, "dp4"), 0.0), figures["rate"])
+    packs = f"{options.packs} packs of {options.per_pack} x {options.length} tokens a step on every GPU"
+    if rows:
+        report.table(f"Training, {packs}", HEAD, rows)
+    judge(report, options, best)
+    if failures:
+        report.failed(f"{', '.join(failures)}")
+    report.end()
+
+
+def judge(report: Report, options: argparse.Namespace, best: dict[tuple[str, str], float]) -> None:
+    """The goals of the shapes that were asked for, by the best backend."""
+    asked = {case.split(":")[1] for case in options.cases.split(",")} if options.device == "cuda" else set()
+    for shape in sorted(asked & set(GOALS)) if options.world == 1 else ():
+        for text, name, limit, is_at_most in GOALS[shape]:
+            bound = {"at_most": limit} if is_at_most else {"at_least": limit}
+            report.goal(f"{shape} {text}, one GPU", best.get((shape, name)), **bound)
+    if options.world == 4 and "1.7b" in asked:
+        report.goal("1.7b tokens/s, four GPUs", best.get(("1.7b", "dp4")), at_least=GOAL_DP4)
+
+
+def main() -> None:
+    args = parser(__doc__)
+    args.add_argument("--cases", default="torch:0.6b,torch:1.7b", help="backend:shape, ...")
+    args.add_argument("--part", default="train", help="name of the part in the results")
+    args.add_argument("--world", type=int, default=1)
+    args.add_argument("--packs", type=int, default=4)
+    args.add_argument("--per-pack", type=int, default=16)
+    args.add_argument("--length", type=int, default=1024)
+    args.add_argument("--steps", type=int, default=5)
+    args.add_argument("--limit", type=float, default=100.0, help="seconds a case may take")
+    args.add_argument("--sets", nargs="*", default=[], metavar="SECTION.KEY=VALUE")
+    args.add_argument("--backend", default="", help=argparse.SUPPRESS)
+    args.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = args.parse_args()
+    if options.backend:
+        rank_main(options)
+    else:
+        measure(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""The GPU benchmark, as far as it can be shown to be right without a GPU: its run files load, its scripts know their
+arguments, its figures are read and told correctly, and what it starts is ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import psutil
+import pytest
+
+from myxa.actors.models.hf_folder import read_config
+from myxa.actors.models.tokenizer import load_tokenizer
+from myxa.core.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU = ROOT / "bench" / "gpu"
+SCRIPTS = ("facts", "learn", "async20", "rollout_speed", "train_speed", "weights_latency", "logprob_gap", "layouts")
+RUN_FILES = ("learn_sft.toml", "learn_colocated.toml", "learn_two.toml", "async20.toml")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Modules of the benchmark, which find each other as scripts of one folder do."""
+    monkeypatch.syspath_prepend(str(GPU))
+    for path in GPU.glob("*.py"):
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    return importlib.import_module
+
+
+@pytest.fixture
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setenv("GPU_WORK", str(tmp_path / "work"))
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_run_files_load(name: str) -> None:
+    config = load_config([GPU / name], [])
+    assert config.roles.trainer.devices == "0"
+
+
+def test_the_two_learning_runs_differ_in_placement_only() -> None:
+    one, two = (load_config([GPU / f"learn_{name}.toml"], []).model_dump() for name in ("colocated", "two"))
+    assert one["roles"]["rollout"].pop("devices") == "0"
+    assert two["roles"]["rollout"].pop("devices") == "1"
+    for different in ("sglang", "weights"):
+        one.pop(different, None)
+        two.pop(different, None)
+    assert one == two
+
+
+ENDS = [
+    (engine, backend, placement)
+    for engine in ("launched", "attach")
+    for backend in ("torch", "megatron")
+    for placement in ("colocated", "two")
+]
+
+
+@pytest.mark.parametrize(("engine", "backend", "placement"), ENDS)
+def test_runs_load_whatever_the_command_line_chooses_on_gpus(
+    bench: Callable[[str], ModuleType], tmp_path: Path, engine: str, backend: str, placement: str
+) -> None:
+    runs, two_gpus = bench("runs"), placement == "two"
+    choice = runs.Choice(is_cpu=False, engine=engine, backend=backend, two_gpus=two_gpus, channel="")
+    runs.stage(tmp_path, *RUN_FILES, launches=choice.launches)
+    url = "http://127.0.0.1:1" if engine == "attach" else ""
+    learn = load_config([tmp_path / f"learn_{placement}.toml"], runs.overrides(choice, url))
+    many = load_config([tmp_path / "async20.toml"], bench("async20").run_sets(choice, url))
+    for config in (learn, many):
+        assert config.roles.trainer.kind == backend
+        assert config.roles.rollout.devices == ("1" if two_gpus else "0")
+        assert bool(config.sglang) is (engine == "launched")
+    assert load_config([tmp_path / "learn_sft.toml"], [runs.trainer_override(choice)]).algo.kind == "sft"
+    if engine == "attach":
+        for channel in ("nccl" if two_gpus else "cuda_ipc", "disk"):
+            chosen = runs.Choice(is_cpu=False, engine=engine, backend=backend, two_gpus=two_gpus, channel=channel)
+            sets = bench("weights_latency").run_sets(chosen, url, channel, 14)
+            assert load_config([tmp_path / "async20.toml"], sets).weights.channel == channel
+
+
+@pytest.mark.parametrize("engine", ["attach", "embedded"])
+def test_runs_load_on_a_cpu(bench: Callable[[str], ModuleType], tmp_path: Path, engine: str) -> None:
+    runs = bench("runs")
+    choice = runs.Choice(is_cpu=True, engine=engine, backend="torch", two_gpus=False, channel="")
+    runs.stage(tmp_path, *RUN_FILES)
+    url = "http://127.0.0.1:1" if engine == "attach" else ""
+    for name in RUN_FILES[1:]:
+        config = load_config([tmp_path / name], runs.overrides(choice, url))
+        assert not config.roles.trainer.device_ids
+        assert not config.roles.rollout.device_ids
+
+
+@pytest.mark.parametrize("backend", ["torch", "megatron"])
+@pytest.mark.parametrize("world", [1, 4])
+def test_settings_of_the_speed_runs_load(
+    bench: Callable[[str], ModuleType], tmp_path: Path, backend: str, world: int
+) -> None:
+    bench("runs").stage(tmp_path, "async20.toml")
+    options = argparse.Namespace(device="cuda", backend=backend, world=world, per_pack=16, length=1024, sets=[])
+    config = load_config([tmp_path / "async20.toml"], bench("train_speed").rank_sets(options))
+    assert config.roles.trainer.device_ids == tuple(range(world))
+    assert config.trainer.max_tokens_per_microbatch == 16_384
+    for dtype in ("float32", "bfloat16"):
+        options = argparse.Namespace(device="cuda", backend=backend, dtype=dtype, sets=[])
+        config = load_config([tmp_path / "async20.toml"], bench("logprob_gap").score_sets(options))
+        assert config.trainer.dtype == dtype
+
+
+def test_every_part_of_the_script_is_there_and_knows_its_arguments(tmp_path: Path) -> None:
+    helps = [
+        subprocess.Popen([sys.executable, GPU / f"{name}.py", "--help"], cwd=tmp_path, stdout=subprocess.PIPE)
+        for name in SCRIPTS
+    ]
+    for name, process in zip(SCRIPTS, helps, strict=True):
+        text, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, name
+        assert b"--device" in text, name
+
+
+def test_the_script_says_what_it_lacks_and_counts_it_as_not_passed(tmp_path: Path) -> None:
+    environment = {**os.environ, "OUT": str(tmp_path / "out"), "PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        ["bash", str(ROOT / "bench" / "gpu.sh"), "layouts", "nonsense"],
+        env=environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    if "2 GPUs" not in done.stdout:
+        assert "| layouts | NOT RUN: needs 2 GPU" in done.stdout
+    assert "there is no such part" in done.stdout
+    assert done.returncode == 1
+    assert (tmp_path / "out" / "gpu.md").exists()
+
+
+def test_the_facts_part_runs_dry(tmp_path: Path) -> None:
+    environment = {**os.environ, "OUT": str(tmp_path / "out"), "PYTHON": sys.executable}
+    done = subprocess.run(
+        ["bash", str(ROOT / "bench" / "gpu.sh"), "--dry", "facts"],
+        env=environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert "| facts | passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "out" / "gpu.json").read_text())["facts"]["status"] == 0
+
+
+def test_a_command_past_its_limit_is_ended_with_all_it_started(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    command = f"setsid sh -c 'echo $$ > {note}; trap \"\" TERM; sleep 300' & sleep 300"
+    started_s = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, GPU / "limited.py", "1", "sh", "-c", command], capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 124
+    assert time.monotonic() - started_s < 40
+    assert not psutil.pid_exists(int(note.read_text()))
+
+
+def test_a_commands_own_status_is_handed_on() -> None:
+    done = subprocess.run([sys.executable, GPU / "limited.py", "20", "sh", "-c", "exit 3"], timeout=60, check=False)
+    assert done.returncode == 3
+
+
+def test_goals_decide_the_status_and_everything_is_written_down(
+    bench: Callable[[str], ModuleType], out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = bench("figures")
+    report = figures.Report("some")
+    report.table("T", ("a", "b"), [("1", "x|y")])
+    report.goal("small enough", 0.5, at_most=1.0)
+    with pytest.raises(SystemExit) as ended:
+        report.end()
+    assert ended.value.code == figures.OK
+    for value in (None, 0.5):
+        other = figures.Report("other")
+        other.goal("large enough", value, at_least=1.0)
+        with pytest.raises(SystemExit) as ended:
+            other.end()
+        assert ended.value.code == figures.MISSED
+    with pytest.raises(SystemExit) as ended:
+        figures.Report("third").missing("no server")
+    assert ended.value.code == figures.MISSING
+    assert "| 1 | x/y |" in capsys.readouterr().out
+    found = json.loads((out / "gpu.json").read_text())
+    assert found["other"]["goals"][0][3] == "missed by 50%"
+    assert found["third"]["missing"] == "no server"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (math.nan, "-"), (12345.6, "12,346"), (0.0, "0"), (1.2345, "1.23"), (0.0123, "0.0123"), (3e-6, "3.0e-06")],
+)  # fmt: skip
+def test_numbers_are_told_shortly(bench: Callable[[str], ModuleType], value: float | None, text: str) -> None:
+    assert bench("figures").number(value).startswith(text)
+
+
+def test_shapes_are_those_that_were_published(bench: Callable[[str], ModuleType]) -> None:
+    models = bench("make_model")
+    for shape, num_parameters in (("0.6b", 596_049_920), ("1.7b", 1_720_574_976), ("4b", 4_022_468_096)):
+        assert models.shape_config(shape).num_parameters == num_parameters
+
+
+def test_the_wide_tokenizer_decodes_whatever_is_sampled(bench: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    models = bench("make_model")
+    config = models.make_shaped(tmp_path, "dry")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == config.vocab_size == read_config(tmp_path).vocab_size
+    ids = tokenizer.render([("user", "hello")], add_generation_prompt=True)
+    assert len(ids) == len("hello") + 3  # two roles and an end
+    assert tokenizer.decode([104, config.vocab_size - 1]).endswith(f"w{config.vocab_size - 1}")
+
+
+def test_flops_are_counted_as_the_formula_says(bench: Callable[[str], ModuleType]) -> None:
+    flops, config = bench("flops"), bench("make_model").shape_config("0.6b")
+    weights = 28 * (1024 * 128 * 32 + 16 * 128 * 1024 + 3 * 1024 * 3072) + 151_936 * 1024
+    assert flops.matrix_weights(config) == weights
+    counted = flops.train_flops(config, [1024] * 3)
+    assert counted == pytest.approx(3 * (6 * weights * 1024 + 6 * 28 * 16 * 128 * 1024**2))
+    assert flops.mfu(989e12, 2.0) == pytest.approx(0.5)
+
+
+def test_words_of_the_task_are_apart_and_partly_right(bench: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    bench("reverse_task").write_data(tmp_path, 5, num_demonstrations=2000, num_prompts=500, num_heldout=50)
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("heldout", "prompts", "demonstrations")
+    }
+    held_out = {row["prompt"] for row in rows["heldout"]}
+    for name in ("prompts", "demonstrations"):
+        assert not held_out & {row["prompt"] for row in rows[name]}
+    right = np.mean([row["demonstration"] == row["label"] for row in rows["demonstrations"]])
+    assert 0.25 < right < 0.4
+    assert all(row["label"] == row["prompt"].split()[1][::-1] for row in rows["prompts"])
+
+
+# -- reading runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, bench: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of simulated actors with the real sinks."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    return importlib.import_module("planted_run").plant_run(tmp_path / "run", num_steps=30)
+
+
+def test_a_runs_figures_are_read_from_its_files(
+    bench: Callable[[str], ModuleType], run_dir: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, figures = bench("run_figures"), bench("figures")
+    run = reader.read_run(run_dir)
+    assert len(run.steps) == 30
+    assert [step for step, _ in run.evals] == [10, 20, 30]
+    assert 0.4 < np.median(run.column("train/step_s")) < 0.9
+    assert len(run.adopt_s) > 20
+    assert 0.3 < sum(run.idle["trainer/0"].values()) < 0.9  # it waits for about 0.5 to 1.6 s before 0.6 s of work
+    reader.tell_run(figures.Report("part"), "run", run, bench("make_model").shape_config("0.6b"))
+    told = capsys.readouterr().out
+    assert "| idle share of trainer/0 | " in told
+    assert "| 30 | 0." in told
+
+
+def test_a_run_that_left_nothing_is_an_error(bench: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="did not get that far"):
+        bench("run_figures").read_run(tmp_path)
+
+
+def test_the_stall_is_the_longest_silence_around_a_commit(
+    bench: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    latency = bench("weights_latency")
+    notes = tmp_path / "notes.txt"
+    lines: list[str] = []
+    now = 100.0
+    for number in range(400):
+        now += 0.03 if number and number % 100 == 0 else 0.01  # a silence of 30 ms instead of 10 every second
+        lines.append(f"{now:.6f},{number // 100},1")
+    notes.write_text("\n".join(lines) + "\n")
+    tokens = latency.read_tokens(notes)
+    commits = [100.0 + 1.02 * k for k in range(1, 4)]
+    spans = {
+        "train": [(k - 1, c - 0.08, c - 0.06) for k, c in enumerate(commits, 1)],
+        "publish": [(k, c - 0.06, c - 0.04) for k, c in enumerate(commits, 1)],
+        "adopt": [(k, c - 0.01, c + 0.01) for k, c in enumerate(commits, 1)],
+    }
+    monkeypatch.setattr(latency, "spans", lambda run_dir, word: iter(spans[word]))
+    monkeypatch.setattr(latency, "SKIPPED_UPDATES", 0)
+    updates = latency.find_updates(tmp_path, tokens)
+    assert [update.version for update in updates] == [1, 2, 3]
+    for update in updates:
+        assert update.stall_s == pytest.approx(0.02, abs=1e-6)
+        assert 0.0 < update.first_token_s < 0.1
+        assert (update.publish_s, update.announce_s, update.commit_s) == pytest.approx((0.02, 0.03, 0.02), abs=1e-6)
+        parts = update.publish_s + update.announce_s + update.commit_s + update.resume_s
+        assert parts == pytest.approx(update.first_token_s)
+    usual = latency.usual_gaps(tokens, [(start_s, end_s) for _, start_s, end_s in spans["adopt"]])
+    assert usual == pytest.approx((0.01, 0.01, 0.01), abs=1e-6)
+
+
+def test_rounds_of_both_sides_ask_for_the_same_lengths_of_other_prompts(bench: Callable[[str], ModuleType]) -> None:
+    speed = bench("rollout_speed")
+    ours, bare = (speed.make_jobs(20, 64, seed=3, salt=salt) for salt in ("ours", "bare"))
+    assert [job.num_new for job in ours] == [job.num_new for job in bare]
+    assert not {job.text for job in ours} & {job.text for job in bare}
+    assert all(32 <= job.num_new <= 96 for job in ours)
+
+
+def test_a_shard_for_speed_is_whole(bench: Callable[[str], ModuleType]) -> None:
+    speed = bench("train_speed")
+    options = type("Options", (), {"length": 64, "packs": 2, "per_pack": 3, "world": 2})
+    shard = speed.make_shard(options, rank=1, vocab_size=100, step=4)
+    assert len(shard.samples) == 6
+    assert shard.minibatches == (((0, 1, 2), (3, 4, 5)),)
+    assert shard.minibatch_tokens == (2 * 6 * 56.0,)
+    assert all(len(s.token_ids) == 64 and len(s.loss_mask) == 56 for s in shard.samples)
