@@ -5,6 +5,7 @@
 #   make check   ruff, pyright, import-linter
 #   make soak    long runs with random kills
 #   make fuzz    a million broken frames and hostile peers against a living node (some minutes)
+#   make sglang-cpu  the engine contract and a short run on a real SGLang server, on the CPU (pinned, 1.5 GB, some minutes)
 #   make clean   remove what these targets made (not runs/)
 #
 # PYTHON=/path/to/python3.x chooses the interpreter. pip's own variables apply; with an index of CPU builds
@@ -19,10 +20,13 @@ STAMP := $(VENV)/.installed
 EXTRAS := cpu,math,megatron,parquet,tensorboard,dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 TESTS ?= tests
+SGLANG_VENV := .sglang-venv
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
+SGLANG_PINS := tests/engines/sglang_cpu/constraints.txt
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check soak fuzz clean setup
+.PHONY: demo test check soak fuzz sglang-cpu clean setup
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -37,6 +41,19 @@ soak: $(STAMP)
 
 fuzz: $(STAMP)
 	@$(BIN)/python tests/fuzz/run_fuzz.py $(FUZZ)
+
+# Its own environment: SGLang pins versions of its own. Says so loudly, and ends well, where SGLang cannot be imported.
+sglang-cpu: $(STAMP) $(SGLANG_STAMP)
+	@$(BIN)/python tests/engines/run_sglang.py --python $(SGLANG_VENV)/bin/python
+	@$(BIN)/python tests/engines/run_sglang.py --python $(SGLANG_VENV)/bin/python -- --incremental-streaming-output --skip-tokenizer-init --stream-interval 32
+	@$(BIN)/python tests/engines/grpo_sglang.py --python $(SGLANG_VENV)/bin/python
+
+$(SGLANG_STAMP): $(SGLANG_PINS)
+	@$(PYTHON) -m venv --clear $(SGLANG_VENV)
+	@echo "make: installing SGLang into $(SGLANG_VENV); the first time takes some minutes"
+	@$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -q -c constraints.txt torch
+	@$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -q --no-deps -r $(SGLANG_PINS)
+	@touch $@
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -60,5 +77,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

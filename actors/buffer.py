@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from ..algos.staleness import Admission
 from ..core.activity import ActivityMeter, TelemetryBuffer
 from ..core.actor import MailboxPolicy, PeerEvent
@@ -38,6 +40,8 @@ from .ledger_states import State
 from .telemetry import report_forever
 
 REPORT_S = 1.0
+CANARY_ID = -1_000_000
+"""Group id of the first canary prompt; the others follow downwards, far from held-out prompts."""
 LONGEST_WAIT_S = 600.0
 DEADLINE_SHARE = 0.9
 """A long poll ends after this share of the caller's time, so that the answer arrives before the caller gives up."""
@@ -263,6 +267,14 @@ class Buffer(BufferContract, DataContract):
 
     async def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
         return self._source.eval_prompts(max(limit, 0))
+
+    async def canary_prompts(self, limit: int) -> tuple[Prompt, ...]:
+        drawn = (self._source.prompt(draw) for draw in range(max(limit, 0)))
+        return tuple(
+            msgspec.structs.replace(prompt, group_id=CANARY_ID - draw)
+            for draw, prompt in enumerate(drawn)
+            if prompt is not None
+        )
 
     # ---- waiting
 

@@ -10,6 +10,7 @@ from ..core.actor import Actor
 from ..core.handlers import call, cast, durable_put
 from ..core.messages import (
     BufferStats,
+    CanaryAnswers,
     Claim,
     DrawReply,
     DrawRequest,
@@ -20,12 +21,25 @@ from ..core.messages import (
     GroupReturned,
     PutResult,
     RunStatus,
+    Scores,
     StepReport,
     Telemetry,
     WeightAck,
     WeightManifest,
 )
-from ..core.samples import Group, Prompt, TrainShard
+from ..core.samples import Group, Prompt, TrainSample, TrainShard
+from ..core.weight_channel import (
+    JoinOffer,
+    JoinRequest,
+    PlanReply,
+    PlanRequest,
+    SampleReply,
+    SampleRequest,
+    SendOrder,
+    SendReport,
+    ShareReply,
+    ShareRequest,
+)
 
 
 class BufferContract(Actor):
@@ -125,6 +139,11 @@ class RolloutContract(Actor):
         """Answer held-out prompts; does not touch the ledger."""
         raise NotImplementedError
 
+    @call(deadline=300, reentrant=True)
+    async def answer(self, request: EvalRequest) -> CanaryAnswers:
+        """Answer prompts by the engine alone: one turn each, no workflow, no reward, no ledger."""
+        raise NotImplementedError
+
     @call(deadline=10, reentrant=True)
     async def status(self) -> EngineStatus:
         """Engine version and load."""
@@ -150,8 +169,13 @@ class TrainerContract(Actor):
         raise NotImplementedError
 
     @call(deadline=600)
+    async def score(self, samples: tuple[TrainSample, ...]) -> Scores:
+        """Log-probs of the samples' response tokens under the current weights. Collective, the same on every rank."""
+        raise NotImplementedError
+
+    @call(deadline=600)
     async def publish(self, version: int) -> WeightManifest | None:
-        """Gather and write the weights; the manifest on rank 0, None elsewhere."""
+        """Gather and write the weights; a manifest of its part from every rank that publishes, None from the others."""
         raise NotImplementedError
 
     @call(deadline=1800)
@@ -166,7 +190,37 @@ class TrainerContract(Actor):
 
     @call(deadline=30, reentrant=True)
     async def release_weights(self, version: int) -> None:
-        """No engine reads that version any more (leader only)."""
+        """No engine reads that version any more. The leader tells the other ranks that sent it."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def weight_plan(self, request: PlanRequest) -> PlanReply:
+        """How a version that this rank sends is cut into buckets."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True)
+    async def join_channel(self, request: JoinRequest) -> JoinOffer:
+        """Open the meeting place of a channel."""
+        raise NotImplementedError
+
+    @call(deadline=300, reentrant=True)
+    async def send_weights(self, order: SendOrder) -> SendReport:
+        """Broadcast a version into a channel, while training goes on."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def leave_channel(self, channel: str, reason: str) -> None:
+        """Give a channel up; a broadcast into it ends with an error."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True)
+    async def share_weights(self, request: ShareRequest) -> ShareReply:
+        """Handles of a version's memory, for an engine on the same GPUs."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True)
+    async def sample_weights(self, request: SampleRequest) -> SampleReply:
+        """A few values of a version that this rank sends."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
@@ -208,6 +262,21 @@ class CoordinatorContract(Actor):
         """The leader's loop ended (all steps done, or no more data)."""
         raise NotImplementedError
 
+    @call(deadline=300, reentrant=True)
+    async def canary(self, version: int) -> CanaryAnswers:
+        """Have the canary prompts answered by an engine that serves `version`; waits until one does."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def pause(self, reason: str) -> None:
+        """Nothing is generated or trained any more until `resume`; the reason is told."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def resume(self) -> None:
+        """Go on after a pause."""
+        raise NotImplementedError
+
     @cast
     async def actor_failed(self, name: str, error: str) -> None:
         """An actor hit an error that ends the run."""
@@ -235,6 +304,11 @@ class DataContract(Actor):
     @call(deadline=30)
     async def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
         """The evaluation set, at most `limit` prompts."""
+        raise NotImplementedError
+
+    @call(deadline=30)
+    async def canary_prompts(self, limit: int) -> tuple[Prompt, ...]:
+        """The first prompts of the training data, at most `limit`; group ids are negative, they are no draws."""
         raise NotImplementedError
 
 

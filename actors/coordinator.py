@@ -14,11 +14,12 @@ import asyncio
 from dataclasses import dataclass, field
 
 from ..core.activity import ActivityMeter, TelemetryBuffer
-from ..core.actor import MailboxPolicy, PeerEvent
+from ..core.actor import MailboxPolicy, PeerEvent, with_deadline
 from ..core.clock import Clock
-from ..core.errors import CallError, Draining, LaunchError, MyxaError, NoSuchActor, PeerDied
+from ..core.errors import CallError, Draining, EngineError, LaunchError, MyxaError, NoSuchActor, PeerDied
 from ..core.messages import (
     BufferStats,
+    CanaryAnswers,
     EngineStatus,
     EvalRequest,
     RunPhase,
@@ -64,6 +65,8 @@ class CoordinatorOptions:
     """0: no evaluation set."""
     eval_samples: int = 1
     eval_sampling: SamplingParams = field(default_factory=SamplingParams)
+    canary_prompts: int = 8
+    canary_sampling: SamplingParams = field(default_factory=SamplingParams)
     start_timeout_s: float = 300.0
     prepare_s: float = 60.0
     commit_s: float = 30.0
@@ -90,6 +93,10 @@ class Coordinator(CoordinatorContract):
         self._eval_reward: float | None = None
         self._trainer_is_up = asyncio.Event()
         self._leader_reason: str | None = None
+        self._paused = ""
+        self._adopted = asyncio.Event()
+        self._asked: dict[str, int] = {}
+        """Rollout actor -> version at which the canary was last put to it."""
 
     # -- life
 
@@ -122,7 +129,7 @@ class Coordinator(CoordinatorContract):
         try:
             async with asyncio.timeout(self._options.start_timeout_s):
                 await self._trainer_is_up.wait()
-                while self._options.has_engines and not self._adoption.serving:
+                while self._phase == "starting" and self._options.has_engines and not self._adoption.serving:
                     await self._adopt_pending()
                     if not self._adoption.serving:
                         await self._wait_change()
@@ -176,15 +183,15 @@ class Coordinator(CoordinatorContract):
     async def _adopt(self, instruction: Adopt) -> None:
         """Prepare and commit one engine. A refusal or a missed deadline fences that engine; the others go on."""
         name, manifest = instruction.engine, instruction.manifest
-        engine = self.ctx.ref(RolloutContract, name)
+        engine, options = self.ctx.ref(RolloutContract, name), self._options
         phase = "prepare"
         try:
-            async with asyncio.timeout(self._options.prepare_s):
-                ack = await engine.prepare_weights(manifest)
+            async with asyncio.timeout(options.prepare_s):
+                ack = await with_deadline(engine, options.prepare_s).prepare_weights(manifest)
             if ack.accepted:
                 phase = "commit"
-                async with asyncio.timeout(self._options.commit_s):
-                    ack = await engine.commit_weights(manifest.version)
+                async with asyncio.timeout(options.commit_s):
+                    ack = await with_deadline(engine, options.commit_s).commit_weights(manifest.version)
         except (Draining, NoSuchActor, PeerDied) as err:
             self._event("engine-left", f"{name} (epoch {instruction.epoch}) left during {phase}: {err.message}")
             self._adoption.gone(name, instruction.epoch)
@@ -196,6 +203,7 @@ class Coordinator(CoordinatorContract):
             await self._fence(instruction, f"{phase} of version {manifest.version} refused: {ack.reason}")
             return
         self._adoption.adopted(name, instruction.epoch, manifest.version)
+        self._adopted.set()
         if name in self._engines:
             self._engines[name] = EngineStatus(rollout=name, version=manifest.version, running=0, waiting=0)
 
@@ -299,6 +307,43 @@ class Coordinator(CoordinatorContract):
         if target and result.mean_reward >= target and self._phase == "running":
             await self.stop(f"held-out reward {result.mean_reward:.3f} reached run.stop_reward = {target:g}")
 
+    # -- comparison with the trainer
+
+    async def canary(self, version: int) -> CanaryAnswers:
+        prompts = await self.ctx.ref(DataContract, "buffer").canary_prompts(self._options.canary_prompts)
+        request = EvalRequest(prompts=prompts, num_samples=1, sampling=self._options.canary_sampling)
+        try:
+            return await self._ask_canary(version, request)
+        except MyxaError as err:
+            self.ctx.log.warning("canary of version %d: %s; another engine is asked", version, err)
+        return await self._ask_canary(version, request)
+
+    async def _ask_canary(self, version: int, request: EvalRequest) -> CanaryAnswers:
+        name = await self._engine_at(version)
+        self._asked[name] = version
+        return await self.ctx.ref(RolloutContract, name).answer(request)
+
+    async def _engine_at(self, version: int) -> str:
+        """An engine that serves exactly that version, of several the one not asked for longest."""
+        try:
+            async with asyncio.timeout(self._options.prepare_s + self._options.commit_s):
+                while not (ready := [name for name, v in self._adoption.serving.items() if v == version]):
+                    self._adopted.clear()
+                    await self._adopted.wait()
+        except TimeoutError as err:
+            raise EngineError(f"no engine came to version {version} in time", remedy="see the engines' logs") from err
+        return min(ready, key=lambda name: (self._asked.get(name, -1), name))
+
+    async def pause(self, reason: str) -> None:
+        self._paused = reason
+        self._event("run-paused", reason)
+        await self._buffer.set_paused(True)
+
+    async def resume(self) -> None:
+        self._paused = ""
+        self._event("run-resumed", "by request")
+        await self._buffer.set_paused(False)
+
     # -- the end
 
     async def _end(self, reason: str) -> None:
@@ -330,6 +375,7 @@ class Coordinator(CoordinatorContract):
             error=self._error,
             reason=self._reason,
             eval_reward=self._eval_reward,
+            paused=self._paused,
         )
 
     # -- telling

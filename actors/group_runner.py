@@ -142,6 +142,11 @@ class GroupRunner:
         self._load = Load()
         self.stats = RunnerStats()
 
+    @property
+    def model(self) -> ModelAccess:
+        """How its episodes reach the model."""
+        return self._model
+
     async def run(self, assignment: Assignment) -> Group:
         """All members of one group, rewarded.
 

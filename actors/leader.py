@@ -13,7 +13,7 @@ import asyncio
 import shutil
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,14 +24,15 @@ from ..core.errors import DataError, GatherError, TrainError
 from ..core.messages import Claim, StepReport, WeightManifest
 from ..core.patience import until_answered
 from ..core.samples import Group, TrainShard
+from .canary import CanaryOptions
 from .contracts import BufferContract, CoordinatorContract, TrainerContract
+from .guard import Guard
+from .manifest_parts import join_parts
 from .step_plan import PlanOptions, batch_metrics, plan_step
 
 T = TypeVar("T")
 
 CLAIM_WAIT_S = 5.0
-MAX_UNRELEASED = 3
-"""Published versions that engines may still be reading; one more waits."""
 RELEASE_DEADLINE_S = 300.0
 
 
@@ -50,6 +51,11 @@ class LeaderOptions:
     keep_last: int = 2
     export_at_end: bool = True
     setup_timeout_s: float = 300.0
+    shard_of_rank: tuple[int, ...] = ()
+    """Number of the shard that each rank trains, where ranks share one; empty: each its own."""
+    guard: CanaryOptions = field(default_factory=lambda: CanaryOptions(every=0, bound=0.0))
+    max_unreleased: int = 3
+    """Published versions that engines may still be reading; one more waits."""
 
 
 class Leader:
@@ -73,8 +79,10 @@ class Leader:
         """For collectives: with one rank gone the others may hang in them, and cannot be cancelled there."""
         self._buffer = ctx.ref(BufferContract, "buffer")
         self._coordinator = ctx.ref(CoordinatorContract, "coordinator")
+        self._guard = Guard(ctx, options.guard, self._together, meter, telemetry)
         self._knobs: dict[str, float] = {}
-        self._unreleased: set[int] = set()
+        self._unreleased: dict[int, tuple[str, ...]] = {}
+        """Version -> ranks that published it."""
         self._release_seen = asyncio.Event()
         self._may_go = asyncio.Event()
         self._stop_reason = ""
@@ -92,10 +100,12 @@ class Leader:
         self._stop_reason = self._stop_reason or reason
         self._may_go.set()
 
-    def released(self, version: int) -> None:
-        """No engine reads `version` any more."""
-        self._unreleased.discard(version)
+    async def released(self, version: int) -> None:
+        """No engine reads `version` any more; ranks beside this one that published a part of it are told."""
+        others = [name for name in self._unreleased.pop(version, ()) if name != self._ctx.name]
         self._release_seen.set()
+        if others:
+            await self._ctx.group(TrainerContract, others).all(TrainerContract.release_weights, version)
 
     def set_knobs(self, knobs: dict[str, float]) -> None:
         """Live values, used from the next step on."""
@@ -114,6 +124,7 @@ class Leader:
             await self._may_go.wait()
         start_version = version
         last = self._options.num_steps or sys.maxsize
+        await self._compare(version, start_version)
         reason = f"all {last} steps done"
         while version < last:
             groups = await self._next_batch(version)
@@ -121,10 +132,16 @@ class Leader:
                 reason = self._stop_reason or self._end_of_data(version)
                 break
             version = await self._step(version, groups)
+            await self._compare(version, start_version)
             if self._stop_reason:
                 reason = self._stop_reason
                 break
         await self._finish(version, start_version, reason)
+
+    async def _compare(self, version: int, start_version: int) -> None:
+        """With an engine, when that is due; the trainer stands at `version` meanwhile."""
+        if self._options.publishes and not self._stop_reason and version != self._options.num_steps:
+            await self._guard.check(version, start_version)
 
     async def _next_batch(self, version: int) -> list[Group] | None:
         """Wait for a whole batch; None when there is none to come or the run was told to stop."""
@@ -179,7 +196,8 @@ class Leader:
     async def _train(self, shards: Sequence[TrainShard]) -> dict[str, float]:
         """All ranks at once; one that fails fails the step, by name."""
         try:
-            metrics = await self._ranks.scatter(lambda rank, i: rank.train_shard(shards[i], self._knobs))
+            numbers = self._options.shard_of_rank or range(self._options.world_size)
+            metrics = await self._ranks.scatter(lambda rank, i: rank.train_shard(shards[numbers[i]], self._knobs))
         except GatherError as error:
             name, cause = next(iter(error.errors.items()))
             message = f"{name} failed in step {shards[0].step}: {cause}"
@@ -187,20 +205,21 @@ class Leader:
         return dict(metrics["trainer/0"])
 
     async def _publish(self, version: int) -> WeightManifest:
-        if len(self._unreleased) >= MAX_UNRELEASED:
+        if len(self._unreleased) >= self._options.max_unreleased:
             with self._meter.during("wait-weights", f"publish {version}"):
                 await self._await_release()
-        manifest = (await self._together.all(TrainerContract.publish, version))["trainer/0"]
+        parts = await self._together.all(TrainerContract.publish, version)
+        manifest = join_parts(parts)
         if manifest is None:
-            raise TrainError(f"trainer/0 gathered no weights for version {version}", remedy="see the log of trainer/0")
-        self._unreleased.add(version)
+            raise TrainError(f"no rank gathered weights for version {version}", remedy="see the log of trainer/0")
+        self._unreleased[version] = tuple(name for name, part in parts.items() if part is not None)
         return manifest
 
     async def _await_release(self) -> None:
         """Wait until the engines let go of an old version."""
         try:
             async with asyncio.timeout(RELEASE_DEADLINE_S):
-                while len(self._unreleased) >= MAX_UNRELEASED:
+                while len(self._unreleased) >= self._options.max_unreleased:
                     self._release_seen.clear()
                     await self._release_seen.wait()
         except TimeoutError as err:

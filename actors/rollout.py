@@ -20,10 +20,11 @@ from typing import TypeVar
 from ..core.activity import ActivityMeter, TelemetryBuffer
 from ..core.actor import MailboxPolicy
 from ..core.clock import Clock
-from ..core.errors import CallError, EngineError, MyxaError, UserCodeError
+from ..core.errors import CallError, EngineError, MyxaError, RequestRefused, UserCodeError
 from ..core.messages import (
     ActivityKind,
     Assignment,
+    CanaryAnswers,
     DrawRequest,
     EngineStatus,
     EvalRequest,
@@ -37,8 +38,10 @@ from ..core.messages import (
 from ..core.patience import until_answered
 from ..core.protocols import Engine, Tokenizer
 from ..core.samples import NO_VERSION, Group, Prompt
+from .canary_answer import answer_canary
 from .contracts import BufferContract, CoordinatorContract, MonitorContract, RolloutContract
 from .error_budget import GroupBudget
+from .evaluation import evaluate
 from .group_runner import GroupRunner, Load, NoEngine, Partial, PooledScorer, drop_reason
 from .telemetry import report_forever
 from .workflows.context import Workflow
@@ -51,6 +54,9 @@ POLL_S = 5.0
 """Long poll for work: the buffer holds a draw that long at most."""
 RETRY_S = 0.2
 """Pause after a call that failed because its callee is being restarted."""
+LOSS_S = 1.0
+"""Before a group is dropped for the engine's fault: an engine that is lost, or about to be fenced, ends this actor
+within that time, and its groups are drawn anew instead."""
 DRAW_AT_ONCE = 8
 """Groups taken by one draw: small bites share the slots among engines that ask at the same time."""
 ALWAYS_NEWEST = (1 << 31) - 1
@@ -130,6 +136,7 @@ class Rollout(RolloutContract):
             vocab_size = info.vocab_size
             context_length = min(context_length, info.context_length)
             generate = self._engine.generate
+            self.ctx.spawn(self._engine.until_lost(), name="engine-watch")
         self._runner = GroupRunner(
             workflow=self._workflow,
             scorer=self._scorer,
@@ -218,6 +225,8 @@ class Rollout(RolloutContract):
         except MyxaError as err:
             if isinstance(err, CallError):
                 raise
+            if isinstance(err, EngineError) and not isinstance(err, RequestRefused):
+                await asyncio.sleep(LOSS_S)
             await self._drop(assignment, err)
         finally:
             self._in_flight.pop(group_id, None)
@@ -313,29 +322,11 @@ class Rollout(RolloutContract):
     # -- questions
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        assignments = [
-            Assignment(prompt=p, attempt=0, num_samples=request.num_samples, sampling=request.sampling)
-            for p in request.prompts
-        ]
-        results = await asyncio.gather(*(self._runner.run(a) for a in assignments), return_exceptions=True)
-        groups = [r for r in results if isinstance(r, Group)]
-        for failure in results:
-            if isinstance(failure, BaseException):
-                self.ctx.log.warning("evaluation: %s", failure)
-        if not groups:
-            raise EngineError(
-                f"{self.ctx.name}: none of {len(results)} evaluation prompts was answered; first: {results[:1]}",
-                remedy="see this actor's log",
-            )
-        rewards = [float(r) for g in groups for r in g.rewards]
-        versions = [v for g in groups for s in g.samples for v in s.versions.tolist() if v >= 0] or [self._version]
-        return EvalResult(
-            mean_reward=sum(rewards) / len(rewards),
-            num_samples=len(rewards),
-            oldest_version=min(versions),
-            newest_version=max(versions),
-            num_errors=len(results) - len(groups),
-        )
+        return await evaluate(self._runner, request, name=self.ctx.name, version=self._version, log=self.ctx.log)
+
+    async def answer(self, request: EvalRequest) -> CanaryAnswers:
+        prefix = f"{self.ctx.name}.{self.ctx.epoch}.canary{self._version}."
+        return await answer_canary(self._runner.model, self._tokenizer, request, name=self.ctx.name, prefix=prefix)
 
     async def status(self) -> EngineStatus:
         running, waiting = 0, 0
@@ -381,8 +372,12 @@ class Rollout(RolloutContract):
             await asyncio.sleep(self._options.report_s)
             now = self._clock.monotonic()
             elapsed, started = max(now - started, 1e-6), now
+            try:
+                status = await self.status()
+            except EngineError as err:  # whether it is lost is for `until_lost` to say, and it says why
+                self.ctx.log.warning("the engine does not tell its load: %s", err)
+                continue
             stats = self._runner.stats.take()
-            status = await self.status()
             values = {
                 "rollout/tokens_per_s": stats.num_tokens / elapsed,
                 "rollout/running": float(status.running),

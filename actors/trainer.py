@@ -1,8 +1,10 @@
 """The trainer role: a gang of ranks around one `TrainBackend` each; rank 0 leads (see `leader.py`).
 
 A rank does what the leader asks, one call at a time, in one worker thread: collectives need one order on all ranks,
-and the event loop stays free to answer. Knows the `TrainBackend` and `WeightWriter` protocols; knows no engine and
-no concrete backend. Version v exists when all ranks finished the optimizer step that made it.
+and the event loop stays free to answer. Weights leave through a `WeightWriter` (files, shared memory) or through a
+`WeightSender` (device to device), beside that thread: engines that take them never wait for a training step. Knows
+these protocols and `TrainBackend`; knows no engine and no concrete backend. Version v exists when all ranks finished
+the optimizer step that made it.
 """
 
 from __future__ import annotations
@@ -14,15 +16,30 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 from ..core.activity import ActivityMeter, TelemetryBuffer
 from ..core.actor import MailboxPolicy
 from ..core.clock import Clock
 from ..core.errors import TrainError
-from ..core.messages import WeightManifest
-from ..core.protocols import TrainBackend, WeightWriter
-from ..core.samples import TrainShard
+from ..core.messages import Scores, WeightManifest
+from ..core.protocols import TrainBackend, WeightSender, WeightWriter
+from ..core.samples import TrainSample, TrainShard
+from ..core.weight_channel import (
+    JoinOffer,
+    JoinRequest,
+    PlanReply,
+    PlanRequest,
+    SampleReply,
+    SampleRequest,
+    SendOrder,
+    SendReport,
+    ShareReply,
+    ShareRequest,
+)
 from .contracts import MonitorContract, TrainerContract
 from .leader import Leader, LeaderOptions
+from .own_thread import in_own_thread
 from .telemetry import report_forever
 
 T = TypeVar("T")
@@ -46,12 +63,23 @@ class Trainer(TrainerContract):
 
     mailbox = MailboxPolicy(size=256)
 
-    def __init__(self, *, backend: TrainBackend, writer: WeightWriter, options: TrainerOptions, clock: Clock) -> None:
+    def __init__(
+        self,
+        *,
+        backend: TrainBackend,
+        writer: WeightWriter | None,
+        options: TrainerOptions,
+        clock: Clock,
+        sender: WeightSender | None = None,
+    ) -> None:
+        """Versions go to `sender` if there is one, else to `writer`."""
         self._backend = backend
         self._writer = writer
+        self._sender = sender
         self._options = options
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="backend")
+        self._weights_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._is_set_up = asyncio.Event()
         self._leader: Leader | None = None
         self._version = 0
@@ -86,12 +114,20 @@ class Trainer(TrainerContract):
     async def on_stop(self, why: str) -> None:
         if self._leader is not None:
             self._leader.stop(why)
+        if self._sender is not None:
+            self._sender.close()
         await self._in_thread(self._backend.close)
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._writer.close()
+        self._weights_thread.shutdown(wait=True, cancel_futures=True)
+        if self._writer is not None:
+            self._writer.close()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _beside(self, work: Callable[[], T]) -> T:
+        """Work on published weights: it does not wait for a training step."""
+        return await asyncio.get_running_loop().run_in_executor(self._weights_thread, work)
 
     def _blocking(self, why: str, *, when: bool = True) -> AbstractContextManager[None]:
         return self.ctx.busy(BLOCK_LIMIT_S, why) if when else nullcontext()
@@ -106,13 +142,22 @@ class Trainer(TrainerContract):
         self._version = shard.step + 1
         return stats.metrics
 
+    async def score(self, samples: tuple[TrainSample, ...]) -> Scores:
+        await self._is_set_up.wait()
+        with self._meter.during("compute", "score"), self._blocking("first scores", when=not self._has_trained):
+            parts = await self._in_thread(lambda: self._backend.score(samples))
+        return Scores(logprobs=np.concatenate([np.asarray(part, dtype=np.float32) for part in parts]))
+
     async def publish(self, version: int) -> WeightManifest | None:
         await self._is_set_up.wait()
         with self._meter.during("compute", f"publish {version}", makes_version=version):
+            sender, writer = self._sender, self._writer
+            if sender is not None:
+                return await self._in_thread(lambda: sender.publish(version, self._backend.export_device))
             tensors = await self._in_thread(self._backend.export_weights)
-            if self._options.rank != 0:
+            if self._options.rank != 0 or writer is None:
                 return None
-            return await self._in_thread(lambda: self._writer.publish(version, tensors))
+            return await self._beside(lambda: writer.publish(version, tensors))
 
     async def save_checkpoint(self, folder: str) -> None:
         extra = {"version": self._version}
@@ -123,6 +168,38 @@ class Trainer(TrainerContract):
     async def export_hf(self, folder: str) -> None:
         with self._meter.during("compute", "export"), self._blocking("exports the model"):
             await self._in_thread(lambda: self._backend.export_hf(folder))
+
+    # -- weights from device to device
+
+    def _require_sender(self) -> WeightSender:
+        if self._sender is None:
+            raise TrainError(
+                f"{self.ctx.name} publishes weights for readers, it does not send them",
+                remedy='set weights.channel = "nccl" or "cuda_ipc"',
+            )
+        return self._sender
+
+    async def weight_plan(self, request: PlanRequest) -> PlanReply:
+        return self._require_sender().plan(request)
+
+    async def join_channel(self, request: JoinRequest) -> JoinOffer:
+        sender = self._require_sender()
+        return await in_own_thread(lambda: sender.join(request), f"join {request.channel}")
+
+    async def send_weights(self, order: SendOrder) -> SendReport:
+        sender = self._require_sender()
+        return await in_own_thread(lambda: sender.send(order), f"send {order.version}")
+
+    async def leave_channel(self, channel: str, reason: str) -> None:
+        self._require_sender().leave(channel, reason)
+
+    async def share_weights(self, request: ShareRequest) -> ShareReply:
+        sender = self._require_sender()
+        return await in_own_thread(lambda: sender.share(request), f"share {request.version}")
+
+    async def sample_weights(self, request: SampleRequest) -> SampleReply:
+        sender = self._require_sender()
+        return await in_own_thread(lambda: sender.sample(request), f"sample {request.version}")
 
     # -- what only the leader answers
 
@@ -135,8 +212,13 @@ class Trainer(TrainerContract):
         return self._leader
 
     async def release_weights(self, version: int) -> None:
-        await self._in_thread(lambda: self._writer.release(version))
-        self._require_leader().released(version)
+        sender, writer = self._sender, self._writer
+        if sender is not None:
+            sender.release(version)
+        elif writer is not None:
+            await self._beside(lambda: writer.release(version))
+        if self._options.rank == 0:
+            await self._require_leader().released(version)
 
     async def run_leader(self, start_version: int) -> None:
         self._require_leader().go(start_version)

@@ -7,7 +7,8 @@ MyxaError
 │   └── RewardError          it was the reward
 ├── ModelError               a model folder is incomplete or of an unknown kind         (exit code 2)
 ├── EngineError              a rollout engine answered wrongly or not at all
-│   └── RequestRefused       the request itself cannot be served; repeating it is useless
+│   ├── RequestRefused       the request itself cannot be served; repeating it is useless
+│   └── WeightsRefused       it did not take a weight version and goes on with the old one, whole
 ├── TrainError               a training step or checkpoint failed
 ├── StalenessError           a group would break the staleness bound (a bug if ever seen)
 ├── LedgerError              an illegal transition in the life of a sample
@@ -87,6 +88,10 @@ class EngineError(MyxaError):
 
 class RequestRefused(EngineError):
     """The engine is well, but the request itself cannot be served (too long, unknown token id); do not repeat it."""
+
+
+class WeightsRefused(EngineError):
+    """The engine did not take a weight version; the old one is whole and goes on."""
 
 
 class TrainError(MyxaError):

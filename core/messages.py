@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from .samples import Prompt, Sample
+from .samples import F32, Prompt, Sample
 
 ActivityKind = Literal["compute", "wait-data", "wait-weights", "wait-capacity", "paused", "other"]
+WeightChannel = Literal["shm", "disk", "nccl", "cuda_ipc"]
 RunPhase = Literal["starting", "running", "draining", "finished", "failed"]
 
 
@@ -30,6 +31,7 @@ class SamplingParams(Record, frozen=True):
     max_new_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    """No token ends the answer, those of `stop_token_ids` included: so SGLang takes it, and all engines with it."""
     seed: int | None = None
     """Per-request seed: same seed, prompt and weights give the same tokens whatever else runs."""
 
@@ -115,15 +117,17 @@ class WeightManifest(Record, frozen=True):
     """One published weight version: where the bytes are and what they must hash to."""
 
     version: int
-    channel: Literal["shm", "disk"]
+    channel: WeightChannel
     location: str
-    """shm: path that opens the slab (`/proc/<pid>/fd/<n>`); disk: folder with safetensors files."""
+    """shm: path that opens the slab (`/proc/<pid>/fd/<n>`); disk: folder with safetensors files; nccl, cuda_ipc: the
+    trainer ranks that send, by actor name, with commas between."""
     generation: int
     """Slab generation; a reader that sees another one after copying must discard what it read."""
     num_bytes: int
     tensors: tuple[TensorSpec, ...]
+    """Empty for nccl and cuda_ipc: the senders' plans say it (`weight_channel.py`)."""
     digest: str
-    """xxh64-style digest of the bytes (see transport/shm.py)."""
+    """Digest of the bytes (shm: transport/shm.py; nccl, cuda_ipc: one per sender, with commas between)."""
     host: str
     """Boot id of the publishing host: shm is readable only there."""
 
@@ -178,6 +182,20 @@ class EvalResult(Record, frozen=True):
     num_errors: int = 0
 
 
+class CanaryAnswers(Record, frozen=True):
+    """What an engine answered to the canary prompts."""
+
+    rollout: str
+    samples: tuple[Sample, ...]
+
+
+class Scores(Record, frozen=True):
+    """What a trainer rank says of samples."""
+
+    logprobs: F32
+    """float32 [sum of R]: log-probs of all response tokens, sample by sample; 0 where the loss mask is 0."""
+
+
 class BufferStats(Record, frozen=True):
     """Counts of groups by state and what admission allows now."""
 
@@ -209,6 +227,8 @@ class RunStatus(Record, frozen=True):
     reason: str = ""
     """Why it ended, in one sentence."""
     eval_reward: float | None = None
+    paused: str = ""
+    """Why nothing is generated or trained now, until somebody resumes the run."""
 
 
 class MetricPoint(Record, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
@@ -10,6 +10,18 @@ import msgspec
 
 from .messages import SamplingParams, TensorSpec, WeightManifest
 from .samples import F32, I32, FinishReason, Prompt, TrainSample, TrainShard
+from .weight_channel import (
+    JoinOffer,
+    JoinRequest,
+    PlanReply,
+    PlanRequest,
+    SampleReply,
+    SampleRequest,
+    SendOrder,
+    SendReport,
+    ShareReply,
+    ShareRequest,
+)
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -21,6 +33,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     input_ids: I32
     """int32 [P]: the whole context, earlier turns and partial tokens included."""
     sampling: SamplingParams
+    session: str = ""
+    """Requests of one session have beginnings in common (a group's samples, a sample's turns): best sent where that
+    beginning is cached."""
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +102,11 @@ class Engine(Protocol):
         """Current state."""
         ...
 
+    async def until_lost(self) -> None:
+        """Waits while the engine is well; raises EngineError as soon as it is known to serve no more (its process
+        ended, its thread broke, it fell silent). Called once, after `start`; cancelled at the end."""
+        ...
+
     async def close(self) -> None:
         """Release everything; never raises."""
         ...
@@ -124,6 +144,12 @@ class TrainBackend(Protocol):
         """HF-named tensors on rank 0 (empty list on other ranks). Collective: every rank must call it."""
         ...
 
+    def export_device(self) -> Iterator[tuple[str, Any]]:
+        """(HuggingFace name, whole torch tensor on this rank's device, in the serving dtype) on sending ranks, always
+        in the same order; nothing elsewhere. Collective: every rank must exhaust it. A tensor's memory holds until the
+        next one is asked for."""
+        ...
+
     def save(self, folder: str, extra: dict[str, Any]) -> None:
         """Resumable checkpoint (weights, optimizer, RNG, schedule, `extra`). Collective."""
         ...
@@ -154,6 +180,77 @@ class WeightWriter(Protocol):
 
     def close(self) -> None:
         """Free everything; never raises."""
+        ...
+
+
+class WeightSender(Protocol):
+    """A trainer rank's end of a channel between devices. Every method blocks and may be called from any thread;
+    `publish` in the order of the backend's calls. Errors are TrainError."""
+
+    def publish(self, version: int, export: Callable[[], Iterator[tuple[str, Any]]]) -> WeightManifest | None:
+        """Copy a version (`export` is `TrainBackend.export_device`; the first time it is gone through twice, on every
+        rank) into staging memory, where it stays until `release`. None where nothing was handed over: this rank does
+        not send."""
+        ...
+
+    def release(self, version: int) -> None:
+        """Nobody asks for `version` any more."""
+        ...
+
+    def plan(self, request: PlanRequest) -> PlanReply:
+        """How the version is cut; refused when it is not staged."""
+        ...
+
+    def join(self, request: JoinRequest) -> JoinOffer:
+        """Open the meeting place and wait there in the background."""
+        ...
+
+    def send(self, order: SendOrder) -> SendReport:
+        """Broadcast; returns when the engine's ranks have the bytes. The channel is gone after any error."""
+        ...
+
+    def leave(self, channel: str, reason: str) -> None:
+        """Give a channel up; a `send` into it ends with an error. Unknown channels are ignored."""
+        ...
+
+    def share(self, request: ShareRequest) -> ShareReply:
+        """Handles of a version's buckets."""
+        ...
+
+    def sample(self, request: SampleRequest) -> SampleReply:
+        """Values of a staged version."""
+        ...
+
+    def close(self) -> None:
+        """Give up all channels and memory; never raises, waits for nobody."""
+        ...
+
+
+class WeightSenders(Protocol):
+    """The senders as an engine reaches them, by actor name. Raise CallError when one cannot be asked, or refuses."""
+
+    async def plan(self, sender: str, request: PlanRequest) -> PlanReply:
+        """See `WeightSender`."""
+        ...
+
+    async def join(self, sender: str, request: JoinRequest) -> JoinOffer:
+        """See `WeightSender`."""
+        ...
+
+    async def send(self, sender: str, order: SendOrder) -> SendReport:
+        """See `WeightSender`."""
+        ...
+
+    async def leave(self, sender: str, channel: str, reason: str) -> None:
+        """See `WeightSender`. Never raises: a sender that is gone has left."""
+        ...
+
+    async def share(self, sender: str, request: ShareRequest) -> ShareReply:
+        """See `WeightSender`."""
+        ...
+
+    async def sample(self, sender: str, request: SampleRequest) -> SampleReply:
+        """See `WeightSender`."""
         ...
 
 

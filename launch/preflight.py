@@ -8,24 +8,28 @@ own actors will need. No torch; knows folders and files, must not know actors.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from .. import __version__
+from ..actors.backends.megatron.layout import ParallelLayout
+from ..actors.backends.megatron.verbatim import check_tables
 from ..actors.backends.torch_backend.checkpoint_folder import find_checkpoint
 from ..actors.data.row_file import check_data_file
 from ..actors.models.hf_folder import find_tokenizer, open_weights, read_config
-from ..core.config import RoleName, RunConfig
+from ..core.config import MegatronSettings, RoleName, RunConfig
 from ..core.config.source import parse_sources
 from ..core.errors import ConfigError, LaunchError, MyxaError, TrainError
 from .actor_spec import ActorSpec
 from .port import check_port
 
 PROBE = (
-    "import importlib.util, myxa, myxa.launch.worker;"
-    "print(); print(myxa.__version__, importlib.util.find_spec('torch') is not None)"
+    "import json, myxa, myxa.launch.worker; from myxa.launch.preflight import core_of_megatron, has_module;"
+    "print(); print(json.dumps([myxa.__version__, has_module('torch'), core_of_megatron()]))"
 )
 PROBE_S = 120.0
 """A cold network file system under a Python environment can be that slow."""
@@ -48,17 +52,44 @@ def check_node(config: RunConfig, actors: Iterable[ActorSpec]) -> None:
         raise type(errors[0])(f"the run cannot start: {len(errors)} problems\n{lines}")
 
 
+def has_module(name: str) -> bool:
+    """Whether a module can be imported here, without importing it."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
+
+
+def core_of_megatron() -> str:
+    """The folder of megatron.core, empty if it is not installed; nothing is imported."""
+    spec = importlib.util.find_spec("megatron.core") if has_module("megatron.core") else None
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return places[0] if places else ""
+
+
 def _check_interpreters(config: RunConfig, actors: Sequence[ActorSpec]) -> None:
     seen: set[tuple[str, RoleName]] = set()
     for actor in actors:
         if (actor.python, actor.role) in seen:
             continue
         seen.add((actor.python, actor.role))
-        has_torch = _ask(actor) if actor.python else importlib.util.find_spec("torch") is not None
+        has_torch, core = _ask(actor) if actor.python else (has_module("torch"), core_of_megatron())
         if _needs_torch(config, actor) and not has_torch:
             raise ConfigError(
                 f'{_place(actor)} has no module "torch", which every {actor.role} needs', remedy="install it there"
             )
+        if actor.role == "trainer" and actor.kind == "megatron":
+            _check_megatron(config.megatron, actor, core)
+
+
+def _check_megatron(settings: MegatronSettings, actor: ActorSpec, core: str) -> None:
+    if not core:
+        raise ConfigError(
+            f'{_place(actor)} has no module "megatron.core", which roles.trainer.kind = "megatron" needs',
+            remedy="install megatron-core there",
+        )
+    tables = {"model": settings.model, "ddp": settings.ddp, "optimizer": settings.optimizer}
+    check_tables(tables, Path(core))
 
 
 def _place(actor: ActorSpec) -> str:
@@ -70,8 +101,9 @@ def _needs_torch(config: RunConfig, actor: ActorSpec) -> bool:
     return actor.role == "trainer" or has_engine
 
 
-def _ask(actor: ActorSpec) -> bool:
-    """Whether a role's own interpreter has torch. Raises ConfigError if it does not run or has not this myxa."""
+def _ask(actor: ActorSpec) -> tuple[bool, str]:
+    """Whether a role's own interpreter has torch, and its folder of megatron.core. Raises ConfigError if it does not
+    run or has not this myxa."""
     command, env = [actor.python, "-c", PROBE], {**os.environ, **actor.env}
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PROBE_S, check=False)
@@ -86,12 +118,12 @@ def _ask(actor: ActorSpec) -> bool:
     if done.returncode != 0:
         why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise ConfigError(f"{_place(actor)} cannot import myxa: {why}", remedy="install myxa there")
-    version, has_torch = done.stdout.split()[-2:]
+    version, has_torch, core = json.loads(done.stdout.splitlines()[-1])
     if version != __version__:
         raise ConfigError(
             f"{_place(actor)} has myxa {version}, the launcher has {__version__}", remedy="install the same one there"
         )
-    return has_torch == "True"
+    return bool(has_torch), str(core)
 
 
 def _check_model(config: RunConfig, actors: Sequence[ActorSpec]) -> None:
@@ -105,6 +137,8 @@ def _check_model(config: RunConfig, actors: Sequence[ActorSpec]) -> None:
         _check_context(config, model.context_length)
     with open_weights(path, model):
         pass
+    if any(actor.role == "trainer" and actor.kind == "megatron" for actor in actors):
+        ParallelLayout.of(config.megatron).check_model(model, config.megatron.model)
 
 
 def _check_context(config: RunConfig, model_context: int) -> None:

@@ -7,18 +7,34 @@ a rollout actor that only tokenises starts in a fraction of a second.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ..actors.canary import BOUNDS, CanaryOptions, precision_of
 from ..actors.models.model_config import ModelConfig
+from ..actors.weight_senders import TrainerSenders
 from ..actors.workflows.context import Workflow
 from ..core.actor import Actor
 from ..core.clock import Clock, SystemClock
 from ..core.config import RoleName, RunConfig
+from ..core.errors import ConfigError
+from ..core.host import boot_id
 from ..core.messages import SamplingParams
-from ..core.protocols import Engine, WeightWriter
+from ..core.protocols import Engine, WeightSender, WeightWriter
 from ..core.samples import Group
 from .actor_spec import ActorSpec
+from .trainer_backends import make_backend, shard_of_rank
+from .weight_channels import choose_channel, commit_s, is_between_devices, prepare_s
+
+if TYPE_CHECKING:
+    from ..actors.engines.weight_route import Routes
+
+MIB = 1 << 20
+NCCL_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""SGLang sets these for itself; members of a group must agree on the first, or it fails with "invalid argument"."""
 
 Builder = Callable[[ActorSpec, RunConfig, Path, Clock], Actor]
 
@@ -49,6 +65,15 @@ def eval_sampling(config: RunConfig) -> SamplingParams:
     )
 
 
+def canary_sampling(config: RunConfig) -> SamplingParams:
+    """How canary prompts are answered: as the trainer scores, from the whole distribution at its temperature."""
+    return SamplingParams(
+        temperature=config.rollout.temperature or 1.0,
+        max_new_tokens=min(config.guard.max_new_tokens, config.rollout.max_new_tokens),
+        stop_token_ids=config.rollout.stop_token_ids,
+    )
+
+
 def num_actors(config: RunConfig, role: RoleName, num_nodes: int) -> int:
     """Actors of a role in the whole run."""
     settings = config.roles[role]
@@ -75,6 +100,11 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
             eval_prompts=config.eval.num_prompts if config.eval.data else 0,
             eval_samples=config.eval.num_samples,
             eval_sampling=eval_sampling(config),
+            canary_prompts=config.guard.prompts,
+            canary_sampling=canary_sampling(config),
+            start_timeout_s=max(300.0, config.engine.start_s + 60.0),
+            prepare_s=prepare_s(config),
+            commit_s=commit_s(config),
         ),
         clock=clock,
     )
@@ -142,11 +172,12 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     from ..actors.rollout import Rollout, RolloutOptions
 
     model = read_config(config.model.path)
-    return Rollout(  # the engine last: it imports torch, and a mistake in the others is to be told at once
+    senders = TrainerSenders()
+    rollout = Rollout(  # the engine last: it imports torch, and a mistake in the others is to be told at once
         workflow=_workflow(config),
         scorer=make_rewarder(config),
         tokenizer=load_tokenizer(config.model.path),
-        engine=None if is_supervised(config) else _engine(spec, config, model),
+        engine=None if is_supervised(config) else _engine(spec, config, model, run_dir, senders),
         options=RolloutOptions(
             max_groups=config.rollout.max_groups,
             max_turns=config.rollout.max_turns,
@@ -156,23 +187,68 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         ),
         clock=clock,
     )
+    senders.speak_as(rollout)
+    return rollout
 
 
-def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> Engine:
+def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Path, senders: TrainerSenders) -> Engine:
+    """A server of its own, one that runs already, or several of those."""
+    from ..actors.engines.engine_pool import EnginePool
+    from ..actors.engines.sglang import SglangEngine, SglangOptions
+    from ..actors.engines.sglang_launched import LaunchedSglang, SglangLaunch
+
+    engine = config.engine
+    options = SglangOptions(
+        vocab_size=model.vocab_size,
+        context_length=engine.context_length,
+        model_context_length=model.context_length,
+        max_running=engine.max_running,
+        pause_mode=config.rollout.pause_mode,
+        start_s=engine.start_s,
+        admin_key=_attach_key(config),
+        generate_url=engine.router,
+        name=spec.name,
+    )
+    routes = _server_routes(config, senders)
+    if not engine.attach:
+        launch = SglangLaunch(
+            python=engine.python or sys.executable,
+            model_path=config.model.path,
+            table=config.sglang,
+            env=os.environ,
+            log_path=run_dir / "logs" / f"{spec.name.replace('/', '.')}.sglang.log",
+            dtype=engine.dtype,
+            seed=_engine_seed(spec, config),
+            num_devices=len(spec.devices),
+            max_running=engine.max_running,
+            context_length=engine.context_length,
+        )
+        return LaunchedSglang(launch, options, routes)
+    num_rollouts = max(config.roles.rollout.count * len(config.roles.rollout.nodes), 1)
+    urls = engine.attach[spec.index % len(engine.attach) :: num_rollouts]
+    if len(urls) == 1:
+        return SglangEngine(urls[0], options, routes)
+    return EnginePool({url: partial(SglangEngine, url, options, routes) for url in urls}, name=spec.name)
+
+
+def _attach_key(config: RunConfig) -> str:
+    name = config.engine.key_env
+    if name and not os.environ.get(name):
+        raise ConfigError(
+            f'engine.key_env = "{name}": that variable is not set where the rollout actors run',
+            remedy="set it in the environment of `myxa up`",
+        )
+    return os.environ.get(name, "") if name else ""
+
+
+def _engine_seed(spec: ActorSpec, config: RunConfig) -> int:
+    return config.run.seed * 1000 + config.engine.seed + spec.index
+
+
+def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Path, senders: TrainerSenders) -> Engine:
     engine = config.engine
     if spec.kind == "sglang":
-        from ..actors.engines.sglang import SglangEngine, SglangOptions
-
-        return SglangEngine(
-            engine.url,
-            SglangOptions(
-                vocab_size=model.vocab_size,
-                context_length=engine.context_length,
-                max_running=engine.max_running,
-                pause_mode=config.rollout.pause_mode,
-                name=spec.name,
-            ),
-        )
+        return _sglang(spec, config, model, run_dir, senders)
     from ..actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
     from ..actors.weights.channel import ChannelReader
 
@@ -180,7 +256,7 @@ def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> Engine:
         max_running=engine.max_running,
         context_length=engine.context_length,
         dtype=engine.dtype,
-        seed=config.run.seed * 1000 + engine.seed + spec.index,
+        seed=_engine_seed(spec, config),
         pause_mode=config.rollout.pause_mode,
         num_threads=spec.threads,
         memory_share=0.6 / config.roles.rollout.count,
@@ -202,33 +278,18 @@ def _workflow(config: RunConfig) -> Workflow:
 
 
 def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
-    from ..actors.backends.torch_backend.backend import TorchBackend, TorchBackendConfig
     from ..actors.backends.torch_backend.world import Gang
     from ..actors.leader import LeaderOptions
     from ..actors.step_plan import PlanOptions
     from ..actors.trainer import Trainer, TrainerOptions
 
     gang = Gang.from_environment(os.environ)
-    backend = TorchBackend(
-        TorchBackendConfig(
-            model_path=config.model.path,
-            algo=config.algo,
-            optimizer=config.optimizer,
-            trainer=config.trainer,
-            temperature=config.rollout.temperature or 1.0,
-            max_new_tokens=config.rollout.max_new_tokens,
-            num_steps=config.run.num_steps,
-            seed=config.run.seed,
-            device="cuda" if spec.devices else "cpu",
-            num_threads=spec.threads,
-            gang=gang,
-        ),
-        clock,
-    )
+    backend = make_backend(spec, config, gang, clock)
+    shards = shard_of_rank(spec, config, gang.world_size)
     plan = PlanOptions(
         kind=config.algo.kind,
         normalise_std=config.algo.normalise_std,
-        num_ranks=gang.world_size,
+        num_ranks=max(shards) + 1,
         max_tokens=config.trainer.max_tokens_per_microbatch,
         minibatches=config.algo.minibatches,
     )
@@ -241,18 +302,66 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         checkpoint_every=config.trainer.checkpoint_every,
         keep_last=config.trainer.keep_last,
         export_at_end=config.trainer.export_at_end,
+        max_unreleased=2 if is_between_devices(choose_channel(config)) else 3,
+        shard_of_rank=shards,
+        guard=_guard(config),
     )
     options = TrainerOptions(rank=gang.rank, leader=leader, resume=str(_resume_point(config) or ""))
-    return Trainer(backend=backend, writer=_weight_writer(config, run_dir), options=options, clock=clock)
+    return Trainer(
+        backend=backend,
+        writer=_weight_writer(config, run_dir),
+        sender=_weight_sender(config, gang.rank),
+        options=options,
+        clock=clock,
+    )
 
 
-def _weight_writer(config: RunConfig, run_dir: Path) -> WeightWriter:
-    """Shared memory for engines of this host that read it; folders for everything else."""
+def _guard(config: RunConfig) -> CanaryOptions:
+    guard = config.guard
+    precision = precision_of(config.trainer.dtype, config.engine.dtype, config.sglang)
+    bound = BOUNDS[precision] if guard.bound == "auto" else guard.bound
+    return CanaryOptions(every=guard.every, bound=bound, is_fatal=guard.above == "fail")
+
+
+def _weight_writer(config: RunConfig, run_dir: Path) -> WeightWriter | None:
+    """Where engines read versions from; None where they are sent."""
     from ..actors.weights.channel import make_writer
 
-    reads_folders = config.roles.rollout.kind == "sglang"
-    is_spread = config.roles.rollout.nodes == "*" or set(config.roles.rollout.nodes) != set(config.roles.trainer.nodes)
-    return make_writer("disk" if reads_folders or is_spread else "shm", run_dir / "weights", Path(config.model.path))
+    channel = choose_channel(config)
+    if channel not in ("shm", "disk"):
+        return None
+    return make_writer(channel, run_dir / "weights", Path(config.model.path))
+
+
+def _weight_sender(config: RunConfig, rank: int) -> WeightSender | None:
+    """What sends versions from this rank's device; None where they are read. To be called before NCCL is used."""
+    channel = choose_channel(config)
+    if channel not in ("nccl", "cuda_ipc"):
+        return None
+    for name, value in NCCL_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from ..actors.weights.fp8 import Fp8Rule
+    from ..actors.weights.sender import DeviceWeightSender
+
+    rule = Fp8Rule.of_folder(Path(config.weights.served_folder or config.model.path))
+    return DeviceWeightSender(
+        f"trainer/{rank}",
+        channel=channel,
+        bucket_bytes=config.weights.bucket_mb * MIB,
+        host=boot_id(),
+        quantise=None if rule is None else rule.apply,
+    )
+
+
+def _server_routes(config: RunConfig, senders: TrainerSenders) -> Routes:
+    """Every channel by which a server can take weights."""
+    from ..actors.engines.sglang_weights import DeviceRouteOptions, device_routes
+
+    weights = config.weights
+    options = DeviceRouteOptions(
+        host=boot_id(), join_s=weights.join_s, send_s=weights.transfer_s, verify_every=weights.verify_every
+    )
+    return device_routes(senders, options)
 
 
 _BUILDERS: dict[RoleName, Builder] = {

@@ -163,6 +163,7 @@ class Episode:
             request_id=f"{self._model.request_prefix}{self._prompt.group_id}.{self._index}.{len(self._turns)}",
             input_ids=np.concatenate([self._context(), start.ids]).astype(np.int32, copy=False),
             sampling=_with_limit(params, limit),
+            session=str(self._prompt.group_id),
         )
         deltas: list[Delta] = []
         finish: FinishReason | None = None
@@ -177,8 +178,7 @@ class Episode:
         return _segment(deltas, is_model=True, start=start), finish
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        eos = () if params.ignore_eos else self._tokenizer.eos_token_ids
-        return frozenset((*eos, *params.stop_token_ids))
+        return frozenset(() if params.ignore_eos else (*self._tokenizer.eos_token_ids, *params.stop_token_ids))
 
     def _next_recorded(self, *, is_model: bool) -> _Segment | None:
         if not self._replay or self._replay[0].is_model is not is_model:

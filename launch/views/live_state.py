@@ -139,6 +139,8 @@ def _step_line(state: LiveState, pace: Pace) -> str:
         parts.append(f"{duration(step_s)} a step")
     if state.phase == "running" and (eta_s := pace.eta_s(state.status.num_steps)) is not None:
         parts.append(f"{duration(eta_s)} to go")
+    if state.status.paused:
+        parts.append(f"paused: {clean(state.status.paused)}")
     if state.status.error or state.note:
         parts.append(clean(state.status.error or state.note))
     return "   ".join(parts)

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from myxa.core.config import load_config
+from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError
 
 HEAD = '[model]\npath = "m"\n[data]\ntrain = "t.jsonl"\n'
 KINDS = '"grpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sft"'
-ALL_SECTIONS = (
-    "known: algo, async, data, engine, eval, model, monitor, optimizer, reward, roles, rollout, run and 1 more"
-)
+SECTIONS = sorted(field.alias or name for name, field in RunConfig.model_fields.items())
+ALL_SECTIONS = f"known: {', '.join(SECTIONS[:12])} and {len(SECTIONS) - 12} more"
 
 
 def failure(folder: Path, text: str | bytes, overrides: tuple[str, ...] = ()) -> str:
@@ -83,7 +82,11 @@ MISTAKES: list[tuple[str, str]] = [
         ),
     ),
     ('[reward]\npattern = "("\n', 'run.toml:6: reward.pattern = "(": is not a regular expression: '),
-    ('[engine]\nurl = "host:1"\n', 'run.toml:6: engine.url = "host:1": must look like http://host:port'),
+    (
+        '[engine]\nattach = ["host:1"]\n',
+        'run.toml:6: engine.attach = ["host:1"]: "host:1" must look like http://host:port',
+    ),
+    ('[engine]\nattach = ["http://h:1", "http://h:1/"]\n', "names a server twice"),
     # sources and devices
     (
         '[eval]\ndata = "h.jsonl@[3]"\n',
@@ -196,12 +199,28 @@ MISTAKES: list[tuple[str, str]] = [
         "run.toml:9: optimizer.warmup_steps = 5: is as long as the whole run of 5 optimizer updates",
     ),
     (
-        '[roles.rollout]\nkind = "sglang"\n',
-        'engine.url = "" (default): must be set: roles.rollout.kind = "sglang" attaches to a server',
+        '[engine]\nattach = ["http://h:1"]\n',
+        'roles.rollout.kind = "embedded" (default): must be "sglang" when engine.attach is set',
     ),
     (
-        '[engine]\nurl = "http://h:1"\n',
-        'roles.rollout.kind = "embedded" (default): must be "sglang" when engine.url is set',
+        '[engine]\nattach = ["http://h:1"]\n[roles.rollout]\nkind = "sglang"\ncount = 2\n',
+        'run.toml:6: engine.attach = ["http://h:1"]: names 1 servers for 2 rollout actors; each needs its own',
+    ),
+    (
+        '[engine]\nrouter = "http://h:1"\n[roles.rollout]\nkind = "sglang"\n',
+        'run.toml:6: engine.router = "http://h:1": needs engine.attach: weights go to the servers themselves',
+    ),
+    (
+        '[roles.rollout]\nkind = "sglang"\n[sglang]\nport = 30000\n',
+        "run.toml:8: sglang.port = 30000: is myxa's own; leave it out: a free port is taken",
+    ),
+    (
+        '[roles.rollout]\nkind = "sglang"\n[sglang]\nwhen = 2026-01-01\n',
+        "sglang.when",
+    ),
+    (
+        "[sglang]\ntp_size = 2\n",
+        "is for servers that are launched",
     ),
     (
         "[engine]\ncontext_length = 64\n[rollout]\nmax_new_tokens = 64\n",
