@@ -24,26 +24,29 @@ _log = logging.getLogger("myxa.backends")
 
 
 def fused(fn: Callable[P, R]) -> Callable[P, R]:
-    """`fn` compiled for tensors on a GPU. Its first argument is a tensor; all sizes may change from call to call."""
-    compiled: list[Callable[P, R]] = []
+    """`fn` compiled for tensors on a GPU. It is pure, its first argument is a tensor; sizes may change call by call.
+
+    What cannot be compiled, now or for a later kind of arguments, runs as it is from then on; a true error comes from
+    that too.
+    """
+    chosen: list[Callable[P, R]] = []
 
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if not cast(Tensor, args[0]).is_cuda:
             return fn(*args, **kwargs)
-        if compiled:
-            return compiled[0](*args, **kwargs)
-        attempt = cast("Callable[P, R]", cast(Any, torch).compile(fn, dynamic=True, fullgraph=True))
+        if not chosen:
+            chosen.append(cast("Callable[P, R]", cast(Any, torch).compile(fn, dynamic=True, fullgraph=True)))
         try:
-            result = attempt(*args, **kwargs)
+            return chosen[0](*args, **kwargs)
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:  # the base of all that Dynamo and Inductor raise
+            if chosen[0] is fn:
+                raise
             reason = str(error).strip().partition("\n")[0]
             _log.warning("%s runs uncompiled, which costs memory and time: %s", fn.__qualname__, reason)
-            compiled.append(fn)
-            return fn(*args, **kwargs)
-        compiled.append(attempt)
-        return result
+            chosen[0] = fn
+        return fn(*args, **kwargs)
 
     return run

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from myxa.actors.backends.torch_backend import logprobs as logprobs_module
+from myxa.actors.backends import vocab_scores
 from myxa.actors.backends.torch_backend.layout import plan_layout
 from myxa.actors.backends.torch_backend.model import CausalLM, load_weights
 from myxa.actors.models.hf_folder import read_config
@@ -150,9 +150,9 @@ def test_scoring_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     hidden, head, targets = torch.randn(50, 8), torch.randn(30, 8), torch.randint(0, 30, (50,))
     results = []
     for limit in (1 << 26, 30 * 16):
-        monkeypatch.setattr(logprobs_module, "CHUNK_LOGITS", limit)
+        monkeypatch.setitem(vocab_scores.CHUNK_LOGITS, "cpu", limit)
         h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
-        scores = logprobs_module.score_tokens(h, w, targets, 0.8, needs_entropy_grad=True)
+        scores = vocab_scores.score_tokens(h, w, targets, 0.8, needs_entropy_grad=True)
         (scores.logprobs_M.sum() + scores.entropy_M.square().sum()).backward()
         results.append((scores.logprobs_M.detach(), scores.entropy_M.detach(), h.grad, w.grad))
     for whole, chunked in zip(*results, strict=True):

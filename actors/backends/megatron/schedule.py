@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ..torch_backend.logprobs import TokenScores
+from ..vocab_scores import TokenScores
 from . import mcore
 from .batch import Pack
 from .routing import Mode, RoutingReplay

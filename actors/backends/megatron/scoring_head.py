@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ....core.errors import TrainError
+from ..vocab_scores import VocabSlice, score_rows
 from . import mcore
-from .logprobs import VocabSlice, score_rows
 
 parallel_state = mcore.parallel_state
 tensor_parallel = mcore.module("tensor_parallel")

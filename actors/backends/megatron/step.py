@@ -43,12 +43,12 @@ from ..torch_backend.accounting import (
     whiten_together,
 )
 from ..torch_backend.finite import accusation, first_not_finite
-from ..torch_backend.logprobs import TokenScores
 from ..torch_backend.microbatch import check_samples, plan_scoring, scatter_scores
 from ..torch_backend.schedule import learning_rate
 from ..torch_backend.settings import StepSettings, with_knobs
 from ..torch_backend.tally import Tally
 from ..torch_backend.tensors import floats, from_array
+from ..vocab_scores import TokenScores
 from .batch import Cutting, Pack, PackedBatch, cut_shard, left_out, pack_samples
 from .optimizer import MegatronAdamW
 from .schedule import Pipeline

@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from ....core.errors import TrainError
 from ...models.hf_folder import ModelConfig, open_weights
+from ..vocab_scores import TokenScores, score_tokens
 from .layout import Layout
-from .logprobs import TokenScores, score_tokens
 from .tensors import from_bytes, recomputed
 
 

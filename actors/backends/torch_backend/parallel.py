@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ....core.errors import TrainError
+from ..vocab_scores import TokenScores
 from .layout import Layout
-from .logprobs import TokenScores
 from .model import CausalLM
 from .tensors import floats, local_part, whole_tensor
 from .world import World

@@ -31,6 +31,7 @@ from ....algos.objective import (
 from ....core.clock import Clock
 from ....core.errors import ConfigError, TrainError
 from ....core.samples import F32, TrainSample, TrainShard
+from ..vocab_scores import TokenScores
 from .accounting import (
     charges_kl,
     fill_advantages,
@@ -44,7 +45,6 @@ from .accounting import (
 from .adamw import AdamW
 from .finite import accusation, first_not_finite
 from .layout import plan_layout
-from .logprobs import TokenScores
 from .microbatch import (
     Cutting,
     MicroBatch,

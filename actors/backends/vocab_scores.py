@@ -1,8 +1,9 @@
-"""Log-probability and entropy of chosen tokens when every rank holds a slice of the vocabulary; no [M, V] is kept.
+"""Log-probability and entropy of chosen tokens from hidden states, in float32; no [M, V] is kept, and every rank may
+hold only a slice of the vocabulary.
 
-With temperature tau and z = h @ W.T / tau, over all slices together:
+With temperature tau (engines sample from softmax(z / tau), so the trainer divides too), over all slices together:
 
-    lp = z[y] - log Z,   log Z = logsumexp(z),   H = log Z - sum_v p_v z_v,   p = softmax(z)
+    z = h @ W.T / tau,   lp = z[y] - log Z,   log Z = logsumexp(z),   H = log Z - sum_v p_v z_v,   p = softmax(z)
 
 Rows go through in chunks: a chunk's logits are made, used and forgotten. Of each slice only four numbers a row are
 kept (maximum, sum of exponentials, their first moment, the target's logit), and the slices are put together with one
@@ -26,10 +27,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from ..fusing import fused
+from .fusing import fused
 
 CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 25}
 """Most logits of this rank alive at a time, by the kind of device: 512 MiB of bfloat16, 128 MiB of float32."""
+
+
+class TokenScores(NamedTuple):
+    """What the policy says of M chosen tokens. A tuple, so that gradient hooks of DDP and FSDP see its tensors."""
+
+    logprobs_M: Tensor
+    """float32 [M], nats"""
+    entropy_M: Tensor
+    """float32 [M], nats: entropy of the whole distribution the token was drawn from; detached unless asked for."""
 
 
 class VocabSlice(NamedTuple):
@@ -64,6 +74,18 @@ def score_rows(
     if needs_entropy_grad:
         return scores
     return torch.stack([scores[:, 0], scores[:, 1].detach()], dim=1)
+
+
+def score_tokens(
+    hidden_Mh: Tensor, head_Vh: Tensor, targets_M: Tensor, temperature: float, *, needs_entropy_grad: bool = False
+) -> TokenScores:
+    """The same with the whole vocabulary on this rank."""
+    whole = VocabSlice(0, head_Vh.shape[0], None)
+    scores_M2 = cast(
+        Tensor, cast(Any, _ScoreRows).apply(hidden_Mh, head_Vh, targets_M, whole, temperature, needs_entropy_grad)
+    )
+    logprobs_M, entropy_M = scores_M2.unbind(dim=1)
+    return TokenScores(logprobs_M, entropy_M if needs_entropy_grad else entropy_M.detach())
 
 
 class _ScoreRows(Function):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from myxa.actors.backends.megatron import logprobs
-from myxa.actors.backends.megatron.logprobs import VocabSlice, score_rows
+from myxa.actors.backends import vocab_scores
+from myxa.actors.backends.vocab_scores import VocabSlice, score_rows
 
 WIDTH, VOCAB, ROWS = 12, 37, 29
 
@@ -31,7 +31,7 @@ def dense(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> 
 @pytest.mark.parametrize("chunk", [1 << 26, VOCAB * 4, 1])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_scores_and_gradients_of_one_slice(monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: float) -> None:
-    monkeypatch.setitem(logprobs.CHUNK_LOGITS, "cpu", chunk)
+    monkeypatch.setitem(vocab_scores.CHUNK_LOGITS, "cpu", chunk)
     hidden, head, targets = inputs(5)
     weights = torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(6))
     grads = []
@@ -86,9 +86,9 @@ def test_slices_joined_are_the_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     starts = [0, 20, 37]
     facts = torch.stack(
         [
-            logprobs._row_facts(hidden @ head[a : a + n].t(), targets - a, 1.3)
+            vocab_scores._row_facts(hidden @ head[a : a + n].t(), targets - a, 1.3)
             for a, n in zip(starts, sizes, strict=True)
         ]
     )
-    _, scores = logprobs._join(facts)
+    _, scores = vocab_scores._join(facts)
     torch.testing.assert_close(scores, dense(hidden, head, targets, 1.3), rtol=1e-5, atol=1e-5)
