@@ -5,7 +5,7 @@ beside `program.py`, the only place that names concrete backends. Imports them w
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core.clock import Clock
 from ..core.config import RunConfig
@@ -33,51 +33,37 @@ def shard_of_rank(spec: ActorSpec, config: RunConfig, world_size: int) -> tuple[
 
 
 def _torch(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> TrainBackend:
-    from ..actors.backends.torch_backend.backend import TorchBackend, TorchBackendConfig
+    from ..actors.backends.rank_backend import RankSettings
+    from ..actors.backends.torch_backend.backend import TorchBackend
 
-    return TorchBackend(
-        TorchBackendConfig(
-            model_path=config.model.path,
-            algo=config.algo,
-            optimizer=config.optimizer,
-            trainer=config.trainer,
-            temperature=config.rollout.temperature or 1.0,
-            max_new_tokens=config.rollout.max_new_tokens,
-            num_steps=config.run.num_steps,
-            seed=config.run.seed,
-            device="cuda" if spec.devices else "cpu",
-            num_threads=spec.threads,
-            gang=gang,
-            serving_dtype=_serving_dtype(config),
-        ),
-        clock,
-    )
+    return TorchBackend(RankSettings(**_told(spec, config, gang)), clock)
 
 
 def _megatron(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> TrainBackend:
     from ..actors.backends.megatron.backend import MegatronBackend
-    from ..actors.backends.megatron.settings import MegatronBackendConfig
+    from ..actors.backends.megatron.settings import MegatronRankSettings
 
     if spec.devices:  # before CUDA starts: one queue, so that overlapped collectives run in the order of their calls
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    return MegatronBackend(
-        MegatronBackendConfig(
-            model_path=config.model.path,
-            algo=config.algo,
-            optimizer=config.optimizer,
-            trainer=config.trainer,
-            megatron=config.megatron,
-            temperature=config.rollout.temperature or 1.0,
-            max_new_tokens=config.rollout.max_new_tokens,
-            num_steps=config.run.num_steps,
-            seed=config.run.seed,
-            device="cuda" if spec.devices else "cpu",
-            num_threads=spec.threads,
-            gang=gang,
-            serving_dtype=_serving_dtype(config),
-        ),
-        clock,
-    )
+    return MegatronBackend(MegatronRankSettings(megatron=config.megatron, **_told(spec, config, gang)), clock)
+
+
+def _told(spec: ActorSpec, config: RunConfig, gang: Gang) -> dict[str, Any]:
+    """The fields of `RankSettings`."""
+    return {
+        "model_path": config.model.path,
+        "algo": config.algo,
+        "optimizer": config.optimizer,
+        "trainer": config.trainer,
+        "temperature": config.rollout.temperature or 1.0,
+        "max_new_tokens": config.rollout.max_new_tokens,
+        "num_steps": config.run.num_steps,
+        "seed": config.run.seed,
+        "device": "cuda" if spec.devices else "cpu",
+        "num_threads": spec.threads,
+        "gang": gang,
+        "serving_dtype": _serving_dtype(config),
+    }
 
 
 def _serving_dtype(config: RunConfig) -> str:

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from myxa.actors.backends.torch_backend.backend import TorchBackend, TorchBackendConfig
+from myxa.actors.backends.rank_backend import RankSettings
+from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.backends.torch_backend.world import Gang
 from myxa.actors.step_plan import PlanOptions, plan_step
 from myxa.core.config import AlgoConfig, OptimizerConfig, TrainerConfig
@@ -79,7 +80,7 @@ def make_backend(
     **rest: Any,
 ) -> TorchBackend:
     """A backend that is not set up yet."""
-    config = TorchBackendConfig(
+    config = RankSettings(
         model_path=str(model),
         algo=AlgoConfig.model_validate(algo or {}),
         optimizer=OptimizerConfig.model_validate(optimizer or {}),

@@ -38,12 +38,12 @@ def sibling(name: str) -> ModuleType:
 def make_backend(spec: dict[str, Any], case: dict[str, Any], rank: int) -> Any:
     """A backend of a case, not set up yet."""
     from myxa.actors.backends.megatron.backend import MegatronBackend
-    from myxa.actors.backends.megatron.settings import MegatronBackendConfig
+    from myxa.actors.backends.megatron.settings import MegatronRankSettings
     from myxa.actors.backends.torch_backend.world import Gang
     from myxa.core.config import AlgoConfig, MegatronSettings, OptimizerConfig, TrainerConfig
 
     return MegatronBackend(
-        MegatronBackendConfig(
+        MegatronRankSettings(
             model_path=case["model"],
             algo=AlgoConfig.model_validate(case.get("algo", spec["algo"])),
             optimizer=OptimizerConfig.model_validate(case.get("optimizer", spec["optimizer"])),

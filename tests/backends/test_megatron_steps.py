@@ -20,7 +20,7 @@ import torch
 from safetensors.numpy import load_file
 
 from myxa.actors.backends.megatron.layout import ParallelLayout
-from myxa.actors.backends.megatron.settings import MegatronBackendConfig, check_routing, check_settings
+from myxa.actors.backends.megatron.settings import MegatronRankSettings, check_routing, check_settings
 from myxa.actors.backends.megatron.verbatim import check_tables
 from myxa.actors.backends.torch_backend.checkpoint_folder import find_checkpoint, read_manifest
 from myxa.actors.models.hf_folder import TOKENIZER_FILES
@@ -325,8 +325,8 @@ def test_a_machine_without_cuda_is_told_what_is_missing(
     program = tmp_path / "plain.py"
     program.write_text(
         "from myxa.actors.backends.megatron.backend import MegatronBackend\n"
-        "from myxa.actors.backends.megatron.settings import MegatronBackendConfig\n"
-        f"MegatronBackend(MegatronBackendConfig(model_path={str(dense)!r}, device='cpu')).setup()\n"
+        "from myxa.actors.backends.megatron.settings import MegatronRankSettings\n"
+        f"MegatronBackend(MegatronRankSettings(model_path={str(dense)!r}, device='cpu')).setup()\n"
     )
     ((status, said),) = programs([[sys.executable, "-W", "ignore", str(program)]], TIMEOUT_S)
     assert status != 0
@@ -400,7 +400,7 @@ def test_routing_cannot_be_replayed_everywhere(num_experts: int, recompute: str,
 def test_settings_that_do_not_go_together_are_refused(
     megatron: dict[str, Any], trainer: dict[str, Any], said: str
 ) -> None:
-    config = MegatronBackendConfig(
+    config = MegatronRankSettings(
         model_path="none", megatron=MegatronSettings(**megatron), trainer=TrainerConfig.model_validate(trainer)
     )
     with pytest.raises(ConfigError, match=said):

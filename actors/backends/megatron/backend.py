@@ -14,13 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....core.clock import Clock, SystemClock
-from ....core.errors import TrainError
-from ....core.protocols import NamedArray, StepStats
-from ....core.samples import F32, TrainSample, TrainShard
 from ...models.hf_folder import ModelConfig, read_config
+from ..rank_backend import RankBackend
 from ..torch_backend.schedule import check_schedule
-from ..torch_backend.settings import StepSettings
 from ..torch_backend.tensors import DTYPE_OF
 from . import mcore
 from .batch import Cutting
@@ -32,7 +28,7 @@ from .optimizer import MegatronAdamW, Precision, wrap_chunks
 from .provider import build_model_chunks
 from .routing import RoutingReplay
 from .schedule import Pipeline
-from .settings import MegatronBackendConfig, check_routing, check_settings, checked_fields, model_fields
+from .settings import MegatronRankSettings, check_routing, check_settings, checked_fields, model_fields
 from .step import MegatronStepper
 from .verbatim import OWNED_DDP, OWNED_OPTIMIZER
 from .world import MegatronWorld
@@ -49,14 +45,16 @@ class _Parts:
     stepper: MegatronStepper
     exporter: Exporter
 
+    def save(self, folder: str, extra: dict[str, Any]) -> None:
+        save_checkpoint(folder, TrainingState(self.world, self.optimizer, self.model), extra)
 
-class MegatronBackend:
+    def load(self, folder: str) -> dict[str, Any]:
+        """Of any layout."""
+        return load_checkpoint(folder, TrainingState(self.world, self.optimizer, self.model))
+
+
+class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
     """One trainer rank."""
-
-    def __init__(self, config: MegatronBackendConfig, clock: Clock | None = None) -> None:
-        self._config = config
-        self._clock = clock or SystemClock()
-        self._parts: _Parts | None = None
 
     def setup(self) -> dict[str, Any]:
         """Join the gang, build model, reference and optimizer; returns facts for the log.
@@ -65,9 +63,9 @@ class MegatronBackend:
         go together or that the installed megatron-core does not know.
         """
         config = self._config
-        total_updates = config.num_steps * config.algo.minibatches
-        check_schedule(config.optimizer, total_updates)
+        check_schedule(config.optimizer, config.total_updates)
         check_settings(config)
+        settings = config.step_settings()
         model = read_config(config.model_path)
         if config.megatron.routing_replay:
             check_routing(model.num_experts, config.megatron.recompute)
@@ -96,13 +94,7 @@ class MegatronBackend:
             pipeline,
             reference,
             optimizer,
-            StepSettings(
-                algo=config.algo,
-                optimizer=config.optimizer,
-                temperature=config.temperature,
-                max_new_tokens=config.max_new_tokens,
-                total_updates=total_updates,
-            ),
+            settings,
             self._cutting(model, world),
             world,
             self._clock,
@@ -111,64 +103,6 @@ class MegatronBackend:
         exporter = Exporter(world, model, precision.params, serving, config.model_path, self._hf_tensors)
         self._parts = _Parts(world, model, pipeline, optimizer, stepper, exporter)
         return self._facts(self._parts)
-
-    def train(self, shard: TrainShard, knobs: dict[str, float]) -> StepStats:
-        """One optimizer update per mini-batch; see `MegatronStepper.train`."""
-        parts = self._ready()
-        settings = parts.stepper.settings_for(knobs)
-        with parts.world.phase(f"train step {shard.step}"):
-            metrics = parts.stepper.train(shard, settings)
-        return StepStats(metrics=metrics)
-
-    def score(self, samples: Sequence[TrainSample]) -> list[F32]:
-        """Log-probs of the loss tokens under the current weights, float32 [R] each, 0 where the mask is 0; equal
-        on all ranks of a replica, which must give the same samples."""
-        parts = self._ready()
-        with parts.world.phase("score samples"):
-            return parts.stepper.score(samples, self._config.trainer.max_tokens_per_microbatch)
-
-    def score_shard(self, shard: TrainShard) -> list[F32]:
-        """The same for a shard's samples, bit for bit what `train` computes of them."""
-        parts = self._ready()
-        with parts.world.phase(f"score step {shard.step}"):
-            return parts.stepper.score_shard(shard)
-
-    def export_weights(self) -> list[NamedArray]:
-        """HF-named whole tensors on rank 0; see `export.py` for how long the bytes hold."""
-        parts = self._ready()
-        with parts.world.phase("export weights"):
-            return parts.exporter.on_host()
-
-    def export_device(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor on this rank's device, in the serving type) on the sending rank of every pipeline
-        stage, in a fixed order; nothing elsewhere. Collective: every rank goes through it to its end."""
-        parts = self._ready()
-        with parts.world.phase("export weights on the device"):
-            yield from parts.exporter.on_device()
-
-    def save(self, folder: str, extra: dict[str, Any]) -> None:
-        """Write a checkpoint; see `save_checkpoint`."""
-        parts = self._ready()
-        with parts.world.phase("save a checkpoint"):
-            save_checkpoint(folder, TrainingState(parts.world, parts.optimizer, parts.model), extra)
-
-    def load(self, folder: str) -> dict[str, Any]:
-        """Restore a checkpoint folder, or the newest one in a folder of them or a run directory; any layout."""
-        parts = self._ready()
-        with parts.world.phase("load a checkpoint"):
-            return load_checkpoint(folder, TrainingState(parts.world, parts.optimizer, parts.model))
-
-    def export_hf(self, folder: str) -> None:
-        """Write a HuggingFace folder (rank 0 writes)."""
-        parts = self._ready()
-        with parts.world.phase("export the model"):
-            parts.exporter.write(folder)
-
-    def close(self) -> None:
-        """Leave the process groups; never raises."""
-        if self._parts is not None:
-            self._parts.world.close()
-            self._parts = None
 
     # -- set-up
 
@@ -187,11 +121,6 @@ class MegatronBackend:
             f"ep{layout.ep} etp{layout.etp}" + (" sp" if layout.sequence_parallel else ""),
             "has_reference": parts.stepper.has_reference,
         }
-
-    def _ready(self) -> _Parts:
-        if self._parts is None:
-            raise TrainError(f"trainer rank {self._config.gang.rank} is not set up", remedy="call setup() first")
-        return self._parts
 
     def _device(self) -> torch.device:
         if self._config.device == "cpu":

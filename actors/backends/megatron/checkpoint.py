@@ -51,6 +51,7 @@ from ..torch_backend.checkpoint_folder import (
 from ..torch_backend.export import named_array
 from ..torch_backend.tensors import from_bytes
 from . import mcore
+from .checkpoint_files import files_of, list_of
 from .optimizer import MegatronAdamW
 from .world import MegatronWorld
 
@@ -60,7 +61,6 @@ SHARDING = {
     "chained_optim_avoid_prefix": True,
 }
 """How optimizer state is cut: by parameter, so that any layout can read it."""
-LIST_NAME = ".files-{rank:05d}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ def save_checkpoint(folder: str | Path, state: TrainingState, extra: Mapping[str
         )
         write_safetensors(partial / rank_file(world.rank), _random_state(world.device))
     with _together(state, what):
-        own = [describe_file(path) for path in sorted(partial.iterdir()) if _writer_of(path.name) == world.rank]
-        (partial / LIST_NAME.format(rank=world.rank)).write_bytes(msgspec.json.encode(own))
+        own = [describe_file(path) for path in files_of(partial, world.rank)]
+        (partial / list_of(world.rank)).write_bytes(msgspec.json.encode(own))
     with _together(state, what):
         if world.rank == 0:
             commit(target, _manifest(state, partial, extra))
@@ -221,7 +221,7 @@ def _manifest(state: TrainingState, partial: Path, extra: Mapping[str, Any]) -> 
     """The manifest from every rank's list of files; the lists go."""
     entries: list[FileEntry] = []
     for rank in range(state.world.size):
-        place = partial / LIST_NAME.format(rank=rank)
+        place = partial / list_of(rank)
         entries.extend(msgspec.json.decode(place.read_bytes(), type=list[FileEntry]))
         place.unlink()
     return Manifest(
@@ -234,12 +234,6 @@ def _manifest(state: TrainingState, partial: Path, extra: Mapping[str, Any]) -> 
         backend="megatron",
         layout=asdict(state.world.layout),
     )
-
-
-def _writer_of(name: str) -> int:
-    """The rank that wrote a file: `__3_0.distcp`, `rank-00003.safetensors`; rank 0 for what all share."""
-    number = name.removeprefix("__").split("_")[0] if name.startswith("__") else name[5:10]
-    return int(number) if number.isdigit() and name.startswith(("__", "rank-")) else 0
 
 
 def _check_layout(path: Path, manifest: Manifest, state: TrainingState) -> None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
-from ....core.config import AlgoConfig, OptimizerConfig, TrainerConfig
 from ....core.config.megatron import MegatronSettings
 from ....core.errors import ConfigError
-from ..torch_backend.world import Gang
+from ..rank_backend import RankSettings
 from .layout import ParallelLayout
 from .verbatim import check_table
 
@@ -24,28 +23,10 @@ OTHER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_num_layers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronBackendConfig:
-    """Everything a rank needs to know."""
+class MegatronRankSettings(RankSettings):
+    """With the `[megatron]` table."""
 
-    model_path: str
-    """HuggingFace folder with the initial weights (and the reference model's, if there is a KL term)."""
-    algo: AlgoConfig = field(default_factory=AlgoConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
     megatron: MegatronSettings = field(default_factory=MegatronSettings)
-    temperature: float = 1.0
-    """Sampling temperature of the rollouts."""
-    max_new_tokens: int = 1
-    """Longest answer; the divisor per sample of reduction "constant"."""
-    num_steps: int = 0
-    """Steps of the whole run, for schedules that end with it; 0 = unknown."""
-    seed: int = 1
-    device: Literal["cpu", "cuda"] = "cuda"
-    num_threads: int = 1
-    """Threads of torch on a CPU; 0 = leave torch's own number."""
-    gang: Gang = field(default_factory=Gang)
-    serving_dtype: str = ""
-    """Number type of `export_device`; empty = trainer.dtype."""
 
     @property
     def layout(self) -> ParallelLayout:
@@ -80,13 +61,9 @@ def model_fields(settings: MegatronSettings) -> dict[str, Any]:
     return {**chosen, **settings.model}
 
 
-def check_settings(config: MegatronBackendConfig) -> None:
+def check_settings(config: MegatronRankSettings) -> None:
     """Raise ConfigError for settings that do not go together."""
     settings, trainer = config.megatron, config.trainer
-    if config.temperature <= 0:
-        raise ConfigError(
-            f"temperature = {config.temperature} gives no log-probs to train on", remedy="use 1.0, or above 0"
-        )
     if trainer.strategy != "ddp":
         raise ConfigError(
             f'trainer.strategy = "{trainer.strategy}" is the torch trainer\'s',

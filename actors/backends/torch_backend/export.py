@@ -48,7 +48,7 @@ class Exporter:
         self._serving_dtype = serving_dtype or dtype
         self._buffers: dict[str, Tensor] = {}
 
-    def tensors(self) -> list[NamedArray]:
+    def on_host(self) -> list[NamedArray]:
         """All weights in the order of the forward pass, one behind the other (`offset`); empty on other ranks.
 
         Collective: under fsdp every tensor is gathered, one at a time.
@@ -66,7 +66,7 @@ class Exporter:
             torch.cuda.synchronize(self._replica.world.device)  # the copies to the host are under way until now
         return arrays
 
-    def device_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def on_device(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor on this rank's device) in the order of `tensors`, on rank 0; nothing on other ranks.
 
         Collective: every rank must exhaust it. Live parameters where they are whole and of the serving type already.
@@ -79,7 +79,7 @@ class Exporter:
 
     def write(self, folder: str) -> None:
         """Write a HuggingFace folder, tokenizer files included. Collective; raises on every rank if rank 0 fails."""
-        tensors = self.tensors()
+        tensors = self.on_host()
         failure: Exception | None = None
         if self._replica.world.rank == 0:
             try:

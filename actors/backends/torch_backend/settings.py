@@ -34,10 +34,19 @@ class StepSettings:
     """Optimizer updates of the whole run, where decays end by default; 0 = unknown."""
 
 
-def with_knobs(settings: StepSettings, knobs: Mapping[str, float]) -> StepSettings:
-    """`settings` with the knobs' values. Raises ConfigError for an unknown knob or an impossible value."""
-    if not knobs:
-        return settings
+def with_knobs(settings: StepSettings, knobs: Mapping[str, float], *, has_reference: bool) -> StepSettings:
+    """`settings` with the knobs' values. Raises ConfigError for an unknown knob or an impossible value, and for a KL
+    term without a reference model."""
+    changed = _changed(settings, knobs) if knobs else settings
+    if changed.algo.kl_coef > 0 and not has_reference:
+        raise ConfigError(
+            f"kl_coef = {changed.algo.kl_coef} needs a reference model, but the run began with kl_coef = 0",
+            remedy="begin with a small kl_coef; it can be changed later",
+        )
+    return changed
+
+
+def _changed(settings: StepSettings, knobs: Mapping[str, float]) -> StepSettings:
     unknown = sorted(set(knobs) - set(KNOBS))
     if unknown:
         raise ConfigError(f"no such knob: {', '.join(unknown)}", remedy=f"the trainer has {', '.join(KNOBS)}")

@@ -29,7 +29,7 @@ from ....algos.objective import (
     policy_objective,
 )
 from ....core.clock import Clock
-from ....core.errors import ConfigError, TrainError
+from ....core.errors import TrainError
 from ....core.samples import F32, TrainSample, TrainShard
 from ..vocab_scores import TokenScores
 from .accounting import (
@@ -95,13 +95,7 @@ class Stepper:
 
     def settings_for(self, knobs: dict[str, float]) -> StepSettings:
         """The settings with live values put in; needs no other rank. Raises ConfigError for impossible ones."""
-        settings = with_knobs(self._settings, knobs)
-        if settings.algo.kl_coef > 0 and self._reference is None:
-            raise ConfigError(
-                f"kl_coef = {settings.algo.kl_coef} needs a reference model, but the run began with kl_coef = 0",
-                remedy="begin with a small kl_coef; it can be changed later",
-            )
-        return settings
+        return with_knobs(self._settings, knobs, has_reference=self._reference is not None)
 
     def train(self, shard: TrainShard, settings: StepSettings) -> dict[str, float]:
         """One update per mini-batch; returns metrics, equal on all ranks except for times.

@@ -1,0 +1,186 @@
+"""What both trainers share: what a rank is told, and the way of every call through phases that name who hangs.
+
+A backend builds its parts in `setup`; the calls of `core.protocols.TrainBackend` then only go to the right part. Knows
+config sections and the parts' protocols. Must not know models, layouts or Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from torch import Tensor
+
+from ...core.clock import Clock, SystemClock
+from ...core.config import AlgoConfig, OptimizerConfig, TrainerConfig
+from ...core.errors import ConfigError, TrainError
+from ...core.protocols import NamedArray, StepStats
+from ...core.samples import F32, TrainSample, TrainShard
+from .torch_backend.settings import StepSettings
+from .torch_backend.world import Gang
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """Everything a rank needs to know, whatever trains."""
+
+    model_path: str
+    """HuggingFace folder with the initial weights (and the reference model's, if there is a KL term)."""
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    temperature: float = 1.0
+    """Sampling temperature of the rollouts."""
+    max_new_tokens: int = 1
+    """Longest answer; the divisor per sample of reduction "constant"."""
+    num_steps: int = 0
+    """Steps of the whole run, for schedules that end with it; 0 = unknown."""
+    seed: int = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+    num_threads: int = 1
+    """Threads of torch on a CPU; 0 = leave torch's own number."""
+    gang: Gang = field(default_factory=Gang)
+    serving_dtype: str = ""
+    """Number type of weights that go from device to device; empty: that of training."""
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer updates of the whole run; 0 = unknown."""
+        return self.num_steps * self.algo.minibatches
+
+    def step_settings(self) -> StepSettings:
+        """What a step needs of it. Raises ConfigError for a temperature that gives no log-probs."""
+        if self.temperature <= 0:
+            raise ConfigError(
+                f"temperature = {self.temperature} gives no log-probs to train on", remedy="use 1.0, or above 0"
+            )
+        return StepSettings(
+            algo=self.algo,
+            optimizer=self.optimizer,
+            temperature=self.temperature,
+            max_new_tokens=self.max_new_tokens,
+            total_updates=self.total_updates,
+        )
+
+
+class _World(Protocol):
+    def phase(self, name: str) -> AbstractContextManager[None]: ...
+
+    def close(self) -> None: ...
+
+
+class _Stepper(Protocol):
+    def settings_for(self, knobs: dict[str, float]) -> StepSettings: ...
+
+    def train(self, shard: TrainShard, settings: StepSettings) -> dict[str, float]: ...
+
+    def score(self, samples: Sequence[TrainSample], max_tokens: int) -> list[F32]: ...
+
+    def score_shard(self, shard: TrainShard) -> list[F32]: ...
+
+
+class _Exporter(Protocol):
+    def on_host(self) -> list[NamedArray]: ...
+
+    def on_device(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def write(self, folder: str) -> None: ...
+
+
+class RankParts(Protocol):
+    """What exists after set-up."""
+
+    @property
+    def world(self) -> _World: ...
+
+    @property
+    def stepper(self) -> _Stepper: ...
+
+    @property
+    def exporter(self) -> _Exporter: ...
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None:
+        """Write a checkpoint."""
+        ...
+
+    def load(self, folder: str) -> dict[str, Any]:
+        """Restore one; what was saved beside it."""
+        ...
+
+
+C = TypeVar("C", bound=RankSettings)
+P = TypeVar("P", bound=RankParts)
+
+
+class RankBackend(Generic[C, P]):
+    """One trainer rank; `setup`, which the trainer at hand brings, sets `_parts`."""
+
+    def __init__(self, config: C, clock: Clock | None = None) -> None:
+        self._config = config
+        self._clock = clock or SystemClock()
+        self._parts: P | None = None
+
+    def _ready(self) -> P:
+        if self._parts is None:
+            raise TrainError(f"trainer rank {self._config.gang.rank} is not set up", remedy="call setup() first")
+        return self._parts
+
+    def train(self, shard: TrainShard, knobs: dict[str, float]) -> StepStats:
+        """One optimizer update per mini-batch; see the stepper's `train`."""
+        parts = self._ready()
+        settings = parts.stepper.settings_for(knobs)
+        with parts.world.phase(f"train step {shard.step}"):
+            metrics = parts.stepper.train(shard, settings)
+        return StepStats(metrics=metrics)
+
+    def score(self, samples: Sequence[TrainSample]) -> list[F32]:
+        """Log-probs of the loss tokens under the current weights, float32 [R] each, 0 where the mask is 0; equal on
+        all ranks of a replica, which must give the same samples."""
+        parts = self._ready()
+        with parts.world.phase("score samples"):
+            return parts.stepper.score(samples, self._config.trainer.max_tokens_per_microbatch)
+
+    def score_shard(self, shard: TrainShard) -> list[F32]:
+        """The same for a shard's samples, bit for bit what `train` computes of them."""
+        parts = self._ready()
+        with parts.world.phase(f"score step {shard.step}"):
+            return parts.stepper.score_shard(shard)
+
+    def export_weights(self) -> list[NamedArray]:
+        """HF-named whole tensors on rank 0; see the exporter for how long the bytes hold."""
+        parts = self._ready()
+        with parts.world.phase("export weights"):
+            return parts.exporter.on_host()
+
+    def export_device(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, whole tensor on this rank's device, in the serving type) on sending ranks, in a fixed order;
+        nothing elsewhere. Collective: every rank goes through it to its end."""
+        parts = self._ready()
+        with parts.world.phase("export weights on the device"):
+            yield from parts.exporter.on_device()
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None:
+        """Write a checkpoint; see `save_checkpoint`."""
+        parts = self._ready()
+        with parts.world.phase("save a checkpoint"):
+            parts.save(folder, extra)
+
+    def load(self, folder: str) -> dict[str, Any]:
+        """Restore a checkpoint folder, or the newest one in a folder of them or a run directory."""
+        parts = self._ready()
+        with parts.world.phase("load a checkpoint"):
+            return parts.load(folder)
+
+    def export_hf(self, folder: str) -> None:
+        """Write a HuggingFace folder (rank 0 writes)."""
+        parts = self._ready()
+        with parts.world.phase("export the model"):
+            parts.exporter.write(folder)
+
+    def close(self) -> None:
+        """Leave the process group; never raises."""
+        if self._parts is not None:
+            self._parts.world.close()
+            self._parts = None
