@@ -26,10 +26,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ....algos.segments import Segments
 from ....core.samples import TrainSample, TrainShard
 from ..torch_backend.layout import I64
-from ..torch_backend.microbatch import check_shard
+from ..torch_backend.microbatch import MicroBatch, batch_of, check_shard, trained_members
 from ..torch_backend.tensors import from_array
 from . import mcore
 
@@ -45,7 +44,7 @@ class Cutting:
     pack_multiple: int
     """Tokens of a pack are a multiple of this."""
     cp_rank: int
-    is_neutral_skipped: bool = False
+    skips_neutral: bool = False
     """Whether samples of advantage 0 are left out: right when nothing but the policy loss depends on them."""
     multiple_of_micros: int = 1
     """Micro-batches of a mini-batch are filled up with empty ones to a multiple of this (interleaved schedules)."""
@@ -80,39 +79,13 @@ class Pack:
         return len(self.columns_M)
 
 
-@dataclass(slots=True)
-class PackedBatch:
-    """One forward and backward pass. The fields at the end are filled in by the passes before training."""
-
-    pack: Pack
-    group_ids: tuple[int, ...]
-    """Groups in it, for error messages."""
-    behaviour_M: Tensor
-    """float32 [M]"""
-    segments: Segments
-    scalar_S: Tensor
-    """float32 [S]: sample-level advantages."""
-    advantages_M: Tensor
-    """float32 [M]"""
-    proximal_M: Tensor | None = None
-    reference_M: Tensor | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the model computes."""
-        return self.pack.num_tokens
+PackedBatch = MicroBatch[Pack]
 
 
 def cut_shard(shard: TrainShard, cutting: Cutting) -> list[list[PackedBatch]]:
     """[minibatch][micro-batch]. Raises TrainError for a shard that contradicts itself."""
     check_shard(shard, cutting.vocab_size)
-    return [_filled([_trained(shard, micro, cutting) for micro in m], shard, cutting) for m in shard.minibatches]
-
-
-def left_out(shard: TrainShard, cutting: Cutting) -> list[list[int]]:
-    """Per micro-batch in order, the members that `cut_shard` leaves out (often none)."""
-    micros = [micro for minibatch in shard.minibatches for micro in minibatch]
-    return [sorted(set(micro) - set(_trained(shard, micro, cutting))) for micro in micros]
+    return [_filled(minibatch, shard, cutting) for minibatch in shard.minibatches]
 
 
 def pack_samples(samples: Sequence[TrainSample], members: Sequence[int], cutting: Cutting) -> Pack:
@@ -188,28 +161,9 @@ def _sequences(starts: npt.NDArray[np.int64], longest: int, device: torch.device
     )
 
 
-def _trained(shard: TrainShard, micro: Sequence[int], cutting: Cutting) -> list[int]:
-    return [i for i in micro if not (cutting.is_neutral_skipped and shard.samples[i].advantage == 0.0)]
-
-
-def _filled(micros: list[list[int]], shard: TrainShard, cutting: Cutting) -> list[PackedBatch]:
+def _filled(minibatch: Sequence[Sequence[int]], shard: TrainShard, cutting: Cutting) -> list[PackedBatch]:
+    skips = cutting.skips_neutral
+    micros = [trained_members(shard, micro, skips_neutral=skips) for micro in minibatch]
     missing = _round_up(len(micros), cutting.multiple_of_micros) - len(micros)
-    return [_batch(shard.samples, members, cutting) for members in [*micros, *([] for _ in range(missing))]]
-
-
-def _batch(samples: Sequence[TrainSample], members: Sequence[int], cutting: Cutting) -> PackedBatch:
-    pack = pack_samples(samples, members, cutting)
-    chosen = [samples[i] for i in pack.members]
-    behaviour = np.concatenate([s.logprobs[s.loss_mask != 0] for s in chosen] or [np.zeros(0, np.float32)])
-    sample_M = from_array(np.repeat(np.arange(len(chosen)), np.diff(pack.offsets)))
-    mask_M = torch.ones(len(sample_M), dtype=torch.bool)
-    scalar = torch.tensor([s.advantage for s in chosen], dtype=torch.float32)
-    device = cutting.device
-    return PackedBatch(
-        pack=pack,
-        group_ids=tuple(sorted({s.group_id for s in chosen})),
-        behaviour_M=from_array(behaviour.astype(np.float32)).to(device),
-        segments=Segments(mask_M.to(device), sample_M.to(device), len(chosen)),
-        scalar_S=scalar.to(device),
-        advantages_M=scalar[sample_M].to(device),
-    )
+    packs = [pack_samples(shard.samples, members, cutting) for members in [*micros, *([] for _ in range(missing))]]
+    return [batch_of(pack, shard.samples, cutting.device) for pack in packs]

@@ -21,8 +21,7 @@ that outlives a killed trainer), and moments of torch's AdamW, over whose `step`
 from __future__ import annotations
 
 import queue
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +30,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ....core.errors import MyxaError, TrainError
+from ....core.errors import TrainError
 from ...models.hf_folder import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
 from ..torch_backend.checkpoint import RNG_CPU, RNG_CUDA, check_extra, check_model, identity_of
@@ -80,20 +79,20 @@ def save_checkpoint(folder: str | Path, state: TrainingState, extra: Mapping[str
     world, target = state.world, Path(folder)
     what = f"saving checkpoint {target}"
     check_extra(extra)
-    with _together(state, what):
+    with world.together(what):
         if world.rank == 0:
             begin(target)
     partial = partial_of(target)
-    with _together(state, what):
+    with world.together(what):
         state.optimizer.settle()
         mcore.module("dist_checkpointing").save(
             _sharded(state, is_loading=False), str(partial), sharded_strategy=_strategy()
         )
         write_safetensors(partial / rank_file(world.rank), _random_state(world.device))
-    with _together(state, what):
+    with world.together(what):
         own = [describe_file(path) for path in files_of(partial, world.rank)]
         (partial / list_of(world.rank)).write_bytes(msgspec.json.encode(own))
-    with _together(state, what):
+    with world.together(what):
         if world.rank == 0:
             commit(target, _manifest(state, partial, extra))
 
@@ -106,17 +105,17 @@ def load_checkpoint(folder: str | Path, state: TrainingState) -> dict[str, Any]:
     """
     found: list[tuple[Path, Manifest]] = []
     world = state.world
-    with _together(state, f"loading checkpoint {folder}"):
+    with world.together(f"loading checkpoint {folder}"):
         path = find_checkpoint(folder)
         manifest = read_manifest(path)
-        check_model(path, manifest, state.model)
+        check_model(path, manifest, state.model, "megatron")
         _check_layout(path, manifest, state)
         for number, entry in enumerate(manifest.files):
             if number % world.size == world.rank:  # one reading by somebody is enough: what is told is told to all
                 check_digest(path, entry)
         found.append((path, manifest))
     path, manifest = found[0]
-    with _together(state, f"loading checkpoint {path}"):
+    with world.together(f"loading checkpoint {path}"):
         loaded = mcore.module("dist_checkpointing").load(_sharded(state, is_loading=True), str(path))
         for name, chunk in _named_chunks(state.optimizer.chunks):
             chunk.load_state_dict(loaded[name], strict=True)
@@ -124,17 +123,6 @@ def load_checkpoint(folder: str | Path, state: TrainingState) -> dict[str, Any]:
         state.optimizer.num_updates = manifest.num_updates
         _restore_random(path / rank_file(world.rank), world.device)
     return manifest.extra
-
-
-@contextmanager
-def _together(state: TrainingState, what: str) -> Generator[None]:
-    """Run a stretch on every rank and end it together, failed or not."""
-    failure: Exception | None = None
-    try:
-        yield
-    except (MyxaError, OSError) as error:
-        failure = error
-    state.world.agree(failure, what)
 
 
 # -- what Megatron saves and loads
@@ -237,11 +225,6 @@ def _manifest(state: TrainingState, partial: Path, extra: Mapping[str, Any]) -> 
 
 
 def _check_layout(path: Path, manifest: Manifest, state: TrainingState) -> None:
-    if manifest.backend != "megatron":
-        raise TrainError(
-            f"checkpoint {path} was written by the {manifest.backend} trainer",
-            remedy=f'set roles.trainer.kind = "{manifest.backend}", or start from its exported model folder',
-        )
     had_experts_apart = manifest.layout.get("ep", 1) > 1
     if state.model.num_experts and had_experts_apart != (state.world.layout.ep > 1):
         raise TrainError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,13 +43,13 @@ from ..torch_backend.accounting import (
     whiten_together,
 )
 from ..torch_backend.finite import accusation, first_not_finite
-from ..torch_backend.microbatch import check_samples, plan_scoring, scatter_scores
+from ..torch_backend.microbatch import check_samples, left_out, plan_scoring, scatter_scores
 from ..torch_backend.schedule import learning_rate
 from ..torch_backend.settings import StepSettings, with_knobs
 from ..torch_backend.tally import Tally
 from ..torch_backend.tensors import floats, from_array
 from ..vocab_scores import TokenScores
-from .batch import Cutting, Pack, PackedBatch, cut_shard, left_out, pack_samples
+from .batch import Cutting, Pack, PackedBatch, cut_shard, pack_samples
 from .optimizer import MegatronAdamW
 from .schedule import Pipeline
 from .world import MegatronWorld
@@ -121,9 +121,9 @@ class MegatronStepper:
         cutting = self._cutting_for(objective)
         scores = [np.zeros(len(s.loss_mask), dtype=np.float32) for s in shard.samples]
         for micros in cut_shard(shard, cutting):
-            self._score_packs([micro.pack for micro in micros], scores)
-        if cutting.is_neutral_skipped:
-            rest = [pack_samples(shard.samples, members, cutting) for members in left_out(shard, cutting)]
+            self._score_packs([micro.layout for micro in micros], scores)
+        if cutting.skips_neutral:
+            rest = [pack_samples(shard.samples, members, cutting) for members in left_out(shard)]
             self._score_packs(self._even(rest), scores)
         return self._told(scores)
 
@@ -156,23 +156,14 @@ class MegatronStepper:
         return [*packs, *(pack_samples((), (), self._cutting) for _ in range(missing))]
 
     def _cutting_for(self, objective: ObjectiveConfig) -> Cutting:
-        cutting = self._cutting
-        return Cutting(
-            device=cutting.device,
-            vocab_size=cutting.vocab_size,
-            num_chunks=cutting.num_chunks,
-            pack_multiple=cutting.pack_multiple,
-            cp_rank=cutting.cp_rank,
-            is_neutral_skipped=skips_neutral(objective),
-            multiple_of_micros=cutting.multiple_of_micros,
-        )
+        return replace(self._cutting, skips_neutral=skips_neutral(objective))
 
     # -- before the first update
 
     def _score_before(self, step: _Step, micros: Sequence[PackedBatch]) -> None:
         """Fill in proximal and reference log-probs and the advantages of every token."""
         objective, temperature = step.objective, self._settings.temperature
-        packs = [micro.pack for micro in micros]
+        packs = [micro.layout for micro in micros]
         starts: list[TokenScores] = []
         references: list[TokenScores] = []
         if needs_proximal(objective) or charges_kl(objective):
@@ -239,7 +230,7 @@ class MegatronStepper:
         has_choices = needs_proximal(step.objective) or charges_kl(step.objective)
         with self._pipeline.routed("replay" if has_choices else "off"):
             self._pipeline.train(
-                [micro.pack for micro in micros],
+                [micro.layout for micro in micros],
                 self._settings.temperature,
                 loss_of,
                 needs_entropy_grad=step.objective.entropy_coef > 0,

@@ -7,8 +7,8 @@ step is the same to the last bit. Nothing is unpickled: files are safetensors, d
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ....core.errors import MyxaError, TrainError
+from ....core.errors import TrainError
 from ....core.protocols import NamedArray
 from ...models.hf_folder import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
@@ -60,14 +60,14 @@ def save_checkpoint(folder: str | Path, state: TrainingState, extra: Mapping[str
     world, target = state.replica.world, Path(folder)
     files: list[FileEntry] = []
     check_extra(extra)
-    with _together(state, f"saving checkpoint {target}"):
+    with world.together(f"saving checkpoint {target}"):
         if world.rank == 0:
             begin(target)
-    with _together(state, f"saving checkpoint {target}"):
+    with world.together(f"saving checkpoint {target}"):
         path = partial_of(target) / rank_file(world.rank)
         write_safetensors(path, [named_array(name, tensor.cpu()) for name, tensor in _tensors(state)])
         files = _gather_entries(state, describe_file(path))
-    with _together(state, f"saving checkpoint {target}"):
+    with world.together(f"saving checkpoint {target}"):
         if world.rank == 0:
             manifest = Manifest(
                 format=FORMAT,
@@ -85,36 +85,21 @@ def load_checkpoint(folder: str | Path, state: TrainingState) -> dict[str, Any]:
 
     Raises TrainError if the checkpoint is torn or of another model; weights are untouched then.
     """
+    world = state.replica.world
     found: list[tuple[Path, Manifest]] = []
-    with _together(state, f"loading checkpoint {folder}"):
+    with world.together(f"loading checkpoint {folder}"):
         path = find_checkpoint(folder)
         manifest = read_manifest(path)
-        check_model(path, manifest, state.model)
-        if manifest.backend != "torch":
-            raise TrainError(
-                f"checkpoint {path} was written by the {manifest.backend} trainer",
-                remedy=f'set roles.trainer.kind = "{manifest.backend}", or start from its exported model folder',
-            )
+        check_model(path, manifest, state.model, "torch")
         for entry in manifest.files:
             check_digest(path, entry)
         found.append((path, manifest))
     path, manifest = found[0]
-    with _together(state, f"loading checkpoint {path}"), ExitStack() as stack:
+    with world.together(f"loading checkpoint {path}"), ExitStack() as stack:
         files = [stack.enter_context(open_safetensors(path / entry.name)) for entry in manifest.files]
         _restore(state, files)
         state.optimizer.num_updates = manifest.num_updates
     return manifest.extra
-
-
-@contextmanager
-def _together(state: TrainingState, what: str) -> Generator[None]:
-    """Run a stretch on every rank and end it together, failed or not."""
-    failure: Exception | None = None
-    try:
-        yield
-    except (MyxaError, OSError) as error:
-        failure = error
-    state.replica.world.agree(failure, what)
 
 
 def _tensors(state: TrainingState) -> Iterator[tuple[str, Tensor]]:
@@ -207,8 +192,8 @@ def identity_of(config: ModelConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def check_model(path: Path, manifest: Manifest, config: ModelConfig) -> None:
-    """Raise TrainError if a checkpoint holds weights of another model."""
+def check_model(path: Path, manifest: Manifest, config: ModelConfig, backend: str) -> None:
+    """Raise TrainError if a checkpoint holds weights of another model, or was written by the other trainer."""
     for name, ours in identity_of(config).items():
         theirs = manifest.model.get(name)
         if theirs != ours:
@@ -216,3 +201,8 @@ def check_model(path: Path, manifest: Manifest, config: ModelConfig) -> None:
                 f"checkpoint {path} is of another model: {name} is {theirs!r}, here it is {ours!r}",
                 remedy="resume with the model folder that the run began with",
             )
+    if manifest.backend != backend:
+        raise TrainError(
+            f"checkpoint {path} was written by the {manifest.backend} trainer",
+            remedy=f'set roles.trainer.kind = "{manifest.backend}", or start from its exported model folder',
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,11 +21,30 @@ from .layout import I64, Layout, plan_layout
 from .tensors import from_array
 
 
+class ScoredRows(Protocol):
+    """Where each loss token of a micro-batch stands in its sample; see `Layout`."""
+
+    @property
+    def members(self) -> tuple[int, ...]: ...
+    @property
+    def offsets(self) -> I64: ...
+    @property
+    def columns_M(self) -> I64: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model computes."""
+        ...
+
+
+L = TypeVar("L", bound=ScoredRows)
+
+
 @dataclass(slots=True)
-class MicroBatch:
+class MicroBatch(Generic[L]):
     """One forward and backward pass. The fields at the end are filled in by the passes before training."""
 
-    layout: Layout
+    layout: L
     group_ids: tuple[int, ...]
     """Groups in it, for error messages."""
     behaviour_M: Tensor
@@ -57,16 +76,21 @@ class Cutting:
     """Whether samples of advantage 0 are left out: right when nothing but the policy loss depends on them."""
 
 
-def cut_shard(shard: TrainShard, cutting: Cutting) -> list[list[MicroBatch]]:
+def cut_shard(shard: TrainShard, cutting: Cutting) -> list[list[MicroBatch[Layout]]]:
     """[minibatch][micro-batch]. Raises TrainError for a shard that contradicts itself."""
     check_shard(shard, cutting.vocab_size)
-    return [[_micro(shard.samples, _trained(shard, micro, cutting), cutting) for micro in m] for m in shard.minibatches]
+    return [[_micro(shard, micro, cutting) for micro in minibatch] for minibatch in shard.minibatches]
 
 
-def left_out(shard: TrainShard, cutting: Cutting) -> list[list[int]]:
-    """Per micro-batch in order, the members that `cut_shard` leaves out (often none)."""
+def trained_members(shard: TrainShard, micro: Sequence[int], *, skips_neutral: bool) -> list[int]:
+    """The members of a micro-batch that are computed; see `Cutting.skips_neutral`."""
+    return [i for i in micro if not (skips_neutral and shard.samples[i].advantage == 0.0)]
+
+
+def left_out(shard: TrainShard) -> list[list[int]]:
+    """Per micro-batch in order, the members that are left out if neutral ones are (often none)."""
     micros = [micro for minibatch in shard.minibatches for micro in minibatch]
-    return [sorted(set(micro) - set(_trained(shard, micro, cutting))) for micro in micros]
+    return [sorted(set(micro) - set(trained_members(shard, micro, skips_neutral=True))) for micro in micros]
 
 
 def plan_scoring(samples: Sequence[TrainSample], max_tokens: int) -> list[list[int]]:
@@ -81,17 +105,6 @@ def plan_scoring(samples: Sequence[TrainSample], max_tokens: int) -> list[list[i
         micros[-1].append(i)
         load += count
     return micros
-
-
-class ScoredRows(Protocol):
-    """Where each loss token of a micro-batch stands in its sample; see `Layout`."""
-
-    @property
-    def members(self) -> tuple[int, ...]: ...
-    @property
-    def offsets(self) -> I64: ...
-    @property
-    def columns_M(self) -> I64: ...
 
 
 def scatter_scores(logprobs_M: Tensor, layout: ScoredRows, into: list[F32]) -> None:
@@ -151,19 +164,20 @@ def _name(sample: TrainSample) -> str:
     return f"sample {sample.group_id}/{sample.index}"
 
 
-def _trained(shard: TrainShard, micro: Sequence[int], cutting: Cutting) -> list[int]:
-    return [i for i in micro if not (cutting.skips_neutral and shard.samples[i].advantage == 0.0)]
+def _micro(shard: TrainShard, micro: Sequence[int], cutting: Cutting) -> MicroBatch[Layout]:
+    members = trained_members(shard, micro, skips_neutral=cutting.skips_neutral)
+    layout = plan_layout(shard.samples, members, linear_cost=cutting.linear_cost, device=cutting.device)
+    return batch_of(layout, shard.samples, cutting.device)
 
 
-def _micro(samples: Sequence[TrainSample], members: Sequence[int], cutting: Cutting) -> MicroBatch:
-    layout = plan_layout(samples, members, linear_cost=cutting.linear_cost, device=cutting.device)
+def batch_of(layout: L, samples: Sequence[TrainSample], device: torch.device) -> MicroBatch[L]:
+    """What stands beside the loss tokens of a layout of these samples."""
     chosen = [samples[i] for i in layout.members]
     counts = np.diff(layout.offsets)
     behaviour = np.concatenate([s.logprobs[s.loss_mask != 0] for s in chosen] or [np.zeros(0, np.float32)])
     sample_M = from_array(np.repeat(np.arange(len(chosen)), counts))
     mask_M = torch.ones(len(sample_M), dtype=torch.bool)
     scalar = torch.tensor([s.advantage for s in chosen], dtype=torch.float32)
-    device = cutting.device
     return MicroBatch(
         layout=layout,
         group_ids=tuple(sorted({s.group_id for s in chosen})),

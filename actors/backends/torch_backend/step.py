@@ -13,7 +13,7 @@ same order, whatever they hold.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from .accounting import (
 )
 from .adamw import AdamW
 from .finite import accusation, first_not_finite
-from .layout import plan_layout
+from .layout import Layout, plan_layout
 from .microbatch import (
     Cutting,
     MicroBatch,
@@ -127,7 +127,7 @@ class Stepper:
                 scores_M = self._scores(self._replica, micro).logprobs_M
                 scatter_scores(scores_M, micro.layout, scores)
         if cutting.skips_neutral:
-            self._score_micros(shard.samples, left_out(shard, cutting), scores)
+            self._score_micros(shard.samples, left_out(shard), scores)
         return scores
 
     def score(self, samples: Sequence[TrainSample], max_tokens: int) -> list[F32]:
@@ -146,15 +146,14 @@ class Stepper:
             scatter_scores(scores_M, layout, into)
 
     def _cutting_for(self, objective: ObjectiveConfig) -> Cutting:
-        cutting = self._cutting
-        return Cutting(cutting.linear_cost, cutting.device, cutting.vocab_size, skips_neutral(objective))
+        return replace(self._cutting, skips_neutral=skips_neutral(objective))
 
-    def _scores(self, replica: Replica, micro: MicroBatch) -> TokenScores:
+    def _scores(self, replica: Replica, micro: MicroBatch[Layout]) -> TokenScores:
         return replica.score(micro.layout, self._settings.temperature)
 
     # -- before the first update
 
-    def _score_before(self, step: _Step, micros: Sequence[MicroBatch]) -> None:
+    def _score_before(self, step: _Step, micros: Sequence[MicroBatch[Layout]]) -> None:
         """Fill in proximal and reference log-probs and the advantages of every token."""
         objective = step.objective
         for micro in micros:
@@ -170,7 +169,7 @@ class Stepper:
 
     # -- one update
 
-    def _update(self, step: _Step, number: int, micros: Sequence[MicroBatch]) -> TrainError | None:
+    def _update(self, step: _Step, number: int, micros: Sequence[MicroBatch[Layout]]) -> TrainError | None:
         """Gradient of one mini-batch and an AdamW update; or the error that all ranks agreed on, and no update."""
         settings = step.settings
         place = f"step {step.shard.step}, mini-batch {number}"
@@ -203,7 +202,7 @@ class Stepper:
         step.tally.add("lr", rate * share)
         return None
 
-    def _loss(self, step: _Step, micro: MicroBatch, normaliser: Normaliser, *, is_first: bool) -> Tensor:
+    def _loss(self, step: _Step, micro: MicroBatch[Layout], normaliser: Normaliser, *, is_first: bool) -> Tensor:
         """This micro-batch's share of the global loss, 0-dim, and its metrics into the tally."""
         needs_entropy_grad = step.objective.entropy_coef > 0
         scores = self._replica.forward(micro.layout, self._settings.temperature, needs_entropy_grad=needs_entropy_grad)
@@ -214,7 +213,7 @@ class Stepper:
         return objective.loss
 
     def _find_bad_gradient(
-        self, step: _Step, micros: Sequence[MicroBatch], normaliser: Normaliser, place: str
+        self, step: _Step, micros: Sequence[MicroBatch[Layout]], normaliser: Normaliser, place: str
     ) -> TrainError:
         """All losses are finite but the gradient is not: repeat the passes one by one to find where it comes from."""
         bad = -1
@@ -232,7 +231,9 @@ class Stepper:
 
     # -- metrics
 
-    def _metrics(self, step: _Step, minibatches: Sequence[Sequence[MicroBatch]], started_s: float) -> dict[str, float]:
+    def _metrics(
+        self, step: _Step, minibatches: Sequence[Sequence[MicroBatch[Layout]]], started_s: float
+    ) -> dict[str, float]:
         """Everything reduced over ranks, under `train/`; see `report`."""
         tally_counts(step.tally, step.shard, [micro for minibatch in minibatches for micro in minibatch])
         sums, maxima = step.tally.reduced(self._world)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ....core.errors import LaunchError, TrainError
+from ....core.errors import LaunchError, MyxaError, TrainError
 from .tensors import integers
 
 GRACE_S = 2.0
@@ -160,6 +160,16 @@ class World:
         if any(failed):
             ranks = ", ".join(str(rank) for rank, has_failed in enumerate(failed) if has_failed)
             raise self.agreed(TrainError(f"{what} failed on rank {ranks}", remedy="see the logs of the ranks named"))
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Generator[None]:
+        """Run a stretch in which any rank may fail alone, and end it together; see `agree`."""
+        failure: Exception | None = None
+        try:
+            yield
+        except (MyxaError, OSError) as error:
+            failure = error
+        self.agree(failure, what)
 
     def agreed(self, error: Exception) -> Exception:
         """Mark an error as one that every rank raises at this same place, so that the process group stays whole."""
