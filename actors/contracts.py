@@ -41,6 +41,8 @@ from ..core.weight_channel import (
     ShareRequest,
 )
 
+from .memory_contracts import TenantContract
+
 
 class BufferContract(Actor):
     """Prompt cursor, ledger, finished groups, admission."""
@@ -121,7 +123,7 @@ class BufferContract(Actor):
         raise NotImplementedError
 
 
-class RolloutContract(Actor):
+class RolloutContract(TenantContract):
     """One engine and the workflows that use it."""
 
     @call(deadline=120, reentrant=True)
@@ -160,7 +162,7 @@ class RolloutContract(Actor):
         raise NotImplementedError
 
 
-class TrainerContract(Actor):
+class TrainerContract(TenantContract):
     """One rank of the trainer gang; rank 0 leads."""
 
     @call(deadline=600)

@@ -12,6 +12,9 @@ MyxaError
 ├── TrainError               a training step or checkpoint failed
 ├── StalenessError           a group would break the staleness bound (a bug if ever seen)
 ├── LedgerError              an illegal transition in the life of a sample
+├── MemoryFault              device memory could not leave, come back, or be had
+│   ├── OutOfDeviceMemory    the device has less free than was asked for
+│   └── LeaseRefused         the memory manager says no; it lists who holds what
 ├── SlabError                shared memory is gone, full, or was written while it was read
 ├── SimulationError          a simulated run did what cannot be simulated, stood still, or broke an invariant
 ├── LaunchError              processes could not be started or did not meet             (exit code 3)
@@ -104,6 +107,18 @@ class StalenessError(MyxaError):
 
 class LedgerError(MyxaError):
     """An illegal transition in the life of a sample."""
+
+
+class MemoryFault(MyxaError):
+    """Device memory could not leave, come back, or be had; also what a driver answered to one of our calls."""
+
+
+class OutOfDeviceMemory(MemoryFault):
+    """The device has less free memory than was asked for."""
+
+
+class LeaseRefused(MemoryFault):
+    """The memory manager refused a lease; the message lists who holds what."""
 
 
 class SlabError(MyxaError):

@@ -1,0 +1,156 @@
+"""What a memory manager and the holders of device memory tell each other.
+
+A *tenant* is one actor with memory on one device (a trainer rank, a rollout actor with its engine); a *gang* is all
+tenants that must hold or leave memory together. Memory is leased by *tag*, never by device, so two gangs may
+lawfully overlap while weights are handed over. Order of events of one switch:
+
+    register    a tenant tells who it is, what it holds and how each tag can leave the device
+    lease       somebody (the leader of the trainers) asks that tags of a gang be mapped; the manager then sends
+    drain       to every member of the gang that must make room: finish what runs, admit nothing, synchronise
+    release     the tags that have to go leave the device, by the policy of each
+    restore     to every member of the asking gang, once measured free memory holds what it will take
+    commit      to everybody who was drained and may go on with what it still holds
+
+Bytes of tensors never pass through these records. Ages are epochs: a command of an older one has no effect.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .messages import Record
+
+Tag = Literal[
+    "params", "grads", "optimizer", "frozen", "workspace", "weights", "kv_cache", "cuda_graph", "nccl", "context"
+]
+TagPolicy = Literal["discard", "rematerialise", "backup", "keep"]
+"""How a tag leaves: dropped (zeros on return), rebuilt by its owner, copied to the host (not while clean), never."""
+Backing = Literal["mapped_dirty", "mapped_clean", "copy_out", "host", "discarded", "copy_in", "poisoned"]
+TenantState = Literal[
+    "cold", "active", "draining", "quiesced", "releasing", "released", "granted", "restoring", "fenced", "dead"
+]
+CommandKind = Literal["drain", "release", "restore", "commit"]
+
+
+class TagReport(Record, frozen=True):
+    """One tag of one tenant."""
+
+    tag: Tag
+    num_bytes: int
+    """On the device when mapped, rounded to what the device hands out."""
+    policy: TagPolicy
+    backing: Backing
+    host_bytes: int = 0
+    """Held on the host for it now."""
+
+
+class TenantReport(Record, frozen=True):
+    """All that a manager needs to know of a tenant; sent again whenever it changes, and when a manager asks."""
+
+    tenant: str
+    """Actor name."""
+    epoch: int
+    """Of the tenant's process incarnation."""
+    gang: str
+    device: str
+    """UUID of the GPU, or "host:<n>" for memory of the host that stands for a device."""
+    pids: tuple[int, ...]
+    """Processes whose memory this is: the actor's own, and an engine's."""
+    started_at: tuple[int, ...]
+    """Start time of each, in clock ticks since boot: a number that is used again is another process."""
+    state: TenantState
+    tags: tuple[TagReport, ...]
+    switch_epoch: int = 0
+    """The newest command it has carried out."""
+    residue_bytes: int = 0
+    """What stays on the device when every tag has left."""
+
+
+class MemoryCommand(Record, frozen=True, kw_only=True):
+    """One step of a switch, for one tenant. Idempotent: the same id gets the same reply."""
+
+    command_id: str
+    epoch: int
+    kind: CommandKind
+    tags: tuple[Tag, ...] = ()
+    deadline_s: float = 60.0
+
+
+class MemoryReply(Record, frozen=True, kw_only=True):
+    """What a tenant did."""
+
+    command_id: str
+    report: TenantReport
+    accepted: bool = True
+    reason: str = ""
+    copied_bytes: int = 0
+    """Between device and host."""
+    dropped_bytes: int = 0
+    """Left the device without a copy: discarded, rebuilt later, or clean."""
+    seconds: dict[str, float] = {}
+    """Parts of its time, for people: drain, copy, unmap, map, communicators."""
+
+
+class LeaseRequest(Record, frozen=True, kw_only=True):
+    """Tags of a gang that are to be mapped on every device it lives on."""
+
+    gang: str
+    tags: tuple[Tag, ...]
+    is_active: bool = True
+    """False: mapped for others to write into (weights handed over); the gang does not run yet."""
+    quiet: tuple[str, ...] = ()
+    """Gangs that must not run meanwhile, whether or not they have to make room."""
+    deadline_s: float = 120.0
+    request_id: str
+    """The same id asked again gets the same lease."""
+
+
+class Holder(Record, frozen=True):
+    """Who holds how much of a device: what a refusal lists."""
+
+    device: str
+    tenant: str
+    """Empty: nobody that registered."""
+    tag: str
+    num_bytes: int
+    state: str
+
+
+class LeaseReply(Record, frozen=True, kw_only=True):
+    """Whether all of it is mapped now."""
+
+    granted: bool
+    epoch: int
+    reason: str = ""
+    """Of a refusal: what is short, on which device, who holds it."""
+    holders: tuple[Holder, ...] = ()
+    seconds: dict[str, float] = {}
+    """Phases of the switch as the manager saw them: drain, release, verify, restore."""
+    copied_bytes: int = 0
+    dropped_bytes: int = 0
+
+
+class DeviceView(Record, frozen=True):
+    """One device, for people."""
+
+    device: str
+    capacity_bytes: int
+    free_bytes: int
+    """Measured."""
+    unattributed_bytes: int
+    """Used by nobody that registered."""
+    tenants: tuple[TenantReport, ...]
+
+
+class MemoryView(Record, frozen=True):
+    """Answer to `myxa mem`."""
+
+    manager: str
+    epoch: int
+    switching: str
+    """What is being switched; empty: nothing."""
+    devices: tuple[DeviceView, ...]
+    host_pool_bytes: int
+    host_pool_used_bytes: int
+    timeline: tuple[tuple[float, str, str, str], ...]
+    """(wall seconds, device, tenant, what happened), oldest first, bounded."""
