@@ -40,7 +40,6 @@ from ..core.weight_channel import (
     ShareReply,
     ShareRequest,
 )
-
 from .memory_contracts import TenantContract
 
 
