@@ -18,6 +18,7 @@ from pathlib import Path
 from .. import __version__
 from ..core.config import load_config
 from ..core.errors import ConfigError, MyxaError
+from .convert import add_convert
 from .launcher import LaunchOptions, launch
 from .node_place import find_place
 from .port import check_port
@@ -114,6 +115,7 @@ def _add_other_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser])
     report = verbs.add_parser("report", help="write report.html of a run")
     report.add_argument("folder", type=Path, metavar="RUN", help="run directory, e.g. runs/latest")
     report.set_defaults(run=_report)
+    add_convert(verbs)
     engine = verbs.add_parser("engine", help="rollout engines by themselves")
     engine_verbs = engine.add_subparsers(title="commands", metavar="COMMAND", required=True)
     serve = engine_verbs.add_parser("serve", help="serve a model folder over HTTP, with SGLang's routes")
@@ -139,7 +141,10 @@ def _port(text: str) -> int:
 
 def _mistaken_verb(arguments: Sequence[str]) -> str:
     """A sentence about a verb that does not exist, or nothing. argparse itself only lists what exists."""
-    verbs: dict[str, tuple[str, ...]] = {"": ("up", "launch", "demo", "report", "engine"), "engine": ("serve",)}
+    verbs: dict[str, tuple[str, ...]] = {
+        "": ("up", "launch", "demo", "report", "convert", "engine"),
+        "engine": ("serve",),
+    }
     above = ""
     for word in arguments:
         if word.startswith("-") or above not in verbs:

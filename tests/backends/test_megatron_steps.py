@@ -19,11 +19,12 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from myxa.actors.backends.convert import convert
 from myxa.actors.backends.megatron.layout import ParallelLayout
 from myxa.actors.backends.megatron.settings import MegatronRankSettings, check_routing, check_settings
 from myxa.actors.backends.megatron.verbatim import check_tables
 from myxa.actors.backends.torch_backend.checkpoint_folder import find_checkpoint, read_manifest
-from myxa.actors.models.hf_folder import TOKENIZER_FILES
+from myxa.actors.models.hf_folder import TOKENIZER_FILES, open_weights, read_config
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.config import MegatronSettings, TrainerConfig
 from myxa.core.errors import ConfigError, TrainError
@@ -65,7 +66,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "pp2", "megatron": {"pp": 2}, "algo": WHITENED},
         {"name": "pp2-vpp2", "megatron": {"pp": 2, "vpp": 2}},
         {"name": "cp2", "megatron": {"cp": 2}, "algo": PLAIN},
-        {"name": "ep2", "megatron": {"ep": 2}, "is_moe": True, "algo": PLAIN},
+        {"name": "ep2", "megatron": {"ep": 2}, "is_moe": True, "algo": PLAIN, "save": True},
         {"name": "bf16", "trainer": {"dtype": "bfloat16"}, "save": True},
         {"name": "bf16-tp2", "trainer": {"dtype": "bfloat16"}, "megatron": {"tp": 2}, "load": "bf16"},
     ],
@@ -283,6 +284,22 @@ def test_a_checkpoint_folder_tells_what_it_is_and_when_it_is_torn(gangs: Gangs, 
     (torn / shard).write_bytes((torn / shard).read_bytes()[:-1])
     with pytest.raises(TrainError, match=rf"is torn: {shard} has \d+ bytes instead of"):
         read_manifest(torn)
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+@pytest.mark.parametrize(("num_ranks", "name"), [(4, "tp2-pp2"), (2, "ep2")])
+def test_checkpoints_of_any_layout_convert_to_a_huggingface_folder(
+    num_ranks: int, name: str, gangs: Gangs, dense: Path, experts: Path, tmp_path: Path
+) -> None:
+    out, model = gangs(num_ranks), experts if case_of(num_ranks, name).get("is_moe") else dense
+    done = convert(out / name / "checkpoint", model, tmp_path / "hf")
+    assert (done.backend, done.dtype) == ("megatron", "float32")
+    saved, found = arrays(out, name, "weights"), load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == saved.keys()
+    for key, value in saved.items():
+        np.testing.assert_array_equal(found[key], value, err_msg=key)
+    with open_weights(tmp_path / "hf", read_config(tmp_path / "hf")):
+        """Whole, and of the shapes that its config says."""
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)

@@ -1,0 +1,87 @@
+"""Checkpoints of the torch trainer as HuggingFace folders, and what the command says to mistakes.
+
+Those of the Megatron trainer are converted in test_megatron_steps.py, where there are some.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from myxa.actors.backends.convert import convert
+from myxa.actors.backends.torch_backend.backend import TorchBackend
+from myxa.actors.models.tiny import make_tiny_model
+from myxa.core.errors import ModelError, TrainError
+from myxa.launch.cli import main
+
+
+@pytest.fixture
+def checkpoint(
+    tmp_path: Path, backends: Callable[..., TorchBackend], make_shards: Callable[..., Any]
+) -> tuple[Path, dict[str, np.ndarray]]:
+    """A checkpoint after one step, and the weights that it must hold."""
+    backend = backends()
+    backend.train(make_shards(51)[0], {})
+    backend.save(str(tmp_path / "run" / "checkpoints" / "version_00000001"), {"version": 1})
+    weights = {
+        array.spec.name: np.frombuffer(array.data, np.float32).reshape(array.spec.shape).copy()
+        for array in backend.export_weights()
+    }
+    return tmp_path / "run", weights
+
+
+def test_the_folder_holds_the_weights_of_the_newest_checkpoint(
+    checkpoint: tuple[Path, dict[str, np.ndarray]], model: Path, tmp_path: Path
+) -> None:
+    run, weights = checkpoint
+    done = convert(run, model, tmp_path / "hf")
+    assert (done.backend, done.num_updates, done.dtype) == ("torch", 1, "float32")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == weights.keys()
+    for name, value in weights.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    assert done.num_parameters == sum(value.size for value in weights.values())
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+
+
+def test_the_command_takes_the_model_from_the_run_and_writes_the_type_asked_for(
+    checkpoint: tuple[Path, dict[str, np.ndarray]], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = checkpoint
+    (run / "config.toml").write_text(
+        f'[model]\npath = "{model}"\n[data]\ntrain = "{model}/tokenizer.json"\npreset = "plain"\n'
+    )
+    assert main(["convert", str(run), str(tmp_path / "hf"), "--dtype", "bfloat16"]) == 0
+    assert "bfloat16" in capsys.readouterr().out
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
+        assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {"torch.bfloat16"}  # noqa: SIM118 - no dict
+
+
+def test_mistakes_are_told_before_anything_is_written(
+    checkpoint: tuple[Path, dict[str, np.ndarray]], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = checkpoint
+    other = tmp_path / "other"
+    make_tiny_model(other, "1m", seed=0, vocab_size=300)
+    with pytest.raises(TrainError, match="of another model|vocab_size|hidden_size"):
+        convert(run, other, tmp_path / "hf")
+    with pytest.raises(ModelError, match="holds something already"):
+        convert(run, model, other)
+    assert main(["convert", str(run), str(tmp_path / "hf")]) == 2
+    assert "name the folder that the run started from with --model" in capsys.readouterr().err
+    torn = tmp_path / "torn"
+    shutil.copytree(run / "checkpoints" / "version_00000001", torn)
+    shard = torn / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(TrainError, match=r"the bytes of rank-00000\.safetensors have changed"):
+        convert(torn, model, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
