@@ -6,6 +6,7 @@ is in the middle of adopting it; everything older is released, oldest first.
 
     engine:  JOINED -> ADOPTING(v) -> SERVING(v) -> ADOPTING(v') -> ...
                           |-> FENCED (missed a deadline or refused; only a new incarnation comes back)
+    SERVING(v) -> JOINED when the engine's weights were taken off its device: it is given a version anew
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class EngineState(Enum):
 _ALLOWED: dict[EngineState, frozenset[EngineState]] = {
     EngineState.JOINED: frozenset({EngineState.ADOPTING, EngineState.FENCED}),
     EngineState.ADOPTING: frozenset({EngineState.SERVING, EngineState.FENCED}),
-    EngineState.SERVING: frozenset({EngineState.ADOPTING, EngineState.FENCED}),
+    EngineState.SERVING: frozenset({EngineState.ADOPTING, EngineState.JOINED, EngineState.FENCED}),
     EngineState.FENCED: frozenset(),
 }
 
@@ -57,7 +58,10 @@ class Adopt:
 class Adoption:
     """See the module's head. Methods raise ValueError for moves that the table does not allow."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_newest: bool = True) -> None:
+        """`keeps_newest` False: the newest version too is released once every engine serves it, since the trainer's
+        memory is wanted; an engine that comes later has to wait until it is published again."""
+        self._keeps_newest = keeps_newest
         self._engines: dict[str, _Engine] = {}
         self._manifests: dict[int, WeightManifest] = {}
         self._target: dict[str, int] = {}
@@ -119,6 +123,13 @@ class Adoption:
         known.version = version
         self._target.pop(engine, None)
 
+    def lost(self, engine: str, epoch: int) -> None:
+        """The engine is well, but its weights are gone."""
+        known = self._engines.get(engine)
+        if known is not None and known.epoch == epoch and known.state is EngineState.SERVING:
+            known.move(engine, EngineState.JOINED)
+            known.version = -1
+
     def fenced(self, engine: str, epoch: int) -> None:
         """The engine missed a deadline or refused: it gets nothing more."""
         known = self._engines.get(engine)
@@ -129,7 +140,11 @@ class Adoption:
 
     def releasable(self) -> tuple[int, ...]:
         """Versions nobody will read again, oldest first; they are forgotten by this call."""
-        keep = {self.newest, *self._target.values()}
+        keep = set(self._target.values())
+        if self._keeps_newest or any(
+            e.version < self.newest for e in self._engines.values() if e.state is not EngineState.FENCED
+        ):
+            keep.add(self.newest)
         free = tuple(sorted(v for v in self._manifests if v not in keep))
         for version in free:
             del self._manifests[version]

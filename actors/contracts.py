@@ -155,6 +155,12 @@ class RolloutContract(TenantContract):
         """The engine missed a deadline or serves the wrong weights: the actor fails and is built anew."""
         raise NotImplementedError
 
+    @call(deadline=900, reentrant=True)
+    async def load_engine(self) -> None:
+        """Only where engines and trainer take turns: room was made for the engine, it may load. Returns when it has
+        joined the run; at once if it was loaded before."""
+        raise NotImplementedError
+
     @call(deadline=60, reentrant=True)
     async def drain(self) -> int:
         """Abort what runs, return it with its tokens to the buffer; returns the number of groups returned."""
@@ -182,6 +188,21 @@ class TrainerContract(TenantContract):
     @call(deadline=1800)
     async def save_checkpoint(self, folder: str) -> None:
         """Collective checkpoint of all ranks."""
+        raise NotImplementedError
+
+    @call(deadline=1800)
+    async def begin_checkpoint(self, folder: str) -> None:
+        """Collective: copy what a checkpoint holds and begin to write it; training may go on."""
+        raise NotImplementedError
+
+    @call(deadline=1800, reentrant=True)
+    async def checkpoint_written(self) -> None:
+        """Answered once this rank's files of it are written."""
+        raise NotImplementedError
+
+    @call(deadline=600)
+    async def finish_checkpoint(self) -> None:
+        """Collective, after all ranks have written: the checkpoint is there."""
         raise NotImplementedError
 
     @call(deadline=1800)
@@ -251,6 +272,16 @@ class CoordinatorContract(Actor):
     @call(deadline=30, reentrant=True)
     async def rollout_ready(self, status: EngineStatus, epoch: int) -> None:
         """An engine serves and may be given weights."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def weights_lost(self, rollout: str, epoch: int) -> None:
+        """The engine is well, but its weights left the device: it is given the next version that is offered."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def weights_offered(self, manifest: WeightManifest) -> None:
+        """A version that was made before can be read again, for engines that have none."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)

@@ -70,6 +70,9 @@ class CoordinatorOptions:
     start_timeout_s: float = 300.0
     prepare_s: float = 60.0
     commit_s: float = 30.0
+    takes_turns: bool = False
+    """Trainer and engines share devices in turns: a version is let go as soon as every engine has it, and engines may
+    lose their weights between two versions."""
 
 
 class Coordinator(CoordinatorContract):
@@ -81,7 +84,7 @@ class Coordinator(CoordinatorContract):
         self._options = options
         self._clock = clock
         self._phase: RunPhase = "starting"
-        self._adoption = Adoption()
+        self._adoption = Adoption(keeps_newest=not options.takes_turns)
         self._changed = asyncio.Event()
         self._adopting = asyncio.Lock()
         self._evaluating = asyncio.Lock()
@@ -232,6 +235,13 @@ class Coordinator(CoordinatorContract):
         self._event("engine-joined", f"{status.rollout} (epoch {epoch})")
         self._changed.set()
 
+    async def weights_lost(self, rollout: str, epoch: int) -> None:
+        self._adoption.lost(rollout, epoch)
+
+    async def weights_offered(self, manifest: WeightManifest) -> None:
+        self._adoption.published(manifest)
+        self._changed.set()
+
     async def trainer_ready(self, version: int, manifest: WeightManifest | None, facts: dict[str, str]) -> None:
         if self._phase != "starting":
             await self.actor_failed("trainer/0", "it restarted in mid-run; go on with trainer.resume = <this run>")
@@ -283,18 +293,17 @@ class Coordinator(CoordinatorContract):
     async def _evaluate(self) -> None:
         """Held-out reward on the engine that serves the newest version; a failure is told, not fatal."""
         options = self._options
-        serving = self._adoption.serving
-        if not options.eval_prompts or not serving:
+        if not options.eval_prompts or not (options.takes_turns or self._adoption.serving):
             return
         async with self._evaluating:
-            name = max(serving, key=lambda n: serving[n])
             try:
+                name = max(await self._engines_at(None), key=lambda n: self._adoption.serving.get(n, -1))
                 prompts = await self.ctx.ref(DataContract, "buffer").eval_prompts(options.eval_prompts)
                 request = EvalRequest(prompts=prompts, num_samples=options.eval_samples, sampling=options.eval_sampling)
                 result = await self.ctx.ref(RolloutContract, name).evaluate(request)
             except MyxaError as err:
-                self._event("eval-failed", f"{name}: {err}")
-                self.ctx.log.exception("evaluation on %s", name)
+                self._event("eval-failed", str(err))
+                self.ctx.log.exception("evaluation")
                 return
         self._eval_reward = result.mean_reward
         self._telemetry.metric(result.newest_version, {"eval/reward": result.mean_reward})
@@ -319,20 +328,21 @@ class Coordinator(CoordinatorContract):
         return await self._ask_canary(version, request)
 
     async def _ask_canary(self, version: int, request: EvalRequest) -> CanaryAnswers:
-        name = await self._engine_at(version)
+        name = min(await self._engines_at(version), key=lambda n: (self._asked.get(n, -1), n))
         self._asked[name] = version
         return await self.ctx.ref(RolloutContract, name).answer(request)
 
-    async def _engine_at(self, version: int) -> str:
-        """An engine that serves exactly that version, of several the one not asked for longest."""
+    async def _engines_at(self, version: int | None) -> list[str]:
+        """Engines that serve exactly that version (None: any)."""
         try:
             async with asyncio.timeout(self._options.prepare_s + self._options.commit_s):
-                while not (ready := [name for name, v in self._adoption.serving.items() if v == version]):
+                while not (ready := [n for n, v in self._adoption.serving.items() if version in (None, v)]):
                     self._adopted.clear()
                     await self._adopted.wait()
         except TimeoutError as err:
-            raise EngineError(f"no engine came to version {version} in time", remedy="see the engines' logs") from err
-        return min(ready, key=lambda name: (self._asked.get(name, -1), name))
+            what = "a version" if version is None else f"version {version}"
+            raise EngineError(f"no engine came to {what} in time", remedy="see the engines' logs") from err
+        return ready
 
     async def pause(self, reason: str) -> None:
         self._paused = reason

@@ -9,6 +9,9 @@ A check that cannot be made (no engine came to that version, an engine failed) i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+
 import numpy as np
 
 from ..core.activity import ActivityMeter, TelemetryBuffer
@@ -40,8 +43,14 @@ class Guard:
         self._telemetry = telemetry
         self._coordinator = ctx.ref(CoordinatorContract, "coordinator")
 
-    async def check(self, version: int, start_version: int) -> None:
-        """If it is due. Raises TrainError above the bound when the options say that this is fatal."""
+    async def check(
+        self,
+        version: int,
+        start_version: int,
+        scoring: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    ) -> None:
+        """If it is due. `scoring`: inside it the trainer can score. Raises TrainError above the bound when the options
+        say that this is fatal."""
         if not self._options.is_due(version, start_version):
             return
         with self._meter.during("wait-weights", f"canary {version}"):
@@ -51,7 +60,8 @@ class Guard:
                 self._telemetry.event("guard-skipped", f"version {version}: {err.message}")
                 self._ctx.log.warning("version %d was not compared with an engine: %s", version, err)
                 return
-            verdict = await self._compare(version, answers)
+            async with scoring():
+                verdict = await self._compare(version, answers)
         if not verdict.num_tokens:
             self._telemetry.event("guard-skipped", f"version {version}: the engine answered with other versions")
             return

@@ -10,9 +10,9 @@ staleness bound is checked here once more before a step: a batch that breaks it 
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -25,10 +25,12 @@ from ..core.messages import Claim, StepReport, WeightManifest
 from ..core.patience import until_answered
 from ..core.samples import Group, TrainShard
 from .canary import CanaryOptions
+from .checkpoints import CheckpointOptions, Checkpoints
 from .contracts import BufferContract, CoordinatorContract, TrainerContract
 from .guard import Guard
 from .manifest_parts import join_parts
 from .step_plan import PlanOptions, batch_metrics, plan_step
+from .time_share import TimeShare
 
 T = TypeVar("T")
 
@@ -47,8 +49,7 @@ class LeaderOptions:
     publishes: bool
     """False when no engine wants weights (supervised runs)."""
     run_dir: str
-    checkpoint_every: int = 0
-    keep_last: int = 2
+    checkpoints: CheckpointOptions
     export_at_end: bool = True
     setup_timeout_s: float = 300.0
     shard_of_rank: tuple[int, ...] = ()
@@ -68,7 +69,10 @@ class Leader:
         meter: ActivityMeter,
         telemetry: TelemetryBuffer,
         clock: Clock,
+        share: TimeShare | None = None,
     ) -> None:
+        """`share`: where the ranks and the engines have the devices in turns."""
+        self._share = share
         self._ctx = ctx
         self._options = options
         self._meter = meter
@@ -80,6 +84,11 @@ class Leader:
         self._buffer = ctx.ref(BufferContract, "buffer")
         self._coordinator = ctx.ref(CoordinatorContract, "coordinator")
         self._guard = Guard(ctx, options.guard, self._together, meter, telemetry)
+        self._is_written = False
+        """The last version is in a checkpoint and exported, as far as that was asked for."""
+        self._checkpoints = Checkpoints(
+            ctx, options.checkpoints, self._together, self._tell_durable, meter, telemetry, clock
+        )
         self._knobs: dict[str, float] = {}
         self._unreleased: dict[int, tuple[str, ...]] = {}
         """Version -> ranks that published it."""
@@ -119,7 +128,8 @@ class Leader:
         if version > 0:
             await self._ask("buffer", lambda: self._buffer.rewind(version))
         manifest = await self._publish(version) if self._options.publishes else None
-        await self._coordinator.trainer_ready(version, manifest, facts)
+        async with self._engines_turn(version):
+            await self._coordinator.trainer_ready(version, manifest, facts)
         with self._meter.during("other", "waiting for the first engine"):
             await self._may_go.wait()
         start_version = version
@@ -141,7 +151,7 @@ class Leader:
     async def _compare(self, version: int, start_version: int) -> None:
         """With an engine, when that is due; the trainer stands at `version` meanwhile."""
         if self._options.publishes and not self._stop_reason and version != self._options.num_steps:
-            await self._guard.check(version, start_version)
+            await self._guard.check(version, start_version, lambda: self._trainers_turn(version))
 
     async def _next_batch(self, version: int) -> list[Group] | None:
         """Wait for a whole batch; None when there is none to come or the run was told to stop."""
@@ -153,6 +163,9 @@ class Leader:
                     return None
                 if claim.groups:
                     return await self._fetch(tuple(g.group_id for g in claim.groups))
+                if self._share is not None and self._share.has_newcomers:
+                    async with self._trainers_turn(version):
+                        self._ctx.log.info("version %d is handed over again, to engines that came anew", version)
         return None
 
     async def _fetch(self, group_ids: tuple[int, ...]) -> list[Group]:
@@ -172,9 +185,14 @@ class Leader:
         started = self._clock.monotonic()
         metrics, lags = batch_metrics(version, groups)
         shards = plan_step(version, groups, self._options.plan)
+        if self._share is not None:
+            await self._share.take()
         metrics.update(await self._train(shards))
         made = version + 1
         await self._ask("buffer", lambda: self._buffer.trained(version))
+        if self._share is not None:
+            await self._write_if_due(made)
+            self._share.trained()
         publish_started = self._clock.monotonic()
         manifest = await self._publish(made) if self._options.publishes else None
         metrics["weights/publish_s"] = self._clock.monotonic() - publish_started
@@ -187,10 +205,12 @@ class Leader:
             group_ids=tuple(g.group_id for g in groups),
         )
         self._telemetry.metric(made, metrics)
-        await self._ask("coordinator", lambda: self._coordinator.version_made(manifest, report))
-        every = self._options.checkpoint_every
-        if every and made % every == 0:
-            await self._checkpoint(made)
+        async with self._engines_turn(made):
+            await self._ask("coordinator", lambda: self._coordinator.version_made(manifest, report))
+        if self._share is None:
+            await self._write_if_due(made)
+        else:
+            self._telemetry.metric(made, self._share.metrics())
         return made
 
     async def _train(self, shards: Sequence[TrainShard]) -> dict[str, float]:
@@ -207,7 +227,7 @@ class Leader:
     async def _publish(self, version: int) -> WeightManifest:
         if len(self._unreleased) >= self._options.max_unreleased:
             with self._meter.during("wait-weights", f"publish {version}"):
-                await self._await_release()
+                await self._await_release(self._options.max_unreleased - 1)
         parts = await self._together.all(TrainerContract.publish, version)
         manifest = join_parts(parts)
         if manifest is None:
@@ -215,11 +235,11 @@ class Leader:
         self._unreleased[version] = tuple(name for name, part in parts.items() if part is not None)
         return manifest
 
-    async def _await_release(self) -> None:
-        """Wait until the engines let go of an old version."""
+    async def _await_release(self, at_most: int) -> None:
+        """Wait until the engines let go of all published versions but `at_most`."""
         try:
             async with asyncio.timeout(RELEASE_DEADLINE_S):
-                while len(self._unreleased) >= self._options.max_unreleased:
+                while len(self._unreleased) > at_most:
                     self._release_seen.clear()
                     await self._release_seen.wait()
         except TimeoutError as err:
@@ -229,24 +249,63 @@ class Leader:
                 remedy="an engine is stuck in a weight update; see the coordinator's log for its name",
             ) from err
 
-    async def _checkpoint(self, version: int) -> None:
-        folder = Path(self._options.run_dir) / "checkpoints" / f"version_{version:08d}"
-        await self._together.all(TrainerContract.save_checkpoint, str(folder))
-        await self._ask("buffer", lambda: self._buffer.durable(version))
-        await asyncio.get_running_loop().run_in_executor(None, self._prune, folder.parent)
-
-    def _prune(self, parent: Path) -> None:
-        kept = sorted(p for p in parent.glob("version_*") if p.is_dir())
-        for old in kept[: -self._options.keep_last or None] if self._options.keep_last else []:
-            shutil.rmtree(old, ignore_errors=True)
-
     async def _finish(self, version: int, start_version: int, reason: str) -> None:
-        if self._options.checkpoint_every and version > start_version:
-            await self._checkpoint(version)
+        if not self._is_written:
+            is_new = self._options.checkpoints.every > 0 and version > start_version
+            if is_new or self._checkpoints.is_pending or self._options.export_at_end:
+                async with self._trainers_turn(version):
+                    await self._write_last(version, is_new=is_new)
+        await self._ask("coordinator", lambda: self._coordinator.trainer_finished(version, reason))
+
+    async def _write_last(self, version: int, *, is_new: bool) -> None:
+        """What is left of a run: a whole checkpoint, the exported model."""
+        if is_new:
+            await self._checkpoints.save(version)
+        await self._checkpoints.settle()
         if self._options.export_at_end:
             folder = str(Path(self._options.run_dir) / "export")
             await self._together.all(TrainerContract.export_hf, folder)
-        await self._ask("coordinator", lambda: self._coordinator.trainer_finished(version, reason))
+        self._is_written = True
+
+    async def _write_if_due(self, version: int) -> None:
+        """Checkpoints; where engines have the device next, also what is written at the end if this is it."""
+        await self._checkpoints.at_boundary()
+        if self._share is not None and version == self._options.num_steps:
+            await self._write_last(version, is_new=self._options.checkpoints.every > 0)
+        elif self._checkpoints.is_due(version):
+            await self._checkpoints.save(version)
+
+    async def _tell_durable(self, version: int) -> None:
+        await self._ask("buffer", lambda: self._buffer.durable(version))
+
+    # -- turns on a device that engines share
+
+    @asynccontextmanager
+    async def _engines_turn(self, version: int) -> AsyncGenerator[None]:
+        """Around telling that `version` was published: before, engines have room for it; after, once all of them took
+        it, their turn. Nothing but the telling where they have devices of their own."""
+        if self._share is None:
+            yield
+            return
+        await self._share.offer()
+        yield
+        with self._meter.during("wait-weights", f"hand over {version}"):
+            await self._await_release(0)
+        await self._share.give()
+
+    @asynccontextmanager
+    async def _trainers_turn(self, version: int) -> AsyncGenerator[None]:
+        """The ranks compute inside, between two steps; then `version`, which may have left the engines, is handed over
+        again."""
+        if self._share is None:
+            yield
+            return
+        await self._share.take()
+        yield
+        self._share.trained()
+        manifest = await self._publish(version)
+        async with self._engines_turn(version):
+            await self._ask("coordinator", lambda: self._coordinator.weights_offered(manifest))
 
     async def _ask(self, who: str, send: Callable[[], Awaitable[T]]) -> T:
         return await until_answered(send, who=who, clock=self._clock, log=self._ctx.log)

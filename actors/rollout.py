@@ -13,14 +13,14 @@ so that what an engine calls version v is what the trainer calls version v, what
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from ..core.activity import ActivityMeter, TelemetryBuffer
-from ..core.actor import MailboxPolicy
+from ..core.actor import MailboxPolicy, PeerEvent
 from ..core.clock import Clock
-from ..core.errors import CallError, EngineError, MyxaError, RequestRefused, UserCodeError
+from ..core.device_memory import MemoryCommand, MemoryReply, TenantReport
+from ..core.errors import CallError, EngineError, MyxaError, RequestRefused
 from ..core.messages import (
     ActivityKind,
     Assignment,
@@ -29,23 +29,22 @@ from ..core.messages import (
     EngineStatus,
     EvalRequest,
     EvalResult,
-    GroupDropped,
-    GroupReturned,
     SamplingParams,
     WeightAck,
     WeightManifest,
 )
-from ..core.patience import until_answered
 from ..core.protocols import Engine, Tokenizer
-from ..core.samples import NO_VERSION, Group, Prompt
+from ..core.samples import NO_VERSION
 from .canary_answer import answer_canary
 from .contracts import BufferContract, CoordinatorContract, MonitorContract, RolloutContract
-from .error_budget import GroupBudget
 from .evaluation import evaluate
-from .group_runner import GroupRunner, Load, NoEngine, Partial, PooledScorer, drop_reason
+from .group_handover import GroupHandover
+from .group_runner import GroupRunner, Load, NoEngine, Partial, PooledScorer
+from .rollout_gauges import gauge_forever
+from .rollout_tenant import RolloutTenant, Tenancy, require
 from .telemetry import report_forever
 from .workflows.context import Workflow
-from .workflows.episode import ModelAccess
+from .workflows.episode import Generate, ModelAccess
 
 R = TypeVar("R")
 
@@ -96,7 +95,9 @@ class Rollout(RolloutContract):
         tokenizer: Tokenizer,
         options: RolloutOptions,
         clock: Clock,
+        tenancy: Tenancy | None = None,
     ) -> None:
+        """`tenancy`: where the engine shares its device with a trainer in turns."""
         self._engine = engine
         self._workflow = workflow
         self._scorer = scorer
@@ -109,9 +110,9 @@ class Rollout(RolloutContract):
         self._serving = asyncio.Event()
         self._is_draining = False
         self._prepared: WeightManifest | None = None
-        self._budget = GroupBudget(options.max_error_rate)
-        self._num_groups = 0
-        self._num_errors = 0
+        self._tenancy = tenancy
+        self._tenant: RolloutTenant | None = None
+        self._load = Load()
 
     # -- life
 
@@ -120,6 +121,15 @@ class Rollout(RolloutContract):
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
         self._buffer = self.ctx.ref(BufferContract, "buffer")
         self._coordinator = self.ctx.ref(CoordinatorContract, "coordinator")
+        self._handover = GroupHandover(
+            self.ctx.name,
+            self._buffer,
+            scorer=self._scorer,
+            max_error_rate=self._options.max_error_rate,
+            telemetry=self._telemetry,
+            clock=self._clock,
+            log=self.ctx.log,
+        )
         self._meter.switch("other", "start")
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
         self.ctx.spawn(report_forever(self._telemetry, send), name="rollout-telemetry")
@@ -131,11 +141,13 @@ class Rollout(RolloutContract):
         context_length = self._options.context_length or 1 << 30
         generate = NoEngine().generate
         if self._engine is not None:
+            generate = await self._wait_for_room(self._engine)
             with self.ctx.busy(START_LIMIT_S, "starts its engine"):
                 info = await self._engine.start()
+            if self._tenant is not None:
+                await self._tenant.loaded()
             vocab_size = info.vocab_size
             context_length = min(context_length, info.context_length)
-            generate = self._engine.generate
             self.ctx.spawn(self._engine.until_lost(), name="engine-watch")
         self._runner = GroupRunner(
             workflow=self._workflow,
@@ -157,15 +169,50 @@ class Rollout(RolloutContract):
         if self._engine is None:
             self._version = ALWAYS_NEWEST
             self._serving.set()
-        self.ctx.spawn(self._gauge_forever(), name="rollout-gauges")
+        gauges = gauge_forever(
+            self._telemetry,
+            self._runner.stats,
+            self._handover.counts,
+            status=self.status,
+            has_engine=self._engine is not None,
+            every_s=self._options.report_s,
+            clock=self._clock,
+            log=self.ctx.log,
+        )
+        self.ctx.spawn(gauges, name="rollout-gauges")
         self._meter.switch("wait-weights", "first weights")
         await self.ctx.wait_for("coordinator", "buffer", timeout_s=120)
         await self._coordinator.rollout_ready(await self.status(), self.ctx.epoch)
+        if self._tenant is not None:
+            self._tenant.joined()
         await self._serving.wait()
         await self._pull()
 
+    async def _wait_for_room(self, engine: Engine) -> Generate:
+        """How requests reach the engine; where it takes turns, only once there is room for it to load."""
+        if self._tenancy is None:
+            return engine.generate
+        self._meter.switch("wait-memory", "room to load")
+        self._tenant = RolloutTenant(
+            self.ctx,
+            engine,
+            self._tenancy,
+            telemetry=self._telemetry,
+            clock=self._clock,
+            on_change=lambda _: self._on_load(self._load),
+        )
+        await self._tenant.until_room()
+        self._meter.switch("other", "start")
+        return self._tenant.turn.generate
+
+    async def on_peer(self, event: PeerEvent) -> None:
+        if self._tenant is not None:
+            await self._tenant.on_peer(event)
+
     async def on_stop(self, why: str) -> None:
         self._is_draining = True
+        if self._tenant is not None:
+            self._tenant.turn.end()
         for task in list(self._in_flight.values()):
             task.cancel()
         await self._scorer.close()
@@ -214,58 +261,21 @@ class Rollout(RolloutContract):
 
     async def _run_group(self, assignment: Assignment) -> None:
         """One group from assignment to the buffer's answer. Only a broken error budget or engine ends the actor."""
-        group_id, attempt = assignment.prompt.group_id, assignment.attempt
+        group_id = assignment.prompt.group_id
         try:
             group = await self._runner.run(assignment)
-            self._budget.note(None)
-            await self._deliver(group, attempt)
-            self._num_groups += 1
+            await self._handover.deliver(group, assignment.attempt)
         except Partial as partial:
-            await self._give_back(assignment, partial)
+            await self._handover.give_back(assignment, partial)
         except MyxaError as err:
             if isinstance(err, CallError):
                 raise
             if isinstance(err, EngineError) and not isinstance(err, RequestRefused):
                 await asyncio.sleep(LOSS_S)
-            await self._drop(assignment, err)
+            await self._handover.drop(assignment, err)
         finally:
             self._in_flight.pop(group_id, None)
             self._room.set()
-
-    async def _deliver(self, group: Group, attempt: int) -> None:
-        result = await self._ask_buffer(lambda: self._buffer.put_group(group, attempt, self.ctx.name))
-        if result.outcome not in ("ready", "filtered"):
-            self.ctx.log.info("group %d: %s %s", group.group_id, result.outcome, result.reason)
-
-    async def _give_back(self, assignment: Assignment, partial: Partial) -> None:
-        returned = GroupReturned(
-            group_id=assignment.prompt.group_id,
-            attempt=assignment.attempt,
-            rollout=self.ctx.name,
-            partial=partial.samples,
-        )
-        await self._ask_buffer(lambda: self._buffer.return_group(returned))
-
-    async def _drop(self, assignment: Assignment, err: MyxaError) -> None:
-        self._num_errors += 1
-        prompt: Prompt = assignment.prompt
-        self.ctx.log.error("group %d (row %d) dropped: %s", prompt.group_id, prompt.row, err)
-        self._telemetry.event("group-dropped", f"group {prompt.group_id}: {err}")
-        dropped = GroupDropped(
-            group_id=prompt.group_id,
-            attempt=assignment.attempt,
-            rollout=self.ctx.name,
-            reason=drop_reason(err),
-            detail=str(err)[:2000],
-        )
-        await self._ask_buffer(lambda: self._buffer.drop_group(dropped))
-        if text := self._scorer.too_many_errors:
-            raise UserCodeError(text.removesuffix(f" -- {err.remedy}"), remedy=err.remedy)
-        self._budget.note(err)
-
-    async def _ask_buffer(self, send: Callable[[], Awaitable[R]]) -> R:
-        """Keyed or idempotent calls, repeated while the buffer is restarting: the group in hand must not be lost."""
-        return await until_answered(send, who="buffer", clock=self._clock, log=self.ctx.log)
 
     # -- weights
 
@@ -319,6 +329,17 @@ class Rollout(RolloutContract):
         raise_later = EngineError(f"{self.ctx.name} was fenced: {reason}", remedy="it is restarted with new weights")
         self.ctx.spawn(_fail(raise_later), name="fenced")
 
+    # -- memory
+
+    async def load_engine(self) -> None:
+        await require(self._tenant, self.ctx.name).load()
+
+    async def memory_command(self, command: MemoryCommand) -> MemoryReply:
+        return await require(self._tenant, self.ctx.name).command(command)
+
+    async def memory_report(self) -> TenantReport | None:
+        return None if self._tenant is None else self._tenant.report()
+
     # -- questions
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
@@ -343,6 +364,8 @@ class Rollout(RolloutContract):
 
     async def drain(self) -> int:
         self._is_draining = True
+        if self._tenant is not None:
+            self._tenant.turn.end()
         tasks = list(self._in_flight.values())
         if self._engine is not None and tasks:
             await self._engine.abort()
@@ -353,7 +376,10 @@ class Rollout(RolloutContract):
     # -- telling
 
     def _on_load(self, load: Load) -> None:
-        if load.generating:
+        self._load = load
+        if self._tenant is not None and not self._tenant.turn.has_turn:
+            self._meter.switch("wait-memory", "the trainer's turn")
+        elif load.generating:
             self._meter.switch("compute", "generate")
         elif load.rewarding:
             self._meter.switch("wait-data", "reward")
@@ -361,34 +387,9 @@ class Rollout(RolloutContract):
             self._meter.switch("wait-data", "draw")
 
     def _idle(self, kind: ActivityKind) -> None:
-        """The reason why nothing runs here; ignored while something runs."""
-        if not self._in_flight:
+        """The reason why nothing runs here; ignored while something runs, or may not."""
+        if not self._in_flight and (self._tenant is None or self._tenant.turn.has_turn):
             self._meter.switch(kind, "draw")
-
-    async def _gauge_forever(self) -> None:
-        """Rates and counts for the monitor, once a second."""
-        started = self._clock.monotonic()
-        while True:
-            await asyncio.sleep(self._options.report_s)
-            now = self._clock.monotonic()
-            elapsed, started = max(now - started, 1e-6), now
-            try:
-                status = await self.status()
-            except EngineError as err:  # whether it is lost is for `until_lost` to say, and it says why
-                self.ctx.log.warning("the engine does not tell its load: %s", err)
-                continue
-            stats = self._runner.stats.take()
-            values = {
-                "rollout/tokens_per_s": stats.num_tokens / elapsed,
-                "rollout/running": float(status.running),
-                "rollout/waiting": float(status.waiting),
-                "rollout/num_groups": float(self._num_groups),
-                "rollout/num_errors": float(self._num_errors),
-            }
-            if stats.num_samples:
-                values["rollout/reward_s_mean"] = stats.reward_s / stats.num_samples
-                values["rollout/truncated_fraction"] = stats.num_truncated / stats.num_samples
-            self._telemetry.metric(-1 if self._engine is None else self._version, values)
 
 
 async def _fail(error: MyxaError) -> None:

@@ -19,11 +19,12 @@ from typing import TypeVar
 import numpy as np
 
 from ..core.activity import ActivityMeter, TelemetryBuffer
-from ..core.actor import MailboxPolicy
+from ..core.actor import MailboxPolicy, PeerEvent
 from ..core.clock import Clock
-from ..core.errors import TrainError
+from ..core.device_memory import MemoryCommand, MemoryReply, TenantReport
+from ..core.errors import MyxaError, TrainError
 from ..core.messages import Scores, WeightManifest
-from ..core.protocols import TrainBackend, WeightSender, WeightWriter
+from ..core.protocols import PendingSave, TrainBackend, WeightSender, WeightWriter
 from ..core.samples import TrainSample, TrainShard
 from ..core.weight_channel import (
     JoinOffer,
@@ -41,6 +42,8 @@ from .contracts import MonitorContract, TrainerContract
 from .leader import Leader, LeaderOptions
 from .own_thread import in_own_thread
 from .telemetry import report_forever
+from .time_share import TimeShare
+from .trainer_tenant import TrainerTenancy, TrainerTenant
 
 T = TypeVar("T")
 
@@ -71,8 +74,10 @@ class Trainer(TrainerContract):
         options: TrainerOptions,
         clock: Clock,
         sender: WeightSender | None = None,
+        tenancy: TrainerTenancy | None = None,
     ) -> None:
-        """Versions go to `sender` if there is one, else to `writer`."""
+        """Versions go to `sender` if there is one, else to `writer`. `tenancy`: where the rank shares its device with
+        an engine in turns."""
         self._backend = backend
         self._writer = writer
         self._sender = sender
@@ -82,8 +87,13 @@ class Trainer(TrainerContract):
         self._weights_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._is_set_up = asyncio.Event()
         self._leader: Leader | None = None
+        self._tenancy = tenancy
+        self._tenant: TrainerTenant | None = None
+        self._share: TimeShare | None = None
         self._version = 0
         self._has_trained = False
+        self._pending_save: PendingSave | None = None
+        self._saving: asyncio.Task[MyxaError | OSError | None] | None = None
 
     # -- life
 
@@ -97,19 +107,47 @@ class Trainer(TrainerContract):
 
     async def _run(self) -> None:
         """Model, optimizer, process group; rank 0 then leads until the run is over."""
+        share = await self._wait_for_room()
         with self._blocking("sets up its backend"):
             facts = await self._in_thread(self._backend.setup)
             if self._options.resume:
                 extra = await self._in_thread(lambda: self._backend.load(self._options.resume))
                 self._version = int(extra["version"])
+        if self._tenant is not None:
+            await self._tenant.loaded(self._backend.memory())
         self.ctx.log.info("rank %d is ready at version %d: %s", self._options.rank, self._version, facts)
         self._meter.switch(
             "other" if self._options.rank == 0 else "wait-data", "lead" if self._options.rank == 0 else "next step"
         )
         self._is_set_up.set()
         if self._options.rank == 0:
-            self._leader = Leader(self.ctx, self._options.leader, self._meter, self._telemetry, self._clock)
+            self._leader = Leader(self.ctx, self._options.leader, self._meter, self._telemetry, self._clock, share)
             await self._leader.run(self._version, {k: str(v) for k, v in facts.items()})
+
+    async def _wait_for_room(self) -> TimeShare | None:
+        """Where the device is shared in turns: nothing is loaded before this rank has it. The leader asks for all."""
+        if self._tenancy is None:
+            return None
+        self._meter.switch("wait-memory", "room to load")
+        self._tenant = TrainerTenant(
+            self.ctx, self._tenancy, self._in_thread, telemetry=self._telemetry, clock=self._clock
+        )
+        await self._tenant.join()
+        share = None
+        if self._options.rank == 0:
+            share = TimeShare(self.ctx, self._tenancy.share, self._meter, self._telemetry, self._clock)
+            self.ctx.watch("rollout/")
+            self._share = share
+            await share.set_up()
+        await self._tenant.until_turn()
+        self._meter.switch("other", "setup")
+        return share
+
+    async def on_peer(self, event: PeerEvent) -> None:
+        if self._tenant is not None:
+            await self._tenant.on_peer(event)
+        if self._share is not None:
+            self._share.on_peer(event)
 
     async def on_stop(self, why: str) -> None:
         if self._leader is not None:
@@ -134,8 +172,13 @@ class Trainer(TrainerContract):
 
     # -- what every rank answers
 
-    async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> dict[str, float]:
+    async def _until_turn(self) -> None:
         await self._is_set_up.wait()
+        if self._tenant is not None:
+            await self._tenant.until_turn()
+
+    async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> dict[str, float]:
+        await self._until_turn()
         is_first, self._has_trained = not self._has_trained, True
         with self._meter.during("compute", f"train {shard.step}"), self._blocking("first step", when=is_first):
             stats = await self._in_thread(lambda: self._backend.train(shard, knobs))
@@ -143,7 +186,7 @@ class Trainer(TrainerContract):
         return stats.metrics
 
     async def score(self, samples: tuple[TrainSample, ...]) -> Scores:
-        await self._is_set_up.wait()
+        await self._until_turn()
         with self._meter.during("compute", "score"), self._blocking("first scores", when=not self._has_trained):
             parts = await self._in_thread(lambda: self._backend.score(samples))
         return Scores(logprobs=np.concatenate([np.asarray(part, dtype=np.float32) for part in parts]))
@@ -165,9 +208,44 @@ class Trainer(TrainerContract):
             await self._in_thread(lambda: self._backend.save(folder, extra))
         self._telemetry.event("checkpoint", f"version {self._version} saved to {folder}")
 
+    async def begin_checkpoint(self, folder: str) -> None:
+        extra = {"version": self._version}
+        with self._meter.during("compute", "copy checkpoint"), self._blocking("copies a checkpoint"):
+            pending = await self._in_thread(lambda: self._backend.begin_save(folder, extra))
+        self._pending_save = pending
+        self._saving = self.ctx.spawn(_attempt(pending.write, "write checkpoint"), name="write-checkpoint")
+
+    async def checkpoint_written(self) -> None:
+        error = await asyncio.shield(self._require_save()[1])
+        if error is not None:
+            raise error
+
+    async def finish_checkpoint(self) -> None:
+        await self.checkpoint_written()
+        pending, _ = self._require_save()
+        with self._meter.during("compute", "finish checkpoint"), self._blocking("finishes a checkpoint"):
+            await self._in_thread(pending.finish)
+        self._telemetry.event("checkpoint", "saved beside training")
+        self._pending_save = self._saving = None
+
+    def _require_save(self) -> tuple[PendingSave, asyncio.Task[MyxaError | OSError | None]]:
+        if self._pending_save is None or self._saving is None:
+            raise TrainError(f"{self.ctx.name} is writing no checkpoint", remedy="begin one first")
+        return self._pending_save, self._saving
+
     async def export_hf(self, folder: str) -> None:
         with self._meter.during("compute", "export"), self._blocking("exports the model"):
             await self._in_thread(lambda: self._backend.export_hf(folder))
+
+    # -- memory
+
+    async def memory_command(self, command: MemoryCommand) -> MemoryReply:
+        if self._tenant is None:
+            raise TrainError(f"{self.ctx.name} has its device for itself", remedy='set memory.share = "switch"')
+        return await self._tenant.command(command)
+
+    async def memory_report(self) -> TenantReport | None:
+        return None if self._tenant is None else await self._tenant.report()
 
     # -- weights from device to device
 
@@ -229,3 +307,12 @@ class Trainer(TrainerContract):
     async def set_knobs(self, knobs: dict[str, float]) -> None:
         self._require_leader().set_knobs(knobs)
         self._telemetry.event("knobs", f"set {knobs} from the next step on")
+
+
+async def _attempt(work: Callable[[], None], name: str) -> MyxaError | OSError | None:
+    """What went wrong, for whoever asks; the actor itself goes on."""
+    try:
+        await in_own_thread(work, name)
+    except (MyxaError, OSError) as error:
+        return error
+    return None

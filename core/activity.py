@@ -1,6 +1,6 @@
 """Where an actor's time goes, and the bounded buffer of what it has to tell the monitor.
 
-Knows: a clock, the six activity kinds, the telemetry records. Must not know: sockets, files, the event loop.
+Knows: a clock, the activity kinds, the telemetry records. Must not know: sockets, files, the event loop.
 
 An actor is in exactly one state at a time, so its shares always add up to all of its wall time. The state is, in
 this order of precedence:

@@ -64,6 +64,12 @@ class TenantReport(Record, frozen=True):
     """The newest command it has carried out."""
     residue_bytes: int = 0
     """What stays on the device when every tag has left."""
+    reserved_bytes: int = 0
+    """Of the mapped tags' bytes: leased before anything was loaded, and not taken from the device yet."""
+    comm_epoch: int = 0
+    """Under which its communicators were restored last; members of a gang must agree before they use them."""
+    sequence: int = 0
+    """Grows with every report of one incarnation: of two that overtook each other the later one counts."""
 
 
 class MemoryCommand(Record, frozen=True, kw_only=True):
@@ -74,6 +80,8 @@ class MemoryCommand(Record, frozen=True, kw_only=True):
     kind: CommandKind
     tags: tuple[Tag, ...] = ()
     deadline_s: float = 60.0
+    tenant_epoch: int = 0
+    """Of the incarnation that is meant: another one refuses. 0: whoever has the name."""
 
 
 class MemoryReply(Record, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import msgspec
 
 from .samples import F32, Prompt, Sample
 
-ActivityKind = Literal["compute", "wait-data", "wait-weights", "wait-capacity", "paused", "other"]
+ActivityKind = Literal["compute", "wait-data", "wait-weights", "wait-capacity", "wait-memory", "paused", "other"]
 WeightChannel = Literal["shm", "disk", "nccl", "cuda_ipc"]
 RunPhase = Literal["starting", "running", "draining", "finished", "failed"]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
+from .assets import AssetStore, MovedBytes
+from .device_memory import Tag, TagReport
 from .messages import SamplingParams, TensorSpec, WeightManifest
 from .samples import F32, I32, FinishReason, Prompt, TrainSample, TrainShard
 from .weight_channel import (
@@ -112,6 +114,36 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class EngineMemory(Protocol):
+    """An engine whose memory leaves its device by tag and comes back. Only after `park`, and until `unpark`, may tags
+    be away; nothing is asked to be generated meanwhile."""
+
+    def memory_tags(self) -> tuple[TagReport, ...]:
+        """What it holds, with sizes; before `start` what it is going to hold, as "discarded"."""
+        ...
+
+    def memory_pids(self) -> tuple[int, ...]:
+        """Processes that hold it, this one left out unless it does."""
+        ...
+
+    async def park(self, within_s: float) -> None:
+        """Wait until nothing runs in it, all requests having been aborted. Raises EngineError if that takes longer."""
+        ...
+
+    async def unpark(self) -> None:
+        """Everything is back, and requests may come."""
+        ...
+
+    async def release_memory(self, tags: Collection[Tag]) -> MovedBytes:
+        """Have these leave. Tags that are away stay away."""
+        ...
+
+    async def restore_memory(self, tags: Collection[Tag]) -> MovedBytes:
+        """Have them back, contents of discarded ones undefined: weights must be given anew."""
+        ...
+
+
 class NamedArray(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor on its way out of the trainer: raw little-endian bytes plus dtype and shape."""
 
@@ -123,6 +155,18 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank measured in one step; the leader gets values reduced over all ranks."""
 
     metrics: dict[str, float]
+
+
+class PendingSave(Protocol):
+    """One rank's part of a checkpoint whose content is copied away."""
+
+    def write(self) -> None:
+        """Write this rank's files; in any thread, not collective. Raises TrainError when the disk refuses."""
+        ...
+
+    def finish(self) -> None:
+        """Once every rank has written: the checkpoint is there. Collective."""
+        ...
 
 
 class TrainBackend(Protocol):
@@ -146,12 +190,16 @@ class TrainBackend(Protocol):
 
     def export_device(self) -> Iterator[tuple[str, Any]]:
         """(HuggingFace name, whole torch tensor on this rank's device, in the serving dtype) on sending ranks, always
-        in the same order; nothing elsewhere. Collective: every rank must exhaust it. A tensor's memory holds until the
-        next one is asked for."""
+        in the same order; nothing elsewhere. Collective: every rank must exhaust it. A tensor's values hold as long as
+        the tensor is kept and nothing is trained."""
         ...
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
         """Resumable checkpoint (weights, optimizer, RNG, schedule, `extra`). Collective."""
+        ...
+
+    def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingSave:
+        """The same in parts: its content is copied away when this returns, and training may go on. Collective."""
         ...
 
     def load(self, folder: str) -> dict[str, Any]:
@@ -160,6 +208,11 @@ class TrainBackend(Protocol):
 
     def export_hf(self, folder: str) -> None:
         """Write a HuggingFace-format folder (rank 0 writes). Collective."""
+        ...
+
+    def memory(self) -> AssetStore | None:
+        """Its memory, if that can leave the device; None: it stays. Its methods may be called after `setup` only, in
+        the backend's thread."""
         ...
 
     def close(self) -> None:

@@ -116,6 +116,12 @@ def _add_other_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser])
     report.add_argument("folder", type=Path, metavar="RUN", help="run directory, e.g. runs/latest")
     report.set_defaults(run=_report)
     add_convert(verbs)
+    mem = verbs.add_parser("mem", help="who holds which device memory in a run that goes on")
+    mem.add_argument(
+        "folder", type=Path, nargs="?", metavar="RUN", help="run directory (the only run of runs/ that goes on)"
+    )
+    mem.add_argument("--json", action="store_true", help="the same for programs")
+    mem.set_defaults(run=_mem)
     engine = verbs.add_parser("engine", help="rollout engines by themselves")
     engine_verbs = engine.add_subparsers(title="commands", metavar="COMMAND", required=True)
     serve = engine_verbs.add_parser("serve", help="serve a model folder over HTTP, with SGLang's routes")
@@ -142,7 +148,7 @@ def _port(text: str) -> int:
 def _mistaken_verb(arguments: Sequence[str]) -> str:
     """A sentence about a verb that does not exist, or nothing. argparse itself only lists what exists."""
     verbs: dict[str, tuple[str, ...]] = {
-        "": ("up", "launch", "demo", "report", "convert", "engine"),
+        "": ("up", "launch", "demo", "report", "mem", "convert", "engine"),
         "engine": ("serve",),
     }
     above = ""
@@ -192,6 +198,13 @@ def _demo(options: argparse.Namespace) -> int:
             is_quiet=options.quiet,
         )
     )
+
+
+def _mem(options: argparse.Namespace) -> int:
+    from .mem_command import memory_page  # the node is needed here only
+
+    print(asyncio.run(memory_page(options.folder, as_json=options.json)), end="")
+    return 0
 
 
 def _report(options: argparse.Namespace) -> int:

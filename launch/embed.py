@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import logging
 import re
-import secrets
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,12 +28,13 @@ from ..core.config import RunConfig, load_config
 from ..core.errors import BadRequest, CallError, ConfigError, LaunchError, MyxaError, NoSuchMethod
 from ..core.messages import EngineStatus, RunStatus
 from ..core.samples import NO_VERSION
-from ..transport.address import Rendezvous
 from ..transport.node import Node
 from .actor_spec import ActorSpec
 from .contracts import agent_name
+from .memory_parts import takes_turns
 from .program import build_actor, num_actors
 from .run_dir import RunDir
+from .run_link import attach_to
 
 LOOK_EVERY_S = 1.0
 """How often the run is asked whether it goes on."""
@@ -196,10 +196,15 @@ async def rollout_in(
     load.
     """
     place = RunDir(Path(run_dir).resolve())  # runs/latest may point elsewhere later
-    node = await _attach(place, timeout_s)
+    node = await attach_to(place, "embed", timeout_s)
     try:
         await _check_run(node, place, timeout_s)
         config = _config(place)
+        if takes_turns(config):
+            raise LaunchError(
+                f"the run in {place.path} gives its devices to its trainer and its own engines in turns",
+                remedy='embed into a run with memory.share = "none"',
+            )
         rollout = EmbeddedRollout(node, await _start(node, place, config, name), place)
     except BaseException:
         await node.close(grace_s=0.0)
@@ -209,27 +214,6 @@ async def rollout_in(
         yield rollout
     finally:
         await rollout.leave()
-
-
-async def _attach(place: RunDir, timeout_s: float) -> Node:
-    if not place.rdzv.exists():
-        raise LaunchError(
-            f"no run is going on in {place.path}",
-            remedy="start one with `myxa up` and name the run directory that it prints; this one is over or is none",
-        )
-    record = Rendezvous.load(place.rdzv)
-    if not Path(record.socket_dir).is_dir():
-        raise LaunchError(
-            f"the run in {place.path} is over, or goes on on another host",
-            remedy="its launcher is gone from here; embed on the host on which `myxa up` runs",
-        )
-    # The node's name is never used twice, so joining can throw nobody out; actor names are checked by the registry.
-    return await Node.attach(
-        name=f"embed/{secrets.token_hex(6)}",
-        rdzv=record,
-        node_rank=record.endpoints.node_rank,
-        timeout_s=timeout_s,
-    )
 
 
 async def _check_run(node: Node, place: RunDir, timeout_s: float) -> None:

@@ -9,10 +9,10 @@ from ..core.config import RoleName, RoleSettings, RolesSettings, RolloutRole, Ru
 from ..core.errors import ConfigError
 from .actor_spec import ActorSpec, RankSpec
 
-START_ORDER: tuple[RoleName, ...] = ("monitor", "buffer", "coordinator", "trainer", "rollout")
+START_ORDER: tuple[RoleName, ...] = ("monitor", "buffer", "coordinator", "memory", "trainer", "rollout")
 """Who is needed by others starts first; they are stopped in reverse."""
 
-NUMBERED: frozenset[RoleName] = frozenset({"trainer", "rollout"})
+NUMBERED: frozenset[RoleName] = frozenset({"memory", "trainer", "rollout"})
 """Roles whose actors carry their index in the name even when there is one."""
 
 
@@ -21,10 +21,16 @@ def place(config: RunConfig, num_nodes: int) -> tuple[ActorSpec, ...]:
 
     Raises ConfigError naming every role that asks for a node or a share of devices that does not exist.
     """
-    problems = [text for role in START_ORDER for text in _problems(role, config.roles[role], num_nodes)]
+    roles = started_roles(config)
+    problems = [text for role in roles for text in _problems(role, config.roles[role], num_nodes)]
     if problems:
         raise ConfigError("\n".join(problems))
-    return tuple(actor for role in START_ORDER for actor in _place_role(role, config.roles, num_nodes))
+    return tuple(actor for role in roles for actor in _place_role(role, config.roles, num_nodes))
+
+
+def started_roles(config: RunConfig) -> tuple[RoleName, ...]:
+    """The roles of this run in start order: a memory manager only where memory is shared in turns."""
+    return tuple(role for role in START_ORDER if role != "memory" or config.memory.share == "switch")
 
 
 def _problems(role: RoleName, settings: RoleSettings, num_nodes: int) -> list[str]:
@@ -54,7 +60,7 @@ def _place_role(role: RoleName, roles: RolesSettings, num_nodes: int) -> list[Ac
     actors: list[ActorSpec] = []
     for group_rank, node in enumerate(nodes):
         for local in range(settings.count):
-            index = group_rank * settings.count + local
+            index = node if role == "memory" else group_rank * settings.count + local
             own = devices[local * share : (local + 1) * share]
             rank = RankSpec(
                 gang=role,

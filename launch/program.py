@@ -26,6 +26,15 @@ from ..core.messages import SamplingParams
 from ..core.protocols import Engine, WeightSender, WeightWriter
 from ..core.samples import Group
 from .actor_spec import ActorSpec
+from .memory_parts import (
+    lent_memory,
+    memory_manager,
+    rollout_tenancy,
+    sglang_plan,
+    start_timeout_s,
+    takes_turns,
+    trainer_tenancy,
+)
 from .trainer_backends import make_backend, shard_of_rank
 from .weight_channels import choose_channel, commit_s, is_between_devices, prepare_s
 
@@ -102,7 +111,8 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
             eval_sampling=eval_sampling(config),
             canary_prompts=config.guard.prompts,
             canary_sampling=canary_sampling(config),
-            start_timeout_s=max(300.0, config.engine.start_s + 60.0),
+            start_timeout_s=start_timeout_s(config),
+            takes_turns=takes_turns(config),
             prepare_s=prepare_s(config),
             commit_s=commit_s(config),
         ),
@@ -173,11 +183,15 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
 
     model = read_config(config.model.path)
     senders = TrainerSenders()
-    rollout = Rollout(  # the engine last: it imports torch, and a mistake in the others is to be told at once
-        workflow=_workflow(config),
-        scorer=make_rewarder(config),
-        tokenizer=load_tokenizer(config.model.path),
-        engine=None if is_supervised(config) else _engine(spec, config, model, run_dir, senders),
+    workflow, scorer, tokenizer = _workflow(config), make_rewarder(config), load_tokenizer(config.model.path)
+    # The engine last: it imports torch, and a mistake in the others is to be told at once.
+    engine = None if is_supervised(config) else _engine(spec, config, model, run_dir, senders, clock)
+    rollout = Rollout(
+        workflow=workflow,
+        scorer=scorer,
+        tokenizer=tokenizer,
+        engine=engine,
+        tenancy=rollout_tenancy(spec, config, engine),
         options=RolloutOptions(
             max_groups=config.rollout.max_groups,
             max_turns=config.rollout.max_turns,
@@ -222,12 +236,13 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
             num_devices=len(spec.devices),
             max_running=engine.max_running,
             context_length=engine.context_length,
+            expects=sglang_plan(spec, config, model),
         )
         return LaunchedSglang(launch, options, routes)
     num_rollouts = max(config.roles.rollout.count * len(config.roles.rollout.nodes), 1)
     urls = engine.attach[spec.index % len(engine.attach) :: num_rollouts]
     if len(urls) == 1:
-        return SglangEngine(urls[0], options, routes)
+        return SglangEngine(urls[0], options, routes, saves_memory=takes_turns(config))
     return EnginePool({url: partial(SglangEngine, url, options, routes) for url in urls}, name=spec.name)
 
 
@@ -245,7 +260,9 @@ def _engine_seed(spec: ActorSpec, config: RunConfig) -> int:
     return config.run.seed * 1000 + config.engine.seed + spec.index
 
 
-def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Path, senders: TrainerSenders) -> Engine:
+def _engine(
+    spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Path, senders: TrainerSenders, clock: Clock
+) -> Engine:
     engine = config.engine
     if spec.kind == "sglang":
         return _sglang(spec, config, model, run_dir, senders)
@@ -262,7 +279,7 @@ def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         memory_share=0.6 / config.roles.rollout.count,
         name=spec.name,
     )
-    return EmbeddedEngine(config.model.path, options, reader=ChannelReader())
+    return EmbeddedEngine(config.model.path, options, reader=ChannelReader(), memory=lent_memory(spec, config, clock))
 
 
 def _workflow(config: RunConfig) -> Workflow:
@@ -279,11 +296,13 @@ def _workflow(config: RunConfig) -> Workflow:
 
 def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.backends.torch_backend.world import Gang
+    from ..actors.checkpoints import CheckpointOptions
     from ..actors.leader import LeaderOptions
     from ..actors.step_plan import PlanOptions
     from ..actors.trainer import Trainer, TrainerOptions
+    from .gang_comms import gang_comms
 
-    gang = Gang.from_environment(os.environ)
+    gang, comms = gang_comms(config, Gang.from_environment(os.environ), on_gpus=bool(spec.devices))
     backend = make_backend(spec, config, gang, clock)
     shards = shard_of_rank(spec, config, gang.world_size)
     plan = PlanOptions(
@@ -299,8 +318,12 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         plan=plan,
         publishes=not is_supervised(config),
         run_dir=str(run_dir),
-        checkpoint_every=config.trainer.checkpoint_every,
-        keep_last=config.trainer.keep_last,
+        checkpoints=CheckpointOptions(
+            run_dir=str(run_dir),
+            every=config.trainer.checkpoint_every,
+            keep_last=config.trainer.keep_last,
+            is_async=config.trainer.async_save,
+        ),
         export_at_end=config.trainer.export_at_end,
         max_unreleased=2 if is_between_devices(choose_channel(config)) else 3,
         shard_of_rank=shards,
@@ -313,6 +336,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         sender=_weight_sender(config, gang.rank),
         options=options,
         clock=clock,
+        tenancy=trainer_tenancy(spec, config, comms),
     )
 
 
@@ -350,6 +374,7 @@ def _weight_sender(config: RunConfig, rank: int) -> WeightSender | None:
         bucket_bytes=config.weights.bucket_mb * MIB,
         host=boot_id(),
         quantise=None if rule is None else rule.apply,
+        keeps_buffers=not takes_turns(config),
     )
 
 
@@ -368,6 +393,7 @@ _BUILDERS: dict[RoleName, Builder] = {
     "coordinator": _coordinator,
     "buffer": _buffer,
     "monitor": _monitor,
+    "memory": memory_manager,
     "rollout": _rollout,
     "trainer": _trainer,
 }

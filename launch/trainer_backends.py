@@ -11,6 +11,7 @@ from ..core.clock import Clock
 from ..core.config import RunConfig
 from ..core.protocols import TrainBackend
 from .actor_spec import ActorSpec
+from .memory_parts import megatron_residence, torch_residence
 from .weight_channels import choose_channel, is_between_devices
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def _torch(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> Trai
     from ..actors.backends.rank_backend import RankSettings
     from ..actors.backends.torch_backend.backend import TorchBackend
 
-    return TorchBackend(RankSettings(**_told(spec, config, gang)), clock)
+    residence = torch_residence(spec, config, clock)
+    return TorchBackend(RankSettings(**_told(spec, config, gang)), clock, residence=residence)
 
 
 def _megatron(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> TrainBackend:
@@ -45,7 +47,8 @@ def _megatron(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> T
 
     if spec.devices:  # before CUDA starts: one queue, so that overlapped collectives run in the order of their calls
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    return MegatronBackend(MegatronRankSettings(megatron=config.megatron, **_told(spec, config, gang)), clock)
+    told = MegatronRankSettings(megatron=config.megatron, **_told(spec, config, gang))
+    return MegatronBackend(told, clock, residence=megatron_residence(spec, config, clock))
 
 
 def _told(spec: ActorSpec, config: RunConfig, gang: Gang) -> dict[str, Any]:

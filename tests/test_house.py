@@ -380,7 +380,8 @@ def test_imports_only_for_types_make_no_cycle(small_house: Path):
 def test_the_wheel_holds_every_module_and_nothing_else(tmp_path: Path):
     source = tmp_path / "source"
     copied = [*modules(ROOT), *(Path(name) for name in ("pyproject.toml", "LICENSE", "README.md", "py.typed"))]
-    data = [p.relative_to(ROOT) for suffix in ("*.toml", "*.html", "*.jinja") for p in (ROOT / "launch").rglob(suffix)]
+    kinds = {"launch": ("*.toml", "*.html", "*.jinja"), "memory": ("*.c", "*.cpp")}
+    data = [p.relative_to(ROOT) for floor, names in kinds.items() for n in names for p in (ROOT / floor).rglob(n)]
     for path in [*copied, *data]:
         (source / path).parent.mkdir(parents=True, exist_ok=True)
         (source / path).write_bytes((ROOT / path).read_bytes())

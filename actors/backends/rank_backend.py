@@ -13,10 +13,11 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
+from ...core.assets import AssetStore
 from ...core.clock import Clock, SystemClock
 from ...core.config import AlgoConfig, OptimizerConfig, TrainerConfig
 from ...core.errors import ConfigError, TrainError
-from ...core.protocols import NamedArray, StepStats
+from ...core.protocols import NamedArray, PendingSave, StepStats
 from ...core.samples import F32, TrainSample, TrainShard
 from .torch_backend.settings import StepSettings
 from .torch_backend.world import Gang
@@ -68,6 +69,8 @@ class RankSettings:
 class _World(Protocol):
     def phase(self, name: str) -> AbstractContextManager[None]: ...
 
+    def together(self, what: str) -> AbstractContextManager[None]: ...
+
     def close(self) -> None: ...
 
 
@@ -101,8 +104,8 @@ class RankParts(Protocol):
     @property
     def exporter(self) -> _Exporter: ...
 
-    def save(self, folder: str, extra: dict[str, Any]) -> None:
-        """Write a checkpoint."""
+    def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingSave:
+        """A checkpoint, copied away and not written yet."""
         ...
 
     def load(self, folder: str) -> dict[str, Any]:
@@ -162,10 +165,23 @@ class RankBackend(Generic[C, P]):
             yield from parts.exporter.on_device()
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
-        """Write a checkpoint; see `save_checkpoint`."""
+        """Write a checkpoint to `folder`; it appears there when it is complete on all ranks. Collective.
+
+        `extra` must be JSON. Raises TrainError (on every rank) if any rank fails; an older checkpoint there then stays.
+        """
         parts = self._ready()
         with parts.world.phase("save a checkpoint"):
-            parts.save(folder, extra)
+            pending = parts.begin_save(folder, extra)
+            with parts.world.together(f"saving checkpoint {folder}"):
+                pending.write()
+            pending.finish()
+
+    def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingSave:
+        """The same in three parts: copied away now (collective), written by `write` while training goes on, and there
+        once `finish` was called on every rank."""
+        parts = self._ready()
+        with parts.world.phase("copy a checkpoint"):
+            return parts.begin_save(folder, extra)
 
     def load(self, folder: str) -> dict[str, Any]:
         """Restore a checkpoint folder, or the newest one in a folder of them or a run directory."""
@@ -178,6 +194,10 @@ class RankBackend(Generic[C, P]):
         parts = self._ready()
         with parts.world.phase("export the model"):
             parts.exporter.write(folder)
+
+    def memory(self) -> AssetStore | None:
+        """None: it stays where it is."""
+        return None
 
     def close(self) -> None:
         """Leave the process group; never raises."""

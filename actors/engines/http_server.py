@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -45,8 +46,10 @@ async def serve(
     options: EmbeddedOptions | None = None,
     is_incremental: bool = False,
     key: str = "",
+    access_log: logging.Logger | None = None,
 ) -> AsyncGenerator[Served, None]:
-    """Serve a model folder inside the block; port 0 takes any free one. `key`: see `EngineServer`.
+    """Serve a model folder inside the block; port 0 takes any free one. `key`: see `EngineServer`. `access_log` is told
+    of every request once it is answered.
 
     Raises ModelError for a bad folder, EngineError when the engine cannot start or the port is taken.
     """
@@ -56,7 +59,9 @@ async def serve(
         await engine.start()
         server = EngineServer(engine, load_tokenizer(folder), Path(folder), is_incremental=is_incremental, key=key)
         # A client that goes away cancels its handler, which frees its rows.
-        runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+        runner = web.AppRunner(
+            server.app(), access_log=access_log, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
+        )
         await runner.setup()
         site = web.TCPSite(runner, host, port)
         try:

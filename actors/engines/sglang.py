@@ -16,21 +16,22 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
-import msgspec
-import orjson
 
+from ...core.assets import Moved, MovedBytes
+from ...core.device_memory import Tag, TagReport
 from ...core.errors import EngineError, RequestRefused, WeightsRefused
-from ...core.messages import SamplingParams, WeightManifest
+from ...core.messages import WeightManifest
 from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from .embedded.request import check_request
+from .head_start import HeadStart
 from .sglang_http import SglangHttp
-from .sglang_wire import DONE, Chunk, HeldTokens, Lines, parse_chunk, version_number
+from .sglang_memory import SglangMemory
+from .sglang_wire import DONE, HeldTokens, Lines, read_chunk, request_body, version_number, whole_number
 from .weight_route import Routes, WeightRoute, folder_routes
 
 RID_END = "~"
@@ -39,11 +40,6 @@ them stands what makes it unique: two seconds after a stream SGLang 0.5.17 abort
 request whose reader left it gives the last tokens to the next of that id.
 """
 MAX_LINE_BYTES = 256 << 20
-ABORTED = 499
-"""Code of the error by which SGLang ends a request that was aborted before its scheduler had it."""
-ABORTED_CHUNK = Chunk(
-    output_ids=[], logprobs=[], num_tokens=0, weight_version="", spans=None, finish="abort", matched=None, reason=""
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,17 +89,25 @@ class _Open:
 class SglangEngine:
     """A client of one server."""
 
-    def __init__(self, url: str, options: SglangOptions, routes: Routes = folder_routes) -> None:
-        """`routes`: the channels by which weights may come; without more, folders."""
+    def __init__(
+        self, url: str, options: SglangOptions, routes: Routes = folder_routes, *, saves_memory: bool = False
+    ) -> None:
+        """`routes`: the channels by which weights may come; without more, folders. `saves_memory`: the server's memory
+        will be taken back between steps, so it must have been started for that."""
         self._options = options
         self._http = SglangHttp(url, name=options.name, call_s=options.call_s, admin_key=options.admin_key)
         self._generate_url = (options.generate_url or url).rstrip("/") + "/generate"
         self._routes = routes(self._http)
+        self._memory = SglangMemory(self._http, call_s=options.call_s) if saves_memory else None
+        self._is_parked = False
+        self._looking = asyncio.Lock()
+        """Held while the server is asked for its health, which may make it generate."""
         self._context_length = options.context_length
         self._max_running = 0
         self._version = -1
         self._prepared: WeightManifest | None = None
         self._committing = asyncio.Lock()
+        self._head_start = HeadStart()
         self._is_paused = False
         self._torn = ""
         """Why the server's weights are of no version; empty when they are."""
@@ -131,9 +135,11 @@ class SglangEngine:
             await self.close()
             raise
         facts = await self._http.get("/server_info")
-        told = _whole(facts, "context_length", "max_model_len")
+        if self._memory is not None:
+            self._memory.check(facts)
+        told = whole_number(facts, "context_length", "max_model_len")
         self._context_length = self._context_length or told or self._options.model_context_length
-        self._max_running = _whole(facts, "max_running_requests") or self._options.max_running
+        self._max_running = whole_number(facts, "max_running_requests") or self._options.max_running
         if self._context_length < 1:
             raise EngineError(
                 f"{self._place}: the server does not tell its context length", remedy="set engine.context_length"
@@ -148,8 +154,9 @@ class SglangEngine:
                 async with asyncio.timeout(self._options.health_every_s):
                     await self._lost.wait()
                 raise EngineError(f"{self._place}: {self._torn}", remedy="restart the server, or leave it to this run")
-            stands = self._is_paused or self._committing.locked()
-            is_well = await self._http.is_healthy(path="/model_info" if stands else "/health")
+            async with self._looking:
+                stands = self._is_paused or self._is_parked or self._committing.locked()
+                is_well = await self._http.is_healthy(path="/model_info" if stands else "/health")
             silent_s = 0.0 if is_well else silent_s + self._options.health_every_s
         raise EngineError(
             f"{self._place}: no healthy answer for {silent_s:g} s", remedy="see the server's log; restart it"
@@ -186,7 +193,7 @@ class SglangEngine:
         mine = _Open(request.request_id, f"{self._self_id}.{self._num_sent}")
         self._open.append(mine)
         try:
-            body = _body(request, mine.rid, self._version)
+            body = request_body(request, mine.rid, self._version)
             async with self._http.session.post(
                 self._generate_url, data=body, headers=self._http.headers, timeout=timeout
             ) as answer:
@@ -198,7 +205,7 @@ class SglangEngine:
                     for payload in lines.feed(data):
                         if payload == DONE:
                             break
-                        delta = tokens.add(_chunk(payload, place))
+                        delta = tokens.add(read_chunk(payload, place))
                         if delta is not None:
                             self._check_stamps(delta, sent_version, place)
                             yield delta
@@ -243,6 +250,7 @@ class SglangEngine:
                 pass
         if self._torn:
             raise EngineError(f"{place}: {self._torn}", remedy="restart the server")
+        await self._head_start.over()
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all; their streams end with finish "abort"."""
@@ -277,6 +285,7 @@ class SglangEngine:
     async def resume(self) -> None:
         """Go on after a pause."""
         await self._http.post("/continue_generation", {"torch_empty_cache": False})  # it costs milliseconds
+        self._head_start.begin()
         self._is_paused = False
 
     # -- weights
@@ -312,9 +321,9 @@ class SglangEngine:
                 await self._stand_still(self._options.pause_mode)
             self._torn = f"version {version} was being loaded and did not arrive whole"
             try:
-                await self._route(manifest).load(manifest)
-                await self._verify(manifest)
-                self._torn = ""
+                if not await self._route(manifest).load(manifest):
+                    await self._verify(manifest)
+                self._version, self._torn = version, ""
             except WeightsRefused:
                 self._torn = ""
                 raise
@@ -329,6 +338,39 @@ class SglangEngine:
                 f"{self._place}: serves version {served} after version {manifest.version} was loaded",
                 remedy="nobody else may update this server; restart it",
             )
+
+    # -- memory
+
+    def _saver(self) -> SglangMemory:
+        if self._memory is None:
+            raise EngineError(f"{self._place}: its memory is its own", remedy='set memory.share = "switch"')
+        return self._memory
+
+    def memory_tags(self) -> tuple[TagReport, ...]:
+        """See `core.protocols.EngineMemory`; sizes are the server's own."""
+        return self._saver().reports()
+
+    def memory_pids(self) -> tuple[int, ...]:
+        """None: the server is somebody else's."""
+        return ()
+
+    async def park(self, within_s: float) -> None:
+        """See `core.protocols.EngineMemory`. Health is no longer asked for by generating."""
+        async with self._looking:
+            self._is_parked = True
+        await self._saver().until_idle(within_s)
+
+    async def unpark(self) -> None:
+        """See `core.protocols.EngineMemory`."""
+        self._is_parked = not self._saver().is_whole
+
+    async def release_memory(self, tags: Collection[Tag]) -> MovedBytes:
+        """See `core.protocols.EngineMemory`."""
+        return Moved(dropped_bytes=await self._saver().release(tags))
+
+    async def restore_memory(self, tags: Collection[Tag]) -> MovedBytes:
+        """See `core.protocols.EngineMemory`."""
+        return Moved(dropped_bytes=await self._saver().resume(tags))
 
     # -- questions
 
@@ -354,45 +396,3 @@ class SglangEngine:
         text = (await answer.content.read(2000)).decode(errors="replace")
         kind = RequestRefused if answer.status in (400, 413, 422) else EngineError
         return kind(f"{place}: the server answered {answer.status}: {text}", remedy="see the server's log")
-
-
-def _chunk(payload: bytes, place: str) -> Chunk:
-    """Read a payload. Raises RequestRefused or EngineError for an error the server reports inside the stream."""
-    if payload.startswith(b'{"error"'):
-        with suppress(msgspec.MsgspecError):
-            error: Any = msgspec.json.decode(payload)["error"]
-            if error.get("code") == ABORTED:
-                return ABORTED_CHUNK
-            kind = RequestRefused if error.get("code") == 400 else EngineError
-            raise kind(f"{place}: {error.get('message')}", remedy="see the server's log")
-    return parse_chunk(payload, place)
-
-
-def _body(request: GenerateRequest, rid: str, version: int) -> bytes:
-    """The request as SGLang wants it. `extra_key` parts the prefix cache by the version known when it is sent: what
-    older weights left in the cache is never taken up by a request that is to be answered by newer ones."""
-    sampling: SamplingParams = request.sampling
-    params: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_new_tokens": sampling.max_new_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
-    }
-    if sampling.seed is not None:
-        params["sampling_seed"] = sampling.seed
-    body = {
-        "rid": rid,
-        "input_ids": request.input_ids.tolist(),
-        "sampling_params": params,
-        "return_logprob": True,
-        "stream": True,
-        "extra_key": f"v{version}",
-    }
-    return orjson.dumps(body)
-
-
-def _whole(facts: Mapping[str, Any], *names: str) -> int:
-    """The first of these facts that is a whole number, else 0."""
-    return next((value for name in names if isinstance(value := facts.get(name), int)), 0)

@@ -13,20 +13,24 @@ import os
 import secrets
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
+import psutil
 
+from ...core.assets import MovedBytes
+from ...core.device_memory import Tag, TagReport
 from ...core.errors import ConfigError, EngineError, RequestRefused, WeightsRefused
 from ...core.messages import WeightManifest
 from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from .server_process import ServerCommand, ServerProcess, start_server
 from .sglang import SglangEngine, SglangOptions
 from .sglang_args import MODULE, ServerSchema, check_sizes, check_table, command_line
+from .sglang_memory import SAVER_FIELDS, saver_env
 from .sglang_schema import read_schema
 from .weight_route import Routes, folder_routes
 
@@ -65,6 +69,13 @@ class SglangLaunch:
     max_running: int
     context_length: int = 0
     """0: the model's own."""
+    expects: tuple[TagReport, ...] | None = None
+    """What it is going to hold, if its memory is to be taken back between steps; None: its memory is its own."""
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether it is started so that its memory can be taken back."""
+        return self.expects is not None
 
 
 class LaunchedSglang:
@@ -75,6 +86,8 @@ class LaunchedSglang:
         self._options = options
         self._routes = routes
         self._env = server_env(launch.env, has_gpus=bool(launch.num_devices))
+        if launch.saves_memory:
+            self._env = saver_env(self._env)
         self._server: ServerProcess | None = None
         self._client: SglangEngine | None = None
 
@@ -100,7 +113,7 @@ class LaunchedSglang:
         raise AssertionError("unreachable")
 
     async def _start_once(self, schema: ServerSchema) -> EngineInfo:
-        key = secrets.token_urlsafe(32)
+        key = secrets.token_hex(32)  # it becomes a word of a command line, where one that begins with "-" is none
         key_file = _write_keys(key)
         with socket.socket() as reserved:
             # Bound and not listening: nobody else is given this port, and the server may still listen on it, since
@@ -123,7 +136,8 @@ class LaunchedSglang:
         server = await start_server(ServerCommand(name, command, self._env, launch.log_path))
         self._server = server
         _log.info("%s: SGLang %s is pid %d, log %s: %s", name, schema.version, server.pid, launch.log_path, command)
-        client = SglangEngine(f"http://{LOOPBACK}:{port}", replace(self._options, admin_key=key), self._routes)
+        options = replace(self._options, admin_key=key)
+        client = SglangEngine(f"http://{LOOPBACK}:{port}", options, self._routes, saves_memory=launch.saves_memory)
         self._client = client
         try:
             async with asyncio.TaskGroup() as group:
@@ -227,6 +241,37 @@ class LaunchedSglang:
         """See `core.protocols.Engine`."""
         return await self._ask(self._running().info())
 
+    # -- memory
+
+    def memory_tags(self) -> tuple[TagReport, ...]:
+        """See `core.protocols.EngineMemory`."""
+        return self._launch.expects or () if self._client is None else self._client.memory_tags()
+
+    def memory_pids(self) -> tuple[int, ...]:
+        """The server and everything that it started."""
+        if self._server is None:
+            return ()
+        with suppress(psutil.Error):
+            children = psutil.Process(self._server.pid).children(recursive=True)
+            return (self._server.pid, *(child.pid for child in children))
+        return ()
+
+    async def park(self, within_s: float) -> None:
+        """See `core.protocols.EngineMemory`."""
+        await self._ask(self._running().park(within_s))
+
+    async def unpark(self) -> None:
+        """See `core.protocols.EngineMemory`."""
+        await self._ask(self._running().unpark())
+
+    async def release_memory(self, tags: Collection[Tag]) -> MovedBytes:
+        """See `core.protocols.EngineMemory`."""
+        return await self._ask(self._running().release_memory(tags))
+
+    async def restore_memory(self, tags: Collection[Tag]) -> MovedBytes:
+        """See `core.protocols.EngineMemory`."""
+        return await self._ask(self._running().restore_memory(tags))
+
 
 class _PortTaken(EngineError):
     """Another process listens on the port that was meant for the server."""
@@ -247,6 +292,7 @@ def server_values(launch: SglangLaunch, port: int, schema: ServerSchema) -> dict
         "random_seed": launch.seed,
         "max_running_requests": launch.max_running,
     }
+    own |= SAVER_FIELDS if launch.saves_memory else {}
     own |= {"context_length": launch.context_length} if launch.context_length else {}
     own |= {} if launch.num_devices else {"device": "cpu"}
     missing = sorted(set(own) - set(schema.options))

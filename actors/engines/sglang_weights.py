@@ -2,7 +2,7 @@
 
     nccl       prepare   plan from every sender; once per server incarnation: both sides join a process group
                load      per sender, at the same time: it broadcasts its buckets, the server is told of each in turn
-    cuda_ipc   prepare   plan and memory handles from every sender
+    cuda_ipc   prepare   memory handles from every sender
                load      the server is handed the handles of each bucket in turn
 
 Every sender (a trainer rank; one per pipeline stage) has a channel of its own with this server, so that stages add up
@@ -29,7 +29,7 @@ from ...core.protocols import WeightSenders
 from ...core.weight_channel import Bucket, JoinRequest, PlanReply, PlanRequest, SampleRequest, SendOrder, ShareRequest
 from .sglang_wire import version_number
 from .weight_bodies import BucketBody, bucket_bodies, check_sample, sampled_names, tensor_body
-from .weight_route import FolderRoute, Routes, ServerControl, WeightRoute
+from .weight_route import FolderRoute, Routes, ServerControl, WeightRoute, announces
 
 T = TypeVar("T")
 
@@ -213,45 +213,50 @@ class GroupRoute:
             raise
         self._channels[sender] = channel
 
-    async def load(self, manifest: WeightManifest) -> None:
+    async def load(self, manifest: WeightManifest) -> bool:
         """Transfer; once more through new channels if that fails and the server still answers."""
         senders = _senders_of(manifest)
         try:
-            await self._transfer(manifest.version, senders)
+            is_announced = await self._transfer(manifest.version, senders)
         except EngineError as err:
             if not await self._leave(senders, str(err)):
                 raise
             try:
                 await self.prepare(manifest)
-                await self._transfer(manifest.version, senders)
+                is_announced = await self._transfer(manifest.version, senders)
             except EngineError as again:
                 await self._leave(senders, str(again))
                 raise EngineError(f"{again.message}; at first: {err.message}", remedy=again.remedy) from again
         self._plans.loaded(manifest.version)
+        return is_announced
 
-    async def _transfer(self, version: int, senders: list[str]) -> None:
+    async def _transfer(self, version: int, senders: list[str]) -> bool:
+        """Everything; whether the server's last answer says that it bears the version."""
         is_alone = len(senders) == 1
-        await _together(self._take(sender, version, announces=is_alone) for sender in senders)
-        if not is_alone:
-            body = {"new_version": str(version), "abort_all_requests": False}
-            _require(await self._server.post("/update_weight_version", body), self._server.place, "announce")
+        announced = await _together(self._take(sender, version, is_alone=is_alone) for sender in senders)
+        if is_alone:
+            return announced[0]
+        body = {"new_version": str(version), "abort_all_requests": False}
+        answer = await self._server.post("/update_weight_version", body)
+        _require(answer, self._server.place, "announce")
+        return announces(answer, version)
 
-    async def _take(self, sender: str, version: int, *, announces: bool) -> None:
-        """One sender's part: its broadcasts here, the server's receptions there."""
+    async def _take(self, sender: str, version: int, *, is_alone: bool) -> bool:
+        """One sender's part: its broadcasts here, the server's receptions there; whether the version is announced."""
         order = SendOrder(channel=self._channels[sender], version=version, timeout_s=self._options.send_s)
-        await _together(
-            (
-                self._named("send", sender, self._senders.send(sender, order)),
-                self._receive(sender, order, announces=announces),
-            )
-        )
+        both: list[Awaitable[object]] = [
+            self._named("send", sender, self._senders.send(sender, order)),
+            self._receive(sender, order, is_alone=is_alone),
+        ]
+        return (await _together(both))[1] is True
 
-    async def _receive(self, sender: str, order: SendOrder, *, announces: bool) -> None:
+    async def _receive(self, sender: str, order: SendOrder, *, is_alone: bool) -> bool:
         known = self._plans.of(sender)
         bodies = known.bodies
+        answer: Mapping[str, Any] = {}
         for number, bucket in enumerate(bodies, start=1):
             is_last = number == len(bodies)
-            body = bucket.distributed(order.channel, str(order.version) if announces and is_last else None)
+            body = bucket.distributed(order.channel, str(order.version) if is_alone and is_last else None)
             what = f"bucket {number} of {len(bodies)}"
             answer = await self._named(
                 f"receive {what}",
@@ -259,6 +264,7 @@ class GroupRoute:
                 self._server.post("/update_weights_from_distributed", body, within_s=order.timeout_s),
             )
             _require(answer, self._server.place, f"{what} from {sender}", digest=known.digests[number - 1])
+        return announces(answer, order.version)
 
     async def _leave(self, senders: Iterable[str], reason: str, *, tells_server: bool = True) -> bool:
         """Give channels up on both sides; never raises, never waits long. False: the server is deaf."""
@@ -300,20 +306,28 @@ class HandleRoute:
     async def prepare(self, manifest: WeightManifest) -> None:
         """Handles of all buckets of all senders."""
         senders = _senders_of(manifest)
+        request = ShareRequest(version=manifest.version, num_ranks=await self._plans.num_ranks())
+        await _together([self._look(senders, manifest.version), self._share(senders, request)])
+
+    async def _look(self, senders: list[str], version: int) -> None:
+        """At what was loaded before, if some of it is to be read back; that needs the plans, loading does not."""
+        if not self._options.verify_every:
+            return
         if await self._plans.is_same_server():
             await self._plans.verify(senders)
-        request = ShareRequest(version=manifest.version, num_ranks=await self._plans.num_ranks())
-        bodies: list[dict[str, Any]] = []
-        for sender in senders:
-            await self._named("plan", sender, self._plans.ask(sender, manifest.version))
-            reply = await self._named("share", sender, self._senders.share(sender, request))
-            bodies += [tensor_body(payloads, None) for payloads in reply.payloads]
-        bodies[-1]["weight_version"] = str(manifest.version)
-        self._bodies = bodies
+        await _together(self._named("plan", sender, self._plans.ask(sender, version)) for sender in senders)
 
-    async def load(self, manifest: WeightManifest) -> None:
+    async def _share(self, senders: list[str], request: ShareRequest) -> None:
+        replies = await _together(
+            self._named("share", sender, self._senders.share(sender, request)) for sender in senders
+        )
+        self._bodies = [tensor_body(payloads, None) for reply in replies for payloads in reply.payloads]
+        self._bodies[-1]["weight_version"] = str(request.version)
+
+    async def load(self, manifest: WeightManifest) -> bool:
         """Hand the handles over; each may be used once."""
         bodies, self._bodies = self._bodies, []
+        answer: Mapping[str, Any] = {}
         for number, body in enumerate(bodies, start=1):
             what = f"bucket {number} of {len(bodies)}"
             answer = await self._named(
@@ -323,6 +337,7 @@ class HandleRoute:
             )
             _require(answer, self._server.place, what)
         self._plans.loaded(manifest.version)
+        return announces(answer, manifest.version)
 
     async def _named(self, phase: str, sender: str, work: Awaitable[T]) -> T:
         return await _named(phase, sender, self._server.place, work)
@@ -361,11 +376,11 @@ def _require(answer: Mapping[str, Any], place: str, what: str, *, digest: str = 
         )
 
 
-async def _together(jobs: Iterable[Awaitable[object]]) -> None:
-    """All at once; the first error ends the others and is raised as it is."""
+async def _together(jobs: Iterable[Awaitable[T]]) -> list[T]:
+    """All at once, answers in their order; the first error ends the others and is raised as it is."""
     running = [asyncio.ensure_future(job) for job in jobs]  # noqa: TID251 -- awaited here, below
     try:
-        await asyncio.gather(*running)
+        return await asyncio.gather(*running)
     finally:
         for one in running:
             one.cancel()

@@ -10,15 +10,18 @@ only the new ones when the server was told to stream incrementally. 0.5.23 sends
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, cast
 
 import msgspec
 import numpy as np
+import orjson
 
-from ...core.errors import EngineError
-from ...core.protocols import Delta
+from ...core.errors import EngineError, RequestRefused
+from ...core.messages import SamplingParams
+from ...core.protocols import Delta, GenerateRequest
 from ...core.samples import F32, I32, NO_VERSION, FinishReason
 
 DONE = b"[DONE]"
@@ -48,12 +51,24 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+ABORTED = 499
+"""Code of the error by which SGLang ends a request that was aborted before its scheduler had it."""
+ABORTED_CHUNK = Chunk(
+    output_ids=[], logprobs=[], num_tokens=0, weight_version="", spans=None, finish="abort", matched=None, reason=""
+)
+
+
 def version_number(text: object) -> int:
     """The version a label means; NO_VERSION for a label that is no number ("default")."""
     try:
         return int(str(text))
     except ValueError:
         return NO_VERSION
+
+
+def whole_number(facts: Mapping[str, Any], *names: str) -> int:
+    """The first of these facts that is a whole number, else 0."""
+    return next((value for name in names if isinstance(value := facts.get(name), int)), 0)
 
 
 def spans_of(versions: I32) -> list[Span]:
@@ -195,3 +210,40 @@ class Lines:
                 remedy="lower max_new_tokens, or start the server with incremental streaming output",
             )
         return [line[len(DATA) :].strip() for line in lines if line.startswith(DATA)]
+
+
+def read_chunk(payload: bytes, place: str) -> Chunk:
+    """Read a payload. Raises RequestRefused or EngineError for an error the server reports inside the stream."""
+    if payload.startswith(b'{"error"'):
+        with suppress(msgspec.MsgspecError):
+            error: Any = msgspec.json.decode(payload)["error"]
+            if error.get("code") == ABORTED:
+                return ABORTED_CHUNK
+            kind = RequestRefused if error.get("code") == 400 else EngineError
+            raise kind(f"{place}: {error.get('message')}", remedy="see the server's log")
+    return parse_chunk(payload, place)
+
+
+def request_body(request: GenerateRequest, rid: str, version: int) -> bytes:
+    """The request as SGLang wants it. `extra_key` parts the prefix cache by the version known when it is sent: what
+    older weights left in the cache is never taken up by a request that is to be answered by newer ones."""
+    sampling: SamplingParams = request.sampling
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": sampling.max_new_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+    }
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    body = {
+        "rid": rid,
+        "input_ids": request.input_ids.tolist(),
+        "sampling_params": params,
+        "return_logprob": True,
+        "stream": True,
+        "extra_key": f"v{version}",
+    }
+    return orjson.dumps(body)

@@ -1,7 +1,8 @@
 """Bodies of SGLang's weight routes (0.5.17), made once per plan: only the version is filled in per update. Pure.
 
 `/update_weights_from_distributed` and `/update_weights_from_tensor` are always told not to flush the cache: SGLang
-asserts that it could, which it cannot while requests stand still in place; `sglang._body` keeps versions apart.
+asserts that it could, which it cannot while requests stand still in place; `sglang_wire.request_body` keeps versions
+apart.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The engine (`sglang.py`) does what is the same for all of them: it asks the route to prepare while tokens flow, then
 
-    pause_generation -> route.load -> check that the server announces the version -> continue_generation
+    pause_generation -> route.load -> unless its answer says so: does it announce the version? -> continue_generation
 
 and never lets a server go on whose weights may be torn. Here: the seam, and the route by folders.
 """
@@ -55,8 +55,10 @@ class WeightRoute(Protocol):
         """Everything that can be done while the old weights serve: join groups, check or stage bytes."""
         ...
 
-    async def load(self, manifest: WeightManifest) -> None:
+    async def load(self, manifest: WeightManifest) -> bool:
         """Bring the prepared version in and have the server announce it (`weight_version`); the server is paused.
+
+        True: its answer said that it does. Otherwise it has to be asked, which costs a round trip in the pause.
 
         Raises WeightsRefused only if the old weights are certainly whole: generation then goes on with them. After any
         other error the server stays paused, for nobody knows what is in it.
@@ -70,6 +72,11 @@ class WeightRoute(Protocol):
 
 Routes = Callable[[ServerControl], Mapping[str, WeightRoute]]
 """Channel name -> route, made for one server."""
+
+
+def announces(answer: Mapping[str, Any], version: int) -> bool:
+    """Whether the answer to an update (SGLang 0.5.17) says that the server bears this version now."""
+    return f"Weight version updated to {version}." in f"{answer.get('message')}."
 
 
 class FolderRoute:
@@ -92,9 +99,9 @@ class FolderRoute:
             except ModelError as err:
                 raise EngineError(f"{place}: {err.message}", remedy=err.remedy) from err
 
-    async def load(self, manifest: WeightManifest) -> None:
+    async def load(self, manifest: WeightManifest) -> bool:
         """Have the folder read. The cache is not flushed: that needs an idle server, and requests are told apart by
-        version (`sglang._body`)."""
+        version (`sglang_wire.request_body`)."""
         body = {"model_path": manifest.location, "weight_version": str(manifest.version), "flush_cache": False}
         try:
             answer = await self._server.post("/update_weights_from_disk", body)
@@ -102,6 +109,7 @@ class FolderRoute:
             raise self._refused(manifest, err.message) from err
         if not answer.get("success"):
             raise self._refused(manifest, str(answer.get("message")))
+        return announces(answer, manifest.version)
 
     def _refused(self, manifest: WeightManifest, why: str) -> WeightsRefused:
         """SGLang says no when it has put its old weights back."""

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from ...core.errors import TrainError
 from ...core.weight_channel import Bucket
-from .object_stream import Made, Name, write_object
+from .object_stream import Made, Name, Written, write_object, write_part
 
 _METADATA = Name("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
 _REBUILD = Name("torch.multiprocessing.reductions", "rebuild_cuda_tensor")
 
 
-def bucket_metadata(bucket: Bucket) -> list[Made]:
+def bucket_metadata(bucket: Bucket) -> Written:
     """The bucket's tensors as SGLang names them; the same for every version, so made once."""
-    return [
+    tensors = [
         Made(
             _METADATA,
             (
@@ -42,14 +42,15 @@ def bucket_metadata(bucket: Bucket) -> list[Made]:
         )
         for spec in bucket.tensors
     ]
+    return write_part(tensors)
 
 
-def bucket_payload(flat: Tensor, metadata: list[Made]) -> str:
+def bucket_payload(flat: Tensor, metadata: Written) -> str:
     """Base64 of the stream for one reader of a flat uint8 buffer. Raises TrainError where memory cannot be shared."""
     return payload_of(shared_tensor(flat), metadata)
 
 
-def payload_of(tensor: object, metadata: list[Made]) -> str:
+def payload_of(tensor: object, metadata: Written) -> str:
     """Base64 of the stream."""
     return base64.b64encode(write_object({"flattened_tensor": tensor, "metadata": metadata})).decode("ascii")
 

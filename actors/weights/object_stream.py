@@ -34,6 +34,18 @@ class Made:
     arguments: tuple[object, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A value that was written before, to be put in as it is: see `write_part`."""
+
+    stream: bytes
+
+
+def write_part(value: object) -> Written:
+    """A value that many streams will hold. Raises TypeError for a kind that cannot be written."""
+    return Written(_write(value))
+
+
 def write_object(value: object) -> bytes:
     """The stream of one value. Raises TypeError for a kind it does not know."""
     return b"\x80\x03" + _write(value) + b"."
@@ -94,5 +106,6 @@ _WRITERS: Mapping[type, Callable[[Any], bytes]] = MappingProxyType(
         dict: _dict,
         Name: _name,
         Made: _made,
+        Written: lambda value: value.stream,
     }
 )

@@ -31,6 +31,8 @@ from ...core.weight_channel import (
 )
 from .channels import Channels
 from .cuda_ipc import bucket_metadata, bucket_payload
+from .object_stream import Written
+from .plan import WeightPlan
 from .staging import Staging, beside_training
 
 Tensors = Iterator[tuple[str, Any]]
@@ -47,14 +49,18 @@ class DeviceWeightSender:
         bucket_bytes: int,
         host: str,
         quantise: Callable[[Tensors], Tensors] | None = None,
+        keeps_buffers: bool = True,
     ) -> None:
-        """`host`: boot id of this host. `quantise`: turns exported tensors into those that the engines hold."""
+        """`host`: boot id of this host. `quantise`: turns exported tensors into those that the engines hold.
+        `keeps_buffers`: see `Staging`."""
         self._name = name
         self._channel: Literal["nccl", "cuda_ipc"] = channel
         self._host = host
         self._quantise = quantise
-        self._staging = Staging(bucket_bytes)
+        self._staging = Staging(bucket_bytes, keeps_buffers=keeps_buffers)
         self._channels = Channels(name, host)
+        self._metadata: tuple[str, tuple[Written, ...]] = ("", ())
+        """Fingerprint of a plan, and its buckets' metadata."""
 
     def publish(self, version: int, export: Callable[[], Tensors]) -> WeightManifest | None:
         """See the protocol."""
@@ -115,15 +121,20 @@ class DeviceWeightSender:
         try:
             with beside_training(staged.buffers.device):
                 payloads = tuple(
-                    tuple(
-                        bucket_payload(staged.buffers.bucket(number), bucket_metadata(bucket))
-                        for _ in range(request.num_ranks)
-                    )
-                    for number, bucket in enumerate(staged.buffers.plan.buckets)
+                    tuple(bucket_payload(staged.buffers.bucket(number), metadata) for _ in range(request.num_ranks))
+                    for number, metadata in enumerate(self._metadata_of(staged.buffers.plan))
                 )
         finally:
             self._staging.done(staged)
         return ShareReply(payloads=payloads)
+
+    def _metadata_of(self, plan: WeightPlan) -> tuple[Written, ...]:
+        """What is told of each bucket, the same for all versions of the plan."""
+        fingerprint, metadata = self._metadata
+        if fingerprint != plan.fingerprint:
+            metadata = tuple(bucket_metadata(bucket) for bucket in plan.buckets)
+            self._metadata = (plan.fingerprint, metadata)
+        return metadata
 
     def sample(self, request: SampleRequest) -> SampleReply:
         """See the protocol."""

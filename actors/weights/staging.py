@@ -30,6 +30,12 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 """By the name that travels."""
 
 
+WAITING_BYTES = 1 << 28
+"""Copied together at most, plus one tensor."""
+COPIED_TOGETHER = frozenset({torch.bfloat16, torch.float16, torch.float32})
+"""What torch's kernel for many tensors takes; neighbours of one type."""
+
+
 @dataclass(slots=True)
 class Buffers:
     """Memory of one version: a flat uint8 tensor per bucket, and every tensor's place in it."""
@@ -61,11 +67,41 @@ def place(flat: Tensor, spec: TensorSpec) -> Tensor:
     return flat[spec.offset : spec.offset + spec.num_bytes].view(DTYPES[spec.dtype]).view(spec.shape)
 
 
+class _Copies:
+    """Copies of many tensors by few calls: on a GPU a launch each would take longer than the copying."""
+
+    def __init__(self) -> None:
+        self._targets: list[Tensor] = []
+        self._sources: list[Tensor] = []
+        self._num_bytes = 0
+
+    def add(self, target: Tensor, source: Tensor) -> None:
+        """Copied now or with a later one; sources may be temporary tensors, so not too many are kept waiting."""
+        if target.dtype not in COPIED_TOGETHER or not source.is_contiguous():
+            target.copy_(source)
+            return
+        if self._targets and self._targets[0].dtype != target.dtype:
+            self.flush()
+        self._targets.append(target)
+        self._sources.append(source)
+        self._num_bytes += target.nbytes
+        if self._num_bytes >= WAITING_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Copy what waits, by a function that has no public name."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        self._targets, self._sources, self._num_bytes = [], [], 0
+
+
 class Staging:
     """Published versions of one sender."""
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, bucket_bytes: int, *, keeps_buffers: bool = True) -> None:
+        """`keeps_buffers` False: memory is given back with every release, for it is wanted by others meanwhile."""
         self._bucket_bytes = bucket_bytes
+        self._keeps_buffers = keeps_buffers
         self._lock = threading.Lock()
         self._plan: WeightPlan | None = None
         self._is_cut = False
@@ -104,6 +140,7 @@ class Staging:
 
     def _copy(self, version: int, buffers: Buffers, tensors: Iterator[tuple[str, Tensor]]) -> None:
         num_copied = 0
+        copies = _Copies()
         for name, tensor in tensors:
             target = buffers.views.get(name)
             if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
@@ -112,8 +149,9 @@ class Staging:
                     "what the first version had",
                     remedy="a model keeps its tensors for a whole run",
                 )
-            target.copy_(tensor)
+            copies.add(target, tensor)
             num_copied += 1
+        copies.flush()
         if num_copied != len(buffers.views):
             raise TrainError(
                 f"weight version {version}: {num_copied} of {len(buffers.views)} weights came",
@@ -169,7 +207,8 @@ class Staging:
                 self._reuse(staged.buffers)
 
     def _reuse(self, buffers: Buffers) -> None:
-        if buffers.is_released and not buffers.num_readers and all(b is not buffers for b in self._free):
+        is_free = buffers.is_released and not buffers.num_readers
+        if is_free and self._keeps_buffers and all(b is not buffers for b in self._free):
             self._free.append(buffers)
 
     def close(self) -> None:

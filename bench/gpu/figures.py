@@ -105,10 +105,14 @@ class Report:
         self._goals.append((text, f"{sign} {number(limit)}", number(value), verdict))
         self.keep("goals", [list(goal) for goal in self._goals])
 
-    def end(self) -> NoReturn:
-        """Tell the goals and leave with the status."""
+    def tell_goals(self) -> None:
+        """As far as they were judged."""
         if self._goals:
             self.table("Goals", ("goal", "limit", "found", ""), self._goals)
+
+    def end(self) -> NoReturn:
+        """Tell the goals and leave with the status."""
+        self.tell_goals()
         status = MISSED if self._num_missed and not self._is_dry else OK
         self.keep("status", status)
         sys.exit(status)

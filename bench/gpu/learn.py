@@ -42,7 +42,7 @@ def main() -> None:
     args.add_argument("--shape", choices=[*PRESETS, *SHAPES], default="20m")
     args.add_argument("--seed", type=int, default=0)
     args.add_argument("--sft-steps", type=int, default=300)
-    args.add_argument("--sft-limit", type=float, default=150.0, help="seconds that the first run may take")
+    args.add_argument("--sft-limit", type=float, default=300.0, help="seconds that the first run may take")
     args.add_argument("--limit", type=float, default=270.0, help="seconds that the second run may take")
     options = args.parse_args()
     choice = chosen(options)
@@ -70,13 +70,16 @@ def main() -> None:
             link.unlink(missing_ok=True)
             link.symlink_to(warm)
             watch.lap("supervised run")
+            report.say(f"- its trainer: {facts_of(warm)}")
+            tell_run(report, "supervised run", read_run(warm), config)
             url = server.wait() if server is not None else ""
             watch.lap("waiting for the server")
             run_dir = up(work / run_file, [seed, *overrides(choice, url)], limit_s=options.limit)
             watch.lap("reinforcement run")
     except (RunFailedError, ServerDiedError) as error:
-        begun = newest_run(work / "runs" / run_file.removesuffix(".toml"))
+        begun = newest_run(work / "runs" / run_file.removesuffix(".toml")) or newest_run(work / "runs" / "learn_sft")
         if begun is not None and (begun / "metrics.jsonl").exists():
+            report.say(f"- trainer: {facts_of(begun)}")
             tell_run(report, "as far as it came", read_run(begun), config)
         report.failed(str(error))
     report.say(f"- trainer: {facts_of(run_dir)}")

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +150,30 @@ def score(options: argparse.Namespace, folder: Path, answers: Path, backend: str
     return f"ended with {done.returncode}: {done.stderr[-800:]}"
 
 
+def server_of(options: argparse.Namespace, work: Path, dtype: str) -> Server:
+    """Of one number type."""
+    is_cpu = options.device == "cpu"
+    is_exact = dtype == "float32" and not is_cpu
+    return Server(
+        folder=work / "model",
+        log=work / f"server_{dtype}.log",
+        is_sglang=not is_cpu,
+        dtype=dtype,
+        mem_fraction=options.mem_fraction,
+        max_running=64,
+        context_length=0 if is_cpu else 1024,
+        extra=FOR_FLOAT32 if is_exact else (),
+        env=EXACT_TRITON if is_exact else {},
+    )
+
+
 def measure(options: argparse.Namespace) -> None:
     is_cpu = options.device == "cpu"
+    started_s = time.monotonic()
+
+    def watch_s() -> float:
+        return time.monotonic() - started_s
+
     report = Report("logprobs", is_dry=is_cpu)
     work = work_folder() / "logprobs"
     stage(work, "async20.toml", "spread_reward.py")
@@ -159,38 +183,36 @@ def measure(options: argparse.Namespace) -> None:
     dtypes = ["float32"] if is_cpu else options.dtypes.split(",")
     rows: list[tuple[str, ...]] = []
     failures: list[str] = []
-    for dtype in dtypes:
-        is_exact = dtype == "float32" and not is_cpu
-        server = Server(
-            folder=work / "model",
-            log=work / f"server_{dtype}.log",
-            is_sglang=not is_cpu,
-            dtype=dtype,
-            mem_fraction=options.mem_fraction,
-            max_running=64,
-            context_length=0 if is_cpu else 1024,
-            extra=FOR_FLOAT32 if is_exact else (),
-            env=EXACT_TRITON if is_exact else {},
-        )
-        try:
-            with running(server):  # ended before the trainer begins
-                answers = asyncio.run(answer(server.wait(options.start_limit), prompts, options.num_new))
-        except (ServerDiedError, aiohttp.ClientError, TimeoutError) as error:
-            failures.append(f"{dtype}: {type(error).__name__}: {error}\n{server.last_words(800)}")
-            continue
-        path = work / f"answers_{dtype}.json"
-        path.write_text(json.dumps(answers))
-        for backend in options.backends.split(","):
-            found = score(options, work, path, backend, dtype)
-            if isinstance(found, str):
-                failures.append(f"{backend} {dtype}: {found}")
+    with contextlib.ExitStack() as stack:
+        next_server: Server | None = None
+        for dtype, later in zip(dtypes, [*dtypes[1:], None], strict=True):
+            server = next_server or stack.enter_context(running(server_of(options, work, dtype)))
+            try:
+                url = server.wait(options.start_limit)
+                # The next one loads while the trainer scores; not earlier: servers that load at the same time take
+                # each other's memory away.
+                next_server = stack.enter_context(running(server_of(options, work, later))) if later else None
+                answers = asyncio.run(answer(url, prompts, options.num_new))
+            except (ServerDiedError, aiohttp.ClientError, TimeoutError) as error:
+                failures.append(f"{dtype}: {type(error).__name__}: {error}\n{server.last_words(800)}")
                 continue
-            columns = ("num", "mean", "most", "own_kl", "own_most")
-            rows.append((f"{backend}, {dtype}", *(number(found.get(name)) for name in columns)))
-            report.keep(f"{backend} {dtype}", found)
-            report.goal(f"{backend} {dtype}: mean difference", found["mean"], at_most=BOUNDS[dtype])
-            if "own_kl" in found:
-                report.goal(f"{backend} {dtype}: KL of the first step", abs(found["own_kl"]), at_most=0.0)
+            finally:
+                server.stop()
+            report.say(f"- {dtype}: {len(answers)} answers after {watch_s():.0f} s")
+            path = work / f"answers_{dtype}.json"
+            path.write_text(json.dumps(answers))
+            for backend in options.backends.split(","):
+                found = score(options, work, path, backend, dtype)
+                if isinstance(found, str):
+                    failures.append(f"{backend} {dtype}: {found}")
+                    continue
+                report.say(f"- {backend}, {dtype}, {watch_s():.0f} s: mean difference {number(found['mean'])}")
+                columns = ("num", "mean", "most", "own_kl", "own_most")
+                rows.append((f"{backend}, {dtype}", *(number(found.get(name)) for name in columns)))
+                report.keep(f"{backend} {dtype}", found)
+                report.goal(f"{backend} {dtype}: mean difference", found["mean"], at_most=BOUNDS[dtype])
+                if "own_kl" in found:
+                    report.goal(f"{backend} {dtype}: KL of the first step", abs(found["own_kl"]), at_most=0.0)
     head = ("trainer", "tokens", "engine/trainer mean", "largest", "trainer with itself: KL", "largest difference")
     report.table("Differences of log-probs", head, rows)
     if failures:

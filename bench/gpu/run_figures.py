@@ -139,7 +139,7 @@ def run_rows(run: Run, config: ModelConfig | None, num_gpus: int = 1) -> list[tu
         ("tokens a step; tokens/s while training", f"{number(median(tokens))}; {number(_rate(tokens, step_s))}"),
         ("MFU while training", percent(_mfu(run, config, num_gpus))),
         ("step time: all, of it training, ms", f"{_ms(walls)}, {_ms(step_s)}"),
-        ("publishing, ms", _ms(run.column("weights/publish_s"))),
+        ("first step; of later ones before, around, in training, publishing, ms", _parts_of_a_step(run)),
         ("commit by an engine (stalls at most so long), ms; longest", f"{_ms(run.adopt_s)}; {_top(run.adopt_s)}"),
         ("train/rollout log-prob difference (age of the data included): mean, largest of a step", _differences(run)),
         ("age of the data in steps, largest", number(max(run.column("lag/max"), default=None))),
@@ -151,6 +151,20 @@ def run_rows(run: Run, config: ModelConfig | None, num_gpus: int = 1) -> list[tu
         told = ", ".join(f"{kind} {percent(share)}" for kind, share in shares.items() if share >= 0.001)
         rows.append((f"idle share of {actor}", f"{percent(sum(shares.values()))}{f' ({told})' if told else ''}"))
     return rows
+
+
+def _parts_of_a_step(run: Run) -> str:
+    """Training of the first step; medians: waiting for data (and whatever else lies between two steps), planning and
+    telling, training, publishing."""
+    walls, whole, train, publish = (
+        median(values) or 0.0
+        for values in (
+            run.step_walls, *(run.column(name) for name in ("leader/step_wall_s", "train/step_s", "weights/publish_s"))
+        )
+    )  # fmt: skip
+    first = run.steps[min(run.steps)][1]["train/step_s"] if run.steps else 0.0
+    parts = (first, walls - whole, whole - train - publish, train, publish)
+    return ", ".join(f"{part * 1e3:.1f}" for part in parts)
 
 
 def _three(values: list[float]) -> str:

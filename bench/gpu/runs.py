@@ -84,8 +84,7 @@ def overrides(choice: Choice, url: str) -> list[str]:
         found.append('roles.rollout.kind="embedded"')
     if choice.is_cpu:
         found += cpu_overrides()
-        found += ['roles.rollout.devices="cpu"', "roles.rollout.threads=1", 'trainer.dtype="float32"']
-        found += ['engine.dtype="float32"']
+        found += ['roles.rollout.devices="cpu"', "roles.rollout.threads=1", 'engine.dtype="float32"']
     if choice.channel:
         found.append(f'weights.channel="{choice.channel}"')
     return [*found, *choice.overrides]
@@ -96,7 +95,7 @@ def trainer_override(choice: Choice) -> str:
 
 
 def cpu_overrides() -> list[str]:
-    return ['roles.trainer.devices="cpu"', "roles.trainer.threads=1"]
+    return ['roles.trainer.devices="cpu"', "roles.trainer.threads=1", 'trainer.dtype="float32"']
 
 
 @contextlib.contextmanager

@@ -117,8 +117,8 @@ def is_well(url: str) -> bool:
 
 
 def end(processes: list[psutil.Process]) -> None:
-    """Ask them to end, then kill."""
-    for sign, patience_s in ((signal.SIGTERM, 6.0), (signal.SIGKILL, 5.0)):
+    """Ask them to end, then kill; SGLang would sleep for five seconds before it ends."""
+    for sign, patience_s in ((signal.SIGTERM, 1.5), (signal.SIGKILL, 5.0)):
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(sign)

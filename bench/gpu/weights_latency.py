@@ -38,8 +38,10 @@ from servers import Server, ServerDiedError, running
 
 from myxa.actors.sinks.chrome_trace import TRACE_FILE, read_trace
 
-SKIPPED_UPDATES = 2
+SKIPPED_UPDATES = 4
 """The first ones compile kernels, open channels and fill allocators."""
+LAST_UPDATES = 1
+"""The last one is taken in while the trainer writes its export."""
 NEAR_S = 0.02
 """So long before and after a commit silences count as its own; versions may follow each other closely."""
 GOALS = {"0.6b": (60.0, 25.0), "4b": (250.0, None)}
@@ -134,7 +136,8 @@ def find_updates(run_dir: Path, tokens: list[Token]) -> list[Update]:
     commits = {version: (start_s, end_s) for version, start_s, end_s in spans(run_dir, "adopt")}
     usual_s = usual_gaps(tokens, list(commits.values()))[0]
     found: list[Update] = []
-    for version in sorted(set(done) & set(published) & set(commits))[SKIPPED_UPDATES:]:
+    versions = sorted(set(done) & set(published) & set(commits))
+    for version in versions[SKIPPED_UPDATES : len(versions) - LAST_UPDATES]:
         start_s, end_s = commits[version]
         first = next((t for t in tokens if t.version == version and t.wall_s >= start_s), None)
         if first is None:
@@ -215,7 +218,7 @@ def run_channel(report: Report, options: argparse.Namespace, channel: str, url: 
         is_cpu=is_cpu, engine="attach", backend=options.backend, two_gpus=options.placement == "two",
         channel=channel if options.sets_channel else "", overrides=tuple(options.overrides),
     )  # fmt: skip
-    num_steps = options.updates + SKIPPED_UPDATES
+    num_steps = options.updates + SKIPPED_UPDATES + LAST_UPDATES
     sets = run_sets(choice, url, channel, num_steps)
     notes = work / f"probe_{channel}.txt"
     with probing(url, notes, options.vocab_size, 200 if is_cpu else 600):
@@ -310,8 +313,8 @@ def main() -> None:
                 failed.append(channel)
             else:
                 found[channel] = updates
-    if found:
-        tell(report, options, found)
+        if found:
+            tell(report, options, found)
     if failed:
         report.failed(", ".join(failed))
     report.end()

@@ -7,6 +7,7 @@ from .dumping import dump_config
 from .learning import AlgoConfig, AlgoKind, AsyncSettings, OptimizerConfig, TrainerConfig
 from .loading import load_config
 from .megatron import MegatronSettings
+from .memory import MemorySettings
 from .presence import missing_paths
 from .roles import (
     RestartPolicy,
@@ -41,6 +42,7 @@ __all__ = [
     "EvalSettings",
     "GuardSettings",
     "MegatronSettings",
+    "MemorySettings",
     "ModelSettings",
     "MonitorSettings",
     "OptimizerConfig",

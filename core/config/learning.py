@@ -165,6 +165,8 @@ class TrainerConfig(Section, frozen=True):
     """Tokens (prompt and answer, all samples) in one forward pass; a longer sample gets a pass of its own."""
     checkpoint_every: CountInt = 0
     """Steps between checkpoints; 0 = none during the run."""
+    async_save: bool = False
+    """Whether checkpoints are written while training goes on: it waits for a copy in the host's memory only."""
     keep_last: PositiveInt = 2
     """Checkpoints kept; older ones are deleted."""
     resume: PathText = ""

@@ -15,7 +15,7 @@ DEVICE_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_DEVICES = 64
 
-RoleName = Literal["coordinator", "buffer", "monitor", "trainer", "rollout"]
+RoleName = Literal["coordinator", "buffer", "monitor", "memory", "trainer", "rollout"]
 RestartPolicy = Literal["one", "gang", "never"]
 WhenHung = Literal["wait", "kill"]
 
@@ -137,6 +137,13 @@ class MonitorRole(SingleRole, frozen=True):
     """Only "monitor"."""
 
 
+class MemoryRole(SingleRole, frozen=True):
+    """The memory manager of runs whose trainer and engine take turns (`memory.share = "switch"`); else not started."""
+
+    kind: Literal["memory"] = "memory"
+    """Only "memory"."""
+
+
 class TrainerRole(RoleSettings, frozen=True):
     """The gang of trainer ranks; `count` ranks on each node."""
 
@@ -179,6 +186,8 @@ class RolesSettings(Section, frozen=True):
     """Prompt cursor, ledger, finished groups."""
     monitor: MonitorRole = MonitorRole()
     """Metrics, events, traces."""
+    memory: MemoryRole = MemoryRole()
+    """The memory manager, where trainer and engine take turns."""
     trainer: TrainerRole = TrainerRole()
     """The gang of trainer ranks."""
     rollout: RolloutRole = RolloutRole()

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from .conflict import Conflict
 from .learning import AlgoConfig, AsyncSettings, OptimizerConfig, TrainerConfig
 from .megatron import MegatronSettings
+from .memory import MemorySettings
+from .memory_checks import memory_conflicts
 from .roles import RolesSettings
 from .section import Section
 from .settings import (
@@ -64,6 +66,8 @@ class RunConfig(Section, frozen=True):
     """Arguments of launched SGLang servers, by the names of its ServerArgs fields."""
     weights: WeightSettings = WeightSettings()
     """The way of new weights to the engines."""
+    memory: MemorySettings = MemorySettings()
+    """Trainer and engine on the same devices."""
     guard: GuardSettings = GuardSettings()
     """Comparison of engine and trainer."""
     monitor: MonitorSettings = MonitorSettings()
@@ -289,5 +293,6 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
     _device_conflicts,
     _megatron_conflicts,
     _weight_conflicts,
+    memory_conflicts,
     _bounded_data_conflicts,
 )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Bound = Literal[
-    "unknown", "starting", "paused", "generation", "reward", "data", "training", "weights", "capacity", "none"
+    "unknown", "starting", "paused", "generation", "reward", "data", "training", "weights", "capacity", "memory", "none"
 ]
 
 _NOTABLE = 0.25
@@ -50,22 +50,20 @@ def judge(shares: Mapping[str, Mapping[str, float]]) -> Verdict:
     if trainer.get("other", 0.0) >= 0.5:
         sentence = f"{leader} spends {_pct(trainer, 'other')} of the time on start-up and other chores: no verdict yet"
         return Verdict("starting", sentence)
-    wait = max(("wait-data", "wait-weights", "wait-capacity"), key=lambda kind: trainer.get(kind, 0.0))
+    wait = max(_TRAINER_WAITS, key=lambda kind: trainer.get(kind, 0.0))
     if trainer.get(wait, 0.0) < _NOTABLE:
         return _busy_trainer(leader, trainer, who, team)
     if wait == "wait-data":
         return _starved_trainer(leader, trainer, who, team)
-    return _waits_for_weights(leader, trainer) if wait == "wait-weights" else _waits_for_capacity(leader, trainer)
+    return _WAITING[wait](leader, trainer)
 
 
 def _busy_trainer(leader: str, trainer: Mapping[str, float], who: str, team: Mapping[str, float]) -> Verdict:
     works = f"{leader} computes {_pct(trainer, 'compute')} of the time"
-    idle = max(("wait-capacity", "wait-data", "wait-weights"), key=lambda kind: team.get(kind, 0.0))
+    idle = max(_REASONS, key=lambda kind: team.get(kind, 0.0))
     if team.get(idle, 0.0) < _NOTABLE:
         return Verdict("none", f"well balanced: {works}, {_do(who)} {_pct(team, 'compute')}")
-    reason = {"wait-capacity": "for the trainer to catch up", "wait-data": "for work", "wait-weights": "for weights"}[
-        idle
-    ]
+    reason = _REASONS[idle]
     return Verdict(
         "training",
         f"{works}: training is the bottleneck ({_verb(who, 'wait')} {reason} {_pct(team, idle)} of the time)",
@@ -131,6 +129,29 @@ def _waits_for_capacity(leader: str, trainer: Mapping[str, float]) -> Verdict:
         f"{leader} waits for capacity {_pct(trainer, 'wait-capacity')} of the time: room (memory) is the bottleneck"
     )
     return Verdict("capacity", sentence, "see which actor holds the memory that the trainer asks for")
+
+
+def _waits_for_memory(leader: str, trainer: Mapping[str, float]) -> Verdict:
+    sentence = (
+        f"{leader} waits {_pct(trainer, 'wait-memory')} of the time until the device has changed hands: "
+        "switching memory is the bottleneck"
+    )
+    return Verdict("memory", sentence, "larger steps (algo.batch_size), or see `myxa mem` for what is moved each time")
+
+
+_TRAINER_WAITS = ("wait-data", "wait-weights", "wait-capacity", "wait-memory")
+_WAITING = {
+    "wait-weights": _waits_for_weights,
+    "wait-capacity": _waits_for_capacity,
+    "wait-memory": _waits_for_memory,
+}
+_REASONS = {
+    "wait-capacity": "for the trainer to catch up",
+    "wait-data": "for work",
+    "wait-weights": "for weights",
+    "wait-memory": "for the device",
+}
+"""What a rollout actor that does not generate waits for."""
 
 
 def _leader(shares: Mapping[str, Mapping[str, float]]) -> str:

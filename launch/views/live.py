@@ -29,11 +29,12 @@ COLOURS: Mapping[str, str] = {
     "wait-data": "yellow",
     "wait-weights": "magenta",
     "wait-capacity": "cyan",
+    "wait-memory": "bright_magenta",
     "paused": "blue",
     "other": "bright_black",
 }
-_LETTERS: Mapping[str, str] = dict(zip(COLOURS, "█▓▒░▪·", strict=True))
-_LETTERS_ASCII: Mapping[str, str] = dict(zip(COLOURS, "#dwcp.", strict=True))
+_LETTERS: Mapping[str, str] = dict(zip(COLOURS, "█▓▒░◇▪·", strict=True))
+_LETTERS_ASCII: Mapping[str, str] = dict(zip(COLOURS, "#dwcmp.", strict=True))
 
 _BAR = 16
 _MAX_ACTORS = 6

@@ -87,8 +87,14 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
         gang_rank.keep(out / "weights.npz", weights_of(backend))
         result["on_device"] = {name: float(t.double().sum()) for name, t in backend.export_device()}
         if case.get("save"):
-            backend.save(str(out / "checkpoint"), {"version": 3})
+            folder = str(out / "checkpoint")
+            pending = backend.begin_save(folder, {"version": 3}) if case.get("saves_later") else None
+            if pending is None:
+                backend.save(folder, {"version": 3})
             result["metrics_after"] = backend.train(shards[0], {}).metrics
+            if pending is not None:
+                pending.write()
+                pending.finish()
             gang_rank.keep(out / "weights_after.npz", weights_of(backend))
         if case.get("export_hf"):
             backend.export_hf(str(out / "hf"))

@@ -162,6 +162,24 @@ def test_an_interrupted_save_leaves_the_old_checkpoint_and_no_visible_new_one(sa
     assert len(list_checkpoints(saved)) == 3
 
 
+def test_a_checkpoint_written_later_holds_what_was_when_it_was_begun(
+    tmp_path: Path, backends: Backends, make_shards: Shards, weights_of: Weights
+) -> None:
+    backend = backends(**OPTIONS)
+    backend.train(make_shards(51, minibatches=2)[0], {})
+    then = weights_of(backend)
+    pending = backend.begin_save(str(tmp_path / "one"), {"version": 1})
+    backend.train(make_shards(52, minibatches=2)[0], {})
+    assert any(not np.array_equal(then[n], value) for n, value in weights_of(backend).items())
+    with pytest.raises(TrainError, match="has not written its part"):
+        pending.finish()
+    pending.write()
+    assert not (tmp_path / "one").exists(), "nobody may take it for whole before all ranks have written"
+    pending.finish()
+    assert backend.load(str(tmp_path / "one")) == {"version": 1}
+    assert all(np.array_equal(then[n], value) for n, value in weights_of(backend).items())
+
+
 @pytest.mark.parametrize("extra", [{"x": {1, 2}.__iter__}, {"x": (1, 2)}, {1: "x"}, {"x": float("nan")}])
 def test_extra_that_would_not_come_back_is_refused(tmp_path: Path, backends: Backends, extra: Any) -> None:
     with pytest.raises(TrainError, match="extra"):

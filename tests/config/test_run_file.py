@@ -44,7 +44,14 @@ def test_a_minimal_file_gets_every_default(folder: Path) -> None:
     assert config.asynchrony.max_staleness == 2
     assert config.rollout.num_samples == 8
     assert config.optimizer.betas == (0.9, 0.95)
-    assert [name for name, _ in config.roles.by_name()] == ["coordinator", "buffer", "monitor", "trainer", "rollout"]
+    assert [name for name, _ in config.roles.by_name()] == [
+        "coordinator",
+        "buffer",
+        "monitor",
+        "memory",
+        "trainer",
+        "rollout",
+    ]
     assert config.roles["trainer"] is config.roles.trainer
     assert config.roles.trainer.restart == "never"
     assert config.roles.rollout.device_ids == ()

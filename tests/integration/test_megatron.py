@@ -24,6 +24,7 @@ def test_a_pipeline_of_two_ranks_trains_and_publishes(job: Job) -> None:
         "run.num_steps=4",
         "async.max_staleness=0",
         "trainer.checkpoint_every=2",
+        "trainer.async_save=true",
         "algo.entropy_coef=0.01",
         timeout_s=240,
     )

@@ -99,9 +99,14 @@ def _steps(job: Job) -> int:
         return 0
 
 
-def test_a_resumed_run_goes_on_where_the_checkpoint_was(job: Job) -> None:
-    code, said, first = job.run("run.num_steps=4", "trainer.checkpoint_every=2")
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_resumed_run_goes_on_where_the_checkpoint_was(job: Job, is_async: bool) -> None:
+    saving = f"trainer.async_save={str(is_async).lower()}"
+    code, said, first = job.run("run.num_steps=4", "trainer.checkpoint_every=2", saving)
     assert code == 0, said
+    told = [p["step"] for p in metrics(first) if "checkpoint/async_s" in p["values"]]
+    assert told == ([2, 4] if is_async else [])
+    assert sorted(p.name for p in (first / "checkpoints").iterdir()) == ["version_00000002", "version_00000004"]
     code, said, second = job.run("run.num_steps=7", f'trainer.resume="{first}"', 'run.name="resumed"')
     assert code == 0, said
     steps = [p["step"] for p in metrics(second) if "reward/mean" in p["values"]]

@@ -18,7 +18,7 @@ from myxa.launch.cli import main
         (["uup", "run.toml"], "'uup' is no command -- did you mean 'up'?"),
         (["luanch"], "did you mean 'launch'?"),
         (["engine", "sreve"], "'engine sreve' is no command -- did you mean 'serve'?"),
-        (["xyzzy"], "there are: up, launch, demo, report, convert, engine"),
+        (["xyzzy"], "there are: up, launch, demo, report, mem, convert, engine"),
     ],
 )
 def test_a_mistaken_verb_is_answered_with_the_right_one(capsys: pytest.CaptureFixture[str], arguments, said: str):

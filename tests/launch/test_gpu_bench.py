@@ -23,10 +23,15 @@ import pytest
 from myxa.actors.models.hf_folder import read_config
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.core.config import load_config
+from myxa.launch.actor_spec import ActorSpec
+from myxa.launch.placement import place
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "bench" / "gpu"
-SCRIPTS = ("facts", "learn", "async20", "rollout_speed", "train_speed", "weights_latency", "logprob_gap", "layouts")
+SCRIPTS = (
+    "facts", "learn", "async20", "rollout_speed", "train_speed", "weights_latency", "logprob_gap", "layouts",
+    "kill_in_broadcast",
+)  # fmt: skip
 RUN_FILES = ("learn_sft.toml", "learn_colocated.toml", "learn_two.toml", "async20.toml")
 
 
@@ -46,7 +51,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "out"
 
 
-@pytest.mark.parametrize("name", RUN_FILES)
+@pytest.mark.parametrize("name", [*RUN_FILES, "kill.toml"])
 def test_run_files_load(name: str) -> None:
     config = load_config([GPU / name], [])
     assert config.roles.trainer.devices == "0"
@@ -295,6 +300,7 @@ def test_the_stall_is_the_longest_silence_around_a_commit(
     }
     monkeypatch.setattr(latency, "spans", lambda run_dir, word: iter(spans[word]))
     monkeypatch.setattr(latency, "SKIPPED_UPDATES", 0)
+    monkeypatch.setattr(latency, "LAST_UPDATES", 0)
     updates = latency.find_updates(tmp_path, tokens)
     assert [update.version for update in updates] == [1, 2, 3]
     for update in updates:
@@ -305,6 +311,35 @@ def test_the_stall_is_the_longest_silence_around_a_commit(
         assert parts == pytest.approx(update.first_token_s)
     usual = latency.usual_gaps(tokens, [(start_s, end_s) for _, start_s, end_s in spans["adopt"]])
     assert usual == pytest.approx((0.01, 0.01, 0.01), abs=1e-6)
+
+
+def test_the_server_log_tells_how_far_a_broadcast_was(bench: Callable[[str], ModuleType]) -> None:
+    kill = bench("kill_in_broadcast")
+    lines = {"pause": kill.PAUSED, "bucket": kill.RECEIVED, "resume": kill.RESUMED, "other": '"GET /model_info'}
+
+    def log(*words: str) -> str:
+        return "\n".join(f"INFO:     127.0.0.1:1 - {lines[word]}" for word in words)
+
+    version = ("pause", "bucket", "bucket", "other", "bucket", "resume")
+    assert kill.buckets_of_a_version(log("other", *version)) == 3
+    torn = ("pause", "bucket", "bucket")
+    assert kill._torn(log(*version, *torn)) == 2
+    assert kill._torn(log(*version, *torn, *version, *version)) == 2
+    assert kill._torn(log(*version, *version)) == 0
+
+
+def test_all_rollout_actors_get_the_gpu_of_their_environment(
+    bench: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = bench("shared_gpu")
+    config = load_config([GPU / "kill.toml"], [])
+    seen: list[ActorSpec] = []
+    monkeypatch.setattr(shared.program, "build_actor", lambda spec, config, run_dir: seen.append(spec))
+    for spec in place(config, 1):
+        shared.build_actor(spec, config, tmp_path)
+    assert {spec.name: spec.devices for spec in seen if spec.devices} == {
+        "trainer/0": (0,), "rollout/0": (1,), "rollout/1": (1,),
+    }  # fmt: skip
 
 
 def test_rounds_of_both_sides_ask_for_the_same_lengths_of_other_prompts(bench: Callable[[str], ModuleType]) -> None:

@@ -10,6 +10,11 @@ Shares = dict[str, dict[str, float]]
 
 CASES: list[tuple[str, str, Shares]] = [
     (
+        "memory",
+        "trainer/0 waits 40 % of the time until the device has changed hands: switching memory is the bottleneck",
+        {"trainer/0": {"compute": 0.4, "wait-data": 0.2, "wait-memory": 0.4}, "rollout/0": {"compute": 0.2}},
+    ),
+    (
         "generation",
         "trainer/0 waits for data 62 % of the time: generation is the bottleneck (rollout/0 computes 97 %)",
         {"trainer/0": {"compute": 0.38, "wait-data": 0.62}, "rollout/0": {"compute": 0.97, "wait-data": 0.03}},

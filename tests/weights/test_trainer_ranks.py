@@ -12,6 +12,7 @@ from model_tensors import tensors_of
 from torch import Tensor
 from weight_lab import CONTEXT, VOCAB, engine_of, greedy, serving, started
 
+from myxa.actors.checkpoints import CheckpointOptions
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
 from myxa.actors.leader import LeaderOptions
 from myxa.actors.models.tiny import make_tiny_model
@@ -56,7 +57,10 @@ class StageBackend:
 
 def trainer(rank: int, backend: StageBackend, run_dir: Path) -> tuple[Trainer, DeviceWeightSender]:
     plan = PlanOptions(kind="grpo", normalise_std=True, num_ranks=2, max_tokens=100, minibatches=1)
-    leader = LeaderOptions(world_size=2, num_steps=1, plan=plan, publishes=True, run_dir=str(run_dir), max_unreleased=2)
+    leader = LeaderOptions(
+        world_size=2, num_steps=1, plan=plan, publishes=True, run_dir=str(run_dir),
+        checkpoints=CheckpointOptions(run_dir=str(run_dir)), max_unreleased=2,
+    )  # fmt: skip
     sender = DeviceWeightSender(f"trainer/{rank}", channel="nccl", bucket_bytes=1 << 18, host=boot_id())
     made = Trainer(
         backend=backend,  # pyright: ignore[reportArgumentType]

@@ -8,24 +8,29 @@ in the same order on every rank. Ranks of one replica (same data-parallel rank) 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ....core.assets import AssetStore
+from ....core.clock import Clock
+from ....core.protocols import PendingSave
 from ...models.hf_folder import ModelConfig, read_config
 from ..rank_backend import RankBackend
 from ..torch_backend.schedule import check_schedule
 from ..torch_backend.tensors import DTYPE_OF
 from . import mcore
 from .batch import Cutting
-from .checkpoint import TrainingState, load_checkpoint, save_checkpoint
+from .checkpoint import PendingCheckpoint, TrainingState, load_checkpoint
 from .export import Exporter
 from .hf_export import iter_hf_tensors
 from .hf_load import load_hf_folder
 from .optimizer import MegatronAdamW, Precision, wrap_chunks
 from .provider import build_model_chunks
+from .residence import MegatronResidence
 from .routing import RoutingReplay
 from .schedule import Pipeline
 from .settings import MegatronRankSettings, check_routing, check_settings, checked_fields, model_fields
@@ -45,8 +50,8 @@ class _Parts:
     stepper: MegatronStepper
     exporter: Exporter
 
-    def save(self, folder: str, extra: dict[str, Any]) -> None:
-        save_checkpoint(folder, TrainingState(self.world, self.optimizer, self.model), extra)
+    def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingCheckpoint:
+        return PendingCheckpoint(folder, TrainingState(self.world, self.optimizer, self.model), extra)
 
     def load(self, folder: str) -> dict[str, Any]:
         """Of any layout."""
@@ -55,6 +60,50 @@ class _Parts:
 
 class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
     """One trainer rank."""
+
+    def __init__(
+        self, config: MegatronRankSettings, clock: Clock | None = None, *, residence: MegatronResidence | None = None
+    ) -> None:
+        """`residence`: where parameters, gradients and optimizer lie if they can leave the device."""
+        super().__init__(config, clock)
+        self._residence = residence
+
+    def _ready(self) -> _Parts:
+        parts = super()._ready()
+        if self._residence is not None:
+            self._residence.ready()
+        return parts
+
+    def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingSave:
+        """See `RankBackend`."""
+        if self._residence is not None:
+            self._residence.arrived()
+        return super().begin_save(folder, extra)
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None:
+        """See `RankBackend`."""
+        if self._residence is not None:
+            self._residence.arrived()
+        super().save(folder, extra)
+
+    def load(self, folder: str) -> dict[str, Any]:
+        """See `RankBackend`."""
+        if self._residence is not None:
+            self._residence.arrived()
+        extra = super().load(folder)
+        if self._residence is not None:
+            self._residence.written()
+        return extra
+
+    def memory(self) -> AssetStore | None:
+        """See `core.protocols.TrainBackend`."""
+        return self._residence
+
+    def close(self) -> None:
+        """See `RankBackend`."""
+        super().close()
+        if self._residence is not None:
+            self._residence.close()
 
     def setup(self) -> dict[str, Any]:
         """Join the gang, build model, reference and optimizer; returns facts for the log.
@@ -81,10 +130,21 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         world = MegatronWorld.enter(config.gang, precision.device, config.layout, config.seed)
         try:
             with world.phase("set up"):
-                chunks = self._chunks(model, precision)
-                wrapped = wrap_chunks(chunks, _config_of(chunks), config.megatron, ddp_options)
-                optimizer = MegatronAdamW(wrapped, config.optimizer, config.megatron, precision, optimizer_options)
+                home = self._residence
+                if home is not None:
+                    home.begin(precision.device.index or 0)
+                with nullcontext() if home is None else home.for_model():
+                    chunks = self._chunks(model, precision)
+                with nullcontext() if home is None else home.for_buffers():
+                    wrapped = wrap_chunks(chunks, _config_of(chunks), config.megatron, ddp_options)
+                if home is not None:
+                    home.move_grads(wrapped)
+                with nullcontext() if home is None else home.for_optimizer():
+                    optimizer = MegatronAdamW(wrapped, config.optimizer, config.megatron, precision, optimizer_options)
                 reference = self._reference(model, precision) if config.algo.kl_coef > 0 else None
+                if home is not None:
+                    home.built(optimizer)
+                    optimizer.before_update, optimizer.after_update = home.arrived, home.written
         except BaseException:
             world.close()
             raise
@@ -141,7 +201,8 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         return chunks
 
     def _reference(self, model: ModelConfig, precision: Precision) -> Pipeline:
-        chunks = self._chunks(model, precision)
+        with nullcontext() if self._residence is None else self._residence.for_reference():
+            chunks = self._chunks(model, precision)
         for chunk in chunks:
             chunk.requires_grad_(requires_grad=False)
         return Pipeline(chunks, _config_of(chunks), model.vocab_size)

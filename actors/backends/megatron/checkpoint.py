@@ -14,17 +14,16 @@ megatron.core.dist_checkpointing keeps its index as a pickle. Digests show that 
 not who wrote them: resume from folders of your own runs only.
 
 Library considered: megatron.core.dist_checkpointing does the resharding; around it we keep three things that it lacks
-or does badly: digests with an atomic commit, writing without child processes (it forks, and keeps a manager process
-that outlives a killed trainer), and moments of torch's AdamW, over whose `step` its loader trips.
+or does badly: digests with an atomic commit, writing without child processes (`checkpoint_shards.py`), and moments of
+torch's AdamW, over whose `step` its loader trips.
 """
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
@@ -51,6 +50,7 @@ from ..torch_backend.export import named_array
 from ..torch_backend.tensors import from_bytes
 from . import mcore
 from .checkpoint_files import files_of, list_of
+from .checkpoint_shards import begin_shards
 from .optimizer import MegatronAdamW
 from .world import MegatronWorld
 
@@ -71,30 +71,64 @@ class TrainingState:
     model: ModelConfig
 
 
-def save_checkpoint(folder: str | Path, state: TrainingState, extra: Mapping[str, Any]) -> None:
-    """Write a checkpoint to `folder`; it appears there when it is complete on all ranks. Collective.
+class PendingCheckpoint:
+    """A checkpoint whose content is copied away: training may go on while `write` runs in a thread of its own."""
 
-    `extra` must be JSON. Raises TrainError (on every rank) if any rank fails; an older checkpoint there then stays.
-    """
-    world, target = state.world, Path(folder)
-    what = f"saving checkpoint {target}"
-    check_extra(extra)
-    with world.together(what):
-        if world.rank == 0:
-            begin(target)
-    partial = partial_of(target)
-    with world.together(what):
-        state.optimizer.settle()
-        mcore.module("dist_checkpointing").save(
-            _sharded(state, is_loading=False), str(partial), sharded_strategy=_strategy()
+    def __init__(self, folder: str | Path, state: TrainingState, extra: Mapping[str, Any]) -> None:
+        """Collective; raises TrainError on every rank if any rank fails. `extra` must be JSON."""
+        world, target = state.world, Path(folder)
+        check_extra(extra)
+        self._world, self._target, self._extra = world, target, dict(extra)
+        self._model, self._num_updates = state.model, state.optimizer.num_updates
+        self._entries: list[FileEntry] = []
+        with world.together(self._what):
+            if world.rank == 0:
+                begin(target)
+        with world.together(self._what):
+            state.optimizer.settle()
+            self._shards = begin_shards(_sharded(state, is_loading=False), str(partial_of(target)))
+            self._random = _random_state(world.device)
+
+    @property
+    def _what(self) -> str:
+        return f"saving checkpoint {self._target}"
+
+    def write(self) -> None:
+        """This rank's files; any thread, not collective. Raises TrainError when the disk refuses."""
+        partial = partial_of(self._target)
+        self._shards.write()
+        write_safetensors(partial / rank_file(self._world.rank), self._random)
+        self._entries = [describe_file(path) for path in files_of(partial, self._world.rank)]
+
+    def finish(self) -> None:
+        """Once every rank has written: the folder appears. Collective; an older checkpoint there stays until then."""
+        world, partial = self._world, partial_of(self._target)
+        with world.together(self._what):
+            self._shards.finish()
+            known = {entry.name for entry in self._entries}
+            late = [describe_file(path) for path in files_of(partial, world.rank) if path.name not in known]
+            (partial / list_of(world.rank)).write_bytes(msgspec.json.encode([*self._entries, *late]))
+        with world.together(self._what):
+            if world.rank == 0:
+                commit(self._target, self._manifest(partial))
+
+    def _manifest(self, partial: Path) -> Manifest:
+        """The manifest from every rank's list of files; the lists go."""
+        entries: list[FileEntry] = []
+        for rank in range(self._world.size):
+            place = partial / list_of(rank)
+            entries.extend(msgspec.json.decode(place.read_bytes(), type=list[FileEntry]))
+            place.unlink()
+        return Manifest(
+            format=FORMAT,
+            model=identity_of(self._model),
+            world_size=self._world.size,
+            num_updates=self._num_updates,
+            files=tuple(entries),
+            extra=self._extra,
+            backend="megatron",
+            layout=asdict(self._world.layout),
         )
-        write_safetensors(partial / rank_file(world.rank), _random_state(world.device))
-    with world.together(what):
-        own = [describe_file(path) for path in files_of(partial, world.rank)]
-        (partial / list_of(world.rank)).write_bytes(msgspec.json.encode(own))
-    with world.together(what):
-        if world.rank == 0:
-            commit(target, _manifest(state, partial, extra))
 
 
 def load_checkpoint(folder: str | Path, state: TrainingState) -> dict[str, Any]:
@@ -166,62 +200,7 @@ def _restore_optimizer(optimizer: Any, saved: Any) -> None:
             moments[parameter]["step"] = step.detach().clone()
 
 
-def _strategy() -> Any:
-    """torch_dist, written by this process itself: no fork, no manager process, no thread."""
-    files = mcore.module("dist_checkpointing.strategies.filesystem_async")
-    if files._results_queue is None:
-        files._results_queue = queue.Queue()  # its only writer and its only reader are this thread
-    base = mcore.module("dist_checkpointing.strategies.torch").TorchDistSaveShardedStrategy
-    if not hasattr(files.FileSystemWriterAsync, "write_preloaded_data_multiproc"):
-        return base("torch_dist", 1, thread_count=1)  # since 0.18 one bucket is written in place
-
-    class InPlace(base):  # a class of a class known at run time only
-        def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-            _write_in_place(files.FileSystemWriterAsync, self.async_save(sharded_state_dict, checkpoint_dir))
-
-    return InPlace("torch_dist", 1, thread_count=1)
-
-
-def _write_in_place(writer: Any, request: Any) -> None:
-    """What `AsyncRequest.execute_sync` does, without forking for each file."""
-    if request.async_fn is not None:
-        transforms = request.async_fn.args[0]
-        results: dict[int, Any] = {}
-        for number, bucket in enumerate(request.preload_fn()):
-            done: queue.Queue[Any] = queue.Queue()
-            ended: queue.Queue[int] = queue.Queue()
-            ended.put(number)
-            writer.write_preloaded_data(transforms, number, bucket, done, ended, True)
-            _, outcome = done.get_nowait()
-            if isinstance(outcome, Exception):
-                raise TrainError(f"cannot write {bucket[0]}: {outcome}", remedy="check disk and rights") from outcome
-            results[number] = outcome
-        request.async_fn_args[2].put(results)
-    cast(Any, torch.distributed).barrier()
-    for finish in request.finalize_fns:
-        finish()
-
-
 # -- what lies beside
-
-
-def _manifest(state: TrainingState, partial: Path, extra: Mapping[str, Any]) -> Manifest:
-    """The manifest from every rank's list of files; the lists go."""
-    entries: list[FileEntry] = []
-    for rank in range(state.world.size):
-        place = partial / list_of(rank)
-        entries.extend(msgspec.json.decode(place.read_bytes(), type=list[FileEntry]))
-        place.unlink()
-    return Manifest(
-        format=FORMAT,
-        model=identity_of(state.model),
-        world_size=state.world.size,
-        num_updates=state.optimizer.num_updates,
-        files=tuple(entries),
-        extra=dict(extra),
-        backend="megatron",
-        layout=asdict(state.world.layout),
-    )
 
 
 def _check_layout(path: Path, manifest: Manifest, state: TrainingState) -> None:

@@ -45,7 +45,7 @@ def iter_hf_tensors(
     vocabulary is cut off and a tied head is left out, as in the folder.
 
     `pick` says which tensor, shaped like the parameter and of one number type for all, to export: values, gradients,
-    moments. A tensor may share memory with the picked one, so use it before asking for the next or training on.
+    moments. A tensor may share memory with the picked one, so use it before training on.
     """
     del layout  # the grid says it all; part of the seam
     grid = read_grid()

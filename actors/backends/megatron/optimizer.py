@@ -11,7 +11,7 @@ Megatron's, applied here because nothing but its own scheduler would.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -78,6 +78,10 @@ class MegatronAdamW:
         options: Mapping[str, Any],
     ) -> None:
         self.chunks = list(chunks)
+        self.before_update: Callable[[], None] = _nothing
+        """Called before masters and moments are used by an update."""
+        self.after_update: Callable[[], None] = _nothing
+        """Called when they, and the parameters, were written."""
         self.num_updates = 0
         """Updates since the beginning of the run."""
         self._overlaps_gather = bool(cast(Any, self.chunks[0]).ddp_config.overlap_param_gather)
@@ -123,6 +127,7 @@ class MegatronAdamW:
 
     def update(self, lr: float, weight_decay: float, max_norm: float) -> None:
         """Scale gradients down to `max_norm` and update. Collective: parameters are gathered from their owners."""
+        self.before_update()
         for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
             part.config.clip_grad = max_norm
         for group in self.megatron.param_groups:
@@ -130,12 +135,24 @@ class MegatronAdamW:
             group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
         self.megatron.step()
         self.num_updates += 1
+        self.after_update()
+
+    @torch.no_grad()
+    def rebuild_parameters(self) -> None:
+        """Fill the parameters anew from the float32 masters, as an update does at its end. Collective."""
+        for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
+            part._copy_main_params_to_model_params()
+        for chunk in self.chunks:
+            cast(Any, chunk).start_param_sync(force_sync=True)
 
     def settle(self) -> None:
         """Have all parameters in place, where they are otherwise gathered during the next forward pass. Collective."""
         if self._overlaps_gather:
             for chunk in self.chunks:
                 cast(Any, chunk).start_param_sync(force_sync=True)
+
+
+def _nothing() -> None: ...
 
 
 def _offload(settings: MegatronSettings, precision: Precision) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .residence import TorchResidence
 from .tensors import local_part
 
 
@@ -24,22 +25,43 @@ class AdamW:
     p = p (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], betas: tuple[float, float], eps: float) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        betas: tuple[float, float],
+        eps: float,
+        residence: TorchResidence | None = None,
+    ) -> None:
+        """`residence`: where moments and gradients lie if they can leave the device."""
         self._parameters = tuple(parameters)
         self._betas = betas
         self._eps = eps
+        self._residence = residence
         self.num_updates = 0
         """t: updates since the beginning of the run."""
-        self.moments: dict[str, tuple[Tensor, Tensor]] = {
-            name: (torch.zeros_like(local_part(p.detach())), torch.zeros_like(local_part(p.detach())))
-            for name, p in self._parameters
-        }
-        """Name -> (first, second) moment of this rank's part."""
+        parts = [local_part(p.detach()) for _, p in self._parameters]
+        if residence is None:
+            firsts, seconds = ([torch.zeros_like(part) for part in parts] for _ in range(2))
+        else:
+            firsts, seconds = (residence.zeros_like("optimizer", parts) for _ in range(2))
+        names = [name for name, _ in self._parameters]
+        self._moments = dict(zip(names, zip(firsts, seconds, strict=True), strict=True))
+        self._gradients = [] if residence is None else residence.zeros_like("grads", parts)
+
+    @property
+    def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Name -> (first, second) moment of this rank's part. Waits for them if they are on their way back."""
+        if self._residence is not None:
+            self._residence.arrived()
+        return self._moments
 
     def forget_gradients(self) -> None:
-        """Drop all gradients."""
-        for _, parameter in self._parameters:
-            parameter.grad = None
+        """Drop all gradients; where they keep their memory, set them to zero."""
+        if self._residence is None:
+            for _, parameter in self._parameters:
+                parameter.grad = None
+        for (_, parameter), gradient in zip(self._parameters, self._gradients, strict=False):
+            parameter.grad = gradient.zero_()
 
     @torch.no_grad()
     def update(self, lr: float, weight_decay: float) -> None:
@@ -48,13 +70,16 @@ class AdamW:
         beta1, beta2 = self._betas
         rate = lr / (1 - beta1**self.num_updates)
         root = (1 - beta2**self.num_updates) ** 0.5
+        moments = self.moments
         for name, parameter in self._parameters:
             if parameter.grad is None:
                 continue
             part, gradient = local_part(parameter), local_part(parameter.grad)
-            first, second = self.moments[name]
+            first, second = moments[name]
             if weight_decay and parameter.ndim > 1:
                 part.mul_(1 - lr * weight_decay)
             first.lerp_(gradient, 1 - beta1)
             second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             part.addcdiv_(first, second.sqrt().div_(root).add_(self._eps), value=-rate)
+        if self._residence is not None:
+            self._residence.written()

@@ -12,15 +12,18 @@ from typing import Any
 
 import torch
 
+from ....core.assets import AssetStore
+from ....core.clock import Clock
 from ....core.errors import ConfigError
 from ...models.hf_folder import ModelConfig, read_config
 from ..rank_backend import RankBackend, RankSettings
 from .adamw import AdamW
-from .checkpoint import TrainingState, load_checkpoint, save_checkpoint
+from .checkpoint import PendingCheckpoint, TrainingState, load_checkpoint
 from .export import Exporter
 from .microbatch import Cutting
 from .model import CausalLM, linear_cost, load_weights
 from .parallel import Replica
+from .residence import TorchResidence
 from .schedule import check_schedule
 from .step import Stepper
 from .tensors import DTYPE_OF
@@ -36,8 +39,8 @@ class _Parts:
     stepper: Stepper
     exporter: Exporter
 
-    def save(self, folder: str, extra: dict[str, Any]) -> None:
-        save_checkpoint(folder, self.state, extra)
+    def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingCheckpoint:
+        return PendingCheckpoint(folder, self.state, extra)
 
     def load(self, folder: str) -> dict[str, Any]:
         return load_checkpoint(folder, self.state)
@@ -45,6 +48,30 @@ class _Parts:
 
 class TorchBackend(RankBackend[RankSettings, _Parts]):
     """One trainer rank."""
+
+    def __init__(
+        self, config: RankSettings, clock: Clock | None = None, *, residence: TorchResidence | None = None
+    ) -> None:
+        """`residence`: where parameters, gradients and moments lie if they can leave the device."""
+        super().__init__(config, clock)
+        self._residence = residence
+
+    def load(self, folder: str) -> dict[str, Any]:
+        """See `RankBackend`."""
+        extra = super().load(folder)
+        if self._residence is not None:
+            self._residence.written()
+        return extra
+
+    def memory(self) -> AssetStore | None:
+        """See `core.protocols.TrainBackend`."""
+        return self._residence
+
+    def close(self) -> None:
+        """See `RankBackend`."""
+        super().close()
+        if self._residence is not None:
+            self._residence.close()
 
     def setup(self) -> dict[str, Any]:
         """Join the gang, build model, reference and optimizer; returns facts for the log.
@@ -65,7 +92,10 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         with world.phase("set up"):
             replica = self._replica(model_config, world, is_trained=True)
             reference = self._replica(model_config, world, is_trained=False) if config.algo.kl_coef > 0 else None
-            optimizer = AdamW(replica.parameters(), config.optimizer.betas, config.optimizer.eps)
+            if self._residence is not None:
+                self._residence.house("params", [p for _, p in replica.parameters()])
+                self._residence.house("frozen", [p for _, p in reference.parameters()] if reference else [])
+            optimizer = AdamW(replica.parameters(), config.optimizer.betas, config.optimizer.eps, self._residence)
         stepper = Stepper(
             replica,
             reference,

@@ -38,6 +38,7 @@ from .checkpoint_folder import (
 from .export import named_array
 from .parallel import Replica
 from .tensors import from_bytes, integers, local_part
+from .world import World
 
 KINDS = ("weights", "first_moments", "second_moments")
 RNG_CPU, RNG_CUDA = "rng/cpu", "rng/cuda"
@@ -52,32 +53,50 @@ class TrainingState:
     model: ModelConfig
 
 
-def save_checkpoint(folder: str | Path, state: TrainingState, extra: Mapping[str, Any]) -> None:
-    """Write a checkpoint to `folder`; it appears there when it is complete on all ranks. Collective.
+class PendingCheckpoint:
+    """A checkpoint whose content is copied away: training may go on while `write` runs in a thread of its own."""
 
-    `extra` must be JSON. Raises TrainError (on every rank) if any rank fails; an older checkpoint there then stays.
-    """
-    world, target = state.replica.world, Path(folder)
-    files: list[FileEntry] = []
-    check_extra(extra)
-    with world.together(f"saving checkpoint {target}"):
-        if world.rank == 0:
-            begin(target)
-    with world.together(f"saving checkpoint {target}"):
-        path = partial_of(target) / rank_file(world.rank)
-        write_safetensors(path, [named_array(name, tensor.cpu()) for name, tensor in _tensors(state)])
-        files = _gather_entries(state, describe_file(path))
-    with world.together(f"saving checkpoint {target}"):
-        if world.rank == 0:
-            manifest = Manifest(
-                format=FORMAT,
-                model=identity_of(state.model),
-                world_size=world.size,
-                num_updates=state.optimizer.num_updates,
-                files=tuple(files),
-                extra=dict(extra),
-            )
-            commit(target, manifest)
+    def __init__(self, folder: str | Path, state: TrainingState, extra: Mapping[str, Any]) -> None:
+        """Collective; raises TrainError on every rank if any rank fails. `extra` must be JSON."""
+        check_extra(extra)
+        self._world, self._target, self._extra = state.replica.world, Path(folder), dict(extra)
+        self._model, self._num_updates = state.model, state.optimizer.num_updates
+        self._entry: FileEntry | None = None
+        with self._world.together(self._what):
+            if self._world.rank == 0:
+                begin(self._target)
+        with self._world.together(self._what):
+            copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in _tensors(state)]
+            self._tensors = [named_array(name, tensor) for name, tensor in copies]
+
+    @property
+    def _what(self) -> str:
+        return f"saving checkpoint {self._target}"
+
+    def write(self) -> None:
+        """This rank's file; any thread, not collective. Raises TrainError when the disk refuses."""
+        path = partial_of(self._target) / rank_file(self._world.rank)
+        write_safetensors(path, self._tensors)
+        self._entry = describe_file(path)
+
+    def finish(self) -> None:
+        """Once every rank has written: the folder appears. Collective; an older checkpoint there stays until then."""
+        files: list[FileEntry] = []
+        with self._world.together(self._what):
+            if self._entry is None:
+                raise TrainError(f"rank {self._world.rank} has not written its part", remedy="call write() first")
+            files = _gather_entries(self._world, self._entry)
+        with self._world.together(self._what):
+            if self._world.rank == 0:
+                manifest = Manifest(
+                    format=FORMAT,
+                    model=identity_of(self._model),
+                    world_size=self._world.size,
+                    num_updates=self._num_updates,
+                    files=tuple(files),
+                    extra=self._extra,
+                )
+                commit(self._target, manifest)
 
 
 def load_checkpoint(folder: str | Path, state: TrainingState) -> dict[str, Any]:
@@ -156,12 +175,12 @@ def _first_row(num_rows: int, replica: Replica) -> int:
     return min(num_rows, each * replica.world.rank)
 
 
-def _gather_entries(state: TrainingState, entry: FileEntry) -> list[FileEntry]:
+def _gather_entries(world: World, entry: FileEntry) -> list[FileEntry]:
     """Every rank's file entry, on every rank."""
     own = torch.frombuffer(
         bytearray(entry.num_bytes.to_bytes(8, "little") + bytes.fromhex(entry.sha256)), dtype=torch.uint8
     )
-    rows = state.replica.world.gather(own).cpu()
+    rows = world.gather(own).cpu()
     return [
         FileEntry(
             name=rank_file(rank),

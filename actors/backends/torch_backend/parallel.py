@@ -74,7 +74,7 @@ class Replica:
             start = 0
             for parameter in bucket:
                 end = start + parameter.numel()
-                parameter.grad = total[start:end].view_as(parameter)
+                _set_gradient(parameter, total[start:end].view_as(parameter))
                 start = end
 
     def gradient_norm(self) -> Tensor:
@@ -107,6 +107,14 @@ class Replica:
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _set_gradient(parameter: nn.Parameter, value: Tensor) -> None:
+    """Into the memory that is there: it may be a kind that leaves the device."""
+    if parameter.grad is None:
+        parameter.grad = value
+    else:
+        parameter.grad.copy_(value)
 
 
 def _check_same_weights(module: CausalLM, world: World) -> None:

@@ -49,6 +49,8 @@ class Gang:
     """Number among the ranks on this host: which of the visible GPUs is ours."""
     timeout_s: float = 300.0
     """Bound on the meeting and on every collective."""
+    backend: str = ""
+    """torch's name of a registered backend whose groups can leave their devices; empty: nccl on GPUs, else gloo."""
 
     @staticmethod
     def from_environment(environment: Mapping[str, str], timeout_s: float = 300.0) -> Gang:
@@ -97,12 +99,12 @@ class World:
             return World(rank, size, device, None)
         store = _meet(gang)
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            gang.backend or ("nccl" if device.type == "cuda" else "gloo"),
             store=PrefixStore("group", store),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=gang.timeout_s),
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if device.type == "cuda" and not gang.backend else None,
         )
         return World(rank, size, device, store)
 

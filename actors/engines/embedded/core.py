@@ -23,6 +23,7 @@ from ....core.protocols import Delta, GenerateRequest, PauseMode
 from ....core.samples import I32, FinishReason
 from ...models.model_config import ModelConfig
 from .admission import Admission, plan_admission, take_waiting
+from .allocation import Allocate
 from .arrays import as_tensor
 from .attention import Attention, DecodeAttention, MixedAttention, PrefillAttention
 from .kv import SlotCache
@@ -70,12 +71,15 @@ _NOTHING = Delta(output_ids=_EMPTY_I32, logprobs=np.zeros(0, dtype=np.float32), 
 class EngineCore:
     """The engine without its thread."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, options: CoreOptions) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, options: CoreOptions, allocate: Allocate | None = None
+    ) -> None:
+        """`allocate`: of the cache."""
         self._config = config
         self._weights = weights
         self._options = options
         self._decoder = Decoder(config, options.context_length)
-        self._cache = SlotCache(config, options.num_slots, options.context_length, weights.dtype)
+        self._cache = SlotCache(config, options.num_slots, options.context_length, weights.dtype, allocate)
         self._slots = SlotTable(self._cache, options.num_slots, options.context_length, config.vocab_size)
         self._waiting: deque[Running] = deque()
         self._ids: set[str] = set()

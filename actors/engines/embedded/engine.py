@@ -12,12 +12,13 @@ vLLM and SGLang (their CPU builds are not on the package index), llama.cpp (weig
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from ....core.assets import MovedBytes
+from ....core.device_memory import Tag, TagReport
 from ....core.errors import EngineError
 from ....core.messages import WeightManifest
 from ....core.protocols import Delta, EngineInfo, GenerateRequest, NamedArray, PauseMode, WeightReader
@@ -25,61 +26,18 @@ from ....memory.budget import EngineBudget, plan_engine
 from ....memory.host import available_bytes
 from ...models.hf_folder import ModelConfig, open_weights, read_config
 from ...models.tokenizer import load_tokenizer
+from .allocation import plain_zeros
 from .core import CoreOptions, EngineCore, Event
+from .lent_memory import LentMemory, expected
+from .options import EmbeddedOptions
 from .request import Running
+from .stream import Stream
 from .thread import EngineThread
 from .weights import DTYPES, DecoderWeights
 
 CPU_DTYPES = ("float32", "bfloat16")
 JOIN_S = 10.0
 """How long `close` waits for the step in hand."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddedOptions:
-    """Settings of an embedded engine."""
-
-    max_running: int = 256
-    """Sequences decoded together; fewer if memory demands it."""
-    context_length: int = 0
-    """Longest prompt plus answer in tokens; 0: the model's own."""
-    dtype: str = "float32"
-    """float32 agrees with the trainer to 1e-5 per log-prob; bfloat16 halves the memory and does not."""
-    seed: int = 0
-    """Of the requests that bring none."""
-    version: int = 0
-    """Weight version that the folder holds."""
-    pause_mode: PauseMode = "in_place"
-    """What a commit does to running requests: in_place keeps their cache, retract rebuilds it under the new weights,
-    abort ends them."""
-    stream_interval: int = 16
-    """Deltas come every so many tokens, and at the end."""
-    num_threads: int = 1
-    """Of torch. More than one only pays on cores that nobody else uses: its barriers spin."""
-    memory_share: float = 0.6
-    """Part of the host's available memory to plan with; divide it by the number of engines on the host."""
-    name: str = "embedded engine"
-
-
-class _Stream:
-    """What one `generate` call has not yielded yet."""
-
-    def __init__(self) -> None:
-        self.news: deque[Delta | EngineError] = deque()
-        self.has_news = asyncio.Event()
-
-    def put(self, news: Delta | EngineError) -> None:
-        self.news.append(news)
-        self.has_news.set()
-
-    async def get(self) -> Delta:
-        while not self.news:
-            self.has_news.clear()
-            await self.has_news.wait()
-        news = self.news.popleft()
-        if isinstance(news, EngineError):
-            raise news
-        return news
 
 
 @dataclass(slots=True)
@@ -96,17 +54,24 @@ class _Started:
 
 
 class EmbeddedEngine:
-    """One model, one thread. `reader` opens the weight channel; without one, weights come from folders only."""
+    """One model, one thread. `reader` opens the weight channel; without one, weights come from folders only. `memory`:
+    where weights and cache lie if they may be taken back between steps."""
 
     def __init__(
-        self, folder: str | Path, options: EmbeddedOptions | None = None, *, reader: WeightReader | None = None
+        self,
+        folder: str | Path,
+        options: EmbeddedOptions | None = None,
+        *,
+        reader: WeightReader | None = None,
+        memory: LentMemory | None = None,
     ) -> None:
         self._folder = Path(folder)
         self._options = options or EmbeddedOptions()
         self._reader = reader
+        self._memory = memory
         self._state: _Started | None = None
         self._is_closed = False
-        self._streams: set[_Stream] = set()
+        self._streams: set[Stream] = set()
         self._preparing = asyncio.Lock()
         self._starting = asyncio.Lock()
         self._broken: EngineError | None = None
@@ -143,6 +108,8 @@ class EmbeddedEngine:
                 num_threads=self._options.num_threads,
             )
             self._state = _Started(config=config, budget=budget, thread=thread, worker=worker)
+            if self._memory is not None:  # all that it will ever hold, so that nothing has to grow later
+                self._state.spare = self._new_weights(config)
             thread.start()
         return await self.info()
 
@@ -152,17 +119,8 @@ class EmbeddedEngine:
             raise EngineError(
                 f"{self._place}: dtype {options.dtype} is not for CPUs", remedy=f"use {' or '.join(CPU_DTYPES)}"
             )
-        config = read_config(self._folder)
-        config.require_plain(self._place)
-        budget = plan_engine(
-            config,
-            dtype=options.dtype,
-            max_running=options.max_running,
-            context_length=options.context_length,
-            available_bytes=available_bytes(),
-            share=options.memory_share,
-        )
-        weights = DecoderWeights(config, DTYPES[options.dtype])
+        config, budget = self._plan()
+        weights = self._new_weights(config)
         with open_weights(self._folder, config) as tensors:
             weights.load(tensors, str(self._folder))
         core_options = CoreOptions(
@@ -174,7 +132,26 @@ class EmbeddedEngine:
             stream_interval=options.stream_interval,
             name=self._place,
         )
-        return config, budget, EngineCore(config, weights, core_options)
+        allocate = None if self._memory is None else self._memory.allocate("kv_cache")
+        return config, budget, EngineCore(config, weights, core_options, allocate)
+
+    def _plan(self) -> tuple[ModelConfig, EngineBudget]:
+        options, memory = self._options, self._memory
+        config = read_config(self._folder)
+        config.require_plain(self._place)
+        budget = plan_engine(
+            config,
+            dtype=options.dtype,
+            max_running=options.max_running,
+            context_length=options.context_length,
+            available_bytes=available_bytes() if memory is None else min(available_bytes(), memory.device_bytes),
+            share=options.memory_share,
+        )
+        return config, budget
+
+    def _new_weights(self, config: ModelConfig) -> DecoderWeights:
+        allocate = plain_zeros if self._memory is None else self._memory.allocate("weights")
+        return DecoderWeights(config, DTYPES[self._options.dtype], allocate)
 
     def _started(self) -> _Started:
         if self._is_closed:
@@ -197,6 +174,8 @@ class EmbeddedEngine:
             self._state = None
             if self._reader is not None and is_idle:
                 self._reader.close()
+            if self._memory is not None and is_idle:
+                self._memory.close()
 
     async def _drain(self, worker: ThreadPoolExecutor) -> bool:
         """Wait for a copy in hand; False when it takes too long to wait for."""
@@ -209,7 +188,7 @@ class EmbeddedEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         """Stream tokens; see `core.protocols.Engine`. Raises RequestRefused for a request that cannot be served."""
         thread = self._started().thread
-        stream = _Stream()
+        stream = Stream()
         self._streams.add(stream)
         is_ended = False
         try:
@@ -223,7 +202,7 @@ class EmbeddedEngine:
             if not is_ended and not self._is_closed:
                 self._abandon(thread, stream)
 
-    def _abandon(self, thread: EngineThread, stream: _Stream) -> None:
+    def _abandon(self, thread: EngineThread, stream: Stream) -> None:
         """The caller closed the iterator early: its row is wanted by others."""
 
         def is_mine(running: Running) -> bool:
@@ -236,7 +215,7 @@ class EmbeddedEngine:
 
     def _on_events(self, events: list[Event]) -> None:
         for event in events:
-            if isinstance(event.owner, _Stream):
+            if isinstance(event.owner, Stream):
                 event.owner.put(event.news)
 
     def _on_broken(self, error: EngineError) -> None:
@@ -313,7 +292,7 @@ class EmbeddedEngine:
         async with self._preparing:
             state = self._started()
             state.prepared = None  # its bytes are about to be overwritten
-            weights = state.spare or DecoderWeights(state.config, DTYPES[self._options.dtype])
+            weights = state.spare or self._new_weights(state.config)
             state.spare = weights
             await asyncio.get_running_loop().run_in_executor(state.worker, load, weights)
             state.prepared = version
@@ -337,6 +316,51 @@ class EmbeddedEngine:
     async def relabel(self, version: int) -> None:
         """Stamp the next tokens with another version, weights unchanged: the weights were known by another number."""
         await self._started().thread.call(lambda core: core.relabel(version))
+
+    # -- memory
+
+    def _lent(self) -> LentMemory:
+        if self._memory is None:
+            raise EngineError(f"{self._place}: its memory is its own", remedy='set memory.share = "switch"')
+        return self._memory
+
+    def memory_tags(self) -> tuple[TagReport, ...]:
+        """See `core.protocols.EngineMemory`."""
+        if self._state is not None:
+            return self._lent().tags()
+        _, budget = self._plan()
+        return expected(budget.weight_bytes, budget.kv_bytes)
+
+    def memory_pids(self) -> tuple[int, ...]:
+        """See `core.protocols.EngineMemory`."""
+        return self._lent().pids
+
+    async def park(self, within_s: float) -> None:
+        """See `core.protocols.EngineMemory`; between two steps nothing runs once no request is left."""
+        try:
+            async with asyncio.timeout(within_s):
+                while await self._started().thread.call(lambda core: core.num_running + core.num_waiting):
+                    await asyncio.sleep(0.005)
+        except TimeoutError as err:
+            raise EngineError(
+                f"{self._place}: was not idle within {within_s:g} s", remedy="abort its requests"
+            ) from err
+
+    async def unpark(self) -> None:
+        """See `core.protocols.EngineMemory`."""
+
+    async def release_memory(self, tags: Collection[Tag]) -> MovedBytes:
+        """See `core.protocols.EngineMemory`."""
+        async with self._preparing:
+            state, lent = self._started(), self._lent()
+            if "weights" in tags:
+                state.prepared = None
+            return await asyncio.get_running_loop().run_in_executor(state.worker, lent.release, tags)
+
+    async def restore_memory(self, tags: Collection[Tag]) -> MovedBytes:
+        """See `core.protocols.EngineMemory`."""
+        state, lent = self._started(), self._lent()
+        return await asyncio.get_running_loop().run_in_executor(state.worker, lent.restore, tags)
 
     # -- questions
 

@@ -13,19 +13,26 @@ import torch
 from torch import Tensor
 
 from ...models.model_config import ModelConfig
+from .allocation import Allocate
 from .arrays import Index, as_tensor
 
 
 class SlotCache:
     """[layers, 2, slots * kv heads, context, head_dim]; index 1 is 0 for keys and 1 for values."""
 
-    def __init__(self, config: ModelConfig, num_slots: int, context_length: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_slots: int,
+        context_length: int,
+        dtype: torch.dtype,
+        allocate: Allocate | None = None,
+    ) -> None:
+        """`allocate` None: of the system, which backs pages when they are first written."""
         self._num_heads = config.num_kv_heads
         self._context_length = context_length
         shape = (config.num_layers, 2, num_slots * config.num_kv_heads, context_length, config.head_dim)
-        # numpy asks the system for zeroed pages, which are backed when first written: memory grows with use.
-        words = np.zeros(shape, dtype=np.float32 if dtype == torch.float32 else np.uint16)
-        self._data = as_tensor(words) if dtype == torch.float32 else as_tensor(words).view(dtype)
+        self._data = _lazy_zeros(shape, dtype) if allocate is None else allocate([(shape, dtype)])[0]
         self._flat = self._data.view(config.num_layers, 2, -1, config.head_dim)
         self._head_offsets = np.arange(config.num_kv_heads) * context_length
 
@@ -54,3 +61,9 @@ class SlotCache:
     def clear_row(self, row: int) -> None:
         """Zero a row: masked places are multiplied by zero probability, which does not silence NaN."""
         self._data[:, :, row * self._num_heads : (row + 1) * self._num_heads] = 0
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Numpy asks the system for zeroed pages, which are backed when first written: memory grows with use."""
+    words = np.zeros(shape, dtype=np.float32 if dtype == torch.float32 else np.uint16)
+    return as_tensor(words) if dtype == torch.float32 else as_tensor(words).view(dtype)

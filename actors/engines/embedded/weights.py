@@ -12,7 +12,7 @@ by nothing else than the mathematics:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import cast
@@ -24,6 +24,7 @@ from torch import Tensor
 from ....core.errors import EngineError, RequestRefused
 from ....core.protocols import NamedArray
 from ...models.model_config import ModelConfig
+from .allocation import Allocate, plain_zeros
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -54,14 +55,15 @@ class LayerWeights:
 class DecoderWeights:
     """One complete set of weights. `load` overwrites it in place, so that two sets can take turns."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, allocate: Allocate = plain_zeros) -> None:
+        """`allocate` is called once, for all of them."""
         self.config = config
         self.dtype = dtype
-        self.embedding = torch.zeros(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.norm = torch.zeros(config.hidden_size, dtype=dtype)
-        tied = config.tie_word_embeddings
-        self.head = self.embedding if tied else torch.zeros_like(self.embedding)
-        self.layers = tuple(_empty_layer(config, dtype) for _ in range(config.num_layers))
+        shapes = [*_outer_shapes(config), *(shape for _ in range(config.num_layers) for shape in _layer_shapes(config))]
+        tensors = iter(allocate([(shape, dtype) for shape in shapes]))
+        self.embedding, self.norm = next(tensors), next(tensors)
+        self.head = self.embedding if config.tie_word_embeddings else next(tensors)
+        self.layers = tuple(_layer(config, tensors) for _ in range(config.num_layers))
 
     def load(self, tensors: Mapping[str, NamedArray], place: str) -> None:
         """Copy all weights; the bytes in `tensors` are not needed afterwards.
@@ -115,19 +117,31 @@ class DecoderWeights:
         return cast("list[float]", kept[name][:num_values].float().tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
-def _empty_layer(config: ModelConfig, dtype: torch.dtype) -> LayerWeights:
+def _outer_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
+    table = (config.vocab_size, config.hidden_size)
+    return [table, (config.hidden_size,)] if config.tie_word_embeddings else [table, (config.hidden_size,), table]
+
+
+def _layer_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
+    """Of one layer, in the order in which `_layer` takes them."""
     num_heads = config.num_heads + 2 * config.num_kv_heads
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    num_normed = config.num_heads + config.num_kv_heads
+    shapes: list[tuple[int, ...]] = [(hidden,), (num_heads * head_dim, hidden)]
+    shapes += [(num_heads * head_dim,)] if config.attention_bias else []
+    shapes += [(config.num_heads + config.num_kv_heads, head_dim)] if config.has_qk_norm else []
+    return [*shapes, (hidden, config.num_heads * head_dim), (hidden,), (2 * inner, hidden), (hidden, inner)]
+
+
+def _layer(config: ModelConfig, tensors: Iterator[Tensor]) -> LayerWeights:
     return LayerWeights(
-        input_norm=torch.zeros(hidden, dtype=dtype),
-        qkv=torch.zeros(num_heads * head_dim, hidden, dtype=dtype),
-        qkv_bias=torch.zeros(num_heads * head_dim, dtype=dtype) if config.attention_bias else None,
-        qk_norm=torch.zeros(num_normed, head_dim, dtype=dtype) if config.has_qk_norm else None,
-        out=torch.zeros(hidden, config.num_heads * head_dim, dtype=dtype),
-        post_norm=torch.zeros(hidden, dtype=dtype),
-        gate_up=torch.zeros(2 * inner, hidden, dtype=dtype),
-        down=torch.zeros(hidden, inner, dtype=dtype),
+        input_norm=next(tensors),
+        qkv=next(tensors),
+        qkv_bias=next(tensors) if config.attention_bias else None,
+        qk_norm=next(tensors) if config.has_qk_norm else None,
+        out=next(tensors),
+        post_norm=next(tensors),
+        gate_up=next(tensors),
+        down=next(tensors),
     )
 
 

@@ -5,11 +5,13 @@ it is told, as the real one does; only weights and kernels are ours.
 
 STAND_IN_FAULT says what goes wrong: "crash" (while loading), "child" (leaves a process of its own behind that knows
 nothing of its parent's end), "port:FILE" (the port is taken, as long as FILE exists; FILE is removed).
+STAND_IN_ACCESS_LOG=1: every answered request is noted, as by the real one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -51,7 +53,13 @@ async def run(argv: list[str]) -> None:
     key = args.admin_api_key
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    async with serve(args.model_path, args.host, args.port, options=options, is_incremental=True, key=key) as served:
+    told: logging.Logger | None = None
+    if os.environ.get("STAND_IN_ACCESS_LOG"):
+        logging.basicConfig(level=logging.INFO)
+        told = logging.getLogger("access")
+    async with serve(
+        args.model_path, args.host, args.port, options=options, is_incremental=True, key=key, access_log=told
+    ) as served:
         print(f"the server is fired up on {served.url}", flush=True)
         await stopped.wait()
 

@@ -1,0 +1,244 @@
+"""Megatron's parameters, gradients and optimizer on memory of the GPU that can leave it and come back.
+
+    frozen      what the model's constructor allocates and nobody trains, the reference model; copied once
+    params      the parameters, in Megatron's contiguous buffers: rebuilt from the float32 masters, or copied
+    grads       the gradient buffers: dropped, zeros when they come back
+    optimizer   masters and moments: copied, unless no step happened since; comes back while forward and backward run
+
+Knows Megatron's buffers and optimizers, and `Housing`, which makes allocations of a thread belong to a tag; knows no
+arena, lease or step. Fulfils `core.assets.AssetStore`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from torch import nn
+
+from ....core.assets import Moved, MovedBytes
+from ....core.clock import Clock
+from ....core.config import TrainerConfig
+from ....core.config.megatron import MegatronSettings
+from ....core.device_memory import Tag, TagPolicy, TagReport
+from ....core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from .optimizer import MegatronAdamW
+
+LATE: Tag = "optimizer"
+"""What may still be on its way when `restore` returns."""
+MASTER_BYTES, MOMENT_BYTES = 4, 8
+
+
+class Coming(Protocol):
+    """Tags on their way back."""
+
+    def wait(self, tag: Tag) -> None:
+        """Until this one is there."""
+        ...
+
+
+class Housing(Protocol):
+    """Memory of one GPU by tag."""
+
+    def region(self, tag: Tag, policy: TagPolicy) -> AbstractContextManager[None]:
+        """What this thread allocates inside belongs to the tag."""
+        ...
+
+    def shrink(self, tags: Collection[Tag]) -> None:
+        """Give back what was freed of these tags since their regions; their pools end."""
+        ...
+
+    def mark_dirty(self, tag: Tag) -> None:
+        """Its contents changed, or were rebuilt."""
+        ...
+
+    def release(self, tags: Collection[Tag]) -> MovedBytes:
+        """See `AssetStore`."""
+        ...
+
+    def begin_restore(self, tags: Collection[Tag]) -> Coming:
+        """Map them; contents may still be on their way."""
+        ...
+
+    def report(self) -> tuple[TagReport, ...]:
+        """See `AssetStore`."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class MegatronResidence:
+    """One rank's. All methods block and belong to the backend's thread, `report` to any."""
+
+    def __init__(
+        self, open_housing: Callable[[int], Housing], settings: MegatronSettings, *, rebuilds: bool, clock: Clock
+    ) -> None:
+        """`open_housing(local GPU)`: called in set-up, once the device is chosen. `rebuilds`: parameters are rebuilt
+        from masters instead of copied."""
+        self._open = open_housing
+        self._housing: Housing | None = None
+        self._in_buffers = settings.distributed_optimizer
+        self._params_policy: TagPolicy = "rematerialise" if rebuilds else "backup"
+        self._clock = clock
+        self._optimizer: MegatronAdamW | None = None
+        self._coming: Coming | None = None
+        self._is_stale = False
+        """Parameters came back without contents."""
+
+    # -- set-up
+
+    def begin(self, local_gpu: int) -> None:
+        """Before anything is allocated."""
+        self._housing = self._open(local_gpu)
+
+    def for_model(self) -> AbstractContextManager[None]:
+        """Around building the chunks. With a distributed optimizer their parameters move to Megatron's buffers
+        afterwards, and what stays is what nobody trains; else they stay where they are built."""
+        return self._home().region("frozen", "backup") if self._in_buffers else self.for_buffers()
+
+    def for_buffers(self) -> AbstractContextManager[None]:
+        """Around Megatron's data parallelism, which makes buffers of parameters and gradients."""
+        return self._home().region("params", self._params_policy)
+
+    def for_optimizer(self) -> AbstractContextManager[None]:
+        """Around the optimizer's constructor."""
+        return self._home().region("optimizer", "backup")
+
+    def for_reference(self) -> AbstractContextManager[None]:
+        """Around building the reference model."""
+        return self._home().region("frozen", "backup")
+
+    def move_grads(self, chunks: Sequence[nn.Module]) -> None:
+        """Give the gradient buffers memory of their own tag. A storage keeps its views while its memory changes, so
+        every `main_grad` and bucket follows."""
+        for chunk in chunks:
+            for buffer in _buffers(chunk):
+                storage = buffer.grad_data.untyped_storage()
+                num_bytes = storage.nbytes()
+                storage.resize_(0)
+                with self._home().region("grads", "discard"):
+                    storage.resize_(num_bytes)
+                buffer.grad_data.zero_()
+
+    def built(self, optimizer: MegatronAdamW) -> None:
+        """Everything is there. Raises ConfigError for optimizers that allocate in their first step."""
+        parts: list[Any] = getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron])
+        if len(list(optimizer.torch_optimizers())) != len(parts):
+            raise ConfigError(
+                'memory.share = "switch" needs torch\'s own AdamW under Megatron, so that the moments are there before '
+                "the first step",
+                remedy="leave apex and Transformer Engine's optimizers out of this environment",
+            )
+        self._optimizer = optimizer
+        self._home().shrink(("frozen", "params", "grads", "optimizer"))
+
+    def _home(self) -> Housing:
+        if self._housing is None:
+            raise ConfigError("the rank's memory was not opened", remedy="this is a bug; call begin() in set-up")
+        return self._housing
+
+    # -- use
+
+    def ready(self) -> None:
+        """Before parameters are read: rebuild them from their masters if they came back empty. Collective then."""
+        if not self._is_stale or self._optimizer is None:
+            return
+        self.arrived()
+        self._optimizer.rebuild_parameters()
+        self._home().mark_dirty("params")
+        self._is_stale = False
+
+    def arrived(self) -> None:
+        """Before masters or moments are read or written."""
+        if self._coming is not None:
+            self._coming.wait(LATE)
+            self._coming = None
+
+    def written(self) -> None:
+        """Parameters, masters and moments changed."""
+        self.arrived()
+        self._is_stale = False
+        self._home().mark_dirty("params")
+        self._home().mark_dirty("optimizer")
+
+    # -- leaving and coming back
+
+    def report(self) -> tuple[TagReport, ...]:
+        """See the protocol; tags that hold nothing are left out."""
+        return () if self._housing is None else tuple(r for r in self._housing.report() if r.num_bytes)
+
+    def release(self, tags: Collection[Tag]) -> MovedBytes:
+        """See the protocol."""
+        self.arrived()
+        return self._home().release(self._known(tags))
+
+    def restore(self, tags: Collection[Tag]) -> MovedBytes:
+        """See the protocol; the optimizer may still be on its way, and parameters to be rebuilt by `ready`."""
+        started = self._clock.monotonic()
+        self.arrived()
+        known = self._known(tags)
+        away = {r.tag: r for r in self.report() if r.tag in known and r.backing in ("host", "discarded")}
+        coming = self._home().begin_restore(known)
+        for tag in known:
+            if tag != LATE:
+                coming.wait(tag)
+        if LATE in known:
+            self._coming = coming
+        if "params" in away and self._params_policy == "rematerialise":
+            self._is_stale = True
+        return Moved(
+            copied_bytes=sum(r.num_bytes for r in away.values() if r.backing == "host"),
+            dropped_bytes=sum(r.num_bytes for r in away.values() if r.backing == "discarded"),
+            seconds=self._clock.monotonic() - started,
+        )
+
+    def _known(self, tags: Collection[Tag]) -> list[Tag]:
+        return [report.tag for report in self.report() if report.tag in tags]
+
+    def close(self) -> None:
+        """Give everything back; no tensor on it may be used again."""
+        self._coming = None
+        if self._housing is not None:
+            self._housing.close()
+            self._housing = None
+
+
+def _buffers(chunk: nn.Module) -> list[Any]:
+    """Megatron's parameter and gradient buffers of a chunk."""
+    ddp = cast("Any", chunk)
+    return [*ddp.buffers, *getattr(ddp, "expert_parallel_buffers", [])]
+
+
+def rebuilds_params(settings: MegatronSettings, trainer: TrainerConfig, policy: str) -> bool:
+    """Whether parameters are rebuilt from masters. Raises ConfigError where that was asked for and there are none."""
+    has_masters = trainer.dtype == "bfloat16" and settings.distributed_optimizer
+    if policy == "rematerialise" and not has_masters:
+        raise ConfigError(
+            'memory.params = "rematerialise": there are no float32 masters apart from the parameters',
+            remedy='use trainer.dtype = "bfloat16" with megatron.distributed_optimizer, or memory.params = "backup"',
+        )
+    return has_masters and policy != "backup"
+
+
+def planned(
+    num_parameters: int, settings: MegatronSettings, trainer: TrainerConfig, world_size: int, *, has_reference: bool
+) -> dict[Tag, tuple[int, TagPolicy]]:
+    """About what a rank will hold, experts counted as if they were cut like the rest."""
+    cut = settings.tp * settings.pp
+    local = num_parameters // cut
+    replicas = max(1, world_size // cut) if settings.distributed_optimizer else 1
+    is_bf16 = trainer.dtype == "bfloat16"
+    item = 2 if is_bf16 else 4
+    state = (MASTER_BYTES if is_bf16 else 0) + MOMENT_BYTES
+    plan: dict[Tag, tuple[int, TagPolicy]] = {
+        "params": (item * local, "backup"),
+        "grads": (4 * local, "discard"),
+        "optimizer": (state * local // replicas, "backup"),
+        "frozen": (item * local if has_reference else 0, "backup"),
+    }
+    return {tag: (size, policy) for tag, (size, policy) in plan.items() if size}

@@ -1,0 +1,294 @@
+"""A run whose trainer and engine share one GPU by turns, two ways: by our arenas and leases, and by torch-memory-saver
+with communicators made anew, which is how others do it.
+
+    python memory_colocated.py [--ways ours,saver] [--shape 1.7b] [--mem-fraction 0.9] [--steps 8] [--device cpu]
+
+Two ordinary runs of `memory_colocated.toml`, one after the other, with SGLang launched by the rollout actor and
+Megatron as the trainer; nothing differs but `[memory] backend` and `communicators`. Exposed switch of a step, as the
+leader tells it: nobody computes, from asking for the trainer's turn to having it, and from the end of the step over the
+hand-off of the weights to the engine's turn. What the manager tells of its leases is in the second table. On a CPU: our
+engine and the torch trainer over the host's stand-in device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async20 import write_prompts
+from figures import Report, median, number, parser, percent, work_folder
+from make_model import make_apart
+from memory_device import device_bytes, used_by_process
+from memory_figures import GIB, MIB, quantile, size, tell_when_ended
+from run_figures import SKIPPED_STEPS, Run, newest_run, read_run, tell_run
+from runs import RunFailedError, Stopwatch, cpu_overrides, facts_of, stage, up
+
+WAYS = {
+    "ours": (),
+    "saver": ('memory.backend="torch_memory_saver"', 'memory.communicators="rebuild"'),
+}
+"""Way -> what the run file is told."""
+RUN_FILE = "memory_colocated.toml"
+WORKSPACE_MIB = 3072
+"""Of the device for every 1024 tokens of a micro-batch: activations and logits of 1.7B, without recomputation (39 GiB
+were seen for 16,384)."""
+SAMPLE_S = 0.2
+LEAST_S = 100.0
+"""A run with less time than this is not begun a second time."""
+
+
+class Sampler(threading.Thread):
+    """Looks at the GPU from outside while a run goes on: the most that was used, the least that each process held once
+    it had held more than a GiB."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most = 0
+        self.largest: dict[int, int] = {}
+        self.least_after: dict[int, int] = {}
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        while not self._is_over.wait(SAMPLE_S):
+            self.most = max(self.most, device_bytes()[0])
+            for pid, used in used_by_process().items():
+                self.largest[pid] = max(self.largest.get(pid, 0), used)
+                if self.largest[pid] > GIB:
+                    self.least_after[pid] = min(self.least_after.get(pid, used), used)
+
+    def end(self) -> None:
+        self._is_over.set()
+        self.join(5)
+
+
+@dataclass
+class Way:
+    """What one run gave; the first steps are left out."""
+
+    name: str
+    run: Run
+    step_s: list[float]
+    mem_fraction: float = 0.0
+    told: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """Of the leader's metrics under memory/, step by step."""
+    leases: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """Of the manager's, lease by lease."""
+    residue: int | None = None
+    most_used: int = 0
+
+    @classmethod
+    def of(cls, name: str, run_dir: Path, mem_fraction: float, sampler: Sampler | None) -> Way:
+        run = read_run(run_dir)
+        way = cls(name, run, run.step_walls, mem_fraction)
+        steps = sorted(run.steps)
+        first = steps[SKIPPED_STEPS] if len(steps) > SKIPPED_STEPS else 0
+        since_s = run.steps[first][0] if first in run.steps else run.started_s
+        for point in memory_points(run_dir):
+            is_leader = point["source"].startswith("trainer/")
+            if point["step"] < first if is_leader else point["wall_s"] < since_s:
+                continue
+            into = way.told if is_leader else way.leases
+            for key, value in point["values"].items():
+                if key.startswith("memory/"):
+                    into.setdefault(key, []).append(value)
+        if sampler is not None:
+            held = [used for pid, used in sampler.least_after.items() if pid in trainer_pids(run_dir)]
+            way.residue, way.most_used = max(held, default=None), sampler.most
+        return way
+
+    @property
+    def exposed_s(self) -> list[float]:
+        return self.told.get("memory/exposed_s", [])
+
+    @property
+    def share(self) -> float | None:
+        """Of the time of a step that nobody computed."""
+        step, exposed = median(self.step_s), median(self.exposed_s)
+        return exposed / step if step and exposed is not None else None
+
+
+def memory_points(run_dir: Path) -> Iterator[dict[str, Any]]:
+    for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        if '"memory/' in line:
+            yield json.loads(line)
+
+
+def trainer_pids(run_dir: Path) -> set[int]:
+    """As the trainer's ranks told the manager, which wrote it down."""
+    found: set[int] = set()
+    for path in run_dir.glob("memory*.jsonl"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            report = json.loads(line).get("report") or {}
+            if str(report.get("tenant", "")).startswith("trainer/"):
+                found |= set(report.get("pids", ()))
+    return found
+
+
+def sets_of(options: argparse.Namespace, way: str, mem_fraction: float) -> list[str]:
+    """What differs from the run file."""
+    sets = [f'run.name="{way}"', f"run.num_steps={options.steps}", *WAYS[way], *options.overrides]
+    if options.device == "cpu":
+        return [
+            *sets, *cpu_overrides(), 'roles.trainer.kind="torch"', 'trainer.dtype="float32"', 'engine.dtype="float32"',
+            'roles.rollout.kind="embedded"', 'roles.rollout.devices="cpu"', "roles.rollout.threads=1",
+            f"memory.capacity_mb={options.capacity_mib}", "memory.workspace_mb=0", "rollout.max_new_tokens=8",
+            "algo.batch_size=2", "rollout.num_samples=4",
+        ]  # fmt: skip
+    workspace = options.tokens * WORKSPACE_MIB // 1024
+    return [
+        f"trainer.max_tokens_per_microbatch={options.tokens}", f"memory.workspace_mb={workspace}",
+        f"sglang.mem_fraction_static={mem_fraction:g}", *sets,
+    ]  # fmt: skip
+
+
+def try_run(report: Report, options: argparse.Namespace, way: str, work: Path) -> Way | None:
+    """The run at the highest fraction that goes; None when none did."""
+    fractions = [0.0] if options.device == "cpu" else [float(text) for text in options.mem_fraction.split(",")]
+    for attempt, fraction in enumerate(fractions):
+        started_s = time.monotonic()
+        if attempt and options.give_up_at - started_s < LEAST_S:
+            report.say(f"- {way} at {fraction:g}: no time is left for it\n")
+            continue
+        limit_s = min(options.limit, max(options.give_up_at - started_s, LEAST_S))
+        sampler = None if options.device == "cpu" else Sampler()
+        if sampler is not None:
+            sampler.start()
+        try:
+            run_dir = up(
+                work / RUN_FILE,
+                sets_of(options, way, fraction),
+                limit_s=limit_s,
+            )
+        except RunFailedError as error:
+            report.say(f"- {way} at {fraction:g}: FAILED after {time.monotonic() - started_s:.0f} s: {error}\n")
+            tell_begun(report, work)
+            continue
+        finally:
+            if sampler is not None:
+                sampler.end()
+        report.say(f"- {way} at {fraction:g}: {time.monotonic() - started_s:.0f} s; trainer: {facts_of(run_dir)}\n")
+        return Way.of(way, run_dir, fraction, sampler)
+    return None
+
+
+def tell_begun(report: Report, work: Path) -> None:
+    """How far a run came that did not end well."""
+    begun = newest_run(work / "runs" / RUN_FILE.removesuffix(".toml"))
+    if begun is not None and (begun / "metrics.jsonl").exists():
+        report.say(f"  it had made {len(read_run(begun).steps)} steps")
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    middle = median(values)
+    return "-" if middle is None else f"{middle:.{digits}f} ({quantile(values, 0.95):.{digits}f})"
+
+
+def tell_ways(report: Report, ways: list[Way]) -> None:
+    """Both beside each other, then everything about memory that the runs told."""
+    rows: list[tuple[str, ...]] = []
+    for title, cells in (
+        ("mem_fraction_static", [f"{way.mem_fraction:g}" for way in ways]),
+        ("steps", [str(len(way.run.steps)) for way in ways]),
+        ("step, s: p50 (p95)", [spread(way.step_s) for way in ways]),
+        ("of it training, s", [spread(way.run.column("train/step_s")) for way in ways]),
+        ("exposed switch, s: p50 (p95)", [spread(way.exposed_s) for way in ways]),
+        ("share of the step lost to switching", [percent(way.share) for way in ways]),
+        ("trained tokens/s of wall time", [number(rate_of(way)) for way in ways]),
+        ("trainer's process, least that it held", [held(way.residue) for way in ways]),
+        ("most of the GPU that was used", [held(way.most_used) for way in ways]),
+    ):
+        rows.append((title, *cells))
+    heads = [way.name for way in ways]
+    report.table("The same run, two ways", ("figure", *heads), rows)
+    for title, columns in (
+        ("Told by the leader, p50 (p95) of a step", [way.told for way in ways]),
+        ("Told by the manager, p50 (p95) of a lease", [way.leases for way in ways]),
+    ):
+        names = sorted({name for one in columns for name in one})
+        if names:
+            report.table(title, ("metric", *heads), [(n, *(told(n, one.get(n, [])) for one in columns)) for n in names])
+    report.keep("told", {way.name: {"steps": way.told, "leases": way.leases, "step_s": way.step_s} for way in ways})
+
+
+def held(num_bytes: int | None) -> str:
+    return size(num_bytes) if num_bytes else "-"
+
+
+def told(name: str, values: list[float]) -> str:
+    if not name.endswith("_bytes"):
+        return spread(values, 3)
+    middle = median(values)
+    return "-" if middle is None else size(middle)
+
+
+def rate_of(way: Way) -> float | None:
+    tokens = way.run.column("train/num_tokens")
+    return sum(tokens[1:]) / sum(way.step_s) if way.step_s and sum(way.step_s) > 0 else None
+
+
+def judge(report: Report, options: argparse.Namespace, ways: list[Way]) -> None:
+    for way in ways:
+        report.goal(f"{way.name}: steps", float(len(way.run.steps)), at_least=float(options.steps))
+    ours = next((way for way in ways if way.name == "ours"), None)
+    if ours is None:
+        return
+    report.goal("ours: exposed switch of a step, s", median(ours.exposed_s), at_most=1.0)
+    report.goal("ours: residue of the trainer, MiB", ours.residue and ours.residue / MIB, at_most=1024.0)
+    report.goal("ours: mem_fraction_static", ours.mem_fraction, at_least=0.9)
+    others = next((way for way in ways if way.name == "saver"), None)
+    if others is not None:
+        theirs, own = median(others.exposed_s), median(ours.exposed_s)
+        report.goal("exposed switch, saver / ours", theirs / own if theirs and own else None, at_least=2.0)
+
+
+def main() -> None:
+    args = parser(__doc__)
+    args.add_argument("--ways", default=",".join(WAYS))
+    args.add_argument("--shape", default="1.7b")
+    args.add_argument("--mem-fraction", default="0.9,0.85", help="tried in this order")
+    args.add_argument("--steps", type=int, default=7)
+    args.add_argument("--tokens", type=int, default=8192, help="of a micro-batch, at most")
+    args.add_argument("--limit", type=float, default=150.0, help="seconds a run may take")
+    args.add_argument("--budget", type=float, default=265.0, help="seconds for all runs together")
+    args.add_argument("--capacity-mib", type=int, default=0, help="of the stand-in device of a dry run; 0 = chosen")
+    args.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE")
+    options = args.parse_args()
+    is_cpu = options.device == "cpu"
+    options.give_up_at = time.monotonic() + options.budget
+    report = Report("memory_colocated", is_dry=is_cpu)
+    tell_when_ended(report)
+    work = work_folder() / "memory_colocated"
+    stage(work, RUN_FILE, "spread_reward.py", launches=not is_cpu)
+    watch = Stopwatch(report)
+    config = make_apart(work / "model", "dry" if is_cpu else options.shape, options.device)
+    write_prompts(work / "data" / "prompts.jsonl", 4000, seed=1)
+    watch.lap(f"model of {config.num_parameters:,} parameters, and data")
+    if is_cpu:
+        options.ways, options.steps = "ours", 4
+        options.capacity_mib = options.capacity_mib or 16 * config.num_parameters // MIB + 3
+    ways: list[Way] = []
+    failed: list[str] = []
+    for name in options.ways.split(","):
+        way = try_run(report, options, name, work)
+        if way is None:
+            failed.append(name)
+        else:
+            tell_run(report, name, way.run, config)
+            ways.append(way)
+        watch.lap(name)
+    if ways:
+        tell_ways(report, ways)
+        judge(report, options, ways)
+    if failed:
+        report.failed(", ".join(failed))
+    report.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""Communicators of a gang: what they hold, how fast they leave and come back, what happens when a member dies.
+
+    python memory_communicators.py [--ranks 2|4] [--nccl LIBNCCL] [--stages reload,kill,suspend,sizes] [--device cpu]
+
+reload    eleven groups and WORLD behind proxies: release, restore (rebuilt at once), first use of all; up to 50 times
+kill      the last rank dies, the others have an all-reduce in flight that waits for it, and are told to release
+suspend   release and restore by NCCL's own suspend, where the NCCL at hand has it; also a graph with an all-reduce,
+          replayed after it. --nccl: a newer libnccl.so.2 to load under the ranks
+sizes     bytes and first-use time of 1 .. 12 communicators, of a lonely one, with fewer channels and smaller buffers
+
+Every stage is a gang of its own, one process a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from figures import Report, median, number, parser, work_folder
+from memory_device import settled_used
+from memory_figures import GIB, MIB, quantile
+from servers import free_port
+from train_speed import wait_for
+
+from myxa.core.errors import MemoryFault
+from myxa.memory.communicators.probe import probe
+from myxa.memory.communicators.proxy_build import load
+
+RANK = Path(__file__).with_name("memory_comm_rank.py")
+STAGES = ("reload", "kill", "suspend", "sizes")
+VARIANTS = {
+    "as it comes": {},
+    "NCCL_MAX_CTAS=8": {"NCCL_MAX_CTAS": "8"},
+    "NCCL_BUFFSIZE=1MiB": {"NCCL_BUFFSIZE": str(MIB)},
+}
+RELOAD_S, SUSPEND_S = 4.0, 1.0
+RESIDUE_GIB = 1.5
+FREED_SHARE = 0.95
+LEAVES_S = 2.0
+"""After its limit, until a survivor has left."""
+
+
+class GangFailedError(Exception):
+    """A rank ended badly, or none in time."""
+
+
+class GangOf:
+    """Runs a stage in processes of its own."""
+
+    def __init__(self, options: argparse.Namespace, work: Path) -> None:
+        self.options, self.work = options, work
+        self.num_ranks: int = options.ranks
+
+    def run(
+        self,
+        stage: str,
+        *words: str,
+        name: str = "",
+        environment: dict[str, str] | None = None,
+        limit_s: float = 120.0,
+        dying: Sequence[int] = (),
+        meanwhile: Callable[[int], None] | None = None,
+    ) -> list[dict[str, Any]]:
+        """What each rank found; of a rank in `dying`, nothing. `meanwhile` is called with the store's port."""
+        name = name or stage
+        for old in self.work.glob(f"{name}.*.json"):
+            old.unlink()
+        port = free_port()
+        told = {"OMP_NUM_THREADS": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", **(environment or {})}
+        logs = [self.work / f"{name}.{rank}.log" for rank in range(self.num_ranks)]
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, log in enumerate(logs):
+                command = [
+                    sys.executable, "-W", "ignore", str(RANK), stage, str(self.work), str(rank), str(self.num_ranks),
+                    str(port), self.options.device, f"name={name}", *words,
+                ]  # fmt: skip
+                with log.open("wb") as file:
+                    processes.append(
+                        subprocess.Popen(command, env={**os.environ, **told}, stdout=file, stderr=subprocess.STDOUT)
+                    )
+            if meanwhile is not None:
+                meanwhile(port)
+            living = [process for rank, process in enumerate(processes) if rank not in dying]
+            statuses = wait_for(living, limit_s)
+        finally:
+            for process in processes:
+                with contextlib.suppress(OSError):
+                    process.kill()
+                process.wait()
+        bad = [index for index, status in enumerate(statuses) if status != 0]
+        if bad:
+            text = logs[bad[0]].read_text(encoding="utf-8", errors="replace")[-1500:]
+            raise GangFailedError(f"{name}: rank {bad[0]} ended with {statuses[bad[0]]}:\n{text}")
+        return [json.loads((self.work / f"{name}.{rank}.json").read_text())
+                for rank in range(self.num_ranks) if rank not in dying]  # fmt: skip
+
+
+# -- stages ------------------------------------------------------------------------------------------------------------
+
+
+def tell_sizes(report: Report, gang: GangOf) -> None:
+    rows: list[tuple[str, ...]] = []
+    for word, environment in VARIANTS.items():
+        num_groups = 12 if word == "as it comes" else 3
+        found = gang.run("sizes", f"groups={num_groups}", name=f"sizes{len(rows)}", environment=environment)
+        taken = [max(rank["taken"][index] for rank in found) for index in range(num_groups)]
+        seconds = [max(rank["seconds"][index] for rank in found) for index in range(num_groups)]
+        rows.append(
+            (word, str(num_groups), mib(taken[0]), mib(median(taken[1:])), mib(sum(taken)), number(seconds[0]),
+             number(median(seconds[1:])), mib(max(rank["lonely"] for rank in found)),
+             number(min(rank["bus_gb_s"] for rank in found)))
+        )  # fmt: skip
+        report.keep(f"sizes {word}", found)
+        if gang.options.device == "cpu":
+            break
+    head = ("NCCL", "groups", "first, MiB", "each further, MiB", "all, MiB", "first, s", "each further, s",
+            "lonely one, MiB", "all-reduce, GB/s")  # fmt: skip
+    report.table(
+        f"Communicators of {gang.num_ranks} ranks, by what is free before and after their first use", head, rows
+    )
+
+
+def tell_cycles(report: Report, found: list[dict[str, Any]], word: str, limit_s: float) -> None:
+    """Times of the slowest rank in each cycle."""
+    num_cycles = min(len(rank["cycles"]["release"]) for rank in found)
+    slowest = {
+        part: [max(rank["cycles"][part][index] for rank in found) for index in range(num_cycles)]
+        for part in ("release", "restore", "first")
+    }
+    both = [sum(pair) for pair in zip(slowest["release"], slowest["restore"], strict=True)]
+    rows = [
+        (part, number(values[0]), number(median(values[1:])), number(quantile(values[1:], 0.95)))
+        for part, values in (*slowest.items(), ("release + restore", both))
+    ]
+    most = max(rank["num_groups"] for rank in found)
+    report.table(f"{word}: {most} groups on the fullest of {len(found)} ranks, {num_cycles} cycles, the slowest rank",
+                 ("", "first cycle, s", "median of the rest, s", "95 %, s"), rows)  # fmt: skip
+    report.keep(f"{word} rows", rows)
+    report.goal(f"{word}: release + restore of all groups, s, median", median(both[1:]), at_most=limit_s)
+    # the least of five counts: a thread that was joined may be seen for a moment still
+    few = max(1, min(5, num_cycles // 2))
+    drift = [max(least(rank, what, slice(-few, None)) - least(rank, what, slice(0, few)) for rank in found)
+             for what in (0, 1)]  # fmt: skip
+    lost = max(rank["counts"][1][2] - rank["counts"][-1][2] for rank in found)
+    report.say(f"- {word}: after {num_cycles} cycles {drift[0]} files, {drift[1]} threads, {mib(lost)} MiB drift; "
+               f"all-reduce {number(min(r['bus_before'] for r in found))} -> "
+               f"{number(min(r['bus_after'] for r in found))} GB/s")  # fmt: skip
+    report.goal(f"{word}: files and threads more after all cycles", float(sum(drift)), at_most=0.0)
+    slower = max(rank["bus_before"] / rank["bus_after"] - 1 for rank in found)
+    report.keep(f"{word} all-reduce slower by", slower)
+
+
+def least(rank: dict[str, Any], what: int, part: slice) -> int:
+    return min(count[what] for count in rank["counts"][part])
+
+
+def tell_reload(report: Report, gang: GangOf) -> None:
+    is_cpu = gang.options.device == "cpu"
+    before = [] if is_cpu else [settled_used(rank) for rank in range(gang.num_ranks)]
+    residue: list[int] = []
+
+    def go_on(port: int) -> None:
+        """All ranks have released for the first time and wait for this."""
+        import torch.distributed as dist  # the parent needs it here alone
+
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=90))  # pyright: ignore[reportPrivateImportUsage]  # documented
+        keys = [f"measured away.2/{rank}" for rank in range(gang.num_ranks)]
+        store.wait(keys, timedelta(seconds=90))
+        if not is_cpu:
+            residue.extend(settled_used(rank) - before[rank] for rank in range(gang.num_ranks))
+        store.set("parent measured", "1")
+
+    cycles = f"cycles={gang.options.cycles}"
+    found = gang.run("reload", cycles, f"seconds={gang.options.seconds}", limit_s=gang.options.seconds + 100,
+                     meanwhile=go_on)  # fmt: skip
+    report.keep("reload", found)
+    tell_cycles(report, found, "reload", RELOAD_S)
+    if is_cpu:
+        return
+    shares = [quantile([freed / rank["held"] for freed in rank["freed"][1:]], 0.05) or 0.0 for rank in found]
+    per_group = [median(rank["cycles"]["restore"][1:]) / rank["num_groups"] for rank in found]
+    rows = [
+        (str(index), str(rank["num_groups"]), mib(rank["held"]), mib(median(rank["freed"][1:])), number(shares[index]),
+         number(per_group[index]), mib(rank["loaded_once"]), mib(residue[index]))
+        for index, rank in enumerate(found)
+    ]  # fmt: skip
+    head = ("rank", "groups", "held, MiB", "freed by a release, MiB", "share, 5 %", "restore, s a group",
+            "NCCL's code, kept, MiB", "process on the GPU, MiB")  # fmt: skip
+    report.table("What a drop gives back", head, rows)
+    report.goal("reload: share of the communicators' bytes that a release frees", min(shares), at_least=FREED_SHARE)
+    report.goal("residue of a released rank with its context, GiB (NVML)", max(residue) / GIB, at_most=RESIDUE_GIB)
+
+
+def tell_suspend(report: Report, gang: GangOf) -> None:
+    environment = {"NCCL_CUMEM_ENABLE": "1"}
+    if gang.options.nccl:
+        environment["LD_PRELOAD"] = str(Path(gang.options.nccl).absolute())
+    else:
+        rungs = [rung for rung in probe(environment) if rung.kind == "suspend"]
+        if not any(rung.is_available for rung in rungs):
+            report.keep("suspend", "; ".join(f"{rung.way}: {rung.reason}" for rung in rungs))
+            report.say("- suspend NOT RUN: " + "; ".join(f"{rung.way}: {rung.reason}" for rung in rungs))
+            return
+    found = gang.run("suspend", f"cycles={gang.options.cycles}", environment=environment)
+    report.keep("suspend", found)
+    if "missing" in found[0]:
+        report.say(f"- suspend NOT RUN: {found[0]['missing']}")
+        return
+    tell_cycles(report, found, f"suspend ({found[0]['way']})", SUSPEND_S)
+    rows = [
+        (str(index), mib(rank["told"]), mib(rank["told_away"]), mib(median(rank["freed"][1:])), rank["graph"])
+        for index, rank in enumerate(found)
+    ]
+    head = ("rank", "NCCL tells, MiB", "while suspended, MiB", "freed, MiB", "graph with an all-reduce, replayed after")
+    report.table("What a suspend gives back", head, rows)
+
+
+def tell_kill(report: Report, gang: GangOf) -> None:
+    last = gang.num_ranks - 1
+    # else torch's watchdog takes the process down as soon as NCCL tells of the dead peer
+    found = gang.run("kill", dying=[last], limit_s=90.0, environment={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
+    report.keep("kill", found)
+    rows = [
+        (str(index), number(rank["limit_s"]), number(rank["told_s"]), number(rank["aborted_s"]), mib(rank["held"]),
+         mib(rank["left"]), rank["said"][:120])
+        for index, rank in enumerate(found)
+    ]  # fmt: skip
+    head = ("survivor", "limit, s", "told after, s", "abort took, s", "held, MiB", "left, MiB", "said")
+    report.table(f"Rank {last} killed while the others wait for it on the device", head, rows)
+    latest = max(rank["told_s"] + rank["aborted_s"] - rank["limit_s"] for rank in found)
+    report.goal("survivor has left after its limit, s", latest, at_most=LEAVES_S)
+    num_named = sum(f"rank {last}" in rank["said"] for rank in found)
+    report.goal("survivors that name the dead rank", float(num_named), at_least=float(len(found)))
+
+
+def mib(num_bytes: float | None) -> str:
+    return number(None if num_bytes is None else num_bytes / MIB)
+
+
+TELL: dict[str, Callable[[Report, GangOf], None]] = {
+    "sizes": tell_sizes, "reload": tell_reload, "suspend": tell_suspend, "kill": tell_kill,
+}  # fmt: skip
+
+
+def measure(options: argparse.Namespace) -> None:
+    is_cpu = options.device == "cpu"
+    report = Report(f"memory_communicators{options.ranks}", is_dry=is_cpu)
+    started_s = time.monotonic()
+    try:
+        load()
+    except MemoryFault as error:
+        report.missing(str(error))
+    report.say(f"- proxy backend compiled and loaded in {time.monotonic() - started_s:.0f} s")
+    work = work_folder() / f"communicators{options.ranks}"
+    work.mkdir(parents=True, exist_ok=True)
+    gang = GangOf(options, work)
+    trouble: list[str] = []
+    for stage in options.stages.split(","):
+        began_s = time.monotonic()
+        try:
+            TELL[stage](report, gang)
+        except GangFailedError as error:
+            trouble.append(str(error))
+            report.say(f"- {stage} FAILED: {error}")
+        report.say(f"- {stage}: {time.monotonic() - began_s:.0f} s")
+    if trouble:
+        report.failed("\n".join(trouble))
+    report.end()
+
+
+def main() -> None:
+    args = parser(__doc__)
+    args.add_argument("--ranks", type=int, choices=(2, 4), default=2)
+    args.add_argument("--stages", default=",".join(STAGES))
+    args.add_argument("--cycles", type=int, default=50)
+    args.add_argument("--seconds", type=float, default=45.0, help="for the cycles of reload")
+    args.add_argument("--nccl", default="", help="a libnccl.so.2 of 2.29.7 or newer, for suspend")
+    options = args.parse_args()
+    if options.device == "cpu":
+        options.cycles = min(options.cycles, 4)
+    measure(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The memory manager's process in the switching benchmark."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from memory_figures import GIB, MIB
+from memory_process import run
+
+from myxa.actors.memory_manager import ManagerOptions, MemoryManager
+from myxa.core.clock import SystemClock
+from myxa.memory.ledger.arbiter import ArbiterOptions
+from myxa.memory.ledger.journal import Journal
+from myxa.memory.meters import DeviceMeters
+
+NUM_HOST_DEVICES = 8
+
+
+def build(options: argparse.Namespace) -> MemoryManager:
+    capacities = {f"host:{index}": options.capacity_mib * MIB for index in range(NUM_HOST_DEVICES)}
+    is_cuda = options.device == "cuda"
+    chosen = ArbiterOptions(reserve_bytes=GIB if is_cuda else 0, margin_bytes=64 * MIB if is_cuda else MIB)
+    return MemoryManager(
+        meter=DeviceMeters({} if is_cuda else capacities),
+        journal=Journal(Path(options.rdzv).with_name("memory.jsonl")),
+        options=ManagerOptions(arbiter=chosen),
+        clock=SystemClock(),
+    )
+
+
+if __name__ == "__main__":
+    run(__doc__, build)

@@ -1,0 +1,503 @@
+"""Does an arena work on this GPU at all: the driver's calls, torch's allocations in it, graphs on it, its speed.
+
+python memory_selfcheck.py [--device cpu] [--gib 8]
+
+What the other parts of the memory benchmark stand on, in half a minute. Every check is told; the exit status is 1 when
+one that must hold does not. `--device cpu`: the same checks over the stand-in of a driver's library that the tests use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from figures import MISSING, Report, number, parser
+from memory_device import bytes_at, device_bytes, fill, hashes, seconds_of, settled_used
+
+from myxa.core.clock import SystemClock
+from myxa.core.errors import MemoryFault, OutOfDeviceMemory
+from myxa.memory.arenas.cuda_driver import CudaDriver
+from myxa.memory.arenas.cuda_vmm import CudaMemory, open_cuda
+
+MIB, GIB = 1 << 20, 1 << 30
+TESTS = Path(__file__).resolve().parents[2] / "tests/memory"
+SAVER_LIMIT_S = 60
+
+
+class Bench:
+    """The device and what is on it."""
+
+    def __init__(self, device: str, num_bytes: int, folder: Path) -> None:
+        self.device = device
+        self.num_bytes = num_bytes
+        self.is_gpu = device == "cuda"
+        self.gpu: Any = None
+        self.caching: Any = None
+        self.options: dict[str, Any] = {}
+        if not self.is_gpu:
+            sys.path.insert(0, str(TESTS))
+            standin, caching = importlib.import_module("standin_gpu"), importlib.import_module("standin_caching")
+            self.gpu = standin.StandinGpu(standin.build(folder), folder, capacity_bytes=4 * num_bytes + 64 * MIB)
+            self.caching = caching.StandinCaching()
+            self.options = {"library": self.gpu.path, "caching": self.caching, "cache_dir": folder / "native"}
+        self.memory: CudaMemory = None  # type: ignore[assignment]
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.plain: dict[str, float] = {}
+
+    def driver(self) -> CudaDriver:
+        return CudaDriver(0, **({} if self.is_gpu else {"library": self.gpu.path}))
+
+    def tensor(self, tag: Any, policy: Any, num_bytes: int) -> torch.Tensor:
+        """int64, made by torch's allocator in a region of the tag."""
+        with self.memory.region(tag, policy):
+            if self.is_gpu:
+                return torch.empty(num_bytes // 8, dtype=torch.int64, device="cuda")
+            return bytes_at(self.caching.empty(num_bytes), num_bytes, "cpu")
+
+    def used(self) -> int:
+        """Of the device, as outsiders see it."""
+        return settled_used() if self.is_gpu else self.gpu.held()
+
+    def synchronise(self) -> None:
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+
+class Checks:
+    """Rows of the table."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, str, str]] = []
+        self.failed: list[str] = []
+
+    def run(self, name: str, work: Callable[[], str], *, must_hold: bool = True) -> None:
+        started = time.perf_counter()
+        try:
+            said, verdict = work(), "holds"
+        except Exception as error:  # noqa: BLE001 the next check may hold, and all are told
+            traceback.print_exc()
+            said, verdict = f"{type(error).__name__}: {error}"[:400], "FAILED" if must_hold else "does not hold"
+            if must_hold:
+                self.failed.append(name)
+        self.rows.append((name, verdict, said, f"{time.perf_counter() - started:.2f}"))
+        print(f"  {name}: {verdict} ({self.rows[-1][3]} s): {said}", flush=True)
+
+
+def need(condition: bool, what: str) -> None:
+    if not condition:
+        raise AssertionError(what)
+
+
+@contextmanager
+def refused(kind: type[Exception], word: str) -> Generator[None]:
+    try:
+        yield
+    except kind as error:
+        need(word in str(error), f"{word!r} is not in: {error}")
+        return
+    raise AssertionError(f"no {kind.__name__}")
+
+
+# -- the driver --------------------------------------------------------------------------------------------------------
+
+
+def identity(bench: Bench) -> str:
+    driver = bench.driver()
+    try:
+        if bench.is_gpu:
+            uuid = str(torch.cuda.get_device_properties(0).uuid)
+            need(uuid.removeprefix("GPU-") in driver.device, f"torch calls it {uuid}, we {driver.device}")
+            total = torch.cuda.mem_get_info(0)[1]
+            need(total == driver.capacity_bytes(), f"torch says {total} bytes, we {driver.capacity_bytes()}")
+            need(torch.cuda.current_device() == 0, "torch's current device changed")
+        gib = driver.capacity_bytes() / GIB
+        return f"{driver.device}, {gib:.1f} GiB, granularity {driver.granularity / MIB:g} MiB"
+    finally:
+        driver.close()
+
+
+def map_costs(bench: Bench, chunk_bytes: int, total_bytes: int) -> dict[str, float]:
+    """ms/GiB of each step, chunk by chunk."""
+    driver = bench.driver()
+    number_of = total_bytes // chunk_bytes
+    address = driver.reserve(total_bytes)
+    starts = [address + index * chunk_bytes for index in range(number_of)]
+    handles: list[int] = []
+    times: dict[str, float] = {}
+    try:
+        times["create"] = seconds_of(lambda: handles.extend(driver.create(chunk_bytes) for _ in range(number_of)))
+        pairs = list(zip(starts, handles, strict=True))
+        times["map"] = seconds_of(lambda: [driver.map(at, chunk_bytes, handle) for at, handle in pairs])
+        driver.wait(driver.zero(address, total_bytes))
+        driver.synchronise()
+        times["unmap"] = seconds_of(lambda: [driver.unmap(at, chunk_bytes) for at in starts])
+        times["release"] = seconds_of(lambda: [driver.release(handle, chunk_bytes) for handle in handles])
+    finally:
+        driver.free_reservation(address, total_bytes)
+        driver.close()
+    return {name: 1000 * seconds / (total_bytes / GIB) for name, seconds in times.items()}
+
+
+def mapping(bench: Bench, report: Report) -> str:
+    cases = ((2 * MIB, GIB), (64 * MIB, 4 * GIB), (256 * MIB, 8 * GIB)) if bench.is_gpu else ((2 * MIB, 16 * MIB),)
+    found = {chunk // MIB: map_costs(bench, chunk, total) for chunk, total in cases}
+    head = ("chunk, MiB", "create", "map + access", "unmap", "release", "sum, ms/GiB")
+    rows = [(str(c), *(number(t[n]) for n in ("create", "map", "unmap", "release")), number(sum(t.values())))
+            for c, t in found.items()]  # fmt: skip
+    report.table("Mapping, ms/GiB", head, rows)
+    report.keep("map_ms_per_gib", found)
+    best = min(sum(times.values()) for times in found.values())
+    if bench.is_gpu:
+        report.goal("map + unmap, all four steps, ms/GiB", best, at_most=5.0)
+    return f"{best:.2f} ms/GiB at best for all four steps"
+
+
+def plain_rates(bench: Bench, source: torch.Tensor) -> dict[str, float]:
+    """GB/s of plain asynchronous copies of ordinary device memory and memory that torch pinned, this process."""
+    size = min(2 * GIB, source.numel() * 8)
+    host = torch.empty(size // 8, dtype=torch.int64, pin_memory=bench.is_gpu)
+    parts = [source[start : start + size // 8] for start in range(0, source.numel(), size // 8)]
+    moved = sum(part.numel() * 8 for part in parts)
+
+    def out() -> None:
+        for part in parts:
+            host[: part.numel()].copy_(part, non_blocking=True)
+        bench.synchronise()
+
+    def into() -> None:
+        for part in parts:
+            part.copy_(host[: part.numel()], non_blocking=True)
+        bench.synchronise()
+
+    rates: dict[str, float] = {}
+    for name, work in (("out", out), ("in", into)):
+        work()
+        rates[name] = moved / min(seconds_of(work) for _ in range(2)) / 1e9
+    return rates
+
+
+def plain(bench: Bench, report: Report) -> str:
+    source = torch.ones(bench.num_bytes // 8, dtype=torch.int64, device=bench.device)
+    bench.plain = plain_rates(bench, source)
+    del source
+    if bench.is_gpu:
+        torch.cuda.empty_cache()
+        getattr(torch._C, "_host_emptyCache", lambda: None)()  # the pinned buffer goes back to the host
+    report.keep("plain_gb_s", bench.plain)
+    return ", ".join(f"{way} {rate:.1f} GB/s" for way, rate in bench.plain.items())
+
+
+# -- the arena ---------------------------------------------------------------------------------------------------------
+
+
+def opened(bench: Bench, report: Report) -> str:
+    pool_bytes = bench.num_bytes + bench.num_bytes // 4
+    started = time.perf_counter()
+    bench.memory = open_cuda(0, pool_bytes, SystemClock(), num_threads=min(16, os.cpu_count() or 1), **bench.options)
+    pinned = bench.memory.pinning and bench.memory.pinning.report
+    need(pinned is not None, "nothing was pinned")
+    assert pinned is not None
+    report.keep("pinned", {name: getattr(pinned, name) for name in pinned.__slots__})
+    seconds = time.perf_counter() - started
+    return (
+        f"{seconds:.2f} s in all; {pool_bytes / GIB:.2f} GiB pinned: made resident in {pinned.populate_s:.2f} s, "
+        f"registered in {pinned.register_s:.2f} s; huge pages {pinned.huge_pages}; NUMA: {pinned.node}"
+    )
+
+
+def two_tags(bench: Bench) -> str:
+    half = bench.num_bytes // 2
+    bench.tensors = {
+        "optimizer": bench.tensor("optimizer", "backup", bench.num_bytes),
+        "grads": bench.tensor("grads", "discard", half),
+        "params": bench.tensor("params", "backup", 64 * MIB if bench.is_gpu else 2 * MIB),
+    }
+    for seed, view in enumerate(bench.tensors.values()):
+        fill(view, seed)
+    for tag, view in bench.tensors.items():
+        told = next(report for report in bench.memory.report() if report.tag == tag)
+        need(told.num_bytes >= view.numel() * 8, f"{tag} holds {told.num_bytes} bytes")
+        address = view.data_ptr()
+        home = [s for s in bench.memory.pools.segments() if s.address <= address < s.address + s.num_bytes]
+        need(len(home) == 1 and home[0].is_taken, f"{tag}: {address:#x} is in {home}")
+    return ", ".join(f"{report.tag} {report.num_bytes / GIB:.2f} GiB" for report in bench.memory.report())
+
+
+def away_and_back(bench: Bench, report: Report) -> str:
+    """Bits, addresses, free memory, speed; the first cycle and the better of two later ones."""
+    tags: Any = ("optimizer", "grads", "params")
+    before = {tag: hashes(view) for tag, view in bench.tensors.items()}
+    addresses = {tag: view.data_ptr() for tag, view in bench.tensors.items()}
+    held = sum(told.num_bytes for told in bench.memory.report())
+    cycles: list[dict[str, float]] = []
+    said: list[str] = []
+    for cycle in range(3):
+        bench.memory.arena.mark_dirty("optimizer")
+        used = bench.used()
+        free = bench.memory.driver.free_bytes()
+        out = bench.memory.release(tags)
+        gained = bench.memory.driver.free_bytes() - free
+        need(gained >= 0.98 * held, f"{gained:,} of {held:,} bytes became free")
+        seen = used - bench.used()
+        need(seen >= 0.98 * held, f"outsiders see {seen:,} of {held:,} bytes become free")
+        back = bench.memory.restore(tags)
+        need({tag: view.data_ptr() for tag, view in bench.tensors.items()} == addresses, "an address changed")
+        for tag in ("optimizer", "params"):
+            need(hashes(bench.tensors[tag]) == before[tag], f"{tag} differs after cycle {cycle}")
+        need(int(bench.tensors["grads"].count_nonzero()) == 0, "grads are not zero")
+        if cycle == 0:
+            said.append(f"{gained / GIB:.2f} GiB gained")
+        cycles.append(
+            {"out_s": out.seconds, "in_s": back.seconds, "out_gb_s": out.copied_bytes / out.seconds / 1e9,
+             "in_gb_s": back.copied_bytes / back.seconds / 1e9}
+            | {f"out_{part}_s": seconds for part, seconds in out.parts.items()}
+            | {f"in_{part}_s": seconds for part, seconds in back.parts.items()}
+        )  # fmt: skip
+    report.keep("cycles", cycles)
+    names = sorted({name for cycle in cycles for name in cycle})
+    rows = [(name, *(number(cycle.get(name)) for cycle in cycles)) for name in names]
+    report.table(f"{bench.num_bytes / GIB:.2f} GiB dirty and half as much discarded, three cycles",
+                 ("", "first", "second", "third"), rows)  # fmt: skip
+    for way in ("out", "in"):
+        best = max(cycle[f"{way}_gb_s"] for cycle in cycles[1:])
+        said.append(f"{way} {best:.1f} GB/s, {best / bench.plain[way]:.0%} of plain")
+        report.goal(f"{way}: whole move's rate / plain pinned rate", best / bench.plain[way], at_least=0.90)
+    return ", ".join(said)
+
+
+def clean_tags_move_nothing(bench: Bench) -> str:
+    out = bench.memory.release(("optimizer",))
+    need(out.copied_bytes == 0, f"{out.copied_bytes:,} bytes were copied")
+    back = bench.memory.restore(("optimizer",))
+    return f"released in {1000 * out.seconds:.0f} ms without a copy, back in {1000 * back.seconds:.0f} ms"
+
+
+def streamed(bench: Bench) -> str:
+    before = hashes(bench.tensors["optimizer"])
+    bench.memory.release(("optimizer",))
+    begun = time.perf_counter()
+    restoring = bench.memory.arena.begin_restore(("optimizer",))
+    mapped_s = time.perf_counter() - begun
+    restoring.wait("optimizer")
+    need(hashes(bench.tensors["optimizer"]) == before, "contents differ")
+    bench.memory.arena.mark_dirty("optimizer")
+    begun = time.perf_counter()
+    bench.memory.arena.begin_backup(("optimizer",)).wait_all()
+    return f"mapped after {1000 * mapped_s:.0f} ms; backup in place {time.perf_counter() - begun:.2f} s"
+
+
+def refusals(bench: Bench) -> str:
+    with refused(OutOfDeviceMemory, "answered 2"):
+        bench.tensor("grads", "discard", bench.memory.driver.capacity_bytes() + GIB)
+    bench.memory.release(("grads",))
+    with refused(MemoryFault, "discarded"), bench.memory.region("grads", "discard"):
+        pass
+    bench.memory.restore(("grads",))
+    small = bench.tensor("grads", "discard", 32 * MIB)
+    fill(small, 5)
+    return "no memory, and a region of a tag that is away, are refused; the tag goes on"
+
+
+def graph_on_tags(bench: Bench) -> str:
+    weights = torch.empty(0)
+    with bench.memory.region("params", "backup"):
+        weights = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    bench.memory.arena.mark_dirty("params")
+    inputs = torch.randn(256, 2048, device="cuda", dtype=torch.bfloat16)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            torch.relu(inputs @ weights)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = torch.relu(inputs @ weights) + 1
+    graph.replay()
+    torch.cuda.synchronize()
+    before = outputs.clone()
+    for _ in range(3):
+        bench.memory.release(("params", "optimizer"))
+        bench.memory.restore(("params", "optimizer"))
+        outputs.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        need(torch.equal(outputs, before), "the graph gives something else after a cycle")
+    return "captured once, replayed after three cycles of its weights, equal to the bit"
+
+
+def graph_in_a_tag(bench: Bench) -> str:
+    inputs = torch.randn(1024, 1024, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    pool: Any = bench.memory.pools.pool_id("cuda_graph", "backup")
+    with torch.cuda.graph(graph, pool=pool):
+        outputs = (inputs * 2).sin() @ inputs
+    num_bytes = bench.memory.adopt_new()
+    graph.replay()
+    torch.cuda.synchronize()
+    before = outputs.clone()
+    bench.memory.release(("cuda_graph",))
+    bench.memory.restore(("cuda_graph",))
+    graph.replay()
+    torch.cuda.synchronize()
+    need(torch.equal(outputs, before), "the graph gives something else after a cycle")
+    return f"{num_bytes / MIB:.0f} MiB of a graph's own memory left and came back"
+
+
+def dead_tensors(bench: Bench) -> str:
+    held = bench.memory.pools.live_bytes()
+    bench.tensors.clear()
+    given = bench.memory.pools.drop("grads")
+    if bench.is_gpu:
+        need(given > 0, "no segment of dead tensors came back")
+    need(bench.memory.pools.live_bytes() == held - given, "the table is off")
+    failure = bench.memory.pools._table.last_failure()
+    need(failure.num_unknown == 0, f"{failure.num_unknown} frees of unknown addresses")
+    return f"{given / GIB:.2f} GiB given back when their pool was dropped"
+
+
+def residue(bench: Bench, report: Report) -> str:
+    bench.memory.release([told.tag for told in bench.memory.report()], thoroughly=True)
+    left = bench.memory.residue(None if bench.is_gpu else lambda: (bench.memory.pools.live_bytes(), 0))
+    told = {name: getattr(left, name) for name in left.__slots__}
+    report.keep("residue", told)
+    if bench.is_gpu:
+        report.goal("used with every tag away, whole device, GiB", left.used_bytes / GIB, at_most=1.0)
+    return ", ".join(f"{name.removesuffix('_bytes')} {value / MIB:,.0f} MiB" for name, value in told.items())
+
+
+def closed(bench: Bench, before: int) -> str:
+    bench.memory.close()
+    if bench.is_gpu:
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+    else:
+        need(bench.gpu.broken_rule() == "", bench.gpu.broken_rule())
+    left = bench.used() - before
+    need(left <= 700 * MIB, f"{left:,} bytes are still used")
+    return f"{left / MIB:.0f} MiB more used than at the start: kernels and libraries that were loaded meanwhile"
+
+
+def again(bench: Bench) -> str:
+    """Opened, filled, moved and closed once more: the device has no less than before."""
+    before = bench.used()
+    for _ in range(3):
+        bench.memory = open_cuda(0, bench.num_bytes // 8, SystemClock(), **bench.options)
+        view = bench.tensor("optimizer", "backup", bench.num_bytes // 16)
+        fill(view, 3)
+        bench.memory.release(("optimizer",))
+        bench.memory.restore(("optimizer",))
+        del view
+        bench.memory.close()
+    left = bench.used() - before
+    need(left <= 16 * MIB, f"{left:,} bytes more are used than before")
+    return f"three more rounds: {left / MIB:.0f} MiB more used"
+
+
+# -- torch-memory-saver ------------------------------------------------------------------------------------------------
+
+
+def saver_alone() -> None:
+    """In a process of its own: the library ends the process when it does not like a call."""
+    from myxa.memory.arenas.torch_saver import TorchSaver
+
+    saver = TorchSaver(SystemClock(), hook_mode="torch")
+    with saver.region("params", "backup"):
+        kept = torch.empty(GIB // 8, dtype=torch.int64, device="cuda")
+    with saver.region("grads", "discard"):
+        dropped = torch.empty(GIB // 8, dtype=torch.int64, device="cuda")
+    fill(kept, 1)
+    fill(dropped, 2)
+    before = hashes(kept)
+    free = torch.cuda.mem_get_info()[0]
+    out = saver.release(("params", "grads"))
+    gained = torch.cuda.mem_get_info()[0] - free
+    back = saver.restore(("grads", "params"))
+    print(json.dumps({"gained_gib": gained / GIB, "out_s": out.seconds, "in_s": back.seconds,
+                      "is_equal": hashes(kept) == before}), flush=True)  # fmt: skip
+
+
+def saver(bench: Bench, report: Report) -> str:
+    if not bench.is_gpu:
+        return "not run: it needs a GPU"
+    command = [sys.executable, __file__, "--saver-alone"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SAVER_LIMIT_S, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    need(bool(lines), f"ended with {done.returncode}: {(done.stderr or done.stdout)[-300:]}")
+    found = json.loads(lines[-1])
+    report.keep("torch_memory_saver", found)
+    need(found["is_equal"] and found["gained_gib"] > 1.9, str(found))
+    need(done.returncode == 0, f"all went well, then it ended with {done.returncode}: {done.stderr[-200:]}")
+    return f"1 GiB copied out in {found['out_s']:.2f} s, in in {found['in_s']:.2f} s"
+
+
+def run_checks(bench: Bench, report: Report) -> Checks:
+    checks = Checks()
+    before = bench.used()
+    checks.run("identity", lambda: identity(bench))
+    checks.run("mapping", lambda: mapping(bench, report))
+    checks.run("plain copies", lambda: plain(bench, report))
+    checks.run("opened", lambda: opened(bench, report))
+    if not checks.failed:
+        checks.run("torch allocates in two tags", lambda: two_tags(bench))
+    if not checks.failed:
+        checks.run("away and back", lambda: away_and_back(bench, report))
+        checks.run("clean tags move nothing", lambda: clean_tags_move_nothing(bench))
+        checks.run("streamed", lambda: streamed(bench))
+        checks.run("refusals", lambda: refusals(bench))
+        if bench.is_gpu:
+            checks.run("graph on tags", lambda: graph_on_tags(bench))
+            checks.run("graph in a tag", lambda: graph_in_a_tag(bench), must_hold=False)
+        checks.run("dead tensors", lambda: dead_tensors(bench))
+        checks.run("residue", lambda: residue(bench, report))
+    if bench.memory is not None:
+        checks.run("closed", lambda: closed(bench, before))
+        checks.run("again", lambda: again(bench))
+    checks.run("torch-memory-saver", lambda: saver(bench, report), must_hold=False)
+    return checks
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--gib", type=float, default=8.0, help="dirty bytes that move, in GiB")
+    options.add_argument("--saver-alone", action="store_true", help="only torch-memory-saver, in this process")
+    chosen = options.parse_args()
+    if chosen.saver_alone:
+        saver_alone()
+        return
+    is_dry = chosen.device == "cpu"
+    report = Report("memory_selfcheck", is_dry=is_dry)
+    if not is_dry and not torch.cuda.is_available():
+        report.say("NOT RUN: torch sees no GPU")
+        sys.exit(MISSING)
+    with tempfile.TemporaryDirectory() as folder:
+        if not is_dry:
+            torch.cuda.init()
+            torch.zeros(1, device="cuda")  # the context, before anything is measured
+            report.say(
+                f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {device_bytes()[0] / MIB:.0f} MiB used"
+            )
+        bench = Bench(
+            chosen.device, 32 * MIB if is_dry else int(chosen.gib * GIB) // (2 * MIB) * (2 * MIB), Path(folder)
+        )
+        checks = run_checks(bench, report)
+    report.table("Checks", ("check", "", "", "seconds"), checks.rows)
+    report.keep("checks", checks.rows)
+    if checks.failed:
+        report.failed(f"{', '.join(checks.failed)}: see above")
+    report.end()
+
+
+if __name__ == "__main__":
+    main()

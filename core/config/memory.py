@@ -1,0 +1,44 @@
+"""How trainer and engine share the memory of devices that both of them name."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .section import CountInt, NonNegativeFloat, PositiveFloat, Section
+
+ShareMode = Literal["none", "switch"]
+ArenaBackend = Literal["auto", "cuda_vmm", "torch_memory_saver", "host_vmm"]
+CommunicatorWay = Literal["auto", "keep", "suspend", "reload", "rebuild"]
+ParamsPolicy = Literal["auto", "rematerialise", "backup"]
+
+
+class MemorySettings(Section, frozen=True):
+    """How trainer and engine share the memory of devices that both of them name."""
+
+    share: ShareMode = "none"
+    """none (each has its own memory, both run at the same time) or switch (they take turns: a memory manager on each
+    node has one of them leave the device before the other comes back; nothing that is generated is lost)."""
+    backend: ArenaBackend = "auto"
+    """What the trainer's memory is made of: cuda_vmm (the driver's virtual memory, by GPU), torch_memory_saver (the
+    library of that name), host_vmm (memory of the host that stands for a device, so that a machine without a GPU runs
+    the same protocol). "auto": cuda_vmm where the trainer has GPUs, else host_vmm."""
+    communicators: CommunicatorWay = "auto"
+    """What becomes of the trainer's communicators while it is off the device: keep (they stay), suspend (NCCL's own,
+    2.29.7 or later), reload (a proxy backend drops and rebuilds them), rebuild (groups are made anew). "auto": the
+    best that works here."""
+    host_pool_gb: NonNegativeFloat = 0.0
+    """GiB of host memory per trainer rank for what leaves its device, taken once at start and pinned on GPUs; what does
+    not fit is refused. 0 = what the trainer's own parameters and optimizer need."""
+    capacity_mb: CountInt = 0
+    """MiB of the stand-in device "host:0" of runs on the CPU (host_vmm), which must be set there."""
+    reserve_mb: CountInt = 1024
+    """MiB of each GPU that are never granted: contexts, workspaces, fragments. The stand-in device has no such."""
+    workspace_mb: CountInt = 0
+    """MiB of each device that a trainer rank needs beside parameters, gradients and optimizer while it has its turn:
+    activations and logits of its largest micro-batch. The engine makes that much room, too."""
+    switch_s: PositiveFloat = 120.0
+    """Seconds one change of hands may take; then the run fails with who holds what. The start of an engine has
+    `engine.start_s` more."""
+    params: ParamsPolicy = "auto"
+    """How parameters leave the device: rematerialise (dropped, and rebuilt from float32 masters) or backup (copied to
+    the host). "auto": rematerialise where there are masters, else backup."""

@@ -1,0 +1,102 @@
+"""What a run whose trainer and engine take turns on a device must look like: `[memory] share = "switch"`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .conflict import Conflict
+
+if TYPE_CHECKING:
+    from .root import RunConfig
+
+SHARE = "memory.share"
+
+
+def memory_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Everything in the run file that does not go with taking turns."""
+    if config.memory.share == "none":
+        return
+    yield from _place_conflicts(config)
+    yield from _engine_conflicts(config)
+    yield from _trainer_conflicts(config)
+    if config.roles.trainer.device_ids:
+        yield from _gpu_conflicts(config)
+    else:
+        yield from _host_conflicts(config)
+
+
+def _place_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    trainer, rollout = config.roles.trainer, config.roles.rollout
+    if config.algo.kind == "sft":
+        yield Conflict((SHARE, "algo.kind"), 'must be "none": algo.kind = "sft" has no engine to take turns with')
+    if set(trainer.device_ids) != set(rollout.device_ids):
+        yield Conflict(
+            (SHARE, "roles.trainer.devices", "roles.rollout.devices"),
+            f'= "switch" needs trainer and rollout on the same devices, they have "{trainer.devices}" and '
+            f'"{rollout.devices}"',
+        )
+    if any(role.nodes != config.roles.memory.nodes for role in (trainer, rollout)):
+        yield Conflict(
+            (SHARE, "roles.trainer.nodes", "roles.rollout.nodes", "roles.memory.nodes"),
+            '= "switch" needs trainer, rollout and memory manager on one and the same node',
+        )
+    if config.weights.channel in ("nccl", "disk"):
+        yield Conflict(
+            ("weights.channel", SHARE),
+            'must be "cuda_ipc" (or "shm" on the CPU) when trainer and engine take turns on a device',
+        )
+
+
+def _engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    attach, rollout = config.engine.attach, config.roles.rollout
+    if len(attach) > rollout.count or config.engine.router:
+        yield Conflict(
+            ("engine.attach", "engine.router", SHARE),
+            "must be one server for each rollout actor when trainer and engine take turns on a device",
+        )
+    if "enable_memory_saver" in config.sglang:
+        yield Conflict(("sglang.enable_memory_saver", SHARE), 'is myxa\'s own when memory.share = "switch"')
+
+
+def _trainer_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    if config.roles.trainer.kind == "torch" and config.trainer.strategy != "ddp":
+        yield Conflict(
+            ("trainer.strategy", SHARE), 'must be "ddp": sharded parameters of the torch trainer cannot leave a device'
+        )
+    if config.roles.trainer.kind == "torch" and config.memory.params == "rematerialise":
+        yield Conflict(
+            ("memory.params", "roles.trainer.kind"),
+            'must be "backup": parameters of the torch trainer are the float32 masters themselves',
+        )
+    if config.megatron.offload_optimizer:
+        yield Conflict(
+            ("megatron.offload_optimizer", SHARE), "must be 0: the optimizer leaves the device as a whole between steps"
+        )
+
+
+def _gpu_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    if config.memory.backend == "host_vmm":
+        yield Conflict(("memory.backend", "roles.trainer.devices"), '= "host_vmm" is for runs on the CPU')
+
+
+def _host_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    if config.roles.trainer.kind == "megatron":
+        yield Conflict(
+            (SHARE, "roles.trainer.kind", "roles.trainer.devices"),
+            '= "switch" needs GPUs with roles.trainer.kind = "megatron", or the torch trainer on the CPU',
+        )
+    if config.roles.rollout.kind != "embedded":
+        yield Conflict(
+            (SHARE, "roles.rollout.kind", "roles.rollout.devices"),
+            '= "switch" on the CPU needs roles.rollout.kind = "embedded"',
+        )
+    if config.memory.backend not in ("auto", "host_vmm"):
+        yield Conflict(
+            ("memory.backend", "roles.trainer.devices"),
+            f'= "{config.memory.backend}" needs GPUs in roles.trainer.devices',
+        )
+    if not config.memory.capacity_mb:
+        yield Conflict(
+            ("memory.capacity_mb", SHARE), "must be set on the CPU: MiB of the memory that stands for a device"
+        )

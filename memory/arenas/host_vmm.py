@@ -1,0 +1,239 @@
+"""Memory of the host that stands for a device: real pages that leave and return while their addresses stay.
+
+All physical memory is one anonymous file (memfd) per driver; a chunk is a range of it that has been given pages, and
+giving it back punches a hole. So a process needs one file descriptor however many chunks it has, the pages of a dead
+process go with it, and what is held can be read from outside (`resident.py`). A mapping replaces a part of a
+reservation that cannot be touched; unmapping puts the untouchable part back in one step.
+
+Nothing of this kind is to be had ready-made: Python's `mmap` and `multiprocessing.shared_memory` choose the addresses.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from ...core.errors import MemoryFault, OutOfDeviceMemory
+from . import libc
+from .driver import VmmDriver
+
+
+def file_name(device: str) -> str:
+    """Of the memfd that is a device's memory in one process; told by /proc to those who count it."""
+    return "myxa-device-" + device.replace("/", "_")
+
+
+class Lane:
+    """Copies in one direction: one after another, in a thread of their own."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._running: dict[int, tuple[Future[None], int, int]] = {}
+        self._error: BaseException | None = None
+        self._spoiled_until = 0
+
+    def begin(self, ticket: int, address: int, num_bytes: int, work: Callable[[], None]) -> None:
+        """`address` and `num_bytes` are what must stay mapped until it is done."""
+        self._running[ticket] = (self._thread.submit(work), address, num_bytes)
+
+    def wait(self, ticket: int) -> None:
+        """For it and all before it. A failure is told to everybody who waits for something begun before it was seen."""
+        for earlier in [number for number in self._running if number <= ticket]:
+            error = self._running.pop(earlier)[0].exception()
+            if error is not None:
+                self._error, self._spoiled_until = error, max([ticket, *self._running])
+        if self._error is not None and ticket <= self._spoiled_until:
+            raise MemoryFault(f"a copy failed: {self._error!r}") from self._error
+
+    def wait_all(self) -> None:
+        for ticket in list(self._running):
+            self.wait(ticket)
+
+    def is_using(self, address: int, num_bytes: int) -> bool:
+        """Whether something that has not ended works on the range."""
+        return any(
+            not work.done() and at < address + num_bytes and address < at + size
+            for work, at, size in self._running.values()
+        )
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+
+class HostVmmDriver(VmmDriver):
+    """A device of `capacity_bytes` made of the host's memory; see `VmmDriver` for the calls.
+
+    `granularity` is the smallest thing handed out, a multiple of the page. The capacity bounds this process alone;
+    `free` (bytes free on the whole device, as `HostDevice.free_bytes` measures them) makes processes share one.
+    """
+
+    def __init__(
+        self,
+        device: str = "host:0",
+        capacity_bytes: int = 1 << 30,
+        *,
+        granularity: int = libc.PAGE_BYTES,
+        free: Callable[[], int] | None = None,
+    ) -> None:
+        if capacity_bytes <= 0 or granularity <= 0 or granularity % libc.PAGE_BYTES:
+            raise MemoryFault(
+                f"{device}: capacity {capacity_bytes} and granularity {granularity} bytes",
+                remedy=f"use a positive capacity and a multiple of {libc.PAGE_BYTES}",
+            )
+        self._device = device
+        self._capacity_bytes = capacity_bytes
+        self._granularity = granularity
+        self._free = free
+        self._fd = os.memfd_create(file_name(device))
+        self._end = 0
+        self._reserved: dict[int, int] = {}
+        self._chunks: dict[int, int] = {}
+        """Handle (1 + offset in the file: never 0, never used twice) -> bytes."""
+        self._mapped: dict[int, tuple[int, int]] = {}
+        """Address -> (bytes, handle)."""
+        self._num_tickets = 0
+        self._out = Lane(f"{device} out")
+        self._in = Lane(f"{device} in")
+
+    @property
+    def device(self) -> str:
+        return self._device
+
+    @property
+    def granularity(self) -> int:
+        return self._granularity
+
+    def reserve(self, num_bytes: int) -> int:
+        self._check_size("reserve", num_bytes)
+        address = libc.reserve(num_bytes)
+        self._reserved[address] = num_bytes
+        return address
+
+    def free_reservation(self, address: int, num_bytes: int) -> None:
+        if self._reserved.get(address) != num_bytes:
+            raise self._fault(f"{num_bytes:,} bytes at {address:#x} are no reservation")
+        if any(address <= at < address + num_bytes for at in self._mapped):
+            raise self._fault(f"the reservation at {address:#x} has memory mapped in it", "unmap it first")
+        del self._reserved[address]
+        libc.unmap(address, num_bytes)
+
+    def create(self, num_bytes: int) -> int:
+        self._check_size("create", num_bytes)
+        offset = self._end
+        if num_bytes <= self.free_bytes():
+            self._grow_file(offset + num_bytes)
+            if libc.fill_file(self._fd, offset, num_bytes):
+                self._end += num_bytes
+                self._chunks[1 + offset] = num_bytes
+                return 1 + offset
+            libc.empty_file(self._fd, offset, num_bytes)
+        raise OutOfDeviceMemory(
+            f"{self._device}: {num_bytes:,} bytes were asked for, {self.free_bytes():,} of {self._capacity_bytes:,} "
+            "are free",
+            remedy="release tags first, or give the device a higher capacity",
+        )
+
+    def release(self, handle: int, num_bytes: int) -> None:
+        self._check_handle(handle, num_bytes)
+        if any(held == handle for _, held in self._mapped.values()):
+            raise self._fault(f"memory {handle} is still mapped", "unmap it first")
+        del self._chunks[handle]
+        libc.empty_file(self._file(), handle - 1, num_bytes)
+
+    def map(self, address: int, num_bytes: int, handle: int) -> None:
+        self._check_handle(handle, num_bytes)
+        self._check_reserved(address, num_bytes)
+        if any(at < address + num_bytes and address < at + size for at, (size, _) in self._mapped.items()):
+            raise self._fault(f"something is mapped within {num_bytes:,} bytes at {address:#x}", "unmap it first")
+        libc.map_file(address, num_bytes, self._file(), handle - 1)
+        self._mapped[address] = (num_bytes, handle)
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        if self._mapped.get(address, (0, 0))[0] != num_bytes:
+            raise self._fault(f"{num_bytes:,} bytes at {address:#x} are not what is mapped there")
+        if self._out.is_using(address, num_bytes) or self._in.is_using(address, num_bytes):
+            raise self._fault(f"{num_bytes:,} bytes at {address:#x} are being copied", "wait for the copy's ticket")
+        del self._mapped[address]
+        libc.reserve_again(address, num_bytes)
+
+    def copy_out(self, host_address: int, address: int, num_bytes: int) -> int:
+        self._check_mapped(address, num_bytes)
+        return self._begin(self._out, address, num_bytes, lambda: libc.copy(host_address, address, num_bytes))
+
+    def copy_in(self, address: int, host_address: int, num_bytes: int) -> int:
+        self._check_mapped(address, num_bytes)
+        return self._begin(self._in, address, num_bytes, lambda: libc.copy(address, host_address, num_bytes))
+
+    def zero(self, address: int, num_bytes: int) -> int:
+        self._check_mapped(address, num_bytes)
+        return self._begin(self._in, address, num_bytes, lambda: libc.zero(address, num_bytes))
+
+    def wait(self, ticket: int) -> None:
+        if not 0 < ticket <= self._num_tickets:
+            raise self._fault(f"no copy has the ticket {ticket}")
+        (self._out if ticket % 2 else self._in).wait(ticket)
+
+    def synchronise(self) -> None:
+        self._out.wait_all()
+        self._in.wait_all()
+
+    def free_bytes(self) -> int:
+        held = os.fstat(self._file()).st_blocks * 512
+        own = max(self._capacity_bytes - held, 0)
+        return own if self._free is None else min(own, max(self._free(), 0))
+
+    def capacity_bytes(self) -> int:
+        return self._capacity_bytes
+
+    def close(self) -> None:
+        """Whatever is still mapped is gone, with its addresses."""
+        if self._fd < 0:
+            return
+        self._out.close()
+        self._in.close()
+        for address, num_bytes in self._reserved.items():
+            libc.unmap(address, num_bytes)
+        self._reserved.clear()
+        self._mapped.clear()
+        self._chunks.clear()
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+
+    def _begin(self, lane: Lane, address: int, num_bytes: int, work: Callable[[], None]) -> int:
+        # Odd tickets go out, even ones in: a ticket alone tells its lane.
+        parity = 1 if lane is self._out else 0
+        self._num_tickets += 1 if (self._num_tickets + 1) % 2 == parity else 2
+        lane.begin(self._num_tickets, address, num_bytes, work)
+        return self._num_tickets
+
+    def _fault(self, what: str, remedy: str = "") -> MemoryFault:
+        return MemoryFault(f"{self._device}: {what}", remedy=remedy)
+
+    def _file(self) -> int:
+        if self._fd < 0:
+            raise self._fault("the driver is closed")
+        return self._fd
+
+    def _grow_file(self, num_bytes: int) -> None:
+        try:
+            os.ftruncate(self._fd, num_bytes)
+        except OSError as error:
+            raise self._fault(f"a file of {num_bytes:,} bytes: {error.strerror}", "see ulimit -f") from error
+
+    def _check_size(self, call: str, num_bytes: int) -> None:
+        self._file()
+        if num_bytes <= 0 or num_bytes % self._granularity:
+            raise self._fault(f"{call} of {num_bytes} bytes", f"use a positive multiple of {self._granularity}")
+
+    def _check_handle(self, handle: int, num_bytes: int) -> None:
+        if self._chunks.get(handle) != num_bytes:
+            raise self._fault(f"there is no memory {handle} of {num_bytes:,} bytes", "each is given back once, whole")
+
+    def _check_reserved(self, address: int, num_bytes: int) -> None:
+        if not any(at <= address and address + num_bytes <= at + size for at, size in self._reserved.items()):
+            raise self._fault(f"{num_bytes:,} bytes at {address:#x} are not within one reservation")
+
+    def _check_mapped(self, address: int, num_bytes: int) -> None:
+        if not any(at <= address and address + num_bytes <= at + size for at, (size, _) in self._mapped.items()):
+            raise self._fault(f"{num_bytes:,} bytes at {address:#x} are not mapped", "map them first")

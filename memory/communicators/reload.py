@@ -1,0 +1,322 @@
+"""Communicators that are dropped and built again inside process groups that stay themselves.
+
+    comms = ReloadComms()
+    comms.register()                                    # torch.distributed now knows "myxa_gloo" and "myxa_nccl"
+    dist.init_process_group("myxa_nccl", ...)           # new_group, DeviceMesh, parallel_state: all as ever
+    comms.release(epoch=5, timeout_s=30)                # every member: no communicator is left on the device
+    comms.restore(epoch=6, timeout_s=30)                # every member: those that had been live are live again
+
+Groups are made through the public `torch.distributed.Backend.register_backend`; nothing of torch is replaced. So the
+group object, its name, its place in every registry, meshes and functional collectives never notice. What callers see:
+`get_backend()` says "myxa_nccl" (torch keeps the name under which a group was asked for; `native_name` maps it), the
+backend's own `name()` says "nccl".
+
+Considered: patching torch.distributed's functions (forty names, and code that had imported them earlier goes past),
+destroying and making groups again (identities change), a Python ProcessGroup (functional collectives refuse it).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from ...core.clock import Clock, SystemClock
+from ...core.errors import MemoryFault
+from .deadline import Overrun, all_at_once, within
+from .epochs import EpochGate
+from .native import device_of_caller
+from .proxied_group import KEYS, GroupFacts, Native, ProxiedGroup
+from .proxy_build import load
+from .residency import CommStats, ResidencyKind
+from .roll_call import Absent, RollCall
+
+NAMES: dict[str, Native] = {"myxa_gloo": "gloo", "myxa_nccl": "nccl"}
+DEVICES = {"gloo": ["cpu", "cuda"], "nccl": ["cuda"]}
+ABORT_S = 10.0
+"""For giving up hung communicators; what takes longer is left behind."""
+
+
+def native_name(backend: str) -> str:
+    """The library behind a backend's name: "nccl" for "myxa_nccl", itself for any other."""
+    return NAMES.get(backend, backend)
+
+
+def proxied_name(backend: str) -> str:
+    """The name to ask torch for: "myxa_nccl" for "nccl". MemoryFault for a library that has no proxy."""
+    for name, native in NAMES.items():
+        if backend in (native, name):
+            return name
+    raise MemoryFault(f"there is no reloadable kind of backend '{backend}'", remedy=f"there are {', '.join(NAMES)}")
+
+
+class ReloadComms:
+    """CommResidency over proxies; one per process. Methods block."""
+
+    def __init__(
+        self,
+        *,
+        cache: Path | None = None,
+        first_op_timeout_s: float = 60.0,
+        is_eager: bool = True,
+        local_kinds: Collection[Native] = ("nccl",),
+        num_drops: int = 16,
+        free_bytes: Callable[[], int] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`is_eager`: restore builds what had been live before the release, and answers for it; else the first
+        operation of each group does. `local_kinds`: whose groups of one copy for themselves instead of asking the
+        library, which would build a communicator. `num_drops`: groups dropped at the same time; a drop mostly waits
+        for ends of threads. `free_bytes` measures the device before and after a drop."""
+        self._module = load(cache)
+        self._clock = clock or SystemClock()
+        self._first_op_timeout_s = first_op_timeout_s
+        self._is_eager = is_eager
+        self._local_kinds = frozenset(local_kinds)
+        self._free_bytes = free_bytes
+        self._gate = EpochGate()
+        self._groups: dict[str, ProxiedGroup] = {}
+        self._roll_call: RollCall | None = None
+        self._world: tuple[int, ...] = ()
+        self._members: tuple[int, ...] = ()
+        self._was_live: tuple[str, ...] = ()
+        self._freed_bytes = 0
+        self._epoch = 0
+        self._deadline: float | None = None
+        self._num_drops = num_drops
+        self._busy: set[str] = set()
+        self._stuck: set[str] = set()
+
+    @property
+    def kind(self) -> ResidencyKind:
+        return "reload"
+
+    # -- torch's side --------------------------------------------------------------------------------------------------
+
+    def register(self) -> None:
+        """Make the names known; groups made from now on belong to this object."""
+        for name, native in NAMES.items():
+
+            def create(told: Any, options: Any, native: Native = native) -> object:
+                return self._create(native, told, options)
+
+            register = cast(Any, dist.Backend).register_backend
+            register(name, create, extended_api=True, devices=DEVICES[native])
+
+    def _create(self, native: Native, told: Any, options: Any) -> object:
+        ranks = tuple(told.global_ranks_in_group) or tuple(range(told.group_size))
+        name = str(told.group_id)
+        if name in self._groups:
+            raise MemoryFault(
+                f"group {name} asks for two reloadable backends, of which torch would use one for both devices",
+                remedy='ask for "cpu:gloo,cuda:myxa_nccl": the CPU half holds no device memory',
+            )
+        if native == "nccl" and not dist.is_nccl_available():
+            raise MemoryFault(
+                "myxa_nccl: this torch was built without NCCL", remedy="myxa_gloo, or a CUDA build of torch"
+            )
+        facts = GroupFacts(
+            name=name, native=native, store=told.store, rank=told.group_rank, ranks=ranks, timeout=told.timeout,
+            options=options,
+        )  # fmt: skip
+        if not told.global_ranks_in_group:
+            self._begin(told.store, told.group_rank, ranks)
+        group = ProxiedGroup(facts, self._clock, self._allowance, self._forget)
+        group.proxy = self._module.ReloadableBackend(
+            facts.rank, len(ranks), native, native == "nccl", native in self._local_kinds, group
+        )
+        self._groups[name] = group
+        return group.proxy
+
+    def _begin(self, store: Any, rank: int, ranks: tuple[int, ...]) -> None:
+        """WORLD is made: whom to agree with, and over what."""
+        self._roll_call = RollCall(PrefixStore(f"{KEYS}-control", store), rank, self._clock)
+        self._roll_call.tell("at epoch 0")
+        self._world = self._members = ranks
+
+    def _forget(self, name: str) -> None:
+        self._groups.pop(name, None)
+
+    def _allowance(self, name: str) -> tuple[int, float]:
+        """Under which epoch an inner backend may be made now, and how long its members may take."""
+        if self._gate.state != "live" and self._deadline is None:
+            raise MemoryFault(
+                f"group {name} was used while communicators are {self._gate.state} (epoch {self._gate.newest})",
+                remedy="no operation between release and restore: lease the memory first",
+            )
+        if self._deadline is None:
+            return self._epoch, self._first_op_timeout_s
+        return self._epoch, max(self._deadline - self._clock.monotonic(), 0.0)
+
+    # -- the manager's side --------------------------------------------------------------------------------------------
+
+    def stats(self) -> CommStats:
+        """`device_bytes`: what left with the last drop, if measured, while it is back."""
+        is_live = self._gate.state == "live"
+        return CommStats(
+            kind="reload",
+            epoch=self._gate.newest,
+            num_groups=len(self._groups),
+            num_live=sum(group.is_live for group in self._groups.values()),
+            device_bytes=self._freed_bytes if is_live else 0,
+        )
+
+    def release(self, epoch: int, timeout_s: float) -> CommStats:
+        """Drop every inner backend, once all members have come. A member that does not come keeps all others' alive."""
+        if self._gate.asked("release", epoch) == "done":
+            self._gate.became("released", epoch)
+            return self.stats()
+        deadline = self._clock.monotonic() + timeout_s
+        self._meet(f"release under epoch {epoch}", deadline)
+        self._note_live()
+        before = self._free_bytes() if self._free_bytes else 0
+        try:
+            self._within(deadline, "drop", self._drop_all)
+        except BaseException as error:
+            self._gate.became("broken", epoch)
+            if isinstance(error, Overrun):
+                self._stuck |= self._busy
+            raise
+        self._gate.became("released", epoch)
+        self._tell(f"released under epoch {epoch}")
+        if self._free_bytes:
+            self._freed_bytes = max(self._free_bytes() - before, 0)
+        return self.stats()
+
+    def restore(self, epoch: int, timeout_s: float, members: Collection[int] | None = None) -> CommStats:
+        """Groups may be used again. `members`: the ranks of WORLD that are left; groups with others stay unusable."""
+        if self._gate.asked("restore", epoch) == "done" or self._gate.state == "live":
+            self._gate.became("live", epoch)
+            return self.stats()
+        deadline = self._clock.monotonic() + timeout_s
+        self._choose_members(members)
+        words = self._meet(f"restore under epoch {epoch}", deadline, json.dumps(self._was_live))
+        self._epoch = epoch
+        wanted = {name for word in words.values() for name in cast(list[str], json.loads(word))}
+        self._deadline = deadline
+        try:
+            if self._is_eager:
+                self._within(deadline, "build", lambda: self._build(wanted))
+        except BaseException:
+            self._gate.became("broken", epoch)
+            raise
+        finally:
+            self._deadline = None
+        self._was_live = ()
+        self._gate.became("live", epoch)
+        self._tell(f"at epoch {epoch}")
+        return self.stats()
+
+    def abort(self) -> None:
+        """Drop without asking anybody. MemoryFault when the libraries hang even in that: end this process then."""
+        self._note_live()
+        self._gate.became("broken", self._gate.newest)
+        until = self._clock.monotonic() + ABORT_S
+        for work in (self._abort_nccl, *(functools.partial(self._abort_one, *each) for each in self._sorted())):
+            self._busy.clear()
+            try:
+                self._within(max(until, self._clock.monotonic() + 1.0), "abort", work)
+            except Overrun:
+                self._stuck |= self._busy
+        if self._stuck:
+            raise MemoryFault(
+                f"groups {', '.join(sorted(self._stuck))} hang in their abort and keep their memory",
+                remedy="end this process",
+            )
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _meet(self, point: str, deadline: float, word: str = "") -> dict[int, str]:
+        if self._roll_call is None:
+            return {0: word}
+        try:
+            return self._roll_call.meet(point, self._members, deadline, word)
+        except Absent as error:
+            lost = sorted(name for name, group in self._groups.items() if set(group.facts.ranks) & set(error.ranks))
+            raise Absent(
+                f"rank {self._roll_call.rank}: {error.message}, of groups {', '.join(lost)}",
+                error.ranks,
+                remedy="they ended or did not get the order; abort, and restore under a newer epoch with who is left",
+            ) from None
+
+    def _tell(self, where: str) -> None:
+        if self._roll_call is not None:
+            self._roll_call.tell(where)
+
+    def _drop_all(self) -> None:
+        def drop(group: ProxiedGroup) -> None:
+            group.drop("shutdown" if group.facts.native == "nccl" else "")
+
+        self._for_each([group for _, group in self._sorted() if group.is_live], drop, self._num_drops)
+
+    def _build(self, wanted: Collection[str]) -> None:
+        left = set(self._members)
+        chosen = [g for name, g in self._sorted() if name in wanted and left.issuperset(g.facts.ranks)]
+        # One after the other: gloo and NCCL wait inside the store's one connection, on which the others would wait.
+        self._for_each(chosen, ProxiedGroup.build, 1)
+
+    def _for_each(self, groups: list[ProxiedGroup], work: Callable[[ProxiedGroup], None], num_at_once: int) -> None:
+        """On the caller's device; who is being worked at is known meanwhile."""
+        use_device = device_of_caller()
+
+        def run(group: ProxiedGroup) -> None:
+            self._busy.add(group.facts.name)
+            if use_device is not None:
+                use_device()
+            work(group)
+            self._busy.discard(group.facts.name)
+
+        self._busy.clear()
+        all_at_once(groups, run, num_at_once)
+
+    def _abort_one(self, name: str, group: ProxiedGroup) -> None:
+        self._busy.add(name)
+        group.drop("" if group.facts.native == "nccl" else "abort")
+
+    def _abort_nccl(self) -> None:
+        """All in one group call: aborts of several communicators may wait for each other."""
+        inners: list[Any] = []
+        for name, group in self._sorted():
+            if group.facts.native == "nccl" and group.proxy is not None and group.is_live:
+                self._busy.add(name)
+                inners.append(group.proxy.inner())
+        if inners:
+            inners[0]._group_start()
+            for inner in inners:
+                inner.abort()
+            inners[0]._group_end()
+
+    def _note_live(self) -> None:
+        live = {name for name, group in self._groups.items() if group.is_live}
+        self._was_live = tuple(sorted(live.union(self._was_live)))
+
+    def _choose_members(self, members: Collection[int] | None) -> None:
+        if members is None or self._roll_call is None:
+            return
+        chosen = tuple(sorted(set(members)))
+        if self._roll_call.rank not in chosen or not set(chosen) <= set(self._world):
+            raise MemoryFault(f"members {list(chosen)} are not some of WORLD {list(self._world)} with this rank")
+        self._members = chosen
+
+    def _sorted(self) -> Iterator[tuple[str, ProxiedGroup]]:
+        """The one order that all members share."""
+        return iter(sorted(self._groups.items()))
+
+    def _within(self, deadline: float, word: str, work: Callable[[], None]) -> None:
+        """In a thread of its own, on the caller's device."""
+        use_device = device_of_caller()
+
+        def on_device() -> None:
+            if use_device is not None:
+                use_device()
+            work()
+
+        def what() -> str:
+            return f"{word} of groups {', '.join(sorted(self._busy))}"
+
+        within(deadline - self._clock.monotonic(), what, on_device)

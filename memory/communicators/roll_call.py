@@ -1,0 +1,126 @@
+"""Members of a gang tell each other that they have come to a point, and who has not come is named.
+
+Keys in the store over which the process group met: short answers, no wait in the store (a wait would keep every other
+thread's question out), so any member may give up at its own deadline and the others go on. Considered: a barrier on
+a gloo group, which is broken for good after one time-out and tells only rank 0 who was missing; a member that died
+would take the control group away from the survivors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection
+from typing import Protocol, TypeVar
+
+from ...core.clock import Clock
+from ...core.errors import MemoryFault
+
+_T = TypeVar("_T")
+POLL_S = 0.001
+MAX_POLL_S = 0.02
+GAVE_UP = "gave up"
+
+
+class Store(Protocol):
+    """What is used of torch's stores."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def delete_key(self, key: str) -> bool: ...
+
+
+class Absent(MemoryFault):
+    """Some did not come in time."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...], *, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.ranks = ranks
+
+
+class RollCall:
+    """One member's side. Ranks are those of the gang (WORLD)."""
+
+    def __init__(self, store: Store, rank: int, clock: Clock) -> None:
+        self.rank = rank
+        self._store = store
+        self._clock = clock
+        self._left: list[str] = []
+
+    def tell(self, where: str) -> None:
+        """Where this member is now, for the others' error messages."""
+        self._guard(lambda: self._store.set(f"at/{self.rank}", where))
+
+    def where(self, rank: int) -> str:
+        """What that member told last; never raises."""
+        try:
+            key = f"at/{rank}"
+            return self._store.get(key).decode() if self._store.check([key]) else "never heard of"
+        except RuntimeError as error:
+            return f"the store is gone ({_first_line(error)})"
+
+    def arrive(self, point: str) -> None:
+        """Come to `point` without waiting for anybody: others may count on this member there."""
+        mine = f"{point}/{self.rank}"
+        self._guard(lambda: self._store.set(mine, ""))
+        self._left.append(mine)
+
+    def meet(self, point: str, ranks: Collection[int], deadline: float, word: str = "") -> dict[int, str]:
+        """Wait until all `ranks` came to `point`; the word that each brought.
+
+        `deadline` is a reading of the clock. Raises Absent with the ranks that did not come.
+        """
+        mine = f"{point}/{self.rank}"
+        self._guard(lambda: self._store.set(mine, word))
+        missing = self._wait({rank: f"{point}/{rank}" for rank in sorted(ranks)}, deadline)
+        if missing:
+            self._withdraw(point, mine, missing)
+            raise self._absent(point, missing)
+        words = {rank: self._guard(lambda key=f"{point}/{rank}": self._store.get(key)).decode() for rank in ranks}
+        self._forget(mine)
+        return words
+
+    def _wait(self, keys: dict[int, str], deadline: float) -> list[int]:
+        pause_s, still = POLL_S, dict(keys)
+        while not self._guard(lambda: self._store.check(list(still.values()))):
+            if self._clock.monotonic() >= deadline:
+                return [rank for rank, key in still.items() if not self._store.check([key])]
+            threading.Event().wait(pause_s)
+            pause_s = min(2 * pause_s, MAX_POLL_S)
+        return []
+
+    def _absent(self, point: str, missing: list[int]) -> Absent:
+        """Who was missing first, and who gave up because of that."""
+        where = {rank: self.where(rank) for rank in missing}
+        culprits = [rank for rank in missing if not where[rank].startswith(GAVE_UP)] or missing
+        told = ", ".join(f"rank {rank} ({where[rank]})" for rank in culprits)
+        also = [f"rank {rank}" for rank in missing if rank not in culprits]
+        given_up = f"; {', '.join(also)} gave up earlier" if also else ""
+        remedy = "see the logs of the ranks named"
+        return Absent(f"{told} did not come to '{point}'{given_up}", tuple(culprits), remedy=remedy)
+
+    def _withdraw(self, point: str, mine: str, missing: list[int]) -> None:
+        """Else one that comes late would find everybody here and go on alone."""
+        with contextlib.suppress(MemoryFault):
+            self._guard(lambda: self._store.delete_key(mine))
+            self.tell(f"{GAVE_UP} at '{point}' without rank {', '.join(map(str, missing))}")
+
+    def _forget(self, mine: str) -> None:
+        """Everybody who came here has read the keys of the point before; those can go."""
+        for key in self._left:
+            self._guard(lambda key=key: self._store.delete_key(key))
+        self._left = [mine]
+
+    def _guard(self, ask: Callable[[], _T]) -> _T:
+        try:
+            return ask()
+        except RuntimeError as error:
+            raise MemoryFault(
+                f"rank {self.rank} lost the store of its process group: {_first_line(error)}",
+                remedy="the process that hosts it (usually rank 0) has ended; the gang has to be started again",
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0][:200]

@@ -1,0 +1,252 @@
+"""The ledger of a node's devices: who holds what, how much is promised, how much could be had.
+
+Two truths are kept side by side. The *books* are what tenants reported and were promised; the *measurement* is what the
+device says. A grant needs room in both: the books know of memory that is promised and not taken yet, the measurement
+knows of processes that never registered. An incarnation that died keeps its entry, and its bytes, until a measurement
+shows that they are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ...core.assets import DeviceReading
+from ...core.device_memory import DeviceView, Holder, Tag, TagReport, TenantReport
+from ...core.errors import MemoryFault
+from .tenant_states import STABLE, held_bytes, is_mapped
+
+PROOF_GAP_S = 0.02
+"""Between the two measurements that prove memory free."""
+
+
+@dataclass(slots=True)
+class Incarnation:
+    """One process incarnation of a tenant."""
+
+    report: TenantReport
+    promised: dict[Tag, int] = field(default_factory=dict[Tag, int])
+    """Told to restore, not reported as mapped yet."""
+    fenced: str = ""
+    """Why it does not count any more; empty: it does."""
+    is_dead: bool = False
+    is_proven: bool = False
+    """Dead, and its memory measured as free."""
+
+    @property
+    def name(self) -> str:
+        return self.report.tenant
+
+    @property
+    def held_bytes(self) -> int:
+        """Of its device, at worst. Fenced: everything it ever registered."""
+        report = self.report
+        if self.fenced and not self.is_dead:
+            return report.residue_bytes + sum(tag.num_bytes for tag in report.tags)
+        mapped = {tag.tag for tag in report.tags if is_mapped(tag)}
+        return held_bytes(report) + sum(n for tag, n in self.promised.items() if tag not in mapped)
+
+    @property
+    def untaken_bytes(self) -> int:
+        """Of `held_bytes`: not on the device yet, but may be at any moment."""
+        if self.is_dead:
+            return 0
+        return self.held_bytes - held_bytes(self.report) + self.report.reserved_bytes
+
+    @property
+    def is_usable(self) -> bool:
+        """It can be told to do something."""
+        return not self.fenced and not self.is_dead
+
+    def tag(self, name: Tag) -> TagReport | None:
+        """What it last said of a tag."""
+        return next((tag for tag in self.report.tags if tag.tag == name), None)
+
+
+@dataclass(slots=True)
+class DeviceAccount:
+    """What a device was last measured as."""
+
+    reading: DeviceReading | None = None
+    baseline_bytes: int = 0
+    """Used by nobody that registered, when all was quiet."""
+
+
+class Book:
+    """Entries by tenant name; see the module's head."""
+
+    def __init__(self, *, reserve_bytes: int, margin_bytes: int) -> None:
+        """`reserve_bytes` of each device are never promised; `margin_bytes` must be free beyond what is asked."""
+        self.reserve_bytes = reserve_bytes
+        self.margin_bytes = margin_bytes
+        self.devices: dict[str, DeviceAccount] = {}
+        self.tenants: dict[str, Incarnation] = {}
+        self.ghosts: list[Incarnation] = []
+        """Dead incarnations whose memory is not proven free."""
+
+    # -- reports
+
+    def accept(self, report: TenantReport) -> Incarnation | None:
+        """Book a report; None if a newer one is known already. MemoryFault for one that makes no sense."""
+        check_report(report)
+        self.devices.setdefault(report.device, DeviceAccount())
+        known = self.tenants.get(report.tenant)
+        if known is None or known.is_dead or report.epoch > known.report.epoch:
+            if known is not None and not known.is_dead:
+                self._lay(known)
+            if known is not None and known.is_dead and report.epoch <= known.report.epoch:
+                return None
+            self.tenants[report.tenant] = Incarnation(report)
+            return self.tenants[report.tenant]
+        if (report.epoch, report.sequence) <= (known.report.epoch, known.report.sequence):
+            return known if report == known.report else None
+        known.report = report
+        for tag in report.tags:
+            if is_mapped(tag):
+                known.promised.pop(tag.tag, None)
+        return known
+
+    def _lay(self, known: Incarnation) -> None:
+        """A newer incarnation took its name: the old one counts until its end is proven."""
+        known.fenced = known.fenced or "replaced by a newer incarnation"
+        self.ghosts.append(known)
+
+    def fence(self, name: str, reason: str) -> Incarnation | None:
+        """It does not count from now on; its bytes do."""
+        known = self.tenants.get(name)
+        if known is not None and not known.is_dead:
+            known.fenced = known.fenced or reason
+        return known
+
+    def died(self, name: str, epoch: int) -> Incarnation | None:
+        """All processes of that incarnation ended. Returns it, unless that was known."""
+        known = self.tenants.get(name)
+        if known is not None and known.report.epoch == epoch:
+            if known.is_dead:
+                return None
+            known.is_dead = True
+            self.ghosts.append(known)
+            return known
+        ghost = next((g for g in self.ghosts if g.name == name and g.report.epoch == epoch), None)
+        if ghost is not None and not ghost.is_dead:
+            ghost.is_dead = True
+            return ghost
+        return None
+
+    def proven(self, device: str) -> tuple[Incarnation, ...]:
+        """The memory of the dead of a device was seen to be free: forget them."""
+        gone = tuple(g for g in self.ghosts if g.is_dead and g.report.device == device)
+        self.ghosts = [g for g in self.ghosts if g not in gone]
+        for ghost in gone:
+            ghost.is_proven = True
+            if self.tenants.get(ghost.name) is ghost:
+                del self.tenants[ghost.name]
+        return gone
+
+    # -- sums
+
+    def on(self, device: str) -> Iterator[Incarnation]:
+        """Everybody who counts there, the unproven dead too."""
+        for tenant in self.tenants.values():
+            if tenant.report.device == device and not tenant.is_dead:
+                yield tenant
+        yield from (g for g in self.ghosts if g.report.device == device)
+
+    def gang(self, name: str) -> tuple[Incarnation, ...]:
+        """Members that live, sorted by name."""
+        found = [t for t in self.tenants.values() if t.report.gang == name and not t.is_dead]
+        return tuple(sorted(found, key=lambda t: t.name))
+
+    def ghosts_on(self, devices: Iterable[str]) -> tuple[Incarnation, ...]:
+        """The unproven dead of these devices."""
+        wanted = set(devices)
+        return tuple(g for g in self.ghosts if g.report.device in wanted)
+
+    def held(self, device: str) -> int:
+        """By the books."""
+        return sum(tenant.held_bytes for tenant in self.on(device))
+
+    def capacity(self, device: str) -> int:
+        """0 before the first measurement."""
+        reading = self.devices[device].reading
+        return 0 if reading is None else reading.capacity_bytes
+
+    def room(self, device: str, *, besides: Mapping[str, Iterable[Tag]] | None = None) -> int:
+        """Bytes that could be granted now: the smaller of what the books and what the last measurement leave.
+        `besides`: promises that are not to be counted (the ones this is asked for)."""
+        account = self.devices[device]
+        if account.reading is None:
+            return 0
+        mine = 0
+        for name, tags in (besides or {}).items():
+            tenant = self.tenants.get(name)
+            if tenant is not None and tenant.report.device == device and tenant.is_usable:
+                mine += sum(tenant.promised.get(tag, 0) for tag in tags)
+        untaken = sum(tenant.untaken_bytes for tenant in self.on(device)) - mine
+        by_books = account.reading.capacity_bytes - self.reserve_bytes - (self.held(device) - mine)
+        by_measurement = account.reading.free_bytes - self.margin_bytes - untaken
+        return min(by_books, by_measurement)
+
+    def unattributed(self, device: str) -> int:
+        """Used by nobody that registered, by the last measurement. The dead count as nobody."""
+        reading = self.devices[device].reading
+        if reading is None:
+            return 0
+        taken = sum(t.held_bytes - t.untaken_bytes for t in self.on(device) if not t.is_dead)
+        return max(0, reading.capacity_bytes - reading.free_bytes - taken)
+
+    def dead_are_gone(self, device: str) -> bool:
+        """Whether the last measurement shows the memory of all dead of that device as free."""
+        account = self.devices[device]
+        dead = sum(g.held_bytes for g in self.ghosts if g.is_dead and g.report.device == device)
+        return account.reading is not None and (
+            dead == 0 or self.unattributed(device) <= account.baseline_bytes + self.margin_bytes
+        )
+
+    # -- for people
+
+    def holders(self, device: str) -> tuple[Holder, ...]:
+        """Largest first, what nobody registered last."""
+        found: list[Holder] = []
+        for tenant in self.on(device):
+            state = "dead, not proven free" if tenant.is_dead else "fenced" if tenant.fenced else tenant.report.state
+            rows = [(tag.tag, tag.num_bytes) for tag in tenant.report.tags if is_mapped(tag) or state == "fenced"]
+            rows += [(tag, n) for tag, n in tenant.promised.items() if tag not in {row[0] for row in rows}]
+            rows.append(("residue", tenant.report.residue_bytes))
+            found += [Holder(device, tenant.name, tag, n, state) for tag, n in rows if n]
+        found.sort(key=lambda holder: (-holder.num_bytes, holder.tenant, holder.tag))
+        nobody = self.unattributed(device) - sum(g.held_bytes for g in self.ghosts_on([device]) if g.is_dead)
+        if nobody > 0:
+            found.append(Holder(device, "", "", nobody, ""))
+        return tuple(found)
+
+    def view(self, device: str) -> DeviceView:
+        """One device, for `myxa mem`."""
+        reading = self.devices[device].reading or DeviceReading(0, 0)
+        tenants = tuple(t.report for t in sorted(self.on(device), key=lambda t: (t.name, t.report.epoch)))
+        return DeviceView(device, reading.capacity_bytes, reading.free_bytes, self.unattributed(device), tenants)
+
+    def host_bytes(self) -> int:
+        """Of the host pool in use."""
+        live = [t for t in self.tenants.values() if not t.is_dead]
+        return sum(tag.host_bytes for tenant in live for tag in tenant.report.tags)
+
+    def is_settled(self, device: str) -> bool:
+        """Nobody there is in the middle of something that this ledger did not see begin."""
+        return all(t.report.state in STABLE for t in self.on(device) if t.is_usable)
+
+
+def check_report(report: TenantReport) -> None:
+    """MemoryFault for numbers that cannot be."""
+    names = [tag.tag for tag in report.tags]
+    wrong = ""
+    if not (report.tenant and report.gang and report.device):
+        wrong = "tenant, gang and device need names"
+    elif len(set(names)) != len(names):
+        wrong = "a tag is listed twice"
+    elif any(tag.num_bytes < 0 or tag.host_bytes < 0 for tag in report.tags) or report.residue_bytes < 0:
+        wrong = "bytes below zero"
+    elif len(report.pids) != len(report.started_at):
+        wrong = f"{len(report.pids)} processes with {len(report.started_at)} start times"
+    if wrong:
+        raise MemoryFault(f"report of {report.tenant or 'a tenant'}: {wrong}", remedy="mend the tenant")

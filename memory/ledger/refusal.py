@@ -1,0 +1,44 @@
+"""The words of a refusal: how much is short, where, and who holds the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...core.device_memory import Holder
+
+MAX_HOLDERS = 12
+
+
+def in_words(num_bytes: int) -> str:
+    """Bytes for people: "24.6 GiB", "512 MiB", "7 bytes"."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            value = num_bytes / size
+            return f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def holders_in_words(holders: Sequence[Holder]) -> str:
+    """Each with tag, bytes and state; what nobody registered last."""
+    named = [h for h in holders if h.tenant]
+    parts = [f"{h.tenant} {h.tag} {in_words(h.num_bytes)} ({h.state})" for h in named[:MAX_HOLDERS]]
+    if len(named) > MAX_HOLDERS:
+        rest = named[MAX_HOLDERS:]
+        parts.append(f"{len(rest)} more {in_words(sum(h.num_bytes for h in rest))}")
+    nobody = sum(h.num_bytes for h in holders if not h.tenant)
+    if nobody:
+        parts.append(f"{in_words(nobody)} by nobody registered")
+    return ", ".join(parts) or "nobody"
+
+
+def short_words(short_bytes: int, device: str, holders: Sequence[Holder]) -> str:
+    """Of a device that cannot be made to hold what is asked."""
+    return f"refused: {in_words(short_bytes)} short on {device}, held by {holders_in_words(holders)}"
+
+
+def host_pool_words(need_bytes: int, used_bytes: int, limit_bytes: int) -> str:
+    """Of copies that the host has no room for."""
+    return (
+        f"refused: the host pool has no room for {in_words(need_bytes)} of copies: {in_words(used_bytes)} of "
+        f"{in_words(limit_bytes)} are in use; give it more memory or let more be discarded"
+    )

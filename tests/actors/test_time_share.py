@@ -1,0 +1,161 @@
+"""What the leader asks of the memory manager, in which order, and what it books; weights that left and come anew."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from myxa.actors.adoption import Adoption
+from myxa.actors.contracts import RolloutContract
+from myxa.actors.memory_contracts import MemoryContract
+from myxa.actors.time_share import ROLLOUT_TAGS, TRAINER_TAGS, TimeShare, TimeShareOptions
+from myxa.actors.workspace_room import WorkspaceRoom
+from myxa.core.activity import ActivityMeter, TelemetryBuffer
+from myxa.core.actor import Actor, PeerEvent
+from myxa.core.clock import SystemClock
+from myxa.core.device_memory import Holder, LeaseReply, LeaseRequest, TenantReport
+from myxa.core.errors import LeaseRefused
+from myxa.core.messages import WeightManifest
+from myxa.transport.node import Node
+
+ROLLOUTS = ("rollout/0", "rollout/1")
+OPTIONS = TimeShareOptions("memory/0", (), ROLLOUTS, switch_s=5.0, start_s=5.0)
+
+
+class ToyManager(MemoryContract):
+    """Grants everything, or nothing; notes what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[LeaseRequest] = []
+        self.reply = LeaseReply(granted=True, epoch=1, copied_bytes=10)
+
+    async def lease(self, request: LeaseRequest) -> LeaseReply:
+        self.asked.append(request)
+        return self.reply
+
+
+class ToyRollout(RolloutContract):
+    """Cold until it is told to load."""
+
+    def __init__(self) -> None:
+        self.num_loads = 0
+
+    async def memory_report(self) -> TenantReport | None:
+        state = "quiesced" if self.num_loads else "cold"
+        return TenantReport(self.ctx.name, 1, "rollout", "host:0", (1,), (1,), state, ())
+
+    async def load_engine(self) -> None:
+        self.num_loads += 1
+
+
+class Leads(Actor):
+    """Where a leader would be."""
+
+    async def on_start(self) -> None:
+        clock = SystemClock()
+        meter, telemetry = ActivityMeter("leader", clock), TelemetryBuffer("leader", clock)
+        self.share = TimeShare(self.ctx, OPTIONS, meter, telemetry, clock)
+
+
+@asynccontextmanager
+async def stage(folder: Path) -> AsyncGenerator[tuple[TimeShare, ToyManager, list[ToyRollout]]]:
+    node = await Node.attach(run_dir=folder, node_rank=0, name="stage")
+    manager, rollouts, leads = ToyManager(), [ToyRollout() for _ in ROLLOUTS], Leads()
+    try:
+        await node.start(manager, name="memory/0")
+        for name, rollout in zip(ROLLOUTS, rollouts, strict=True):
+            await node.start(rollout, name=name)
+        await node.start(leads, name="trainer/0")
+        yield leads.share, manager, rollouts
+    finally:
+        await node.close(grace_s=1)
+
+
+@pytest.mark.asyncio
+async def test_a_step_in_turns(tmp_path: Path) -> None:
+    async with stage(tmp_path) as (share, manager, rollouts):
+        await share.offer()
+        assert [rollout.num_loads for rollout in rollouts] == [1, 1]
+        assert manager.asked[0].tags == ROLLOUT_TAGS, "an engine that loads needs all of its room at once"
+        await share.give()
+        share.metrics()
+        await share.take()
+        share.trained()
+        await share.offer()
+        await share.give()
+        asked = [(r.gang, r.tags, r.is_active, r.quiet) for r in manager.asked[2:]]
+        assert asked == [
+            ("trainer", TRAINER_TAGS, True, ("rollout",)),
+            ("rollout", ("weights",), False, ("trainer",)),
+            ("rollout", ROLLOUT_TAGS, True, ("trainer",)),
+        ]
+        assert len({r.request_id for r in manager.asked}) == len(manager.asked)
+        assert [rollout.num_loads for rollout in rollouts] == [1, 1], "nobody loads twice"
+        told = share.metrics()
+        assert told["memory/copied_bytes"] == 30.0
+        assert told["memory/exposed_s"] >= told["memory/switch_s"] > 0
+        assert share.metrics()["memory/switch_s"] == 0.0
+
+
+@pytest.mark.asyncio
+async def test_a_refusal_names_who_holds_what(tmp_path: Path) -> None:
+    async with stage(tmp_path) as (share, manager, _):
+        holders = (Holder("host:0", "rollout/0", "kv_cache", 7_000_000, "active"), Holder("host:0", "", "", 5, ""))
+        manager.reply = LeaseReply(granted=False, epoch=2, reason="3.1 GiB short", holders=holders)
+        with pytest.raises(
+            LeaseRefused, match=r"3\.1 GiB short \[rollout/0 kv_cache 7,000,000 .*nobody known.*myxa mem"
+        ):
+            await share.take()
+
+
+@pytest.mark.asyncio
+async def test_engines_that_come_anew_are_noticed_until_they_are_loaded(tmp_path: Path) -> None:
+    async with stage(tmp_path) as (share, _, _):
+        share.on_peer(PeerEvent("up", "rollout/7", 1))
+        assert not share.has_newcomers, "not one of these devices"
+        share.on_peer(PeerEvent("restarted", "rollout/1", 2))
+        assert share.has_newcomers
+        await share.offer()
+        assert not share.has_newcomers
+
+
+def test_room_is_counted_and_moves_nothing() -> None:
+    room = WorkspaceRoom(100)
+    assert room.release(("params", "workspace")).dropped_bytes == 100
+    assert room.release(("workspace",)).dropped_bytes == 0
+    assert room.report()[0].backing == "discarded"
+    room.restore(("params",))
+    assert room.report()[0].backing == "discarded"
+    room.restore(("workspace",))
+    assert room.report()[0].backing == "mapped_dirty"
+
+
+def manifest(version: int) -> WeightManifest:
+    return WeightManifest(version, "shm", "here", 0, 1, (), "", "")
+
+
+def test_a_version_is_let_go_once_all_have_it_and_given_anew_to_who_lost_it() -> None:
+    adoption = Adoption(keeps_newest=False)
+    for name in ("a", "b"):
+        adoption.joined(name, 1)
+    adoption.published(manifest(3))
+    for name in ("a", "b"):
+        instruction = adoption.next()
+        assert instruction is not None
+        assert adoption.releasable() == (), f"{name} is about to read it"
+        adoption.adopted(instruction.engine, 1, 3)
+    assert adoption.releasable() == (3,)
+    adoption.lost("a", 1)
+    adoption.lost("b", 0)  # a word of another incarnation
+    assert adoption.serving == {"b": 3}
+    assert adoption.next() is None, "there is nothing to be had"
+    adoption.published(manifest(3))
+    again = adoption.next()
+    assert again is not None
+    assert (again.engine, again.manifest.version) == ("a", 3)
+    adoption.adopted("a", 1, 3)
+    assert adoption.next() is None
+    assert adoption.releasable() == (3,)

@@ -1,0 +1,98 @@
+"""A torch rank whose memory leaves the device between steps trains what a rank trains that never moved, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from myxa.actors.backends.rank_backend import RankSettings
+from myxa.actors.backends.torch_backend.backend import TorchBackend
+from myxa.actors.backends.torch_backend.residence import TorchResidence, planned
+from myxa.core.clock import SystemClock
+from myxa.core.config import AlgoConfig, OptimizerConfig
+from myxa.core.samples import TrainShard
+from myxa.memory.arenas.arena import Arena
+from myxa.memory.arenas.host_pool import HostPool
+from myxa.memory.arenas.host_vmm import HostVmmDriver
+
+MIB = 1 << 20
+TAGS = ("params", "grads", "optimizer", "frozen")
+Shards = Callable[..., tuple[TrainShard, ...]]
+
+
+def settings(model: Path, *, kl_coef: float = 0.0) -> RankSettings:
+    return RankSettings(
+        model_path=str(model), algo=AlgoConfig(kl_coef=kl_coef), optimizer=OptimizerConfig(lr=1e-3, eps=1e-4)
+    )
+
+
+@pytest.fixture
+def residence() -> TorchResidence:
+    arena = Arena(HostVmmDriver("host:0", 64 * MIB), HostPool(64 * MIB), SystemClock(), chunk_bytes=MIB)
+    return TorchResidence(arena, SystemClock())
+
+
+@pytest.fixture
+def moving(model: Path, residence: TorchResidence) -> Iterator[TorchBackend]:
+    backend = TorchBackend(settings(model, kl_coef=0.1), residence=residence)
+    backend.setup()
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def staying(model: Path) -> Iterator[TorchBackend]:
+    backend = TorchBackend(settings(model, kl_coef=0.1))
+    backend.setup()
+    yield backend
+    backend.close()
+
+
+def everything(backend: TorchBackend) -> dict[str, bytes]:
+    return {array.spec.name: bytes(array.data) for array in backend.export_weights()}
+
+
+def test_training_between_moves_is_bit_equal(
+    moving: TorchBackend, staying: TorchBackend, residence: TorchResidence, make_shards: Shards, tmp_path: Path
+) -> None:
+    for step in range(4):
+        (shard,) = make_shards(40 + step)
+        gone = residence.release(TAGS)
+        assert gone.dropped_bytes > 0
+        assert {r.backing for r in residence.report()} == {"host", "discarded"}
+        residence.restore(TAGS)
+        told, expected = moving.train(shard, {}).metrics, staying.train(shard, {}).metrics
+        assert told["train/loss"] == expected["train/loss"], f"step {step}"
+        assert told["train/grad_norm"] == expected["train/grad_norm"], f"step {step}"
+        assert everything(moving) == everything(staying), f"weights differ after step {step}"
+    moving.save(str(tmp_path / "moving"), {"version": 4})
+    residence.release(TAGS)
+    residence.restore(TAGS)
+    assert moving.load(str(tmp_path / "moving"))["version"] == 4
+    assert everything(moving) == everything(staying)
+
+
+def test_only_what_changed_is_copied(moving: TorchBackend, residence: TorchResidence, make_shards: Shards) -> None:
+    size = {r.tag: r.num_bytes for r in residence.report()}
+    (shard,) = make_shards(50)
+    residence.release(TAGS)
+    residence.restore(TAGS)
+    again = residence.release(TAGS)
+    assert again.copied_bytes == 0, "nothing was written since it came back"
+    assert again.dropped_bytes == sum(size.values())
+    residence.restore(TAGS)
+    moving.train(shard, {})
+    assert residence.release(TAGS).copied_bytes == size["params"] + size["optimizer"]
+    residence.restore(("params",))
+    assert {r.tag: r.backing for r in residence.report()}["optimizer"] == "host"
+
+
+def test_plans_are_what_is_taken(moving: TorchBackend, residence: TorchResidence) -> None:
+    num_parameters = sum(np.prod(array.spec.shape, dtype=int) for array in moving.export_weights())
+    for tag, (num_bytes, policy) in planned(int(num_parameters), has_reference=True).items():
+        report = next(r for r in residence.report() if r.tag == tag)
+        assert policy == report.policy
+        assert num_bytes <= report.num_bytes <= 1.05 * num_bytes + MIB

@@ -1,0 +1,94 @@
+"""[memory]: what a run in which trainer and engine take turns must look like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from myxa.core.config import RunConfig, load_config
+from myxa.core.errors import ConfigError
+from myxa.launch.memory_parts import Planned, manager_name, pool_bytes, start_timeout_s, takes_turns
+from myxa.launch.placement import place
+
+HEAD = '[model]\npath = "m"\n[data]\ntrain = "t.jsonl"\n'
+ON_HOST = '[memory]\nshare = "switch"\ncapacity_mb = 64\n'
+ON_GPU = (
+    '[memory]\nshare = "switch"\n[roles.trainer]\nkind = "megatron"\ndevices = "0"\n'
+    '[roles.rollout]\nkind = "sglang"\ndevices = "0"\n'
+)
+
+
+def load(folder: Path, text: str, *overrides: str) -> RunConfig:
+    file = folder / "run.toml"
+    file.write_text(HEAD + text)
+    return load_config(file, overrides)
+
+
+def failure(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text, *overrides)
+    return str(caught.value)
+
+
+def test_nothing_is_shared_by_default(tmp_path: Path) -> None:
+    config = load(tmp_path, "")
+    assert not takes_turns(config)
+    assert [actor.name for actor in place(config, 1)] == ["monitor", "buffer", "coordinator", "trainer/0", "rollout/0"]
+
+
+@pytest.mark.parametrize("text", [ON_HOST, ON_GPU], ids=["host", "gpu"])
+def test_a_manager_is_started_before_its_tenants(tmp_path: Path, text: str) -> None:
+    config = load(tmp_path, text)
+    names = [actor.name for actor in place(config, 1)]
+    assert names == ["monitor", "buffer", "coordinator", "memory/0", "trainer/0", "rollout/0"]
+    assert manager_name(config) == "memory/0"
+    assert next(actor for actor in place(config, 1) if actor.role == "memory").restart == "one"
+
+
+def test_engines_that_load_after_the_trainer_have_more_time(tmp_path: Path) -> None:
+    turns, none = load(tmp_path, ON_GPU), load(tmp_path, "")
+    assert start_timeout_s(turns) >= start_timeout_s(none) + turns.engine.start_s
+
+
+def test_the_host_pool_is_what_is_copied_unless_it_is_named(tmp_path: Path) -> None:
+    plan: Planned = {
+        "params": (1000 << 20, "backup"),
+        "grads": (2000 << 20, "discard"),
+        "optimizer": (3000 << 20, "backup"),
+    }
+    assert 4000 << 20 < pool_bytes(load(tmp_path, ON_HOST), plan) < 4400 << 20
+    assert pool_bytes(load(tmp_path, ON_HOST, "memory.host_pool_gb=2.5"), plan) == 5 << 29
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ('[memory]\nshare = "switch"\n', (), "memory.capacity_mb"),
+        (ON_GPU, ('roles.rollout.devices="1"',), 'on the same devices, they have "0" and "1"'),
+        (ON_GPU, ('roles.trainer.devices="cpu"',), "on the same devices"),
+        (ON_HOST, ("roles.trainer.nodes=[1]",), "on one and the same node"),
+        (ON_HOST, ('weights.channel="disk"',), 'must be "cuda_ipc"'),
+        (ON_GPU, ('weights.channel="nccl"',), "when trainer and engine take turns on a device"),
+        (ON_HOST, ('memory.backend="cuda_vmm"',), "needs GPUs in roles.trainer.devices"),
+        (ON_GPU, ('memory.backend="host_vmm"',), "is for runs on the CPU"),
+        (ON_HOST, ('roles.trainer.kind="megatron"',), "needs GPUs with roles.trainer.kind"),
+        (ON_HOST, ('trainer.strategy="fsdp"',), 'must be "ddp"'),
+        (ON_HOST, ('memory.params="rematerialise"',), 'must be "backup"'),
+        (ON_GPU, ("megatron.offload_optimizer=0.5", 'trainer.dtype="bfloat16"'), "leaves the device as a whole"),
+        (ON_GPU, ("sglang.enable_memory_saver=false",), "is myxa's own"),
+        (ON_GPU, ('engine.attach=["http://a:1", "http://b:1"]',), "one server for each rollout actor"),
+        (ON_HOST, ("memory.switch_s=0",), "must be greater than 0"),
+        (ON_HOST, ("memory.reserve_mb=-1",), "must be at least 0"),
+        (ON_HOST, ('memory.share="turns"',), 'must be one of "none", "switch"'),
+        (
+            ON_HOST,
+            ('algo.kind="sft"', 'data.preset="chat"'),
+            "has no engine to take turns with",
+        ),
+    ],
+)
+def test_what_does_not_go_with_taking_turns(
+    tmp_path: Path, text: str, overrides: tuple[str, ...], expected: str
+) -> None:
+    assert expected in failure(tmp_path, text, *overrides)

@@ -1,0 +1,224 @@
+"""Trainer and engine on one device that cannot hold both: the whole loop in turns, by the command a user types."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import pytest
+from run_job import Job, audit, events, metrics, until, worker_pids
+
+from myxa.core.errors import MemoryFault
+from myxa.memory.arenas.resident import device_bytes
+
+pytestmark = pytest.mark.timeout(180)
+
+MIB = 1 << 20
+CAPACITY_MIB = 9
+"""The trainer's parameters, gradients and moments take 7.2 MiB, an engine's two sets of weights 3.6."""
+TURNS = (
+    'memory.share="switch"',
+    f"memory.capacity_mb={CAPACITY_MIB}",
+    "memory.switch_s=40",
+    "engine.context_length=64",
+    "engine.max_running=4",
+)
+USERS_CODE = """
+def score(completion, **_):
+    return (sum(map(ord, completion.text)) + completion.num_tokens) % 11 / 10
+
+async def seeded(ctx, prompt):
+    from myxa.core.messages import SamplingParams
+    await ctx.episode.generate(SamplingParams(max_new_tokens=12, seed=1000 * prompt.group_id + ctx.index))
+    return ctx.episode.sample()
+"""
+
+
+@pytest.fixture(autouse=True)
+def users_code(job: Job) -> None:
+    (job.folder / "mine.py").write_text(USERS_CODE)
+
+
+@dataclass
+class Sampler:
+    """Looks at what the actors hold of the device, as often as it can, while a run goes on."""
+
+    job: Job
+    launcher_pid: int
+    highest: int = 0
+    seen: dict[str, int] = field(default_factory=dict)
+    num_looks: int = 0
+
+    def __enter__(self) -> Sampler:
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._look_forever)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ends.set()
+        self._thread.join(20)
+
+    def _look_forever(self) -> None:
+        pids: dict[str, int] = {}
+        while not self._ends.wait(0.005):
+            for name in ("trainer/0", "rollout/0"):
+                if name not in pids and (found := _pids(self.launcher_pid, name)):
+                    pids[name] = found[-1]
+            if len(pids) == 2:
+                self._look(*pids.values())
+
+    def _look(self, trainer: int, rollout: int) -> None:
+        try:
+            first = device_bytes([trainer], "host:0")
+            other = device_bytes([rollout], "host:0")
+            again = device_bytes([trainer], "host:0")
+        except (OSError, MemoryFault):  # a process that ends between two looks
+            return
+        if first == again:  # else the two were read at two moments, between which memory changed hands
+            self.num_looks += 1
+            self.highest = max(self.highest, first + other)
+            self.seen["trainer"] = max(self.seen.get("trainer", 0), first)
+            self.seen["rollout"] = max(self.seen.get("rollout", 0), other)
+
+
+def _pids(launcher_pid: int, name: str) -> list[int]:
+    try:
+        return worker_pids(launcher_pid, name)
+    except psutil.Error:  # the launcher has ended
+        return []
+
+
+def run_sampled(job: Job, *overrides: str) -> tuple[Sampler, Path]:
+    process = job.start(*overrides)
+    try:
+        with Sampler(job, process.pid) as sampler:
+            said, _ = process.communicate(timeout=150)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, said
+    return sampler, job.run_dir()
+
+
+def losses(run_dir: Path) -> list[tuple[int, float, float]]:
+    points = [(p["step"], p["values"]) for p in metrics(run_dir) if "train/grad_norm" in p["values"]]
+    return [(step, values["train/loss"], values["train/grad_norm"]) for step, values in points]
+
+
+def test_a_run_in_turns_trains_what_a_run_trains_that_never_switches(job: Job) -> None:
+    """Bit for bit. On-policy, one request at a time in the engine and a seed of its own for each, so that nothing
+    depends on what happened to run beside what."""
+    plain = (
+        "async.max_staleness=0",
+        "run.num_steps=4",
+        "guard.every=0",
+        'reward.fn="mine.py:score"',
+        'rollout.workflow="mine.py:seeded"',
+        "engine.max_running=1",
+    )
+    code, said, never = job.run(*plain, "engine.context_length=64")
+    assert code == 0, said
+    sampler, turns = run_sampled(job, *TURNS, *plain)
+    assert len(losses(never)) == 4
+    assert all(norm > 0 for _, _, norm in losses(never)), "it learns something"
+    assert losses(turns) == losses(never)
+    one, other = (run / "export" / "model.safetensors" for run in (never, turns))
+    assert one.read_bytes() == other.read_bytes()
+    assert sampler.num_looks > 20
+    assert sampler.seen["trainer"] + sampler.seen["rollout"] > CAPACITY_MIB * MIB, "both at once would not fit"
+    assert sampler.highest <= CAPACITY_MIB * MIB
+    assert sorted(audit(turns).trained) == sorted(audit(never).trained)
+    refused = ask_mem(job, str(never))
+    assert refused.returncode == 3
+    assert "has no memory manager" in refused.stderr
+
+
+def test_parked_groups_are_neither_lost_nor_trained_twice(job: Job) -> None:
+    flags = ("run.num_steps=8", "async.max_staleness=2", "rollout.max_new_tokens=40", "trainer.checkpoint_every=3")
+    evaluation = ('eval.data="data/heldout.jsonl"', "eval.num_prompts=8", "eval.every=2", "guard.every=4")
+    sampler, run_dir = run_sampled(job, *TURNS, *flags, *evaluation, 'reward.fn="mine.py:score"')
+    facts = audit(run_dir)
+    assert len(facts.trained) == len(set(facts.trained)) == 8 * 4
+    assert not facts.states.get("DROPPED")
+    assert sampler.highest <= CAPACITY_MIB * MIB
+    points = [p["values"] for p in metrics(run_dir)]
+    shares = [v for v in points if "memory/exposed_s" in v]
+    assert len(shares) == 8
+    assert all(v["memory/exposed_s"] > 0 and v["memory/copied_bytes"] > 0 for v in shares)
+    assert any("time/wait-memory" in v and v["time/wait-memory"] > 0 for v in points)
+    assert max(v["lag/max"] for v in points if "lag/max" in v) <= 2
+    assert [v["eval/reward"] for v in points if "eval/reward" in v]
+    assert max(v["guard/logprob_diff"] for v in points if "guard/logprob_diff" in v) < 1e-4, "after every hand-over"
+    assert not events(run_dir, "lease-refused")
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["version_00000006", "version_00000008"]
+
+
+def test_an_engine_that_is_killed_comes_back_into_its_turn(job: Job) -> None:
+    process = job.start(*TURNS, "run.num_steps=24", 'reward.fn="mine.py:score"')
+    try:
+        until(lambda: _steps(job) >= 3, "the third step")
+        os.kill(worker_pids(process.pid, "rollout/0")[-1], signal.SIGKILL)
+        until(lambda: len(events(job.run_dir(), "engine-joined")) >= 2, "the return of the killed engine")
+        said, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, said
+    facts = audit(job.run_dir())
+    assert len(facts.trained) == len(set(facts.trained)) == 24 * 4
+
+
+def test_mem_shows_who_holds_what_while_it_runs(job: Job) -> None:
+    process = job.start(*TURNS, "run.num_steps=100000")
+    try:
+        until(lambda: _steps(job) >= 2, "the second step")
+        page = ask_mem(job)
+        assert "host:0: 9.0 MiB, free" in page.stdout, page.stdout + page.stderr
+        assert "trainer/0 (trainer)" in page.stdout
+        assert "rollout/0 (rollout)" in page.stdout
+        assert "optimizer" in page.stdout
+        view = json.loads(ask_mem(job, str(job.run_dir()), "--json").stdout)
+        (device,) = view["devices"]
+        assert device["capacity_bytes"] == CAPACITY_MIB * MIB
+        assert {t["gang"] for t in device["tenants"]} == {"trainer", "rollout"}
+        assert view["timeline"]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    late = ask_mem(job)
+    assert late.returncode == 3
+    assert "none goes on" in late.stderr
+
+
+def test_a_device_that_is_too_small_is_refused_with_who_holds_what(job: Job) -> None:
+    started = time.monotonic()
+    code, said, run_dir = job.run(*TURNS, "memory.capacity_mb=5", "memory.switch_s=10")
+    assert code != 0
+    assert "trainer cannot have params, grads, optimizer" in said, said
+    assert "short" in said
+    assert time.monotonic() - started < 60
+    assert events(run_dir, "lease-refused")
+
+
+def ask_mem(job: Job, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "myxa.launch", "mem", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=job.folder)
+
+
+def _steps(job: Job) -> int:
+    try:
+        return sum("reward/mean" in p["values"] for p in metrics(job.run_dir()))
+    except (OSError, ValueError):
+        return 0

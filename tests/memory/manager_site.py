@@ -1,0 +1,169 @@
+"""A node of real processes around a memory manager, for tests: started, killed, started again, watched."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from manager_toys import CAPACITY, TAGS, MortalManager, ToyContract
+
+from myxa.actors.memory_contracts import MemoryContract
+from myxa.core.actor import with_deadline
+from myxa.core.device_memory import LeaseReply, LeaseRequest, MemoryView
+from myxa.core.errors import CallError
+from myxa.memory.arenas.resident import device_bytes, rss_shmem
+from myxa.transport.node import Node
+
+TOYS = Path(__file__).parent / "manager_toys.py"
+
+
+class Site:
+    """See the module's head."""
+
+    def __init__(self, folder: Path, node: Node, members: dict[str, tuple[str, str]]) -> None:
+        self.folder = folder
+        self.node = node
+        self.members = members
+        """Actor name -> (gang, device)."""
+        self.children: dict[str, asyncio.subprocess.Process] = {}
+        self.devices = sorted({device for _, device in members.values()})
+        self.count = itertools.count(1)
+        self.peak: dict[str, int] = dict.fromkeys(self.devices, 0)
+        self.peak_rss: dict[str, int] = dict.fromkeys(self.devices, 0)
+        self.num_samples = 0
+        self._is_sampling = False
+        self._spare: asyncio.subprocess.Process | None = None
+
+    async def start(self, name: str) -> None:
+        """As a process that was waiting for it; the next one begins to wait."""
+        gang, device = self.members.get(name, ("memory", ",".join(self.devices)))
+        child = self._spare or await self._spawn()
+        self._spare = None
+        assert child.stdin is not None
+        orders = (str(self.folder / "rdzv.json"), str(self.folder), name, gang, device)
+        child.stdin.write(" ".join(orders).encode() + b"\n")
+        await child.stdin.drain()
+        self.children[name] = child
+
+    async def keep_spare(self) -> None:
+        """Have one process wait."""
+        self._spare = self._spare or await self._spawn()
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(sys.executable, str(TOYS), stdin=asyncio.subprocess.PIPE)
+
+    async def until_gone(self, name: str, timeout_s: float = 20.0) -> int:
+        """The child has ended; tells the registry, as a launcher would."""
+        child = self.children.pop(name)
+        async with asyncio.timeout(timeout_s):
+            status = await child.wait()
+        await self.node.registry.process_exited(f"node-{name}", 0, status, pid=child.pid)
+        return status
+
+    async def close(self) -> None:
+        self._is_sampling = False
+        if self._spare is not None:
+            self.children["spare"] = self._spare
+        for child in self.children.values():
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+        for child in self.children.values():
+            await child.wait()
+            assert child.stdin is not None
+            child.stdin.close()
+        await self.node.close(grace_s=0.5)
+
+    @property
+    def manager(self) -> MortalManager:
+        return self.node.ref(MortalManager, "memory/0")
+
+    def toy(self, name: str) -> ToyContract:
+        return self.node.ref(ToyContract, name)
+
+    async def lease(self, gang: str, quiet: str = "", deadline_s: float = 10.0, tags: Any = None) -> LeaseReply:
+        """Asked until the manager answers, whoever that is by then."""
+        request = LeaseRequest(
+            gang=gang,
+            tags=tags or tuple(TAGS[gang]),
+            quiet=(quiet,) if quiet else (),
+            deadline_s=deadline_s,
+            request_id=f"lease-{next(self.count)}",
+        )
+        manager = with_deadline(self.node.ref(MemoryContract, "memory/0"), deadline_s + 2.0)
+        until = time.monotonic() + 3 * deadline_s
+        while True:
+            try:
+                return await manager.lease(request)
+            except CallError:
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(0.05)
+
+    async def view(self) -> MemoryView:
+        return await self.node.ref(MemoryContract, "memory/0").view()
+
+    async def until(self, holds: Any, timeout_s: float, what: str) -> MemoryView:
+        """Until the manager's view is as wanted; the last one is told when it never is."""
+        until = time.monotonic() + timeout_s
+        last: Any = None
+        while time.monotonic() < until:
+            with contextlib.suppress(CallError):
+                last = await with_deadline(self.node.ref(MemoryContract, "memory/0"), 1.0).view()
+                if holds(last):
+                    return last
+            await asyncio.sleep(0.03)
+        raise AssertionError(f"not {what} within {timeout_s} s: {last}")
+
+    async def until_registered(self) -> MemoryView:
+        def all_there(view: MemoryView) -> bool:
+            live = {t.tenant: t.epoch for d in view.devices for t in d.tenants}
+            return set(live) == set(self.members) and len([1 for d in view.devices for _ in d.tenants]) == len(live)
+
+        return await self.until(all_there, 20.0, "all registered")
+
+    def pids(self, device: str) -> list[int]:
+        return [c.pid for n, c in list(self.children.items()) if n in self.members and self.members[n][1] == device]
+
+    def sample(self) -> threading.Thread:
+        """Watch the processes' real memory every 5 ms until `close`."""
+        self._is_sampling = True
+
+        def run() -> None:
+            while self._is_sampling:
+                for device in self.devices:
+                    pids = self.pids(device)
+                    self.peak[device] = max(self.peak[device], device_bytes(pids, device))
+                    self.peak_rss[device] = max(self.peak_rss[device], sum(rss_shmem(pid) for pid in pids))
+                self.num_samples += 1
+                time.sleep(0.005)
+
+        thread = threading.Thread(target=run, name="sampler", daemon=True)
+        thread.start()
+        return thread
+
+    def stop_sampling(self) -> None:
+        self._is_sampling = False
+
+
+@contextlib.asynccontextmanager
+async def site_of(folder: Path, members: dict[str, tuple[str, str]]) -> AsyncIterator[Site]:
+    node = await Node.attach(name="launcher/0")
+    site = Site(folder, node, members)
+    try:
+        node.rendezvous.save(folder / "rdzv.json")
+        for name in ("memory/0", *members):
+            await site.start(name)
+        await site.until_registered()
+        yield site
+    finally:
+        await site.close()
+
+
+__all__ = ["CAPACITY", "Site", "site_of"]

@@ -1,0 +1,796 @@
+"""Tags that leave the memory of a real device (the host's) and come back: bytes, addresses, residency, order."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from myxa.core.clock import SystemClock
+from myxa.core.device_memory import Tag, TagPolicy, TagReport
+from myxa.core.errors import MemoryFault, OutOfDeviceMemory
+from myxa.memory.arenas import libc
+from myxa.memory.arenas.arena import Arena
+from myxa.memory.arenas.host_pool import HostPool
+from myxa.memory.arenas.host_vmm import HostVmmDriver
+from myxa.memory.arenas.resident import HostDevice, device_bytes, rss_anon, rss_shmem
+from myxa.memory.arenas.tag_states import bytes_to_copy
+from myxa.memory.arenas.tensors import empty_tensor, empty_tensors
+
+MIB = 1 << 20
+PID = os.getpid()
+SEED = 20261120
+
+
+def make(capacity: int = 256 * MIB, pool: int = 256 * MIB, chunk: int = 8 * MIB, **options) -> Arena:
+    driver = options.pop("driver", None) or HostVmmDriver("host:7", capacity)
+    arena = Arena(driver, HostPool(pool), SystemClock(), chunk_bytes=chunk, **options)
+    arena.tag("optimizer", "backup")
+    arena.tag("grads", "discard")
+    arena.tag("params", "rematerialise")
+    arena.tag("context", "keep")
+    return arena
+
+
+@pytest.fixture
+def making() -> Iterator[Callable[..., Arena]]:
+    arenas: list[Arena] = []
+
+    def build(**options) -> Arena:
+        arenas.append(make(**options))
+        return arenas[-1]
+
+    yield build
+    for arena in arenas:
+        arena.close()
+
+
+@pytest.fixture
+def arena(making: Callable[..., Arena]) -> Arena:
+    return making()
+
+
+def reports(arena: Arena) -> dict[str, TagReport]:
+    return {report.tag: report for report in arena.report()}
+
+
+def backing(arena: Arena) -> dict[str, str]:
+    return {report.tag: report.backing for report in arena.report() if report.num_bytes}
+
+
+def held(device: str = "host:7") -> int:
+    return device_bytes([PID], device)
+
+
+def is_near(measured: int, wanted: int) -> bool:
+    """Of RssShmem: before Linux 6.16 the kernel keeps it in per-thread or per-processor parts and tells it loosely."""
+    return abs(measured - wanted) < MIB
+
+
+def num_fds() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def seeded(shape: tuple[int, ...]) -> torch.Tensor:
+    print("seed", SEED)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(SEED))
+
+
+# -- C6: memory leaves, addresses stay, bits come back --------------------------------------------------------------
+
+
+def test_released_memory_is_really_gone_and_comes_back_the_same_at_the_same_place(arena: Arena):
+    before = rss_shmem(PID)
+    wanted = seeded((16 * MIB,))
+    tensor = empty_tensor(arena, "optimizer", (16 * MIB,), torch.float32)
+    tensor.copy_(wanted)
+    view = tensor[1000:2000].view(10, 100)
+    address, digest = tensor.data_ptr(), arena.digest("optimizer")
+    assert held() == 64 * MIB
+    assert is_near(rss_shmem(PID) - before, 64 * MIB)
+    for _ in range(3):
+        moved = arena.release(["optimizer"])
+        assert held() == 0, "no page of it is in memory"
+        assert is_near(rss_shmem(PID), before)
+        assert moved.copied_bytes + moved.dropped_bytes == 64 * MIB
+        assert arena.digest("optimizer") == digest, "of the host copy"
+        assert arena.restore(["optimizer"]).copied_bytes == 64 * MIB
+        assert (tensor.data_ptr(), view.data_ptr()) == (address, address + 4000)
+        assert torch.equal(tensor, wanted)
+        assert torch.equal(view.flatten(), wanted[1000:2000])
+        assert arena.digest("optimizer") == digest
+        assert is_near(rss_shmem(PID) - before, 64 * MIB)
+
+
+TOUCH = """
+import sys
+from myxa.core.clock import SystemClock
+from myxa.memory.arenas import libc
+from myxa.memory.arenas.arena import Arena
+from myxa.memory.arenas.host_pool import HostPool
+from myxa.memory.arenas.host_vmm import HostVmmDriver
+arena = Arena(HostVmmDriver("host:0", 1 << 24), HostPool(1 << 24), SystemClock())
+arena.tag("params", "backup")
+address = arena.empty("params", 1 << 20)
+libc.zero(address, 1 << 20)
+print("touched", flush=True)
+when, how = sys.argv[1:]
+if when == "released":
+    arena.release(["params"])
+elif when == "freed":
+    arena.free(address)
+elif when == "restored":
+    arena.release(["params"])
+    arena.restore(["params"])
+at = address + (1 << 20) - 1
+libc.zero(at, 1) if how == "write" else bytes(libc.view(at, 1))
+print("survived", flush=True)
+arena.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["read", "write"])
+@pytest.mark.parametrize(("when", "dies"), [("released", True), ("freed", True), ("restored", False)])
+def test_touching_what_is_away_is_a_segmentation_fault(when: str, dies: bool, how: str):
+    child = subprocess.run([sys.executable, "-c", TOUCH, when, how], capture_output=True, timeout=30, check=False)
+    assert child.returncode == (-11 if dies else 0), child.stderr.decode()
+    assert child.stdout.decode().split() == ["touched"] + ([] if dies else ["survived"])
+
+
+def test_nothing_piles_up_over_many_cycles(arena: Arena):
+    tensors = [empty_tensor(arena, tag, (MIB,), torch.float32) for tag in ("optimizer", "grads", "params")]
+    for tensor in tensors:
+        tensor.fill_(1)
+    arena.release(["optimizer", "grads", "params"])
+    arena.restore(["optimizer", "grads", "params"])
+    arena.mark_dirty("params")
+    start = (num_fds(), threading.active_count(), len(Path("/proc/self/maps").read_text().splitlines()))
+    for cycle in range(100):
+        arena.mark_dirty("optimizer")
+        arena.release(["optimizer", "grads", "params"])
+        arena.restore(["optimizer", "grads", "params"])
+        tensors[2].fill_(cycle)
+        arena.mark_dirty("params")
+    now = (num_fds(), threading.active_count(), len(Path("/proc/self/maps").read_text().splitlines()))
+    assert now[:2] == start[:2]
+    assert abs(now[2] - start[2]) <= 8, "mappings"
+    assert held() == 12 * MIB
+
+
+def test_close_leaves_nothing():
+    fds, threads, shmem = num_fds(), threading.active_count(), rss_shmem(PID)
+    arena = make()
+    tensors = empty_tensors(arena, "optimizer", [((MIB,), torch.float32)] * 4)
+    empty_tensor(arena, "context", (MIB,), torch.float32)
+    tensors[0].fill_(1)
+    arena.release(["optimizer"])
+    arena.begin_restore(["optimizer"])
+    arena.close()
+    arena.close()
+    assert (num_fds(), threading.active_count()) == (fds, threads)
+    assert is_near(rss_shmem(PID), shmem)
+    with pytest.raises(MemoryFault, match="arena is closed"):
+        arena.empty("optimizer", 1)
+
+
+# -- C7: what is on the device and what is on the host, apart --------------------------------------------------------
+
+
+def test_a_backup_moves_pages_from_shared_to_private(arena: Arena):
+    tensor = empty_tensor(arena, "optimizer", (64 * MIB,), torch.uint8)
+    tensor.fill_(7)
+    shmem, anon = rss_shmem(PID), rss_anon(PID)
+    arena.release(["optimizer"])
+    assert is_near(rss_shmem(PID) - shmem, -64 * MIB)
+    assert 60 * MIB < rss_anon(PID) - anon < 72 * MIB, "the copy, and some noise of Python's own"
+    assert reports(arena)["optimizer"].host_bytes == 64 * MIB
+    arena.restore(["optimizer"])
+    assert is_near(rss_shmem(PID), shmem)
+    arena.free(tensor.data_ptr())
+    assert is_near(rss_shmem(PID) - shmem, -64 * MIB)
+    assert abs(rss_anon(PID) - anon) < 8 * MIB, "the host copy went too"
+
+
+def test_discarded_bytes_cost_no_host_memory(arena: Arena):
+    empty_tensor(arena, "grads", (64 * MIB,), torch.uint8).fill_(7)
+    anon = rss_anon(PID)
+    moved = arena.release(["grads"])
+    assert (moved.copied_bytes, moved.dropped_bytes) == (0, 64 * MIB)
+    assert rss_anon(PID) - anon < 8 * MIB
+
+
+# -- policies --------------------------------------------------------------------------------------------------------
+
+
+def test_each_policy_keeps_what_it_promises(arena: Arena):
+    (moments,) = empty_tensors(arena, "optimizer", [((1000,), torch.float64)])
+    grads = empty_tensor(arena, "grads", (1000,), torch.bfloat16)
+    params = empty_tensor(arena, "params", (1000,), torch.bfloat16)
+    for tensor in (moments, grads, params):
+        tensor.fill_(3)
+    moved = arena.release(["optimizer", "grads", "params"])
+    assert (moved.copied_bytes, moved.dropped_bytes) == (8192, 8192)
+    assert backing(arena) == {"optimizer": "host", "grads": "discarded", "params": "discarded"}
+    moved = arena.restore(["optimizer", "grads", "params"])
+    assert (moved.copied_bytes, moved.dropped_bytes) == (8192, 0)
+    assert backing(arena) == {"optimizer": "mapped_clean", "grads": "mapped_dirty", "params": "copy_in"}
+    assert torch.equal(moments, torch.full_like(moments, 3))
+    assert torch.equal(grads, torch.zeros_like(grads)), "discarded: zeros"
+    params.copy_(moments)
+    arena.mark_dirty("params")
+    assert backing(arena)["params"] == "mapped_dirty", "rematerialised: its owner says when"
+
+
+def test_what_is_kept_never_leaves(arena: Arena):
+    context = empty_tensor(arena, "context", (100,), torch.int64)
+    empty_tensor(arena, "grads", (100,), torch.int64)
+    context.fill_(5)
+    with pytest.raises(MemoryFault, match="'context' is kept: it never leaves the device -- release other tags"):
+        arena.release(["grads", "context"])
+    assert backing(arena) == {"grads": "mapped_dirty", "context": "mapped_dirty"}, "nothing moved"
+    assert context.sum() == 500
+
+
+def test_a_dropped_tag_that_nobody_filled_can_be_dropped_again(arena: Arena):
+    empty_tensor(arena, "params", (100,), torch.int64)
+    for _ in range(2):
+        assert arena.release(["params"]).dropped_bytes == 4096
+        arena.restore(["params"])
+    with pytest.raises(MemoryFault, match="'params'.*is copy_in and cannot be read"):
+        arena.digest("params")
+
+
+# -- C11: only what changed is copied, and it is told exactly ---------------------------------------------------------
+
+
+def test_bytes_copied_are_those_that_the_report_predicts(arena: Arena):
+    print("seed", SEED)
+    dice = random.Random(SEED)
+    for tag in ("frozen", "weights", "kv_cache"):
+        arena.tag(tag, "discard" if tag == "kv_cache" else "backup")
+    tags = ("optimizer", "grads", "params", "frozen", "weights", "kv_cache")
+    for tag in tags:
+        for _ in range(dice.randrange(1, 4)):
+            empty_tensor(arena, tag, (dice.randrange(1, 3 * MIB),), torch.uint8).fill_(dice.randrange(256))
+    for _ in range(30):
+        chosen = dice.sample(tags, dice.randrange(1, len(tags) + 1))
+        asked = [reports(arena)[tag] for tag in chosen]
+        moved = arena.release(chosen)
+        copied = sum(bytes_to_copy(r.policy, r.backing, r.num_bytes) for r in asked)
+        gone = sum(r.num_bytes for r in asked if r.backing not in ("host", "discarded"))
+        assert (moved.copied_bytes, moved.dropped_bytes) == (copied, gone - copied)
+        back = dice.sample(chosen, dice.randrange(len(chosen) + 1))
+        from_host = sum(r.num_bytes for r in arena.report() if r.tag in back and r.backing == "host")
+        assert arena.restore(back).copied_bytes == from_host
+        for tag in back:
+            if tag == "params" or dice.random() < 0.5:
+                arena.mark_dirty(tag)
+        mapped = sum(r.num_bytes for r in arena.report() if r.backing not in ("host", "discarded"))
+        assert held() == mapped
+
+
+def test_a_clean_tag_is_not_copied_until_it_is_written_to(arena: Arena):
+    tensor = empty_tensor(arena, "optimizer", (MIB,), torch.uint8)
+    tensor.fill_(1)
+    assert arena.release(["optimizer"]).copied_bytes == MIB
+    arena.restore(["optimizer"])
+    assert arena.release(["optimizer"]).copied_bytes == 0, "clean"
+    arena.restore(["optimizer"])
+    tensor.fill_(2)
+    arena.mark_dirty("optimizer")
+    assert arena.release(["optimizer"]).copied_bytes == MIB
+    arena.restore(["optimizer"])
+    assert tensor[0] == 2
+    arena.mark_dirty("optimizer")
+    arena.mark_clean("optimizer")  # its owner knows: nothing changed after all
+    assert arena.release(["optimizer"]).copied_bytes == 0
+    arena.restore(["optimizer"])
+    assert tensor[0] == 2
+    empty_tensor(arena, "optimizer", (MIB,), torch.uint8)
+    assert backing(arena)["optimizer"] == "mapped_dirty", "new memory has no copy"
+    with pytest.raises(MemoryFault, match="no whole copy on the host"):
+        arena.mark_clean("optimizer")
+
+
+def test_a_backup_beside_the_work_leaves_nothing_to_copy(arena: Arena):
+    tensor = empty_tensor(arena, "optimizer", (32 * MIB,), torch.uint8)
+    tensor.fill_(9)
+    saving = arena.begin_backup(["optimizer"])
+    saving.wait("optimizer")
+    assert saving.wait_all().copied_bytes == 32 * MIB
+    assert backing(arena)["optimizer"] == "mapped_clean"
+    assert arena.begin_backup(["optimizer"]).wait_all().copied_bytes == 0
+    assert (arena.release(["optimizer"]).copied_bytes, held()) == (0, 0)
+    arena.restore(["optimizer"])
+    assert int(tensor.sum(dtype=torch.int64)) == 9 * 32 * MIB
+
+
+def test_a_backup_under_way_is_used_by_the_release_that_follows(arena: Arena):
+    tensor = empty_tensor(arena, "optimizer", (32 * MIB,), torch.uint8)
+    tensor.fill_(9)
+    arena.begin_backup(["optimizer"])
+    moved = arena.release(["optimizer"])
+    assert (moved.copied_bytes, backing(arena)["optimizer"], held()) == (0, "host", 0)
+    arena.restore(["optimizer"])
+    assert int(tensor.sum(dtype=torch.int64)) == 9 * 32 * MIB
+
+
+def test_a_backup_that_was_written_over_is_not_used(arena: Arena):
+    tensor = empty_tensor(arena, "optimizer", (8 * MIB,), torch.uint8)
+    tensor.fill_(1)
+    saving = arena.begin_backup(["optimizer"])
+    tensor.fill_(2)
+    arena.mark_dirty("optimizer")
+    saving.wait_all()
+    assert backing(arena)["optimizer"] == "mapped_dirty"
+    with pytest.raises(MemoryFault, match="no whole copy"):
+        arena.mark_clean("optimizer")
+    assert arena.release(["optimizer"]).copied_bytes == 8 * MIB
+    arena.restore(["optimizer"])
+    assert int(tensor.sum(dtype=torch.int64)) == 2 * 8 * MIB
+
+
+# -- order, and copies under way ----------------------------------------------------------------------------------------
+
+
+class Watched(HostVmmDriver):
+    """The real driver, which writes down what it is asked; `gate` holds copies in until it is opened."""
+
+    def __init__(self, capacity: int = 256 * MIB) -> None:
+        super().__init__("host:7", capacity)
+        self.calls: list[tuple[str, int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self._tickets: dict[int, int] = {}
+
+    def copy_out(self, host_address: int, address: int, num_bytes: int) -> int:
+        self.calls.append(("copy", address))
+        ticket = super().copy_out(host_address, address, num_bytes)
+        self._tickets[ticket] = address
+        return ticket
+
+    def copy_in(self, address: int, host_address: int, num_bytes: int) -> int:
+        self.calls.append(("copy in", address))
+
+        def work() -> None:
+            assert self.gate.wait(20)
+            libc.copy(address, host_address, num_bytes)
+
+        return self._begin(self._in, address, num_bytes, work)
+
+    def wait(self, ticket: int) -> None:
+        super().wait(ticket)
+        if ticket in self._tickets:
+            self.calls.append(("waited", self._tickets[ticket]))
+
+    def synchronise(self) -> None:
+        self.calls.append(("synchronise", 0))
+        super().synchronise()
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        self.calls.append(("unmap", address))
+        super().unmap(address, num_bytes)
+
+
+def test_each_chunk_goes_back_while_the_next_one_copies(making: Callable[..., Arena]):
+    driver, freed = Watched(), []
+    arena = making(driver=driver, chunk=MIB, on_freed=freed.append)
+    address = arena.empty("optimizer", 6 * MIB - 5000)
+    cheap = arena.empty("grads", 3 * MIB)
+    arena.release(["optimizer", "grads"])
+    chunks = [address + index * MIB for index in range(6)]
+    assert driver.calls[0] == ("synchronise", 0), "whatever writes to it has ended"
+    at = {call: index for index, call in enumerate(driver.calls)}
+    for this, following in pairwise(chunks):
+        assert at["copy", this] < at["waited", this] < at["unmap", this], "gone only when its copy is done"
+        assert at["copy", following] < at["unmap", this] < at["waited", following], "one copies while one goes"
+    assert at["copy", chunks[1]] < at["unmap", cheap] < at["waited", chunks[0]], "dropped while the first two copy"
+    assert freed == [MIB] * 8 + [MIB - 4096], "told piece by piece, to the page"
+
+
+def test_chunks_larger_than_the_window_overlap_too(making: Callable[..., Arena]):
+    driver = Watched()
+    arena = making(driver=driver, chunk=MIB)
+    address = driver.reserve(9 * MIB)
+    handles = [(driver.create(3 * MIB), 3 * MIB) for _ in range(3)]
+    for index, (handle, size) in enumerate(handles):
+        driver.map(address + index * size, size, handle)
+    arena.adopt("optimizer", address, 9 * MIB, handles)
+    arena.release(["optimizer"])
+    assert [(what, (at - address) // (3 * MIB)) for what, at in driver.calls[1:]] == [
+        ("copy", 0), ("copy", 1), ("waited", 0), ("unmap", 0), ("copy", 2),
+        ("waited", 1), ("unmap", 1), ("waited", 2), ("unmap", 2),
+    ]  # fmt: skip
+
+
+def test_low_priorities_leave_first_and_come_back_last(making: Callable[..., Arena]):
+    driver = Watched()
+    arena = making(driver=driver, chunk=MIB)
+    arena.tag("optimizer", "backup", priority=5)
+    arena.tag("frozen", "backup", priority=-1)
+    last, first = arena.empty("optimizer", MIB), arena.empty("frozen", MIB)
+    arena.release(["optimizer", "frozen"])
+    assert [where for what, where in driver.calls if what == "unmap"] == [first, last]
+    driver.gate.clear()
+    restoring = arena.begin_restore(["frozen", "optimizer"])
+    assert [where for what, where in driver.calls if what == "copy in"] == [last, first]
+    driver.gate.set()
+    restoring.wait_all()
+
+
+def test_contents_stream_in_while_others_are_used_already(making: Callable[..., Arena]):
+    driver = Watched()
+    arena = making(driver=driver, chunk=MIB)
+    arena.tag("frozen", "backup", priority=1)
+    frozen = empty_tensor(arena, "frozen", (MIB,), torch.uint8)
+    moments = empty_tensor(arena, "optimizer", (4 * MIB,), torch.uint8)
+    frozen.fill_(1)
+    moments.fill_(2)
+    arena.release(["frozen", "optimizer"])
+    driver.gate.clear()
+    restoring = arena.begin_restore(["frozen", "optimizer", "grads"])
+    assert held() == 5 * MIB, "mapped at once"
+    assert backing(arena) == {"optimizer": "copy_in", "frozen": "copy_in"}
+    assert int(frozen[0]) == 0, "not there yet"
+    with pytest.raises(MemoryFault, match="'optimizer' was written to while its contents still come in"):
+        arena.mark_dirty("optimizer")
+    driver.gate.set()
+    restoring.wait("frozen")
+    assert int(frozen.sum(dtype=torch.int64)) == MIB
+    restoring.wait_address(moments.data_ptr() + MIB)
+    assert int(moments[: 2 * MIB].sum(dtype=torch.int64)) == 4 * MIB
+    assert backing(arena)["optimizer"] == "copy_in"
+    restoring.wait_address(moments.data_ptr() + 4 * MIB - 1)
+    assert backing(arena)["optimizer"] == "mapped_clean"
+    assert restoring.wait_all().copied_bytes == 5 * MIB
+    with pytest.raises(MemoryFault, match="'params' is not on its way here"):
+        restoring.wait("params")
+    with pytest.raises(MemoryFault, match="is in none of frozen, optimizer, grads"):
+        restoring.wait_address(moments.data_ptr() + 4 * MIB)
+
+
+def test_a_report_does_not_wait_for_a_move(making: Callable[..., Arena]):
+    driver = Watched()
+    arena = making(driver=driver, chunk=MIB)
+    arena.empty("optimizer", 4 * MIB)
+    arena.release(["optimizer"])
+    driver.gate.clear()
+    mover = threading.Thread(target=arena.restore, args=(["optimizer"],))
+    mover.start()
+    try:
+        report = reports(arena)["optimizer"]
+        deadline = time.monotonic() + 20
+        while report.backing != "copy_in" and time.monotonic() < deadline:
+            time.sleep(0.005)
+            report = reports(arena)["optimizer"]
+        assert report == TagReport("optimizer", 4 * MIB, "backup", "copy_in", 4 * MIB)
+        assert mover.is_alive(), "told while it waited"
+    finally:
+        driver.gate.set()
+        mover.join(20)
+    assert reports(arena)["optimizer"].backing == "mapped_clean"
+
+
+def test_a_release_waits_for_what_still_comes_in(arena: Arena):
+    moments = empty_tensor(arena, "optimizer", (16 * MIB,), torch.uint8)
+    moments.fill_(3)
+    arena.release(["optimizer"])
+    arena.begin_restore(["optimizer"])
+    assert arena.release(["optimizer"]).copied_bytes == 0, "it arrived, and was clean"
+    arena.begin_restore(["optimizer"])
+    digest = arena.digest("optimizer")
+    assert int(moments.sum(dtype=torch.int64)) == 3 * 16 * MIB
+    assert digest == arena.digest("optimizer")
+
+
+# -- too little memory ---------------------------------------------------------------------------------------------------
+
+
+def test_a_full_device_refuses_before_anything_moved(making: Callable[..., Arena]):
+    arena = making(capacity=10 * MIB, chunk=MIB)
+    first = empty_tensor(arena, "optimizer", (6 * MIB,), torch.uint8)
+    first.fill_(1)
+    with pytest.raises(OutOfDeviceMemory, match=r"arena on host:7: 5,242,880 bytes for tag 'grads'.*1,048,576 bytes were "
+                       r"asked for, 0 of 10,485,760 are free -- release tags first"):  # fmt: skip
+        arena.empty("grads", 5 * MIB)
+    assert held() == 6 * MIB, "what had been made for it is gone again"
+    arena.release(["optimizer"])
+    arena.tag("frozen", "backup")
+    arena.empty("grads", 5 * MIB)
+    arena.release(["grads"])
+    arena.empty("frozen", 7 * MIB)
+    with pytest.raises(
+        OutOfDeviceMemory, match=r"optimizer, grads cannot come back \(11,534,336 bytes in all\), nothing"
+    ):
+        arena.restore(["optimizer", "grads"])
+    assert backing(arena) == {"optimizer": "host", "grads": "discarded", "frozen": "mapped_dirty"}
+    assert held() == 7 * MIB
+    arena.release(["frozen"])
+    arena.restore(["optimizer"])
+    assert int(first.sum(dtype=torch.int64)) == 6 * MIB
+
+
+def test_a_full_pool_refuses_before_anything_moved(making: Callable[..., Arena]):
+    arena = making(pool=4 * MIB, chunk=MIB)
+    kept = empty_tensor(arena, "optimizer", (5 * MIB,), torch.uint8)
+    arena.empty("grads", MIB)
+    kept.fill_(4)
+    with pytest.raises(MemoryFault, match=r"no room on the host for the contents of optimizer; nothing was moved: "
+                       r"5,242,880 bytes are wanted, 4,194,304 of 4,194,304 are free -- raise the limit"):  # fmt: skip
+        arena.release(["optimizer", "grads"])
+    assert backing(arena) == {"optimizer": "mapped_dirty", "grads": "mapped_dirty"}
+    assert (held(), int(kept.sum(dtype=torch.int64)), reports(arena)["optimizer"].host_bytes) == (6 * MIB, 20 * MIB, 0)
+
+
+def test_copies_that_are_not_needed_make_room_in_the_pool(making: Callable[..., Arena]):
+    arena = making(pool=4 * MIB, chunk=MIB)
+    arena.tag("frozen", "backup")
+    one = empty_tensor(arena, "optimizer", (3 * MIB,), torch.uint8)
+    two = empty_tensor(arena, "frozen", (3 * MIB,), torch.uint8)
+    one.fill_(1)
+    two.fill_(2)
+    arena.release(["optimizer"])
+    with pytest.raises(MemoryFault, match="contents of frozen; nothing was moved"):
+        arena.release(["frozen"])  # the only copy of what is away is never given up
+    arena.restore(["optimizer"])
+    assert arena.release(["frozen"]).copied_bytes == 3 * MIB
+    assert reports(arena)["optimizer"] == TagReport("optimizer", 3 * MIB, "backup", "mapped_dirty", 0)
+    arena.restore(["frozen"])
+    assert (int(one[-1]), int(two[-1])) == (1, 2)
+
+
+def test_a_copy_that_is_needed_in_this_very_release_is_not_given_up(making: Callable[..., Arena]):
+    arena = making(pool=4 * MIB, chunk=MIB)
+    arena.tag("frozen", "backup")
+    clean = empty_tensor(arena, "frozen", (2 * MIB,), torch.uint8)
+    clean.fill_(2)
+    arena.begin_backup(["frozen"]).wait_all()
+    dirty = empty_tensor(arena, "optimizer", (3 * MIB,), torch.uint8)
+    dirty.fill_(1)
+    with pytest.raises(MemoryFault, match="no room on the host for the contents of optimizer; nothing was moved"):
+        arena.release(["optimizer", "frozen"])
+    assert backing(arena) == {"optimizer": "mapped_dirty", "frozen": "mapped_clean"}
+    arena.release(["frozen"])
+    arena.restore(["frozen"])
+    assert int(clean.sum(dtype=torch.int64)) == 4 * MIB
+
+
+# -- allocations made by others -----------------------------------------------------------------------------------------
+
+
+def test_adopted_memory_leaves_and_returns_like_its_own(making: Callable[..., Arena]):
+    driver = HostVmmDriver("host:7", 64 * MIB)
+    arena = making(driver=driver, chunk=MIB)
+
+    def segment(*sizes: int) -> tuple[int, list[tuple[int, int]]]:
+        address = at = driver.reserve(sum(sizes))
+        handles = []
+        for size in sizes:
+            handles.append((driver.create(size), size))
+            driver.map(at, size, handles[-1][0])
+            at += size
+        return address, handles
+
+    address, handles = segment(2 * MIB, 3 * MIB)
+    arena.adopt("optimizer", address, 5 * MIB - 7, handles)
+    libc.view(address, 5 * MIB)[:] = bytes([8]) * (5 * MIB)
+    with pytest.raises(MemoryFault, match="overlap a region it has"):
+        arena.adopt("grads", address + 4096, 4096, [(1, 4096)])
+    assert arena.release(["optimizer"]).copied_bytes == 5 * MIB
+    with pytest.raises(MemoryFault, match="'optimizer'.*is host and cannot be given more memory -- restore the tag"):
+        arena.adopt("optimizer", address + 64 * MIB, 4096, [(1, 4096)])
+    arena.restore(["optimizer"])
+    assert bytes(libc.view(address, 5 * MIB)) == bytes([8]) * (5 * MIB)
+    now = arena.forget(address)
+    assert [size for _, size in now] == [2 * MIB, 3 * MIB]
+    assert not {handle for handle, _ in now} & {handle for handle, _ in handles}, "others than those adopted"
+    driver.unmap(address, 2 * MIB)
+    driver.unmap(address + 2 * MIB, 3 * MIB)
+    for handle, size in now:
+        driver.release(handle, size)
+    driver.free_reservation(address, 5 * MIB)
+    with pytest.raises(MemoryFault, match="in chunks of"):
+        arena.adopt("optimizer", address, 4096, [])
+    with pytest.raises(MemoryFault, match=r"in chunks of \[4096\] -- name every chunk"):
+        arena.adopt("optimizer", address, 8192, [(1, 4096)])
+    second, handles = segment(MIB)
+    arena.adopt("grads", second, MIB, handles)
+    arena.release(["grads"])
+    assert arena.forget(second) == ()
+    driver.free_reservation(second, MIB)
+    third, handles = segment(MIB)
+    arena.restore(["grads"])
+    arena.adopt("grads", third, MIB, handles)
+    arena.free(third)
+    assert held() == 0
+
+
+# -- hostile and mistaken calls -----------------------------------------------------------------------------------------
+
+
+def test_repeating_a_command_does_nothing(arena: Arena):
+    empty_tensor(arena, "optimizer", (MIB,), torch.uint8)
+    arena.release(["optimizer", "grads", "optimizer"])
+    for _ in range(3):
+        moved = arena.release(["optimizer"])
+        assert (moved.copied_bytes, moved.dropped_bytes) == (0, 0)
+    arena.restore(["optimizer"])
+    for _ in range(3):
+        assert arena.restore(["optimizer"]).copied_bytes == 0
+    assert arena.release([]).copied_bytes == 0
+
+
+@pytest.mark.parametrize("call", ["release", "restore", "begin_restore", "begin_backup"])
+def test_an_unknown_tag_stops_a_command_before_it_begins(arena: Arena, call: str):
+    empty_tensor(arena, "optimizer", (100,), torch.uint8)
+    with pytest.raises(
+        MemoryFault, match=r"host:7: nobody declared a tag 'weights' \(optimizer, grads, params, context\)"
+    ):
+        getattr(arena, call)(["optimizer", "weights"])
+    assert backing(arena) == {"optimizer": "mapped_dirty"}
+    with pytest.raises(MemoryFault, match="pass a collection of tags"):
+        getattr(arena, call)("optimizer")
+
+
+def test_mistakes_are_told_with_what_to_do(arena: Arena):
+    tensor = empty_tensor(arena, "optimizer", (100,), torch.uint8)
+    with pytest.raises(MemoryFault, match="0 bytes for tag 'grads' -- ask for at least one"):
+        arena.empty("grads", 0)
+    with pytest.raises(MemoryFault, match="-1 bytes"):
+        arena.empty("grads", -1)
+    with pytest.raises(MemoryFault, match="holds 4,096 bytes under policy backup -- free them before"):
+        arena.tag("optimizer", "discard")
+    arena.tag("optimizer", "backup", priority=3)  # the same again: fine
+    for tag, policy in (("moments", "backup"), ("optimizer", "mirror")):
+        with pytest.raises(
+            MemoryFault, match=f"tag '{tag}' with policy '{policy}' -- tags are params, .*; policies are"
+        ):
+            arena.tag(cast(Tag, tag), cast(TagPolicy, policy))
+    with pytest.raises(MemoryFault, match="no region begins at 0x7 -- free each region once"):
+        arena.free(7)
+    with pytest.raises(MemoryFault, match="'grads'.*is mapped_dirty and cannot be copied to the host"):
+        arena.begin_backup(["grads"])
+    arena.release(["optimizer"])
+    for call in (arena.mark_dirty, arena.mark_clean):
+        with pytest.raises(MemoryFault, match="tag 'optimizer' is host and cannot be .* -- restore the tag first"):
+            call("optimizer")
+    with pytest.raises(MemoryFault, match="is host and cannot be given more memory"):
+        arena.empty("optimizer", 1)
+    with pytest.raises(MemoryFault, match="is host and cannot be copied to the host"):
+        arena.begin_backup(["optimizer"])
+    arena.free(tensor.data_ptr())  # memory that is away may end
+    assert reports(arena)["optimizer"].num_bytes == reports(arena)["optimizer"].host_bytes == 0
+    with pytest.raises(MemoryFault, match="free each region once"):
+        arena.free(tensor.data_ptr())
+
+
+def test_a_listener_that_fails_does_not_tear_a_tag_in_two(making: Callable[..., Arena]):
+    def listen(num_bytes: int) -> None:
+        raise ValueError(num_bytes)
+
+    arena = making(chunk=MIB, on_freed=listen)
+    tensor = empty_tensor(arena, "optimizer", (4 * MIB,), torch.uint8)
+    tensor.fill_(6)
+    with pytest.raises(ValueError, match=str(MIB)):
+        arena.release(["optimizer"])
+    assert backing(arena) == {"optimizer": "host"}
+    arena.restore(["optimizer"])
+    assert int(tensor.sum(dtype=torch.int64)) == 24 * MIB
+
+
+def test_threads_do_not_meet_in_the_middle(arena: Arena):
+    """What torch's allocator does: memory comes and goes from other threads while tags leave and return."""
+    errors: list[BaseException] = []
+    moments = empty_tensor(arena, "optimizer", (4 * MIB,), torch.uint8)
+    moments.fill_(5)
+
+    def churn(seed: int) -> None:
+        dice = random.Random(seed)
+        try:
+            for _ in range(40):
+                address = arena.empty("context", dice.randrange(1, 100_000))
+                libc.zero(address, 1)
+                arena.free(address)
+        except BaseException as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=churn, args=(seed,)) for seed in range(3)]
+    for worker in workers:
+        worker.start()
+    for _ in range(30):
+        arena.release(["optimizer"])
+        arena.restore(["optimizer"])
+        arena.mark_dirty("optimizer")
+    for worker in workers:
+        worker.join(30)
+    assert not errors
+    assert held() == 4 * MIB
+    assert int(moments.sum(dtype=torch.int64)) == 20 * MIB
+
+
+# -- the measure from outside ----------------------------------------------------------------------------------------------
+
+HOLD = """
+import sys
+from myxa.core.clock import SystemClock
+from myxa.memory.arenas.arena import Arena
+from myxa.memory.arenas.host_pool import HostPool
+from myxa.memory.arenas.host_vmm import HostVmmDriver
+arena = Arena(HostVmmDriver("host:3", 1 << 26), HostPool(1 << 26), SystemClock())
+arena.tag("params", "backup")
+arena.empty("params", 5 << 20)
+print("ready", flush=True)
+for line in sys.stdin:
+    getattr(arena, line.strip())(["params"])
+    print("done", flush=True)
+"""
+
+
+def test_a_device_is_measured_over_processes_and_a_killed_one_gives_everything_back(tmp_path: Path):
+    device = HostDevice("host:3", 64 * MIB)
+    children = [
+        subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+
+    def tell(child: subprocess.Popen, command: str) -> None:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(command + "\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "done\n"
+
+    try:
+        for child in children:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "ready\n"
+        pids = [child.pid for child in children]
+        assert device.free_bytes([*pids, *pids, PID]) == 54 * MIB
+        assert is_near(rss_shmem(pids[0]), 5 * MIB)
+        tell(children[0], "release")
+        assert (device.free_bytes(pids), device.used_bytes(pids[:1])) == (59 * MIB, 0)
+        assert is_near(rss_shmem(pids[0]), 0)
+        tell(children[0], "restore")
+        assert device.free_bytes(pids) == 54 * MIB
+        children[1].kill()
+        os.waitid(os.P_PID, pids[1], os.WEXITED | os.WNOWAIT)  # dead, not yet buried
+        assert device.free_bytes(pids) == 59 * MIB
+        assert (rss_shmem(pids[1]), rss_anon(pids[1])) == (0, 0)
+        children[1].wait(10)
+        assert device.free_bytes(pids) == 59 * MIB
+        full = HostVmmDriver("host:3", 64 * MIB, free=lambda: device.free_bytes([*pids, PID]))
+        full.create(58 * MIB)
+        with pytest.raises(OutOfDeviceMemory, match="2,097,152 bytes were asked for, 1,048,576 of 67,108,864 are free"):
+            full.create(2 * MIB)  # what others hold counts
+        full.close()
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate(timeout=10)
+    assert device.free_bytes(pids) == 64 * MIB
+    with pytest.raises(MemoryFault, match="use a positive capacity"):
+        HostDevice("host:0", 0)
+
+
+def test_a_file_limit_is_a_clear_error_and_not_the_end():
+    driver = HostVmmDriver("host:7", 64 * MIB)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+    try:
+        with pytest.raises(MemoryFault, match="a file of 2,097,152 bytes: .* -- see ulimit -f"):
+            driver.create(2 * MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    driver.release(driver.create(2 * MIB), 2 * MIB)
+    driver.close()

@@ -1,0 +1,323 @@
+"""A driver that fails in the middle: what is poisoned, what stays whole, and that nothing is ever silently wrong.
+
+The driver is the real one of the host; a fault is added to one of its calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from myxa.core.clock import SystemClock
+from myxa.core.device_memory import Tag
+from myxa.core.errors import MemoryFault
+from myxa.memory.arenas import libc
+from myxa.memory.arenas.arena import Arena
+from myxa.memory.arenas.host_pool import HostPool
+from myxa.memory.arenas.host_vmm import HostVmmDriver
+from myxa.memory.arenas.resident import device_bytes
+from myxa.memory.arenas.tag_states import AWAY, LEAVES_BY, TRANSITIONS, Event, after
+
+PAGE = libc.PAGE_BYTES
+CHUNKS = 4
+
+
+class Failing(HostVmmDriver):
+    """Fails at the n-th call of one kind (counted from the moment it is told), or spoils a byte of a copy."""
+
+    def __init__(self) -> None:
+        super().__init__("host:5", 1 << 24)
+        self.plan: dict[str, int] = {}
+        self.spoils = ""
+        self.slabs: dict[int, int] = {}
+
+    def fail(self, call: str, nth: int, *, by_a_signal: bool = False) -> None:
+        self.plan = {call: nth}
+        self.by_a_signal = by_a_signal
+
+    def _due(self, call: str) -> None:
+        if call in self.plan:
+            self.plan[call] -= 1
+            if self.plan[call] < 0 and self.by_a_signal:
+                del self.plan[call]
+                raise KeyboardInterrupt
+            if self.plan[call] < 0:
+                raise MemoryFault(f"{self.device}: {call} broke", remedy="see the driver")
+
+    def map(self, address: int, num_bytes: int, handle: int) -> None:
+        self._due("map")
+        super().map(address, num_bytes, handle)
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        self._due("unmap")
+        super().unmap(address, num_bytes)
+
+    def copy_out(self, host_address: int, address: int, num_bytes: int) -> int:
+        self._due("copy_out")
+        self.slabs.setdefault(address, host_address)  # later ones are read back into the arena's own buffer
+        ticket = super().copy_out(host_address, address, num_bytes)
+        if self.spoils == "out":
+            self.spoils = ""
+            self.wait(ticket)
+            flip(host_address + num_bytes - 1)
+        return ticket
+
+    def copy_in(self, address: int, host_address: int, num_bytes: int) -> int:
+        self._due("copy_in")
+        ticket = super().copy_in(address, host_address, num_bytes)
+        if self.spoils == "in":
+            self.spoils = ""
+            self.wait(ticket)
+            flip(address)
+        return ticket
+
+    def wait(self, ticket: int) -> None:
+        super().wait(ticket)
+        self._due("wait")
+
+
+def flip(address: int) -> None:
+    libc.view(address, 1)[0] ^= 1
+
+
+class Case:
+    """An arena with three tags of four pages each, filled."""
+
+    def __init__(self, *, is_verifying: bool = False) -> None:
+        self.driver = Failing()
+        self.pool = HostPool(1 << 24)
+        self.arena = Arena(self.driver, self.pool, SystemClock(), chunk_bytes=PAGE, is_verifying=is_verifying)
+        self.addresses: dict[Tag, int] = {}
+        for number, tag in enumerate(("optimizer", "frozen", "grads"), 1):
+            self.arena.tag(tag, "discard" if tag == "grads" else "backup", priority=-number)
+            self.addresses[tag] = self.arena.empty(tag, CHUNKS * PAGE)
+            ctypes.memset(self.addresses[tag], number, CHUNKS * PAGE)
+        self.arena.tag("optimizer", "backup", priority=-9)  # first of the three to leave, last to come back
+
+    def backing(self) -> dict[str, str]:
+        return {report.tag: report.backing for report in self.arena.report()}
+
+    def first_byte(self, tag: Tag) -> int:
+        return libc.view(self.addresses[tag], 1)[0]
+
+    def check_the_rest_works(self) -> None:
+        self.driver.plan = {}
+        for _ in range(2):
+            self.arena.release(["frozen", "grads"])
+            self.arena.restore(["frozen", "grads"])
+            assert bytes(libc.view(self.addresses["frozen"], CHUNKS * PAGE)) == bytes([2]) * (CHUNKS * PAGE)
+
+    def check_it_can_end(self) -> None:
+        self.driver.plan = {}
+        self.arena.free(self.addresses["optimizer"])
+        assert "optimizer" not in {r.tag for r in self.arena.report() if r.num_bytes or r.host_bytes}
+        self.arena.close()
+        assert (self.pool.used_bytes, device_bytes([os.getpid()], "host:5")) == (0, 0)
+
+
+@pytest.fixture
+def cases() -> Iterator[Callable[..., Case]]:
+    made: list[Case] = []
+
+    def build(**options: bool) -> Case:
+        made.append(Case(**options))
+        return made[-1]
+
+    yield build
+    for case in made:
+        case.driver.plan = {}
+        case.arena.close()
+
+
+@pytest.mark.parametrize("call", ["copy_out", "wait", "unmap"])
+@pytest.mark.parametrize("nth", range(CHUNKS))
+def test_a_release_that_fails_poisons_its_tag_and_no_other(cases: Callable[..., Case], call: str, nth: int):
+    case = cases()
+    case.driver.fail(call, nth)
+    with pytest.raises(MemoryFault, match=f"arena on host:5: tag 'optimizer': host:5: {call} broke -- see the driver"):
+        case.arena.release(["optimizer", "frozen"])
+    assert case.backing() == {"optimizer": "poisoned", "frozen": "mapped_dirty", "grads": "mapped_dirty"}
+    assert case.first_byte("frozen") == 2
+    assert not case.driver._out._running, "nothing goes on behind our backs"
+    case.driver.plan = {}
+    for act in (case.arena.release, case.arena.restore, case.arena.begin_backup):
+        with pytest.raises(MemoryFault, match="'optimizer' is poisoned: a copy of it failed before -- restart this"):
+            act(["optimizer"])
+    for touch in (case.arena.mark_dirty, case.arena.mark_clean, case.arena.digest):
+        with pytest.raises(MemoryFault, match="poisoned"):
+            touch("optimizer")
+    with pytest.raises(MemoryFault, match="poisoned"):
+        case.arena.empty("optimizer", 1)
+    case.check_the_rest_works()
+    case.check_it_can_end()
+
+
+@pytest.mark.parametrize(("nth", "left"), [(0, "mapped_dirty"), (1, "poisoned"), (3, "poisoned"), (4, "host")])
+def test_a_release_that_is_interrupted_knows_what_is_whole(cases: Callable[..., Case], nth: int, left: str):
+    case = cases()
+    case.driver.fail("wait", nth, by_a_signal=True)
+    with pytest.raises(KeyboardInterrupt):
+        case.arena.release(["optimizer", "frozen"])
+    case.driver.plan = {}
+    assert case.backing() == {"optimizer": left, "frozen": "mapped_dirty", "grads": "mapped_dirty"}
+    case.check_the_rest_works()
+
+
+@pytest.mark.parametrize("nth", range(CHUNKS))
+def test_what_was_not_copied_is_not_given_back(cases: Callable[..., Case], nth: int):
+    case = cases()
+    case.driver.fail("wait", nth)
+    with pytest.raises(MemoryFault):
+        case.arena.release(["optimizer"])
+    start = case.addresses["optimizer"]
+    for index in range(CHUNKS):
+        where = case.driver.slabs[start + index * PAGE] if index < nth else start + index * PAGE
+        assert bytes(libc.view(where, PAGE)) == bytes([1]) * PAGE, "in one place at least"
+
+
+def test_a_drop_that_fails_poisons_its_tag_and_leaves_the_copies_whole(cases: Callable[..., Case]):
+    case = cases()
+    case.driver.fail("unmap", 1)
+    with pytest.raises(MemoryFault, match="tag 'grads': host:5: unmap broke"):
+        case.arena.release(["grads", "frozen"])
+    assert case.backing() == {"optimizer": "mapped_dirty", "frozen": "mapped_dirty", "grads": "poisoned"}
+    assert case.first_byte("frozen") == 2
+    case.driver.plan = {}
+    assert case.arena.release(["frozen"]).copied_bytes == CHUNKS * PAGE
+    case.check_it_can_end()
+
+
+@pytest.mark.parametrize("call", ["copy_in", "wait"])
+@pytest.mark.parametrize("nth", range(CHUNKS))
+def test_a_restore_that_fails_keeps_the_host_copy(cases: Callable[..., Case], call: str, nth: int):
+    case = cases()
+    case.arena.release(["optimizer", "frozen", "grads"])
+    case.arena.restore(["frozen", "grads"])
+    case.driver.fail(call, nth)
+    with pytest.raises(MemoryFault, match=f"tag 'optimizer': host:5: {call} broke"):
+        case.arena.restore(["optimizer"])
+    assert case.backing()["optimizer"] == "poisoned"
+    assert not case.driver._in._running, "nothing goes on behind our backs"
+    assert {r.tag: r.host_bytes for r in case.arena.report()}["optimizer"] == CHUNKS * PAGE
+    for index in range(CHUNKS):
+        slab = case.driver.slabs[case.addresses["optimizer"] + index * PAGE]
+        assert bytes(libc.view(slab, PAGE)) == bytes([1]) * PAGE
+    case.check_the_rest_works()
+    case.check_it_can_end()
+
+
+def test_a_restore_that_fails_leaves_those_behind_it_away(cases: Callable[..., Case]):
+    case = cases()
+    case.arena.release(["optimizer", "frozen"])
+    case.driver.fail("copy_in", 1)  # "frozen" comes first: its priority is higher
+    with pytest.raises(MemoryFault, match="tag 'frozen': host:5: copy_in broke"):
+        case.arena.restore(["optimizer", "frozen"])
+    assert case.backing() == {"optimizer": "host", "frozen": "poisoned", "grads": "mapped_dirty"}
+    case.driver.plan = {}
+    case.arena.restore(["optimizer"])
+    assert case.first_byte("optimizer") == 1
+    case.arena.mark_dirty("optimizer")
+    case.check_it_can_end()
+
+
+@pytest.mark.parametrize("nth", range(2 * CHUNKS))
+def test_mapping_is_all_or_nothing(cases: Callable[..., Case], nth: int):
+    case = cases()
+    case.arena.release(["optimizer", "frozen", "grads"])
+    case.driver.fail("map", nth)
+    with pytest.raises(
+        MemoryFault, match=r"arena on host:5: .* cannot come back .*nothing was moved: host:5: map broke"
+    ):
+        case.arena.restore(["optimizer", "grads"])
+    assert case.backing() == {"optimizer": "host", "frozen": "host", "grads": "discarded"}
+    assert case.driver.free_bytes() == case.driver.capacity_bytes()
+    case.driver.plan = {}
+    case.arena.restore(["optimizer", "frozen", "grads"])
+    assert [case.first_byte(tag) for tag in case.addresses] == [1, 2, 0]
+    case.driver.fail("map", 1)
+    before = case.driver.free_bytes()
+    with pytest.raises(MemoryFault, match="8,192 bytes for tag 'frozen': host:5: map broke"):
+        case.arena.empty("frozen", 2 * PAGE)
+    assert case.driver.free_bytes() == before
+
+
+@pytest.mark.parametrize(("call", "nth"), [("copy_out", 2), ("wait", 0), ("wait", 3)])
+def test_a_backup_beside_the_work_that_fails_costs_nothing(cases: Callable[..., Case], call: str, nth: int):
+    case = cases()
+    case.driver.fail(call, nth)
+    with pytest.raises(MemoryFault, match=f"tag 'optimizer'.*: host:5: {call} broke"):
+        case.arena.begin_backup(["optimizer"]).wait_all()
+    assert case.backing()["optimizer"] == "mapped_dirty"
+    assert case.first_byte("optimizer") == 1
+    case.driver.plan = {}
+    assert case.arena.release(["optimizer"]).copied_bytes == CHUNKS * PAGE, "nothing half-copied is relied on"
+    case.arena.restore(["optimizer"])
+    assert case.first_byte("optimizer") == 1
+    case.check_it_can_end()
+
+
+# -- copies that are none ----------------------------------------------------------------------------------------------
+
+
+def test_a_copy_out_that_differs_is_found_before_its_original_is_given_up(cases: Callable[..., Case]):
+    case = cases(is_verifying=True)
+    case.driver.spoils = "out"
+    with pytest.raises(MemoryFault, match=r"'optimizer': the copy of 4,096 bytes at 0x\w+ differs from its original"):
+        case.arena.release(["optimizer"])
+    assert case.backing()["optimizer"] == "poisoned"
+    assert bytes(libc.view(case.addresses["optimizer"], CHUNKS * PAGE)) == bytes([1]) * (CHUNKS * PAGE), (
+        "all still there"
+    )
+
+
+def test_host_memory_that_changed_is_found_before_it_is_copied_in(cases: Callable[..., Case]):
+    case = cases(is_verifying=True)
+    case.arena.release(["optimizer"])
+    flip(case.driver.slabs[case.addresses["optimizer"]])
+    with pytest.raises(MemoryFault, match=r"'optimizer': the host copy of 4,096 bytes .* changed while it was away"):
+        case.arena.restore(["optimizer"])
+    assert case.backing()["optimizer"] == "poisoned"
+
+
+def test_a_copy_in_that_differs_is_found(cases: Callable[..., Case]):
+    case = cases(is_verifying=True)
+    case.arena.release(["optimizer"])
+    case.driver.spoils = "in"
+    with pytest.raises(MemoryFault, match=r"'optimizer': the copy of 4,096 bytes .* differs from its original"):
+        case.arena.restore(["optimizer"])
+
+
+@pytest.mark.parametrize("is_verifying", [False, True])
+def test_verified_copies_are_copies_all_the_same(cases: Callable[..., Case], is_verifying: bool):
+    case = cases(is_verifying=is_verifying)
+    tags: tuple[Tag, ...] = ("optimizer", "frozen")
+    digests = {tag: case.arena.digest(tag) for tag in tags}
+    for _ in range(3):
+        case.arena.begin_backup(["frozen"])
+        case.arena.release(["optimizer", "frozen", "grads"])
+        assert {tag: case.arena.digest(tag) for tag in tags} == digests
+        case.arena.restore(["optimizer", "frozen", "grads"])
+        assert {tag: case.arena.digest(tag) for tag in tags} == digests
+        case.arena.mark_dirty("optimizer")
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_state_can_be_reached_and_only_poison_is_for_ever():
+    reached, front = {"mapped_dirty"}, ["mapped_dirty"]
+    while front:
+        here = front.pop()
+        for (source, _), target in TRANSITIONS.items():
+            if source == here and target not in reached:
+                reached.add(target)
+                front.append(target)
+    assert reached == {"mapped_dirty", "mapped_clean", "copy_out", "host", "discarded", "copy_in", "poisoned"}
+    assert {source for source, _ in TRANSITIONS} == reached - {"poisoned"}
+    assert all(TRANSITIONS[backing, event] for (_, backing), event in LEAVES_BY.items())
+    assert all(event is Event.MAPPED for (source, event) in TRANSITIONS if source in AWAY)
+    with pytest.raises(MemoryFault, match="here: tag 'grads' is discarded and cannot be copied out -- restore the tag"):
+        after("here", "grads", "discarded", Event.COPY_BEGUN)

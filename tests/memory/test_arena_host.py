@@ -1,0 +1,397 @@
+"""The parts an arena on the host is made of, each by itself: driver, pool, tensors, and what they refuse."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from myxa.core.clock import SystemClock
+from myxa.core.errors import MemoryFault, OutOfDeviceMemory
+from myxa.memory.arenas import libc
+from myxa.memory.arenas.arena import Arena
+from myxa.memory.arenas.host_pool import HostPool
+from myxa.memory.arenas.host_vmm import HostVmmDriver
+from myxa.memory.arenas.resident import PROC, device_bytes, rss_anon, rss_shmem
+from myxa.memory.arenas.tensors import empty_tensor, empty_tensors, tensor_at
+
+PAGE = libc.PAGE_BYTES
+MIB = 1 << 20
+PID = os.getpid()
+
+
+@pytest.fixture
+def driver() -> Iterator[HostVmmDriver]:
+    made = HostVmmDriver("host:2", 16 * PAGE)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(HostVmmDriver("host:2", 64 * MIB), HostPool(64 * MIB), SystemClock())
+    made.tag("params", "backup")
+    yield made
+    made.close()
+
+
+class Mallinfo(ctypes.Structure):
+    """What glibc's mallinfo2 returns."""
+
+    _fields_ = tuple((f"field_{index}", ctypes.c_size_t) for index in range(10))
+
+
+def malloced() -> int:
+    """Bytes of the C library's heap that are in use."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Mallinfo
+    return mallinfo().field_7
+
+
+# -- driver ------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_without_an_address_and_addresses_without_memory(driver: HostVmmDriver):
+    handle = driver.create(4 * PAGE)
+    assert (device_bytes([PID], "host:2"), driver.free_bytes(), driver.capacity_bytes()) == (
+        4 * PAGE,
+        12 * PAGE,
+        16 * PAGE,
+    )
+    one, two = driver.reserve(4 * PAGE), driver.reserve(8 * PAGE)
+    driver.map(one, 4 * PAGE, handle)
+    libc.view(one, 5)[:] = b"hello"
+    driver.map(two + 2 * PAGE, 4 * PAGE, handle)
+    assert bytes(libc.view(two + 2 * PAGE, 5)) == b"hello", "the same memory at two addresses"
+    driver.unmap(one, 4 * PAGE)
+    driver.unmap(two + 2 * PAGE, 4 * PAGE)
+    driver.map(one, 4 * PAGE, handle)
+    assert bytes(libc.view(one, 5)) == b"hello", "it lives while its handle does"
+    driver.unmap(one, 4 * PAGE)
+    driver.release(handle, 4 * PAGE)
+    assert driver.free_bytes() == 16 * PAGE
+    driver.free_reservation(one, 4 * PAGE)
+    driver.free_reservation(two, 8 * PAGE)
+
+
+def test_copies_go_both_ways_at_once_and_tickets_cover_all_before_them(driver: HostVmmDriver):
+    host = HostPool(16 * PAGE)
+    at, out, into = driver.reserve(2 * PAGE), host.take(PAGE), host.take(PAGE)
+    for index in range(2):
+        driver.map(at + index * PAGE, PAGE, driver.create(PAGE))
+    started, gate = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        started.set()
+        assert gate.wait(20)
+
+    libc.view(at, PAGE)[:] = b"d" * PAGE
+    libc.view(into, PAGE)[:] = b"h" * PAGE
+    driver._begin(driver._out, at, PAGE, hold)
+    leaving = driver.copy_out(out, at, PAGE)
+    arriving = driver.copy_in(at + PAGE, into, PAGE)
+    driver.wait(arriving)  # does not wait for the other direction
+    assert bytes(libc.view(at + PAGE, PAGE)) == b"h" * PAGE
+    assert started.wait(20)
+    assert bytes(libc.view(out, PAGE)) == bytes(PAGE)
+    with pytest.raises(MemoryFault, match="are being copied -- wait for the copy's ticket"):
+        driver.unmap(at, PAGE)
+    gate.set()
+    driver.wait(leaving)
+    assert bytes(libc.view(out, PAGE)) == b"d" * PAGE
+    driver.wait(leaving)  # again: done
+    driver.wait(driver.zero(at + PAGE, PAGE))
+    assert bytes(libc.view(at + PAGE, PAGE)) == bytes(PAGE)
+    driver.copy_out(out, at + PAGE, PAGE)
+    driver.synchronise()
+    assert bytes(libc.view(out, PAGE)) == bytes(PAGE)
+    host.close()
+
+
+def test_a_failed_copy_is_told_to_all_who_wait(driver: HostVmmDriver):
+    def broken() -> None:
+        raise OSError("bus")
+
+    at = driver.reserve(PAGE)
+    driver.map(at, PAGE, driver.create(PAGE))
+    first = driver._begin(driver._out, at, PAGE, broken)
+    second = driver.zero(at, PAGE)
+    third = driver._begin(driver._out, at, PAGE, lambda: None)
+    for ticket in (third, first, third):
+        with pytest.raises(MemoryFault, match="a copy failed: "):
+            driver.wait(ticket)
+    driver.wait(second)  # the other direction
+    driver.wait(driver._begin(driver._out, at, PAGE, lambda: None))  # begun after the failure was seen
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda d, a, h: d.reserve(100), r"host:2: reserve of 100 bytes -- use a positive multiple of 4096"),
+        (lambda d, a, h: d.create(0), "create of 0 bytes"),
+        (lambda d, a, h: d.create(-PAGE), "create of -4096 bytes"),
+        (lambda d, a, h: d.release(h, PAGE), "there is no memory 1 of 4,096 bytes"),
+        (lambda d, a, h: d.release(h, 2 * PAGE), "memory 1 is still mapped -- unmap it first"),
+        (lambda d, a, h: d.release(77, PAGE), "there is no memory 77"),
+        (lambda d, a, h: d.map(a, 2 * PAGE, h), "something is mapped within 8,192 bytes"),
+        (lambda d, a, h: d.map(a + PAGE, 2 * PAGE, h), "something is mapped"),
+        (lambda d, a, h: d.map(a + 3 * PAGE, 2 * PAGE, h), "are not within one reservation"),
+        (lambda d, a, h: d.map(a + 2 * PAGE, PAGE, h), "there is no memory 1 of 4,096 bytes"),
+        (lambda d, a, h: d.unmap(a + 2 * PAGE, 2 * PAGE), "are not what is mapped there"),
+        (lambda d, a, h: d.unmap(a, PAGE), "are not what is mapped there"),
+        (lambda d, a, h: d.free_reservation(a, 4 * PAGE), "has memory mapped in it -- unmap it first"),
+        (lambda d, a, h: d.free_reservation(a, PAGE), "are no reservation"),
+        (lambda d, a, h: d.copy_out(1, a + PAGE, 2 * PAGE), "are not mapped -- map them first"),
+        (lambda d, a, h: d.copy_in(a + 2 * PAGE, 1, 1), "are not mapped"),
+        (lambda d, a, h: d.zero(0, 1), "are not mapped"),
+        (lambda d, a, h: d.wait(1), "no copy has the ticket 1"),
+        (lambda d, a, h: d.wait(-2), "no copy has the ticket -2"),
+    ],
+)
+def test_the_driver_refuses_what_would_corrupt(driver: HostVmmDriver, call, says: str):
+    address, handle = driver.reserve(4 * PAGE), driver.create(2 * PAGE)
+    driver.map(address, 2 * PAGE, handle)
+    with pytest.raises(MemoryFault, match=says):
+        call(driver, address, handle)
+
+
+def test_more_than_there_is_is_refused(driver: HostVmmDriver):
+    driver.create(15 * PAGE)
+    with pytest.raises(OutOfDeviceMemory, match="8,192 bytes were asked for, 4,096 of 65,536 are free"):
+        driver.create(2 * PAGE)
+    driver.create(PAGE)
+    with pytest.raises(
+        MemoryFault, match=r"mmap of 9,223,372,036,854,771,712 bytes at 0x0: Cannot allocate memory -- see"
+    ):
+        driver.reserve((1 << 63) - PAGE)
+    driver.close()
+    with pytest.raises(MemoryFault, match="the driver is closed"):
+        driver.create(PAGE)
+    for capacity, granularity in ((0, PAGE), (PAGE, 0), (PAGE, 100)):
+        with pytest.raises(MemoryFault, match="use a positive capacity and a multiple of"):
+            HostVmmDriver("host:2", capacity, granularity=granularity)
+
+
+def test_sizes_are_rounded_up_to_what_the_device_hands_out():
+    coarse = Arena(
+        HostVmmDriver("host:2", 8 * MIB, granularity=2 * MIB), HostPool(8 * MIB), SystemClock(), chunk_bytes=1
+    )
+    coarse.tag("params", "backup")
+    coarse.empty("params", 1)
+    coarse.empty("params", 2 * MIB + 1)
+    assert coarse.report()[0].num_bytes == 6 * MIB
+    assert coarse.release(["params"]).copied_bytes == 6 * MIB
+    coarse.close()
+
+
+def test_chunks_have_a_size(driver: HostVmmDriver):
+    with pytest.raises(MemoryFault, match="arena on host:2: chunks of 0 bytes"):
+        Arena(driver, HostPool(0), SystemClock(), chunk_bytes=0)
+
+
+# -- pool --------------------------------------------------------------------------------------------------------------
+
+
+def test_pieces_never_overlap_and_everything_comes_back():
+    print("seed 5")
+    dice, pool, pieces = random.Random(5), HostPool(64 * PAGE), {}
+    for _ in range(3000):
+        if pieces and dice.random() < 0.5:
+            address = dice.choice(list(pieces))
+            assert bytes(libc.view(address, pieces[address][0])) == pieces[address][1], "nobody else wrote there"
+            pool.give(address)
+            del pieces[address]
+        else:
+            size = dice.randrange(1, 9 * PAGE)
+            try:
+                address = pool.take(size)
+            except MemoryFault:
+                assert pool.used_bytes + 9 * PAGE > pool.limit_bytes / 3, "refused only when it is crowded"
+                continue
+            pieces[address] = (size, dice.randbytes(size))
+            libc.view(address, size)[:] = pieces[address][1]
+        assert pool.used_bytes == sum(-(-size // PAGE) * PAGE for size, _ in pieces.values()) <= pool.peak_bytes
+    for address in pieces:
+        pool.give(address)
+    assert pool.used_bytes == 0
+    assert pool.take(64 * PAGE), "one piece again"
+    pool.close()
+
+
+def test_the_limit_is_hard_and_told():
+    pool = HostPool(4 * PAGE)
+    first, second, third = pool.take(PAGE), pool.take(2 * PAGE), pool.take(1)
+    pool.give(first)
+    pool.give(third)
+    with pytest.raises(MemoryFault, match="host pool: 8,192 bytes do not fit: 8,192 of 16,384 are taken, the largest free "
+                       "piece has 4,096 -- raise the limit"):  # fmt: skip
+        pool.take(2 * PAGE)
+    for address in (first, second + PAGE, 0):
+        with pytest.raises(MemoryFault, match="is no piece of it -- give a piece back once"):
+            pool.give(address)
+    with pytest.raises(MemoryFault, match="a piece of 0 bytes"):
+        pool.take(0)
+    with pytest.raises(MemoryFault, match="a limit of -1 bytes"):
+        HostPool(-1)
+    pool.close()
+    pool.close()
+    with pytest.raises(MemoryFault, match="do not fit"):
+        pool.take(1)
+    with pytest.raises(MemoryFault, match="4,096 bytes do not fit: 0 of 0 are taken"):
+        HostPool(0).take(1)
+
+
+def test_given_pages_go_back_to_the_system_unless_they_are_pinned():
+    before = rss_anon(PID)
+    pool = HostPool(64 * MIB)
+    address = pool.take(64 * MIB)
+    libc.zero(address, 64 * MIB)
+    assert rss_anon(PID) - before > 60 * MIB
+    pool.give(address)
+    assert rss_anon(PID) - before < 8 * MIB
+    pool.close()
+    calls: list[tuple] = []
+
+    def pin(at: int, num_bytes: int) -> Callable[[], None]:
+        calls.append(("pin", at, num_bytes))
+        return lambda: calls.append(("unpin", at, num_bytes))
+
+    pool = HostPool(8 * PAGE, pin)
+    address = pool.take(PAGE)
+    libc.view(address, 3)[:] = b"abc"
+    pool.give(address)
+    assert bytes(libc.view(pool.take(PAGE), 3)) == b"abc", "a pinned page stays where it is"
+    pool.close()
+    pool.close()
+    assert [call[0] for call in calls] == ["pin", "unpin"]
+    assert calls[0][2] == 8 * PAGE
+
+
+def test_a_pin_that_fails_leaves_nothing():
+    def refuse(at: int, num_bytes: int) -> None:
+        raise MemoryFault(f"cannot pin {num_bytes} bytes")
+
+    num_maps = len(Path("/proc/self/maps").read_text().splitlines())
+    for _ in range(20):
+        with pytest.raises(MemoryFault, match="cannot pin 65536 bytes"):
+            HostPool(16 * PAGE, refuse)
+    assert len(Path("/proc/self/maps").read_text().splitlines()) <= num_maps + 2
+
+
+# -- tensors -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool,
+                                   torch.float8_e4m3fn, torch.complex64])  # fmt: skip
+def test_a_tensor_is_the_memory_itself(arena: Arena, dtype: torch.dtype):
+    address = arena.empty("params", 600 * 16)
+    tensor = tensor_at(address, (2, 3, 100), dtype)
+    assert (tensor.shape, tensor.dtype, tensor.data_ptr()) == ((2, 3, 100), dtype, address)
+    assert tensor.is_contiguous()
+    assert not tensor.requires_grad
+    libc.view(address, 600 * 16)[:] = bytes([1]) * (600 * 16)
+    assert bytes(tensor.flatten().view(torch.uint8)[:4].tolist()) == b"\x01\x01\x01\x01"[: 4 * dtype.itemsize]
+    same = tensor_at(address, (600,), dtype)
+    tensor.zero_()
+    assert not same.view(torch.uint8).any()
+
+
+def test_a_tensor_owns_nothing_and_needs_no_owner(arena: Arena):
+    address = arena.empty("params", MIB)
+    tensor_at(address, (MIB,), torch.uint8)
+    before = malloced()
+    for _ in range(10_000):
+        tensor_at(address, (MIB,), torch.uint8)
+    gc.collect()
+    assert malloced() - before < 10_000 * 20, "its record is freed with it"
+    libc.zero(address, MIB)  # and the memory is not
+    kept = [tensor_at(address, (MIB,), torch.uint8) for _ in range(3)]
+    arena.free(address)
+    del kept  # touches nothing
+
+
+def test_training_on_an_arena_is_bit_equal_to_training_elsewhere(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Parameters, gradients and moments in the arena leave after every step; the losses never know."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # torch.optim imports torch's compiler
+    arena.tag("grads", "discard")
+    arena.tag("optimizer", "backup")
+
+    def train(*, is_in_arena: bool) -> list[float]:
+        print("seed 11")
+        torch.manual_seed(11)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 8))
+        params = list(model.parameters())
+        if is_in_arena:
+            specs = [(tuple(p.shape), p.dtype) for p in params]
+            places = empty_tensors(arena, "params", specs), empty_tensors(arena, "grads", specs)
+            for param, place, grad in zip(params, *places, strict=True):
+                place.copy_(param.data)
+                param.data, param.grad = place, grad.zero_()
+        optimizer = torch.optim.AdamW(params, lr=1e-2, foreach=False)
+        if is_in_arena:
+            for param in params:
+                moments = empty_tensors(arena, "optimizer", [(tuple(param.shape), param.dtype)] * 2)
+                step = torch.tensor(0.0)
+                optimizer.state[param] = {"step": step, "exp_avg": moments[0].zero_(), "exp_avg_sq": moments[1].zero_()}
+        losses = []
+        for _ in range(12):
+            loss = model(torch.randn(16, 64)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            if is_in_arena:
+                for tag in ("params", "optimizer"):
+                    arena.mark_dirty(tag)
+                arena.release(["params", "grads", "optimizer"])
+                assert device_bytes([PID], "host:2") == 0
+                arena.restore(["optimizer", "params", "grads"])
+            else:
+                optimizer.zero_grad(set_to_none=False)
+        return losses
+
+    assert train(is_in_arena=True) == train(is_in_arena=False)
+
+
+def test_tensors_side_by_side_share_a_region(arena: Arena):
+    tensors = empty_tensors(
+        arena, "params", [((3,), torch.float32), ((0, 7), torch.float32), ((), torch.float64), ((5, 5), torch.bfloat16)]
+    )
+    base = tensors[0].data_ptr()
+    assert [tensor.data_ptr() - base for tensor in tensors if tensor.numel()] == [0, 512, 1024]
+    assert tensors[1].shape == (0, 7)
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    assert tensors[0].tolist() == [0, 0, 0]
+    assert tensors[2].item() == 2
+    assert arena.report()[0].num_bytes == PAGE
+    arena.free(base)
+    assert empty_tensors(arena, "params", []) == []
+    assert empty_tensor(arena, "params", (0,), torch.int64).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("address", "shape", "device"),
+    [(0, (1,), "cpu"), (PAGE + 1, (1,), "cpu"), (PAGE, (-1,), "cpu"), (PAGE, (-1, -1), "cpu"), (PAGE, (1,), "meta")],
+)
+def test_nonsense_makes_no_tensor(address: int, shape: tuple[int, ...], device: str):
+    with pytest.raises(MemoryFault, match="use sizes of at least 0, an aligned address, and a cpu or cuda device"):
+        tensor_at(address, shape, torch.float32, device)
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_nobody_holds_is_zero():
+    gone = max(int(path.name) for path in PROC.iterdir() if path.name.isdigit()) + 100_000
+    assert (rss_shmem(gone), rss_anon(gone), device_bytes([gone], "host:2")) == (0, 0, 0)
+    assert device_bytes([PID], "host:no such") == 0
+    assert rss_anon(PID) > MIB

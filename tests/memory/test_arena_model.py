@@ -1,0 +1,349 @@
+"""Any order of calls on an arena, against a plain model: dictionaries of bytes, and no memory tricks at all.
+
+What a call must do (or refuse, and why) is computed beforehand from the model; afterwards reports, contents, the pages
+held of the device and the bytes taken of the pool must be exactly the model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import re
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from myxa.core.clock import ManualClock
+from myxa.core.device_memory import Tag, TagPolicy
+from myxa.core.errors import MemoryFault, OutOfDeviceMemory
+from myxa.memory.arenas import libc
+from myxa.memory.arenas.arena import Arena
+from myxa.memory.arenas.host_pool import HostPool
+from myxa.memory.arenas.host_vmm import HostVmmDriver
+from myxa.memory.arenas.resident import device_bytes
+from myxa.memory.arenas.streams import Stream
+
+PAGE = libc.PAGE_BYTES
+CAPACITY_PAGES = 17
+POOL_PAGES = 10
+DEVICE = "host:9"
+TAGS: dict[Tag, TagPolicy] = {
+    "optimizer": "backup",
+    "frozen": "backup",
+    "grads": "discard",
+    "params": "rematerialise",
+    "context": "keep",
+}
+PRIORITIES: dict[Tag, int] = {"optimizer": 1, "frozen": 0, "grads": 0, "params": 2, "context": 0}
+
+MOSTLY: list[Tag] = ["optimizer", "frozen", "grads", "params"] * 4
+MOSTLY.append("context")
+some_tags: st.SearchStrategy[list[Tag]] = st.lists(st.sampled_from(MOSTLY), min_size=1, max_size=4)
+
+
+class Littered(HostVmmDriver):
+    """Fresh memory is full of somebody's bytes, as a GPU's is."""
+
+    def map(self, address: int, num_bytes: int, handle: int) -> None:
+        super().map(address, num_bytes, handle)
+        libc.view(address, num_bytes)[:] = b"\xaa" * num_bytes
+
+
+@dataclass
+class Place:
+    """One region as it should be."""
+
+    num_bytes: int
+    contents: bytes
+    pages: int
+    copied_pages: int = 0
+    """Pages of the host pool it holds."""
+    is_copied: bool = False
+    """They held its contents at some time."""
+
+
+@dataclass
+class Expected:
+    """One tag as it should be."""
+
+    backing: str = "mapped_dirty"
+    regions: dict[int, Place] = field(default_factory=dict)
+    under_way: str = ""
+    """"in" or "out": begun, not waited for."""
+
+    def copied(self, is_copied: bool) -> None:
+        for place in self.regions.values():
+            place.is_copied = is_copied
+
+    @property
+    def pages(self) -> int:
+        return sum(place.pages for place in self.regions.values())
+
+    @property
+    def copied_pages(self) -> int:
+        return sum(place.copied_pages for place in self.regions.values())
+
+
+class ArenaAgainstModel(RuleBasedStateMachine):
+    @initialize(is_verifying=st.booleans(), seed=st.integers(0, 2**32))
+    def start(self, is_verifying: bool, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.driver = Littered(DEVICE, CAPACITY_PAGES * PAGE)
+        self.pool = HostPool(POOL_PAGES * PAGE)
+        self.freed = 0
+        self.arena = Arena(
+            self.driver, self.pool, ManualClock(), chunk_bytes=1, is_verifying=is_verifying, on_freed=self.note
+        )
+        self.model: dict[Tag, Expected] = {}
+        self.streams: list[tuple[Stream, list[Tag]]] = []
+        for tag, policy in TAGS.items():
+            self.arena.tag(tag, policy, priority=PRIORITIES[tag])
+            self.model[tag] = Expected()
+            self.allocate(tag, self.dice.randrange(1, 3 * PAGE + 1))
+
+    def teardown(self) -> None:
+        if hasattr(self, "arena"):
+            self.arena.close()
+            assert device_bytes([os.getpid()], DEVICE) == 0
+
+    def note(self, num_bytes: int) -> None:
+        self.freed += num_bytes
+
+    # -- what the model knows ------------------------------------------------------------------------------------
+
+    def used_pages(self) -> int:
+        return sum(m.pages for m in self.model.values() if m.backing not in ("host", "discarded"))
+
+    def pool_pages(self) -> int:
+        return sum(m.copied_pages for m in self.model.values())
+
+    def settle(self, tag: Tag) -> None:
+        expected = self.model[tag]
+        if expected.under_way == "out":
+            expected.backing = "mapped_clean"
+            expected.copied(True)
+        elif expected.backing == "copy_in" and not (TAGS[tag] == "rematerialise" and expected.regions):
+            expected.backing = "mapped_clean" if TAGS[tag] == "backup" else "mapped_dirty"
+        expected.under_way = ""
+
+    def admit(self, tags: list[Tag], chosen: list[Tag]) -> bool:
+        """Pool pages for copies of `tags`, robbing those of tags that are not chosen and stay; False: refused."""
+        wanted = sum(p.pages - p.copied_pages for tag in tags for p in self.model[tag].regions.values())
+        spare: list[tuple[bool, int, int, Tag]] = [
+            (m.backing == "mapped_clean", PRIORITIES[tag], list(TAGS).index(tag), tag)
+            for tag, m in self.model.items()
+            if tag not in chosen and m.backing.startswith("mapped") and not m.under_way and m.copied_pages
+        ]
+        room = POOL_PAGES - self.pool_pages()
+        if wanted > room + sum(self.model[robbed[3]].copied_pages for robbed in spare):
+            return False
+        for candidate in sorted(spare):
+            if wanted <= room:
+                break
+            robbed = self.model[candidate[3]]
+            room += robbed.copied_pages
+            for place in robbed.regions.values():
+                place.copied_pages = 0
+            robbed.backing = "mapped_dirty"
+            robbed.copied(False)
+        for tag in tags:
+            for place in self.model[tag].regions.values():
+                place.copied_pages = place.pages
+        return True
+
+    def write(self, tag: Tag) -> None:
+        """As the owner does: new bytes, then the word."""
+        for address, place in self.model[tag].regions.items():
+            place.contents = self.dice.randbytes(place.num_bytes)
+            libc.view(address, place.num_bytes)[:] = place.contents
+
+    def allocate(self, tag: Tag, num_bytes: int) -> None:
+        address, expected = self.arena.empty(tag, num_bytes), self.model[tag]
+        contents = self.dice.randbytes(num_bytes)
+        libc.view(address, num_bytes)[:] = contents
+        expected.regions[address] = Place(num_bytes, contents, -(-num_bytes // PAGE))
+        if expected.backing != "copy_in":
+            expected.backing = "mapped_dirty"
+
+    def refused(self, call, *args, kind=MemoryFault, says: str = "") -> None:
+        with pytest.raises(kind, match=re.escape(says)):
+            call(*args)
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    @rule(tag=st.sampled_from(sorted(TAGS)), num_bytes=st.integers(1, 3 * PAGE))
+    def empty(self, tag: Tag, num_bytes: int) -> None:
+        self.settle(tag)
+        expected = self.model[tag]
+        if expected.backing in ("host", "discarded"):
+            return self.refused(self.arena.empty, tag, num_bytes, says="cannot be given more memory")
+        pages = -(-num_bytes // PAGE)
+        if self.used_pages() + pages > CAPACITY_PAGES:
+            return self.refused(self.arena.empty, tag, num_bytes, kind=OutOfDeviceMemory, says="were asked for")
+        self.allocate(tag, num_bytes)
+        return None
+
+    @precondition(lambda self: sum(len(m.regions) for m in self.model.values()) > 4)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        filled: list[Tag] = [tag for tag, m in self.model.items() if m.regions]
+        tag = data.draw(st.sampled_from(filled))
+        address = data.draw(st.sampled_from(sorted(self.model[tag].regions)))
+        self.settle(tag)
+        self.arena.free(address)
+        del self.model[tag].regions[address]
+        self.refused(self.arena.free, address, says="no region begins")
+
+    @rule(tag=st.sampled_from(sorted(TAGS)))
+    def mark_dirty(self, tag: Tag) -> None:
+        expected = self.model[tag]
+        if expected.backing in ("host", "discarded"):
+            return self.refused(self.arena.mark_dirty, tag, says="restore the tag first")
+        if expected.backing == "copy_in" and TAGS[tag] != "rematerialise":
+            return self.refused(self.arena.mark_dirty, tag, says="while its contents still come in")
+        if expected.under_way == "out":
+            expected.under_way = ""
+            expected.copied(False)
+        self.write(tag)
+        self.arena.mark_dirty(tag)
+        expected.backing = "mapped_dirty"
+        return None
+
+    @rule(tag=st.sampled_from(sorted(TAGS)))
+    def mark_clean(self, tag: Tag) -> None:
+        expected = self.model[tag]
+        is_known = TAGS[tag] == "backup" and all(p.is_copied for p in expected.regions.values())
+        if expected.under_way or expected.backing not in ("mapped_dirty", "mapped_clean"):
+            return None
+        if expected.backing == "mapped_dirty" and not is_known:
+            return self.refused(self.arena.mark_clean, tag, says="no whole copy")
+        if expected.backing == "mapped_dirty" and expected.regions:
+            return None  # the model's owner has always written something else
+        self.arena.mark_clean(tag)
+        expected.backing = "mapped_clean"
+        return None
+
+    @rule(tags=some_tags)
+    def release(self, tags: list[Tag]) -> None:
+        tags = [tag for index, tag in enumerate(tags) if tag not in tags[:index]]
+        if "context" in tags:
+            return self.refused(self.arena.release, tags, says="is kept")
+        leaving: list[Tag] = [tag for tag in tags if self.model[tag].backing not in ("host", "discarded")]
+        began: list[Tag] = [tag for tag in leaving if self.model[tag].under_way == "out"]
+        for tag in leaving:
+            if tag not in began:
+                self.settle(tag)
+        dirty: list[Tag] = [t for t in leaving if TAGS[t] == "backup" and self.model[t].backing == "mapped_dirty"]
+        if not self.admit(dirty, tags):
+            return self.refused(self.arena.release, tags, says="nothing was moved")
+        copied = sum(self.model[tag].pages for tag in dirty if tag not in began)
+        dropped = sum(self.model[tag].pages for tag in leaving if tag not in dirty)
+        self.freed = 0
+        moved = self.arena.release(tags)
+        assert (moved.copied_bytes, moved.dropped_bytes) == (copied * PAGE, dropped * PAGE)
+        assert self.freed == sum(self.model[tag].pages for tag in leaving) * PAGE
+        for tag in leaving:
+            expected = self.model[tag]
+            expected.under_way = ""
+            expected.backing = "host" if TAGS[tag] == "backup" else "discarded"
+            expected.copied(TAGS[tag] == "backup")
+        return None
+
+    @rule(tags=some_tags, waits=st.booleans())
+    def restore(self, tags: list[Tag], waits: bool) -> None:
+        tags = [tag for index, tag in enumerate(tags) if tag not in tags[:index]]
+        coming: list[Tag] = [tag for tag in tags if self.model[tag].backing in ("host", "discarded")]
+        if self.used_pages() + sum(self.model[tag].pages for tag in coming) > CAPACITY_PAGES:
+            return self.refused(self.arena.restore, tags, kind=OutOfDeviceMemory, says="nothing was moved")
+        copied = sum(self.model[tag].pages for tag in coming if self.model[tag].backing == "host")
+        for tag in coming:
+            expected = self.model[tag]
+            if expected.backing == "discarded":
+                for place in expected.regions.values():
+                    place.contents = bytes(place.num_bytes)
+            expected.backing, expected.under_way = "copy_in", "in"
+        stream = self.arena.begin_restore(tags)
+        if waits:
+            assert stream.wait_all().copied_bytes == copied * PAGE
+            for tag in tags:
+                self.settle(tag)
+        else:
+            self.streams.append((stream, tags))
+        return None
+
+    @rule(
+        tags=st.lists(st.sampled_from(["optimizer", "frozen", "optimizer", "frozen", "grads"]), min_size=1, max_size=2)
+    )
+    def begin_backup(self, tags: list[Tag]) -> None:
+        tags = [tag for index, tag in enumerate(tags) if tag not in tags[:index]]
+        for tag in tags:  # in this order: what was begun before is waited for, up to the first that is refused
+            self.settle(tag)
+            if TAGS[tag] != "backup" or self.model[tag].backing not in ("mapped_dirty", "mapped_clean"):
+                return self.refused(self.arena.begin_backup, tags, says="cannot be copied to the host")
+        dirty: list[Tag] = [tag for tag in tags if self.model[tag].backing == "mapped_dirty"]
+        if not self.admit(dirty, tags):
+            return self.refused(self.arena.begin_backup, tags, says="nothing was moved")
+        stream = self.arena.begin_backup(tags)
+        for tag in dirty:
+            self.model[tag].under_way = "out"
+        self.streams.append((stream, tags))
+        return None
+
+    @rule(tag=st.sampled_from(sorted(TAGS)))
+    def digest(self, tag: Tag) -> None:
+        self.settle(tag)
+        expected = self.model[tag]
+        if expected.backing in ("discarded", "copy_in"):
+            return self.refused(self.arena.digest, tag, says="it has no contents")
+        wanted = hashlib.blake2b(digest_size=16)
+        for place in expected.regions.values():
+            wanted.update(place.contents)
+        assert self.arena.digest(tag) == wanted.hexdigest()
+        return None
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data())
+    def wait(self, data: st.DataObject) -> None:
+        stream, tags = data.draw(st.sampled_from(self.streams))
+        self.streams.remove((stream, tags))
+        stream.wait_all()
+        for tag in tags:
+            self.settle(tag)
+
+    # -- what must always hold ------------------------------------------------------------------------------------------
+
+    @invariant()
+    def every_number_is_the_models(self) -> None:
+        if not hasattr(self, "arena"):
+            return
+        for report in self.arena.report():
+            expected = self.model[report.tag]
+            assert report.backing == expected.backing, report
+            assert report.num_bytes == expected.pages * PAGE, report
+            assert report.host_bytes == expected.copied_pages * PAGE, report
+        assert device_bytes([os.getpid()], DEVICE) == self.used_pages() * PAGE
+        assert self.driver.free_bytes() == (CAPACITY_PAGES - self.used_pages()) * PAGE
+        assert self.pool.used_bytes == self.pool_pages() * PAGE
+
+    @invariant()
+    def contents_are_the_models(self) -> None:
+        if not hasattr(self, "arena"):
+            return
+        for tag, expected in self.model.items():
+            if expected.backing in ("mapped_dirty", "mapped_clean"):
+                for address, place in expected.regions.items():
+                    assert bytes(libc.view(address, place.num_bytes)) == place.contents, (tag, address)
+
+
+TestArenaAgainstModel = ArenaAgainstModel.TestCase
+TestArenaAgainstModel.settings = settings(
+    max_examples=120,
+    stateful_step_count=50,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)

@@ -1,0 +1,401 @@
+"""The real CUDA driver class, and an arena on it, over a driver library made of Linux's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+
+import pytest
+from standin_gpu import GRANULE, MIB, StandinGpu
+
+from myxa.core.clock import SystemClock
+from myxa.core.device_memory import Tag, TagPolicy
+from myxa.core.errors import MemoryFault, OutOfDeviceMemory
+from myxa.memory.arenas import pinned
+from myxa.memory.arenas.arena import Arena
+from myxa.memory.arenas.cuda_driver import CudaDriver
+from myxa.memory.arenas.cuda_library import CudaLibrary, PrimaryContext
+from myxa.memory.arenas.host_pool import HostPool
+from myxa.memory.arenas.pinned import Pinning, near, pin_for
+
+OUT_OF_MEMORY, INVALID_VALUE, INVALID_DEVICE, LAUNCH_FAILED = 2, 1, 101, 719
+
+
+@pytest.fixture
+def driver(gpu: StandinGpu):
+    driver = CudaDriver(0, gpu.path)
+    yield driver
+    gpu.fail_nothing()
+    driver.close()
+
+
+def mapped(driver: CudaDriver, num_bytes: int) -> tuple[int, int]:
+    address, handle = driver.reserve(num_bytes), driver.create(num_bytes)
+    driver.map(address, num_bytes, handle)
+    return address, handle
+
+
+def give_back(driver: CudaDriver, address: int, num_bytes: int, handle: int, *, is_last: bool = True) -> None:
+    driver.unmap(address, num_bytes)
+    driver.release(handle, num_bytes)
+    if is_last:
+        driver.free_reservation(address, num_bytes)
+
+
+# -- the driver ----------------------------------------------------------------------------------------------------
+
+
+def test_a_device_tells_what_it_is(driver: CudaDriver, gpu: StandinGpu):
+    assert driver.device == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+    assert driver.granularity == GRANULE
+    assert driver.capacity_bytes() == driver.free_bytes() == 256 * MIB
+    handle = driver.create(4 * MIB)
+    assert driver.free_bytes() == 252 * MIB
+    driver.release(handle, 4 * MIB)
+    second = CudaDriver(1, gpu.path)
+    assert (second.ordinal, second.device) == (1, "GPU-10111213-1415-1617-1819-1a1b1c1d1e1f")
+    assert gpu.live()["contexts"] == 2
+    second.close()
+
+
+def test_bytes_go_out_and_come_back_while_the_address_stays(driver: CudaDriver):
+    size = 4 * MIB
+    host = ctypes.create_string_buffer(bytes(range(256)) * (size // 256), size)
+    address, handle = mapped(driver, size)
+    driver.wait(driver.copy_in(address, ctypes.addressof(host), size))
+    assert ctypes.string_at(address, 256) == bytes(range(256))
+    back = ctypes.create_string_buffer(size)
+    driver.wait(driver.copy_out(ctypes.addressof(back), address, size))
+    assert back.raw == host.raw[:size]
+    driver.unmap(address, size)
+    driver.release(handle, size)
+    handle = driver.create(size)
+    driver.map(address, size, handle)
+    driver.wait(driver.copy_in(address, ctypes.addressof(back), size))
+    assert ctypes.string_at(address + size - 256, 256) == bytes(range(256))
+    driver.wait(driver.zero(address, size))
+    assert ctypes.string_at(address, size).count(0) == size
+    give_back(driver, address, size, handle)
+
+
+def test_waiting_for_a_ticket_waits_for_all_before_it_in_its_direction_only(driver: CudaDriver, gpu: StandinGpu):
+    host = ctypes.create_string_buffer(8 * GRANULE)
+    at = ctypes.addressof(host)
+    address, handle = mapped(driver, 4 * GRANULE)
+    ctypes.memset(address, 7, 4 * GRANULE)
+    out = [driver.copy_out(at + i * GRANULE, address + i * GRANULE, GRANULE) for i in range(3)]
+    into = driver.copy_in(address + 3 * GRANULE, at + 7 * GRANULE, GRANULE)
+    assert [ticket % 2 for ticket in (*out, into)] == [1, 1, 1, 0]
+    driver.wait(out[1])  # they alternate between two streams
+    assert [host.raw[i * GRANULE] for i in range(3)] == [7, 7, 0]
+    assert ctypes.string_at(address + 3 * GRANULE, 1) == b"\x07"
+    driver.wait(out[0])
+    driver.wait(out[2])
+    driver.wait(into)
+    assert host.raw[2 * GRANULE] == 7
+    assert ctypes.string_at(address + 3 * GRANULE, 1) == b"\x00"
+    driver.wait(into)
+    give_back(driver, address, 4 * GRANULE, handle)
+    assert gpu.live()["events"] <= 4  # used again, not made anew
+
+
+def test_memory_under_a_copy_is_not_unmapped(driver: CudaDriver):
+    host = ctypes.create_string_buffer(GRANULE)
+    address, handle = mapped(driver, 2 * GRANULE)
+    ticket = driver.copy_out(ctypes.addressof(host), address + GRANULE, GRANULE)
+    with pytest.raises(MemoryFault, match="are being copied.*wait for the copy"):
+        driver.unmap(address, 2 * GRANULE)
+    driver.wait(ticket)
+    give_back(driver, address, 2 * GRANULE, handle)
+
+
+def test_a_synchronised_device_has_no_copies_under_way(driver: CudaDriver):
+    host = ctypes.create_string_buffer(GRANULE)
+    address, handle = mapped(driver, GRANULE)
+    driver.copy_out(ctypes.addressof(host), address, GRANULE)
+    driver.synchronise()
+    give_back(driver, address, GRANULE, handle)
+
+
+def test_a_full_device_says_so(driver: CudaDriver):
+    with pytest.raises(OutOfDeviceMemory, match=r"cuMemCreate \(536,870,912 bytes\): CUDA_ERROR_OUT_OF_MEMORY \(2\)"):
+        driver.create(512 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("name", "act"),
+    [
+        ("cuMemAddressReserve", lambda d, a, h: d.reserve(GRANULE)),
+        ("cuMemAddressFree", lambda d, a, h: d.free_reservation(a, 2 * GRANULE)),
+        ("cuMemCreate", lambda d, a, h: d.create(GRANULE)),
+        ("cuMemRelease", lambda d, a, h: d.release(h, GRANULE)),
+        ("cuMemMap", lambda d, a, h: d.map(a + GRANULE, GRANULE, h)),
+        ("cuMemSetAccess", lambda d, a, h: d.map(a + GRANULE, GRANULE, h)),
+        ("cuMemUnmap", lambda d, a, h: d.unmap(a, GRANULE)),
+        ("cuMemcpyDtoHAsync_v2", lambda d, a, h: d.copy_out(HOST_AT, a, GRANULE)),
+        ("cuMemcpyHtoDAsync_v2", lambda d, a, h: d.copy_in(a, HOST_AT, GRANULE)),
+        ("cuMemsetD8Async", lambda d, a, h: d.zero(a, GRANULE)),
+        ("cuEventCreate", lambda d, a, h: d.zero(a, GRANULE)),
+        ("cuEventRecord", lambda d, a, h: d.zero(a, GRANULE)),
+        ("cuEventSynchronize", lambda d, a, h: d.wait(d.zero(a, GRANULE))),
+        ("cuCtxSynchronize", lambda d, a, h: d.synchronise()),
+        ("cuMemGetInfo_v2", lambda d, a, h: d.free_bytes()),
+        ("cuCtxPushCurrent_v2", lambda d, a, h: d.free_bytes()),
+        ("cuCtxPopCurrent_v2", lambda d, a, h: d.free_bytes()),
+    ],
+)
+def test_every_refusal_of_the_driver_is_told_in_its_words_and_it_goes_on(driver, gpu: StandinGpu, name: str, act):
+    address, first, second = driver.reserve(2 * GRANULE), driver.create(GRANULE), driver.create(GRANULE)
+    driver.map(address, GRANULE, first)
+    gpu.fail(name, LAUNCH_FAILED)
+    with pytest.raises(MemoryFault, match=rf"{name}.*: CUDA_ERROR_LAUNCH_FAILED \(719\), as told.* -- a kernel failed"):
+        act(driver, address, second)
+    if name == "cuCtxPopCurrent_v2":
+        PrimaryContext.__exit__(driver._context, None, None, None)  # the context is still this thread's
+    driver.synchronise()
+    driver.map(address + GRANULE, GRANULE, second)
+    give_back(driver, address, GRANULE, first, is_last=False)
+    driver.unmap(address + GRANULE, GRANULE)
+    driver.release(second, GRANULE)
+    driver.free_reservation(address, 2 * GRANULE)
+
+
+HOST = ctypes.create_string_buffer(2 * GRANULE)
+HOST_AT = ctypes.addressof(HOST)
+
+
+def test_a_copy_whose_event_fails_is_waited_for_before_anyone_may_unmap(driver: CudaDriver, gpu: StandinGpu):
+    address, handle = mapped(driver, GRANULE)
+    gpu.fail("cuEventRecord", INVALID_VALUE)
+    with pytest.raises(MemoryFault, match="cuEventRecord"):
+        driver.copy_in(address, HOST_AT, GRANULE)
+    give_back(driver, address, GRANULE, handle)  # the stand-in would note an unmap under a copy
+
+
+def test_a_chunk_that_cannot_be_made_accessible_is_not_left_mapped(driver: CudaDriver, gpu: StandinGpu):
+    address, handle = driver.reserve(GRANULE), driver.create(GRANULE)
+    gpu.fail("cuMemSetAccess", INVALID_VALUE)
+    with pytest.raises(MemoryFault, match="cuMemSetAccess"):
+        driver.map(address, GRANULE, handle)
+    assert "mappings" not in gpu.live()
+    driver.release(handle, GRANULE)
+    driver.free_reservation(address, GRANULE)
+
+
+def test_the_thread_keeps_the_context_that_it_had(driver: CudaDriver, gpu: StandinGpu):
+    other = PrimaryContext(CudaLibrary(gpu.path), 1)
+    seen: list[int] = []
+
+    def work() -> None:
+        with other as cuda:
+            driver.free_bytes()
+            free, total = ctypes.c_size_t(), ctypes.c_size_t()
+            gpu.set_capacity(1, 64 * MIB)
+            cuda.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+            seen.append(total.value)
+        assert gpu.live().get("pushed", 0) == 0
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(20)
+    assert seen == [64 * MIB]
+    other.close()
+    other.close()
+    with pytest.raises(MemoryFault, match="its context was given back"), other:
+        pass
+
+
+def test_a_copy_that_failed_is_told_to_whoever_waits_for_it_not_only_to_the_first(driver: CudaDriver, gpu: StandinGpu):
+    address, handle = mapped(driver, 4 * GRANULE)
+    first, second, third = (driver.copy_in(address + i * GRANULE, HOST_AT, GRANULE) for i in range(3))
+    other_way = driver.copy_out(HOST_AT, address + 3 * GRANULE, GRANULE)
+    gpu.fail("cuEventSynchronize", LAUNCH_FAILED)
+    for ticket in (second, first, third):
+        with pytest.raises(MemoryFault, match=rf"cuEventSynchronize \(copy of .* at {address:#x}\): CUDA_ERROR_LAUNCH"):
+            driver.wait(ticket)
+    driver.wait(other_way)
+    driver.wait(driver.copy_in(address, HOST_AT, GRANULE))
+    give_back(driver, address, 4 * GRANULE, handle)
+
+
+def test_thousands_of_copies_may_be_under_way(driver: CudaDriver):
+    address, handle = mapped(driver, GRANULE)
+    tickets = [driver.copy_in(address + 64 * i, HOST_AT, 64) for i in range(5000)]
+    driver.wait(tickets[-1])
+    give_back(driver, address, GRANULE, handle)
+
+
+@pytest.mark.parametrize("ticket", [0, -1, 1, 99])
+def test_tickets_of_nobody_are_refused(driver: CudaDriver, ticket: int):
+    with pytest.raises(MemoryFault, match=f"no copy has the ticket {ticket}"):
+        driver.wait(ticket)
+
+
+def test_a_driver_that_cannot_be_made_leaves_nothing(gpu: StandinGpu):
+    with pytest.raises(MemoryFault, match=r"CUDA_ERROR_INVALID_DEVICE \(101\).*CUDA_VISIBLE_DEVICES"):
+        CudaDriver(7, gpu.path)
+    for name, after in [("cuStreamCreate", 0), ("cuStreamCreate", 3), ("cuDeviceGetUuid_v2", 0),
+                        ("cuMemGetAllocationGranularity", 0), ("cuDevicePrimaryCtxRetain", 0)]:  # fmt: skip
+        gpu.fail(name, INVALID_VALUE, after=after)
+        with pytest.raises(MemoryFault, match=name):
+            CudaDriver(0, gpu.path)
+        assert gpu.live() == {}
+
+
+def test_no_library_and_a_wrong_one_are_told(tmp_path):
+    with pytest.raises(MemoryFault, match=r"cannot be loaded.*no NVIDIA driver"):
+        CudaLibrary(str(tmp_path / "libcuda.so.1"))
+    with pytest.raises(MemoryFault, match=r"libc.so.6 has no cuInit"):
+        CudaLibrary("libc.so.6")
+
+
+def test_closing_twice_is_closing_once_and_a_failing_stream_keeps_nothing_back(gpu: StandinGpu):
+    driver = CudaDriver(0, gpu.path)
+    gpu.fail("cuStreamSynchronize", LAUNCH_FAILED)
+    with pytest.raises(MemoryFault, match="cuStreamSynchronize"):
+        driver.close()
+    driver.close()
+
+
+# -- pinning -------------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_is_resident_and_pinned_once_and_unpinned_at_its_end(gpu: StandinGpu):
+    pinning = Pinning(0, library=gpu.path, num_threads=3)
+    pool = HostPool(5 * MIB, pinning)
+    address = pool.take(MIB)
+    assert gpu.is_pinned(address, MIB)
+    assert gpu.live() == {"registrations": 1, "contexts": 1}
+    assert resident_bytes(address) == MIB
+    report = pinning.report
+    assert report is not None
+    assert report.num_bytes == 5 * MIB
+    assert report.huge_pages
+    assert report.node
+    pool.close()
+    pool.close()
+
+
+def resident_bytes(address: int, num_bytes: int = MIB) -> int:
+    present = (ctypes.c_ubyte * (num_bytes // 4096))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), present) == 0
+    return sum(byte & 1 for byte in present) * 4096
+
+
+def test_a_pool_that_cannot_be_pinned_is_not_there(gpu: StandinGpu):
+    gpu.fail("cuMemHostRegister_v2", OUT_OF_MEMORY)
+    with pytest.raises(
+        MemoryFault, match=r"cuMemHostRegister_v2.*bytes of the host.*make the host pool smaller"
+    ) as told:
+        HostPool(MIB, pin_for(0, library=gpu.path))
+    assert not isinstance(told.value, OutOfDeviceMemory)
+    with pytest.raises(MemoryFault, match="by 0 threads"):
+        Pinning(0, library=gpu.path, num_threads=0)
+
+
+def test_the_nearest_node_is_the_devices_own_word_or_that_of_its_bus(gpu: StandinGpu, tmp_path):
+    context = PrimaryContext(CudaLibrary(gpu.path), 0)
+    assert near(context, tmp_path) is None
+    (tmp_path / "0000:00:00.0").mkdir()
+    (tmp_path / "0000:00:00.0/numa_node").write_text("1\n")
+    assert near(context, tmp_path) == 1
+    (tmp_path / "0000:00:00.0/numa_node").write_text("-1\n")
+    assert near(context, tmp_path) is None
+    context.close()
+
+
+def test_a_node_is_preferred_only_where_there_are_several(tmp_path):
+    pool = HostPool(MIB, None)
+    address = pool.take(MIB)
+    assert pinned._prefer_node(address, MIB, 0, tmp_path) == "one node"
+    for name in ("node0", "node1", "power"):
+        (tmp_path / name).mkdir()
+    assert pinned._prefer_node(address, MIB, None, tmp_path) == "the GPU's node is unknown"
+    assert re.fullmatch(r"node 0|refused: .+", pinned._prefer_node(address, MIB, 0, tmp_path))
+    assert pinned._prefer_node(address, MIB, 900, tmp_path).startswith("refused: ")  # no machine has that node
+    assert pinned._prefer_node(address, MIB, 5000, tmp_path) == "node 5000 is out of range"
+    ctypes.memset(address, 1, MIB)
+    pool.close()
+
+
+# -- an arena on it ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def arena(gpu: StandinGpu):
+    pool = HostPool(64 * MIB, pin_for(0, library=gpu.path, num_threads=2))
+    arena = Arena(CudaDriver(0, gpu.path), pool, SystemClock(), chunk_bytes=4 * MIB)
+    yield arena
+    gpu.fail_nothing()
+    arena.close()
+
+
+def test_tags_leave_the_device_and_come_back_to_the_bit(arena: Arena, gpu: StandinGpu):
+    tags: list[tuple[Tag, TagPolicy]] = [("optimizer", "backup"), ("grads", "discard"), ("params", "rematerialise")]
+    for tag, policy in tags:
+        arena.tag(tag, policy)
+        address = arena.empty(tag, 15 * MIB)
+        ctypes.memset(address, 0x5A, 15 * MIB)
+        ctypes.memset(address + 5 * MIB, 0xA5, 3)
+    before = arena.digest("optimizer")
+    held = gpu.held()
+    for _ in range(3):
+        moved = arena.release(("optimizer", "grads", "params"))
+        assert (moved.copied_bytes, moved.dropped_bytes) == (16 * MIB, 32 * MIB)
+        assert gpu.held() == held - 48 * MIB == 0
+        arena.restore(("optimizer", "grads", "params"))
+        assert arena.digest("optimizer") == before
+        arena.mark_dirty("optimizer")
+        arena.mark_dirty("params")
+    assert gpu.is_pinned(arena._floor.pool.take(MIB), MIB)
+
+
+def test_each_chunk_is_unmapped_after_its_own_copy_while_the_next_is_under_way(arena: Arena, gpu: StandinGpu):
+    arena.tag("optimizer", "backup")
+    address = arena.empty("optimizer", 16 * MIB)
+    gpu.calls()
+    arena.release(("optimizer",))
+    steps = [(name, at) for name, at, _ in gpu.calls() if name in ("cuMemcpyDtoHAsync_v2", "cuMemUnmap")]
+    chunks = [address + i * 4 * MIB for i in range(4)]
+    assert [at for name, at in steps if name == "cuMemUnmap"] == chunks
+    for index, chunk in enumerate(chunks[:-1]):
+        assert steps.index(("cuMemcpyDtoHAsync_v2", chunks[index + 1])) < steps.index(("cuMemUnmap", chunk))
+
+
+def test_a_device_that_others_filled_refuses_a_restore_and_nothing_is_lost(arena: Arena, gpu: StandinGpu):
+    arena.tag("optimizer", "backup")
+    address = arena.empty("optimizer", 12 * MIB)
+    ctypes.memset(address, 3, 12 * MIB)
+    before = arena.digest("optimizer")
+    arena.release(("optimizer",))
+    gpu.set_capacity(0, 8 * MIB)
+    with pytest.raises(OutOfDeviceMemory, match="optimizer cannot come back.*CUDA_ERROR_OUT_OF_MEMORY"):
+        arena.restore(("optimizer",))
+    assert gpu.held() == 0
+    gpu.set_capacity(0, 64 * MIB)
+    arena.restore(("optimizer",))
+    assert arena.digest("optimizer") == before
+
+
+def test_waiting_for_one_tag_does_not_hide_that_another_did_not_arrive(arena: Arena, gpu: StandinGpu):
+    tags: tuple[Tag, ...] = ("params", "optimizer")
+    for tag in tags:
+        arena.tag(tag, "backup")
+        arena.empty(tag, 8 * MIB)
+    arena.release(tags)
+    restoring = arena.begin_restore(tags)
+    gpu.fail("cuEventSynchronize", LAUNCH_FAILED)
+    for tag in reversed(tags):
+        with pytest.raises(MemoryFault, match="CUDA_ERROR_LAUNCH_FAILED"):
+            restoring.wait(tag)
+    assert [report.backing for report in arena.report()] == ["poisoned", "poisoned"]
+
+
+def test_a_copy_that_fails_poisons_its_tag_and_closing_still_gives_all_back(arena: Arena, gpu: StandinGpu):
+    arena.tag("optimizer", "backup")
+    arena.empty("optimizer", 12 * MIB)
+    gpu.fail("cuEventSynchronize", LAUNCH_FAILED, after=1)
+    with pytest.raises(MemoryFault, match=r"'optimizer'.*cuEventSynchronize.*CUDA_ERROR_LAUNCH_FAILED"):
+        arena.release(("optimizer",))
+    assert arena.report()[0].backing == "poisoned"

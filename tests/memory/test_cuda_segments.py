@@ -1,0 +1,304 @@
+"""The allocator that torch is given: compiled for real, run over a driver library made of Linux's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from standin_gpu import GRANULE, MIB, StandinGpu
+
+from myxa.core.errors import MemoryFault
+from myxa.memory.arenas import native_build
+from myxa.memory.arenas.native_build import built
+from myxa.memory.arenas.segment_table import SLOTS, SOURCE, SegmentTable, SlotRegister
+
+SLOT = SLOTS[0]
+
+
+class Functions:
+    """As torch calls them."""
+
+    def __init__(self, table: SegmentTable, slot: int = SLOT) -> None:
+        library = ctypes.CDLL(str(table.path))
+        self._allocate, self._free = (getattr(library, name) for name in table.function_names(slot))
+        self._allocate.argtypes = (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+        self._allocate.restype = ctypes.c_void_p
+        self._free.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+
+    def allocate(self, num_bytes: int, device: int = 0) -> int | None:
+        return self._allocate(num_bytes, device, None)
+
+    def free(self, address: int, num_bytes: int = 0, device: int = 0) -> None:
+        self._free(address, num_bytes, device, None)
+
+
+@pytest.fixture
+def table(gpu: StandinGpu, cache_dir: Path):
+    table = SegmentTable(library=gpu.path, chunk_bytes=4 * MIB, cache_dir=cache_dir)
+    yield table
+    gpu.fail_nothing()
+    assert table.close() == 0
+
+
+def test_a_segment_is_memory_in_chunks_made_accessible_at_once_and_ends_whole(table: SegmentTable, gpu: StandinGpu):
+    torch = Functions(table)
+    address = torch.allocate(9 * MIB)
+    assert address is not None
+    ctypes.memset(address, 1, 9 * MIB)
+    (segment,) = table.segments()
+    assert (segment.address, segment.num_bytes, segment.num_chunks) == (address, 10 * MIB, 3)
+    assert (segment.device, segment.slot, segment.is_taken, segment.is_freed) == (0, SLOT, False, False)
+    names = [name for name, _, _ in gpu.calls()]
+    assert (names.count("cuMemCreate"), names.count("cuMemMap"), names.count("cuMemSetAccess")) == (3, 3, 1)
+    torch.free(address)
+    assert table.segments() == ()
+    names = [name for name, _, _ in gpu.calls()]
+    assert names.index("cuCtxSynchronize") < names.index("cuMemUnmap")
+    assert gpu.held() == 0
+
+
+def test_each_device_has_its_own_memory(table: SegmentTable, gpu: StandinGpu):
+    torch = Functions(table)
+    address = torch.allocate(GRANULE, device=1)
+    assert address is not None
+    assert (gpu.held(0), gpu.held(1)) == (0, GRANULE)
+    assert table.segments()[0].device == 1
+    torch.free(address)
+
+
+@pytest.mark.parametrize("num_bytes", [0, -5])
+def test_no_memory_of_no_size(table: SegmentTable, num_bytes: int):
+    assert Functions(table).allocate(num_bytes) is None
+
+
+def test_a_device_that_is_not_there_gives_nothing_and_says_why(table: SegmentTable):
+    for device in (-1, 7, 64, 1000):
+        assert Functions(table).allocate(GRANULE, device) is None
+        assert table.last_failure().call == "cuDeviceGet"
+        assert table.last_failure().result == 101
+
+
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [("cuMemAddressReserve", 0), ("cuMemCreate", 0), ("cuMemCreate", 2), ("cuMemMap", 0), ("cuMemMap", 1),
+     ("cuMemSetAccess", 0), ("cuCtxPushCurrent_v2", 0)],
+)  # fmt: skip
+def test_a_segment_that_fails_halfway_leaves_nothing(table: SegmentTable, gpu: StandinGpu, name: str, after: int):
+    torch = Functions(table)
+    first = torch.allocate(GRANULE)
+    assert first is not None
+    before = gpu.live()
+    gpu.fail(name, 2, after=after)
+    assert torch.allocate(9 * MIB) is None
+    failure = table.last_failure()
+    assert (failure.call, failure.result, failure.num_failures) == (name, 2, 1)
+    assert gpu.live() == before
+    torch.free(first)
+
+
+def test_out_of_memory_is_told_with_its_size(table: SegmentTable, gpu: StandinGpu):
+    gpu.set_capacity(0, 6 * MIB)
+    assert Functions(table).allocate(9 * MIB) is None
+    failure = table.last_failure()
+    assert (failure.call, failure.result, failure.num_bytes, failure.slot) == ("cuMemGetInfo", 2, 10 * MIB, SLOT)
+    assert "cuMemCreate" not in [name for name, _, _ in gpu.calls()]
+    assert gpu.held() == 0
+
+
+def test_what_an_arena_took_is_only_noted_when_torch_frees_it(table: SegmentTable, gpu: StandinGpu):
+    torch = Functions(table)
+    address = torch.allocate(6 * MIB)
+    assert address is not None
+    handles = table.take(address, 2)
+    assert handles is not None
+    assert [size for _, size in handles] == [4 * MIB, 2 * MIB]
+    assert table.take(address, 2) is None
+    torch.free(address)
+    torch.free(address)
+    assert table.segments()[0].is_freed
+    assert gpu.held() == 6 * MIB
+    assert table.last_failure().num_unknown == 1  # the second time
+    table.untake(address)  # nobody has it now and torch does not want it: it ends
+    assert table.segments() == ()
+    assert gpu.held() == 0
+
+
+def test_a_free_of_anything_else_changes_nothing(table: SegmentTable, gpu: StandinGpu):
+    address = Functions(table).allocate(GRANULE)
+    assert address is not None
+    Functions(table).free(address + 4096)
+    Functions(table, SLOTS[1]).free(address)  # a pool of somebody else, which saw this address in another life
+    assert table.last_failure().num_unknown == 2
+    assert len(table.segments()) == 1
+    for wrong in (address, 12345):
+        with pytest.raises(MemoryFault, match="was not taken"):
+            table.forget(wrong)
+        with pytest.raises(MemoryFault, match="was not taken"):
+            table.untake(wrong)
+    Functions(table).free(address)
+
+
+def test_a_device_that_cannot_be_waited_for_keeps_the_segment_until_it_can(table: SegmentTable, gpu: StandinGpu):
+    torch = Functions(table)
+    address = torch.allocate(GRANULE)
+    assert address is not None
+    gpu.fail("cuCtxSynchronize", 900)
+    torch.free(address)  # while a graph is captured, say
+    (segment,) = table.segments()
+    assert (segment.is_freed, segment.is_taken, gpu.held()) == (True, False, GRANULE)
+    assert table.take(address, 1) is None
+    gpu.fail("cuCtxSynchronize", 900)
+    assert table.reap() == 900
+    assert table.reap() == 0
+    assert table.segments() == ()
+
+
+def test_many_threads_allocate_and_free_and_the_table_is_right(table: SegmentTable, gpu: StandinGpu):
+    """Half of the segments are freed by another thread than the one that asked for them; some are taken meanwhile."""
+    seed = 20261120
+    print(f"seed {seed}")
+    gpu.set_capacity(0, 1 << 30)
+    handed: list[tuple[int, int]] = []
+    guard = threading.Lock()
+    is_over = threading.Event()
+
+    def work(number: int) -> None:
+        chance = random.Random(seed + number)
+        torch = Functions(table, SLOTS[number])
+        own: list[int] = []
+        for _ in range(60):
+            address = torch.allocate(chance.randint(1, 10 * MIB))
+            if address is not None:
+                ctypes.memset(address, number, 4096)
+                own.append(address)
+            if own and chance.random() < 0.6:
+                torch.free(own.pop(chance.randrange(len(own))))
+            with guard:
+                if own and chance.random() < 0.3:
+                    handed.append((SLOTS[number], own.pop()))
+                stranger = handed.pop() if handed and chance.random() < 0.3 else None
+            if stranger is not None:
+                Functions(table, stranger[0]).free(stranger[1])
+        for address in own:
+            torch.free(address)
+
+    def look() -> None:
+        while not is_over.is_set():
+            for segment in table.segments():
+                if not segment.is_taken and table.take(segment.address, segment.num_chunks) is not None:
+                    table.untake(segment.address)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for done in [threads.submit(work, number) for number in range(4)]:
+                done.result(timeout=60)
+    finally:
+        is_over.set()
+        watcher.join(30)
+    for slot, address in handed:
+        Functions(table, slot).free(address)
+    assert table.segments() == ()
+    assert gpu.held() == 0
+    assert table.last_failure().num_unknown == 0
+
+
+def test_one_driver_library_and_chunk_size_while_segments_live(table: SegmentTable, gpu: StandinGpu, cache_dir: Path):
+    address = Functions(table).allocate(GRANULE)
+    assert address is not None
+    SegmentTable(library=gpu.path, chunk_bytes=4 * MIB, cache_dir=cache_dir)
+    with pytest.raises(MemoryFault, match="still there.*one driver library and one chunk size"):
+        SegmentTable(library=gpu.path, chunk_bytes=8 * MIB, cache_dir=cache_dir)
+    assert table.close() == 1
+    Functions(table).free(address)
+    SegmentTable(library=gpu.path, chunk_bytes=8 * MIB, cache_dir=cache_dir)
+
+
+def test_a_library_that_is_no_driver_is_told(cache_dir: Path):
+    with pytest.raises(MemoryFault, match="cannot use /nowhere/libcuda"):
+        SegmentTable(library="/nowhere/libcuda.so.1", cache_dir=cache_dir)
+    with pytest.raises(MemoryFault, match="libc.so.6 has no cuInit"):
+        SegmentTable(library="libc.so.6", cache_dir=cache_dir)
+    with pytest.raises(MemoryFault, match="up to 256 MiB"):
+        SegmentTable(chunk_bytes=1 << 30, cache_dir=cache_dir)
+
+
+def test_slots_run_out_and_come_back(table: SegmentTable):
+    register = SlotRegister()
+    taken = [register.take(table) for _ in SLOTS]
+    assert sorted(taken) == sorted(SLOTS)
+    with pytest.raises(MemoryFault, match="all 48 pools"):
+        register.take(table)
+    register.give(taken[5])
+    address = Functions(table, taken[5]).allocate(GRANULE)  # a slot whose segments live on is not handed out
+    assert address is not None
+    with pytest.raises(MemoryFault, match="all 48 pools"):
+        register.take(table)
+    Functions(table, taken[5]).free(address)
+    assert register.take(table) == taken[5]
+
+
+# -- compiling -----------------------------------------------------------------------------------------------------
+
+
+def test_a_source_is_compiled_once_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = tmp_path / "seven.c"
+    source.write_text('__attribute__((visibility("default"))) int seven(void) { return 7; }\n')
+    calls: list[str] = []
+    compile_it = native_build._compile
+    monkeypatch.setattr(native_build, "_compile", lambda *a: (calls.append("one"), compile_it(*a)))
+    with ThreadPoolExecutor(4) as threads:
+        paths = {done.result(timeout=60) for done in [threads.submit(built, source, tmp_path / "c") for _ in range(4)]}
+    assert len(paths) == len(calls) == 1
+    assert ctypes.CDLL(str(paths.pop())).seven() == 7
+    source.write_text(source.read_text().replace("7;", "8;"))
+    assert ctypes.CDLL(str(built(source, tmp_path / "c"))).seven() == 8
+    assert len(calls) == 2
+    assert not list((tmp_path / "c").glob(".building-*"))
+
+
+def test_a_machine_without_a_compiler_is_told_what_it_lacks(tmp_path: Path):
+    with pytest.raises(MemoryFault, match=r"none of no-such-cc, nor-this is on the PATH.*apt-get install gcc"):
+        built(SOURCE, tmp_path / "c", compilers=("no-such-cc", "nor-this"))
+
+
+def test_a_source_that_does_not_compile_says_what_the_compiler_says(tmp_path: Path):
+    source = tmp_path / "wrong.c"
+    source.write_text("int seven(void) { return nonsense; }\n")
+    with pytest.raises(MemoryFault, match="nonsense"):
+        built(source, tmp_path / "c")
+    assert not list((tmp_path / "c").glob("*.so"))
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MemoryFault, match=r"no folder can hold what is compiled.*Not a directory"):
+        built(SOURCE, tmp_path / "file" / "c")
+
+
+def test_a_home_that_cannot_be_written_is_replaced_by_a_folder_of_ones_own(tmp_path: Path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(native_build.tempfile, "gettempdir", lambda: str(tmp_path))
+    made = built(SOURCE)
+    assert made.parent == tmp_path / f"myxa-native-{os.getuid()}"
+    assert made.parent.stat().st_mode & 0o777 == 0o700
+    assert built(SOURCE) == made
+    monkeypatch.setattr(native_build.os, "getuid", lambda: 4711)  # somebody else made that folder
+    made.parent.rename(tmp_path / "myxa-native-4711")
+    with pytest.raises(MemoryFault, match="belongs to somebody else"):
+        built(SOURCE)
+
+
+@pytest.mark.parametrize("compiler", ["gcc", "g++"])
+def test_the_allocator_compiles_without_a_warning(tmp_path: Path, compiler: str, monkeypatch: pytest.MonkeyPatch):
+    assert shutil.which(compiler)
+    monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-Wextra", "-Werror"))
+    assert built(SOURCE, tmp_path, compilers=(compiler,)).exists()

@@ -1,0 +1,188 @@
+"""Single failures of a switch, in virtual time: what the manager does, and what it says."""
+
+from __future__ import annotations
+
+import pytest
+from ledger_world import ALL, CAPACITY, MIB, Asset, Process, World
+
+from myxa.core.device_memory import LeaseReply, MemoryCommand
+
+
+@pytest.fixture
+def world() -> World:
+    """The trainers have loaded and have their turn."""
+    made = World(seed=1)
+    made.advance(0.5)
+    assert granted(made, "rollout", "trainer")
+    assert granted(made, "trainer", "rollout")
+    return made
+
+
+def answer(world: World, gang: str, quiet: str = "", wait_s: float = 31.0) -> LeaseReply:
+    asked = world.lease(gang, ALL[gang], (quiet,) if quiet else (), True, 30.0)
+    world.advance(wait_s)
+    return world.answers[asked]
+
+
+def granted(world: World, gang: str, quiet: str = "") -> bool:
+    reply = answer(world, gang, quiet, 5.0)
+    assert reply.granted, reply.reason
+    return True
+
+
+def states(world: World, gang: str) -> set[str]:
+    return {p.machine.state for p in world.live.values() if p.gang == gang}
+
+
+def test_a_straggler_ends_in_the_old_state(world: World) -> None:
+    """One rank does not stop in time: nobody released anything, everybody goes on."""
+    world.stop("trainer/1")
+    asked = world.lease("rollout", ALL["rollout"], ("trainer",), True, 10.0)
+    world.advance(7.5)
+    world.cont("trainer/1")
+    world.advance(3.0)
+    reply = world.answers[asked]
+    assert not reply.granted
+    assert reply.reason == "refused: trainer/1 did not drain within 7.0 s"
+    assert states(world, "trainer") == {"active"}
+    assert all(a.on_device for p in world.live.values() if p.gang == "trainer" for a in p.assets.values())
+    assert granted(world, "rollout", "trainer")
+
+
+def test_who_never_answers_is_fenced_and_taken_back(world: World) -> None:
+    world.stop("trainer/1")
+    reply = answer(world, "rollout", "trainer")
+    assert not reply.granted
+    fenced = world.arbiter.book.tenants["trainer/1"]
+    assert not fenced.is_usable
+    assert fenced.held_bytes == fenced.report.residue_bytes + sum(t.num_bytes for t in fenced.report.tags)
+    refused = answer(world, "trainer", "rollout")
+    assert not refused.granted
+    assert "trainer/1 is fenced" in refused.reason
+    world.cont("trainer/1")
+    world.advance(5.0)
+    assert fenced.is_usable
+    assert granted(world, "rollout", "trainer")
+    assert granted(world, "trainer", "rollout")
+
+
+def test_a_stranger_that_is_there_is_met_by_letting_more_go(world: World) -> None:
+    """Memory that the books do not know of is made up for by what leaves."""
+    granted(world, "rollout", "trainer")
+    before = {tag for tag, asset in world.live["rollout/0"].assets.items() if not asset.on_device}
+    assert before == set()
+    world.has_cheated = True
+    world.strangers["gpu-a"] = 100 * MIB
+    assert granted(world, "trainer", "rollout")
+    assert world.used("gpu-a") <= CAPACITY
+
+
+def test_a_stranger_that_takes_what_was_freed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is given on trust: the switch is refused with the numbers, and who cannot be given back its memory stays
+    quiet until there is room."""
+    world.has_cheated = True
+    leave = world.leave
+
+    def robbed(asset: Asset) -> None:
+        world.strangers["gpu-a"] += asset.num_bytes * asset.on_device
+        leave(asset)
+
+    monkeypatch.setattr(world, "leave", robbed)
+    reply = answer(world, "rollout", "trainer")
+    assert not reply.granted
+    assert "short on gpu-a, held by" in reply.reason
+    assert "by nobody registered" in reply.reason
+    assert world.live["trainer/0"].machine.state in ("quiesced", "released")
+    monkeypatch.setattr(world, "leave", leave)
+    world.strangers["gpu-a"] = 0
+    assert granted(world, "trainer", "rollout")
+
+
+def test_a_restore_that_finds_the_device_full_is_measured_and_tried_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger takes the memory between the proof and the restore, and leaves again."""
+    world.has_cheated = True
+    engine = world.live["rollout/0"]
+    come, calls = world.come, [0]
+
+    def full_at_first(process: Process, command: MemoryCommand) -> str:
+        calls[0] += process is engine
+        if process is engine and calls[0] == 1:
+            return "out of device memory"
+        return come(process, command)
+
+    monkeypatch.setattr(world, "come", full_at_first)
+    assert granted(world, "rollout", "trainer")
+    assert calls[0] == 2
+
+
+def test_a_restore_that_stays_impossible_gives_the_device_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.has_cheated = True
+    engine = world.live["rollout/1"]
+    come = world.come
+
+    def always_full(process: Process, command: MemoryCommand) -> str:
+        return "out of device memory" if process is engine else come(process, command)
+
+    monkeypatch.setattr(world, "come", always_full)
+    reply = answer(world, "rollout", "trainer")
+    assert not reply.granted
+    assert "rollout/1 refused to restore: out of device memory" in reply.reason
+    assert states(world, "trainer") == {"active"}, "it has its memory back, and goes on"
+    assert {"fallback_restore", "fallback_commit"} <= set(reply.seconds)
+    assert all(a.on_device for p in world.live.values() if p.gang == "trainer" for a in p.assets.values())
+
+
+def test_an_engine_that_dies_while_it_restores_gives_the_device_back(world: World) -> None:
+    world.weather.slow_s = 2.0
+    asked = world.lease("rollout", ALL["rollout"], ("trainer",), True, 30.0)
+    while world.live["rollout/0"].machine.state != "restoring":
+        world.advance(0.05)
+    world.kill("rollout/0")
+    world.advance(30.0)
+    assert not world.answers[asked].granted
+    assert "rollout/0 was lost while the switch was in its restore step" in world.answers[asked].reason
+    assert states(world, "trainer") == {"active"}
+    world.spawn("rollout/0")
+    world.weather.slow_s = 0.05
+    world.advance(0.5)
+    assert granted(world, "rollout", "trainer")
+
+
+def test_the_dead_count_until_their_memory_is_seen_to_be_free(world: World) -> None:
+    granted(world, "rollout", "trainer")
+    held = world.arbiter.book.held("gpu-a")
+    process = world.live.pop("rollout/0")
+    process.is_alive = False  # its memory stays for a while
+    world.do(world.arbiter.died("rollout/0", process.epoch, "killed", world.now))
+    world.advance(2.0)
+    assert world.arbiter.book.held("gpu-a") == held
+    assert {h.state for h in world.arbiter.book.holders("gpu-a") if h.tenant == "rollout/0"} == {
+        "dead, not proven free"
+    }
+    process.is_freed = True
+    world.advance(0.5)
+    assert world.arbiter.book.held("gpu-a") == held - process.report().residue_bytes - 580 * MIB
+    assert world.arbiter.book.ghosts == []
+
+
+def test_leases_of_one_device_are_served_in_order(world: World) -> None:
+    world.weather.slow_s = 1.0
+    names = [world.lease(g, ALL[g], (q,), True, 60.0) for g, q in [("rollout", "trainer"), ("trainer", "rollout")] * 3]
+    world.advance(60.0)
+    assert [name for name in world.answers if name in names] == names
+    assert all(world.answers[name].granted for name in names)
+    epochs = [world.answers[name].epoch for name in names]
+    assert epochs == sorted(set(epochs))
+
+
+def test_a_lease_that_waits_too_long_says_behind_whom(world: World) -> None:
+    world.weather.slow_s = 30.0
+    world.lease("rollout", ALL["rollout"], ("trainer",), True, 60.0)
+    late = world.lease("trainer", ALL["trainer"], ("rollout",), True, 1.0)
+    world.advance(1.5)
+    assert not world.answers[late].granted
+    assert "waited 1.0 s for its turn behind rollout: weights, kv_cache, cuda_graph on gpu-a, gpu-b" in (
+        world.answers[late].reason
+    )

@@ -1,0 +1,259 @@
+"""What leaves for a lease, and the words of what cannot be had."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from myxa.core.assets import DeviceReading
+from myxa.core.device_memory import (
+    Backing,
+    Holder,
+    LeaseRequest,
+    MemoryCommand,
+    MemoryReply,
+    Tag,
+    TagPolicy,
+    TagReport,
+    TenantReport,
+    TenantState,
+)
+from myxa.core.errors import MemoryFault
+from myxa.memory.ledger.book import Book, check_report
+from myxa.memory.ledger.eviction import Candidate, candidate, choose, rank_of
+from myxa.memory.ledger.overrun import overruns
+from myxa.memory.ledger.plan import Shortage, SwitchPlan, build, copies_in, copies_out
+from myxa.memory.ledger.refusal import in_words, short_words
+from myxa.memory.ledger.tenant_machine import MAX_REPLIES, TenantMachine
+from myxa.memory.ledger.tenant_states import ALLOWED, AT_WORK, STARTS_FROM, move
+
+GIB = 1 << 30
+
+
+def tag(name: Tag, gib: float, policy: TagPolicy = "discard", backing: Backing = "mapped_dirty") -> TagReport:
+    return TagReport(name, int(gib * GIB), policy, backing)
+
+
+def tenant(
+    name: str, gang: str, *tags: TagReport, state: TenantState = "active", device: str = "gpu", sequence: int = 1
+) -> TenantReport:
+    return TenantReport(name, 1, gang, device, (1,), (1,), state, tags, sequence=sequence)
+
+
+def book_of(*reports: TenantReport, free_gib: float | None = None) -> Book:
+    book = Book(reserve_bytes=GIB, margin_bytes=0)
+    for report in reports:
+        book.accept(report)
+    for device, account in book.devices.items():
+        free = 100 * GIB - book.held(device) if free_gib is None else int(free_gib * GIB)
+        account.reading = DeviceReading(100 * GIB, free)
+    return book
+
+
+def ask(gang: str, *tags: Tag, quiet: tuple[str, ...] = (), is_active: bool = True) -> LeaseRequest:
+    return LeaseRequest(gang=gang, tags=tags, quiet=quiet, is_active=is_active, request_id="r")
+
+
+TRAINER = (
+    tag("grads", 30),
+    tag("params", 16, "rematerialise"),
+    tag("optimizer", 24.5, "backup"),
+    tag("frozen", 8, "backup", "mapped_clean"),
+    tag("context", 1, "keep"),
+)
+ENGINE = (tag("weights", 16, "discard", "discarded"), tag("kv_cache", 60, "discard", "discarded"))
+
+
+def plan_of(book: Book, request: LeaseRequest, host_limit_bytes: int = 0) -> SwitchPlan:
+    plan = build(book, request, host_limit_bytes=host_limit_bytes)
+    assert isinstance(plan, SwitchPlan), plan
+    return plan
+
+
+sizes = st.integers(1, 40)
+candidates = st.lists(st.tuples(sizes, st.integers(0, 3), st.booleans()), max_size=9).map(
+    lambda rows: [
+        Candidate(f"t{i}", "g", "params", size, disturbs, rank, size if rank == 3 else 0)
+        for i, (size, rank, disturbs) in enumerate(rows)
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(candidates, st.integers(-3, 200))
+def test_the_choice_suffices_and_nothing_of_it_could_stay(given_: list[Candidate], short: int) -> None:
+    chosen = choose(given_, short)
+    total = sum(c.num_bytes for c in given_)
+    if chosen is None:
+        assert total < short
+        return
+    freed = sum(c.num_bytes for c in chosen)
+    assert freed >= short
+    assert all(freed - c.num_bytes < short for c in chosen)
+    worst = max(((c.disturbs, c.rank) for c in chosen), default=None)
+    if worst is not None:  # nothing dearer than needed: the cheaper classes together would not have sufficed
+        assert sum(c.num_bytes for c in given_ if (c.disturbs, c.rank) < worst) < short
+        of_class = [c.num_bytes for c in given_ if (c.disturbs, c.rank) == worst]
+        need = short - sum(c.num_bytes for c in given_ if (c.disturbs, c.rank) < worst)
+        least = min(sum(s) for n in range(1, len(of_class) + 1) for s in combinations(of_class, n) if sum(s) >= need)
+        assert sum(c.num_bytes for c in chosen if (c.disturbs, c.rank) == worst) == least
+
+
+def test_the_order_is_discard_clean_rematerialise_backup() -> None:
+    ranks = [rank_of(each) for each in (TRAINER[0], TRAINER[3], TRAINER[1], TRAINER[2])]
+    assert ranks == [0, 1, 2, 3]
+    assert candidate("t", "g", TRAINER[4], disturbs=False) is None  # kept
+
+
+@pytest.mark.parametrize(
+    ("tags", "leaves", "copied"),
+    [
+        (("weights",), {}, 0),  # 79.5 held, 19.5 free but for the reserve
+        (("weights", "kv_cache"), {"grads", "frozen", "optimizer"}, 24.5),  # 56.5 short: 62.5 leave, params stay
+    ],
+)
+def test_a_lease_takes_no_more_than_it_needs(tags: tuple[Tag, ...], leaves: set[str], copied: float) -> None:
+    book = book_of(tenant("trainer/0", "trainer", *TRAINER), tenant("rollout/0", "rollout", *ENGINE, state="cold"))
+    plan = plan_of(book, ask("rollout", *tags, quiet=("trainer",)))
+    assert {t for names in plan.release.values() for t in names} == set(leaves)
+    assert copies_out(book, plan.release) == int(copied * GIB)
+    assert copies_in(book, plan.restore) == 0
+    assert plan.drain == ("trainer/0",)
+    assert plan.commit == ("rollout/0",)
+
+
+def test_a_gang_that_runs_is_spared_where_a_quiet_one_suffices() -> None:
+    quiet = tenant("b/0", "b", tag("optimizer", 45, "backup"), state="quiesced")
+    book = book_of(tenant("a/0", "a", tag("grads", 30)), quiet, tenant("c/0", "c", *ENGINE, state="released"))
+    plan = plan_of(book, ask("c", "weights", "nccl"))
+    assert plan.release == {}
+    plan = plan_of(book, ask("c", "kv_cache"))
+    assert plan.release == {"b/0": ("optimizer",)}  # dearer, but nobody has to stop
+    assert plan.drain == ()
+
+
+def test_communicators_leave_on_all_members_or_on_none() -> None:
+    members = [
+        tenant(f"trainer/{i}", "trainer", tag("nccl", 4, "rematerialise"), tag("grads", 30), device=f"gpu{i}")
+        for i in range(2)
+    ]
+    engine = tenant("rollout/0", "rollout", tag("kv_cache", 98, "discard", "discarded"), device="gpu0", state="cold")
+    book = book_of(*members, engine)
+    plan = plan_of(book, ask("rollout", "kv_cache", quiet=("trainer",)))
+    assert plan.release == {"trainer/0": ("nccl", "grads"), "trainer/1": ("nccl",)}
+    assert plan.drain == ("trainer/0", "trainer/1")
+    book.fence("trainer/1", "silent")
+    assert isinstance(build(book, ask("rollout", "kv_cache"), host_limit_bytes=0), Shortage)
+
+
+def test_members_with_communicators_of_different_epochs_build_them_again_together() -> None:
+    old = tenant("trainer/0", "trainer", tag("nccl", 4, "rematerialise"), state="quiesced")
+    new = tenant("trainer/1", "trainer", tag("nccl", 4, "rematerialise", "discarded"), state="released", device="gpu1")
+    plan = plan_of(book_of(old, new), ask("trainer", "nccl"))
+    assert plan.release == {"trainer/0": ("nccl",)}
+    assert plan.restore == {"trainer/0": ("nccl",), "trainer/1": ("nccl",)}
+
+
+def test_a_refusal_says_how_much_is_short_and_who_has_it() -> None:
+    trainer = tenant("trainer/0", "trainer", tag("optimizer", 24.6, "keep"))
+    book = book_of(trainer, tenant("x/0", "x", tag("kv_cache", 77, "discard", "discarded"), state="cold"), free_gib=75)
+    refused = build(book, ask("x", "kv_cache"), host_limit_bytes=0)
+    assert isinstance(refused, Shortage)
+    assert refused.reason == (
+        "refused: 2.6 GiB short on gpu, held by trainer/0 optimizer 24.6 GiB (active), 410 MiB by nobody registered"
+    )
+
+
+def test_lost_contents_are_not_leased() -> None:
+    book = book_of(tenant("t/0", "t", tag("optimizer", 1, "backup", "poisoned"), state="quiesced"))
+    refused = build(book, ask("t", "optimizer"), host_limit_bytes=0)
+    assert isinstance(refused, Shortage)
+    assert "t/0 lost the contents of optimizer" in refused.reason
+
+
+def test_many_holders_are_summed_up() -> None:
+    holders = [Holder("gpu", f"t/{i}", "params", GIB, "active") for i in range(20)]
+    assert short_words(GIB, "gpu", holders).endswith("t/11 params 1.0 GiB (active), 8 more 8.0 GiB")
+    assert [in_words(n) for n in (7, 2048, 600 << 20, 100 * GIB)] == ["7 bytes", "2.0 KiB", "600 MiB", "100 GiB"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tags": (tag("params", 1), tag("params", 1))}, "a tag is listed twice"),
+        ({"tags": (TagReport("params", -1, "keep", "host"),)}, "bytes below zero"),
+        ({"pids": (1, 2)}, "2 processes with 1 start times"),
+        ({"gang": ""}, "need names"),
+    ],
+)
+def test_reports_that_make_no_sense(change: dict[str, object], words: str) -> None:
+    with pytest.raises(MemoryFault, match=words):
+        check_report(msgspec.structs.replace(tenant("t/0", "t"), **change))
+
+
+def test_growth_is_told() -> None:
+    before, after = tenant("t/0", "t", tag("grads", 10)), tenant("t/0", "t", tag("grads", 11))
+    assert list(overruns(before, after)) == ["grads grew from 10.0 GiB to 11.0 GiB"]
+    assert list(overruns(after, before)) == []
+
+
+def test_an_older_report_does_not_count() -> None:
+    book = book_of(tenant("t/0", "t", tag("grads", 10), sequence=5))
+    assert book.accept(tenant("t/0", "t", tag("grads", 1), sequence=4)) is None
+    assert book.held("gpu") == 10 * GIB
+
+
+# -- the tenant's side
+
+
+def command(number: int, kind: str, epoch: int) -> MemoryCommand:
+    return MemoryCommand(command_id=f"c{number}", epoch=epoch, kind=kind)  # pyright: ignore[reportArgumentType]
+
+
+def reply_to(order: MemoryCommand) -> MemoryReply:
+    return MemoryReply(command_id=order.command_id, report=tenant("t/0", "t"))
+
+
+def carry_out(machine: TenantMachine, order: MemoryCommand, rest: TenantState) -> None:
+    assert machine.decide(order).do == "run"
+    machine.rest(rest)
+    machine.finished(reply_to(order))
+
+
+def test_a_command_is_carried_out_once_and_an_old_one_never() -> None:
+    machine = TenantMachine("t/0")
+    carry_out(machine, command(1, "restore", 3), "quiesced")
+    carry_out(machine, command(2, "commit", 3), "active")
+    assert machine.decide(command(1, "restore", 3)).do == "again"
+    assert machine.decide(command(3, "drain", 2)).do == "refuse"
+    assert machine.decide(command(4, "release", 3)).reason == "t/0 is active: release is not possible"
+    assert machine.decide(command(5, "drain", 4)).do == "run"
+    assert machine.decide(command(5, "drain", 4)).do == "join"
+    assert machine.decide(command(6, "release", 5)).do == "wait"
+    machine.rest("quiesced")
+    machine.finished(reply_to(command(5, "drain", 4)))
+    assert machine.decide(command(7, "release", 4)).do == "refuse"  # a newer epoch was seen meanwhile
+    assert machine.state == "quiesced"
+
+
+def test_replies_are_remembered_in_bounds() -> None:
+    machine = TenantMachine("t/0")
+    for number in range(3 * MAX_REPLIES):
+        carry_out(machine, command(number, "commit", number), "active")
+    assert len(machine._replies) == MAX_REPLIES
+
+
+def test_the_table_is_closed() -> None:
+    states = set(ALLOWED)
+    assert {to for targets in ALLOWED.values() for to in targets} <= states
+    assert all("dead" in targets for state, targets in ALLOWED.items() if state != "dead")
+    for kind, at_work in AT_WORK.items():
+        for state in STARTS_FROM[kind]:
+            if kind != "drain" or state == "active":
+                assert at_work in ALLOWED[state], (kind, state)
+    with pytest.raises(MemoryFault, match="cannot go from active to releasing"):
+        move("t/0", "active", "releasing")

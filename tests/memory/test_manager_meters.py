@@ -1,0 +1,106 @@
+"""How full a device is: by NVML, by nvidia-smi, or by the pages of a device of the host."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from myxa.core.assets import DeviceReading
+from myxa.core.errors import MemoryFault
+from myxa.memory.arenas.host_vmm import HostVmmDriver
+from myxa.memory.meters import DeviceMeters
+
+GPU = "GPU-6f1c0000-0000-0000-0000-000000000000"
+MIB = 1 << 20
+
+
+@pytest.fixture
+def meters() -> Iterator[DeviceMeters]:
+    made = DeviceMeters({"host:0": 64 * MIB})
+    yield made
+    made.close()
+
+
+def without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # importing it raises ImportError
+
+
+def smi(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_a_device_of_the_host(meters: DeviceMeters) -> None:
+    assert meters.measure("host:0", [os.getpid()]) == DeviceReading(64 * MIB, 64 * MIB)
+    driver = HostVmmDriver("host:0", 64 * MIB)
+    handle = driver.create(8 * MIB)
+    address = driver.reserve(8 * MIB)
+    driver.map(address, 8 * MIB, handle)
+    assert meters.measure("host:0", [os.getpid()]).free_bytes == 56 * MIB
+    driver.unmap(address, 8 * MIB)
+    driver.release(handle, 8 * MIB)
+    assert meters.measure("host:0", [os.getpid()]).free_bytes == 64 * MIB
+    driver.free_reservation(address, 8 * MIB)
+    driver.close()
+    with pytest.raises(MemoryFault, match="host:1 has no capacity here -- set memory.capacity_mb"):
+        meters.measure("host:1", [])
+
+
+def test_nvidia_smi_where_nvml_is_not(meters: DeviceMeters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without_nvml(monkeypatch)
+    smi(monkeypatch, tmp_path, f'[ "$4" = {GPU} ] && echo "143771, 1000"')
+    assert meters.measure(GPU, []) == DeviceReading(143771 * MIB, 1000 * MIB)
+
+
+@pytest.mark.parametrize("script", ["exit 9", 'echo "No devices were found"'])
+def test_an_nvidia_smi_that_does_not_tell(
+    meters: DeviceMeters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
+) -> None:
+    without_nvml(monkeypatch)
+    smi(monkeypatch, tmp_path, script)
+    with pytest.raises(MemoryFault, match="nvidia-smi does not tell its memory"):
+        meters.measure(GPU, [])
+
+
+def test_neither_is_there(meters: DeviceMeters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without_nvml(monkeypatch)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MemoryFault, match="install nvidia-ml-py, or use a host with a GPU"):
+        meters.measure(GPU, [])
+
+
+def test_nvml_is_opened_once_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with NVML's names and manners: handles by UUID, errors of its own kind."""
+    calls: list[str] = []
+
+    class NVMLError(Exception):
+        pass
+
+    def handle_of(uuid: str) -> str:
+        calls.append(uuid)
+        if uuid != GPU:
+            raise NVMLError("Not Found")
+        return "handle"
+
+    nvml = ModuleType("pynvml")
+    nvml.__dict__.update(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: calls.append("init"),
+        nvmlShutdown=lambda: calls.append("shutdown"),
+        nvmlDeviceGetHandleByUUID=handle_of,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=100, free=40, used=60),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    meters = DeviceMeters()
+    assert [meters.measure(GPU, []) for _ in range(2)] == [DeviceReading(100, 40)] * 2
+    with pytest.raises(MemoryFault, match="GPU-other: Not Found"):
+        meters.measure("GPU-other", [])
+    meters.close()
+    assert calls == ["init", GPU, "GPU-other", "shutdown"]

@@ -1,0 +1,54 @@
+"""The page of `myxa mem`, from a view."""
+
+from __future__ import annotations
+
+from myxa.core.device_memory import DeviceView, MemoryView, TagReport, TenantReport, TenantState
+from myxa.launch.views.memory_view import memory_text
+
+GIB = 1 << 30
+
+
+def tenant(name: str, gang: str, state: TenantState, *tags: TagReport) -> TenantReport:
+    return TenantReport(
+        tenant=name, epoch=1, gang=gang, device="GPU-1", pids=(7,), started_at=(3,), state=state, tags=tags,
+        residue_bytes=GIB // 2,
+    )  # fmt: skip
+
+
+def view(**changes: object) -> MemoryView:
+    trainer = tenant(
+        "trainer/0",
+        "trainer",
+        "released",
+        TagReport("optimizer", 24 * GIB, "backup", "host", host_bytes=24 * GIB),
+        TagReport("params", 2 * GIB, "backup", "mapped_clean", host_bytes=2 * GIB),
+        TagReport("grads", 8 * GIB, "discard", "discarded"),
+    )
+    engine = tenant("rollout/0", "rollout", "active", TagReport("kv_cache", 100 * GIB, "discard", "mapped_dirty"))
+    device = DeviceView("GPU-1", 140 * GIB, 30 * GIB, GIB // 4, (trainer, engine))
+    facts: dict[str, object] = {
+        "manager": "memory/0", "epoch": 12, "switching": "", "devices": (device,), "host_pool_bytes": 64 * GIB,
+        "host_pool_used_bytes": 26 * GIB, "timeline": ((1000.0, "GPU-1", "trainer/0", "drain: 3 ms"),),
+    }  # fmt: skip
+    return MemoryView(**(facts | changes))  # pyright: ignore[reportArgumentType]
+
+
+def test_every_tag_is_said_with_where_it_is() -> None:
+    lines = memory_text(view()).splitlines()
+    assert lines[0] == "memory/0, epoch 12: nothing is being switched"
+    assert lines[1] == "host pool: 26.0 GiB of 64.0 GiB"
+    assert "GPU-1: 140.0 GiB, free 30.0 GiB, held by nobody known 256.0 MiB" in lines
+    assert "  trainer/0 (trainer): released, 2.0 GiB + 512.0 MiB that stay" in lines
+    assert "    optimizer     24.0 GiB  on the host [backup]" in lines
+    assert "    params         2.0 GiB  on the device, copy kept, 2.0 GiB on the host [backup]" in lines
+    assert "    grads          8.0 GiB  dropped [discard]" in lines
+    assert "  rollout/0 (rollout): active, 100.0 GiB + 512.0 MiB that stay" in lines
+    assert lines[-1].endswith("GPU-1 trainer/0  drain: 3 ms")
+
+
+def test_a_switch_under_way_and_a_bounded_timeline() -> None:
+    events = tuple((float(second), "GPU-1", "", f"event {second}") for second in range(50))
+    text = memory_text(view(switching="trainer: params", timeline=events))
+    assert "switching: trainer: params" in text
+    assert "event 49" in text
+    assert "event 29" not in text
