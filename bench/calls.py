@@ -4,7 +4,8 @@
 
 Every process is measured by the kernel's own clock of it, client and server (and daemons) together. Each round runs all
 modes in another order, and before each of them its reference at the same depth: raw blocking pyzmq (DEALER, ROUTER,
-ipc, 64 bytes) for ours, our typed call for the peers. Figures are medians over rounds; ratios are taken pair by pair,
+ipc, 64 bytes) for ours, our typed call for the peers. "A bare asyncio call" (`peers/bare_call.py`) is the least that a
+call does in Python, with nothing of an actor system. Figures are medians over rounds; ratios are taken pair by pair,
 in brackets their median, smallest and largest. Peers are installed into `.bench-venv`. Prints markdown.
 """
 
@@ -27,7 +28,7 @@ from environment import python_with  # pyright: ignore[reportMissingImports]
 from processes import Child, Figures, Herd  # pyright: ignore[reportMissingImports]
 
 DEPTHS = (1, 64, 1024)
-RAW, TRANSPORT, CALL = "raw pyzmq", "our transport", "our typed call"
+RAW, BARE, TRANSPORT, CALL = "raw pyzmq", "a bare asyncio call", "our transport", "our typed call"
 PEERS = {
     "ray": (("Ray, ray.get of a list", "ray_actor.py", "get"), ("Ray, async actor, awaited", "ray_actor.py", "await")),
     "xoscar": (("xoscar", "xoscar_actor.py", ""),),
@@ -115,6 +116,13 @@ def start_raw(herd: Herd, folder: str) -> Child:
     return herd.start(sys.executable, "raw.py", "client", endpoint, str(server.pid))
 
 
+def start_bare(herd: Herd, folder: str) -> Child:
+    place = Path(folder, "bare")
+    place.mkdir(mode=0o700)
+    server = herd.start(sys.executable, "bare_call.py", "server", str(place))
+    return herd.start(sys.executable, "bare_call.py", "client", str(place), str(server.pid))
+
+
 def start_transport(herd: Herd, folder: str) -> Child:
     for name in ("ts", "tc"):
         Path(folder, name).mkdir(mode=0o700)
@@ -142,13 +150,15 @@ def own_part(args: argparse.Namespace) -> list[str]:
     book = Book()
     with tempfile.TemporaryDirectory(prefix="b-") as folder, Herd() as herd:
         raw = start_raw(herd, folder)
-        modes = {TRANSPORT: start_transport(herd, folder), CALL: start_call(herd, folder)}
+        modes = {
+            BARE: start_bare(herd, folder), TRANSPORT: start_transport(herd, folder), CALL: start_call(herd, folder)
+        }  # fmt: skip
         play(book, modes, raw, args.rounds, args.seconds, random.Random(args.seed))
         survivors = herd.end_all()
     rows = [
         *_head("raw"),
         _row(RAW, lambda depth, figure: _plain(book.reference(CALL, depth, figure), figure)),
-        *(_row(mode, lambda depth, figure, mode=mode: book.cell(mode, depth, figure)) for mode in (TRANSPORT, CALL)),
+        *(_row(mode, lambda depth, figure, mode=mode: book.cell(mode, depth, figure)) for mode in modes),
     ]
     goals = [g.verdict(statistics.median(book.ratios(g.mode, g.depth, g.figure))) for g in OWN_GOALS]
     return [*rows, "", *_goal_table(goals), "", f"Processes left: {len(survivors)}.", ""]

@@ -184,7 +184,7 @@ def _ref_class(contract: type) -> type[Ref]:
 
 
 def _method(spec: HandlerSpec) -> Callable[..., Any]:
-    declared_s = spec.declaration.deadline_s
+    declared_s, make_request = spec.declaration.deadline_s, spec.request
 
     def bind(ref: Ref, args: tuple[Any, ...], kwargs: dict[str, Any]) -> msgspec.Struct:
         try:
@@ -194,7 +194,11 @@ def _method(spec: HandlerSpec) -> Callable[..., Any]:
 
     def request(ref: Ref, *args: Any, **kwargs: Any) -> Any:
         deadline_s = declared_s if ref.ref_deadline_s is None else ref.ref_deadline_s
-        return ref.ref_caller.request(ref.ref_target, spec, bind(ref, args, kwargs), deadline_s)
+        try:
+            bound = make_request(*args, **kwargs)
+        except TypeError:
+            bound = bind(ref, args, kwargs)
+        return ref.ref_caller.request(ref.ref_target, spec, bound, deadline_s)
 
     def items(ref: Ref, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         deadline_s = declared_s if ref.ref_deadline_s is None else ref.ref_deadline_s

@@ -36,9 +36,8 @@ def current_caller() -> PeerKey | None:
     return _scope.get().caller
 
 
-def current_scope() -> CallScope:
-    return _scope.get()
-
+current_scope = _scope.get
+"""The call being handled in this task, or `NO_SCOPE`."""
 
 enter_scope = _scope.set
 """Make a scope the current one; give the token to `leave_scope`."""

@@ -85,6 +85,8 @@ _NEXT: dict[CellState, tuple[CellState, ...]] = {
 
 _RUNNING = CellState.RUNNING  # members of an Enum are looked up in Python
 _TAKES = (CellState.RUNNING, CellState.DRAINING)
+_REFUSES = (CellState.DRAINING, CellState.STOPPED)
+_as_arguments = msgspec.structs.astuple
 
 OnFailed = Callable[["ActorCell", BaseException], None]
 
@@ -235,19 +237,18 @@ class ActorCell:
 
     def accept(self, inbound: Inbound) -> None:
         """Take a message; raises Draining, Overloaded or WouldDeadlock and then will not touch it again."""
-        if self.state in (CellState.DRAINING, CellState.STOPPED):
+        state, chain = self.state, inbound.chain
+        if state is not _RUNNING and state in _REFUSES:
             raise Draining(f"{self.name} is shutting down and takes no {inbound.spec.name}")
         is_reentrant = inbound.spec.declaration.is_reentrant
-        if not is_reentrant and self.tag in inbound.chain:
-            path = " -> ".join([*inbound.chain, self.tag])
+        if chain and not is_reentrant and self.tag in chain:
+            path = " -> ".join([*chain, self.tag])
             raise WouldDeadlock(
                 f"{self.name}.{inbound.spec.name} was called by an actor that {self.name} itself waits for: {path}",
                 remedy="make the handler reentrant, or answer before calling back",
             )
         self._mailbox.admit()
-        if self.state is _RUNNING and (
-            is_reentrant or not (self._is_busy or self._is_turning or self._mailbox.waiting)
-        ):
+        if state is _RUNNING and (is_reentrant or not (self._is_busy or self._is_turning or self._mailbox.waiting)):
             self._run(inbound)
             return
         self._mailbox.put(inbound)
@@ -298,25 +299,24 @@ class ActorCell:
     def _run(self, item: Inbound | PeerEvent) -> None:
         """Let its handler begin."""
         if isinstance(item, PeerEvent):
-            is_serial, scope, turn = True, CallScope(chain=self._own_chain), self._tell(item)
+            is_serial, turn = True, self._tell(item, CallScope(chain=self._own_chain))
         else:
             is_serial, chain = not item.spec.declaration.is_reentrant, item.chain
             if is_serial:
                 chain = (*chain, self.tag) if chain else self._own_chain
-            scope, turn = CallScope(item.deadline_at, chain, item.trace, item.caller), self._serve(item, is_serial)
+            turn = self._serve(item, is_serial, CallScope(item.deadline_at, chain, item.trace, item.caller))
         self._num_begun += 1
         if is_serial:
             self._is_busy = True
-        context = self._context.copy()
-        context.run(enter_scope, scope)
-        task = self._eager.start(turn, context)
+        task = self._eager.start(turn, self._context.copy())
         if task is not None:
             task.set_name(f"{self.name}: {_label(item)}")
             self._running[id(item)] = _Turn(item, task)
 
     def _finish(self, item: Inbound | PeerEvent, is_serial: bool) -> None:
         """Its handler has ended."""
-        self._running.pop(id(item), None)
+        if self._running:
+            self._running.pop(id(item), None)
         self._num_begun -= 1
         if not isinstance(item, PeerEvent):
             self._mailbox.release()
@@ -334,7 +334,8 @@ class ActorCell:
         if not self._quiet.is_set() and self._is_quiet():
             self._quiet.set()
 
-    async def _tell(self, event: PeerEvent) -> None:
+    async def _tell(self, event: PeerEvent, scope: CallScope) -> None:
+        enter_scope(scope)
         try:
             await self.actor.on_peer(event)
         except Exception as error:  # noqa: BLE001  # the actor's own code: its error fails the actor
@@ -342,7 +343,9 @@ class ActorCell:
         finally:
             self._finish(event, True)
 
-    async def _serve(self, inbound: Inbound, is_serial: bool) -> None:
+    async def _serve(self, inbound: Inbound, is_serial: bool, scope: CallScope) -> None:
+        enter_scope(scope)  # the context is this coroutine's own
+        spec = inbound.spec
         try:
             request = inbound.begin()
             if not isinstance(request, msgspec.Struct):
@@ -356,8 +359,8 @@ class ActorCell:
             self._finish(inbound, is_serial)
             raise
         try:
-            outcome = getattr(self.actor, inbound.spec.name)(*msgspec.structs.astuple(request))
-            if inbound.spec.declaration.kind == "stream":
+            outcome = getattr(self.actor, spec.name)(*_as_arguments(request))
+            if spec.declaration.kind == "stream":
                 await inbound.send_items(outcome)
             elif (copied := inbound.reply(await outcome)) is not None:
                 await copied
@@ -366,7 +369,7 @@ class ActorCell:
             raise
         except Exception as error:  # noqa: BLE001  # the actor's own code: its error goes to the caller
             inbound.fail(error)
-            if inbound.spec.declaration.kind == "cast":
+            if spec.declaration.kind == "cast":
                 self.fail(error)
         finally:
             self._finish(inbound, is_serial)

@@ -65,6 +65,7 @@ class Courier:
         self._clock = clock
         self._porter = porter
         """Takes large arrays out of messages; None: all travel whole."""
+        self._new_future = asyncio.get_running_loop().create_future
 
     async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
         order = self._order(target, spec, request, deadline_s)
@@ -74,22 +75,37 @@ class Courier:
             route = self._finder.route(target, spec)
             if not isinstance(route, Route):
                 route = await self._route(order, spec)
-            envelope = await self._exchange(order, route)
+            future = self._new_future()
+            waiter = _Waiter(future)
+            corr = self._submit(order, route, waiter)
+            try:
+                envelope = await future
+            except asyncio.CancelledError:
+                self._give_up(corr, waiter)
+                raise
         if envelope is None:
             return None
         if envelope.frames and self._porter is not None and has_handles(envelope.body):
             return await self._fetched(self._porter, envelope, target, spec)
-        return _decoded(envelope, target, spec)
+        try:
+            return codecs_of(spec).reply.decode(envelope.body, envelope.frames)
+        except UndecodableError as error:
+            raise _wrong_answer(error, target, spec) from None
 
     async def _exchange(self, order: Order, route: Route | None) -> Envelope | None:
-        waiter = _Waiter()
+        """The same in a coroutine of its own, for those who have more to do around it."""
+        waiter = _Waiter(self._new_future())
         corr = self._submit(order, route, waiter)
         try:
             return await waiter.future
         except asyncio.CancelledError:
-            self._calls.cancel(corr)
-            waiter.forget()
+            self._give_up(corr, waiter)
             raise
+
+    def _give_up(self, corr: int, waiter: _Waiter) -> None:
+        """The caller was cancelled."""
+        self._calls.cancel(corr)
+        waiter.forget()
 
     async def _exchange_by_handles(self, porter: Porter, order: Order, spec: HandlerSpec) -> Envelope | None:
         """The same for a message with large arrays: if the callee cannot read them where they lie, by the wire."""
@@ -197,21 +213,19 @@ class Courier:
             raise _named(error, order.target) from None
 
 
-class _Waiter:
+class _Waiter(msgspec.Struct, eq=False):
     """Sink of a call, put or cast."""
 
-    __slots__ = ("future",)
-
-    def __init__(self) -> None:
-        self.future: asyncio.Future[Envelope | None] = asyncio.get_running_loop().create_future()
+    future: asyncio.Future[Envelope | None]
 
     def done(self, outcome: Envelope | MyxaError | None) -> None:
-        if self.future.done():
+        future = self.future
+        if future.done():
             return
-        if isinstance(outcome, MyxaError):
-            self.future.set_exception(outcome)
+        if type(outcome) is Envelope or not isinstance(outcome, MyxaError):
+            future.set_result(outcome)
         else:
-            self.future.set_result(outcome)
+            future.set_exception(outcome)
 
     def item(self, envelope: Envelope) -> None:
         raise AssertionError(f"{envelope.kind} for a call that is no stream")

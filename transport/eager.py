@@ -42,19 +42,23 @@ class Eager:
         """
         loop, stand_in = self._loop, self._stand_in
         self._stand_in = None
-        if stand_in is None or stand_in.task.done() or stand_in.task.cancelling():
+        if stand_in is None or (task := stand_in.task).done() or task.cancelling():
             stand_in = _StandIn(loop)
-        task, outer = stand_in.task, _current(loop)
+            task = stand_in.task
+        outer = _current(loop)
         if outer is not None:  # it is called from within a task
             _leave(loop, outer)
         _enter(loop, task)
         try:
             waits_for = context.run(coro.send, None)
         except (StopIteration, asyncio.CancelledError):
-            self._put_back(stand_in)
+            if self._stand_in is None and not self._is_closed:
+                self._stand_in = stand_in
+            else:
+                stand_in.task.cancel()
             return None
         except BaseException:
-            self._put_back(stand_in)
+            stand_in.task.cancel()
             raise
         finally:
             _leave(loop, task)
@@ -62,12 +66,6 @@ class Eager:
                 _enter(loop, outer)
         stand_in.take_over(coro, context, waits_for)
         return task
-
-    def _put_back(self, stand_in: _StandIn) -> None:
-        if self._is_closed or self._stand_in is not None:
-            stand_in.task.cancel()
-        else:
-            self._stand_in = stand_in
 
     def close(self) -> None:
         """Let the task that stands ready end."""

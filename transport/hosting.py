@@ -98,14 +98,16 @@ class Hosting:
         cell = self.memory if envelope.actor == MEMORY_INDEX else self._cells.get(envelope.actor)
         if cell is None or self._session is None:
             raise NoSuchActor(f"there is no actor {envelope.actor} in this process (any more)")
-        if envelope.method >= len(cell.table.specs):
-            raise NoSuchMethod(f"{cell.name} has no handler {envelope.method}")
-        spec = cell.table.specs[envelope.method]
-        kind = spec.declaration.kind
+        specs, method = cell.table.specs, envelope.method
+        if method >= len(specs):
+            raise NoSuchMethod(f"{cell.name} has no handler {method}")
+        spec = specs[method]
+        declaration = spec.declaration
+        kind = declaration.kind
         if arrival.is_cast != (kind == "cast") or bool(envelope.key) != (kind == "put"):
             sent = "cast" if arrival.is_cast else "call"
             raise BadRequest(f"{cell.name}.{spec.name} is a {kind}, not a {sent}")
-        if not spec.declaration.is_safe and self.guard is not None and self.guard.is_observer(arrival.peer):
+        if self.guard is not None and not declaration.is_safe and self.guard.is_observer(arrival.peer):
             raise NotPermitted(
                 f"{cell.name}.{spec.name} changes something, and the caller joined as an observer",
                 remedy="observers may call handlers declared safe=True",
@@ -115,7 +117,7 @@ class Hosting:
             raise Draining(why, retry_after_s=self.retry_after_s)
         delivery = arrival.handle = Delivery(
             spec, envelope.chain, arrival.deadline_at, envelope.trace, arrival.link.key, arrival,
-            cell.codecs[envelope.method], cell.name, self._session.serving, self.porter,
+            cell.codecs[method], cell.name, self._session.serving, self.porter,
         )  # fmt: skip
         cell.accept(delivery)
         self._num_delivered += 1

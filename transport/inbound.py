@@ -12,7 +12,7 @@ from ..core.errors import BadRequest, MyxaError, UserCodeError
 from ..core.handlers import HandlerSpec
 from ..core.ids import PeerKey
 from .codec import Codecs
-from .payload import Buffer, UndecodableError, leases
+from .payload import UndecodableError, leases
 from .session.serving import Arrival, Serving
 from .tensors.handles import has_handles
 from .tensors.porter import Packed, Porter
@@ -42,11 +42,8 @@ class Delivery(msgspec.Struct, eq=False):
         envelope = arrival.envelope
         if envelope.frames and self.porter is not None and has_handles(envelope.body):
             return self._fetched(self.porter)
-        return self._decoded(envelope.body, envelope.frames)
-
-    def _decoded(self, body: Buffer, frames: tuple[Buffer, ...]) -> msgspec.Struct:
         try:
-            return self.codecs.request.decode(body, frames)
+            return self.codecs.request.decode(envelope.body, envelope.frames)
         except UndecodableError as error:
             raise self._bad(error) from error
 
@@ -57,14 +54,20 @@ class Delivery(msgspec.Struct, eq=False):
             body, frames = await porter.unpack(arrival.peer, envelope.body, envelope.frames, may_lease=may_lease)
         except UndecodableError as error:
             raise self._bad(error) from error
-        return self._decoded(body, tuple(frames))
+        try:
+            return self.codecs.request.decode(body, tuple(frames))
+        except UndecodableError as error:
+            raise self._bad(error) from error
 
     def _bad(self, error: UndecodableError) -> BadRequest:
         return BadRequest(f"{self.callee}.{self.spec.name}: {error}", remedy="see the handler's types")
 
     def reply(self, value: Any) -> Awaitable[None] | None:
-        body, frames = self._encode(value)
         arrival = self.arrival
+        try:
+            body, frames = self.codecs.reply.encode(value)
+        except MyxaError as error:
+            raise self._cannot_travel(error) from error
         # The answer to a put is remembered for those who repeat it, and must hold its arrays itself.
         if frames and self._is_large(frames) and not (arrival.envelope.key or arrival.is_cast or arrival.is_answered):
             return self._reply_by_handles(body, frames)
@@ -100,14 +103,18 @@ class Delivery(msgspec.Struct, eq=False):
                 while arrival.num_items >= arrival.allowed:
                     room.clear()
                     await room.wait()
-                await self._send_item(*self._encode(value))
+                await self._send_item(value)
         finally:
             close = getattr(items, "aclose", None)
             if close is not None:
                 await close()
         self.serving.end(arrival)
 
-    async def _send_item(self, body: bytes, frames: tuple[memoryview, ...]) -> None:
+    async def _send_item(self, value: Any) -> None:
+        try:
+            body, frames = self.codecs.reply.encode(value)
+        except MyxaError as error:
+            raise self._cannot_travel(error) from error
         if not self._is_large(frames):
             self.serving.item(self.arrival, body, frames)
             return
@@ -123,8 +130,5 @@ class Delivery(msgspec.Struct, eq=False):
         if self.room is not None:
             self.room.set()
 
-    def _encode(self, value: Any) -> tuple[bytes, tuple[memoryview, ...]]:
-        try:
-            return self.codecs.reply.encode(value)
-        except MyxaError as error:
-            raise UserCodeError(f"{self.callee}.{self.spec.name} returned what cannot travel: {error}") from error
+    def _cannot_travel(self, error: MyxaError) -> UserCodeError:
+        return UserCodeError(f"{self.callee}.{self.spec.name} returned what cannot travel: {error}")

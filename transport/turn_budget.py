@@ -11,6 +11,7 @@ import time
 
 from ..core.errors import ConfigError
 
+_monotonic = time.monotonic
 TURN_S = 0.001
 """Default: what a host that streams tokens does not notice."""
 
@@ -42,6 +43,11 @@ class TurnBudget:
         """An inbox has its turn; False: it may take nothing now."""
         self._until = time.monotonic() + self.turn_s / max(1, self._num_inboxes)
         return self.num_taken < self.max_taken
+
+    def note_taken(self) -> bool:
+        """A message was taken in. True: the inbox whose turn it is has to stop."""
+        self.num_taken = num_taken = self.num_taken + 1
+        return _monotonic() >= self._until or num_taken >= self.max_taken
 
     def is_over(self) -> bool:
         """The inbox whose turn it is has to stop."""

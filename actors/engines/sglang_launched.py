@@ -30,7 +30,7 @@ from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from .server_process import ServerCommand, ServerProcess, start_server
 from .sglang import SglangEngine, SglangOptions
 from .sglang_args import MODULE, ServerSchema, check_sizes, check_table, command_line
-from .sglang_memory import SAVER_FIELDS, saver_env
+from .sglang_memory import SAVER_FIELDS, hide_megatron, saver_env
 from .sglang_schema import read_schema
 from .weight_route import Routes, folder_routes
 
@@ -114,26 +114,26 @@ class LaunchedSglang:
 
     async def _start_once(self, schema: ServerSchema) -> EngineInfo:
         key = secrets.token_hex(32)  # it becomes a word of a command line, where one that begins with "-" is none
-        key_file = _write_keys(key)
-        with socket.socket() as reserved:
+        with tempfile.TemporaryDirectory(prefix="myxa-sglang-") as place, socket.socket() as reserved:
             # Bound and not listening: nobody else is given this port, and the server may still listen on it, since
             # both sockets allow the address to be used again.
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             reserved.bind((LOOPBACK, 0))
             port = int(reserved.getsockname()[1])
             try:
-                return await self._serve_on(port, schema, key, key_file)
+                return await self._serve_on(port, schema, key, Path(place))
             except BaseException:
                 await self.close()
                 raise
-            finally:
-                key_file.unlink(missing_ok=True)
 
-    async def _serve_on(self, port: int, schema: ServerSchema, key: str, key_file: Path) -> EngineInfo:
+    async def _serve_on(self, port: int, schema: ServerSchema, key: str, place: Path) -> EngineInfo:
+        """`place`: a folder that lasts until the server serves."""
         launch, name = self._launch, self._options.name
+        key_file = _write_keys(key, place)
         words = command_line(server_values(launch, port, schema), schema)
         command = (launch.python, "-m", MODULE, *words, "--config", str(key_file))
-        server = await start_server(ServerCommand(name, command, self._env, launch.log_path))
+        env = hide_megatron(self._env, place) if launch.saves_memory else self._env
+        server = await start_server(ServerCommand(name, command, env, launch.log_path))
         self._server = server
         _log.info("%s: SGLang %s is pid %d, log %s: %s", name, schema.version, server.pid, launch.log_path, command)
         options = replace(self._options, admin_key=key)
@@ -322,9 +322,9 @@ def server_env(base: Mapping[str, str], *, has_gpus: bool) -> dict[str, str]:
     return env
 
 
-def _write_keys(key: str) -> Path:
+def _write_keys(key: str, place: Path) -> Path:
     """A file that only this user can read: on the command line everybody could. JSON is YAML, which SGLang reads."""
-    handle, path = tempfile.mkstemp(prefix="myxa-sglang-", suffix=".yaml")
-    with os.fdopen(handle, "wb") as file, suppress(OSError):
+    path = place / "keys.yaml"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(orjson.dumps({"api-key": key, "admin-api-key": key}))
-    return Path(path)
+    return path

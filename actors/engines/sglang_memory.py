@@ -131,6 +131,18 @@ def saver_env(env: Mapping[str, str]) -> dict[str, str]:
     return {**env, **SAVER_ENV, **({"LD_LIBRARY_PATH": folders} if folders else {})}
 
 
+def hide_megatron(env: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """The environment of a server that cannot import megatron-core; `folder` must last until it serves.
+
+    SGLang's dumper looks for megatron.core in whatever environment it is in, and importing that turns
+    torch-memory-saver, in the whole process, to a mode in which captured graphs are not pausable: the server would end
+    while it captures. Where both are installed in one environment this is the way around that patches neither.
+    """
+    text = 'raise ImportError("hidden from SGLang: megatron.core switches the mode of torch-memory-saver")\n'
+    (folder / "megatron.py").write_text(text, encoding="ascii")
+    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), env.get("PYTHONPATH", "")]))}
+
+
 def _cuda_runtimes() -> list[str]:
     """Folders of pip's CUDA runtime in this interpreter's installation."""
     spec = find_spec("nvidia")

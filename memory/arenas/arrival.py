@@ -15,8 +15,12 @@ from .tagged_memory import Chunk, TaggedMemory
 
 
 def arrive(floor: Floor, coming: Sequence[TaggedMemory], account: Account) -> None:
-    """Map memories that are away and begin to fill them, highest priority first; `settle` waits for each."""
-    ordered = sorted(coming, key=lambda memory: -memory.priority)
+    """Map memories that are away and begin to fill them, highest priority first; `settle` waits for each.
+
+    Of one priority those go first that need no copy: a lane is waited for in the order of its work, and a tag that is
+    only zeroed would stand behind the longest copy.
+    """
+    ordered = sorted(coming, key=lambda memory: (-memory.priority, memory.backing == "host"))
     try:
         with account.part("map"):
             floor.give_all(chunk for memory in ordered for chunk in memory.chunks())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,7 +21,7 @@ from myxa.actors.engines.embedded.lent_memory import LentMemory
 from myxa.actors.engines.sglang import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang_args import OptionSchema, ServerSchema
 from myxa.actors.engines.sglang_launched import LaunchedSglang, SglangLaunch, server_values
-from myxa.actors.engines.sglang_memory import saver_env
+from myxa.actors.engines.sglang_memory import hide_megatron, saver_env
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.workflows.episode import Episode, ModelAccess
 from myxa.core.clock import SystemClock
@@ -188,6 +190,23 @@ def test_graphs_are_pausable_and_cuda_is_found(monkeypatch: pytest.MonkeyPatch, 
     assert env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
     assert env["LD_LIBRARY_PATH"].split(":") == ["/opt/x", str(library.parent)]
     assert env["A"] == "1"
+
+
+def test_a_server_beside_megatron_cannot_import_it(tmp_path: Path):
+    """Else its graphs would not be pausable, and it would end while it captures them."""
+    installed, hiding = tmp_path / "installed", tmp_path / "hiding"
+    (installed / "megatron" / "core").mkdir(parents=True)  # a namespace package, as the real one
+    (installed / "megatron" / "core" / "__init__.py").write_text("parallel_state = None\n")
+    hiding.mkdir()
+    program = "from megatron.core import parallel_state"
+    env = {"PYTHONPATH": str(installed)}
+    assert subprocess.run([sys.executable, "-c", program], env=env, check=False, timeout=60).returncode == 0
+    hidden = hide_megatron(env, hiding)
+    caught = f"try:\n    {program}\nexcept ImportError as error:\n    print(error)"
+    done = subprocess.run(
+        [sys.executable, "-c", caught], env=hidden, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "hidden from SGLang" in done.stdout
 
 
 # -- turns -------------------------------------------------------------------------------------------------------------

@@ -429,6 +429,22 @@ def test_low_priorities_leave_first_and_come_back_last(making: Callable[..., Are
     restoring.wait_all()
 
 
+def test_what_is_only_zeroed_never_waits_behind_copies(making: Callable[..., Arena]):
+    driver = Watched()
+    arena = making(driver=driver, chunk=MIB)
+    arena.empty("optimizer", 4 * MIB)
+    grads = empty_tensor(arena, "grads", (MIB,), torch.uint8)
+    grads.fill_(3)
+    arena.release(["optimizer", "grads"])
+    driver.gate.clear()
+    restoring = arena.begin_restore(["optimizer", "grads"])
+    restoring.wait("grads")
+    assert backing(arena) == {"optimizer": "copy_in", "grads": "mapped_dirty"}
+    assert not grads.any()
+    driver.gate.set()
+    restoring.wait_all()
+
+
 def test_contents_stream_in_while_others_are_used_already(making: Callable[..., Arena]):
     driver = Watched()
     arena = making(driver=driver, chunk=MIB)
@@ -511,7 +527,7 @@ def test_a_full_device_refuses_before_anything_moved(making: Callable[..., Arena
     arena.release(["grads"])
     arena.empty("frozen", 7 * MIB)
     with pytest.raises(
-        OutOfDeviceMemory, match=r"optimizer, grads cannot come back \(11,534,336 bytes in all\), nothing"
+        OutOfDeviceMemory, match=r"grads, optimizer cannot come back \(11,534,336 bytes in all\), nothing"
     ):
         arena.restore(["optimizer", "grads"])
     assert backing(arena) == {"optimizer": "host", "grads": "discarded", "frozen": "mapped_dirty"}

@@ -150,9 +150,9 @@ class Mirror:
     # -- lookups
 
     def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None:
-        if target == REGISTRY:  # the directory may still know where it was
-            return self._seat.location.route(spec.name, spec.schema)
-        return self.directory.route(target, spec.name, spec.schema)
+        if target != REGISTRY:
+            return self.directory.route(target, spec.name, spec.schema)
+        return self._seat.location.route(spec.name, spec.schema)  # the directory may still know where it was
 
     async def find(self, target: str, spec: HandlerSpec, timeout_s: float | None) -> Route | CallError:
         if self.directory.has_ended(target):

@@ -22,18 +22,18 @@ from ...core.errors import (
     StreamBroken,
 )
 from ..wire import Lane
-from .credit import cost_of
+from .credit import UNIT_BYTES, cost_of
 from .faults import decode_fault
-from .frames import HEADER_BYTES, LIMITS, NO_TTL, Envelope, Kind, Limits, encoded_bytes
+from .frames import HEADER_BYTES, LIMITS, Envelope, Kind, Limits, encoded_bytes
 from .links import Link, Links
-from .pending import CallSink, CallState, Order, PendingCall, Route, RouteOf
+from .pending import CallSink, CallState, Order, PendingCall, Route, RouteOf, envelope_of, ttl_ms_of
 from .refused_casts import RefusedCasts
 from .wheel import Wheel
 
 LAST_WORDS_S = 1.0  # by which the news that an actor ended may overtake its last answers
 # Members of an Enum are looked up in Python; these are needed once per call.
 _CALL, _CAST, _REPLY, _END = Kind.CALL, Kind.CAST, Kind.REPLY, Kind.END
-_SENT, _PARKED, _ENDED = CallState.SENT, CallState.PARKED, CallState.ENDED
+_SENT, _PARKED = CallState.SENT, CallState.PARKED
 _CONTROL_LANE = Lane.CONTROL
 _TRY_ELSEWHERE = (Draining, NoSuchActor, StaleEpoch, PeerDied)
 """Answers to a resendable call that only mean: not from this incarnation."""
@@ -49,9 +49,10 @@ class Calls:
         self._pending: dict[int, PendingCall] = {}
         self._parked: dict[str, list[PendingCall]] = {}
         self._wheel = Wheel(clock.monotonic())
-        self._fresh: list[PendingCall] = []
-        """Begun since the last tick, with a deadline: most end before the next one and are never put on the wheel."""
         self._next_corr = 1
+        self._next_enrolled = 1
+        """Calls from this number on were begun since the last tick: most end before the next, and are never timed."""
+        self._small_body = min(limits.bulk_from, UNIT_BYTES, limits.body, limits.message) - HEADER_BYTES
         self._casts = RefusedCasts()
         self.num_late = 0
         """Answers to calls that had ended already."""
@@ -81,24 +82,33 @@ class Calls:
                 return self.submit_later(order, sink)
             left_s = max(0.0, link.drains_until - now)
             raise Draining(f"{order.target}: its process is shutting down and takes no calls", retry_after_s=left_s)
+        is_plain = not (order.chain or order.frames or order.key or order.trace or order.kind == "cast")
+        if is_plain and len(order.body) <= self._small_body and not link.waiting[0] and link.windows[0].take_one():
+            return self._send_at_once(link, order, route, sink, now)
         call = PendingCall(self._next_corr, order, sink)
         self._address(call, route)
-        self._register(call)
+        self._next_corr += 1
+        self._pending[call.corr] = call
         self._push(link, call)
         return call.corr
 
+    def _send_at_once(self, link: Link, order: Order, route: Route, sink: CallSink, now: float) -> int:
+        """What happens to nearly every call, in one: it is small, has no options, and there was credit for it."""
+        corr = self._next_corr
+        self._next_corr = corr + 1
+        call = PendingCall(corr, order, sink, _SENT, route.peer, route, None, _CONTROL_LANE, 1, None, 1)
+        self._pending[corr] = link.pending[corr] = call
+        call.parcel = self._links.send_plain(
+            link, _CALL, corr, order.body, route.actor, route.method, order.is_resendable, 1, ttl_ms_of(order, now)
+        )
+        return corr
+
     def submit_later(self, order: Order, sink: CallSink) -> int:
         """Begin a resendable call to somebody who is away: it is sent when `on_located` says where."""
-        call = PendingCall(self._next_corr, order, sink)
-        self._register(call)
+        call = self._pending[self._next_corr] = PendingCall(self._next_corr, order, sink)
+        self._next_corr += 1
         self._park(None, call)
         return call.corr
-
-    def _register(self, call: PendingCall) -> None:
-        self._next_corr += 1
-        self._pending[call.corr] = call
-        if call.order.deadline_at is not None:
-            self._fresh.append(call)
 
     def cancel(self, corr: int) -> None:
         """Nobody waits any more. The callee is told if the call may have reached it."""
@@ -133,11 +143,13 @@ class Calls:
                 self._end(call, DeadlineExceeded(reason, remedy="with_deadline() gives it longer"))
 
     def _enrol(self) -> None:
-        fresh, self._fresh = self._fresh, []
-        for call in fresh:
-            if call.state is not _ENDED and call.order.deadline_at is not None:
+        for corr, call in reversed(self._pending.items()):  # numbers grow
+            if corr < self._next_enrolled:
+                break
+            if call.order.deadline_at is not None:
                 call.is_timed = True
-                self._wheel.set(call.corr, call.order.deadline_at)
+                self._wheel.set(corr, call.order.deadline_at)
+        self._next_enrolled = self._next_corr
 
     # -- answers
 
@@ -146,6 +158,9 @@ class Calls:
         call = link.pending.get(envelope.corr)
         if call is None:
             self._on_late(link, envelope)
+            return
+        if envelope.kind is _REPLY and not envelope.actor:  # nearly always
+            self._end(call, envelope, link)
             return
         if call.order.kind == "stream" and envelope.actor > call.next_item:
             call.last = envelope  # it overtook items on the other lane
@@ -174,10 +189,7 @@ class Calls:
         if seq >= call.next_item + 2 * call.order.window + 2:
             self._break(call, f"item {seq} came when {call.next_item} was due")
             return
-        call.early[seq] = envelope
-        while (ready := call.early.pop(call.next_item, None)) is not None:
-            call.next_item += 1
-            call.sink.item(ready)
+        call.take_item(seq, envelope)
         if call.last is not None:
             self.on_answer(link, Lane.CONTROL, call.last, 0)
 
@@ -295,14 +307,8 @@ class Calls:
         call.peer, call.route = route.peer, route
         num_bytes = HEADER_BYTES + len(order.body)
         if order.chain or order.frames or order.key or order.trace or num_bytes > self._limits.bulk_from:
-            envelope = Envelope(
-                kind=_CAST if order.kind == "cast" else _CALL, corr=call.corr,
-                src_node=self._links.own.node_id, src_epoch=self._links.own.epoch, dst_epoch=route.peer.epoch,
-                actor=route.actor, method=route.method, is_idempotent=order.is_resendable,
-                key=order.key, trace=order.trace, chain=order.chain, body=order.body, frames=order.frames,
-            )  # fmt: skip
-            call.whole = envelope  # copied when there is credit: what waits holds no memory of its own
-            num_bytes = encoded_bytes(envelope)
+            call.whole = envelope_of(call, order, route, self._links.own)  # copied when there is credit, not before
+            num_bytes = encoded_bytes(call.whole)
             call.lane = Lane.BULK if num_bytes > self._limits.bulk_from else Lane.CONTROL
         else:
             call.whole, call.lane = None, _CONTROL_LANE
@@ -326,7 +332,7 @@ class Calls:
         order, whole = call.order, call.whole
         call.state = _SENT
         call.num_sent += 1
-        ttl_ms = self._ttl_ms(order)
+        ttl_ms = ttl_ms_of(order, self._now())
         if whole is not None:
             call.parcel = self._links.send_whole(link, call.lane, whole, call.cost, ttl_ms, order.kind != "cast")
             if not order.is_resendable:
@@ -339,12 +345,6 @@ class Calls:
         if order.kind == "cast":
             self._casts.sent(call.corr, order.target)
             self._end(call, None)
-
-    def _ttl_ms(self, order: Order) -> int:
-        if order.deadline_at is None:
-            return NO_TTL
-        left_ms = int((order.deadline_at - self._now()) * 1000)
-        return 0 if left_ms < 0 else left_ms if left_ms < NO_TTL else NO_TTL - 1
 
     def _withdraw(self, call: PendingCall) -> None:
         """Keep an unsent call from being sent; tell the callee of a sent one."""
@@ -390,10 +390,11 @@ class Calls:
         self._pending.pop(corr, None)
         if call.is_timed:
             self._wheel.clear(corr)
-        link = link or self._links.find(call.peer)
+        if link is None:
+            link = self._links.find(call.peer)
         if link is not None:
             link.pending.pop(corr, None)
-        if isinstance(outcome, CallError):
+        if type(outcome) is not Envelope and isinstance(outcome, CallError):
             outcome.callee = call.order.target
         if tell:
             call.sink.done(outcome)

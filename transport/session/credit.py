@@ -45,6 +45,14 @@ class SendWindow:
     def has_room(self, cost: int) -> bool:
         return (self._sent - self._released & _MASK) + cost <= WINDOW_UNITS
 
+    def take_one(self) -> bool:
+        """Spend one unit, if there is room for it."""
+        sent = self._sent
+        if (sent - self._released & _MASK) >= WINDOW_UNITS:
+            return False
+        self._sent = sent + 1 & _MASK
+        return True
+
     def spend(self, cost: int) -> None:
         self._sent = (self._sent + cost) & _MASK
 

@@ -11,9 +11,11 @@ it costs a getsockopt per part, and a part's address is odd, so arrays would hav
 
 from __future__ import annotations
 
+import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from itertools import accumulate, pairwise
 
 import msgspec
 
@@ -25,7 +27,8 @@ MAGIC = b"my"
 VERSION = 1
 NO_TTL = 0xFFFFFFFF
 
-_HEADER = struct.Struct("<2sBBHHIQIIIIIII")
+_MAGIC = int.from_bytes(MAGIC, "little")  # a number costs less than two bytes, to make and to compare
+_HEADER = struct.Struct("<HBBHHIQIIIIIII")
 _TTL = struct.Struct("<I")
 _TTL_OFFSET = 32
 _CREDIT_OFFSET = 44
@@ -33,6 +36,9 @@ _BATCH = struct.Struct("<cBH")
 _CHUNK = struct.Struct("<c3xIQQ")
 
 HEADER_BYTES = _HEADER.size
+pack_header: Callable[..., bytes] = functools.partial(_HEADER.pack, _MAGIC, VERSION)
+"""Kind, flags, method, actor, corr, src_node, src_epoch, dst_epoch, ttl_ms, number of frames, length of body, credit:
+with the body behind it an envelope without key, trace, chain and arrays, stamped at once."""
 CHUNK_HEADER_BYTES = _CHUNK.size
 
 
@@ -90,9 +96,9 @@ class Kind(IntEnum):
     __hash__ = int.__hash__  # Enum's own is written in Python, and every envelope is dispatched by its kind
 
 
-_IDEMPOTENT = 8
+IDEMPOTENT = 8
 """Flag beside those of `envelope_parts.py`."""
-_KNOWN_FLAGS = OPTIONS | _IDEMPOTENT
+_KNOWN_FLAGS = OPTIONS | IDEMPOTENT
 _UNKNOWN_FLAGS = 0xFFFF & ~_KNOWN_FLAGS
 _KINDS = {int(kind): kind for kind in Kind}
 
@@ -113,11 +119,11 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
     """Budget that was left at sending; relative, so clocks need not agree."""
     credit: int = 0
     """Units given back so far, modulo 2**16: control lane in the low half, bulk lane in the high half."""
+    body: Buffer = b""
     is_idempotent: bool = False
     key: bytes = b""
     trace: bytes = b""
     chain: tuple[str, ...] = ()
-    body: Buffer = b""
     frames: tuple[Buffer, ...] = ()
 
 
@@ -145,12 +151,12 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 def encode(envelope: Envelope) -> bytearray:
     """The bytes of an envelope, in memory of its own: arrays may change as soon as this returns.
 
-    See `encode_plain` for the many that have neither options nor arrays.
+    See `pack_header` for the many that have neither options nor arrays.
     """
     body, frames = envelope.body, envelope.frames
     extras, flags = options(envelope.key, envelope.trace, envelope.chain)
     if envelope.is_idempotent:
-        flags |= _IDEMPOTENT
+        flags |= IDEMPOTENT
     table = struct.pack(f"<{len(frames)}I", *map(len, frames)) if frames else b""
     start = HEADER_BYTES + len(extras) + len(table)
     end = start + len(body)
@@ -161,7 +167,7 @@ def encode(envelope: Envelope) -> bytearray:
         end += len(frame)
     data = bytearray(end)
     _HEADER.pack_into(
-        data, 0, MAGIC, VERSION, envelope.kind, flags, envelope.method, envelope.actor, envelope.corr,
+        data, 0, _MAGIC, VERSION, envelope.kind, flags, envelope.method, envelope.actor, envelope.corr,
         envelope.src_node, envelope.src_epoch, envelope.dst_epoch, envelope.ttl_ms,
         len(frames), len(body), envelope.credit,
     )  # fmt: skip
@@ -186,27 +192,6 @@ def encoded_bytes(envelope: Envelope) -> int:
     return end
 
 
-def encode_plain(  # noqa: PLR0913  # the fields of a header; a record of them would cost as much again
-    kind: Kind,
-    source: tuple[int, int],
-    dst_epoch: int,
-    corr: int,
-    body: Buffer = b"",
-    actor: int = 0,
-    method: int = 0,
-    is_idempotent: bool = False,
-    ttl_ms: int = NO_TTL,
-    credit: int = 0,
-) -> bytes:
-    """The bytes of an envelope without key, trace, chain and arrays, stamped at once. `source`: node id and epoch."""
-    src_node, src_epoch = source
-    header = _HEADER.pack(
-        MAGIC, VERSION, kind, _IDEMPOTENT if is_idempotent else 0, method, actor, corr,
-        src_node, src_epoch, dst_epoch, ttl_ms, 0, len(body), credit,
-    )  # fmt: skip
-    return header + body
-
-
 def stamp(data: bytearray, ttl_ms: int, credit: int) -> None:
     """Set what is known only at the moment of sending."""
     _TTL.pack_into(data, _TTL_OFFSET, ttl_ms)
@@ -222,16 +207,14 @@ def decode(data: memoryview, limits: Limits = LIMITS) -> Envelope | Malformed:
         magic, version, number, flags, method, actor, corr, src_node, src_epoch, dst_epoch, ttl, num_frames, body_len,
         credit,
     ) = _HEADER.unpack_from(data)  # fmt: skip
-    if magic != MAGIC:
+    if magic != _MAGIC:
         return Malformed(reason="wrong magic")
     kind = _KINDS.get(number)
     if version != VERSION or kind is None or flags & _UNKNOWN_FLAGS or size > limits.message or body_len > limits.body:
         reason = _objection(version, kind is not None, flags, size, body_len)
         return Malformed(reason=reason, corr=corr, src_node=src_node, src_epoch=src_epoch)
     if size == HEADER_BYTES + body_len and not (num_frames or flags):
-        return Envelope(
-            kind, src_node, src_epoch, dst_epoch, corr, actor, method, ttl, credit, body=data[HEADER_BYTES:]
-        )
+        return Envelope(kind, src_node, src_epoch, dst_epoch, corr, actor, method, ttl, credit, data[HEADER_BYTES:])
     try:
         key, trace, chain, offset = read_options(data, HEADER_BYTES, flags)
         body, frames = read_parts(data, offset, num_frames, body_len, LIMITS.arrays)
@@ -239,7 +222,7 @@ def decode(data: memoryview, limits: Limits = LIMITS) -> Envelope | Malformed:
         return Malformed(reason=str(error), corr=corr, src_node=src_node, src_epoch=src_epoch)
     return Envelope(
         kind=kind, src_node=src_node, src_epoch=src_epoch, dst_epoch=dst_epoch, corr=corr, actor=actor,
-        method=method, ttl_ms=ttl, credit=credit, is_idempotent=bool(flags & _IDEMPOTENT),
+        method=method, ttl_ms=ttl, credit=credit, is_idempotent=bool(flags & IDEMPOTENT),
         key=key, trace=trace, chain=chain, body=body, frames=frames,
     )  # fmt: skip
 
@@ -279,13 +262,10 @@ def split(data: memoryview, limits: Limits = LIMITS) -> list[memoryview] | Chunk
     offset = _BATCH.size + 4 * count
     if version != VERSION or not 1 <= count <= limits.batch or offset > len(data):
         return Malformed(reason=f"batch of {count}, version {version}")
-    envelopes: list[memoryview] = []
-    for length in struct.unpack_from(f"<{count}I", data, _BATCH.size):
-        envelopes.append(data[offset : offset + length])
-        offset += length
-    if offset != len(data):
+    places = list(accumulate(struct.unpack_from(f"<{count}I", data, _BATCH.size), initial=offset))
+    if places[-1] != len(data):
         return Malformed(reason="lengths in the batch do not add up")
-    return envelopes
+    return [data[start:end] for start, end in pairwise(places)]
 
 
 def _read_chunk(data: memoryview, limits: Limits) -> Chunk | Malformed:
@@ -340,4 +320,4 @@ def peek(data: bytes) -> tuple[int, int] | None:
     if len(data) < HEADER_BYTES:
         return None
     magic, version, kind, _, _, _, corr, *_ = _HEADER.unpack_from(data)
-    return (kind, corr) if magic == MAGIC and version == VERSION and kind in _KINDS else None
+    return (kind, corr) if magic == _MAGIC and version == VERSION and kind in _KINDS else None

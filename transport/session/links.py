@@ -16,7 +16,7 @@ from ...core.errors import NotSent, StaleEpoch
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel, Transport
 from .credit import UNIT_BYTES, Grant, SendWindow
-from .frames import LIMITS, NO_TTL, Buffer, Envelope, Kind, encode, encode_plain, stamp
+from .frames import IDEMPOTENT, LIMITS, NO_TTL, Buffer, Envelope, Kind, encode, pack_header, stamp
 from .lent import Lent
 
 if TYPE_CHECKING:
@@ -111,12 +111,12 @@ class Link:
 
     def take_credit(self, word: int) -> tuple[Lane, ...]:
         """Apply the other side's counters; the lanes that gained room."""
-        if word == self.last_word:
+        changed = word ^ self.last_word
+        if not changed:
             return ()
-        changed, self.last_word = word ^ self.last_word, word
-        control, bulk = self.windows
-        has_gained = control.released(word & 0xFFFF)
-        if changed >> 16 and bulk.released(word >> 16):
+        self.last_word = word
+        has_gained = self.windows[0].released(word & 0xFFFF)
+        if changed > 0xFFFF and self.windows[1].released(word >> 16):
             return _BOTH if has_gained else _BULK
         return _CONTROL if has_gained else ()
 
@@ -253,9 +253,14 @@ class Links:
         ttl_ms: int = NO_TTL,
     ) -> Parcel:
         """The same for an envelope of the control lane without options and arrays, which is made here and now."""
-        word = link.credit_word()
-        data = encode_plain(kind, self.own, link.key.epoch, corr, body, actor, method, is_idempotent, ttl_ms, word)
-        parcel = Parcel(data, cost)
+        control, bulk = link.grants  # here in brief what `credit_word` does
+        control.announced, bulk.announced = control.released, bulk.released
+        own_id, own_epoch = self.own
+        header = pack_header(
+            kind, IDEMPOTENT if is_idempotent else 0, method, actor, corr, own_id, own_epoch, link.key[1], ttl_ms,
+            0, len(body), control.released | bulk.released << 16,
+        )  # fmt: skip
+        parcel = Parcel(header + body, cost)
         if link is self.itself:
             return self._hand_over(link, _CONTROL_LANE, parcel)
         self._transport.send(link.key, _CONTROL_LANE, parcel)

@@ -11,7 +11,7 @@ from ...core.errors import CallError, MyxaError
 from ...core.handlers import HandlerKind
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel
-from .frames import Buffer, Envelope
+from .frames import NO_TTL, Buffer, Envelope, Kind
 from .lent import lent_of
 
 
@@ -64,6 +64,7 @@ class CallState(Enum):
 
 
 NOBODY = PeerKey(0, 0)
+_ENDED = CallState.ENDED  # members of an Enum are looked up in Python
 
 
 class PendingCall(msgspec.Struct, eq=False):
@@ -86,8 +87,8 @@ class PendingCall(msgspec.Struct, eq=False):
     next_item: int = 0
     demanded: int = 0
     """Items of a stream that may come in all, as the consumer said last; 0: it said nothing, the window holds."""
-    early: dict[int, Envelope] = {}
-    """Items that overtook others on another lane."""
+    early: dict[int, Envelope] | None = None
+    """Items of a stream that overtook others on another lane."""
     is_timed: bool = False
     """Its deadline is on the wheel."""
     doom: str = ""
@@ -97,10 +98,20 @@ class PendingCall(msgspec.Struct, eq=False):
 
     def end(self) -> None:
         """Its outcome is known; its arrays are their owner's again."""
-        self.state = CallState.ENDED
+        self.state = _ENDED
         parcel = self.parcel
-        if parcel is not None and (lent := lent_of(parcel.data)) is not None:
+        if parcel is not None and type(parcel.data) is not bytes and (lent := lent_of(parcel.data)) is not None:
             lent.release() if parcel.is_withdrawn else lent.keep()
+
+    def take_item(self, seq: int, envelope: Envelope) -> None:
+        """An item of a stream came: hand it over with those that it held up, or keep it until its turn."""
+        early = self.early
+        if early is None:
+            early = self.early = {}
+        early[seq] = envelope
+        while (ready := early.pop(self.next_item, None)) is not None:
+            self.next_item += 1
+            self.sink.item(ready)
 
     def __str__(self) -> str:
         return f"{self.order.target}.{self.order.method}"
@@ -120,3 +131,21 @@ class RouteOf(Protocol):
     """Finds where an order has to go now."""
 
     def __call__(self, order: Order) -> Route | CallError | None: ...
+
+
+def envelope_of(call: PendingCall, order: Order, route: Route, own: PeerKey) -> Envelope:
+    """What travels for a call with options or arrays."""
+    return Envelope(
+        kind=Kind.CAST if order.kind == "cast" else Kind.CALL, corr=call.corr,
+        src_node=own.node_id, src_epoch=own.epoch, dst_epoch=route.peer.epoch, actor=route.actor, method=route.method,
+        is_idempotent=order.is_resendable, key=order.key, trace=order.trace, chain=order.chain,
+        body=order.body, frames=order.frames,
+    )  # fmt: skip
+
+
+def ttl_ms_of(order: Order, now: float) -> int:
+    """What is left of its caller's patience, as it travels."""
+    if order.deadline_at is None:
+        return NO_TTL
+    left_ms = int((order.deadline_at - now) * 1000)
+    return 0 if left_ms < 0 else left_ms if left_ms < NO_TTL else NO_TTL - 1

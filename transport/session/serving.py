@@ -23,7 +23,7 @@ from ...core.errors import (
 )
 from ...core.ids import PeerKey
 from ..wire import Lane
-from .credit import cost_of
+from .credit import UNIT_BYTES, cost_of
 from .faults import encode_fault
 from .frames import HEADER_BYTES, LIMITS, NO_TTL, Buffer, Envelope, Kind, Limits, encode
 from .links import Link, Links
@@ -47,7 +47,8 @@ class Arrival(msgspec.Struct, eq=False):
     is_taken_up: bool = False
     is_answered: bool = False
     handle: Any = None
-    """For the host's use."""
+    """For the host's use, until it is answered: it refers back to this, and a cycle for every call would be left to the
+    garbage collector."""
     allowed: int = 0
     """Items of a stream that may be sent in all."""
     num_items: int = 0
@@ -98,19 +99,21 @@ class Serving:
 
     def on_call(self, link: Link, lane: Lane, envelope: Envelope, num_bytes: int) -> None:
         """CALL or CAST, addressed to this incarnation."""
+        corr = envelope.corr
         if not envelope.is_idempotent:
             # Numbers grow along a lane, and what may run only once is never sent again: this is a copy of it.
-            if envelope.corr <= link.newest_call[lane]:
+            newest = link.newest_call
+            if corr <= newest[lane]:
                 self.num_copies += 1
                 return
-            link.newest_call[lane] = envelope.corr
-        now = self._now()
-        deadline_at = None if envelope.ttl_ms == NO_TTL else now + envelope.ttl_ms / 1000
-        is_cast, cost = envelope.kind is _CAST, cost_of(num_bytes)
+            newest[lane] = corr
+        now, ttl_ms = self._now(), envelope.ttl_ms
+        deadline_at = None if ttl_ms == NO_TTL else now + ttl_ms / 1000
+        is_cast, cost = envelope.kind is _CAST, 1 if num_bytes <= UNIT_BYTES else cost_of(num_bytes)
         arrival = Arrival(link, lane, envelope, cost, deadline_at, is_cast)
         link.grants[lane].held += cost
         if not is_cast:
-            link.served[envelope.corr] = arrival
+            link.served[corr] = arrival
         if envelope.key and not self._is_first(arrival, now):
             return
         try:
@@ -164,7 +167,13 @@ class Serving:
         """Its handler begins. Raises DeadlineExceeded if its time was over before: then it is not executed."""
         if arrival.deadline_at is not None and self._now() > arrival.deadline_at:
             self.check_deadline(arrival)
-        self.take_up(arrival)
+        link = arrival.link
+        if link.is_down:
+            self.take_up(arrival)
+        elif not arrival.is_taken_up:  # the same, in brief
+            arrival.is_taken_up = True
+            if link.grants[arrival.lane].give(arrival.cost):
+                self._links.send_plain(link, Kind.CREDIT, 0)
 
     def check_deadline(self, arrival: Arrival) -> None:
         """Raises DeadlineExceeded if its time was over before it began: then it is not executed."""
@@ -181,6 +190,7 @@ class Serving:
         is_plain = not (frames or envelope.key or arrival.is_cast or arrival.is_answered or link.is_down)
         if is_plain and len(body) + HEADER_BYTES <= self._limits.bulk_from:
             arrival.is_answered = True
+            arrival.handle = None
             link.served.pop(envelope.corr, None)
             self._links.send_plain(link, _REPLY, envelope.corr, body)
             return
@@ -252,6 +262,7 @@ class Serving:
         return self._links.find(arrival.peer) if arrival.link.is_down else arrival.link
 
     def _settle(self, arrival: Arrival) -> None:
+        arrival.handle = None
         link = self._link_to(arrival)
         if link is not None and link.served.get(arrival.envelope.corr) is arrival:
             del link.served[arrival.envelope.corr]

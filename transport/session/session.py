@@ -107,18 +107,21 @@ class Session:
             return
         envelope = decode(data, self._limits[lane])
         link = self._sources[lane].get(source)
-        if link is None or isinstance(envelope, Malformed) or not self._is_regular(link, envelope):
+        if (
+            link is None
+            or type(envelope) is not Envelope
+            or envelope.kind is _HELLO
+            or envelope.dst_epoch != self._epoch
+            or (envelope.src_node, envelope.src_epoch) != link.key
+            or (link.is_down and not self._is_back(link, envelope))
+        ):
             self._on_irregular(source, lane, link, envelope)
             return
         if envelope.credit != link.last_word:
             for room in link.take_credit(envelope.credit):
-                self.calls.on_room(link, room)
+                if link.waiting[room]:
+                    self.calls.on_room(link, room)
         self._dispatch[envelope.kind](link, lane, envelope, len(data))
-
-    def _is_regular(self, link: Link, envelope: Envelope) -> bool:
-        if (envelope.src_node, envelope.src_epoch) != link.key or envelope.dst_epoch != self._epoch:
-            return False
-        return envelope.kind is not _HELLO and not (link.is_down and not self._is_back(link, envelope))
 
     def _on_irregular(self, source: bytes, lane: Lane, link: Link | None, envelope: Envelope | Malformed) -> None:
         """Something else than an envelope for this incarnation from one that has said who it is."""

@@ -19,12 +19,9 @@ class Strikes:
     def __init__(self) -> None:
         self._strikes: OrderedDict[bytes, deque[float]] = OrderedDict()
         self._banned: OrderedDict[bytes, float] = OrderedDict()
-        self.num_bans = 0
-
-    @property
-    def has_bans(self) -> bool:
+        self.has_bans = False
         """Whether asking for a ban is worth it."""
-        return bool(self._banned)
+        self.num_bans = 0
 
     def __len__(self) -> int:
         return len(self._strikes) + len(self._banned)
@@ -45,6 +42,7 @@ class Strikes:
         if len(self._banned) > MAX_SOURCES:
             self._banned.popitem(last=False)
         self.num_bans += 1
+        self.has_bans = True
         return True
 
     def is_banned(self, source: bytes, now: float) -> bool:
@@ -55,6 +53,7 @@ class Strikes:
         if now < until:
             return True
         del self._banned[source]
+        self.has_bans = bool(self._banned)
         return False
 
     def forgive(self, source: bytes) -> None:

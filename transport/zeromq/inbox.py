@@ -145,12 +145,11 @@ class Inbox:
 
     def _hand_over(self, sink: Sink, source: bytes, frame: zmq.Frame, envelopes: Iterator[memoryview]) -> None:
         """Until they or the turn are over."""
-        turn, lane = self._turn, self._lane
+        lane, received, note_taken = self._lane, sink.received, self._turn.note_taken
         try:
             for envelope in envelopes:
-                sink.received(source, lane, envelope)
-                turn.num_taken += 1
-                if turn.is_over():
+                received(source, lane, envelope)
+                if note_taken():
                     self._rest = source, frame, envelopes
                     return
         except (KeyboardInterrupt, SystemExit):

@@ -161,10 +161,12 @@ class Outbox:
         if 0 < len(datas) <= _MAX_BATCH and sum(map(len, datas)) <= BATCH_BYTES:  # nearly always
             if not self._put(batch(datas)):
                 return False
+            num_units = 0
             for parcel in queue:
                 if not parcel.is_withdrawn:
                     parcel.is_sent = True
-                    self._sent_units += parcel.cost
+                    num_units += parcel.cost
+            self._sent_units += num_units
             queue.clear()
             return True
         return self._send_part()
