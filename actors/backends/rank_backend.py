@@ -113,6 +113,26 @@ class RankParts(Protocol):
         ...
 
 
+class Residence(AssetStore, Protocol):
+    """A rank's memory, where it can leave its device: what must have been waited for, and said, by whom."""
+
+    def ready(self) -> None:
+        """Before parameters are read. May be collective."""
+        ...
+
+    def arrived(self) -> None:
+        """Before the optimizer's state is read or written."""
+        ...
+
+    def written(self) -> None:
+        """Parameters and the optimizer's state changed."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
 C = TypeVar("C", bound=RankSettings)
 P = TypeVar("P", bound=RankParts)
 
@@ -120,15 +140,25 @@ P = TypeVar("P", bound=RankParts)
 class RankBackend(Generic[C, P]):
     """One trainer rank; `setup`, which the trainer at hand brings, sets `_parts`."""
 
-    def __init__(self, config: C, clock: Clock | None = None) -> None:
+    def __init__(self, config: C, clock: Clock | None = None, residence: Residence | None = None) -> None:
+        """`residence`: where parameters, gradients and optimizer lie if they can leave the device."""
         self._config = config
         self._clock = clock or SystemClock()
         self._parts: P | None = None
+        self._home = residence
 
     def _ready(self) -> P:
         if self._parts is None:
             raise TrainError(f"trainer rank {self._config.gang.rank} is not set up", remedy="call setup() first")
+        if self._home is not None:
+            self._home.ready()
         return self._parts
+
+    def _ready_with_optimizer(self) -> P:
+        """The same, with the optimizer's state there too."""
+        if self._home is not None:
+            self._home.arrived()
+        return self._ready()
 
     def train(self, shard: TrainShard, knobs: dict[str, float]) -> StepStats:
         """One optimizer update per mini-batch; see the stepper's `train`."""
@@ -169,7 +199,7 @@ class RankBackend(Generic[C, P]):
 
         `extra` must be JSON. Raises TrainError (on every rank) if any rank fails; an older checkpoint there then stays.
         """
-        parts = self._ready()
+        parts = self._ready_with_optimizer()
         with parts.world.phase("save a checkpoint"):
             pending = parts.begin_save(folder, extra)
             with parts.world.together(f"saving checkpoint {folder}"):
@@ -179,15 +209,22 @@ class RankBackend(Generic[C, P]):
     def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingSave:
         """The same in three parts: copied away now (collective), written by `write` while training goes on, and there
         once `finish` was called on every rank."""
-        parts = self._ready()
+        parts = self._ready_with_optimizer()
         with parts.world.phase("copy a checkpoint"):
             return parts.begin_save(folder, extra)
 
     def load(self, folder: str) -> dict[str, Any]:
         """Restore a checkpoint folder, or the newest one in a folder of them or a run directory."""
-        parts = self._ready()
+        parts = self._ready_with_optimizer()
         with parts.world.phase("load a checkpoint"):
-            return parts.load(folder)
+            extra = parts.load(folder)
+        if self._home is not None:
+            self._home.written()
+        return extra
+
+    def memory(self) -> AssetStore | None:
+        """See `core.protocols.TrainBackend`."""
+        return self._home
 
     def export_hf(self, folder: str) -> None:
         """Write a HuggingFace folder (rank 0 writes)."""
@@ -195,12 +232,10 @@ class RankBackend(Generic[C, P]):
         with parts.world.phase("export the model"):
             parts.exporter.write(folder)
 
-    def memory(self) -> AssetStore | None:
-        """None: it stays where it is."""
-        return None
-
     def close(self) -> None:
-        """Leave the process group; never raises."""
+        """Leave the process group, and give memory back that can leave the device."""
         if self._parts is not None:
             self._parts.world.close()
             self._parts = None
+        if self._home is not None:
+            self._home.close()

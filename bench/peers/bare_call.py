@@ -62,7 +62,7 @@ class Pipe:
         self._queue: list[bytes] = []
         self._is_held = False
         self._sent_at = 0.0
-        self._loop.add_reader(self._inbox.getsockopt(zmq.FD), self._drain)
+        self._loop.add_reader(int(self._inbox.getsockopt(zmq.FD)), self._drain)
         self._loop.call_soon(self._drain)
 
     def send(self, message: bytes) -> None:

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....core.assets import AssetStore
 from ....core.clock import Clock
-from ....core.protocols import PendingSave
 from ...models.hf_folder import ModelConfig, read_config
 from ..rank_backend import RankBackend
 from ..torch_backend.schedule import check_schedule
@@ -65,45 +63,8 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         self, config: MegatronRankSettings, clock: Clock | None = None, *, residence: MegatronResidence | None = None
     ) -> None:
         """`residence`: where parameters, gradients and optimizer lie if they can leave the device."""
-        super().__init__(config, clock)
+        super().__init__(config, clock, residence)
         self._residence = residence
-
-    def _ready(self) -> _Parts:
-        parts = super()._ready()
-        if self._residence is not None:
-            self._residence.ready()
-        return parts
-
-    def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingSave:
-        """See `RankBackend`."""
-        if self._residence is not None:
-            self._residence.arrived()
-        return super().begin_save(folder, extra)
-
-    def save(self, folder: str, extra: dict[str, Any]) -> None:
-        """See `RankBackend`."""
-        if self._residence is not None:
-            self._residence.arrived()
-        super().save(folder, extra)
-
-    def load(self, folder: str) -> dict[str, Any]:
-        """See `RankBackend`."""
-        if self._residence is not None:
-            self._residence.arrived()
-        extra = super().load(folder)
-        if self._residence is not None:
-            self._residence.written()
-        return extra
-
-    def memory(self) -> AssetStore | None:
-        """See `core.protocols.TrainBackend`."""
-        return self._residence
-
-    def close(self) -> None:
-        """See `RankBackend`."""
-        super().close()
-        if self._residence is not None:
-            self._residence.close()
 
     def setup(self) -> dict[str, Any]:
         """Join the gang, build model, reference and optimizer; returns facts for the log.

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ....core.assets import AssetStore
 from ....core.clock import Clock
 from ....core.errors import ConfigError
 from ...models.hf_folder import ModelConfig, read_config
@@ -53,25 +52,8 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         self, config: RankSettings, clock: Clock | None = None, *, residence: TorchResidence | None = None
     ) -> None:
         """`residence`: where parameters, gradients and moments lie if they can leave the device."""
-        super().__init__(config, clock)
+        super().__init__(config, clock, residence)
         self._residence = residence
-
-    def load(self, folder: str) -> dict[str, Any]:
-        """See `RankBackend`."""
-        extra = super().load(folder)
-        if self._residence is not None:
-            self._residence.written()
-        return extra
-
-    def memory(self) -> AssetStore | None:
-        """See `core.protocols.TrainBackend`."""
-        return self._residence
-
-    def close(self) -> None:
-        """See `RankBackend`."""
-        super().close()
-        if self._residence is not None:
-            self._residence.close()
 
     def setup(self) -> dict[str, Any]:
         """Join the gang, build model, reference and optimizer; returns facts for the log.

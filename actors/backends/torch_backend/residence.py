@@ -62,6 +62,9 @@ class TorchResidence:
 
     # -- use
 
+    def ready(self) -> None:
+        """Parameters come back whole."""
+
     def arrived(self) -> None:
         """Wait for what is still on its way. To be called before moments are read or written."""
         if self._coming is not None:
