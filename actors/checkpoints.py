@@ -40,7 +40,7 @@ class _Pending:
     version: int
     folder: Path
     begun_at: float
-    written: asyncio.Task[None]
+    written: asyncio.Task[TrainError | None]
 
 
 class Checkpoints:
@@ -106,22 +106,29 @@ class Checkpoints:
         if pending is None:
             return
         with self._meter.during("other", f"checkpoint {pending.version}"):
-            await pending.written
+            if (error := await pending.written) is not None:
+                raise error
             await self._all("finish", lambda: self._ranks.all(TrainerContract.finish_checkpoint))
         self._pending = None
         took_s = self._clock.monotonic() - pending.begun_at
         self._telemetry.metric(pending.version, {"checkpoint/async_s": took_s})
         await self._is_there(pending.version, pending.folder)
 
-    async def _until_written(self) -> None:
-        await self._all("write", lambda: self._ranks.all(TrainerContract.checkpoint_written))
+    async def _until_written(self) -> TrainError | None:
+        """What went wrong, for the boundary at which it is looked for."""
+        try:
+            await self._all("write", lambda: self._ranks.all(TrainerContract.checkpoint_written))
+        except TrainError as error:
+            return error
+        return None
 
     async def _is_there(self, version: int, folder: Path) -> None:
         await self._durable(version)
-        await asyncio.get_running_loop().run_in_executor(None, self._prune, folder.parent)
+        await asyncio.get_running_loop().run_in_executor(None, self._prune, folder)
 
-    def _prune(self, parent: Path) -> None:
-        kept = sorted(p for p in parent.glob("version_*") if p.is_dir())
+    def _prune(self, newest: Path) -> None:
+        """Of all others the oldest go: folders of a life before a resume may bear higher versions."""
+        kept = [*sorted(p for p in newest.parent.glob("version_*") if p.is_dir() and p != newest), newest]
         for old in kept[: -self._options.keep_last or None] if self._options.keep_last else []:
             shutil.rmtree(old, ignore_errors=True)
 

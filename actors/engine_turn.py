@@ -18,7 +18,7 @@ import numpy as np
 
 from ..core.assets import MovedBytes
 from ..core.device_memory import Tag, TagReport
-from ..core.errors import MemoryFault, MyxaError
+from ..core.errors import EngineError, MemoryFault, MyxaError
 from ..core.protocols import Delta, Engine, EngineMemory, GenerateRequest
 
 T = TypeVar("T")
@@ -54,6 +54,8 @@ class EngineTurn:
         self._num_inside = 0
         self._is_started = False
         self._is_ending = False
+        self._owes_loss = False
+        """Weights came back without contents, and nobody was told."""
         self._tags: tuple[TagReport, ...] = ()
 
     @property
@@ -73,7 +75,8 @@ class EngineTurn:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         """As the engine's, once it is its turn."""
-        await self._gate.wait()
+        while not self.has_turn and not self._is_ending:  # it may be closed again before this wakes up
+            await self._gate.wait()
         if self._is_ending:
             yield _aborted()
             return
@@ -93,7 +96,8 @@ class EngineTurn:
 
     async def quiesce(self) -> None:
         """Admit nothing, end what runs (its tokens stay with those who asked), wait until the engine is idle."""
-        self._gate.clear()
+        if not self._is_ending:
+            self._gate.clear()
         self._on_change(self.has_turn)
         if not self._is_started:
             return
@@ -107,7 +111,9 @@ class EngineTurn:
         await self._memory.park(PARK_S)
 
     async def resume(self) -> None:
-        """Go on."""
+        """Go on. Raises EngineError while the engine would generate with weights that are none."""
+        if self._owes_loss:
+            raise EngineError("the engine's weights have no contents", remedy="a version has to be given to it first")
         if self._is_started:
             await self._memory.unpark()
         self._gate.set()
@@ -139,8 +145,10 @@ class EngineTurn:
             moved = await self._memory.restore_memory(self._known(tags))
         finally:
             self._tags = self._memory.memory_tags()
-        if "weights" in away and "weights" in tags:
+        self._owes_loss = self._owes_loss or ("weights" in away and "weights" in tags)
+        if self._owes_loss:
             await self._on_weights_lost()
+            self._owes_loss = False
         return moved
 
     def _known(self, tags: Collection[Tag]) -> list[Tag]:

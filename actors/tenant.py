@@ -34,6 +34,8 @@ from .tenant_assets import Carried, TenantAssets
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
+REOPEN_S = 10.0
+
 _log = logging.getLogger(__name__)
 
 
@@ -187,7 +189,9 @@ class Tenant:
         if verdict.do == "again" and verdict.reply is not None:
             return verdict.reply
         if verdict.do == "refuse":
-            return self._reply(command, reason=verdict.reason)
+            reply = self._reply(command, reason=verdict.reason)
+            self._machine.remember(reply)
+            return reply
         started, wall_s = self._clock.monotonic(), self._clock.wall()
         reply = self._reply(command, reason="it was ended in the middle")
         try:
@@ -228,15 +232,24 @@ class Tenant:
             async with asyncio.timeout(command.deadline_s):
                 await self._gate.quiesce()
         except TimeoutError:
-            await self._gate.resume()
-            self._machine.rest("active")
+            await self._go_on()
             return self._reply(command, reason=f"what runs did not end within {command.deadline_s:.1f} s")
         except BaseException:
-            await self._gate.resume()
-            self._machine.rest("active")
+            await self._go_on()
             raise
         self._machine.rest("quiesced")
         return self._reply(command, seconds={"drain": self._clock.monotonic() - started})
+
+    async def _go_on(self) -> None:
+        """After a drain that failed: open the gate; if it cannot be, it is closed, and a commit opens it later."""
+        try:
+            async with asyncio.timeout(REOPEN_S):
+                await self._gate.resume()
+        except Exception:  # noqa: BLE001 -- whatever a gate of somebody else's making raises
+            _log.exception("%s: the gate does not open", self._options.name)
+            self._machine.rest("quiesced")
+        else:
+            self._machine.rest("active")
 
     async def _release(self, command: MemoryCommand) -> MemoryReply:
         moved = await self._in_thread(lambda: self._assets.release(command))

@@ -12,6 +12,7 @@ and what a turn costs; decides nothing about bytes: what has to leave, and how, 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from ..core.activity import ActivityMeter, TelemetryBuffer
@@ -66,6 +67,9 @@ class TimeShare:
         self._manager = with_deadline(ctx.ref(MemoryContract, options.manager), options.switch_s + 10.0)
         self._rollouts = ctx.group(RolloutContract, options.rollouts)
         self._num_asked = 0
+        self._loaded: set[tuple[str, int]] = set()
+        """Rollout actors, with the epoch of their process, whose engines were told to load. What a tenant's state says
+        is not enough: room may have been granted to one that has not loaded."""
         self._has_newcomers = False
         self._switch_s = 0.0
         self._copied_bytes = 0
@@ -92,32 +96,39 @@ class TimeShare:
     async def offer(self) -> None:
         """Room for the engines' weights, on top of what the trainer still holds if that fits. Engines that were not
         loaded yet need all of their room at once, and load. One that dies meanwhile is waited for."""
+        await self._insist(self._offer)
+
+    async def give(self) -> None:
+        """The engines' turn. One that died since the offer is waited for: it stands without weights until the next."""
+        await self._insist(lambda: self._lease(ROLLOUT, ROLLOUT_TAGS, is_active=True, quiet=(TRAINER,)))
+        self._works()
+
+    async def _insist(self, ask: Callable[[], Awaitable[None]]) -> None:
+        """Ask once all engines are there, and again when one left or the lease was refused for it."""
         for attempt in range(OFFERS):
+            await self._ctx.wait_for(*self._options.rollouts, timeout_s=self._options.start_s)
             try:
-                await self._offer()
-            except CallError as err:
+                await ask()
+            except (CallError, LeaseRefused) as err:
                 if attempt + 1 == OFFERS:
                     raise
-                self._ctx.log.warning("engines were not ready for their turn: %s; trying again", err)
+                self._ctx.log.warning("the engines' turn: %s; trying again", err)
                 await asyncio.sleep(AGAIN_S)
             else:
                 return
 
     async def _offer(self) -> None:
-        await self._ctx.wait_for(*self._options.rollouts, timeout_s=self._options.start_s)
-        cold = await self._cold()
-        tags = ROLLOUT_TAGS if cold else ("weights",)
+        self._has_newcomers = False  # before looking: who comes later sets it again
+        reports = await self._rollouts.all(RolloutContract.memory_report)
+        empty = {name: report.epoch for name, report in reports.items() if report is not None}
+        empty = {name: epoch for name, epoch in empty.items() if (name, epoch) not in self._loaded}
+        tags = ROLLOUT_TAGS if empty else ("weights",)
         await self._lease(ROLLOUT, tags, is_active=False, quiet=(TRAINER,))
-        if cold:
-            self._has_newcomers = False
+        if empty:
             with self._meter.during("wait-memory", "engines load"):
-                group = self._ctx.group(RolloutContract, cold)
+                group = self._ctx.group(RolloutContract, list(empty))
                 await group.options(deadline_s=self._options.start_s).all(RolloutContract.load_engine)
-
-    async def give(self) -> None:
-        """The engines' turn."""
-        await self._lease(ROLLOUT, ROLLOUT_TAGS, is_active=True, quiet=(TRAINER,))
-        self._works()
+            self._loaded |= set(empty.items())
 
     # -- engines that come anew
 
@@ -130,10 +141,6 @@ class TimeShare:
     def has_newcomers(self) -> bool:
         """Whether an engine waits to be let in."""
         return self._has_newcomers
-
-    async def _cold(self) -> tuple[str, ...]:
-        statuses = await self._rollouts.all(RolloutContract.memory_report)
-        return tuple(name for name, report in statuses.items() if report is not None and report.state == "cold")
 
     # -- leases
 

@@ -22,7 +22,7 @@ from ..core.activity import ActivityMeter, TelemetryBuffer
 from ..core.actor import MailboxPolicy, PeerEvent
 from ..core.clock import Clock
 from ..core.device_memory import MemoryCommand, MemoryReply, TenantReport
-from ..core.errors import MyxaError, TrainError
+from ..core.errors import TrainError
 from ..core.messages import Scores, WeightManifest
 from ..core.protocols import PendingSave, TrainBackend, WeightSender, WeightWriter
 from ..core.samples import TrainSample, TrainShard
@@ -93,7 +93,7 @@ class Trainer(TrainerContract):
         self._version = 0
         self._has_trained = False
         self._pending_save: PendingSave | None = None
-        self._saving: asyncio.Task[MyxaError | OSError | None] | None = None
+        self._saving: asyncio.Task[TrainError | None] | None = None
 
     # -- life
 
@@ -228,7 +228,7 @@ class Trainer(TrainerContract):
         self._telemetry.event("checkpoint", "saved beside training")
         self._pending_save = self._saving = None
 
-    def _require_save(self) -> tuple[PendingSave, asyncio.Task[MyxaError | OSError | None]]:
+    def _require_save(self) -> tuple[PendingSave, asyncio.Task[TrainError | None]]:
         if self._pending_save is None or self._saving is None:
             raise TrainError(f"{self.ctx.name} is writing no checkpoint", remedy="begin one first")
         return self._pending_save, self._saving
@@ -309,10 +309,10 @@ class Trainer(TrainerContract):
         self._telemetry.event("knobs", f"set {knobs} from the next step on")
 
 
-async def _attempt(work: Callable[[], None], name: str) -> MyxaError | OSError | None:
+async def _attempt(work: Callable[[], None], name: str) -> TrainError | None:
     """What went wrong, for whoever asks; the actor itself goes on."""
     try:
         await in_own_thread(work, name)
-    except (MyxaError, OSError) as error:
-        return error
+    except Exception as error:  # noqa: BLE001 -- a library writes there: whatever it raises is told with the checkpoint
+        return TrainError(f"could not {name}: {error}", remedy="check disk and rights; an older checkpoint stays whole")
     return None

@@ -56,7 +56,8 @@ class BackendTurn:
 
     async def wait(self) -> None:
         """For the turn."""
-        await self._gate.wait()
+        while not self._gate.is_set():  # it may be closed again before this wakes up
+            await self._gate.wait()
 
 
 class TrainerTenant:

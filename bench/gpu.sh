@@ -18,7 +18,7 @@
 #     memory_switch         trainer and engine take turns        1 GPU, 150 s
 #     memory_colocated      a run that shares one GPU, two ways  1 GPU, SGLang, Megatron, 300 s
 #     memory_communicators  communicators leave and come back    2 or 4 GPUs, 120 s
-#     memory_gang           four GPUs switch together            4 GPUs, 180 s
+#     memory_gang           four GPUs switch together            4 GPUs, 150 s
 #
 # Figures go to gpu.md and gpu.json in $OUT (default ./bench-out), logs to logs.tar.gz there. A part that lacks something
 # here says so and does not count as passed. Every part has a time limit (LIMIT_<part>, seconds) and may be given other

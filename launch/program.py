@@ -302,6 +302,9 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     from ..actors.trainer import Trainer, TrainerOptions
     from .gang_comms import gang_comms
 
+    if is_between_devices(choose_channel(config)):  # before anybody looks at what NCCL can do here
+        for name, value in NCCL_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
     gang, comms = gang_comms(config, Gang.from_environment(os.environ), on_gpus=bool(spec.devices))
     backend = make_backend(spec, config, gang, clock)
     shards = shard_of_rank(spec, config, gang.world_size)
@@ -358,12 +361,10 @@ def _weight_writer(config: RunConfig, run_dir: Path) -> WeightWriter | None:
 
 
 def _weight_sender(config: RunConfig, rank: int) -> WeightSender | None:
-    """What sends versions from this rank's device; None where they are read. To be called before NCCL is used."""
+    """What sends versions from this rank's device; None where they are read."""
     channel = choose_channel(config)
     if channel not in ("nccl", "cuda_ipc"):
         return None
-    for name, value in NCCL_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     from ..actors.weights.fp8 import Fp8Rule
     from ..actors.weights.sender import DeviceWeightSender
 

@@ -371,6 +371,9 @@ class ActorCell:
             inbound.fail(error)
             if spec.declaration.kind == "cast":
                 self.fail(error)
+        except BaseException as error:  # not even an Exception: the caller hears of it all the same
+            inbound.fail(error)
+            raise
         finally:
             self._finish(inbound, is_serial)
 

@@ -60,7 +60,7 @@ def convert(checkpoint: str | Path, model: str | Path, folder: str | Path, *, dt
     name = tensors[0].spec.dtype
     try:
         write_folder(target, {**config.source, "dtype": name, "torch_dtype": name}, tensors, tokenizer_from=model)
-    except ModelError:
+    except (ModelError, OSError):
         shutil.rmtree(target, ignore_errors=True)
         raise
     num_parameters = sum(_num_values(tensor) for tensor in tensors)

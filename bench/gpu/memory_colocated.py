@@ -1,10 +1,10 @@
-"""A run whose trainer and engine share one GPU by turns, two ways: by our arenas and leases, and by torch-memory-saver
-with communicators made anew, which is how others do it.
+"""A run whose trainer and engine share one GPU by turns, two ways: by our arenas and leases, and by torch-memory-saver,
+which is how others do it; one rank has no communicators to give back in either.
 
-    python memory_colocated.py [--ways ours,saver] [--shape 1.7b] [--mem-fraction 0.9] [--steps 8] [--device cpu]
+    python memory_colocated.py [--ways ours,saver] [--shape 1.7b] [--mem-fraction 0.9,0.85] [--steps 7] [--device cpu]
 
 Two ordinary runs of `memory_colocated.toml`, one after the other, with SGLang launched by the rollout actor and
-Megatron as the trainer; nothing differs but `[memory] backend` and `communicators`. Exposed switch of a step, as the
+Megatron as the trainer; nothing differs but `[memory] backend`. Exposed switch of a step, as the
 leader tells it: nobody computes, from asking for the trainer's turn to having it, and from the end of the step over the
 hand-off of the weights to the engine's turn. What the manager tells of its leases is in the second table. On a CPU: our
 engine and the torch trainer over the host's stand-in device.
@@ -31,7 +31,7 @@ from runs import RunFailedError, Stopwatch, cpu_overrides, facts_of, stage, up
 
 WAYS = {
     "ours": (),
-    "saver": ('memory.backend="torch_memory_saver"', 'memory.communicators="rebuild"'),
+    "saver": ('memory.backend="torch_memory_saver"',),
 }
 """Way -> what the run file is told."""
 RUN_FILE = "memory_colocated.toml"

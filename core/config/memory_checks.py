@@ -33,13 +33,13 @@ def _place_conflicts(config: RunConfig) -> Iterator[Conflict]:
     if set(trainer.device_ids) != set(rollout.device_ids):
         yield Conflict(
             (SHARE, "roles.trainer.devices", "roles.rollout.devices"),
-            f'= "switch" needs trainer and rollout on the same devices, they have "{trainer.devices}" and '
-            f'"{rollout.devices}"',
+            f'needs trainer and rollout on the same devices, they have "{trainer.devices}" and "{rollout.devices}": '
+            "set both alike",
         )
     if any(role.nodes != config.roles.memory.nodes for role in (trainer, rollout)):
         yield Conflict(
             (SHARE, "roles.trainer.nodes", "roles.rollout.nodes", "roles.memory.nodes"),
-            '= "switch" needs trainer, rollout and memory manager on one and the same node',
+            "needs trainer, rollout and memory manager on one and the same node: set their nodes to [0]",
         )
     if config.weights.channel in ("nccl", "disk"):
         yield Conflict(
@@ -53,21 +53,41 @@ def _engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
     if len(attach) > rollout.count or config.engine.router:
         yield Conflict(
             ("engine.attach", "engine.router", SHARE),
-            "must be one server for each rollout actor when trainer and engine take turns on a device",
+            "must be one server for each rollout actor when trainer and engine take turns on a device: name as many in "
+            "engine.attach as roles.rollout.count says, without engine.router",
+        )
+    if len(rollout.device_ids) > rollout.count:
+        yield Conflict(
+            ("roles.rollout.count", SHARE),
+            "must be one rollout actor for each GPU when trainer and engine take turns: a server over several GPUs is "
+            "not leased yet",
         )
     if "enable_memory_saver" in config.sglang:
-        yield Conflict(("sglang.enable_memory_saver", SHARE), 'is myxa\'s own when memory.share = "switch"')
+        yield Conflict(
+            ("sglang.enable_memory_saver", SHARE), 'is myxa\'s own; leave it out, memory.share = "switch" sets it'
+        )
 
 
 def _trainer_conflicts(config: RunConfig) -> Iterator[Conflict]:
     if config.roles.trainer.kind == "torch" and config.trainer.strategy != "ddp":
         yield Conflict(
-            ("trainer.strategy", SHARE), 'must be "ddp": sharded parameters of the torch trainer cannot leave a device'
+            ("trainer.strategy", SHARE),
+            'must be "ddp": sharded parameters of the torch trainer cannot leave a device; '
+            'or use roles.trainer.kind = "megatron"',
         )
     if config.roles.trainer.kind == "torch" and config.memory.params == "rematerialise":
         yield Conflict(
             ("memory.params", "roles.trainer.kind"),
             'must be "backup": parameters of the torch trainer are the float32 masters themselves',
+        )
+    if config.roles.trainer.kind == "torch" and config.memory.backend == "torch_memory_saver":
+        yield Conflict(("memory.backend", "roles.trainer.kind"), 'is for roles.trainer.kind = "megatron"; use "auto"')
+    has_masters = config.trainer.dtype == "bfloat16" and config.megatron.distributed_optimizer
+    if config.roles.trainer.kind == "megatron" and config.memory.params == "rematerialise" and not has_masters:
+        yield Conflict(
+            ("memory.params", "trainer.dtype", "megatron.distributed_optimizer"),
+            'needs trainer.dtype = "bfloat16" and megatron.distributed_optimizer: there are no float32 masters else; '
+            'use "auto"',
         )
     if config.megatron.offload_optimizer:
         yield Conflict(
@@ -77,24 +97,36 @@ def _trainer_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 def _gpu_conflicts(config: RunConfig) -> Iterator[Conflict]:
     if config.memory.backend == "host_vmm":
-        yield Conflict(("memory.backend", "roles.trainer.devices"), '= "host_vmm" is for runs on the CPU')
+        yield Conflict(("memory.backend", "roles.trainer.devices"), 'is for runs on the CPU; use "auto"')
+    if not config.memory.workspace_mb:
+        yield Conflict(
+            ("memory.workspace_mb", SHARE),
+            "must be set on GPUs: MiB that a step's activations take, e.g. 3072 for every 1024 of "
+            "trainer.max_tokens_per_microbatch (1.7B, no recomputation)",
+        )
+    launches = config.roles.rollout.kind == "sglang" and not config.engine.attach
+    if launches and "mem_fraction_static" not in config.sglang:
+        yield Conflict(
+            ("sglang.mem_fraction_static", SHARE),
+            "must be set, e.g. 0.85: the share of the GPU that weights and cache take in the engine's turn",
+        )
 
 
 def _host_conflicts(config: RunConfig) -> Iterator[Conflict]:
     if config.roles.trainer.kind == "megatron":
         yield Conflict(
             (SHARE, "roles.trainer.kind", "roles.trainer.devices"),
-            '= "switch" needs GPUs with roles.trainer.kind = "megatron", or the torch trainer on the CPU',
+            'needs GPUs in roles.trainer.devices, or roles.trainer.kind = "torch" on the CPU',
         )
     if config.roles.rollout.kind != "embedded":
         yield Conflict(
             (SHARE, "roles.rollout.kind", "roles.rollout.devices"),
-            '= "switch" on the CPU needs roles.rollout.kind = "embedded"',
+            'needs roles.rollout.kind = "embedded" on the CPU, or GPUs for both roles',
         )
     if config.memory.backend not in ("auto", "host_vmm"):
         yield Conflict(
             ("memory.backend", "roles.trainer.devices"),
-            f'= "{config.memory.backend}" needs GPUs in roles.trainer.devices',
+            'needs GPUs in roles.trainer.devices; use "auto"',
         )
     if not config.memory.capacity_mb:
         yield Conflict(

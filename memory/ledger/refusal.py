@@ -40,5 +40,5 @@ def host_pool_words(need_bytes: int, used_bytes: int, limit_bytes: int) -> str:
     """Of copies that the host has no room for."""
     return (
         f"refused: the host pool has no room for {in_words(need_bytes)} of copies: {in_words(used_bytes)} of "
-        f"{in_words(limit_bytes)} are in use; give it more memory or let more be discarded"
+        f"{in_words(limit_bytes)} are in use; raise memory.host_pool_gb"
     )

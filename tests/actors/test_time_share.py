@@ -16,7 +16,7 @@ from myxa.actors.workspace_room import WorkspaceRoom
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import Actor, PeerEvent
 from myxa.core.clock import SystemClock
-from myxa.core.device_memory import Holder, LeaseReply, LeaseRequest, TenantReport
+from myxa.core.device_memory import Holder, LeaseReply, LeaseRequest, TenantReport, TenantState
 from myxa.core.errors import LeaseRefused
 from myxa.core.messages import WeightManifest
 from myxa.transport.node import Node
@@ -31,10 +31,12 @@ class ToyManager(MemoryContract):
     def __init__(self) -> None:
         self.asked: list[LeaseRequest] = []
         self.reply = LeaseReply(granted=True, epoch=1, copied_bytes=10)
+        self.replies: list[LeaseReply] = []
+        """Given before it, one each."""
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
         self.asked.append(request)
-        return self.reply
+        return self.replies.pop(0) if self.replies else self.reply
 
 
 class ToyRollout(RolloutContract):
@@ -42,13 +44,15 @@ class ToyRollout(RolloutContract):
 
     def __init__(self) -> None:
         self.num_loads = 0
+        self.epoch = 1
+        self.state: TenantState = "cold"
 
     async def memory_report(self) -> TenantReport | None:
-        state = "quiesced" if self.num_loads else "cold"
-        return TenantReport(self.ctx.name, 1, "rollout", "host:0", (1,), (1,), state, ())
+        return TenantReport(self.ctx.name, self.epoch, "rollout", "host:0", (1,), (1,), self.state, ())
 
     async def load_engine(self) -> None:
         self.num_loads += 1
+        self.state = "quiesced"
 
 
 class Leads(Actor):
@@ -98,6 +102,24 @@ async def test_a_step_in_turns(tmp_path: Path) -> None:
         assert told["memory/copied_bytes"] == 30.0
         assert told["memory/exposed_s"] >= told["memory/switch_s"] > 0
         assert share.metrics()["memory/switch_s"] == 0.0
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_died_is_asked_for_again_and_loaded(tmp_path: Path) -> None:
+    """It may stand with room and without an engine: the state of a tenant does not say that it has loaded."""
+    async with stage(tmp_path) as (share, manager, rollouts):
+        await share.offer()
+        await share.give()
+        rollouts[1].epoch, rollouts[1].state = 2, "released"  # restarted, and granted room on the way
+        lost = LeaseReply(granted=False, epoch=3, reason="rollout/1 was lost while the switch was in its restore step")
+        manager.replies = [lost]
+        await share.offer()
+        assert [rollout.num_loads for rollout in rollouts] == [1, 2]
+        manager.replies = [lost]
+        await share.give()
+        assert manager.asked[-1].is_active
+        await share.offer()
+        assert [rollout.num_loads for rollout in rollouts] == [1, 2], "it has loaded now"
 
 
 @pytest.mark.asyncio

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -96,6 +97,8 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
                 pending.write()
                 pending.finish()
             gang_rank.keep(out / "weights_after.npz", weights_of(backend))
+        if case.get("loses_a_folder"):
+            result["lost"] = without_its_folder(backend, out / "lost")
         if case.get("export_hf"):
             backend.export_hf(str(out / "hf"))
         mine = with_own_scores(shards[0], backend.score_shard(shards[0]))
@@ -110,6 +113,20 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
     finally:
         backend.close()
     return result
+
+
+def without_its_folder(backend: Any, folder: Path) -> str:
+    """What a checkpoint says whose folder goes away before it is written."""
+    from myxa.actors.backends.torch_backend.checkpoint_folder import partial_of
+    from myxa.core.errors import TrainError
+
+    pending = backend.begin_save(str(folder), {})
+    shutil.rmtree(partial_of(folder))
+    try:
+        pending.write()
+    except TrainError as error:
+        return str(error)
+    return "nothing"
 
 
 def overflowing(shard: Any) -> Any:

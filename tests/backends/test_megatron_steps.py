@@ -52,7 +52,7 @@ ROUTED = {"is_moe": True, "watches_routing": True, "algo": MANY, "optimizer": {"
 
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
-        {"name": "alone"},
+        {"name": "alone", "loses_a_folder": True},
         {"name": "experts", "is_moe": True, "algo": PLAIN},
         {"name": "routed-anew", **ROUTED},
         {"name": "routing-replayed", **ROUTED, "megatron": {"routing_replay": True}},
@@ -300,6 +300,13 @@ def test_checkpoints_of_any_layout_convert_to_a_huggingface_folder(
         np.testing.assert_array_equal(found[key], value, err_msg=key)
     with open_weights(tmp_path / "hf", read_config(tmp_path / "hf")):
         """Whole, and of the shapes that its config says."""
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_a_checkpoint_that_cannot_be_written_says_so_at_the_rank_that_writes(gangs: Gangs) -> None:
+    (result,) = results(gangs(1), "alone")
+    assert "cannot write" in result["lost"]
+    assert "check disk and rights" in result["lost"]
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)

@@ -14,8 +14,8 @@ from myxa.launch.placement import place
 HEAD = '[model]\npath = "m"\n[data]\ntrain = "t.jsonl"\n'
 ON_HOST = '[memory]\nshare = "switch"\ncapacity_mb = 64\n'
 ON_GPU = (
-    '[memory]\nshare = "switch"\n[roles.trainer]\nkind = "megatron"\ndevices = "0"\n'
-    '[roles.rollout]\nkind = "sglang"\ndevices = "0"\n'
+    '[memory]\nshare = "switch"\nworkspace_mb = 1024\n[sglang]\nmem_fraction_static = 0.8\n'
+    '[roles.trainer]\nkind = "megatron"\ndevices = "0"\n[roles.rollout]\nkind = "sglang"\ndevices = "0"\n'
 )
 
 
@@ -70,9 +70,14 @@ def test_the_host_pool_is_what_is_copied_unless_it_is_named(tmp_path: Path) -> N
         (ON_HOST, ("roles.trainer.nodes=[1]",), "on one and the same node"),
         (ON_HOST, ('weights.channel="disk"',), 'must be "cuda_ipc"'),
         (ON_GPU, ('weights.channel="nccl"',), "when trainer and engine take turns on a device"),
-        (ON_HOST, ('memory.backend="cuda_vmm"',), "needs GPUs in roles.trainer.devices"),
+        (ON_HOST, ('memory.backend="cuda_vmm"',), 'needs GPUs in roles.trainer.devices; use "auto"'),
         (ON_GPU, ('memory.backend="host_vmm"',), "is for runs on the CPU"),
-        (ON_HOST, ('roles.trainer.kind="megatron"',), "needs GPUs with roles.trainer.kind"),
+        (ON_GPU, ("memory.workspace_mb=0",), "must be set on GPUs: MiB that a step's activations take"),
+        (ON_GPU.replace("mem_fraction_static = 0.8", ""), (), "the share of the GPU that weights and cache take"),
+        (ON_GPU, ('roles.trainer.devices="0-1"', 'roles.rollout.devices="0-1"'), "one rollout actor for each GPU"),
+        (ON_GPU, ('memory.params="rematerialise"',), 'needs trainer.dtype = "bfloat16"'),
+        (ON_HOST, ('memory.backend="torch_memory_saver"',), 'is for roles.trainer.kind = "megatron"'),
+        (ON_HOST, ('roles.trainer.kind="megatron"',), "needs GPUs in roles.trainer.devices, or"),
         (ON_HOST, ('trainer.strategy="fsdp"',), 'must be "ddp"'),
         (ON_HOST, ('memory.params="rematerialise"',), 'must be "backup"'),
         (ON_GPU, ("megatron.offload_optimizer=0.5", 'trainer.dtype="bfloat16"'), "leaves the device as a whole"),

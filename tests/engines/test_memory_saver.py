@@ -281,6 +281,31 @@ async def test_who_waits_for_a_turn_is_told_when_the_actor_leaves(folders):
 
 
 @pytest.mark.asyncio
+async def test_a_loss_of_weights_that_could_not_be_told_is_told_again(folders):
+    losses = Losses()
+
+    async def tell() -> None:
+        await losses()
+        if losses.num == 1:
+            raise EngineError("nobody listens", remedy="try again")
+
+    async with client() as (_, engine):
+        turn = EngineTurn(engine, engine, on_weights_lost=tell)
+        turn.started()
+        await turn.quiesce()
+        await asyncio.to_thread(turn.release, ALL)
+        with pytest.raises(MemoryFault, match="nobody listens"):
+            await asyncio.to_thread(turn.restore, ALL)
+        with pytest.raises(EngineError, match="weights have no contents"):
+            await turn.resume()
+        assert not turn.has_turn
+        await asyncio.to_thread(turn.restore, ALL)
+        assert losses.num == 2
+        await turn.resume()
+        assert turn.has_turn
+
+
+@pytest.mark.asyncio
 async def test_an_engine_that_fails_to_leave_says_so_in_the_words_of_memory():
     async with client() as (stub, engine):
         turn = EngineTurn(engine, engine, on_weights_lost=Losses())

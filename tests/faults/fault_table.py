@@ -237,7 +237,11 @@ _DIES = cells(
 PROCESS: dict[str, Fault] = {
     "SIGKILL": Fault("SIGKILL; the launcher reports it and starts the process again", _DIES, DYING, strikes=True),
     "exit": Fault(
-        "`os._exit` in a handler; the same", {k: v for k, v in _DIES.items() if k != "join"}, DYING, strikes=True
+        "`os._exit` in a handler; the same",
+        # The order to exit is small: on its own lane it may overtake the array.
+        {k: v for k, v in _DIES.items() if k != "join"} | {"bulk": maybe("PeerDied", within_s=2.0)},
+        DYING,
+        strikes=True,
     ),
     "SIGSTOP": Fault("SIGSTOP, 2.5 s later SIGCONT", cells(5.0), FROZEN, strikes=True, lasts_s=2.5),
     "interpreter lock": Fault(

@@ -104,7 +104,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
                     optimizer = MegatronAdamW(wrapped, config.optimizer, config.megatron, precision, optimizer_options)
                 reference = self._reference(model, precision) if config.algo.kl_coef > 0 else None
                 if home is not None:
-                    home.built(optimizer)
+                    home.built(optimizer, lambda here: bool(world.gather(torch.tensor([here])).any()))
                     optimizer.before_update, optimizer.after_update = home.arrived, home.written
         except BaseException:
             world.close()

@@ -50,7 +50,7 @@ from ..torch_backend.export import named_array
 from ..torch_backend.tensors import from_bytes
 from . import mcore
 from .checkpoint_files import files_of, list_of
-from .checkpoint_shards import begin_shards
+from .checkpoint_shards import begin_shards, told
 from .optimizer import MegatronAdamW
 from .world import MegatronWorld
 
@@ -150,7 +150,8 @@ def load_checkpoint(folder: str | Path, state: TrainingState) -> dict[str, Any]:
         found.append((path, manifest))
     path, manifest = found[0]
     with world.together(f"loading checkpoint {path}"):
-        loaded = mcore.module("dist_checkpointing").load(_sharded(state, is_loading=True), str(path))
+        with told("reading"):
+            loaded = mcore.module("dist_checkpointing").load(_sharded(state, is_loading=True), str(path))
         for name, chunk in _named_chunks(state.optimizer.chunks):
             chunk.load_state_dict(loaded[name], strict=True)
         _restore_optimizer(state.optimizer.megatron, loaded["optimizer"])

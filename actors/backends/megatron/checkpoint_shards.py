@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import inspect
 import queue
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ....core.errors import TrainError
 from . import mcore
@@ -34,26 +37,28 @@ class PendingShards:
             self._arguments[1] = [_apart(bucket) for bucket in request.preload_fn()]
 
     def write(self) -> None:
-        """This rank's files."""
+        """This rank's files. Raises TrainError when the disk refuses."""
         if self._request.async_fn is None:  # nothing of it lies here
             return
         writer = mcore.module(FILES).FileSystemWriterAsync
         if hasattr(writer, "write_preloaded_data_multiproc"):  # before 0.18: forks for each bucket
             _write_here(writer, self._request, self._arguments)
         else:
-            self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
+            _write_once(self._request, self._arguments)
 
     def finish(self) -> None:
         """Gather what all ranks wrote; rank 0 writes the index. Collective."""
-        for finalize in self._request.finalize_fns:
-            finalize()
+        with told("finishing"):
+            for finalize in self._request.finalize_fns:
+                finalize()
 
 
 def begin_shards(shards: dict[str, Any], folder: str) -> PendingShards:
     """Plan the writing of a state dict of shards and copy what this rank writes. Collective."""
     files = mcore.module(FILES)
-    if files._results_queue is None:
-        files._results_queue = queue.Queue()  # its only writer and its only reader are in this process
+    # Its only writer and its only reader are in this process. A new one for each: what was written and never finished
+    # must not be read for what is written next.
+    files._results_queue = queue.Queue()
     base = mcore.module("dist_checkpointing.strategies.torch").TorchDistSaveShardedStrategy
     found: list[Any] = []
 
@@ -64,13 +69,39 @@ def begin_shards(shards: dict[str, Any], folder: str) -> PendingShards:
             found.append(self.async_save(sharded_state_dict, checkpoint_dir, **ways))
 
     strategy = Held("torch_dist", 1, thread_count=1)
-    mcore.module("dist_checkpointing").save(shards, folder, sharded_strategy=strategy)
+    with told("planning"):
+        mcore.module("dist_checkpointing").save(shards, folder, sharded_strategy=strategy)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     pending = PendingShards(found[0])
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # the copies to the host are under way until now
     return pending
+
+
+@contextmanager
+def told(what: str) -> Generator[None]:
+    """Raise TrainError for what torch's checkpoints raise: it is no `Exception`, and would pass everybody by."""
+    try:
+        yield
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()), None)
+        raise TrainError(
+            f"{what} a checkpoint failed: {first[0] if first else error}", remedy="check disk and rights"
+        ) from error
+
+
+def _write_once(request: Any, arguments: list[Any]) -> None:
+    """What the request does, with its own outcome looked at: a failure is put beside the results instead of raised."""
+    outcomes: queue.Queue[Any] = queue.Queue()
+    request.async_fn(*arguments[:2], outcomes, *arguments[3:], **request.async_fn_kwargs)
+    outcome = outcomes.get_nowait()
+    if not isinstance(outcome, dict):
+        raise TrainError(f"cannot write shards: {outcome}", remedy="check disk and rights")
+    failed = next((value for value in cast("dict[Any, Any]", outcome).values() if isinstance(value, Exception)), None)
+    if failed is not None:
+        raise TrainError(f"cannot write shards: {failed}", remedy="check disk and rights") from failed
+    arguments[2].put(outcome)
 
 
 def _apart(bucket: Any) -> Any:

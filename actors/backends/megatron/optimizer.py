@@ -133,9 +133,11 @@ class MegatronAdamW:
         for group in self.megatron.param_groups:
             group["lr"] = lr
             group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
-        self.megatron.step()
+        try:
+            self.megatron.step()
+        finally:
+            self.after_update()  # also of a part of it
         self.num_updates += 1
-        self.after_update()
 
     @torch.no_grad()
     def rebuild_parameters(self) -> None:

@@ -86,6 +86,9 @@ class MegatronResidence:
         self._params_policy: TagPolicy = "rematerialise" if rebuilds else "backup"
         self._clock = clock
         self._optimizer: MegatronAdamW | None = None
+        self._is_any: Callable[[bool], bool] = bool
+        self._buffers: list[Any] = []
+        self._buffers_seen = 0
         self._coming: Coming | None = None
         self._is_stale = False
         """Parameters came back without contents."""
@@ -125,8 +128,9 @@ class MegatronResidence:
                     storage.resize_(num_bytes)
                 buffer.grad_data.zero_()
 
-    def built(self, optimizer: MegatronAdamW) -> None:
-        """Everything is there. Raises ConfigError for optimizers that allocate in their first step."""
+    def built(self, optimizer: MegatronAdamW, is_any: Callable[[bool], bool]) -> None:
+        """Everything is there. `is_any`: whether a thing is so on any rank; collective. Raises ConfigError for
+        optimizers that allocate in their first step."""
         parts: list[Any] = getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron])
         if len(list(optimizer.torch_optimizers())) != len(parts):
             raise ConfigError(
@@ -134,7 +138,11 @@ class MegatronResidence:
                 "the first step",
                 remedy="leave apex and Transformer Engine's optimizers out of this environment",
             )
-        self._optimizer = optimizer
+        from .weight_map import unwrapped  # imports megatron-core, which plans and refusals do without
+
+        self._optimizer, self._is_any = optimizer, is_any
+        self._buffers = [cast("Any", buffer) for chunk in optimizer.chunks for buffer in unwrapped(chunk).buffers()]
+        self._buffers_seen = self._num_buffer_writes()
         self._home().shrink(("frozen", "params", "grads", "optimizer"))
 
     def _home(self) -> Housing:
@@ -145,8 +153,9 @@ class MegatronResidence:
     # -- use
 
     def ready(self) -> None:
-        """Before parameters are read: rebuild them from their masters if they came back empty. Collective then."""
-        if not self._is_stale or self._optimizer is None:
+        """Before parameters are read: rebuild them from their masters if they came back empty on any rank. Collective:
+        what left one device need not have left the others."""
+        if self._params_policy != "rematerialise" or self._optimizer is None or not self._is_any(self._is_stale):
             return
         self.arrived()
         self._optimizer.rebuild_parameters()
@@ -165,6 +174,13 @@ class MegatronResidence:
         self._is_stale = False
         self._home().mark_dirty("params")
         self._home().mark_dirty("optimizer")
+        if self._in_buffers and (num := self._num_buffer_writes()) != self._buffers_seen:
+            self._buffers_seen = num
+            self._home().mark_dirty("frozen")
+
+    def _num_buffer_writes(self) -> int:
+        """What nobody trains may be counted in: a router's statistics."""
+        return sum(buffer._version for buffer in self._buffers)
 
     # -- leaving and coming back
 
@@ -184,11 +200,11 @@ class MegatronResidence:
         known = self._known(tags)
         away = {r.tag: r for r in self.report() if r.tag in known and r.backing in ("host", "discarded")}
         coming = self._home().begin_restore(known)
+        if LATE in known:
+            self._coming = coming
         for tag in known:
             if tag != LATE:
                 coming.wait(tag)
-        if LATE in known:
-            self._coming = coming
         if "params" in away and self._params_policy == "rematerialise":
             self._is_stale = True
         return Moved(

@@ -114,13 +114,24 @@ def commit(folder: Path, manifest: Manifest) -> None:
             file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
             file.flush()
             os.fsync(file.fileno())
+        _sync(partial)
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.replace(old)
         partial.replace(folder)
+        _sync(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise TrainError(f"cannot commit checkpoint {folder}: {error}", remedy="check disk and rights") from error
+
+
+def _sync(folder: Path) -> None:
+    """Names in a folder are on the disk too, so that a power cut does not take back what was told."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -188,7 +199,10 @@ def find_checkpoint(place: str | Path) -> Path:
     newest, torn = newest_checkpoint(holder)
     if newest is None:
         found = "; ".join(f"{info.path.name}: {info.problem}" for info in torn) or "nothing"
-        raise TrainError(f"no complete checkpoint in {holder} ({found})", remedy="set trainer.resume to another folder")
+        raise TrainError(
+            f"no complete checkpoint in {holder} ({found})",
+            remedy="name a checkpoint, or a run made with trainer.checkpoint_every above 0",
+        )
     return newest.path
 
 
