@@ -7,47 +7,60 @@ which never waits. Knows contracts, ledger and admission; knows no concrete data
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from ..algos.staleness import Admission
 from ..core.activity import ActivityMeter, TelemetryBuffer
 from ..core.actor import MailboxPolicy, PeerEvent
+from ..core.chaos import reached
 from ..core.errors import BadRequest, DataError, LedgerError, UserCodeError
+from ..core.file_entry import FileEntry
+from ..core.knobs import KnobValue
 from ..core.messages import (
     Assignment,
     BufferStats,
     Claim,
+    DrawBlock,
     DrawReply,
     DrawRequest,
+    DumpReport,
     GroupDropped,
     GroupReturned,
     PutResult,
+    RecentGroup,
     SamplingParams,
 )
 from ..core.protocols import PromptSource
 from ..core.samples import Group, Prompt
+from .buffer_dumps import BufferDumps
+from .buffer_gauges import buffer_gauges
+from .buffer_knobs import BufferKnobs, BufferLimits
+from .buffer_settings import BufferValues, LiveSettings
 from .buffer_store import BufferStore
 from .contracts import BufferContract, DataContract, MonitorContract
+from .engine_versions import EngineVersions
+from .group_filter import GroupFilters
+from .knob_joining import catch_up
+from .knob_owner import OwnsKnobs
 from .ledger import Ledger
+from .ledger_copy import copy_ledger
 from .ledger_resume import continue_ledger
-from .ledger_states import State
-from .telemetry import report_forever
+from .long_poll import LongPolls
+from .own_thread import in_own_thread
+from .process_knobs import process_knobs
+from .quarantine import open_quarantine
+from .recent_groups import RecentGroups
+from .telemetry import ReportPace, report_forever
 
-REPORT_S = 1.0
 CANARY_ID = -1_000_000
 """Group id of the first canary prompt; the others follow downwards, far from held-out prompts."""
-LONGEST_WAIT_S = 600.0
-DEADLINE_SHARE = 0.9
-"""A long poll ends after this share of the caller's time, so that the answer arrives before the caller gives up."""
 
 
-class Buffer(BufferContract, DataContract):
+class Buffer(OwnsKnobs, BufferContract, DataContract):
     """Prompt cursor, ledger, finished groups, admission; and the held-out prompts."""
 
     mailbox = MailboxPolicy(size=4096)
@@ -61,54 +74,88 @@ class Buffer(BufferContract, DataContract):
         admission: Admission,
         num_samples: int,
         sampling: SamplingParams,
-        group_filter: Callable[[Group], str | None],
+        group_filter: GroupFilters,
+        limits: BufferLimits | None = None,
         resume_from: Path | None = None,
     ) -> None:
-        """`group_filter`: reason to leave a finished group out, or None. `resume_from`: ledger of an earlier run that
-        this one goes on from; it is copied to `ledger_path` unless that exists already."""
+        """`num_samples`, `sampling`, `admission` and the chosen filter are what the run file says; knobs change them
+        within `limits`. `resume_from`: ledger of an earlier run that this one goes on from; it is copied to
+        `ledger_path` unless that exists already."""
         self._source = source
         self._ledger_path = ledger_path
         self._run = run
         self._admission = admission
         self._num_samples = num_samples
         self._sampling = sampling
-        self._filter = group_filter
+        self._filters = group_filter
+        self._limits = limits or BufferLimits()
         self._resume_from = resume_from
-        self._serving: dict[str, tuple[int, int]] = {}
-        """rollout -> (epoch, version that it told last)"""
+        self._versions = EngineVersions()
         self._ledger: Ledger | None = None
-        self._changed = asyncio.Event()
         self._draw_wait_s = 0.0
         self._claim_wait_s = 0.0
 
     # ---- life
 
     async def on_start(self) -> None:
-        """Open the ledger. Raises LedgerError if it is in use, damaged or of another run or dataset."""
+        """Open the ledger. Raises LedgerError if it is in use, damaged or of another run or dataset, CallError when the
+        coordinator of a run that goes on does not say which knobs are in force."""
         clock = self.ctx.clock
         if self._resume_from is not None:
             continue_ledger(self._resume_from, self._ledger_path, self._run)
-        self._ledger = Ledger(self._ledger_path, run=self._run, fingerprint=self._source.fingerprint, wall=clock.wall)
+        self._ledger = ledger = Ledger(
+            self._ledger_path, run=self._run, fingerprint=self._source.fingerprint, wall=clock.wall
+        )
+        self._dumps = BufferDumps(
+            self._ledger_path,
+            self._run,
+            version=lambda: ledger.newest_version,
+            spawn=self.ctx.spawn,
+            tell=self._tell,
+            clock=clock,
+            log=self.ctx.log,
+        )
+        values = BufferValues.first(self._admission, self._sampling, self._num_samples, self._filters.chosen)
+        settings = LiveSettings(ledger, self._admission, values, self._sampling)
         self._store = BufferStore(
             source=self._source,
-            ledger=self._ledger,
+            ledger=ledger,
             admission=self._admission,
-            num_samples=self._num_samples,
-            sampling=self._sampling,
-            group_filter=self._filter,
+            settings=settings,
+            filters=self._filters.by_name,
             log=self.ctx.log,
             started_s=clock.monotonic(),
+            quarantine=open_quarantine(
+                self._ledger_path.parent, self._source, ledger, self._limits.quarantine_after, self.ctx.log
+            ),
         )
         self._meter = ActivityMeter(self.ctx.name, clock)
-        self._meter.switch("wait-data", "messages")
         self._telemetry = TelemetryBuffer(self.ctx.name, clock, meter=self._meter)
+        self._book_waiting()
+        self._polls = LongPolls(self.ctx)
+        self._recent = RecentGroups(ledger)
+        self._pace = ReportPace()
+        self.knob_owner = BufferKnobs(
+            self.ctx.name,
+            settings,
+            self._admission,
+            filters=tuple(self._filters.by_name),
+            limits=self._limits,
+            retune=self._retune,
+            stands_at=lambda: self._store.ledger.next_step - 1,
+            clock=clock,
+            telemetry=self._telemetry,
+        )
+        self.knob_owner.add(process_knobs(self._pace))
+        await catch_up(self.ctx, self.knob_owner)  # before the first draw: what was decided, but never came here
         self.ctx.watch("rollout/")
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
-        self.ctx.spawn(report_forever(self._telemetry, send), name="buffer-telemetry")
+        self.ctx.spawn(report_forever(self._telemetry, send, self._pace), name="buffer-telemetry")
         self.ctx.spawn(self._gauge_forever(), name="buffer-gauges")
 
     async def on_stop(self, why: str) -> None:
         if self._ledger is not None:
+            self._dumps.close()
             self._ledger.close()
 
     async def on_peer(self, event: PeerEvent) -> None:
@@ -127,46 +174,50 @@ class Buffer(BufferContract, DataContract):
             )
         with self._at_work("draw"):
             self._store.hear(request)
-        until_s = self._wait_until_s(request.wait_s)
+            self._versions.drawing(request.rollout, request.epoch, request.version, self._newest)
+        until_s, lineage = self._polls.until_s(request.wait_s), self._versions.lineage
         while True:
-            assignments, blocked_by = self._draw_now(request)
-            if assignments or blocked_by == "finished" or request.max_groups < 1:
+            assignments, blocked_by = self._draw_now(request, lineage)
+            is_news = request.blocked_by is not None and blocked_by != request.blocked_by
+            if assignments or is_news or blocked_by == "finished" or request.max_groups < 1:
                 return DrawReply(assignments=tuple(assignments), blocked_by=blocked_by)
-            waited_s = await self._wait_for_change(until_s)
+            waited_s = await self._polls.wait(until_s)
             self._draw_wait_s += waited_s or 0.0
             if waited_s is None:
                 return DrawReply(blocked_by=blocked_by)
 
-    def _draw_now(
-        self, request: DrawRequest
-    ) -> tuple[list[Assignment], Literal["", "staleness", "data-exhausted", "paused", "finished"]]:
+    @property
+    def _newest(self) -> int:
+        return self._store.admission.newest_version
+
+    def _draw_now(self, request: DrawRequest, lineage: int) -> tuple[list[Assignment], DrawBlock]:
         store = self._store
-        if store.is_finished:
-            return [], "finished"
-        if store.settings.is_paused:
-            return [], "paused"
+        started_s, wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
         with self._at_work("draw"):
-            epoch, told = self._serving.get(request.rollout, (-1, -1))
-            version = max(request.version, told) if epoch == request.epoch else request.version
-            assignments = store.draw(request, version, self.ctx.clock.monotonic())
-            if assignments or request.max_groups < 1:
+            served = self._versions.serving(request.rollout, request.epoch, request.version, lineage, self._newest)
+            version, is_undone = served.version, served.is_undone
+            assignments = [] if store.is_finished else store.draw(request, version, started_s, is_undone=is_undone)
+            if assignments:
+                reached("buffer.dispatch")
+                ids = [assignment.prompt.group_id for assignment in assignments]
+                self._telemetry.hop("dispatch", ids, wall_s, self.ctx.clock.monotonic() - started_s)
                 return assignments, ""
-            has_work = store.may_draw or store.ledger.rows(State.REQUEUED)
-        return [], "staleness" if has_work else "data-exhausted"
+            return [], store.why_no_work(version) if request.max_groups > 0 or store.is_finished else ""
 
     async def put_group(self, group: Group, attempt: int, rollout: str) -> PutResult:
+        reached("buffer.put")
         with self._at_work("put"):
             result = self._store.put(group, attempt, rollout)
         if result.outcome in ("duplicate", "stale-attempt"):
             self.ctx.log.info("group %d from %s: %s, %s", group.group_id, rollout, result.outcome, result.reason)
+        self._recent.add(group, attempt, rollout, result, self.ctx.clock.wall())
         self._mind_drought()
-        self._ring()
+        self._polls.ring()
         return result
 
     async def adopted(self, rollout: str, epoch: int, version: int) -> None:
-        if (epoch, version) > self._serving.get(rollout, (-1, -1)):
-            self._serving[rollout] = (epoch, version)
-            self._ring()
+        if self._versions.adopted(rollout, epoch, version, self._newest):
+            self._polls.ring()
 
     async def drop_group(self, dropped: GroupDropped) -> None:
         with self._at_work("drop"):
@@ -175,8 +226,10 @@ class Buffer(BufferContract, DataContract):
             )
         if is_done:
             self.ctx.log.warning("group %d dropped by %s: %s", dropped.group_id, dropped.rollout, dropped.detail)
+            for text in self._store.cursor.take_news():
+                self._tell("prompt-quarantined", text)
         self._mind_drought()
-        self._ring()
+        self._polls.ring()
 
     def _mind_drought(self) -> None:
         drought = self._store.drought
@@ -187,80 +240,118 @@ class Buffer(BufferContract, DataContract):
 
     async def return_group(self, returned: GroupReturned) -> None:
         with self._at_work("return"):
-            self._store.take_back(returned.group_id, returned.attempt, returned.rollout, returned.partial)
-        self._ring()
+            self._store.take_back(returned)
+        self._polls.ring()
 
     async def rollout_gone(self, rollout: str, epoch: int) -> int:
         with self._at_work("gone"):
             num_groups = self._store.gone(rollout, epoch)
         if num_groups:
             self._tell("groups-requeued", f"{rollout} (epoch {epoch}) is gone: {num_groups} groups go elsewhere")
-        self._ring()
+        self._polls.ring()
         return num_groups
 
     # ---- the trainer
 
-    async def claim(self, step: int, wait_s: float) -> Claim:
-        until_s = self._wait_until_s(wait_s)
+    async def claim(self, step: int, wait_s: float, blocked_by: str | None = None) -> Claim:
+        until_s = self._polls.until_s(wait_s)
         while True:
-            if self._store.settings.is_paused and not self._store.ledger.claim_of(step):
-                blocked_by = "paused"
-            else:
-                blocked_by = "wait-data"
-                with self._at_work("claim"):
-                    groups = self._store.claim(step)
-                if groups is not None:
-                    self._ring()
-                    return Claim(step=step, groups=groups)
-                if self._store.is_finished:
-                    reason = self._store.inventory()
-                    self._tell("data-finished", f"no whole batch is left for step {step}: {reason}")
-                    self._ring()
-                    return Claim(step=step, finished=True, reason=reason)
-            waited_s = await self._wait_for_change(until_s)
+            found = self._claim_now(step)
+            is_news = blocked_by is not None and found.blocked_by != blocked_by
+            if found.groups or found.finished or is_news:
+                return found
+            waited_s = await self._polls.wait(until_s)
             self._claim_wait_s += waited_s or 0.0
             if waited_s is None:
-                return Claim(step=step, blocked_by=blocked_by)
+                return found
+
+    def _claim_now(self, step: int) -> Claim:
+        started_s, wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
+        is_new = not self._store.ledger.claim_of(step)
+        if is_new and not self._store.settings.serves(step):
+            return Claim(step=step, blocked_by="paused")
+        with self._at_work("claim"):
+            groups = self._store.claim(step)
+        if groups is not None:
+            reached("buffer.claim")
+            ids = [meta.group_id for meta in groups]
+            self._telemetry.hop("claim", ids, wall_s, self.ctx.clock.monotonic() - started_s)
+            if is_new:
+                self._dumps.claimed(ids)
+            self._polls.ring()
+            return Claim(step=step, groups=groups)
+        if not self._store.is_finished:
+            return Claim(step=step, blocked_by="wait-data")
+        reason = self._store.inventory()
+        self._tell("data-finished", f"no whole batch is left for step {step}: {reason}")
+        self._polls.ring()
+        return Claim(step=step, finished=True, reason=reason)
 
     async def fetch(self, group_ids: tuple[int, ...]) -> tuple[Group, ...]:
         with self._at_work("fetch"):
             return self._store.fetch(group_ids)
 
     async def trained(self, step: int) -> None:
+        reached("buffer.trained")
         with self._at_work("trained"):
             self._store.trained(step)
-        self._ring()
+        self._polls.ring()
 
     async def durable(self, version: int) -> None:
+        reached("buffer.durable")
         with self._at_work("durable"):
             self._store.ledger.durable(version)
+
+    async def snapshot(self, path: str, version: int) -> FileEntry:
+        newest = self._store.ledger.newest_version
+        if newest < version:
+            raise LedgerError(f"the ledger is asked for as of version {version}, but stands at {newest}")
+        return await in_own_thread(lambda: copy_ledger(self._ledger_path, Path(path)), "copy ledger")
 
     async def rewind(self, version: int) -> int:
         with self._at_work("rewind"):
             num_groups = self._store.rewind(version)
+            self._versions.rewound(version)
         self._tell("rewind", f"training goes on from version {version}; {num_groups} groups are ready again")
-        self._ring()
+        self._polls.ring()
         return num_groups
 
     # ---- the operator
 
-    async def set_admission(self, max_staleness: int | None = None, policy: str | None = None) -> BufferStats:
+    def _retune(self, values: Mapping[str, KnobValue], epoch: int) -> None:
         with self._at_work("retune"):
-            overdue = self._store.retune(max_staleness, policy)
-        stats = self._store.stats()
-        self._tell(
-            "admission", f"max_staleness {stats.max_staleness}, policy {stats.policy}; {len(overdue)} groups dropped"
-        )
-        self._ring()
-        return stats
+            overdue = self._store.retune(values, epoch)
+        words = ", ".join(f"{name} {value}" for name, value in values.items())
+        self._tell("retuned", f"{words}; {len(overdue)} groups dropped")
+        self._polls.ring()
 
-    async def set_paused(self, is_paused: bool) -> None:
-        self._store.settings.pause(is_paused)
-        self._ring()
+    async def set_paused(self, is_paused: bool, until_step: int | None = None) -> int:
+        settings, next_step = self._store.settings, self._store.ledger.next_step
+        settings.pause(is_paused, until_step)
+        self._book_waiting()
+        self._polls.ring()
+        return max(next_step, settings.until_step or 0)
+
+    def _book_waiting(self) -> None:
+        """What the time between two messages counts as."""
+        is_resting = not self._store.settings.serves(self._store.ledger.next_step)
+        self._meter.switch(*(("paused", "paused") if is_resting else ("wait-data", "messages")))
+
+    async def recent(self, num_groups: int) -> tuple[RecentGroup, ...]:
+        return self._recent.newest(num_groups)
+
+    async def dump(self, max_bytes: int) -> DumpReport:
+        return await self._dumps.whole(max_bytes)
+
+    async def dump_next(self, num_groups: int, max_bytes: int) -> DumpReport:
+        return await self._dumps.begin_next(num_groups, max_bytes)
+
+    async def dumps(self) -> tuple[DumpReport, ...]:
+        return self._dumps.reports()
 
     async def stop_drawing(self) -> None:
         self._store.settings.stop()
-        self._ring()
+        self._polls.ring()
 
     async def stats(self) -> BufferStats:
         return self._store.stats()
@@ -275,32 +366,6 @@ class Buffer(BufferContract, DataContract):
             for draw, prompt in enumerate(drawn)
             if prompt is not None
         )
-
-    # ---- waiting
-
-    def _ring(self) -> None:
-        """Wake everybody who waits: each looks again for itself."""
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    def _wait_until_s(self, wait_s: float) -> float:
-        """When a long poll has to answer, on the actor's clock."""
-        left_s = self.ctx.deadline()
-        limit_s = LONGEST_WAIT_S if left_s is None else left_s * DEADLINE_SHARE
-        wanted_s = wait_s if wait_s > 0 else 0.0  # NaN and negative: do not wait
-        return self.ctx.clock.monotonic() + min(wanted_s, limit_s)
-
-    async def _wait_for_change(self, until_s: float) -> float | None:
-        """Seconds waited until something changed; None if the time was over first."""
-        started_s = self.ctx.clock.monotonic()
-        if started_s >= until_s:
-            return None
-        try:
-            async with asyncio.timeout(until_s - started_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return None
-        return self.ctx.clock.monotonic() - started_s
 
     # ---- telling
 
@@ -323,20 +388,10 @@ class Buffer(BufferContract, DataContract):
         self._telemetry.event(kind, text)
 
     async def _gauge_forever(self) -> None:
-        """What the monitor shows, once a second."""
+        """What the monitor shows, as often as the actor reports."""
         while True:
-            await asyncio.sleep(REPORT_S)
-            admission, stats = self._store.admission, self._store.stats()
-            values = {
-                "buffer/ready": float(admission.num_ready),
-                "buffer/under_way": float(stats.states.get(State.DISPATCHED, 0)),
-                "buffer/requeued": float(stats.states.get(State.REQUEUED, 0)),
-                "buffer/slots_used": float(stats.slots_used),
-                "buffer/slots_total": float(stats.slots_total),
-                "buffer/drawn": float(stats.drawn),
-                "buffer/draw_wait_s": self._draw_wait_s,
-                "buffer/claim_wait_s": self._claim_wait_s,
-            }
-            values |= {f"buffer/dropped/{reason}": float(count) for reason, count in stats.dropped.items()}
-            values |= {f"buffer/mean_tokens/{name}": mean for name, mean in stats.mean_tokens.items()}
+            await self._pace.pause()
+            self._book_waiting()
+            values = buffer_gauges(self._store)
+            values |= {"buffer/draw_wait_s": self._draw_wait_s, "buffer/claim_wait_s": self._claim_wait_s}
             self._telemetry.metric(-1, values)

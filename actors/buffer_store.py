@@ -8,22 +8,26 @@ loop, no clock but the one it is told.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..algos.filters import GroupFilter
 from ..algos.staleness import Admission, LinePlace, Overdue, Stage
 from ..core.errors import LedgerError, UserCodeError
-from ..core.messages import Assignment, BufferStats, DrawRequest, GroupMeta, PutResult, SamplingParams
+from ..core.knobs import KnobValue
+from ..core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupMeta, GroupReturned, PutResult
 from ..core.protocols import PromptSource
 from ..core.samples import NO_VERSION, Group, Prompt, Sample
 from .buffer_checks import num_response_tokens, wrong_in_group, wrong_in_partial
 from .buffer_cursor import PromptCursor
+from .buffer_payloads import Payloads, oldest_version
 from .buffer_settings import LiveSettings
 from .drought import Drought
 from .ledger import Ledger
-from .ledger_payload import decode_group, decode_partial, encode
+from .ledger_payload import encode
 from .ledger_states import LEFTOVER, OPEN, Row, State
+from .quarantine import Quarantine
 
 INVALID = "invalid-samples"
 """Reason of groups whose records contradict each other or the assignment."""
@@ -43,21 +47,21 @@ class BufferStore:
         source: PromptSource,
         ledger: Ledger,
         admission: Admission,
-        num_samples: int,
-        sampling: SamplingParams,
-        group_filter: Callable[[Group], str | None],
+        settings: LiveSettings,
+        filters: Mapping[str, GroupFilter],
         log: logging.Logger,
         started_s: float,
+        quarantine: Quarantine | None = None,
     ) -> None:
+        """`filters`: group filters by name; the settings say which one judges."""
         self.ledger = ledger
         self.admission = admission
-        self.cursor = PromptCursor(source, ledger, num_samples)
-        self._sampling = sampling
-        self._filter = group_filter
+        self.settings = settings
+        self.payloads = Payloads(ledger, settings)
+        self.cursor = PromptCursor(source, ledger, quarantine)
+        self._filters = filters
         self._log = log
         self._reattach_until_s = started_s + REATTACH_S
-        self._metas: dict[int, GroupMeta] = {}
-        self.settings = LiveSettings(ledger, admission)
         self.is_finished = False
         """No batch will ever come again."""
         self.drought = Drought(admission.batch_size)
@@ -84,20 +88,25 @@ class BufferStore:
             for row in kept:
                 self.admission.dispatched(row.group_id, row.version)
 
-    def draw(self, request: DrawRequest, version: int, now_s: float) -> list[Assignment]:
-        """Groups for an engine that serves `version`: first what was handed back, then new draws."""
+    def draw(self, request: DrawRequest, version: int, now_s: float, *, is_undone: bool = False) -> list[Assignment]:
+        """Groups for an engine that serves `version`: first what was handed back, then new draws. `is_undone`: it only
+        counts as serving it; see `engine_versions.py`."""
+        if not self.settings.serves(self.ledger.next_step):
+            return []
         again: list[Row] = []
         new: list[tuple[Row, Prompt]] = []
+        num_samples = self.settings.values.num_samples
         try:
             for row in self._redispatchable(request.rollout, now_s):
                 if len(again) < request.max_groups and self.admission.may_dispatch(version, row.group_id):
-                    self.admission.dispatched(row.group_id, version)
+                    self.admission.dispatched(row.group_id, version, is_undone=is_undone)
                     again.append(row)
             while len(again) + len(new) < request.max_groups and self.admission.may_dispatch(version):
-                drawn = None if self.settings.is_stopping else self.cursor.next([row for row, _ in new])
+                wants_new = not self.settings.is_stopping and not self._has_enough
+                drawn = self.cursor.next([row for row, _ in new], num_samples) if wants_new else None
                 if drawn is None:
                     break
-                self.admission.dispatched(drawn[0].group_id, version)
+                self.admission.dispatched(drawn[0].group_id, version, is_undone=is_undone)
                 new.append(drawn)
             return self._dispatch(again, new, request, min(version, self.admission.newest_version))
         except BaseException:
@@ -109,25 +118,45 @@ class BufferStore:
     ) -> list[Assignment]:
         if not (again or new):
             return []
-        partials = {row.group_id: self._partial(row.group_id) for row in again}
-        started = [
-            replace(row, rollout=request.rollout, epoch=request.epoch, version=_oldest(partials[row.group_id], version))
-            for row in again
-        ]
-        fresh = [replace(row, rollout=request.rollout, epoch=request.epoch, version=version) for row, _ in new]
+        partials = {row.group_id: self.payloads.partial(row.group_id) for row in again}
+        theirs = {"rollout": request.rollout, "epoch": request.epoch}
+        started = [replace(row, **theirs, version=self.admission.version_of(row.group_id)) for row in again]
+        number = self.payloads.number_terms(self.settings.terms) if new else 0
+        fresh = [replace(row, **theirs, version=version, terms=number) for row, _ in new]
         prompts = {row.group_id: self.cursor.prompt_of(row) for row in again}
         prompts |= {row.group_id: prompt for row, prompt in new}
         self.ledger.dispatch(fresh, started)
+        terms = {row.group_id: self.payloads.terms_of(row) for row in (*started, *fresh)}
         return [
             Assignment(
                 prompt=prompts[row.group_id],
                 attempt=self._row(row.group_id).attempt,
                 num_samples=row.num_samples,
-                sampling=self._sampling,
+                sampling=terms[row.group_id].sampling,
                 partial=partials.get(row.group_id, ()),
+                knobs=terms[row.group_id].knobs,
             )
             for row in (*started, *fresh)
         ]
+
+    def why_no_work(self, version: int) -> DrawBlock:
+        """Why an engine that serves `version` got nothing just now."""
+        if self.is_finished:
+            return "finished"
+        if not self.settings.serves(self.ledger.next_step) or self._has_enough:
+            return "paused"
+        if not (self.may_draw or self.ledger.rows(State.REQUEUED)):
+            return "data-exhausted"
+        is_behind = version < self.admission.newest_version
+        return "weights" if is_behind and self.admission.may_dispatch(self.admission.newest_version) else "staleness"
+
+    @property
+    def _has_enough(self) -> bool:
+        """Paused, but for some steps: is all that they need drawn?"""
+        until = self.settings.until_step
+        if until is None:
+            return False
+        return self.admission.num_open >= (until - self.ledger.next_step) * self.admission.batch_size
 
     def _redispatchable(self, rollout: str, now_s: float) -> Iterable[Row]:
         for row in self.ledger.rows(State.REQUEUED):
@@ -162,11 +191,11 @@ class BufferStore:
 
     def _keep(self, group: Group, payload: bytes, num_tokens: int, announced: int) -> PutResult:
         group_id, stamp = group.group_id, group.oldest_version()
-        version = announced if stamp == NO_VERSION else stamp
+        version = announced if stamp == NO_VERSION else self.admission.counted(group_id, stamp)
         self.ledger.finish(group_id, payload, version=version, num_tokens=num_tokens)
         self.admission.ready(group_id, version)
         self.drought.kept()
-        self._metas[group_id] = _meta(group, version)
+        self.payloads.keep_meta(group, version)
         return PutResult(outcome="ready")
 
     def _answer_again(self, row: Row, group: Group, is_theirs: bool) -> PutResult:
@@ -183,7 +212,7 @@ class BufferStore:
             self._log.warning("group %d of %s is dropped: %s", row.group_id, row.rollout, wrong)
             return INVALID, wrong
         try:
-            verdict: Any = self._filter(group)
+            verdict: Any = self._filters[self.settings.values.group_filter](group)
         except UserCodeError:
             raise
         except Exception as error:
@@ -200,18 +229,22 @@ class BufferStore:
 
     def give_up(self, group_id: int, attempt: int, rollout: str, reason: str, detail: str) -> bool:
         """A rollout actor gives a group up; False if it is not (any more) its to give up."""
-        if self._held(group_id, attempt, rollout) is None:
+        row = self._held(group_id, attempt, rollout)
+        if row is None:
             return False
         self.ledger.drop([(group_id, reason)], detail)
         self.admission.filtered(group_id)
         self.drought.left_out(reason, detail)
+        self.cursor.failed(row, reason, detail)
         return True
 
-    def take_back(self, group_id: int, attempt: int, rollout: str, partial: tuple[Sample, ...]) -> bool:
-        """A rollout actor hands a group back with the tokens it has; False if it is not (any more) its to hand back."""
-        row = self._held(group_id, attempt, rollout)
-        if row is None:
-            return False
+    def take_back(self, returned: GroupReturned) -> bool:
+        """A rollout actor hands a group back with the tokens it has, or tells those and goes on; False if it is not
+        (any more) its to hand back."""
+        group_id, rollout, partial = returned.group_id, returned.rollout, returned.partial
+        row = self._held(group_id, returned.attempt, rollout)
+        if row is None or returned.goes_on:
+            return row is not None and self.payloads.save_partial(row, partial)
         wrong = wrong_in_partial(partial, group_id, row.num_samples)
         if wrong is not None:
             self._log.warning("group %d of %s starts again from its prompt: %s", group_id, rollout, wrong)
@@ -228,7 +261,9 @@ class BufferStore:
         if not rows:
             return
         data = encode(partial) if partial else None
-        oldest = {row.group_id: _oldest(partial or self._partial(row.group_id), NO_VERSION) for row in rows}
+        held = {row.group_id: partial or self.payloads.partial(row.group_id) for row in rows}
+        stamps = {group_id: oldest_version(samples, NO_VERSION) for group_id, samples in held.items()}
+        oldest = {group_id: self.admission.counted(group_id, stamp) for group_id, stamp in stamps.items()}
         self.ledger.requeue([(row.group_id, data, oldest[row.group_id]) for row in rows], detail)
         for row in rows:
             self.admission.requeued(row.group_id, oldest[row.group_id])
@@ -239,7 +274,7 @@ class BufferStore:
         """The batch of `step`, now or again; None while it cannot be formed. Sets `is_finished` when it never will."""
         held = self.ledger.claim_of(step)
         if held:
-            return tuple(self._meta_of(row) for row in held)
+            return tuple(self.payloads.meta_of(row) for row in held)
         if step != self.ledger.next_step:
             raise LedgerError(
                 f"step {step} asks for a batch, but the next step is {self.ledger.next_step}",
@@ -252,7 +287,7 @@ class BufferStore:
             self._drop_overdue(selection.overdue)
             if selection.claim is not None:
                 self.ledger.claim(step, selection.claim)
-                return tuple(self._meta_of(row) for row in self.ledger.claim_of(step))
+                return tuple(self.payloads.meta_of(row) for row in self.ledger.claim_of(step))
         except BaseException:
             self._rebuild()
             raise
@@ -262,7 +297,7 @@ class BufferStore:
 
     def fetch(self, group_ids: Iterable[int]) -> tuple[Group, ...]:
         """Payloads in the order asked for. Raises LedgerError naming the first group that has none."""
-        return tuple(self._group(group_id) for group_id in group_ids)
+        return tuple(self.payloads.group(group_id) for group_id in group_ids)
 
     def trained(self, step: int) -> bool:
         """The batch of `step` was trained; False if that was known."""
@@ -271,7 +306,7 @@ class BufferStore:
             return False
         self.admission.trained(step)
         for row in held:
-            self._metas.pop(row.group_id, None)
+            self.payloads.forget(row.group_id)
         return True
 
     def rewind(self, version: int) -> int:
@@ -279,13 +314,13 @@ class BufferStore:
         num_ready = self.ledger.rewind(version)
         self.is_finished = False
         self.settings.stop(False)
-        self._metas.clear()
+        self.payloads.forget_all()
         self._rebuild()
         return num_ready
 
-    def retune(self, max_staleness: int | None, policy: str | None) -> tuple[Overdue, ...]:
-        """Another bound or policy from now on; returns what had to be dropped for it."""
-        overdue = self.settings.retune(max_staleness, policy)
+    def retune(self, values: Mapping[str, KnobValue], epoch: int) -> tuple[Overdue, ...]:
+        """Other values of knobs from now on; returns what had to be dropped for them."""
+        overdue = self.settings.change(values, epoch)
         self._drop_overdue(overdue)
         return overdue
 
@@ -294,14 +329,14 @@ class BufferStore:
         self.ledger.drop([(row.group_id, LEFTOVER) for row in leftovers], "no whole batch can be formed any more")
         for row in leftovers:
             self.admission.filtered(row.group_id)
-            self._metas.pop(row.group_id, None)
+            self.payloads.forget(row.group_id)
         self.is_finished = True
 
     def _drop_overdue(self, overdue: tuple[Overdue, ...]) -> None:
         if overdue:
             self.ledger.drop([(item.group_id, item.reason) for item in overdue])
         for item in overdue:
-            self._metas.pop(item.group_id, None)
+            self.payloads.forget(item.group_id)
 
     # ---- facts
 
@@ -359,35 +394,3 @@ class BufferStore:
         if row is None or row.state not in (State.DISPATCHED, State.REQUEUED):
             return None
         return row if (row.attempt, row.rollout) == (attempt, rollout) else None
-
-    def _partial(self, group_id: int) -> tuple[Sample, ...]:
-        data = self.ledger.payload(group_id)
-        return () if data is None else decode_partial(group_id, data)
-
-    def _group(self, group_id: int) -> Group:
-        row = self._row(group_id)
-        if row.state not in (State.READY, State.CLAIMED, State.TRAINED):
-            raise LedgerError(f"group {group_id} is {row.state}: it has no payload to fetch")
-        return decode_group(group_id, self.ledger.payload(group_id) or b"")
-
-    def _meta_of(self, row: Row) -> GroupMeta:
-        meta = self._metas.get(row.group_id)
-        if meta is None:
-            meta = self._metas[row.group_id] = _meta(self._group(row.group_id), row.version)
-        return meta
-
-
-def _meta(group: Group, version: int) -> GroupMeta:
-    return GroupMeta(
-        group_id=group.group_id,
-        num_tokens=tuple(sample.num_tokens for sample in group.samples),
-        loss_tokens=tuple(int(sample.loss_mask.sum()) for sample in group.samples),
-        rewards=tuple(float(reward) for reward in group.rewards),
-        oldest_version=version,
-    )
-
-
-def _oldest(partial: tuple[Sample, ...], version: int) -> int:
-    """Oldest stamp of unfinished samples, or of what starts now at `version`."""
-    stamps = [stamp for stamp in (sample.oldest_version() for sample in partial) if stamp >= 0]
-    return min([*stamps, version]) if version >= 0 else min(stamps, default=NO_VERSION)

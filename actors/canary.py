@@ -43,9 +43,10 @@ class CanaryOptions:
     is_fatal: bool = False
     """Whether the run ends, rather than pauses, above the bound."""
 
-    def is_due(self, version: int, start_version: int) -> bool:
-        """At the start, then at every multiple of `every`."""
-        return self.every > 0 and (version == start_version or version % self.every == 0)
+    def is_due(self, version: int, checked: int | None) -> bool:
+        """The first time, then at every multiple of `every`, or at the first version after it that engines are given.
+        `checked`: the version that was looked at last; None: none yet."""
+        return self.every > 0 and (checked is None or version // self.every > checked // self.every)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,7 @@ def as_train_samples(samples: Sequence[Sample]) -> tuple[TrainSample, ...]:
             versions=sample.versions,
             reward=0.0,
             advantage=0.0,
+            temperature=sample.temperature or 1.0,
         )
         for sample in samples
     )

@@ -1,49 +1,49 @@
 """What each role answers to: the typed handlers other roles may call. References are typed by these classes.
 
 A contract only declares; the role class derives from it and implements every handler. Deadlines are defaults
-and may be shortened per call with `with_deadline(ref, seconds)`.
+and may be shortened per call with `with_deadline(ref, seconds)`. The contracts of rollout actors and of trainer
+ranks have files of their own; they are found here too.
 """
 
 from __future__ import annotations
 
 from ..core.actor import Actor
+from ..core.file_entry import FileEntry
 from ..core.handlers import call, cast, durable_put
+from ..core.knobs import KnobsInForce, LiveKnobs
 from ..core.messages import (
     BufferStats,
     CanaryAnswers,
     Claim,
     DrawReply,
     DrawRequest,
+    DumpReport,
     EngineStatus,
-    EvalRequest,
-    EvalResult,
     GroupDropped,
     GroupReturned,
     PutResult,
+    RecentGroup,
     RunStatus,
-    Scores,
     StepReport,
     Telemetry,
-    WeightAck,
     WeightManifest,
 )
-from ..core.samples import Group, Prompt, TrainSample, TrainShard
-from ..core.weight_channel import (
-    JoinOffer,
-    JoinRequest,
-    PlanReply,
-    PlanRequest,
-    SampleReply,
-    SampleRequest,
-    SendOrder,
-    SendReport,
-    ShareReply,
-    ShareRequest,
-)
-from .memory_contracts import TenantContract
+from ..core.samples import Group, Prompt
+from .knob_contracts import ConductContract, KnobsContract
+from .rollout_contract import RolloutContract
+from .trainer_contract import TrainerContract
+
+__all__ = [
+    "BufferContract",
+    "CoordinatorContract",
+    "DataContract",
+    "MonitorContract",
+    "RolloutContract",
+    "TrainerContract",
+]
 
 
-class BufferContract(Actor):
+class BufferContract(KnobsContract):
     """Prompt cursor, ledger, finished groups, admission."""
 
     @call(deadline=60, reentrant=True)
@@ -77,8 +77,9 @@ class BufferContract(Actor):
         raise NotImplementedError
 
     @call(deadline=60, reentrant=True)
-    async def claim(self, step: int, wait_s: float) -> Claim:
-        """Long poll for a whole batch to train from version `step`. Claiming a step again returns the same groups."""
+    async def claim(self, step: int, wait_s: float, blocked_by: str | None = None) -> Claim:
+        """Long poll for a whole batch to train from version `step`. Claiming a step again returns the same groups.
+        `blocked_by`: the reason for having none that the caller knows; another one is told at once."""
         raise NotImplementedError
 
     @call(deadline=60)
@@ -96,19 +97,43 @@ class BufferContract(Actor):
         """A checkpoint covers everything trained up to `version`; payloads before it may go. Idempotent."""
         raise NotImplementedError
 
+    @call(deadline=600, reentrant=True)
+    async def snapshot(self, path: str, version: int) -> FileEntry:
+        """Copy the ledger to a new file, durably and as of one moment, while work goes on; everything trained up to
+        `version` is in it. Returns name, size and digest."""
+        raise NotImplementedError
+
     @call(deadline=30)
     async def rewind(self, version: int) -> int:
         """The trainer restarted from the checkpoint of `version`: groups trained after it are READY again."""
         raise NotImplementedError
 
     @call(deadline=10)
-    async def set_admission(self, max_staleness: int | None = None, policy: str | None = None) -> BufferStats:
-        """Change the staleness bound or policy while running; None leaves a value as it is."""
+    async def set_paused(self, is_paused: bool, until_step: int | None = None) -> int:
+        """Stop or go on handing out work. Paused with `until_step`: claims of steps below it are still served, and work
+        for them handed out; None: nothing more at once, but a step that was claimed already is answered again. Returns
+        the version that the trainer will rest at: `until_step`, or the first step without a claim if that is later."""
         raise NotImplementedError
 
-    @call(deadline=10)
-    async def set_paused(self, is_paused: bool) -> None:
-        """Stop or go on handing out work."""
+    @call(deadline=30, reentrant=True, safe=True)
+    async def recent(self, num_groups: int) -> tuple[RecentGroup, ...]:
+        """The groups that were finished last, newest first; at most so many, fewer if they are long."""
+        raise NotImplementedError
+
+    @call(deadline=1800, reentrant=True)
+    async def dump(self, max_bytes: int) -> DumpReport:
+        """Write all untrained groups, with tokens, into a file of the run directory; answered once it is written."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def dump_next(self, num_groups: int, max_bytes: int) -> DumpReport:
+        """Write the next groups that are claimed for training into a file of the run directory, as they are claimed.
+        Answered at once. Refused while an earlier one is not whole yet, unless `num_groups` is 0, which ends that."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True, safe=True)
+    async def dumps(self) -> tuple[DumpReport, ...]:
+        """The newest dumps that this process of the buffer was asked for, oldest first."""
         raise NotImplementedError
 
     @call(deadline=10)
@@ -122,146 +147,7 @@ class BufferContract(Actor):
         raise NotImplementedError
 
 
-class RolloutContract(TenantContract):
-    """One engine and the workflows that use it."""
-
-    @call(deadline=120, reentrant=True)
-    async def prepare_weights(self, manifest: WeightManifest) -> WeightAck:
-        """Phase 1 of adoption: bytes arrive beside the old weights."""
-        raise NotImplementedError
-
-    @call(deadline=60, reentrant=True)
-    async def commit_weights(self, version: int) -> WeightAck:
-        """Phase 2: the next token is stamped with `version`."""
-        raise NotImplementedError
-
-    @call(deadline=600, reentrant=True)
-    async def evaluate(self, request: EvalRequest) -> EvalResult:
-        """Answer held-out prompts; does not touch the ledger."""
-        raise NotImplementedError
-
-    @call(deadline=300, reentrant=True)
-    async def answer(self, request: EvalRequest) -> CanaryAnswers:
-        """Answer prompts by the engine alone: one turn each, no workflow, no reward, no ledger."""
-        raise NotImplementedError
-
-    @call(deadline=10, reentrant=True)
-    async def status(self) -> EngineStatus:
-        """Engine version and load."""
-        raise NotImplementedError
-
-    @cast
-    async def fence(self, reason: str) -> None:
-        """The engine missed a deadline or serves the wrong weights: the actor fails and is built anew."""
-        raise NotImplementedError
-
-    @call(deadline=900, reentrant=True)
-    async def load_engine(self) -> None:
-        """Only where engines and trainer take turns: room was made for the engine, it may load. Returns when it has
-        joined the run; at once if it was loaded before."""
-        raise NotImplementedError
-
-    @call(deadline=60, reentrant=True)
-    async def drain(self) -> int:
-        """Abort what runs, return it with its tokens to the buffer; returns the number of groups returned."""
-        raise NotImplementedError
-
-
-class TrainerContract(TenantContract):
-    """One rank of the trainer gang; rank 0 leads."""
-
-    @call(deadline=600)
-    async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> dict[str, float]:
-        """This rank's part of one step; returns the metrics (reduced over ranks)."""
-        raise NotImplementedError
-
-    @call(deadline=600)
-    async def score(self, samples: tuple[TrainSample, ...]) -> Scores:
-        """Log-probs of the samples' response tokens under the current weights. Collective, the same on every rank."""
-        raise NotImplementedError
-
-    @call(deadline=600)
-    async def publish(self, version: int) -> WeightManifest | None:
-        """Gather and write the weights; a manifest of its part from every rank that publishes, None from the others."""
-        raise NotImplementedError
-
-    @call(deadline=1800)
-    async def save_checkpoint(self, folder: str) -> None:
-        """Collective checkpoint of all ranks."""
-        raise NotImplementedError
-
-    @call(deadline=1800)
-    async def begin_checkpoint(self, folder: str) -> None:
-        """Collective: copy what a checkpoint holds and begin to write it; training may go on."""
-        raise NotImplementedError
-
-    @call(deadline=1800, reentrant=True)
-    async def checkpoint_written(self) -> None:
-        """Answered once this rank's files of it are written."""
-        raise NotImplementedError
-
-    @call(deadline=600)
-    async def finish_checkpoint(self) -> None:
-        """Collective, after all ranks have written: the checkpoint is there."""
-        raise NotImplementedError
-
-    @call(deadline=1800)
-    async def export_hf(self, folder: str) -> None:
-        """Collective export to a HuggingFace folder."""
-        raise NotImplementedError
-
-    @call(deadline=30, reentrant=True)
-    async def release_weights(self, version: int) -> None:
-        """No engine reads that version any more. The leader tells the other ranks that sent it."""
-        raise NotImplementedError
-
-    @call(deadline=30, reentrant=True)
-    async def weight_plan(self, request: PlanRequest) -> PlanReply:
-        """How a version that this rank sends is cut into buckets."""
-        raise NotImplementedError
-
-    @call(deadline=60, reentrant=True)
-    async def join_channel(self, request: JoinRequest) -> JoinOffer:
-        """Open the meeting place of a channel."""
-        raise NotImplementedError
-
-    @call(deadline=300, reentrant=True)
-    async def send_weights(self, order: SendOrder) -> SendReport:
-        """Broadcast a version into a channel, while training goes on."""
-        raise NotImplementedError
-
-    @call(deadline=30, reentrant=True)
-    async def leave_channel(self, channel: str, reason: str) -> None:
-        """Give a channel up; a broadcast into it ends with an error."""
-        raise NotImplementedError
-
-    @call(deadline=60, reentrant=True)
-    async def share_weights(self, request: ShareRequest) -> ShareReply:
-        """Handles of a version's memory, for an engine on the same GPUs."""
-        raise NotImplementedError
-
-    @call(deadline=60, reentrant=True)
-    async def sample_weights(self, request: SampleRequest) -> SampleReply:
-        """A few values of a version that this rank sends."""
-        raise NotImplementedError
-
-    @call(deadline=30, reentrant=True)
-    async def run_leader(self, start_version: int) -> None:
-        """Leader only: start the loop claim -> train -> publish from that version."""
-        raise NotImplementedError
-
-    @call(deadline=30, reentrant=True)
-    async def stop_leader(self, reason: str) -> None:
-        """Leader only: end the loop after the step in hand, then save and export as configured."""
-        raise NotImplementedError
-
-    @call(deadline=30, reentrant=True)
-    async def set_knobs(self, knobs: dict[str, float]) -> None:
-        """Live values (for example `lr`) used from the next step on."""
-        raise NotImplementedError
-
-
-class CoordinatorContract(Actor):
+class CoordinatorContract(KnobsContract, ConductContract):
     """Run state machine, version clock, adoption of weights, evaluation, the end of the run."""
 
     @call(deadline=60, reentrant=True)
@@ -285,8 +171,27 @@ class CoordinatorContract(Actor):
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
-    async def trainer_ready(self, version: int, manifest: WeightManifest | None, facts: dict[str, str]) -> None:
-        """The gang is up at `version`."""
+    async def trainer_ready(
+        self,
+        version: int,
+        manifest: WeightManifest | None,
+        facts: dict[str, str],
+        live: LiveKnobs | None = None,
+        is_leading: bool = False,
+    ) -> None:
+        """The gang is up at `version`. `live`: values that were in force when the checkpoint that it goes on from was
+        written; they are put into force again before the leader is let go. `is_leading`: the leader's loop goes on
+        already, and this only tells a coordinator that was started anew where it stands."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True, safe=True)
+    async def live_knobs(self) -> LiveKnobs:
+        """What was decided while the run went on: what a checkpoint holds of the knobs."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True, safe=True)
+    async def knobs_in_force(self, owner: str) -> KnobsInForce:
+        """What an owner that was started anew must use before it gets, or gives, any work."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
@@ -301,12 +206,12 @@ class CoordinatorContract(Actor):
 
     @call(deadline=30, reentrant=True)
     async def pause(self, reason: str) -> None:
-        """Nothing is generated or trained any more until `resume`; the reason is told."""
+        """Nothing is generated or trained any more until an operator resumes the run; the reason is told."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
-    async def resume(self) -> None:
-        """Go on after a pause."""
+    async def rollout_leaving(self, rollout: str, reason: str) -> None:
+        """That actor is about to be ended on purpose: no weights, evaluation or canary go to it any more."""
         raise NotImplementedError
 
     @cast
@@ -317,11 +222,6 @@ class CoordinatorContract(Actor):
     @call(deadline=10, reentrant=True)
     async def status(self) -> RunStatus:
         """Where the run stands."""
-        raise NotImplementedError
-
-    @call(deadline=30, reentrant=True)
-    async def set_max_staleness(self, max_staleness: int) -> BufferStats:
-        """Change eta while running."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
@@ -344,7 +244,7 @@ class DataContract(Actor):
         raise NotImplementedError
 
 
-class MonitorContract(Actor):
+class MonitorContract(KnobsContract):
     """Sinks for metrics, events and spans. Lossy: training never waits for it."""
 
     @cast
@@ -355,6 +255,11 @@ class MonitorContract(Actor):
     @call(deadline=10, reentrant=True)
     async def snapshot(self) -> dict[str, dict[str, float]]:
         """Latest values per source, and time shares per actor under `time/<actor>`."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True, safe=True)
+    async def shares(self, window_s: float) -> dict[str, dict[str, float]]:
+        """Actor -> kind of activity, or "kind/name", -> share of its time over the last `window_s` seconds."""
         raise NotImplementedError
 
     @call(deadline=60)

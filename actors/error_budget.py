@@ -15,7 +15,8 @@ class ErrorBudget:
     """Counts calls. Pure: no clock, no IO."""
 
     def __init__(self, max_rate: float) -> None:
-        self._max_rate = max_rate
+        self.max_rate = max_rate
+        """The allowed share."""
         self._recent: deque[bool] = deque(maxlen=WINDOW_CALLS)
         self.num_calls = 0
         self.num_errors = 0
@@ -35,7 +36,7 @@ class ErrorBudget:
     def is_spent(self) -> bool:
         """Whether more than the allowed share failed."""
         failed, calls = self.recent
-        return calls >= MIN_CALLS and failed / calls > self._max_rate
+        return calls >= MIN_CALLS and failed / calls > self.max_rate
 
 
 class GroupBudget:
@@ -43,8 +44,16 @@ class GroupBudget:
     does not fit is no failure of either."""
 
     def __init__(self, max_rate: float) -> None:
-        self._max_rate = max_rate
         self._budget = ErrorBudget(max_rate)
+
+    @property
+    def max_rate(self) -> float:
+        """The allowed share."""
+        return self._budget.max_rate
+
+    @max_rate.setter
+    def max_rate(self, max_rate: float) -> None:
+        self._budget.max_rate = max_rate
 
     def note(self, error: MyxaError | None) -> None:
         """One more group, lost to `error` or finished. Raises an error of the same kind once there are too many."""
@@ -56,7 +65,7 @@ class GroupBudget:
         failed, groups = self._budget.recent
         kind = EngineError if isinstance(error, EngineError) else UserCodeError
         raise kind(
-            f"{failed} of the last {groups} groups were lost, more than reward.max_error_rate = {self._max_rate:g} "
+            f"{failed} of the last {groups} groups were lost, more than reward.max_error_rate = {self.max_rate:g} "
             f"allows; the last one: {error.message}",
             remedy=error.remedy,
         )

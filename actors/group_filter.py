@@ -5,6 +5,8 @@ Knows how a verdict is read. Must not know what happens to groups that are left 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,20 @@ from ..algos.filters import GROUP_FILTERS, GroupFilter
 from ..core.errors import UserCodeError
 from ..core.samples import Group
 from .user_code import GROUP_FILTER, load_function, what_was_raised
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFilters:
+    """The filters that were loaded when the run began, and the one that the run file chose. No other can be chosen
+    while the run goes on: a name that comes by a message never makes anybody import code."""
+
+    chosen: str
+    by_name: Mapping[str, GroupFilter]
+
+
+def load_group_filters(name: str) -> GroupFilters:
+    """The filter of that name and the built-in ones. Raises as `load_group_filter`."""
+    return GroupFilters(name, {**GROUP_FILTERS, name: load_group_filter(name)})
 
 
 def load_group_filter(name: str) -> GroupFilter:

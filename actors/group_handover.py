@@ -10,11 +10,12 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from ..core.activity import TelemetryBuffer
+from ..core.chaos import reached
 from ..core.clock import Clock
 from ..core.errors import MyxaError, UserCodeError
 from ..core.messages import Assignment, GroupDropped, GroupReturned
 from ..core.patience import until_answered
-from ..core.samples import Group, Prompt
+from ..core.samples import Group, Prompt, Sample
 from .contracts import BufferContract
 from .error_budget import GroupBudget
 from .group_runner import Partial, PooledScorer, drop_reason
@@ -46,10 +47,17 @@ class GroupHandover:
         self._clock = clock
         self._log = log
         self.counts = GroupCounts()
+        scorer.listen(telemetry.event)
+
+    def allow(self, max_error_rate: float) -> None:
+        """Another share of lost groups, and of failed reward calls, from now on."""
+        self._budget.max_rate = max_error_rate
+        self._scorer.allow(max_error_rate)
 
     async def deliver(self, group: Group, attempt: int) -> None:
         """A finished group."""
         self._budget.note(None)
+        reached("rollout.put")
         result = await self._ask(lambda: self._buffer.put_group(group, attempt, self._name))
         if result.outcome not in ("ready", "filtered"):
             self._log.info("group %d: %s %s", group.group_id, result.outcome, result.reason)
@@ -64,6 +72,26 @@ class GroupHandover:
             partial=partial.samples,
         )
         await self._ask(lambda: self._buffer.return_group(returned))
+
+    async def save(self, assignment: Assignment, samples: tuple[Sample, ...]) -> None:
+        """Tell what there is of a group that goes on here. Raises CallError when the buffer does not hear."""
+        await self._buffer.return_group(
+            GroupReturned(
+                group_id=assignment.prompt.group_id,
+                attempt=assignment.attempt,
+                rollout=self._name,
+                partial=samples,
+                goes_on=True,
+            )
+        )
+
+    def note_break(self, assignment: Assignment, partial: Partial) -> None:
+        """The engine failed a group, which goes on elsewhere."""
+        self.counts.num_breaks += 1
+        num_tokens = sum(int(sample.response_ids.size) for sample in partial.samples)
+        text = f"group {assignment.prompt.group_id} goes on elsewhere with {num_tokens} tokens: {partial.cause}"
+        self._log.error("group-broken: %s", text)
+        self._telemetry.event("group-broken", text)
 
     async def drop(self, assignment: Assignment, err: MyxaError) -> None:
         """A group that failed. Raises UserCodeError or what the budget raises when too many did."""

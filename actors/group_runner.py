@@ -10,14 +10,20 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 
+from ..core.chaos import reached
 from ..core.clock import Clock
 from ..core.completions import Completion
-from ..core.errors import DataError, EngineError, MyxaError, RewardError, UserCodeError
+from ..core.errors import DataError, DeadlyReward, EngineError, MyxaError, RequestRefused, RewardError, UserCodeError
+from ..core.flow_sampling import Hop
 from ..core.messages import Assignment
 from ..core.protocols import Delta, GenerateRequest, Tokenizer
 from ..core.samples import I32, Group, Prompt, Sample, check_sample
+from .group_so_far import GroupSoFar
+from .group_stretches import Stretches
+from .user_call import TookTooLong, UserRaised, within
 from .user_code import what_was_raised
 from .workflows.context import Workflow, WorkflowContext
 from .workflows.episode import Episode, Interrupted, ModelAccess, render_prompt
@@ -54,8 +60,17 @@ class PooledScorer(Scorer, Protocol):
         """Empty, or the sentence that ends the run."""
         ...
 
-    @property
-    def num_errors(self) -> int: ...
+    def allow(self, max_error_rate: float) -> None:
+        """Another share of failed calls from now on."""
+        ...
+
+    def listen(self, tell: Callable[[str, str], None]) -> None:
+        """Whom to tell (kind, text) when calls stop and go on."""
+        ...
+
+    def gauges(self) -> dict[str, float]:
+        """What the monitor shows of it."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -93,6 +108,8 @@ class Partial(Exception):
     """The group was interrupted; `samples` are what there is, finished members included."""
 
     samples: tuple[Sample, ...] = field(default_factory=tuple)
+    cause: EngineError | None = None
+    """What the engine failed with; None: it was told to stop."""
 
 
 @dataclass(slots=True)
@@ -111,6 +128,8 @@ class _Task:
     index: int
     prompt_ids: I32
     recorded: Sample | None
+    stretches: Stretches
+    made: GroupSoFar
 
 
 class GroupRunner:
@@ -126,10 +145,11 @@ class GroupRunner:
         max_turns: int,
         clock: Clock,
         on_load: Callable[[Load], None],
+        on_hop: Callable[[Hop, int, float, float], None],
         vocab_size: int | None = None,
-        workflow_timeout_s: float = 600.0,
     ) -> None:
-        """`model.sampling` is replaced by what each assignment asks for."""
+        """`model.sampling` is replaced by what each assignment asks for. `on_hop(hop, group, began, lasted)`: all of a
+        group was generated, or rewarded; seconds, the first of the wall clock."""
         self._workflow = workflow
         self._scorer = scorer
         self._tokenizer = tokenizer
@@ -137,9 +157,13 @@ class GroupRunner:
         self._max_turns = max_turns
         self._clock = clock
         self._on_load = on_load
+        self._on_hop = on_hop
         self._vocab_size = vocab_size
-        self._timeout_s = workflow_timeout_s
+        self.timeout_s = 600.0
+        """How long a workflow may take for one sample that it begins from now on."""
         self._load = Load()
+        self._made: dict[int, GroupSoFar] = {}
+        """Of groups that run."""
         self.stats = RunnerStats()
 
     @property
@@ -147,18 +171,40 @@ class GroupRunner:
         """How its episodes reach the model."""
         return self._model
 
+    def so_far(self, group_id: int) -> tuple[Sample, ...]:
+        """What there is of a group that runs: members with at least one token; empty for any other group."""
+        made = self._made.get(group_id)
+        return () if made is None else made.samples()
+
+    def has(self, group_id: int) -> bool:
+        """Whether that group runs, and is not whole yet."""
+        return group_id in self._made
+
     async def run(self, assignment: Assignment) -> Group:
         """All members of one group, rewarded.
 
-        Raises Partial when generation was interrupted, DataError for a prompt that does not fit, UserCodeError for
-        a workflow or reward that failed, EngineError for an engine that failed.
+        Raises Partial when generation was interrupted or the engine failed, DataError for a prompt that does not fit,
+        UserCodeError for a workflow or reward that failed, RequestRefused for a request that no engine can serve.
         """
         recorded = {s.index: s for s in assignment.partial}
         prompt_ids = render_prompt(self._tokenizer, assignment.prompt)
+        stretches, made = Stretches(self._clock), GroupSoFar(recorded)
         members = [
-            self._member(_Task(assignment, i, prompt_ids, recorded.get(i))) for i in range(assignment.num_samples)
+            self._member(_Task(assignment, i, prompt_ids, recorded.get(i), stretches, made))
+            for i in range(assignment.num_samples)
         ]
-        done: list[Member] = await _all_or_first_error(members)
+        group_id = assignment.prompt.group_id
+        self._made[group_id] = made
+        try:
+            done: list[Member] = await _all_or_first_error(members)
+        except RequestRefused:
+            raise
+        except EngineError as err:
+            raise Partial(made.samples(), err) from err
+        finally:
+            del self._made[group_id]
+            for hop, (began_s, ended_s) in stretches.found.items():
+                self._on_hop(hop, group_id, stretches.wall_s(began_s), ended_s - began_s)
         finished = [d for d in done if not isinstance(d, Interrupted)]
         interrupted = [d.partial for d in done if isinstance(d, Interrupted)]
         if interrupted:
@@ -168,17 +214,21 @@ class GroupRunner:
             samples=tuple(sample for sample, _ in finished),
             rewards=np.asarray([outcome.value for _, outcome in finished], dtype=np.float32),
             reward_parts=tuple(dict(outcome.parts) for _, outcome in finished),
+            knobs=assignment.knobs,
         )
 
     async def _member(self, task: _Task) -> Member:
         try:
-            sample = await self._produce(task)
+            with task.stretches.of("generate"):
+                sample = await self._produce(task)
         except Interrupted as interrupted:
             return interrupted
         self.stats.num_tokens += int(sample.loss_mask.sum())
         self.stats.num_samples += 1
         self.stats.num_truncated += sample.finish == "length"
-        return sample, await self._reward(task.assignment.prompt, sample)
+        with task.stretches.of("reward"):
+            reached("rollout.reward")
+            return sample, await self._reward(task.assignment.prompt, sample)
 
     async def _produce(self, task: _Task) -> Sample:
         prompt, index = task.assignment.prompt, task.index
@@ -194,30 +244,38 @@ class GroupRunner:
             prompt_ids=task.prompt_ids,
             recorded=task.recorded,
         )
+        task.made.begun(index, episode)
         context = WorkflowContext(episode=episode, tokenizer=self._tokenizer, max_turns=self._max_turns, index=index)
         self._note(generating=1)
-        limit = asyncio.timeout(self._timeout_s)
+        timeout_s = self.timeout_s
+        where = f"(group {prompt.group_id}, sample {index}, row {prompt.row} of {prompt.source})"
         try:
-            async with limit:
-                sample = await self._workflow(context, prompt)
-        except (Interrupted, MyxaError, asyncio.CancelledError):
+            sample = await within(self._call_workflow(context, prompt), timeout_s)
+        except (Interrupted, MyxaError):
             raise
-        except Exception as err:
-            where = f"(group {prompt.group_id}, sample {index}, row {prompt.row} of {prompt.source})"
-            if isinstance(err, TimeoutError) and limit.expired():
-                raise UserCodeError(
-                    f"workflow did not finish within {self._timeout_s:g} s {where}",
-                    remedy="bound its waits, or raise rollout.timeout_s",
-                ) from err
+        except TookTooLong as late:
+            more = ", and goes on although it was cancelled" if late.goes_on else ""
             raise UserCodeError(
-                f"workflow raised {what_was_raised(err)} {where}", remedy="mend the workflow function"
+                f"workflow did not finish within {timeout_s:g} s{more} {where}",
+                remedy="bound its waits, or raise rollout.timeout_s",
+            ) from late
+        except Exception as err:
+            cause = err.cause if isinstance(err, UserRaised) else err
+            raise UserCodeError(
+                f"workflow raised {what_was_raised(cause)} {where}", remedy="mend the workflow function"
             ) from err
         finally:
             self._note(generating=-1)
-        return self._checked(sample, prompt, index)
+        checked = self._checked(sample, prompt, index, episode.temperature)
+        task.made.finished(checked)
+        return checked
 
-    def _checked(self, sample: object, prompt: Prompt, index: int) -> Sample:
-        """User code may return anything: only a consistent Sample of this very prompt passes."""
+    async def _call_workflow(self, context: WorkflowContext, prompt: Prompt) -> object:
+        return await self._workflow(context, prompt)
+
+    def _checked(self, sample: object, prompt: Prompt, index: int, temperature: float | None) -> Sample:
+        """User code may return anything: only a consistent Sample of this very prompt passes, with the temperature that
+        its turns were drawn at."""
         if not isinstance(sample, Sample):
             raise UserCodeError(
                 f"workflow returned a value of type {type(sample).__name__}, not a Sample "
@@ -233,7 +291,15 @@ class GroupRunner:
             check_sample(sample, self._vocab_size)
         except ValueError as err:
             raise EngineError(str(err), remedy="the engine or workflow broke the per-token contract") from err
-        return sample
+        except Exception as err:
+            raise UserCodeError(
+                f"workflow returned a sample that cannot be checked: {what_was_raised(err)} "
+                f"(group {prompt.group_id}, sample {index})",
+                remedy="end it with `return ctx.episode.sample()`",
+            ) from err
+        if temperature is None or sample.temperature == temperature:
+            return sample
+        return msgspec.structs.replace(sample, temperature=temperature)
 
     async def _reward(self, prompt: Prompt, sample: Sample) -> Outcome:
         completion = Completion(
@@ -252,6 +318,8 @@ class GroupRunner:
         self._note(rewarding=1)
         try:
             return await self._scorer.score(completion)
+        except RewardError:
+            raise
         except UserCodeError as err:
             raise RewardError(err.message, remedy=err.remedy) from err
         finally:
@@ -277,9 +345,10 @@ async def _all_or_first_error(members: Sequence[Coroutine[Any, Any, T]]) -> list
     return [t.result() for t in tasks]
 
 
-DropReason = Literal["reward-error", "workflow-error", "prompt-too-long", "engine-error"]
+DropReason = Literal["reward-error", "reward-crash", "workflow-error", "prompt-too-long", "engine-error"]
 
 _REASONS: tuple[tuple[type[MyxaError], DropReason], ...] = (
+    (DeadlyReward, "reward-crash"),
     (RewardError, "reward-error"),
     (DataError, "prompt-too-long"),
     (EngineError, "engine-error"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from ..core.actor import ActorContext
 from ..core.actor_group import ActorGroup
 from ..core.errors import MyxaError, TrainError
 from ..core.messages import CanaryAnswers
+from ..core.patience import until_answered
 from .canary import CanaryOptions, Verdict, as_train_samples, judge
 from .contracts import CoordinatorContract, TrainerContract
 
@@ -38,6 +40,9 @@ class Guard:
     ) -> None:
         self._ctx = ctx
         self._options = options
+        self.every = options.every
+        """Live: versions between two checks; 0: never."""
+        self._checked: int | None = None
         self._ranks = ranks
         self._meter = meter
         self._telemetry = telemetry
@@ -46,13 +51,13 @@ class Guard:
     async def check(
         self,
         version: int,
-        start_version: int,
         scoring: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
         """If it is due. `scoring`: inside it the trainer can score. Raises TrainError above the bound when the options
         say that this is fatal."""
-        if not self._options.is_due(version, start_version):
+        if not replace(self._options, every=self.every).is_due(version, self._checked):
             return
+        self._checked = version
         with self._meter.during("wait-weights", f"canary {version}"):
             try:
                 answers = await self._coordinator.canary(version)
@@ -72,7 +77,10 @@ class Guard:
         if self._options.is_fatal:
             raise TrainError(verdict.complaint, remedy=REMEDY)
         self._ctx.log.error("%s -- %s", verdict.complaint, REMEDY)
-        await self._coordinator.pause(f"{verdict.complaint} -- {REMEDY}")
+        reason = f"{verdict.complaint} -- {REMEDY}"
+        await until_answered(
+            lambda: self._coordinator.pause(reason), who="coordinator", clock=self._ctx.clock, log=self._ctx.log
+        )
 
     async def _compare(self, version: int, answers: CanaryAnswers) -> Verdict:
         scores = (await self._ranks.all(TrainerContract.score, as_train_samples(answers.samples)))["trainer/0"]

@@ -16,6 +16,10 @@ TIME_PREFIX = "time/"
 CURVES = ("reward/mean", "eval/reward", "lag/max", "train/loss")
 """Metrics of which the picture keeps a curve over the whole run, for the live view."""
 
+LONGEST_WINDOW_S = 600.0
+"""Shares can be asked for over so many of the last seconds at most."""
+
+_SPACING_S = 2.0
 _MAX_SOURCES = 1024
 _MAX_NAMES = 4096
 _MAX_POINTS = 480
@@ -49,8 +53,10 @@ class _Curve:
 class _TimeShares:
     """Shares from cumulative seconds per kind; survives lost bundles and restarts of the actor."""
 
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
+    def __init__(self, keep_s: float, spacing_s: float) -> None:
+        """Points are kept for `keep_s`, not closer than `spacing_s` but for the newest."""
+        self._keep_s = keep_s
+        self._spacing_s = spacing_s
         self._recent: deque[tuple[float, Mapping[str, float]]] = deque()
         self._before: dict[str, float] = {}
         """Totals of earlier incarnations."""
@@ -61,15 +67,19 @@ class _TimeShares:
             for key, seconds in last.items():
                 self._before[key] = self._before.get(key, 0.0) + seconds
             self._recent.clear()
+        if len(self._recent) > 1 and self._recent[-1][0] < self._recent[-2][0] + self._spacing_s:
+            self._recent.pop()
         self._recent.append((wall_s, totals))
-        while len(self._recent) > 2 and self._recent[1][0] < wall_s - self._window_s:
+        while len(self._recent) > 2 and self._recent[1][0] < wall_s - self._keep_s:
             self._recent.popleft()
 
-    def recent(self) -> dict[str, float]:
-        """Shares over about the last window."""
+    def recent(self, window_s: float) -> dict[str, float]:
+        """Shares over about the last window that was heard of; since the actor's start where that is shorter."""
         if len(self._recent) < 2:
             return _normalised(self._recent[-1][1]) if self._recent else {}
-        first, last = self._recent[0][1], self._recent[-1][1]
+        newest_s, last = self._recent[-1]
+        older = [totals for wall_s, totals in self._recent if wall_s <= newest_s - window_s]
+        first = older[-1] if older else self._recent[0][1]
         return _normalised({key: seconds - first.get(key, 0.0) for key, seconds in last.items()})
 
     def total(self) -> dict[str, float]:
@@ -131,13 +141,21 @@ class Latest:
             else:
                 self.num_refused += 1
         if seconds:
-            self._time.setdefault(point.source, _TimeShares(self._window_s)).put(point.wall_s, seconds)
+            time = self._time.get(point.source)
+            if time is None:
+                time = self._time[point.source] = _TimeShares(LONGEST_WINDOW_S, _SPACING_S)
+            time.put(point.wall_s, seconds)
 
     def _merge(self, name: str, step: int, value: float) -> None:
         if name not in self._merged or self._merged[name][0] <= step or step < 0:
             self._merged[name] = (step, value)
         if name in self._curves and step >= 0:
             self._curves[name].put(step, value)
+
+    def shares(self, window_s: float) -> dict[str, dict[str, float]]:
+        """Actor -> kind, or "kind/name", -> share of its time over the last `window_s` seconds."""
+        window_s = min(max(window_s, 0.0), LONGEST_WINDOW_S)
+        return {source: time.recent(window_s) for source, time in self._time.items()}
 
     def snapshot(self, now_wall_s: float) -> dict[str, dict[str, float]]:
         """`metrics`: newest value by name over all sources; `<source>`: its own latest values; `time/<source>`: shares
@@ -146,7 +164,7 @@ class Latest:
         view: dict[str, dict[str, float]] = {source: dict(values) for source, values in self._values.items() if values}
         view["metrics"] = {name: value for name, (_, value) in self._merged.items()}
         for source, time in self._time.items():
-            view[f"time/{source}"] = time.recent()
+            view[f"time/{source}"] = time.recent(self._window_s)
             view[f"time_total/{source}"] = time.total()
         for name, curve in self._curves.items():
             if points := curve.points():

@@ -68,6 +68,7 @@ class Ledger:
             *sorted(REDRAWN),
         )
         self._redraws = {row.group_id: row.draw for row in again}
+        self._terms = self._file.terms()
         change = Change()
         for row in movable:
             if row.state is State.DISPATCHED:
@@ -119,6 +120,15 @@ class Ledger:
             return None
         return next(iter(self._file.rows("group_id = ?", group_id)), None)
 
+    def given_up(self, reasons: Sequence[str]) -> list[tuple[int, str]]:
+        """(draw, reason) of all groups that were dropped for one of these reasons."""
+        marks = ", ".join("?" * len(reasons))
+        found = self._file.query(
+            f"SELECT draw, reason FROM groups WHERE state = 'DROPPED' AND reason IN ({marks}) ORDER BY group_id",
+            *reasons,
+        )
+        return [(int(draw), str(reason)) for draw, reason in found]
+
     def rows(self, *states: State) -> list[Row]:
         """Groups in these states (not DROPPED, not DURABLE), oldest first."""
         found = (row for state in states for row in self._rows[state].values())
@@ -138,6 +148,22 @@ class Ledger:
         found = self._file.payload(group_id)
         return None if found is None else found[1]
 
+    def terms(self, number: int) -> str:
+        """Terms that groups were dispatched under (`Row.terms`); empty for 0."""
+        return self._terms.get(number, "")
+
+    def all_terms(self) -> tuple[str, ...]:
+        """Every terms that groups were dispatched under, also in a run that this one goes on from."""
+        return tuple(self._terms.values())
+
+    def number_terms(self, data: str) -> int:
+        """The number under which these terms are kept, for the rows of `dispatch`."""
+        number = next((known for known, text in reversed(self._terms.items()) if text == data), 0)
+        if not number:
+            number = self._file.add_terms(data)
+            self._terms[number] = data
+        return number
+
     def recall(self, key: str) -> str:
         """What was remembered under that key; empty if nothing was."""
         return self._file.meta().get(LIVE + key, "")
@@ -151,13 +177,17 @@ class Ledger:
     def dispatch(self, new: Sequence[Row] = (), again: Sequence[Row] = ()) -> None:
         """Groups start: new draws (ids in sequence), and requeued ones. Attempts are counted here.
 
-        The given rows say `rollout`, `epoch` and `version` (lower bound of the oldest token).
+        The given rows say `rollout`, `epoch` and `version` (lower bound of the oldest token); a new one that has a
+        reason is given up at once.
         """
         change = Change()
         for offset, row in enumerate(new):
             if row.group_id != self._next_id + offset:
                 raise LedgerError(f"group {row.group_id} is drawn, but the next id is {self._next_id + offset}")
-            self._move(change, replace(row, attempt=1), (State.DISPATCHED,), detail=row.rollout)
+            if row.reason:
+                self._move(change, row, (State.DROPPED,))
+            else:
+                self._move(change, replace(row, attempt=1), (State.DISPATCHED,), detail=row.rollout)
         for row in again:
             at = self._get(row.group_id)
             wanted = replace(at, rollout=row.rollout, epoch=row.epoch, version=row.version, attempt=at.attempt + 1)
@@ -216,6 +246,10 @@ class Ledger:
             path = () if row.state is State.REQUEUED else (State.REQUEUED,)  # after a restart only the owner goes
             self._move(change, row, path, detail=detail)
         self._commit(change)
+
+    def save_partial(self, group_id: int, partial: bytes) -> None:
+        """Unfinished samples of a group that is under way, for whoever goes on with it should its actor die."""
+        self._file.commit(Change(payloads=[(group_id, False, partial)]))
 
     def claim(self, step: int, group_ids: Sequence[int]) -> None:
         """A batch is formed."""

@@ -34,6 +34,7 @@ CREATE TABLE transitions(
   attempt INTEGER NOT NULL, wall_s REAL NOT NULL, detail TEXT NOT NULL);
 CREATE INDEX transitions_by_group ON transitions(group_id, seq);
 """
+_TERMS = "CREATE TABLE IF NOT EXISTS terms(id INTEGER PRIMARY KEY, data TEXT NOT NULL UNIQUE)"
 
 _INVARIANTS: tuple[tuple[str, str], ...] = (
     ("is at rest in a passing state", f"state NOT IN ({', '.join(repr(str(s)) for s in sorted(AT_REST))})"),
@@ -44,7 +45,7 @@ _INVARIANTS: tuple[tuple[str, str], ...] = (
     ("has a step although it was not claimed", "step >= 0 AND state NOT IN ('CLAIMED', 'TRAINED', 'DURABLE')"),
     ("has no step although it was claimed", "step < 0 AND state IN ('CLAIMED', 'TRAINED', 'DURABLE')"),
     ("is dropped without a reason, or has one and is not dropped", "(state = 'DROPPED') != (reason != '')"),
-    ("was dispatched by nobody", "attempt < 1"),
+    ("was dispatched by nobody", "attempt < 1 AND reason != 'quarantined'"),
     (
         "is durable without a checkpoint that covers it",
         "state = 'DURABLE' AND step >= (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'durable_version')",
@@ -53,6 +54,7 @@ _INVARIANTS: tuple[tuple[str, str], ...] = (
         "repeats a draw that was not dropped",
         "redraw_of >= 0 AND (redraw_of, draw) NOT IN (SELECT group_id, draw FROM groups WHERE state = 'DROPPED')",
     ),
+    ("was dispatched under unknown terms", "terms != 0 AND terms NOT IN (SELECT id FROM terms)"),
     (
         "is in another state than its last transition says",
         "state IS NOT (SELECT to_state FROM transitions WHERE group_id = groups.group_id ORDER BY seq DESC LIMIT 1)",
@@ -104,6 +106,7 @@ class LedgerFile:
             names = {"format": FORMAT, "base_version": "0", "durable_version": "0", "payload_floor": "0"} | identity
             self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA}")
             self._db.executemany("INSERT INTO meta VALUES (?, ?)", names.items())
+            self._db.execute(_TERMS)
             self._db.execute("COMMIT")
             return
         known = self.meta()
@@ -113,6 +116,9 @@ class LedgerFile:
                     f"{self.path} belongs to another {key}: {known.get(key)!r}, this run has {wanted!r}",
                     remedy="resume with the run's own files, or start a run with an empty directory",
                 )
+        self._db.execute(_TERMS)  # ledgers from before there were terms
+        if "terms" not in {column[1] for column in self._db.execute("PRAGMA table_info(groups)")}:
+            self._db.execute("ALTER TABLE groups ADD COLUMN terms NOT NULL DEFAULT 0")
 
     # ---- reading
 
@@ -131,6 +137,19 @@ class LedgerFile:
         """Groups in order of id."""
         found = self.query(f"SELECT {', '.join(_COLUMNS)} FROM groups WHERE {where} ORDER BY group_id", *args)
         return [_row(dict(zip(_COLUMNS, values, strict=True))) for values in found]
+
+    def terms(self) -> dict[int, str]:
+        """All terms by number."""
+        return dict(self.query("SELECT id, data FROM terms"))
+
+    def add_terms(self, data: str) -> int:
+        """The number of these terms, new or known. Raises LedgerError if the file cannot be written."""
+        try:
+            self._db.execute("INSERT OR IGNORE INTO terms(data) VALUES (?)", (data,))
+        except sqlite3.Error as error:
+            self.is_broken = True
+            raise self._unwritable(error) from error
+        return int(self.query("SELECT id FROM terms WHERE data = ?", data)[0][0])
 
     def payload(self, group_id: int) -> tuple[bool, bytes] | None:
         """(is it a whole group, bytes), or None."""
@@ -162,9 +181,12 @@ class LedgerFile:
                 raise
         except sqlite3.Error as error:
             self.is_broken = True
-            raise LedgerError(
-                f"{self.path} cannot be written: {error}", remedy="is the disk full or the file system read-only?"
-            ) from error
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: sqlite3.Error) -> LedgerError:
+        return LedgerError(
+            f"{self.path} cannot be written: {error}", remedy="is the disk full or the file system read-only?"
+        )
 
     # ---- checking
 

@@ -28,7 +28,8 @@ class State(enum.StrEnum):
 _S = State
 
 TRANSITIONS: Mapping[State, frozenset[State]] = {
-    _S.DRAWN: frozenset({_S.DISPATCHED}),
+    # DROPPED: its prompt is quarantined, so nobody gets it.
+    _S.DRAWN: frozenset({_S.DISPATCHED, _S.DROPPED}),
     _S.DISPATCHED: frozenset({_S.FINISHED, _S.REQUEUED, _S.DROPPED}),
     # FINISHED: the buffer was restarted meanwhile, and the first worker delivers before anybody else got the group.
     _S.REQUEUED: frozenset({_S.DISPATCHED, _S.FINISHED, _S.DROPPED}),
@@ -88,6 +89,8 @@ class Row:
     reason: str = ""
     num_tokens: int = -1
     """Response tokens of all members, once known."""
+    terms: int = 0
+    """Under which terms it was dispatched first, as the ledger numbers them; 0: before ledgers kept terms."""
 
 
 def check_path(row: Row, path: tuple[State, ...], table: Mapping[State, frozenset[State]] = TRANSITIONS) -> None:

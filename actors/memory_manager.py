@@ -70,7 +70,7 @@ class MemoryManager(MemoryContract):
     async def on_start(self) -> None:
         self._meter = ActivityMeter(self.ctx.name, self._clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
-        self._meter.switch("other", "watch")
+        self._meter.switch("wait-data", "orders")
         self._watch = ProcessWatch(self._process_ended)
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
         self.ctx.spawn(report_forever(self._telemetry, send), name="memory-telemetry")
@@ -153,19 +153,23 @@ class MemoryManager(MemoryContract):
 
     def _do(self, instructions: list[Instruction]) -> None:
         """Carry them out, in order; what takes time is spawned."""
-        for instruction in instructions:
-            if isinstance(instruction, Send):
-                self._journal.command(instruction.tenant, instruction.command)
-                self.ctx.spawn(self._send(instruction), name=instruction.command.command_id)
-            elif isinstance(instruction, Measure):
-                self._begin_measure(instruction)
-            elif isinstance(instruction, Ask):
-                self.ctx.spawn(self._ask(instruction.tenant), name=f"ask {instruction.tenant}")
-            elif isinstance(instruction, Answer):
-                self._answer(instruction)
-            else:
-                self._tell(instruction)
+        with self._meter.working("decide"):
+            for instruction in instructions:
+                self._do_one(instruction)
         self._poked.set()
+
+    def _do_one(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Send):
+            self._journal.command(instruction.tenant, instruction.command)
+            self.ctx.spawn(self._send(instruction), name=instruction.command.command_id)
+        elif isinstance(instruction, Measure):
+            self._begin_measure(instruction)
+        elif isinstance(instruction, Ask):
+            self.ctx.spawn(self._ask(instruction.tenant), name=f"ask {instruction.tenant}")
+        elif isinstance(instruction, Answer):
+            self._answer(instruction)
+        else:
+            self._tell(instruction)
 
     async def _tick_forever(self) -> None:
         while True:

@@ -9,7 +9,7 @@ import asyncio
 import os
 from collections.abc import Callable
 
-from .tenant import start_time
+from ..core.host import start_time
 
 
 class ProcessWatch:

@@ -10,11 +10,17 @@ from typing import Any
 
 from ..algos.rewards import BUILTINS, RewardOutcome, bind_builtin, outcome_of
 from ..core.completions import Completion
-from .user_code import REWARD, load_function, what_was_raised
+from .user_call import is_the_callers
+from .user_code import REWARD, load_function, what_was_raised, words_of
 
 
 class BadReward(Exception):
     """A reward function raised or returned nonsense; the text is the cause."""
+
+    def __init__(self, cause: str, *, is_deadly: bool = False) -> None:
+        """`is_deadly`: it ended the process that ran it."""
+        super().__init__(cause)
+        self.is_deadly = is_deadly
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ def call_reward(reward: RewardFn, completion: Completion) -> RewardOutcome:
     """Call a function that is not async. Raises BadReward."""
     try:
         returned = reward.fn(completion)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise raised(error) from error
     if inspect.iscoroutine(returned):
         returned.close()
@@ -54,10 +60,12 @@ def call_reward(reward: RewardFn, completion: Completion) -> RewardOutcome:
 
 
 async def await_reward(reward: RewardFn, completion: Completion) -> RewardOutcome:
-    """Call an async function. Raises BadReward."""
+    """Call an async function. Raises BadReward, and CancelledError only if the caller's task is cancelled."""
     try:
         returned = await reward.fn(completion)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if is_the_callers(error):
+            raise
         raise raised(error) from error
     return judged(returned)
 
@@ -67,7 +75,9 @@ def judged(returned: object) -> RewardOutcome:
     try:
         return outcome_of(returned)
     except (TypeError, ValueError) as error:
-        raise BadReward(str(error)) from error
+        raise BadReward(words_of(error)) from error
+    except BaseException as error:
+        raise BadReward(f"returned a {type(returned).__name__} that raised {what_was_raised(error)}") from error
 
 
 def raised(error: BaseException) -> BadReward:

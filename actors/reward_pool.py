@@ -13,45 +13,52 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 
-from ..algos.rewards import RewardOutcome
+import msgspec
+
+from ..algos.rewards import SCALAR_KEY, RewardOutcome
 from ..core.completions import Completion
 from ..core.errors import ConfigError, UserCodeError
-from .reward_call import BadReward
-from .reward_protocol import LENGTH, LoadFailed, Ready, Reply, Scored, WorkerSpec, frame, reply_decoder
+from .reward_call import BadReward, judged
+from .reward_protocol import LENGTH, MAX_FRAME_BYTES, LoadFailed, Ready, Reply, Scored, WorkerSpec, frame, reply_decoder
 
 START_TIMEOUT_S = 120.0
 """For importing the user's module: it may be heavy."""
-END_TIMEOUT_S = 2.0
-"""For a worker that closed its pipe to end by itself, so that its exit code can be told."""
+END_TIMEOUT_S = 8.0
+"""For a keeper to end all that its worker started, and then itself, so that the worker's exit code can be told."""
+CAUSE_CHARS = 2000
 
 
 class WorkerGone(Exception):
     """The worker's end of the pipe closed; the text says how it ended."""
 
 
+class SpokeGarbage(Exception):
+    """What came through the pipe is no reply: the function writes where it should not, or its memory is damaged."""
+
+
 class RewardWorker:
-    """One process; one question at a time."""
+    """A worker and its keeper; one question at a time."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
         self._is_killed = False
+        self.pid = process.pid
+        """Of the process that runs the function, once it has told; of its keeper before."""
 
     @classmethod
     async def start(cls) -> RewardWorker:
-        """A process that waits for its `WorkerSpec`. In a session of its own, so that what it starts ends with it."""
-        command = (sys.executable, "-m", "myxa.actors.reward_worker", str(os.getpid()))
+        """A process that waits for its `WorkerSpec`. In a session of its own: what is typed at a terminal is not for
+        it."""
+        command = (sys.executable, "-m", "myxa.actors.reward_keeper", str(os.getpid()))
         return cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True))
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def is_alive(self) -> bool:
         return self._process.returncode is None and not self._is_killed
 
     async def ask(self, message: object, timeout_s: float) -> Reply:
-        """Send one message, read one reply. After any exception (TimeoutError, WorkerGone) the worker is of no use."""
+        """Send one message, read one reply. After any exception (TimeoutError, WorkerGone, SpokeGarbage) the worker is
+        of no use."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -60,7 +67,11 @@ class RewardWorker:
                 stdin.write(frame(message))
                 await stdin.drain()
                 (size,) = LENGTH.unpack(await stdout.readexactly(LENGTH.size))
+                if size > MAX_FRAME_BYTES:
+                    raise SpokeGarbage(f"a reply of {size} bytes")
                 return reply_decoder.decode(await stdout.readexactly(size))
+        except msgspec.DecodeError as error:
+            raise SpokeGarbage(str(error)) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise WorkerGone(await self._how_it_ended()) from None
 
@@ -69,18 +80,25 @@ class RewardWorker:
             async with asyncio.timeout(END_TIMEOUT_S):
                 code = await self._process.wait()
         except TimeoutError:
-            self.kill()
+            self._is_killed = True
+            self._signal(signal.SIGKILL)
             code = await self._process.wait()
         if code >= 0:
             return f"exit code {code}"
         return f"signal {signal.Signals(-code).name}"
 
     def kill(self) -> None:
-        """End it and everything it started, at once."""
+        """Have its keeper end it and everything it started, at once."""
         if self.is_alive:
             self._is_killed = True
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if number is signal.SIGKILL:
+                os.killpg(self._process.pid, number)
+            else:
+                self._process.send_signal(number)
 
     async def gone(self) -> None:
         """Wait until a killed worker has been reaped and its pipes are closed."""
@@ -89,7 +107,12 @@ class RewardWorker:
             stdin.close()
             with contextlib.suppress(ConnectionError):
                 await stdin.wait_closed()
-        await self._process.wait()
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await self._process.wait()
+        except TimeoutError:  # somebody stopped the keeper
+            self._signal(signal.SIGKILL)
+            await self._process.wait()
 
 
 class RewardPool:
@@ -105,19 +128,33 @@ class RewardPool:
         self.num_started = 0
 
     async def score(self, completion: Completion, timeout_s: float) -> RewardOutcome:
-        """Judge one completion. Raises BadReward if the function fails, hangs or ends its process; ConfigError or
-        UserCodeError if a worker cannot load it."""
+        """Judge one completion. Raises BadReward if the function fails, hangs or ends its process twice; ConfigError or
+        UserCodeError if a worker cannot load it.
+
+        A worker that ends is not always this completion's fault (memory that earlier ones left, somebody's SIGKILL):
+        a second one tries before the completion is blamed.
+        """
         async with self._room:
-            worker = await self._take()
             try:
-                reply = await self._ask(worker, completion, timeout_s)
-                self._idle.append(worker)
-            finally:
-                if worker not in self._idle:
-                    worker.kill()
+                reply = await self._with_a_worker(completion, timeout_s)
+            except WorkerGone:
+                try:
+                    reply = await self._with_a_worker(completion, timeout_s)
+                except WorkerGone as gone:
+                    raise BadReward(f"ended its worker process ({gone})", is_deadly=True) from None
         if isinstance(reply, Scored):
-            return reply.outcome
-        raise BadReward(getattr(reply, "cause", f"sent {type(reply).__name__}"))
+            return judged({SCALAR_KEY: reply.outcome.value, **reply.outcome.parts})
+        raise BadReward(getattr(reply, "cause", f"sent {type(reply).__name__}")[:CAUSE_CHARS])
+
+    async def _with_a_worker(self, completion: Completion, timeout_s: float) -> Reply:
+        worker = await self._take()
+        try:
+            reply = await self._ask(worker, completion, timeout_s)
+            self._idle.append(worker)
+            return reply
+        finally:
+            if worker not in self._idle:
+                worker.kill()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -158,7 +195,8 @@ class RewardPool:
                 f'a worker process could not load reward function "{self._spec.fn}" within {START_TIMEOUT_S:g} s',
                 remedy="make its module quicker to import",
             ) from None
-        except WorkerGone as gone:
+        except (WorkerGone, SpokeGarbage) as gone:
+            worker.kill()
             raise UserCodeError(
                 f'a worker process ended ({gone}) while it loaded reward function "{self._spec.fn}"',
                 remedy="see the actor's log",
@@ -174,6 +212,7 @@ class RewardPool:
             raise UserCodeError(
                 f"a reward worker answered {type(reply).__name__} at its start", remedy="restart the run"
             )
+        worker.pid = reply.pid
         return worker
 
     async def _forget_dead(self) -> None:
@@ -186,7 +225,7 @@ class RewardPool:
             return await worker.ask(completion, timeout_s)
         except TimeoutError:
             raise BadReward(f"took longer than {timeout_s:g} s; its worker process was killed") from None
-        except WorkerGone as gone:
-            raise BadReward(f"ended its worker process ({gone})") from None
+        except SpokeGarbage as garbage:
+            raise BadReward(f"wrote into its worker's own pipe ({garbage}); the worker was killed") from None
         except (TypeError, ValueError) as error:
             raise BadReward(f"cannot be sent the completion: {error}") from error

@@ -29,6 +29,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The function is loaded."""
 
+    pid: int
+    """Of the process that calls it; the one that was started is its keeper."""
+
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The function could not be loaded; the worker ends."""

@@ -1,18 +1,16 @@
-"""A worker process that judges completions, one at a time: `python -m myxa.actors.reward_worker <parent's pid>`.
+"""A worker process that judges completions, one at a time; `reward_keeper.py` starts it.
 
 Speaks over its standard input and output; what the reward function prints goes to standard error, the actor's log.
-Ends with its parent. The function runs in the main thread, where math-verify's time limits (signals) work.
+The function runs in the main thread, where math-verify's time limits (signals) work.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from typing import BinaryIO
 
 from ..core.errors import ConfigError, MyxaError
-from ..core.lifeline import die_with_parent
 from .reward_call import BadReward, RewardFn, await_reward, call_reward, load_reward
 from .reward_protocol import (
     LENGTH,
@@ -30,7 +28,6 @@ from .reward_protocol import (
 
 def main() -> None:
     """Load what the first frame names, then judge frame by frame until the input ends."""
-    die_with_parent(int(sys.argv[1]))
     incoming, outgoing = _own_pipes()
     first = _read(incoming)
     if first is None:
@@ -41,7 +38,7 @@ def main() -> None:
     except MyxaError as error:
         _write(outgoing, LoadFailed(error.message, error.remedy, isinstance(error, ConfigError)))
         return
-    _write(outgoing, Ready())
+    _write(outgoing, Ready(os.getpid()))
     with asyncio.Runner() as runner:
         while (body := _read(incoming)) is not None:
             _write(outgoing, _judge(reward, body, runner))
@@ -82,7 +79,3 @@ def _write(stream: BinaryIO, reply: Reply) -> None:
     data = memoryview(frame(reply))
     while data:
         data = data[stream.write(data) :]
-
-
-if __name__ == "__main__":
-    main()

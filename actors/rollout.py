@@ -2,8 +2,7 @@
 
 Knows the contracts of buffer, coordinator and engine; knows no concrete engine. Who waits for whom:
 
-    pull loop      waits for room here, then for work in the buffer (long poll)
-    group tasks    wait for the engine, then for rewards, then for the buffer's answer
+    groups         see `group_pull.py`
     weight update  prepare (beside the old weights) -> commit (between two tokens); generation goes on meanwhile
 
 An actor serves nothing before its first commit: the coordinator brings every engine to the trainer's version first,
@@ -14,18 +13,18 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TypeVar
+
+from msgspec.structs import replace
 
 from ..core.activity import ActivityMeter, TelemetryBuffer
 from ..core.actor import MailboxPolicy, PeerEvent
 from ..core.clock import Clock
 from ..core.device_memory import MemoryCommand, MemoryReply, TenantReport
-from ..core.errors import CallError, EngineError, MyxaError, RequestRefused
+from ..core.errors import CallError, EngineError, EngineLied
+from ..core.flow_sampling import Hop
+from ..core.knobs import KnobChange, KnobVote
 from ..core.messages import (
-    ActivityKind,
-    Assignment,
     CanaryAnswers,
-    DrawRequest,
     EngineStatus,
     EvalRequest,
     EvalResult,
@@ -33,37 +32,30 @@ from ..core.messages import (
     WeightAck,
     WeightManifest,
 )
-from ..core.protocols import Engine, Tokenizer
+from ..core.protocols import Engine, PausesAsTold, Tokenizer
 from ..core.samples import NO_VERSION
+from ..core.weight_channel import WeightProgress
 from .canary_answer import answer_canary
-from .contracts import BufferContract, CoordinatorContract, MonitorContract, RolloutContract
+from .contracts import BufferContract, MonitorContract, RolloutContract
+from .engine_versions import ALWAYS_NEWEST
+from .engine_weights import EngineWeights
 from .evaluation import evaluate
 from .group_handover import GroupHandover
-from .group_runner import GroupRunner, Load, NoEngine, Partial, PooledScorer
+from .group_pull import GroupPull
+from .group_runner import GroupRunner, NoEngine, PooledScorer
+from .knob_owner import KnobOwner, OwnsKnobs
+from .process_knobs import process_knobs
+from .reporting_in import ReportingIn
 from .rollout_gauges import gauge_forever
+from .rollout_knobs import RolloutLive, crowding, rollout_knobs
 from .rollout_tenant import RolloutTenant, Tenancy, require
-from .telemetry import report_forever
+from .rollout_time import RolloutTime
+from .stream_checks import StreamChecks
+from .telemetry import ReportPace, report_forever
 from .workflows.context import Workflow
 from .workflows.episode import Generate, ModelAccess
 
-R = TypeVar("R")
-
 START_LIMIT_S = 600.0  # an engine that loads a model may hold the interpreter lock for so long
-POLL_S = 5.0
-"""Long poll for work: the buffer holds a draw that long at most."""
-RETRY_S = 0.2
-"""Pause after a call that failed because its callee is being restarted."""
-LOSS_S = 1.0
-"""Before a group is dropped for the engine's fault: an engine that is lost, or about to be fenced, ends this actor
-within that time, and its groups are drawn anew instead."""
-DRAW_AT_ONCE = 8
-"""Groups taken by one draw: small bites share the slots among engines that ask at the same time."""
-ALWAYS_NEWEST = (1 << 31) - 1
-"""Version an actor without an engine announces: its samples carry no version, so no age ever holds them back."""
-
-
-_IDLE_KIND: dict[str, ActivityKind] = {"": "wait-data", "paused": "paused", "data-exhausted": "wait-data"}
-"""Why the buffer gave no work -> how the waiting is booked; staleness and the end of the run are want of capacity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +71,13 @@ class RolloutOptions:
     workflow_timeout_s: float = 600.0
     max_error_rate: float = 0.1
     """Share of groups that may be lost to the workflow or the engine."""
+    save_partials_s: float = 5.0
+    """How often tokens so far are told to the buffer; 0: never."""
+    through_router: bool = False
+    """Requests may be answered by a server that has not loaded the newest version yet."""
 
 
-class Rollout(RolloutContract):
+class Rollout(OwnsKnobs, RolloutContract):
     """One engine and the groups that use it. See the module's head."""
 
     mailbox = MailboxPolicy(size=4096)
@@ -105,14 +101,18 @@ class Rollout(RolloutContract):
         self._options = options
         self._clock = clock
         self._version = NO_VERSION
-        self._in_flight: dict[int, asyncio.Task[None]] = {}
-        self._room = asyncio.Event()
         self._serving = asyncio.Event()
-        self._is_draining = False
-        self._prepared: WeightManifest | None = None
         self._tenancy = tenancy
         self._tenant: RolloutTenant | None = None
-        self._load = Load()
+        self._runner: GroupRunner | None = None
+        self._max_running = 0
+        self._is_given_up = False
+        self._live = RolloutLive(
+            concurrency=options.max_groups,
+            workflow_timeout_s=options.workflow_timeout_s,
+            max_error_rate=options.max_error_rate,
+            pause_mode=engine.pause_mode if isinstance(engine, PausesAsTold) else None,
+        )
 
     # -- life
 
@@ -120,7 +120,7 @@ class Rollout(RolloutContract):
         self._meter = ActivityMeter(self.ctx.name, self._clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
         self._buffer = self.ctx.ref(BufferContract, "buffer")
-        self._coordinator = self.ctx.ref(CoordinatorContract, "coordinator")
+        self._reporting = ReportingIn(self.ctx, self._report)
         self._handover = GroupHandover(
             self.ctx.name,
             self._buffer,
@@ -130,10 +130,53 @@ class Rollout(RolloutContract):
             clock=self._clock,
             log=self.ctx.log,
         )
+        self._checks = StreamChecks(self.ctx.name, may_be_older=self._options.through_router, on_lie=self._on_lie)
+        self._weights_turn = asyncio.Lock()
+        """A coordinator that died may have left a step of an adoption that still runs when the next one asks."""
+        self._weights = EngineWeights(self.ctx.name, self._engine, self._checks, self._telemetry, self._clock)
         self._meter.switch("other", "start")
+        self._time = RolloutTime(self._meter, has_turn=self._tenancy is None)
+        self._pull = GroupPull(
+            self.ctx,
+            self._buffer,
+            self._handover,
+            self._time,
+            max_groups=self._live.concurrency,
+            save_s=self._options.save_partials_s if self._engine is not None else 0.0,
+        )
+        self._own_knobs()
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
-        self.ctx.spawn(report_forever(self._telemetry, send), name="rollout-telemetry")
+        self.ctx.spawn(report_forever(self._telemetry, send, self._pace), name="rollout-telemetry")
         self.ctx.spawn(self._run(), name="rollout-run")
+
+    def _own_knobs(self) -> None:
+        """Before the engine is up: an operator may ask at any time."""
+        self._pace = ReportPace(self._options.report_s)
+        self.knob_owner = KnobOwner(
+            self.ctx.name,
+            rollout_knobs(self._live, self._apply),
+            stands_at=lambda: self._version,
+            clock=self._clock,
+            telemetry=self._telemetry,
+        )
+        self.knob_owner.add(process_knobs(self._pace))
+
+    def _apply(self) -> None:
+        """Put the live values where they act; what is not there yet gets them when it comes."""
+        live = self._live
+        self._pull.resize(live.concurrency)
+        self._handover.allow(live.max_error_rate)
+        if self._runner is not None:
+            self._runner.timeout_s = live.workflow_timeout_s
+        if live.pause_mode is not None and isinstance(self._engine, PausesAsTold):
+            self._engine.pause_mode = live.pause_mode
+
+    async def prepare_knobs(self, change: KnobChange) -> KnobVote:
+        vote = self.knob_owner.prepare(change)
+        wanted = change.values.get("concurrency")
+        if not vote.accepted or wanted is None:
+            return vote
+        return replace(vote, reason=crowding(int(wanted), self._pull.num_samples, self._max_running))
 
     async def _run(self) -> None:
         """Start the engine, report in, then pull work until told to stop."""
@@ -148,8 +191,11 @@ class Rollout(RolloutContract):
                 await self._tenant.loaded()
             vocab_size = info.vocab_size
             context_length = min(context_length, info.context_length)
-            self.ctx.spawn(self._engine.until_lost(), name="engine-watch")
-        self._runner = GroupRunner(
+            self._max_running = info.max_running
+            self._checks.vocab_size = info.vocab_size
+            generate = self._checks.watch(generate)
+            self.ctx.spawn(self._watch(self._engine), name="engine-watch")
+        self._runner = runner = GroupRunner(
             workflow=self._workflow,
             scorer=self._scorer,
             tokenizer=self._tokenizer,
@@ -158,35 +204,36 @@ class Rollout(RolloutContract):
                 sampling=SamplingParams(),
                 context_length=context_length,
                 request_prefix=f"{self.ctx.name}.{self.ctx.epoch}.",
-                goes_on=lambda: not self._is_draining,
+                goes_on=lambda: not self._pull.is_draining,
             ),
             max_turns=self._options.max_turns,
             clock=self._clock,
-            on_load=self._on_load,
+            on_load=self._time.load,
+            on_hop=self._tell_hop,
             vocab_size=vocab_size,
-            workflow_timeout_s=self._options.workflow_timeout_s,
         )
+        self._apply()
         if self._engine is None:
             self._version = ALWAYS_NEWEST
             self._serving.set()
         gauges = gauge_forever(
             self._telemetry,
-            self._runner.stats,
+            runner.stats,
             self._handover.counts,
             status=self.status,
+            room=self._room,
+            pace=self._pace,
             has_engine=self._engine is not None,
-            every_s=self._options.report_s,
             clock=self._clock,
             log=self.ctx.log,
         )
         self.ctx.spawn(gauges, name="rollout-gauges")
         self._meter.switch("wait-weights", "first weights")
-        await self.ctx.wait_for("coordinator", "buffer", timeout_s=120)
-        await self._coordinator.rollout_ready(await self.status(), self.ctx.epoch)
+        await self._reporting.run("buffer")
         if self._tenant is not None:
             self._tenant.joined()
         await self._serving.wait()
-        await self._pull()
+        await self._pull.run(runner, lambda: self._version)
 
     async def _wait_for_room(self, engine: Engine) -> Generate:
         """How requests reach the engine; where it takes turns, only once there is room for it to load."""
@@ -199,135 +246,77 @@ class Rollout(RolloutContract):
             self._tenancy,
             telemetry=self._telemetry,
             clock=self._clock,
-            on_change=lambda _: self._on_load(self._load),
+            on_change=self._time.turn,
         )
         await self._tenant.until_room()
         self._meter.switch("other", "start")
         return self._tenant.turn.generate
 
     async def on_peer(self, event: PeerEvent) -> None:
+        self._reporting.on_peer(event)
         if self._tenant is not None:
             await self._tenant.on_peer(event)
 
     async def on_stop(self, why: str) -> None:
-        self._is_draining = True
+        tasks = self._pull.end()
         if self._tenant is not None:
             self._tenant.turn.end()
-        for task in list(self._in_flight.values()):
+        for task in tasks:
             task.cancel()
         await self._scorer.close()
         if self._engine is not None:
             await self._engine.close()
 
-    # -- work
-
-    async def _pull(self) -> None:
-        """Ask for work while there is room. Never gives up on a buffer that is being restarted."""
-        while not self._is_draining:
-            free = self._options.max_groups - len(self._in_flight)
-            if free <= 0:
-                self._room.clear()
-                await self._room.wait()
-                continue
-            self._idle("wait-data")
-            request = DrawRequest(
-                rollout=self.ctx.name,
-                epoch=self.ctx.epoch,
-                version=self._version,
-                max_groups=min(free, DRAW_AT_ONCE),
-                wait_s=POLL_S,
-                holding=tuple(self._in_flight),
-            )
-            try:
-                reply = await self._buffer.draw(request)
-            except CallError as err:
-                self.ctx.log.warning("draw: %s", err)
-                await asyncio.sleep(RETRY_S)
-                continue
-            if not reply.assignments:
-                self._idle(_IDLE_KIND.get(reply.blocked_by, "wait-capacity"))
-                if reply.blocked_by:
-                    await asyncio.sleep(RETRY_S)
-            for assignment in reply.assignments:
-                self._take(assignment)
-
-    def _take(self, assignment: Assignment) -> None:
-        group_id = assignment.prompt.group_id
-        if group_id in self._in_flight:
-            self.ctx.log.warning("group %d was assigned twice; the second is ignored", group_id)
-            return
-        task = self.ctx.spawn(self._run_group(assignment), name=f"group-{group_id}")
-        self._in_flight[group_id] = task
-
-    async def _run_group(self, assignment: Assignment) -> None:
-        """One group from assignment to the buffer's answer. Only a broken error budget or engine ends the actor."""
-        group_id = assignment.prompt.group_id
-        try:
-            group = await self._runner.run(assignment)
-            await self._handover.deliver(group, assignment.attempt)
-        except Partial as partial:
-            await self._handover.give_back(assignment, partial)
-        except MyxaError as err:
-            if isinstance(err, CallError):
-                raise
-            if isinstance(err, EngineError) and not isinstance(err, RequestRefused):
-                await asyncio.sleep(LOSS_S)
-            await self._handover.drop(assignment, err)
-        finally:
-            self._in_flight.pop(group_id, None)
-            self._room.set()
-
     # -- weights
 
     async def prepare_weights(self, manifest: WeightManifest) -> WeightAck:
-        if self._engine is None:
-            return self._ack(manifest.version)
-        try:
-            await self._engine.prepare_weights(manifest)
-        except MyxaError as err:
-            return self._ack(manifest.version, reason=str(err))
-        self._prepared = manifest
-        return self._ack(manifest.version)
+        async with self._weights_turn:
+            return await self._weights.prepare(manifest)
 
     async def commit_weights(self, version: int) -> WeightAck:
-        if self._engine is None:
-            self._version = version
-        else:
-            if self._prepared is None or self._prepared.version != version:
-                return self._ack(version, reason=f"{self.ctx.name} has not prepared version {version}")
-            try:
-                await self._swap(self._engine, version)
-            except MyxaError as err:
-                return self._ack(version, reason=str(err))
-            self._prepared = None
-            self._version = version
+        async with self._weights_turn:
+            ack = await self._weights.commit(version)
+        if not ack.accepted:
+            return ack
+        self._version = version
+        if self._tenant is not None:
+            self._tenant.has_weights = True
         self._serving.set()
         self._telemetry.event("weights-adopted", f"serves version {version}", version=version)
         try:
             await self._buffer.adopted(self.ctx.name, self.ctx.epoch, version)
         except CallError as err:
             self.ctx.log.warning("buffer was not told of version %d: %s (the next draw tells it)", version, err)
-        return self._ack(version)
+        return ack
 
-    async def _swap(self, engine: Engine, version: int) -> None:
-        """Commit, and note it on a track of its own in the trace: generation goes on around it."""
-        started, wall_s = self._clock.monotonic(), self._clock.wall()
-        await engine.commit_weights(version)
-        self._telemetry.span(
-            f"adopt {version}",
-            "compute",
-            wall_s,
-            self._clock.monotonic() - started,
-            track="weights",
-            adopts_version=version,
-        )
-
-    def _ack(self, version: int, *, reason: str = "") -> WeightAck:
-        return WeightAck(rollout=self.ctx.name, version=version, accepted=not reason, reason=reason)
+    async def weight_progress(self) -> WeightProgress:
+        return self._weights.progress()
 
     async def fence(self, reason: str) -> None:
-        raise_later = EngineError(f"{self.ctx.name} was fenced: {reason}", remedy="it is restarted with new weights")
-        self.ctx.spawn(_fail(raise_later), name="fenced")
+        error = EngineError(f"{self.ctx.name} was fenced: {reason}", remedy="it is restarted with new weights")
+        self.ctx.spawn(self._give_engine_up(error), name="fenced")
+
+    # -- an engine that is of no more use
+
+    async def _watch(self, engine: Engine) -> None:
+        try:
+            await engine.until_lost()
+        except EngineError as err:
+            await self._give_engine_up(err)
+
+    def _on_lie(self, lie: EngineLied) -> None:
+        self._handover.counts.num_lies += 1
+        self._telemetry.event("engine-lied", lie.message)
+        self.ctx.spawn(self._give_engine_up(lie), name="lied")
+
+    async def _give_engine_up(self, error: EngineError) -> None:
+        """Its groups go elsewhere with their tokens; then this actor fails, and is built anew."""
+        if self._is_given_up:
+            return
+        self._is_given_up = True
+        num_groups = await self._pull.hand_back()
+        self.ctx.log.error("the engine is given up, %d groups go elsewhere: %s", num_groups, error)
+        raise error
 
     # -- memory
 
@@ -343,11 +332,15 @@ class Rollout(RolloutContract):
     # -- questions
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        return await evaluate(self._runner, request, name=self.ctx.name, version=self._version, log=self.ctx.log)
+        return await evaluate(
+            self._ready_runner(), request, name=self.ctx.name, version=self._version, log=self.ctx.log
+        )
 
     async def answer(self, request: EvalRequest) -> CanaryAnswers:
         prefix = f"{self.ctx.name}.{self.ctx.epoch}.canary{self._version}."
-        return await answer_canary(self._runner.model, self._tokenizer, request, name=self.ctx.name, prefix=prefix)
+        with self._meter.working("canary"):
+            model = self._ready_runner().model
+            return await answer_canary(model, self._tokenizer, request, name=self.ctx.name, prefix=prefix)
 
     async def status(self) -> EngineStatus:
         running, waiting = 0, 0
@@ -359,38 +352,39 @@ class Rollout(RolloutContract):
             version=self._version,
             running=running,
             waiting=waiting,
-            draining=self._is_draining,
+            draining=self._pull.is_draining,
         )
 
+    async def _report(self) -> EngineStatus:
+        """For a coordinator that must know what needs to be handed over."""
+        status = await self.status()
+        is_bare = self._tenant is not None and not self._tenant.has_weights
+        return replace(status, version=NO_VERSION) if is_bare else status
+
     async def drain(self) -> int:
-        self._is_draining = True
+        tasks = self._pull.end()
         if self._tenant is not None:
             self._tenant.turn.end()
-        tasks = list(self._in_flight.values())
         if self._engine is not None and tasks:
             await self._engine.abort()
         if tasks:
             await asyncio.wait(tasks, timeout=30)
         return len(tasks)
 
+    def _ready_runner(self) -> GroupRunner:
+        if self._runner is None:
+            raise EngineError(f"{self.ctx.name} has no engine yet", remedy="ask again once it serves")
+        return self._runner
+
     # -- telling
 
-    def _on_load(self, load: Load) -> None:
-        self._load = load
-        if self._tenant is not None and not self._tenant.turn.has_turn:
-            self._meter.switch("wait-memory", "the trainer's turn")
-        elif load.generating:
-            self._meter.switch("compute", "generate")
-        elif load.rewarding:
-            self._meter.switch("wait-data", "reward")
-        else:
-            self._meter.switch("wait-data", "draw")
+    def _room(self) -> dict[str, float]:
+        return {
+            "rollout/in_flight": float(self._pull.num_groups),
+            "rollout/concurrency": float(self._pull.max_groups),
+            "rollout/max_running": float(self._max_running),
+            **self._scorer.gauges(),
+        }
 
-    def _idle(self, kind: ActivityKind) -> None:
-        """The reason why nothing runs here; ignored while something runs, or may not."""
-        if not self._in_flight and (self._tenant is None or self._tenant.turn.has_turn):
-            self._meter.switch(kind, "draw")
-
-
-async def _fail(error: MyxaError) -> None:
-    raise error
+    def _tell_hop(self, hop: Hop, group_id: int, began_wall_s: float, lasted_s: float) -> None:
+        self._telemetry.hop(hop, (group_id,), began_wall_s, lasted_s)

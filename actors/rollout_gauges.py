@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from ..core.activity import TelemetryBuffer
@@ -12,6 +11,7 @@ from ..core.clock import Clock
 from ..core.errors import EngineError
 from ..core.messages import EngineStatus
 from .group_runner import RunnerStats
+from .telemetry import ReportPace
 
 
 @dataclass(slots=True)
@@ -20,6 +20,10 @@ class GroupCounts:
 
     num_groups: int = 0
     num_errors: int = 0
+    num_breaks: int = 0
+    """Groups that went elsewhere because the engine failed them."""
+    num_lies: int = 0
+    """Streams in which the engine said what cannot be."""
 
 
 async def gauge_forever(
@@ -28,15 +32,16 @@ async def gauge_forever(
     counts: GroupCounts,
     *,
     status: Callable[[], Awaitable[EngineStatus]],
+    room: Callable[[], Mapping[str, float]],
+    pace: ReportPace,
     has_engine: bool,
-    every_s: float,
     clock: Clock,
     log: logging.Logger,
 ) -> None:
-    """Until cancelled."""
+    """Until cancelled, as often as `pace` says. `room`: how much the actor may have in hand, and has."""
     started = clock.monotonic()
     while True:
-        await asyncio.sleep(every_s)
+        await pace.pause()
         now = clock.monotonic()
         elapsed, started = max(now - started, 1e-6), now
         try:
@@ -51,6 +56,9 @@ async def gauge_forever(
             "rollout/waiting": float(told.waiting),
             "rollout/num_groups": float(counts.num_groups),
             "rollout/num_errors": float(counts.num_errors),
+            "rollout/num_breaks": float(counts.num_breaks),
+            "rollout/num_lies": float(counts.num_lies),
+            **room(),
         }
         if taken.num_samples:
             values["rollout/reward_s_mean"] = taken.reward_s / taken.num_samples

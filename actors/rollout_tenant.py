@@ -16,6 +16,7 @@ from ..core.actor import ActorContext, PeerEvent
 from ..core.clock import Clock
 from ..core.device_memory import MemoryCommand, MemoryReply, TenantReport
 from ..core.errors import EngineError
+from ..core.patience import until_answered
 from ..core.protocols import Engine, EngineMemory
 from .contracts import CoordinatorContract
 from .engine_turn import EngineTurn
@@ -54,6 +55,8 @@ class RolloutTenant:
         self._manager = tenancy.manager
         self._may_load = asyncio.Event()
         self._has_joined = asyncio.Event()
+        self.has_weights = False
+        """Whether the version that the engine was given last is on its device."""
         self.turn = EngineTurn(engine, tenancy.memory, on_weights_lost=self._tell_loss, on_change=on_change)
         self._tenant = Tenant(
             options=TenantOptions(
@@ -105,7 +108,14 @@ class RolloutTenant:
         return self._tenant.report()
 
     async def _tell_loss(self) -> None:
-        await self._ctx.ref(CoordinatorContract, "coordinator").weights_lost(self._ctx.name, self._ctx.epoch)
+        self.has_weights = False
+        coordinator = self._ctx.ref(CoordinatorContract, "coordinator")
+        await until_answered(
+            lambda: coordinator.weights_lost(self._ctx.name, self._ctx.epoch),
+            who="coordinator",
+            clock=self._ctx.clock,
+            log=self._ctx.log,
+        )
 
 
 def require(tenant: RolloutTenant | None, name: str) -> RolloutTenant:

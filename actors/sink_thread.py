@@ -16,6 +16,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -41,7 +42,9 @@ class SinkThread:
         source: str = "monitor",
         flush_s: float = 0.5,
         max_bundles: int = 4096,
+        emit: Callable[[str, str], None] | None = None,
     ) -> None:
+        """`emit`: where events about these sinks and of them are told; None: to these sinks themselves."""
         self._sinks = list(sinks)
         self._opened: list[Sink] = []
         self._source = source
@@ -49,7 +52,9 @@ class SinkThread:
         self._flush_s = flush_s
         self._max_bundles = max_bundles
         self._queue: queue.SimpleQueue[Telemetry | Future[None] | None] = queue.SimpleQueue()
-        self._events: list[Event] = []
+        self._events: deque[Event] = deque()
+        """Appended to by any thread, taken from by ours."""
+        self._emit = emit or self._tell
         self._context = SinkContext(run_dir=run_dir, run_name=run_name, clock=clock, emit=self._emit)
         self._opening: Future[None] = Future()
         self._ending: Future[None] = Future()
@@ -177,8 +182,7 @@ class SinkThread:
         """Pass on what sinks emitted; True if there was anything."""
         has_events = bool(self._events)
         while self._events and self._sinks:
-            events, self._events = tuple(self._events), []
-            bundle = Telemetry(events=events)
+            bundle = Telemetry(events=(self._events.popleft(),))
             self._each("write", lambda sink, bundle=bundle: sink.write(bundle))
         return has_events
 
@@ -194,7 +198,7 @@ class SinkThread:
         _log.warning("sink %s %s and is off from now on: %r", sink.name, what, error)
         self._emit("sink-disabled", f"sink {sink.name} {what} and is off from now on: {type(error).__name__}: {error}")
 
-    def _emit(self, kind: str, text: str) -> None:
+    def _tell(self, kind: str, text: str) -> None:
         self._events.append(Event(source=self._source, wall_s=self._clock.wall(), kind=kind, text=text))
 
     def _close_all(self) -> None:

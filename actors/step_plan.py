@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,6 +24,21 @@ class PlanOptions:
     """Tokens (P + R) a micro-batch may hold; a single longer sample sits alone."""
     minibatches: int
     """Optimizer steps per batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step trains on."""
+
+    groups: Sequence[Group]
+    oldest: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Group id -> version of its oldest token as the buffer counts it, which is not its stamp where the weights of that
+    version were undone by a restart of the trainer; a group that is not named counts by its stamps."""
+
+    def oldest_version(self, group: Group) -> int:
+        """Negative: no engine took part in it."""
+        stamp = group.oldest_version()
+        return min(stamp, self.oldest.get(group.group_id, stamp))
 
 
 def plan_step(step: int, groups: Sequence[Group], options: PlanOptions) -> tuple[TrainShard, ...]:
@@ -66,6 +81,7 @@ def _train_sample(group: Group, i: int, advantage: float) -> TrainSample:
         versions=sample.versions,
         reward=float(group.rewards[i]),
         advantage=advantage,
+        temperature=sample.temperature or 1.0,  # engines tell log-probs of greedy tokens at temperature 1
     )
 
 
@@ -88,16 +104,19 @@ def _shard(
     )
 
 
-def batch_metrics(step: int, groups: Sequence[Group]) -> tuple[dict[str, float], tuple[int, ...]]:
-    """Reward, length and lag facts of a batch, and the lag of every group (-1: no engine took part).
+def batch_metrics(step: int, batch: Batch) -> tuple[dict[str, float], tuple[int, ...]]:
+    """Reward, length, lag and knob facts of a batch, and the lag of every group (-1: no engine took part).
 
     Demonstrations alone have no reward to tell of: every one of them counts 1.
     """
+    groups = batch.groups
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
     spread = [float(np.ptp(g.rewards)) for g in groups]
     lengths = [len(s.response_ids) for g in groups for s in g.samples]
     cut = [s.finish == "length" for g in groups for s in g.samples]
-    lags = tuple(step - g.oldest_version() if g.oldest_version() >= 0 else -1 for g in groups)
+    temperatures = [s.temperature for g in groups for s in g.samples]
+    oldest = [batch.oldest_version(group) for group in groups]
+    lags = tuple(step - version if version >= 0 else -1 for version in oldest)
     known = [lag for lag in lags if lag >= 0] or [0]
     metrics = {
         "lag/max": float(max(known)),
@@ -106,11 +125,15 @@ def batch_metrics(step: int, groups: Sequence[Group]) -> tuple[dict[str, float],
         "batch/num_groups": float(len(groups)),
         "batch/response_tokens_mean": float(np.mean(lengths)),
         "batch/truncated_fraction": float(np.mean(cut)),
+        "batch/temperature_min": min(temperatures),
+        "batch/temperature_max": max(temperatures),
+        "batch/knobs_min": float(min(g.knobs for g in groups)),
+        "batch/knobs_max": float(max(g.knobs for g in groups)),
     }
     if any(lag >= 0 for lag in lags):
         metrics["reward/mean"] = float(rewards.mean())
         metrics["reward/std"] = float(rewards.std())
         metrics["reward/zero_std_groups"] = float(sum(s == 0.0 for s in spread))
-    for lag in sorted(set(known)):
+    for lag in range(max(known) + 1):  # zeros too: who shows the newest values must not see those of an older step
         metrics[f"lag_hist/{lag}"] = float(known.count(lag))
     return metrics, lags

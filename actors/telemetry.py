@@ -23,6 +23,36 @@ LAST_WORDS_S = 1.0
 _log = logging.getLogger(__name__)
 
 
+class ReportPace:
+    """How often an actor tells the monitor of itself; may be changed while it does. For one event loop."""
+
+    def __init__(self, every_s: float = 1.0) -> None:
+        self._every_s = every_s
+        self._changed = asyncio.Event()
+
+    @property
+    def every_s(self) -> float:
+        """Seconds between two reports."""
+        return self._every_s
+
+    def change(self, every_s: float) -> None:
+        """From now on, also for a pause that has begun."""
+        self._every_s = every_s
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def pause(self) -> None:
+        """Until the next report is due."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        while (left_s := began_s + self._every_s - loop.time()) > 0:
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                return
+
+
 async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s: float = 5.0) -> bool:
     """Send everything that waits; False if a bundle was lost (the rest stays buffered). Raises only CancelledError."""
     while True:
@@ -33,7 +63,7 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
             async with asyncio.timeout(timeout_s):  # wait_for would lose a cancellation that comes with the answer
                 await send(bundle)
         except asyncio.CancelledError:
-            buffer.lost(bundle)
+            buffer.put_back(bundle)  # for the last words; told twice, at worst, rather than never
             raise
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the monitor, the actor must go on
             buffer.lost(bundle)
@@ -44,14 +74,15 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
 
 
 async def report_forever(
-    buffer: TelemetryBuffer, send: SendTelemetry, interval_s: float = 1.0, *, timeout_s: float = 5.0
+    buffer: TelemetryBuffer, send: SendTelemetry, every: float | ReportPace = 1.0, *, timeout_s: float = 5.0
 ) -> None:
-    """Send the buffer every `interval_s` until cancelled, then once more: an actor's last words are often the ones that
-    matter. Says once when the monitor cannot be reached and once when it can again; raises only CancelledError."""
+    """Send the buffer every so many seconds until cancelled, then once more: an actor's last words are often the ones
+    that matter. Says once when the monitor cannot be reached and once when it can again; raises only CancelledError."""
     is_reachable = True
+    pace = every if isinstance(every, ReportPace) else ReportPace(every)
     try:
         while True:
-            await asyncio.sleep(interval_s)
+            await pace.pause()
             was_sent = await report_once(buffer, send, timeout_s=timeout_s)
             if was_sent != is_reachable:
                 is_reachable = was_sent

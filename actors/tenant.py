@@ -16,7 +16,6 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from ..core.activity import TelemetryBuffer
@@ -25,6 +24,7 @@ from ..core.assets import AssetStore
 from ..core.clock import Clock
 from ..core.device_memory import MemoryCommand, MemoryReply, Tag, TagPolicy, TenantReport, TenantState
 from ..core.errors import MyxaError
+from ..core.host import start_time
 from ..core.patience import until_answered
 from ..memory.communicators.residency import CommResidency
 from ..memory.ledger.tenant_machine import TenantMachine
@@ -294,12 +294,3 @@ class Tenant:
             self._telemetry.span(
                 command.kind, "wait-memory", wall_s, seconds, track="memory", epoch=command.epoch, tags=tags
             )
-
-
-def start_time(pid: int) -> int:
-    """Clock ticks since boot at which the process began; 0 if it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[19])

@@ -120,8 +120,11 @@ class TimeShare:
     async def _offer(self) -> None:
         self._has_newcomers = False  # before looking: who comes later sets it again
         reports = await self._rollouts.all(RolloutContract.memory_report)
-        empty = {name: report.epoch for name, report in reports.items() if report is not None}
-        empty = {name: epoch for name, epoch in empty.items() if (name, epoch) not in self._loaded}
+        empty = {
+            name: report.epoch
+            for name, report in reports.items()
+            if report is not None and (name, report.epoch) not in self._loaded
+        }
         tags = ROLLOUT_TAGS if empty else ("weights",)
         await self._lease(ROLLOUT, tags, is_active=False, quiet=(TRAINER,))
         if empty:

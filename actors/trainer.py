@@ -14,41 +14,38 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from ..core.activity import ActivityMeter, TelemetryBuffer
 from ..core.actor import MailboxPolicy, PeerEvent
+from ..core.chaos import reached
 from ..core.clock import Clock
 from ..core.device_memory import MemoryCommand, MemoryReply, TenantReport
 from ..core.errors import TrainError
+from ..core.knobs import KnobChange, KnobValue, KnobVote, LiveKnobs
 from ..core.messages import Scores, WeightManifest
 from ..core.protocols import PendingSave, TrainBackend, WeightSender, WeightWriter
 from ..core.samples import TrainSample, TrainShard
-from ..core.weight_channel import (
-    JoinOffer,
-    JoinRequest,
-    PlanReply,
-    PlanRequest,
-    SampleReply,
-    SampleRequest,
-    SendOrder,
-    SendReport,
-    ShareReply,
-    ShareRequest,
-)
-from .contracts import MonitorContract, TrainerContract
-from .leader import Leader, LeaderOptions
+from .contracts import MonitorContract
+from .knob_owner import KnobOwner, OwnsKnobs
+from .leader import Leader
+from .leader_options import LeaderOptions
 from .own_thread import in_own_thread
-from .telemetry import report_forever
+from .process_knobs import process_knobs
+from .start_point import FindStart, StartPoint, anew
+from .telemetry import ReportPace, report_forever
 from .time_share import TimeShare
+from .trainer_knobs import after, of_ranks
+from .trainer_sending import SendsWeights
 from .trainer_tenant import TrainerTenancy, TrainerTenant
 
 T = TypeVar("T")
 
-BLOCK_LIMIT_S = 600.0
-"""Setting up, the first step (kernels are compiled) and writing files may hold the interpreter lock for so long."""
+CLOSE_S = 2.0
+"""How long the end waits for a call in hand: it may hang in a collective, whose other ranks are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +54,12 @@ class TrainerOptions:
 
     rank: int
     leader: LeaderOptions
-    resume: str = ""
-    """Checkpoint folder to start from; empty: start from the model folder at version 0."""
+    block_limit_s: float = 600.0
+    """Setting up, the first step (kernels are compiled) and writing files may hold the interpreter lock for so long; a
+    rank that hangs there is noticed that much later."""
 
 
-class Trainer(TrainerContract):
+class Trainer(OwnsKnobs, SendsWeights):
     """One rank. See the module's head."""
 
     mailbox = MailboxPolicy(size=256)
@@ -75,13 +73,15 @@ class Trainer(TrainerContract):
         clock: Clock,
         sender: WeightSender | None = None,
         tenancy: TrainerTenancy | None = None,
+        find_start: FindStart = anew,
     ) -> None:
         """Versions go to `sender` if there is one, else to `writer`. `tenancy`: where the rank shares its device with
-        an engine in turns."""
+        an engine in turns. `find_start`: tells where it begins; called in a thread."""
         self._backend = backend
         self._writer = writer
         self._sender = sender
         self._options = options
+        self._find_start = find_start
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="backend")
         self._weights_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
@@ -92,6 +92,9 @@ class Trainer(TrainerContract):
         self._share: TimeShare | None = None
         self._version = 0
         self._has_trained = False
+        self._knobs = options.leader.knobs(takes_turns=tenancy is not None)
+        self._live: LiveKnobs | None = None
+        """Of the checkpoint that the run goes on from."""
         self._pending_save: PendingSave | None = None
         self._saving: asyncio.Task[TrainError | None] | None = None
 
@@ -100,29 +103,64 @@ class Trainer(TrainerContract):
     async def on_start(self) -> None:
         self._meter = ActivityMeter(self.ctx.name, self._clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
-        self._meter.switch("other", "setup")
+        self._meter.switch("other", "start")
+        self.knob_owner = self._own_knobs(pace := ReportPace())
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
-        self.ctx.spawn(report_forever(self._telemetry, send), name="trainer-telemetry")
+        self.ctx.spawn(report_forever(self._telemetry, send, pace), name="trainer-telemetry")
         self.ctx.spawn(self._run(), name="trainer-run")
+
+    def _own_knobs(self, pace: ReportPace) -> KnobOwner:
+        """Rank 0 owns the trainer's for all ranks; every process has its own beside."""
+        owner = KnobOwner(
+            self.ctx.name,
+            () if self._options.rank else self._knobs.knobs(),
+            stands_at=lambda: -1 if self._leader is None else self._leader.stands_at,
+            clock=self._clock,
+            telemetry=self._telemetry,
+        )
+        owner.add(process_knobs(pace))
+        return owner
 
     async def _run(self) -> None:
         """Model, optimizer, process group; rank 0 then leads until the run is over."""
         share = await self._wait_for_room()
         with self._blocking("sets up its backend"):
             facts = await self._in_thread(self._backend.setup)
-            if self._options.resume:
-                extra = await self._in_thread(lambda: self._backend.load(self._options.resume))
-                self._version = int(extra["version"])
+            start = await self._restore()
         if self._tenant is not None:
             await self._tenant.loaded(self._backend.memory())
         self.ctx.log.info("rank %d is ready at version %d: %s", self._options.rank, self._version, facts)
-        self._meter.switch(
-            "other" if self._options.rank == 0 else "wait-data", "lead" if self._options.rank == 0 else "next step"
-        )
         self._is_set_up.set()
         if self._options.rank == 0:
-            self._leader = Leader(self.ctx, self._options.leader, self._meter, self._telemetry, self._clock, share)
-            await self._leader.run(self._version, {k: str(v) for k, v in facts.items()})
+            self._leader = Leader(
+                self.ctx,
+                self._options.leader,
+                self._meter,
+                self._telemetry,
+                self._clock,
+                self.knob_owner,
+                self._knobs,
+                share,
+            )
+            self.ctx.watch("coordinator")
+            told = {key: str(value) for key, value in facts.items()}
+            await self._leader.run(self._version, told, self._live, is_restart=start.is_restart)
+
+    async def _restore(self) -> StartPoint:
+        """The state that this attempt begins with."""
+        start = await self._in_thread(self._find_start)
+        if self._options.rank == 0:
+            for text in start.passed_over:
+                self._telemetry.event("checkpoint-passed-over", text)
+                self.ctx.log.error("a checkpoint is not whole and is passed over: %s", text)
+        if start.checkpoint:
+            extra = await self._in_thread(lambda: self._backend.load(start.checkpoint))
+            self._version = int(extra["version"])
+            self._live = _live_knobs(extra)
+        if start.is_restart and self._options.rank == 0:
+            place = start.checkpoint or "the model folder"
+            self._telemetry.event("trainer-goes-back", f"to version {self._version}, from {place}")
+        return start
 
     async def _wait_for_room(self) -> TimeShare | None:
         """Where the device is shared in turns: nothing is loaded before this rank has it. The leader asks for all."""
@@ -140,7 +178,7 @@ class Trainer(TrainerContract):
             self._share = share
             await share.set_up()
         await self._tenant.until_turn()
-        self._meter.switch("other", "setup")
+        self._meter.switch("other", "start")
         return share
 
     async def on_peer(self, event: PeerEvent) -> None:
@@ -148,14 +186,17 @@ class Trainer(TrainerContract):
             await self._tenant.on_peer(event)
         if self._share is not None:
             self._share.on_peer(event)
+        if self._leader is not None:
+            self._leader.on_peer(event)
 
     async def on_stop(self, why: str) -> None:
         if self._leader is not None:
             self._leader.stop(why)
         if self._sender is not None:
             self._sender.close()
-        await self._in_thread(self._backend.close)
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        closing = asyncio.get_running_loop().run_in_executor(self._thread, self._backend.close)
+        done, _ = await asyncio.wait([closing], timeout=CLOSE_S)
+        self._thread.shutdown(wait=bool(done), cancel_futures=True)
         self._weights_thread.shutdown(wait=True, cancel_futures=True)
         if self._writer is not None:
             self._writer.close()
@@ -168,7 +209,7 @@ class Trainer(TrainerContract):
         return await asyncio.get_running_loop().run_in_executor(self._weights_thread, work)
 
     def _blocking(self, why: str, *, when: bool = True) -> AbstractContextManager[None]:
-        return self.ctx.busy(BLOCK_LIMIT_S, why) if when else nullcontext()
+        return self.ctx.busy(self._options.block_limit_s, why) if when else nullcontext()
 
     # -- what every rank answers
 
@@ -180,6 +221,8 @@ class Trainer(TrainerContract):
     async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> dict[str, float]:
         await self._until_turn()
         is_first, self._has_trained = not self._has_trained, True
+        if is_first and self._options.rank:
+            self._meter.switch("wait-data", "next step")
         with self._meter.during("compute", f"train {shard.step}"), self._blocking("first step", when=is_first):
             stats = await self._in_thread(lambda: self._backend.train(shard, knobs))
         self._version = shard.step + 1
@@ -194,6 +237,7 @@ class Trainer(TrainerContract):
     async def publish(self, version: int) -> WeightManifest | None:
         await self._is_set_up.wait()
         with self._meter.during("compute", f"publish {version}", makes_version=version):
+            reached("trainer.publish")
             sender, writer = self._sender, self._writer
             if sender is not None:
                 return await self._in_thread(lambda: sender.publish(version, self._backend.export_device))
@@ -202,14 +246,17 @@ class Trainer(TrainerContract):
                 return None
             return await self._beside(lambda: writer.publish(version, tensors))
 
-    async def save_checkpoint(self, folder: str) -> None:
-        extra = {"version": self._version}
+    def _extra(self, live: LiveKnobs) -> dict[str, Any]:
+        return {"version": self._version, "knobs": msgspec.json.decode(msgspec.json.encode(live))}
+
+    async def save_checkpoint(self, folder: str, live: LiveKnobs) -> None:
+        extra = self._extra(live)
         with self._meter.during("compute", "checkpoint"), self._blocking("writes a checkpoint"):
             await self._in_thread(lambda: self._backend.save(folder, extra))
         self._telemetry.event("checkpoint", f"version {self._version} saved to {folder}")
 
-    async def begin_checkpoint(self, folder: str) -> None:
-        extra = {"version": self._version}
+    async def begin_checkpoint(self, folder: str, live: LiveKnobs) -> None:
+        extra = self._extra(live)
         with self._meter.during("compute", "copy checkpoint"), self._blocking("copies a checkpoint"):
             pending = await self._in_thread(lambda: self._backend.begin_save(folder, extra))
         self._pending_save = pending
@@ -247,38 +294,6 @@ class Trainer(TrainerContract):
     async def memory_report(self) -> TenantReport | None:
         return None if self._tenant is None else await self._tenant.report()
 
-    # -- weights from device to device
-
-    def _require_sender(self) -> WeightSender:
-        if self._sender is None:
-            raise TrainError(
-                f"{self.ctx.name} publishes weights for readers, it does not send them",
-                remedy='set weights.channel = "nccl" or "cuda_ipc"',
-            )
-        return self._sender
-
-    async def weight_plan(self, request: PlanRequest) -> PlanReply:
-        return self._require_sender().plan(request)
-
-    async def join_channel(self, request: JoinRequest) -> JoinOffer:
-        sender = self._require_sender()
-        return await in_own_thread(lambda: sender.join(request), f"join {request.channel}")
-
-    async def send_weights(self, order: SendOrder) -> SendReport:
-        sender = self._require_sender()
-        return await in_own_thread(lambda: sender.send(order), f"send {order.version}")
-
-    async def leave_channel(self, channel: str, reason: str) -> None:
-        self._require_sender().leave(channel, reason)
-
-    async def share_weights(self, request: ShareRequest) -> ShareReply:
-        sender = self._require_sender()
-        return await in_own_thread(lambda: sender.share(request), f"share {request.version}")
-
-    async def sample_weights(self, request: SampleRequest) -> SampleReply:
-        sender = self._require_sender()
-        return await in_own_thread(lambda: sender.sample(request), f"sample {request.version}")
-
     # -- what only the leader answers
 
     def _require_leader(self) -> Leader:
@@ -304,9 +319,40 @@ class Trainer(TrainerContract):
     async def stop_leader(self, reason: str) -> None:
         self._require_leader().stop(reason)
 
-    async def set_knobs(self, knobs: dict[str, float]) -> None:
-        self._require_leader().set_knobs(knobs)
-        self._telemetry.event("knobs", f"set {knobs} from the next step on")
+    async def prepare_knobs(self, change: KnobChange) -> KnobVote:
+        vote = await super().prepare_knobs(change)
+        if not vote.accepted or not (reason := self._refusal(change.values, vote.earliest)):
+            return vote
+        self.knob_owner.abort(change.epoch)
+        return KnobVote(owner=self.ctx.name, accepted=False, reason=reason)
+
+    def _refusal(self, values: dict[str, KnobValue], earliest: int) -> str:
+        """Why values do not go together, with one another or with what is in force or waits to be. `earliest`: the step
+        that would be the first to use them."""
+        if reason := self._knobs.refuses_end(values, earliest):
+            return reason
+        saves = bool(values.get("checkpoint_every"))
+        if not saves and not of_ranks(values):
+            return ""
+        return self._backend.judge_knobs(of_ranks(after(self.knob_owner.sheet(), values)), saves=saves)
+
+    async def checkpoint_at_boundary(self, export: bool) -> str:
+        leader = self._require_leader()
+        if not export and (reason := self._backend.judge_knobs({}, saves=True)):
+            raise TrainError(f"no checkpoint can be written: {reason}", remedy="export the model instead")
+        return await leader.write_now(export=export)
+
+
+def _live_knobs(extra: dict[str, Any]) -> LiveKnobs | None:
+    """The knobs in a checkpoint. Raises TrainError when what is there cannot be read."""
+    if "knobs" not in extra:
+        return None
+    try:
+        return msgspec.convert(extra["knobs"], LiveKnobs)
+    except msgspec.ValidationError as error:
+        raise TrainError(
+            f"the checkpoint's live knobs cannot be read: {error}", remedy="it was written by another version of myxa"
+        ) from error
 
 
 async def _attempt(work: Callable[[], None], name: str) -> TrainError | None:

@@ -23,6 +23,8 @@ from typing import Any
 from ..core.errors import ConfigError, UserCodeError
 from ..core.suggestion import suggest
 
+MAX_WORDS = 2000
+"""Characters of an error's text that are told."""
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
@@ -117,7 +119,16 @@ def what_was_raised(error: BaseException) -> str:
     outside = [place for place in files if not place[0].startswith(PACKAGE)]
     own = [place for place in outside if place[0] == outside[0][0]]
     place = f" at {own[-1][0]}:{own[-1][1]}" if own else ""
-    return f"{type(error).__name__}: {error}{place}"
+    return f"{type(error).__name__}: {words_of(error)}{place}"
+
+
+def words_of(error: BaseException) -> str:
+    """The error's own text, cut if it is long; an error may even raise when it is asked."""
+    try:
+        text = str(error)
+    except BaseException as worse:  # noqa: BLE001 -- a user's class may do anything
+        return f"(no text: its __str__ raised {type(worse).__name__})"
+    return text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS]} ..."
 
 
 def _raised(name: str, expected: Expected, error: Exception) -> UserCodeError:
@@ -125,7 +136,7 @@ def _raised(name: str, expected: Expected, error: Exception) -> UserCodeError:
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     if isinstance(error, SyntaxError):
         place = f" ({error.filename}:{error.lineno})"
-    cause = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    cause = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else words_of(error)}"
     return UserCodeError(
         f"{expected.key}: importing {name} raised {cause}{place}", remedy="mend it; `python -c 'import ...'` shows more"
     )

@@ -99,6 +99,11 @@ class Admission:
         return self._rules
 
     @property
+    def window(self) -> int:
+        """W as it was asked for; 0: chosen by the rule."""
+        return self._window
+
+    @property
     def num_open(self) -> int:
         """Groups dispatched and not yet claimed."""
         return self._line.num_open
@@ -130,18 +135,32 @@ class Admission:
             return self._rules.admits(self._line, version, self.next_step)
         return self._rules.readmits(self._line, self._line.get(group_id), version, self.next_step)
 
-    def dispatched(self, group_id: int, engine_version: int) -> None:
-        """A new group, or one that was handed back, starts on an engine that serves `engine_version`."""
+    def dispatched(self, group_id: int, engine_version: int, *, is_undone: bool = False) -> None:
+        """A new group, or one that was handed back, starts on an engine that serves `engine_version`. `is_undone`: in
+        truth it serves a version that a rewind undid, and its stamps count as `engine_version`."""
         version = min(engine_version, self.newest_version)
+        ceiling = version if is_undone else NO_TOKEN
         if group_id not in self._line:
-            self._line.append(Entry(group_id, version, Stage.UNDER_WAY, era=self._era, announced=version))
+            new = Entry(group_id, version, Stage.UNDER_WAY, era=self._era, announced=version, ceiling=ceiling)
+            self._line.append(new)
             return
         entry = self._line.get(group_id)
         _expect(entry, Stage.WAITING)
+        entry.ceiling = min(entry.ceiling, ceiling)
         if entry.version == NO_TOKEN:
             entry.era = self._era
         entry.version = entry.announced = min(entry.version, version)
         self._line.set_stage(entry, Stage.UNDER_WAY)
+
+    def counted(self, group_id: int, stamp: int) -> int:
+        """What a stamp of an open group counts as; negative where there is none."""
+        version = self._credible(self._line.get(group_id), stamp)
+        return -1 if version == NO_TOKEN else version
+
+    def version_of(self, group_id: int) -> int:
+        """Of the oldest token of an open group, or its lower bound; negative when it has none."""
+        version = self._line.get(group_id).version
+        return -1 if version == NO_TOKEN else version
 
     def requeued(self, group_id: int, oldest_version: int) -> None:
         """A group was handed back. `oldest_version`: of the tokens that it keeps; negative when it keeps none."""
@@ -211,6 +230,11 @@ class Admission:
         self._swept_for = -1
         return self._sweep(self.next_step)
 
+    def num_beyond(self, max_staleness: int) -> int:
+        """Groups not claimed yet that are too old for the next step under that bound."""
+        oldest = self.next_step - max_staleness
+        return sum(entry.version < oldest and entry.stage is not Stage.TAKEN for entry in self._line)
+
     def restore(self, places: Iterable[LinePlace], *, next_step: int, newest_version: int) -> tuple[Overdue, ...]:
         """Rebuild the line from the ledger: after a restart of the buffer, and after a rewind of the trainer.
 
@@ -220,9 +244,16 @@ class Admission:
         """
         self.next_step, self.newest_version = next_step, newest_version
         self._swept_for = -1
+        ceilings = {entry.group_id: min(entry.ceiling, newest_version) for entry in self._line}
         entries = [
-            Entry(p.group_id, _bounded(p.version, newest_version), p.stage, era=self._era, ceiling=newest_version)
-            for p in places
+            Entry(
+                place.group_id,
+                _bounded(place.version, newest_version),
+                place.stage,
+                era=self._era,
+                ceiling=ceilings.get(place.group_id, newest_version),
+            )
+            for place in places
         ]
         for entry in entries:
             if entry.version == NO_TOKEN and entry.stage is not Stage.WAITING:

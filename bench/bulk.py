@@ -36,6 +36,7 @@ import numpy.typing as npt
 from myxa.core.actor import Actor, with_deadline
 from myxa.core.handlers import call
 from myxa.core.tensors import LeasedArray
+from myxa.transport.heap import keep_freed_memory
 from myxa.transport.node import JobKey, Node, Rendezvous
 from myxa.transport.tensors.policy import TensorPolicy
 
@@ -286,6 +287,7 @@ async def main(rounds: int, sizes: list[int], seconds: float) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as our workers do (`launch/worker.py`)
     if sys.argv[1:2] == ["--serve"]:
         asyncio.run(serve(*sys.argv[2:5]))
         sys.exit()

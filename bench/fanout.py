@@ -3,8 +3,10 @@
     python bench/fanout.py [--quick] [--peers 8] [--rounds 5] [--seconds 0.4]
 
 One root, N processes (1, 2, 4, 8), each hosting one actor; one typed call of five fields to each, all at once, again
-and again. Rounds run the Ns in another order each. The line is fitted to the medians; on a machine with fewer cores
-than processes the wall time is the peers' own work. Goal: at most 20 us of the root's CPU per peer. Prints markdown.
+and again: by `group.all`, and by references in `asyncio.gather`. Before each of them the reference: blocking pyzmq with
+the same sockets and as many bytes, to processes that only echo. Rounds run all in another order. Lines are fitted to
+the medians; the ratio is the median of pairs at the most peers. On a machine with fewer cores than processes the wall
+time is the peers' own work. Goal: at most 20 us of the root's CPU per peer. Prints markdown.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
 from processes import Child, Figures, Herd  # pyright: ignore[reportMissingImports]
 
 GOAL_US = 20.0
+RAW, GROUP, GATHER = "raw pyzmq", "group.all", "asyncio.gather"
+Book = dict[tuple[str, int], list[Figures]]
 
 
 def start(herd: Herd, folder: str, num_peers: int) -> Child:
@@ -33,15 +37,29 @@ def start(herd: Herd, folder: str, num_peers: int) -> Child:
     return herd.start(sys.executable, "fanout_root.py", rendezvous, str(num_peers))
 
 
-def measure(args: argparse.Namespace, sizes: list[int]) -> tuple[dict[int, list[Figures]], int]:
-    figures: dict[int, list[Figures]] = defaultdict(list)
+def start_raw(herd: Herd, folder: str, num_peers: int) -> Child:
+    for place in range(num_peers):
+        herd.start(sys.executable, "raw_fanout.py", "server", folder, str(place))
+    return herd.start(sys.executable, "raw_fanout.py", "root", folder, str(num_peers))
+
+
+def measure(args: argparse.Namespace, sizes: list[int]) -> tuple[Book, dict[str, list[float]], int]:
+    """Figures; at the most peers, root CPU x raw's just before; processes that were left."""
+    book: Book = defaultdict(list)
+    ratios: dict[str, list[float]] = defaultdict(list)
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="b-") as folder, Herd() as herd:
-        root = start(herd, folder, max(sizes))
+        root, raw = start(herd, folder, max(sizes)), start_raw(herd, folder, max(sizes))
         for _ in range(args.rounds):
-            for size in rng.sample(sizes, len(sizes)):
-                figures[size].append(root.measure(peers=size, seconds=args.seconds))
-        return figures, len(herd.end_all())
+            jobs = [(way, size) for way in (GROUP, GATHER) for size in sizes]
+            for way, size in rng.sample(jobs, len(jobs)):
+                before = raw.measure(peers=size, seconds=args.seconds / 2)
+                found = root.measure(peers=size, seconds=args.seconds, as_group=way == GROUP)
+                book[RAW, size].append(before)
+                book[way, size].append(found)
+                if size == max(sizes):
+                    ratios[way].append(found.cpu_us / before.cpu_us)
+        return book, ratios, len(herd.end_all())
 
 
 def main() -> None:
@@ -55,19 +73,23 @@ def main() -> None:
     if args.quick:
         args.rounds, args.seconds = 3, 0.25
     sizes = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= args.peers]
-    figures, survivors = measure(args, sizes)
-    wall = [statistics.median(f.p50_us for f in figures[n]) for n in sizes]
-    cpu = [statistics.median(f.cpu_us for f in figures[n]) for n in sizes]
-    slope, base = np.polyfit(sizes, cpu, 1)
+    book, ratios, survivors = measure(args, sizes)
     print(f"seed {args.seed}, {args.rounds} rounds of {args.seconds:g} s, {os.cpu_count()} cores, "
           f"load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
-    print("| | " + " | ".join(f"{n} peers" for n in sizes) + " |")
-    print("|---|" + "---|" * len(sizes))
-    print("| wall us, p50 | " + " | ".join(f"{us:.0f}" for us in wall) + " |")
-    print("| root CPU us | " + " | ".join(f"{us:.1f}" for us in cpu) + " |")
-    verdict = "met" if slope <= GOAL_US else f"missed by {slope / GOAL_US - 1:.0%}"
-    print(f"\nRoot CPU: {base:.1f} us + {slope:.1f} us a peer (goal {GOAL_US:g}: {verdict}); "
-          f"extrapolated to 64 peers {(base + 64 * slope) / 1000:.2f} ms. Processes left: {survivors}.")  # fmt: skip
+    print("| root CPU us (wall us, p50) | " + " | ".join(f"{n} peers" for n in sizes) + " | a peer more | x raw |")
+    print("|---|" + "---|" * (len(sizes) + 2))
+    slopes: dict[str, float] = {}
+    for way in (RAW, GROUP, GATHER):
+        cpu = [statistics.median(f.cpu_us for f in book[way, n]) for n in sizes]
+        wall = [statistics.median(f.p50_us for f in book[way, n]) for n in sizes]
+        slopes[way] = float(np.polyfit(sizes, cpu, 1)[0])
+        cells = " | ".join(f"{c:.0f} ({w:.0f})" for c, w in zip(cpu, wall, strict=True))
+        found = ratios[way]
+        ratio = f"{statistics.median(found):.2f} ({min(found):.2f}-{max(found):.2f})" if found else "1"
+        print(f"| {way} | {cells} | {slopes[way]:.1f} | {ratio} |")
+    verdict = "met" if slopes[GROUP] <= GOAL_US else f"missed by {slopes[GROUP] / GOAL_US - 1:.0%}"
+    print(f"\nRoot CPU a peer by {GROUP}: {slopes[GROUP]:.1f} us (goal {GOAL_US:g}: {verdict}), "
+          f"raw {slopes[RAW]:.1f}. Processes left: {survivors}.")  # fmt: skip
 
 
 if __name__ == "__main__":

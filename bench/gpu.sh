@@ -12,11 +12,14 @@
 #   logprobs   engine against trainer, token by token     1 GPU, SGLang, 180 s
 #   layouts    Megatron's layouts against HuggingFace     2 or 4 GPUs, Megatron, 240 s
 #   kill       SIGKILL of a server in mid-broadcast       2 GPUs, SGLang, 120 s
+#   chaos      a rank, a server, the coordinator, all die  2 GPUs, SGLang, 240 s
+#   live       tuned while it goes, through its socket   2 GPUs, SGLang, 150 s
 #   memory     all of these that this many GPUs are for; each can also be asked for by its own name:
 #     memory_selfcheck      the driver's calls, the allocator    1 GPU, 30 s
 #     memory_rates          copies, pinning, mapping; arenas     1 GPU, 150 s
 #     memory_switch         trainer and engine take turns        1 GPU, 150 s
 #     memory_colocated      a run that shares one GPU, two ways  1 GPU, SGLang, Megatron, 300 s
+#     memory_residue        what stays of a trainer's process    1 GPU, Megatron, 60 s
 #     memory_communicators  communicators leave and come back    2 or 4 GPUs, 120 s
 #     memory_gang           four GPUs switch together            4 GPUs, 150 s
 #
@@ -67,35 +70,39 @@ ranks=$((num_gpus >= 4 ? 4 : 2))
 declare -A script=(
   [facts]=facts.py [rollout]=rollout_speed.py [train]=train_speed.py [train4]=train_speed.py [learn]=learn.py
   [async20]=async20.py [weights]=weights_latency.py [logprobs]=logprob_gap.py [layouts]=layouts.py
-  [kill]=kill_in_broadcast.py
+  [kill]=kill_in_broadcast.py [live]=live.py [chaos]=chaos.py
   [memory_selfcheck]=memory_selfcheck.py [memory_rates]=memory_rates.py [memory_switch]=memory_switch.py
-  [memory_colocated]=memory_colocated.py [memory_communicators]=memory_communicators.py [memory_gang]=memory_gang.py
+  [memory_colocated]=memory_colocated.py [memory_residue]=memory_residue.py
+  [memory_communicators]=memory_communicators.py [memory_gang]=memory_gang.py
 )
 declare -A limit=(
   [facts]=60 [rollout]=270 [train]=270 [train4]=200 [learn]=500 [async20]=330 [weights]=330 [logprobs]=360 [layouts]=330
-  [kill]=230
-  [memory_selfcheck]=90 [memory_rates]=200 [memory_switch]=180 [memory_colocated]=300 [memory_communicators]=200
+  [kill]=230 [live]=240 [chaos]=460
+  [memory_selfcheck]=90 [memory_rates]=200 [memory_switch]=180 [memory_colocated]=300 [memory_residue]=90
+  [memory_communicators]=200
   [memory_gang]=150
 )
 declare -A gpus=(
   [facts]=1 [rollout]=1 [train]=1 [train4]=4 [learn]=1 [async20]=1 [weights]=1 [logprobs]=1 [layouts]=2
-  [kill]=2
-  [memory_selfcheck]=1 [memory_rates]=1 [memory_switch]=1 [memory_colocated]=1 [memory_communicators]=2 [memory_gang]=4
+  [kill]=2 [live]=2 [chaos]=2
+  [memory_selfcheck]=1 [memory_rates]=1 [memory_switch]=1 [memory_colocated]=1 [memory_residue]=1
+  [memory_communicators]=2 [memory_gang]=4
 )
 declare -A modules=(
   [facts]="" [rollout]=sglang [train]="" [train4]="" [learn]=sglang [async20]=sglang [weights]=sglang [logprobs]=sglang
-  [layouts]="megatron.core transformers pytest" [kill]=sglang
+  [layouts]="megatron.core transformers pytest" [kill]=sglang [live]=sglang [chaos]=sglang
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]=""
-  [memory_colocated]="sglang megatron.core torch_memory_saver" [memory_communicators]="" [memory_gang]=""
+  [memory_colocated]="sglang megatron.core torch_memory_saver" [memory_residue]=megatron.core
+  [memory_communicators]="" [memory_gang]=""
 )
 declare -A arguments=(
   [facts]="" [rollout]="" [train]="--cases $backend:0.6b,$backend:1.7b" [train4]="--part train4 --world 4 --cases $backend:1.7b"
   [learn]="--placement $placement --engine $engine --backend $backend"
   [async20]="--placement $placement --engine $engine --backend $backend"
   [weights]="--placement $placement --backend $backend" [logprobs]="--backends $backend" [layouts]="--ranks $ranks"
-  [kill]="--backend $backend"
+  [kill]="--backend $backend" [live]="--backend $backend" [chaos]="--backend $backend --ranks $((num_gpus >= 3 ? 2 : 1))"
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]="" [memory_colocated]=""
-  [memory_communicators]="--ranks $ranks" [memory_gang]=""
+  [memory_residue]="" [memory_communicators]="--ranks $ranks" [memory_gang]=""
 )
 declare -A dry_arguments=(
   [facts]="" [rollout]="--groups 4 --in-flight 2 --longest 12 --rounds 1"
@@ -103,11 +110,11 @@ declare -A dry_arguments=(
   [train4]="--part train4 --world 2 --cases torch:1.7b --packs 1 --per-pack 2 --length 64 --steps 1"
   [learn]="--engine attach --shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
   [async20]="--engine attach --set run.num_steps=4" [weights]="--updates 3" [logprobs]="--prompts 8 --num-new 16"
-  [layouts]="--ranks 2 --first 2" [kill]="--limit 100"
+  [layouts]="--ranks 2 --first 2" [kill]="--limit 100" [live]="--limit 100" [chaos]="--steps 60 --limit 300"
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]="" [memory_colocated]=""
-  [memory_communicators]="--ranks 2" [memory_gang]=""
+  [memory_residue]="" [memory_communicators]="--ranks 2" [memory_gang]=""
 )
-memory=(memory_selfcheck memory_rates memory_switch memory_colocated)
+memory=(memory_selfcheck memory_rates memory_switch memory_residue memory_colocated)
 [ "$num_gpus" -ge 2 ] && memory=(memory_selfcheck memory_communicators)
 [ "$num_gpus" -ge 4 ] && memory+=(memory_gang)
 [ -n "$dry" ] && memory=(memory_selfcheck memory_rates memory_switch memory_communicators memory_gang memory_colocated)

@@ -7,15 +7,19 @@ byte for byte what a run of these times would have written.
 from __future__ import annotations
 
 import heapq
+import json
 import math
 import random
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink
 from myxa.actors.sinks.jsonl import JsonlSink
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.clock import ManualClock
+from myxa.core.knobs import AuditRecord, KnobMove, Operator
 from myxa.core.sink import SinkContext
 
 CONFIG = """# resolved by myxa
@@ -191,6 +195,53 @@ class PlantedRun:
                 sink.write(bundle)
         for sink in self.sinks:
             sink.flush()
+
+
+CHANGES = (
+    (0.25, "set", "max_staleness", "buffer", 2, 4, "trainer waits for data", "ada", "done", ""),
+    (0.26, "set", "temperature", "buffer", 1.0, 0.9, "", "ada", "done", ""),
+    (
+        0.45,
+        "set",
+        "lr",
+        "trainer/0",
+        1e-4,
+        1.0,
+        "faster!",
+        "bob",
+        "refused",
+        "more than 10 times the run file's 0.0001",
+    ),
+    (0.5, "set", "lr", "trainer/0", 1e-4, 5e-5, "loss is noisy", "bob", "done", ""),
+    (0.8, "undo", "max_staleness", "buffer", 4, 2, "", "ada", "done", ""),
+)
+"""(share of the steps, verb, knob, owner, old, new, reason, user, result, detail)"""
+
+
+def plant_changes(run_dir: Path) -> None:
+    """An audit log that fits the metrics of a planted run. Its chain of digests is left out."""
+    points = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    walls = {point["step"]: point["wall_s"] for point in points if "train/loss" in point["values"]}
+    lines: list[bytes] = []
+    for number, (share, verb, name, owner, old, new, reason, user, result, detail) in enumerate(CHANGES, 1):
+        step = max(1, int(share * max(walls)))
+        move = KnobMove(name=name, owner=owner, old=old, new=new, boundary="step")
+        record = AuditRecord(
+            number=number,
+            wall_s=walls[step],
+            verb=verb,
+            who=Operator(user=user, uid=1000, via="socket"),
+            arguments={"values": {name: new}},
+            result=result,
+            detail=detail,
+            reason=reason,
+            epoch=number if result == "done" else 0,
+            at=step if result == "done" else 0,
+            version=step,
+            moves=(move,) if result == "done" else (),
+        )
+        lines.append(msgspec.json.encode(record) + b"\n")
+    (run_dir / "audit.jsonl").write_bytes(b"".join(lines))
 
 
 def plant_run(run_dir: Path, *, num_steps: int = 120, seed: int = 1, end: str = "finished") -> Path:

@@ -21,12 +21,14 @@ import contextlib
 import math
 import re
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from .clock import Clock
+from .flow_sampling import FlowSampler, Hop
 from .messages import ActivityKind, Event, MetricPoint, Span, Telemetry
+from .time_window import TimeWindow
 
 ACTIVITY_KINDS: tuple[ActivityKind, ...] = get_args(ActivityKind)
 
@@ -40,46 +42,6 @@ class _State:
     kind: ActivityKind
     name: str
     args: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-class _Window:
-    """Seconds per kind over the last `window_s`, in buckets: fixed memory whatever the switching rate."""
-
-    def __init__(self, window_s: float, bucket_s: float) -> None:
-        self._bucket_s = bucket_s
-        self._num_buckets = max(1, round(window_s / bucket_s))
-        self._buckets: deque[tuple[int, dict[str, float]]] = deque()
-
-    def add(self, key: str, start_s: float, end_s: float) -> None:
-        """Book the stretch [start_s, end_s); stretches arrive in order of time."""
-        last = math.floor(end_s / self._bucket_s)
-        start_s = max(start_s, (last - self._num_buckets + 1) * self._bucket_s)
-        while start_s < end_s:
-            index = math.floor(start_s / self._bucket_s)
-            stop_s = min(end_s, (index + 1) * self._bucket_s)
-            if stop_s <= start_s:  # the bucket's edge is not representable: do not spin on it
-                stop_s = end_s
-            self._book(index, key, stop_s - start_s)
-            start_s = stop_s
-        self._forget(last)
-
-    def _book(self, index: int, key: str, seconds: float) -> None:
-        if not self._buckets or self._buckets[-1][0] < index:
-            self._buckets.append((index, {}))
-        bucket = self._buckets[-1][1]
-        bucket[key] = bucket.get(key, 0.0) + seconds
-
-    def _forget(self, last: int) -> None:
-        while self._buckets and self._buckets[0][0] <= last - self._num_buckets:
-            self._buckets.popleft()
-
-    def sums(self) -> dict[str, float]:
-        """Seconds per key inside the window."""
-        total: dict[str, float] = {}
-        for _, bucket in self._buckets:
-            for key, seconds in bucket.items():
-                total[key] = total.get(key, 0.0) + seconds
-        return total
 
 
 class ActivityMeter:
@@ -99,7 +61,7 @@ class ActivityMeter:
         self.source = source
         self._clock = clock
         self._max_span_s = max_span_s
-        self._base = _State("other", "")
+        self._base = _State("other", "start")  # until the actor says what it does
         self._blocks: list[_State] = []
         self._working: list[_State] = []
         self._state = self._base
@@ -110,7 +72,7 @@ class ActivityMeter:
         self._span_start_s = now
         self._totals: dict[ActivityKind, float] = dict.fromkeys(ACTIVITY_KINDS, 0.0)
         self._named: dict[str, float] = {}
-        self._window = _Window(window_s, bucket_s=max(window_s / 60.0, 0.01))
+        self._window = TimeWindow(window_s, bucket_s=max(window_s / 60.0, 0.01))
         self._spans: deque[Span] = deque()
         self._max_spans = max_spans
         self._num_dropped = 0
@@ -277,6 +239,7 @@ class TelemetryBuffer:
         self._next_time_s = clock.monotonic()
         self._last_step = -1
         self._num_dropped = 0
+        self._flows = FlowSampler()
         self.num_lost = 0
         """Records thrown away over the whole life of the buffer."""
 
@@ -321,6 +284,14 @@ class TelemetryBuffer:
         )
         self._append(self._spans, span)
 
+    def hop(self, hop: Hop, group_ids: Iterable[int], start_wall_s: float, duration_s: float, **args: Any) -> None:
+        """These groups passed a station of their life together, here and then: the trace draws it and joins a group's
+        stations by arrows. Of many groups only some are followed (`flow_sampling`)."""
+        picked = self._flows.pick(hop, group_ids, self._clock.monotonic())
+        if picked:
+            flows = list(picked)
+            self.span(hop, "compute", start_wall_s, duration_s, track=hop, **args, hop=hop, flows=flows)
+
     def drain(self, max_bytes: int = 400_000) -> Telemetry:
         """The next bundle, of about `max_bytes` once encoded (the control lane refuses messages over 1 MiB).
         Call again while `len(buffer)` is not 0."""
@@ -338,6 +309,13 @@ class TelemetryBuffer:
         self.num_lost += count
         self._num_dropped += count + bundle.dropped
 
+    def put_back(self, bundle: Telemetry) -> None:
+        """A drained bundle was not sent and will be tried again: it comes first in the next one."""
+        self._num_dropped += bundle.dropped
+        self._metrics.extendleft(reversed(bundle.metrics))
+        self._events.extendleft(reversed(bundle.events))
+        self._spans.extendleft(reversed(bundle.spans))
+
     def _take_from_meter(self) -> None:
         if self.meter is None:
             return
@@ -351,6 +329,8 @@ class TelemetryBuffer:
             self._next_time_s = now + self._time_every_s
             values = {f"time/{kind}": seconds for kind, seconds in self.meter.totals().items()}
             values |= {f"time/{name}": seconds for name, seconds in self.meter.named_totals().items()}
+            if self._flows.num_skipped:
+                values["trace/hops_skipped"] = float(self._flows.num_skipped)
             self._append(
                 self._metrics,
                 MetricPoint(source=self.source, step=self._last_step, wall_s=self._clock.wall(), values=values),

@@ -6,9 +6,10 @@
     each       answers and errors as they come
     scatter    as `all`, with arguments of each member's own
 
-The members are fixed when the call begins; each is called at the same instant with the same deadline. Knows references
-and tasks, no registry and no sockets. `asyncio.gather` was considered: it loses the names, and after the first error
-it neither waits for the others nor cancels them.
+The members are fixed when the call begins; each is called at the same instant with the same deadline. A small request
+that is the same for all is given to the transport once (`Spread`); others have a task a member. Knows references and
+tasks, no registry and no sockets. `asyncio.gather` was considered: it loses the names, and after the first error it
+neither waits for the others nor cancels them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+
+import msgspec
 
 from .actor import Caller, make_ref, with_deadline
 from .errors import BadRequest, CallError, GatherError, NoSuchActor, NotSent
-from .handlers import handlers_of
+from .handlers import HandlerSpec, handlers_of
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -30,6 +33,30 @@ P = ParamSpec("P")
 
 Send = Callable[[Any, int], Awaitable[T]]
 """Calls one member: its reference, its place among the members."""
+
+
+class Spread(Protocol):
+    """One request to several actors, under way."""
+
+    async def take(self, num_wanted: int) -> list[tuple[int, Any]]:
+        """What came since the last time, each answer or error with the place of its callee: once there are
+        `num_wanted` of them, or an error is among them, or no more will come. Empty: all were taken."""
+        ...
+
+    def cancel(self) -> None:
+        """Nobody waits for the others any more: those calls, and their handlers, are cancelled."""
+        ...
+
+
+class GroupCaller(Caller, Protocol):
+    """What carries a group's calls."""
+
+    def spread(
+        self, targets: Sequence[str], spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
+    ) -> Spread | None:
+        """Send one request to several actors at once. None: this one cannot be sent so, or not to all of them; then
+        nothing was sent, and `request` to each of them does it, or says why not."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +77,7 @@ class ActorGroup(Generic[C]):
 
     def __init__(
         self,
-        caller: Caller,
+        caller: GroupCaller,
         contract: type[C],
         members: str | Sequence[str],
         peers: Callable[[str], tuple[str, ...]],
@@ -123,9 +150,10 @@ class ActorGroup(Generic[C]):
         self, method: Callable[Concatenate[C, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
     ) -> AsyncGenerator[tuple[str, T | Exception], None]:
         """(name, answer or error) of every member as it comes. Leave early inside `contextlib.aclosing`."""
-        async with aclosing(self._answers(self._same(method, args, kwargs))) as answers:
-            async for answer in answers:
-                yield answer
+        async with aclosing(self._answers(self._same(method, args, kwargs), self.names)) as answers:
+            async for came in answers:
+                for answer in came:
+                    yield answer
 
     # -- how
 
@@ -141,22 +169,24 @@ class ActorGroup(Generic[C]):
                 f"a group of {self._contract.__name__} cannot call {name or method!r}: it {what}",
                 remedy=f"write e.g. group.all({self._contract.__name__}.<handler>, ...)",
             )
-        return lambda member, _: getattr(member, name)(*args, **kwargs)
+        return _Same(spec, args, kwargs)
 
     async def _all(self, send: Send[T]) -> dict[str, T]:
         names = self.names
         good: dict[str, T] = {}
         errors: dict[str, Exception] = {}
-        async with aclosing(self._answers(send, names)) as answers:
-            async for name, answer in answers:
-                if not isinstance(answer, Exception):
-                    good[name] = answer
-                    continue
-                errors[name] = answer
-                if self._options.fails_fast:
+        async with aclosing(self._answers(send, names, len(names))) as answers:
+            async for came in answers:
+                for name, answer in came:
+                    if isinstance(answer, Exception):
+                        errors[name] = answer
+                    else:
+                        good[name] = answer
+                if errors and self._options.fails_fast:
                     break
         if errors:
-            raise _failed(names, errors, len(names))
+            unheard = tuple(name for name in names if name not in good and name not in errors)
+            raise _failed(names, errors, len(names), unheard)
         return {name: good[name] for name in names}
 
     async def _some(self, num_needed: int, send: Send[T]) -> dict[str, T]:
@@ -169,21 +199,40 @@ class ActorGroup(Generic[C]):
         good: dict[str, T] = {}
         errors: dict[str, Exception] = {}
         async with aclosing(self._answers(send, names)) as answers:
-            async for name, answer in answers:
-                if isinstance(answer, Exception):
-                    errors[name] = answer
-                    if len(names) - len(errors) < num_needed:
-                        raise _failed(names, errors, num_needed)
-                    continue
-                good[name] = answer
+            async for came in answers:
+                for name, answer in came:
+                    if isinstance(answer, Exception):
+                        errors[name] = answer
+                    elif len(good) < num_needed:
+                        good[name] = answer
                 if len(good) == num_needed:
                     break
+                if len(names) - len(errors) < num_needed:
+                    raise _failed(names, errors, num_needed)
         return good
 
     async def _answers(
-        self, send: Send[T], names: tuple[str, ...] = ()
+        self, send: Send[T], names: tuple[str, ...], num_at_once: int = 1
+    ) -> AsyncGenerator[list[tuple[str, T | Exception]], None]:
+        """Answers and errors as they come, `num_at_once` of them together if none is an error; whatever is still
+        running when this is closed is dropped."""
+        spread = send.spread(self._caller, names, self._options.deadline_s) if isinstance(send, _Same) else None
+        if spread is None:
+            async with aclosing(self._answers_of_tasks(send, names)) as answers:
+                async for answer in answers:
+                    yield [answer]
+            return
+        try:
+            while came := await spread.take(num_at_once):
+                yield [(names[place], answer) for place, answer in came]
+        finally:
+            if self._options.cancels_rest:
+                spread.cancel()
+
+    async def _answers_of_tasks(
+        self, send: Send[T], names: tuple[str, ...]
     ) -> AsyncGenerator[tuple[str, T | Exception], None]:
-        """One task a member; whatever is still running when this is closed is dropped."""
+        """With one task a member."""
         loop = asyncio.get_running_loop()
         ended: deque[asyncio.Task[T]] = deque()
         news = asyncio.Event()
@@ -193,7 +242,7 @@ class ActorGroup(Generic[C]):
             news.set()
 
         tasks: dict[asyncio.Task[T], str] = {}
-        for place, name in enumerate(names or self.names):
+        for place, name in enumerate(names):
             task = loop.create_task(self._one(send, name, place), name=f"{self!r}: {name}")
             task.add_done_callback(note)
             tasks[task] = name
@@ -232,6 +281,29 @@ class ActorGroup(Generic[C]):
         _ = task.cancelled() or task.exception()
 
 
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """Calls one handler of every member with the same arguments."""
+
+    spec: HandlerSpec
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, member: Any, place: int) -> Awaitable[Any]:
+        del place
+        return getattr(member, self.spec.name)(*self.args, **self.kwargs)
+
+    def spread(self, caller: GroupCaller, names: tuple[str, ...], deadline_s: float | None) -> Spread | None:
+        """Of all members in one."""
+        try:
+            request = self.spec.request(*self.args, **self.kwargs)
+        except TypeError:
+            return None  # each member's reference says what is wrong
+        if deadline_s is None:
+            deadline_s = self.spec.declaration.deadline_s
+        return caller.spread(names, self.spec, request, deadline_s)
+
+
 def _outcome(task: asyncio.Task[T]) -> T | Exception:
     if task.cancelled():
         return CallError(f"{task.get_name()} was cancelled")
@@ -243,12 +315,15 @@ def _outcome(task: asyncio.Task[T]) -> T | Exception:
     return error
 
 
-def _failed(names: tuple[str, ...], errors: dict[str, Exception], num_needed: int) -> GatherError:
+def _failed(
+    names: tuple[str, ...], errors: dict[str, Exception], num_needed: int, unheard: tuple[str, ...] = ()
+) -> GatherError:
     """One error for all; members in order, so that the message is the same each time."""
     ordered = {name: errors[name] for name in names if name in errors}
     wanted = "all were needed" if num_needed == len(names) else f"{num_needed} good answers were needed"
     causes = "; ".join(f"{name}: {error}" for name, error in ordered.items())
-    failure = GatherError(f"{len(ordered)} of {len(names)} members failed, {wanted}: {causes}", errors=ordered)
+    message = f"{len(ordered)} of {len(names)} members failed, {wanted}: {causes}"
+    failure = GatherError(message, errors=ordered, unheard=unheard)
     failure.__cause__ = next(iter(ordered.values()))
     return failure
 

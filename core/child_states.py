@@ -1,7 +1,8 @@
 """The life of a supervised child: its states, what can happen to it in each, and which of them have a process.
 
     waiting ──launch──> starting ──up──> up <──recover/hang──> hung       each with a process ──exit──> exited
-                           └──end──> ending <──end──┘ (up, hung)
+                           └──end──> ending <──end──┘ (up, hung, draining)
+                                          up ──drain──> draining          hands its work back before it is told to end
     exited, waiting ──retry──> backing-off ──launch──> starting
     waiting, exited, backing-off ──settle──> stopped
     waiting, exited, backing-off ──give-up──> failed
@@ -14,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal
 
-ChildState = Literal["waiting", "starting", "up", "hung", "ending", "exited", "backing-off", "failed", "stopped"]
-ChildEvent = Literal["up", "hang", "recover", "end", "exit", "retry", "launch", "settle", "give-up"]
+ChildState = Literal[
+    "waiting", "starting", "up", "hung", "draining", "ending", "exited", "backing-off", "failed", "stopped"
+]
+ChildEvent = Literal["up", "hang", "recover", "drain", "end", "exit", "retry", "launch", "settle", "give-up"]
 
 TRANSITIONS: Final[Mapping[tuple[ChildState, ChildEvent], ChildState]] = {
     ("waiting", "launch"): "starting",
@@ -26,11 +29,14 @@ TRANSITIONS: Final[Mapping[tuple[ChildState, ChildEvent], ChildState]] = {
     ("starting", "end"): "ending",
     ("starting", "exit"): "exited",
     ("up", "hang"): "hung",
+    ("up", "drain"): "draining",
     ("up", "end"): "ending",
     ("up", "exit"): "exited",
     ("hung", "recover"): "up",
     ("hung", "end"): "ending",
     ("hung", "exit"): "exited",
+    ("draining", "end"): "ending",
+    ("draining", "exit"): "exited",
     ("ending", "up"): "ending",
     ("ending", "end"): "ending",
     ("ending", "exit"): "exited",
@@ -44,7 +50,7 @@ TRANSITIONS: Final[Mapping[tuple[ChildState, ChildEvent], ChildState]] = {
 }
 """(state, event) -> next state. A pair that is missing is a mistake of the caller."""
 
-ALIVE: Final[frozenset[ChildState]] = frozenset({"starting", "up", "hung", "ending"})
+ALIVE: Final[frozenset[ChildState]] = frozenset({"starting", "up", "hung", "draining", "ending"})
 """States in which a process exists."""
 
 OVER: Final[frozenset[ChildState]] = frozenset({"failed", "stopped"})
@@ -65,6 +71,18 @@ class ChildStates:
         if child not in self._states:
             raise SupervisionError(f"no child is named {child!r}; there are {', '.join(self._states)}")
         return self._states[child]
+
+    def add(self, child: str) -> None:
+        """One more, which waits to be started."""
+        if child in self._states:
+            raise SupervisionError(f"{child} is there already")
+        self._states[child] = "waiting"
+
+    def remove(self, child: str) -> None:
+        """One less; it must have no process and get none any more."""
+        if not self.is_over(child):
+            raise SupervisionError(f"{child} is {self[child]}: it cannot be forgotten now")
+        del self._states[child]
 
     def move(self, child: str, event: ChildEvent) -> None:
         """Take an event. Raises SupervisionError if it cannot happen now."""

@@ -5,8 +5,10 @@ MyxaError
 ├── DataError                a dataset line, column or prompt is wrong                  (exit code 5)
 ├── UserCodeError            a user's reward, workflow or filter raised or lied         (exit code 5)
 │   └── RewardError          it was the reward
+│       └── DeadlyReward     it ended the process that ran it
 ├── ModelError               a model folder is incomplete or of an unknown kind         (exit code 2)
 ├── EngineError              a rollout engine answered wrongly or not at all
+│   ├── EngineLied           what it says cannot be: nothing that it says is used any more
 │   ├── RequestRefused       the request itself cannot be served; repeating it is useless
 │   └── WeightsRefused       it did not take a weight version and goes on with the old one, whole
 ├── TrainError               a training step or checkpoint failed
@@ -85,8 +87,17 @@ class RewardError(UserCodeError):
     """A reward function raised, hung or returned nonsense."""
 
 
+class DeadlyReward(RewardError):
+    """A reward function ended the process that ran it, twice for the same completion."""
+
+
 class EngineError(MyxaError):
     """A rollout engine answered wrongly or not at all."""
+
+
+class EngineLied(EngineError):
+    """What an engine says cannot be true: stamps of weights it was not given, tokens outside the vocabulary, log-probs
+    that are none. Nothing that it says is used any more."""
 
 
 class RequestRefused(EngineError):
@@ -240,10 +251,19 @@ class MessageTooLarge(CallError):
 class GatherError(CallError):
     """Too many members of a group that was called did not answer well."""
 
-    def __init__(self, message: str, *, errors: Mapping[str, Exception] | None = None, remedy: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        errors: Mapping[str, Exception] | None = None,
+        unheard: tuple[str, ...] = (),
+        remedy: str = "",
+    ) -> None:
         super().__init__(message, remedy=remedy)
         self.errors = dict(errors or {})
         """Member -> what it failed with, in the order of the members."""
+        self.unheard = unheard
+        """Members that had not answered when it ended (it ended with the first error)."""
         self.callee = ", ".join(self.errors)
         codes = [error.exit_code for error in self.errors.values() if isinstance(error, MyxaError)]
         self.exit_code = codes[0] if codes else self.exit_code

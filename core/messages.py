@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from .samples import F32, Prompt, Sample
+from .samples import F32, Group, Prompt, Sample
 
 ActivityKind = Literal["compute", "wait-data", "wait-weights", "wait-capacity", "wait-memory", "paused", "other"]
 WeightChannel = Literal["shm", "disk", "nccl", "cuda_ipc"]
@@ -45,6 +45,12 @@ class Assignment(Record, frozen=True):
     sampling: SamplingParams
     partial: tuple[Sample, ...] = ()
     """Unfinished samples of an earlier attempt, continued with the tokens they have (finish == "abort")."""
+    knobs: int = 0
+    """Epoch of the live knobs that the group was dispatched under first; copied into the group."""
+
+
+DrawBlock = Literal["", "staleness", "weights", "data-exhausted", "paused", "finished"]
+"""Why there is no work: weights: this engine has not adopted the newest version, one that has would get some."""
 
 
 class DrawRequest(Record, frozen=True):
@@ -61,13 +67,16 @@ class DrawRequest(Record, frozen=True):
     holding: tuple[int, ...] | None = None
     """Groups the rollout actor still has in hand. A group assigned to this incarnation that is not among them was
     lost on the way (its draw reply never arrived) and goes back to REQUEUED. None: not told."""
+    blocked_by: DrawBlock | None = None
+    """The reason for having no work that it knows: as soon as there is another one the call is answered. None: held
+    whatever the reason."""
 
 
 class DrawReply(Record, frozen=True):
     """Work, or the reason why there is none."""
 
     assignments: tuple[Assignment, ...] = ()
-    blocked_by: Literal["", "staleness", "data-exhausted", "paused", "finished"] = ""
+    blocked_by: DrawBlock = ""
 
 
 class PutResult(Record, frozen=True):
@@ -162,6 +171,8 @@ class WeightAck(Record, frozen=True):
     version: int
     accepted: bool
     reason: str = ""
+    is_whole: bool = False
+    """Refused, and the weights that served before are whole and go on."""
 
 
 class EvalRequest(Record, frozen=True):
@@ -213,6 +224,35 @@ class BufferStats(Record, frozen=True):
     """"trained", and each reason for dropping -> mean response tokens of a group: shows a bias for short answers"""
     complaint: str = ""
     """What a person should know now: no group could be used for a long time."""
+
+
+class RecentGroup(Record, frozen=True):
+    """A group that was finished a while ago, for people to look at."""
+
+    group: Group
+    outcome: Literal["kept", "left out"]
+    reason: str
+    """Why it was left out."""
+    rollout: str
+    attempt: int
+    wall_s: float
+    """When it was finished; 0: before the buffer was restarted."""
+    state: str
+    """In the ledger, now."""
+    step: int
+    """Claimed for, or trained in, this step; -1: none."""
+
+
+class DumpReport(Record, frozen=True):
+    """A file of groups that the buffer wrote, or is about to write."""
+
+    path: str
+    num_groups: int
+    """In the file so far."""
+    num_bytes: int
+    is_whole: bool
+    """All that was asked for is in it; False: it goes on, or `reason` says what is missing."""
+    reason: str = ""
 
 
 class RunStatus(Record, frozen=True):
@@ -279,7 +319,7 @@ class GroupDropped(Record, frozen=True):
     group_id: int
     attempt: int
     rollout: str
-    reason: Literal["reward-error", "workflow-error", "prompt-too-long", "engine-error"]
+    reason: Literal["reward-error", "reward-crash", "workflow-error", "prompt-too-long", "engine-error"]
     detail: str = ""
 
 
@@ -290,3 +330,5 @@ class GroupReturned(Record, frozen=True):
     attempt: int
     rollout: str
     partial: tuple[Sample, ...] = ()
+    goes_on: bool = False
+    """It is not handed back: these are its tokens so far, for others to go on from if this actor dies."""

@@ -23,6 +23,7 @@ from .weight_channel import (
     SendReport,
     ShareReply,
     ShareRequest,
+    WeightProgress,
 )
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -115,6 +116,22 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class PausesAsTold(Protocol):
+    """An engine for which the way that running requests meet a commit may be changed between two commits."""
+
+    pause_mode: PauseMode
+
+
+@runtime_checkable
+class TellsProgress(Protocol):
+    """An engine that says how far it is with a weight version that is being prepared or committed."""
+
+    def weight_progress(self) -> WeightProgress:
+        """Where it is; costs nothing."""
+        ...
+
+
+@runtime_checkable
 class EngineMemory(Protocol):
     """An engine whose memory leaves its device by tag and comes back. Only after `park`, and until `unpark`, may tags
     be away; nothing is asked to be generated meanwhile."""
@@ -178,6 +195,11 @@ class TrainBackend(Protocol):
 
     def train(self, shard: TrainShard, knobs: dict[str, float]) -> StepStats:
         """One optimizer step per mini-batch of the shard. `knobs` overrides live values such as `lr`."""
+        ...
+
+    def judge_knobs(self, knobs: dict[str, float], *, saves: bool) -> str:
+        """Why a step with these values, or with `saves` a checkpoint, would be refused; empty if it would not. Asks no
+        other rank and touches no tensor: may be called from any thread, while a step runs too."""
         ...
 
     def score(self, samples: Sequence[TrainSample]) -> list[F32]:

@@ -70,6 +70,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Text of the last model turn, without special tokens."""
     turns: tuple[str, ...] = ()
     """Text of every model turn."""
+    temperature: float = 1.0
+    """Temperature that every token was drawn at: the trainer scores the sample with it. 0: greedy."""
 
     def oldest_version(self) -> int:
         """Oldest engine stamp of any token, or `NO_VERSION` when no engine took part."""
@@ -110,6 +112,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """float32 [num samples]."""
     reward_parts: tuple[dict[str, float], ...] = ()
     """Named components per sample, for metrics only."""
+    knobs: int = 0
+    """Epoch of the live knobs that the group was dispatched under."""
 
     @property
     def group_id(self) -> int:
@@ -147,6 +151,8 @@ class TrainSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Raw scalar reward."""
     advantage: float
     """Sample-level advantage after group normalisation; token-level terms (KL, discounting) are added by the rank."""
+    temperature: float = 1.0
+    """Temperature that the tokens were drawn at, above 0: log-probs are those of the distribution at it."""
 
 
 class TrainShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

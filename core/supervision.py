@@ -9,103 +9,32 @@ The rules are those of an OTP supervisor tree; no library offers them without br
 answered by the child's branch according to its strategy. A branch that has spent its restarts has failed itself, and
 the branch above decides (escalation); at the root the run fails. Whoever has to end, ends in reverse start order, one
 stage after the other: `End` names the next stage only when the one before is gone.
+
+A person may have a child end for good (`retire`), be started anew (`renew`), or add one (`grow`). Such ends are no
+failures and cost no budget; who can hand work back (`Drain`) does so before it is told to end.
 """
 
 from __future__ import annotations
 
-import signal
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Literal
 
 from .child_states import ChildState, ChildStates, SupervisionError
+from .exit_status import BUDGET_SPENT, HOPELESS, describe_status
 from .restart_budget import Backoff, RestartBudget
-from .supervision_tree import BranchSpec, ChildSpec, Member, SupervisionTree
+from .supervision_orders import Done, Drain, End, FailRun, GangRound, GiveUp, Instruction, Kill, Restart, Retired
+from .supervision_tree import BranchSpec, ChildSpec, Member, SupervisionTree, leaves_of
 
 Health = Literal["suspect", "hung", "recovered"]
-
-HOPELESS: Final[dict[int, str]] = {
-    2: "its configuration is wrong",
-    5: "its data or a user's function is wrong",
-}
-"""Exit status -> why another attempt would end the same way."""
-
-BUDGET_SPENT: Final = 4
-"""Exit status of a run that ends because a child may not be started again."""
-
-
-@dataclass(frozen=True, slots=True)
-class GangRound:
-    """One common attempt of a gang: its ranks meet under a name that no other attempt has."""
-
-    gang: str
-    attempt: int
-    rendezvous: str
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """Start these children after `delay_s`, in this order, each as its attempt (0 was the first start). Void for a
-    child for which `may_launch` says no by then: another instruction has overtaken it."""
-
-    children: tuple[str, ...]
-    attempts: tuple[int, ...]
-    delay_s: float
-    reason: str
-    branch: str
-    """Whose budget this restart was taken from."""
-    rounds: tuple[GangRound, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Tell these children to end, at the same time, and kill those that are still there after their grace."""
-
-    children: tuple[str, ...]
-    graces_s: tuple[float, ...]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """These hang: being told would not help."""
-
-    children: tuple[str, ...]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """The run goes on without this member; its branch has a quorum."""
-
-    member: str
-    reason: str
-    num_left: int
-    quorum: int
-
-
-@dataclass(frozen=True, slots=True)
-class FailRun:
-    """The run is over: `culprit` may not be started again."""
-
-    culprit: str
-    reason: str
-    exit_code: int
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """No process is left and none will be started."""
-
-
-Instruction = Restart | End | Kill | GiveUp | FailRun | Done
 
 
 @dataclass(slots=True, eq=False)
 class _Ending:
     """Children that have to be gone before something is done."""
 
-    then: Literal["restart", "give up", "over"]
+    then: Literal["restart", "renew", "retire", "give up", "over"]
     stages: list[tuple[str, ...]]
     """Not told yet, the next one first."""
     reason: str
@@ -117,15 +46,16 @@ class _Ending:
     def __post_init__(self) -> None:
         self.scope = frozenset(name for stage in self.stages for name in stage)
 
+    @property
+    def grace_s(self) -> float:
+        """Ranks whose mate has failed have nothing to finish, and may hang in a collective with it."""
+        is_broken_gang = self.then == "restart" and self.branch is not None and self.branch.strategy == "gang"
+        return 0.5 if is_broken_gang else math.inf
 
-def describe_status(status: int) -> str:
-    """Words for a process's return code: negative is a signal, as in `subprocess`."""
-    if status >= 0:
-        return f"exit status {status}"
-    try:
-        return f"signal {signal.Signals(-status).name}"
-    except ValueError:
-        return f"signal {-status}"
+    @property
+    def is_gentle(self) -> bool:
+        """Whether work is handed back first."""
+        return self.then in ("renew", "retire")
 
 
 class Supervisor:
@@ -141,6 +71,7 @@ class Supervisor:
         self._endings: list[_Ending] = []
         """Their scopes do not overlap: a larger one swallows those within it."""
         self._given_up: set[int] = set()
+        self._retiring: set[str] = set()
         self._verdict: FailRun | None = None
 
     # -- questions ---------------------------------------------------------------------------------------------
@@ -154,7 +85,9 @@ class Supervisor:
         return self._attempts[self._spec(child).name]
 
     def may_launch(self, child: str, attempt: int) -> bool:
-        """Whether it may be started now as that attempt."""
+        """Whether it may be started now as that attempt; not if it has left."""
+        if child not in self._tree.children:
+            return False
         is_current = attempt == self.attempt(child) and self._ending_of(child) is None
         return is_current and self._states.can(child, "launch")
 
@@ -174,6 +107,66 @@ class Supervisor:
     def verdict(self) -> FailRun | None:
         """Why the run failed, if it did: the first reason only."""
         return self._verdict
+
+    def is_retiring(self, child: str) -> bool:
+        """Whether it is on its way out for good."""
+        return child in self._retiring
+
+    def restarts_left(self, child: str, now: float) -> int:
+        """How often it may fail and be started again now."""
+        branch = self._tree.above(self._spec(child))
+        return self._budgets[branch.name].left(now) if branch is not None else 0
+
+    # -- wishes of a person ------------------------------------------------------------------------------------
+
+    def grow(self, branch: str, member: Member) -> None:
+        """One more member of that branch, to be launched as its current `attempt`. A child of its name that is over
+        makes room. Raises SupervisionError if the name is in use, the branch is a gang, or the run ends."""
+        if self._is_over():
+            raise SupervisionError("the run ends")
+        names = {spec.name for spec in leaves_of(member)}
+        over = [n for n in self._tree.children if n in names and self._states.is_over(n) and not self._ending_of(n)]
+        self._tree.check_room(branch, member, without=over)
+        for name in over:
+            self._forget(name)
+        self._tree.add(branch, member)
+        for name in self._tree.leaves(member):
+            self._states.add(name)
+            self._attempts[name] = self._attempts.get(name, -1) + 1
+        for each in self._tree.branches:
+            self._budgets.setdefault(each.name, RestartBudget(each.max_restarts, each.period_s))
+
+    def retire(self, child: str, reason: str, now: float) -> list[Instruction]:
+        """Have it end for good; `Retired` when it is gone. Its end, however it comes, is no failure. May be repeated.
+        Raises SupervisionError for a rank of a gang."""
+        self._tree.seat(child)
+        if self._is_over() or child in self._retiring:
+            return []
+        self._retiring.add(child)
+        wider = self._ending_of(child)
+        if wider is not None and len(wider.scope) > 1:
+            return []  # it ends with the others, and stays away when they come back
+        return self._begin(_Ending("retire", [(child,)], reason), now)
+
+    def renew(self, child: str, reason: str, now: float) -> list[Instruction]:
+        """Have it, or its whole gang, end and start again. Raises SupervisionError for one that left or is leaving."""
+        branch = self._tree.above(self._spec(child))
+        is_gang = branch is not None and branch.strategy == "gang"
+        wider = self._ending_of(child)
+        if self._states.is_over(child) or child in self._retiring or (wider is not None and wider.then == "give up"):
+            raise SupervisionError(f"{child} is {self._states[child]} and leaves: it cannot be started anew")
+        scope = self._tree.leaves(branch) if branch is not None and is_gang else (child,)
+        if wider is not None and (self._is_over() or wider.scope > set(scope)):
+            return []  # it ends anyway, and starts again with the others if they do
+        return self._begin(_Ending("renew", [scope[::-1]], reason), now)
+
+    def on_drained(self, child: str, now: float) -> list[Instruction]:
+        """It has handed its work back, or could not. It may be late."""
+        ending = self._ending_of(child)
+        if ending is None or child not in self._tree.children or self._states[child] != "draining":
+            return []
+        self._states.move(child, "end")
+        return [End((child,), (self._spec(child).grace_s,), ending.reason)]
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -198,7 +191,8 @@ class Supervisor:
         what = f"{child} ended with {describe_status(status)}"
         if status in HOPELESS:
             what = f"{what}: {HOPELESS[status]}, another attempt would end the same way"
-            return self._fail(child, what, status, now)
+            is_extra = self._tree.came_later(spec)
+            return self._do_without(spec, child, what, now) if is_extra else self._fail(child, what, status, now)
         if spec.restart == "transient" and status == 0:
             self._states.move(child, "settle")
             return self._farewell()
@@ -209,6 +203,8 @@ class Supervisor:
         spec = self._spec(child)
         if health == "recovered" and self._states[child] == "hung":
             self._states.move(child, "recover")
+        if health == "hung" and self._states[child] == "draining":
+            return self.on_drained(child, now)  # it will hand nothing back
         if health != "hung" or self._states[child] != "up":
             return []
         self._states.move(child, "hang")
@@ -229,7 +225,7 @@ class Supervisor:
         under_way = list(self._endings)
         done: list[Instruction] = []
         for child in children:
-            if not self._is_over():
+            if not self._is_over() and child not in self._retiring:
                 done += self._do_without(self._spec(child), culprit, reason, now)
         for ending in under_way:
             if ending in self._endings:
@@ -273,14 +269,17 @@ class Supervisor:
         return self._fail(culprit, what, BUDGET_SPENT, now)
 
     def _can_do_without(self, branch: BranchSpec, member: Member) -> bool:
-        return 0 < branch.quorum <= self._num_left(branch, member)
+        return self._tree.needed(branch, member) <= self._num_left(branch, member)
 
     def _num_left(self, branch: BranchSpec, member: Member) -> int:
-        return sum(1 for other in branch.members if other is not member and id(other) not in self._given_up)
+        return sum(1 for other in self._tree.members(branch) if other is not member and self._stays(other))
+
+    def _stays(self, member: Member) -> bool:
+        return id(member) not in self._given_up and not self._retiring.issuperset(self._tree.leaves(member))
 
     def _give_up(self, branch: BranchSpec, member: Member, what: str, now: float) -> list[Instruction]:
         self._given_up.add(id(member))
-        news = GiveUp(member.name, what, self._num_left(branch, member), branch.quorum)
+        news = GiveUp(member.name, what, self._num_left(branch, member), self._tree.needed(branch, member))
         return [news, *self._begin(_Ending("give up", list(self._tree.all_stages(member)), what), now)]
 
     def _fail(self, culprit: str, reason: str, exit_code: int, now: float) -> list[Instruction]:
@@ -293,7 +292,7 @@ class Supervisor:
 
     def _restart(self, branch: BranchSpec, failed: Member, what: str) -> _Ending:
         """Whom that concerns; members that were given up stay out of it."""
-        members = [member for branch in self._tree.branches for member in branch.members]
+        members = [member for branch in self._tree.branches for member in self._tree.members(branch)]
         out = {name for each in members if id(each) in self._given_up for name in self._tree.leaves(each)}
         stages = (tuple(n for n in stage if n not in out) for stage in self._tree.stages(branch, failed))
         return _Ending("restart", [stage for stage in stages if stage], what, branch)
@@ -314,17 +313,26 @@ class Supervisor:
             if not ending.stages:
                 return told + self._finish(ending, now)
             ending.current = ending.stages.pop(0)
-            names = tuple(name for name in self._states.alive(ending.current) if self._states[name] != "ending")
-            for name in names:
-                self._states.move(name, "end")
-            if names:
-                graces = tuple(self._spec(name).grace_s for name in names)
-                told.append(End(names, graces, ending.reason))
+            told += self._tell(ending)
         return told
+
+    def _tell(self, ending: _Ending) -> list[Instruction]:
+        """The current stage: who is up and may hand work back does that first."""
+        names = [name for name in self._states.alive(ending.current) if self._states[name] != "ending"]
+        gentle = tuple(n for n in names if ending.is_gentle and self._states[n] in ("up", "draining"))
+        rest = tuple(name for name in names if name not in gentle)
+        drained = tuple(name for name in gentle if self._states[name] == "up")
+        for name in drained:
+            self._states.move(name, "drain")
+        for name in rest:
+            self._states.move(name, "end")
+        graces = tuple(min(ending.grace_s, self._spec(name).grace_s) for name in rest)
+        told: list[Instruction] = [Drain(drained, ending.reason)] if drained else []
+        return told + ([End(rest, graces, ending.reason)] if rest else [])
 
     def _close(self, ending: _Ending) -> None:
         """Children that have no process and will have none are done with."""
-        if ending.then == "restart":
+        if ending.then in ("restart", "renew"):
             return
         for name in ending.scope:
             if not self._states.is_alive(name) and not self._states.is_over(name):
@@ -334,19 +342,44 @@ class Supervisor:
         if ending.then == "over":
             return [Done()]
         self._endings.remove(ending)
-        if ending.branch is None:
+        if ending.then == "give up":
             return self._farewell()
+        told = self._let_go(ending.scope & self._retiring)
         children = tuple(n for n in self._tree.children if n in ending.scope and not self._states.is_over(n))
         if not children:
-            self._budgets[ending.branch.name].release()
-            return self._farewell()
-        delay = self._backoff.delay(self._budgets[ending.branch.name].spend(now), self._lot())
+            if ending.branch is not None:
+                self._budgets[ending.branch.name].release()
+            return told + self._farewell()
+        return [*told, self._again(children, ending, now)]
+
+    def _again(self, children: tuple[str, ...], ending: _Ending, now: float) -> Restart:
+        delay, payer = 0.0, ""
+        if ending.branch is not None:
+            payer = ending.branch.name
+            delay = self._budgets[payer].spend(now, self._backoff, self._lot())
         for name in children:
             self._states.move(name, "retry")
             self._attempts[name] += 1
         attempts = tuple(self._attempts[name] for name in children)
         rounds = tuple(self._round(gang) for gang in self._tree.gangs(frozenset(children)))
-        return [Restart(children, attempts, delay, ending.reason, ending.branch.name, rounds)]
+        return Restart(children, attempts, delay, ending.reason, payer, rounds)
+
+    def _let_go(self, names: frozenset[str]) -> list[Instruction]:
+        """Those that retire are gone; their names may come again, with higher attempts."""
+        order = tuple(name for name in self._tree.children if name in names)
+        for name in order:
+            if not self._states.is_over(name):
+                self._states.move(name, "settle")
+            self._forget(name)
+        return [Retired(order)] if order else []
+
+    def _forget(self, child: str) -> None:
+        for each in self._tree.remove(child):
+            self._given_up.discard(id(each))
+            if isinstance(each, BranchSpec):
+                del self._budgets[each.name]
+        self._retiring.discard(child)
+        self._states.remove(child)
 
     def _farewell(self) -> list[Instruction]:
         return [Done()] if all(self._states.is_over(name) for name in self._tree.children) else []

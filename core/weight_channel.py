@@ -114,3 +114,14 @@ class SampleReply(Record, frozen=True):
     """The first values of each tensor in row order, as float; in the order of the names."""
 
     values: tuple[tuple[float, ...], ...]
+
+
+class WeightProgress(Record, frozen=True):
+    """How far an engine is with the version that it is bringing in."""
+
+    at: str
+    """For people: "receive bucket 2 of 5 from trainer/0"."""
+    num_done: int = 0
+    """Grows with every tensor or bucket that has come: the same number twice means that nothing moved."""
+    is_counted: bool = False
+    """Whether what goes on now moves `num_done`; a server that reads a folder by itself tells nothing meanwhile."""

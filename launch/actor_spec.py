@@ -44,7 +44,14 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     when_hung: WhenHung = "wait"
     quorum: int = 0
     """So many actors of its role are enough; 0: all."""
+    attach: tuple[str, ...] = ()
+    """Servers that somebody named for it when it joined; empty: its share of the run file's, if there are any."""
     rank: RankSpec | None = None
+    attempt: int = 0
+    """Which of its starts this is; 0: the first. Known where it runs."""
+    ram_dir: str = ""
+    """Folder in the host's memory that outlives this process and goes with the launcher; empty: there is none. Known
+    where it runs."""
 
 
 class GangMeeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,28 +7,46 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.actor import with_deadline
-from ..core.errors import CallError, LaunchError, NoSuchActor, PeerDied
+from ..core.errors import CallError, ConfigError, LaunchError, NoSuchActor, PeerDied
 from ..core.patience import until_answered
 from .actor_spec import GangMeeting
 from .child import Child, start_child
-from .child_env import child_env
-from .contracts import SUPERVISOR, AgentContract, ChildEnd, RunPlan, StartOrder, SupervisorContract
+from .child_env import child_env, worker_command
+from .contracts import (
+    SUPERVISOR,
+    AgentContract,
+    ChildEnd,
+    LogChunk,
+    LogRequest,
+    RunPlan,
+    StackReply,
+    StartOrder,
+    StartReply,
+    SupervisorContract,
+)
 from .first_failure import read_tail
+from .log_reader import read_log
+from .outside_stacks import spied_stacks, written_stacks
+from .process_time import tell_process_time
 from .run_dir import RunDir
 from .worker_spec import DEFAULT_PROGRAM, WorkerSpec, write_spec
 
 PING_S = 1.0
 KeyFor = Callable[[str], Awaitable[str]]
 
+LOOK_AGAIN_S = 1.0
+"""Stacks found out from outside are told again for so long instead of being looked for."""
 STACKS_S = 0.5
 """How long a process that hangs may take to write down where it hangs."""
+SIGNALS = frozenset({signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT})
+"""What an operator may send."""
 KILL_S = 5.0
 """How long a process may take to vanish after SIGKILL (longer: it hangs in the kernel)."""
 
@@ -48,6 +66,8 @@ class AgentOptions:
     lost_s: float = 20.0
     """How long node 0 may be silent before this node gives the run up."""
     program: str = DEFAULT_PROGRAM
+    must_share: bool = False
+    """Whether the run directory has to be there already, as on the other nodes."""
     key_for: KeyFor | None = None
     """Makes the key of a process that is to be started and tells the registry of it; None: no process needs one."""
 
@@ -75,6 +95,9 @@ class Agent(AgentContract):
         self._run_dir: RunDir | None = None
         self._children: dict[str, Child] = {}
         self._is_stopped = False
+        self._looking = asyncio.Lock()
+        self._last_look: dict[tuple[str, bool], tuple[float, int, StackReply]] = {}
+        """(actor, by py-spy) -> when it was looked at, which process, what was seen."""
 
     @property
     def children(self) -> tuple[Child, ...]:
@@ -85,6 +108,7 @@ class Agent(AgentContract):
         """Node 0's own agent ends with node 0; the others must find out."""
         if self._options.node != 0:
             self.ctx.spawn(self._mind_node_0(), name="mind node 0")
+        self.ctx.spawn(tell_process_time(self.ctx), name="tell process time")
 
     async def _mind_node_0(self) -> None:
         supervisor = with_deadline(self.ctx.ref(SupervisorContract, SUPERVISOR), self._options.lost_s)
@@ -107,18 +131,23 @@ class Agent(AgentContract):
         await self.kill_all()
 
     async def prepare(self, plan: RunPlan) -> None:
+        if self._options.must_share and not RunDir(Path(plan.run_dir)).config.exists():
+            raise LaunchError(
+                f"{plan.run_dir} is not there on {socket.gethostname()}: weights travel through it",
+                remedy="have run.dir on a file system that all nodes share",
+            )
         self._plan = plan
         self._run_dir = RunDir.join(plan.run_dir)
-        self._run_dir.config.write_text(self._options.config_text, encoding="utf-8")
+        self._run_dir.post_config(self._options.config_text)
 
-    async def start_actor(self, order: StartOrder) -> str:
+    async def start_actor(self, order: StartOrder) -> StartReply:
         if self._plan is None or self._run_dir is None:
             raise LaunchError(f"{self.ctx.name} is not prepared", remedy="this is a bug; report it")
         name = order.actor.name
         try:
             key = await self._options.key_for(name) if self._options.key_for is not None else ""
         except CallError as error:
-            return f"{name} has no key: {error}"
+            return StartReply(problem=f"{name} has no key: {error}")
         if name in self._children:
             raise LaunchError(f"{name} runs already as attempt {self._children[name].attempt}")
         log_path = self._run_dir.new_log(name, order.attempt)
@@ -126,9 +155,9 @@ class Agent(AgentContract):
             self._children[name] = self._start(order, self._plan, self._run_dir, log_path, key)
         except LaunchError as error:
             log_path.write_text(f"{error}\n", encoding="utf-8")
-            return str(error)
+            return StartReply(problem=str(error))
         self.ctx.log.info("%s: attempt %d is process %d", name, order.attempt, self._children[name].pid)
-        return ""
+        return StartReply(pid=self._children[name].pid)
 
     def _start(self, order: StartOrder, plan: RunPlan, run_dir: RunDir, log_path: Path, key: str) -> Child:
         spec = WorkerSpec(
@@ -150,7 +179,7 @@ class Agent(AgentContract):
             attempt=order.attempt,
             meeting=order.meeting,
         )
-        command = [order.actor.python or sys.executable, "-m", "myxa.launch.worker"]
+        command = worker_command(order.actor)
         return start_child(
             order.actor.name, order.attempt, command, env=env, log_path=log_path, told=self._on_child_end
         )
@@ -196,6 +225,32 @@ class Agent(AgentContract):
         for child in await _still_there(children, STACKS_S):
             child.kill()
         await _still_there(children, KILL_S)
+
+    async def signal_actors(self, names: tuple[str, ...], signal_number: int) -> tuple[str, ...]:
+        if signal_number not in SIGNALS:
+            raise ConfigError(f"signal {signal_number} is not sent", remedy=f"one of {sorted(SIGNALS)}")
+        children = [self._children[name] for name in names if name in self._children]
+        for child in children:
+            self.ctx.log.info("%s: an operator sends signal %d", child.name, signal_number)
+            child.send(signal_number)
+        return tuple(child.name for child in children)
+
+    async def read_log(self, request: LogRequest) -> LogChunk:
+        if self._run_dir is None:
+            raise LaunchError(f"{self.ctx.name} is not prepared", remedy="try again when the run goes on")
+        # In a thread: it may look through megabytes on a slow disk, and this process serves the run meanwhile.
+        return await asyncio.to_thread(read_log, self._run_dir, self._options.node, request)
+
+    async def stacks_from_outside(self, name: str, py_spy: bool) -> StackReply:
+        child = self._children.get(name)
+        if child is None:
+            raise ConfigError(f"{name} has no process on node {self._options.node}", remedy="see `myxa ps`")
+        async with self._looking:  # who only looks must not be able to keep a process, or this node, busy
+            at, pid, held = self._last_look.get((name, py_spy), (0.0, 0, None))
+            if held is None or pid != child.pid or self.ctx.clock.monotonic() - at > LOOK_AGAIN_S:
+                held = await (spied_stacks(child) if py_spy else written_stacks(child))
+                self._last_look[name, py_spy] = self.ctx.clock.monotonic(), child.pid, held
+            return held
 
     async def kill_all(self) -> None:
         """End all children at once."""

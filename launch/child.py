@@ -57,11 +57,25 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGQUIT)
 
-    def kill(self) -> None:
-        """End the process and everything in its group at once."""
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was stopped (SIGSTOP) and does nothing until SIGCONT."""
+        return _proc_field(self.pid, "State")[:1] in ("T", "t")
+
+    @property
+    def writes_stacks(self) -> bool:
+        """Whether `ask_for_stacks` is safe: before the worker has its handler in place, SIGQUIT would end it."""
+        return bool(int(_proc_field(self.pid, "SigCgt") or "0", 16) >> (signal.SIGQUIT - 1) & 1)
+
+    def send(self, number: int) -> None:
+        """A signal to the process and everything in its group."""
         if self.status is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+                os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        """End the process and everything in its group at once."""
+        self.send(signal.SIGKILL)
 
     async def wait(self, timeout_s: float) -> bool:
         """Whether it ended within that time."""
@@ -80,6 +94,15 @@ class Child:
         os.close(self._pidfd)
         self._ended.set()
         self._told(self, self.status)
+
+
+def _proc_field(pid: int, name: str) -> str:
+    """A line of /proc/<pid>/status; empty if the process is gone."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith(f"{name}:")), "")
 
 
 def start_child(

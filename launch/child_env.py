@@ -1,7 +1,8 @@
-"""The environment of an actor's process. Pure: variables in, variables out."""
+"""Command and environment of an actor's process. Pure: variables in, variables out."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from .actor_spec import ActorSpec, GangMeeting
@@ -9,11 +10,18 @@ from .actor_spec import ActorSpec, GangMeeting
 SPEC_VARIABLE = "MYXA_WORKER_SPEC"
 """Names the JSON file that tells a worker who it is."""
 
+WORKER_MODULE = "myxa.launch.worker"
+
 _TORCHRUN = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
 )
 """Not inherited: they would be those of whatever started the launcher."""
+
+
+def worker_command(actor: ActorSpec) -> tuple[str, ...]:
+    """How the actor's process is started."""
+    return (actor.python or sys.executable, "-m", WORKER_MODULE)
 
 
 def child_env(

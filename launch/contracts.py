@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from ..core.actor import Actor
@@ -21,6 +23,15 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of the records below."""
 
 
+class LateWish(_Record, frozen=True, kw_only=True):
+    """What a node that comes late offers."""
+
+    num_rollouts: int = 0
+    """So many rollout actors; 0: as many as the role has on every node."""
+    devices: str = ""
+    """GPUs for them, like "0-3"; empty: those of the role."""
+
+
 class NodeFacts(_Record, frozen=True, kw_only=True):
     """How a node introduces itself. Version and configuration must be those of node 0."""
 
@@ -29,8 +40,27 @@ class NodeFacts(_Record, frozen=True, kw_only=True):
     version: str
     """Of myxa."""
     config: str
-    """The resolved configuration as TOML."""
+    """The resolved configuration as TOML; empty: a late node takes that of the run."""
     host: str
+    machine: str = ""
+    """The running system (boot id): what it shares with others of the same is memory, not only files."""
+    late: LateWish | None = None
+    """Set by a node that comes to a run that goes on; its number is the one that `enlist` gave it."""
+
+
+class EnlistReply(_Record, frozen=True, kw_only=True):
+    """Answer to a node that comes late."""
+
+    node: int = -1
+    """Its number in this run; -1: it may not come."""
+    reason: str = ""
+    """Why not."""
+    is_early: bool = False
+    """The run is being started: it may ask again."""
+    config: str = ""
+    """The run's resolved configuration."""
+    actors: tuple[ActorSpec, ...] = ()
+    """What would be started on it now, for its own look at what they need."""
 
 
 class JoinReply(_Record, frozen=True, kw_only=True):
@@ -53,6 +83,102 @@ class StartOrder(_Record, frozen=True, kw_only=True):
     actor: ActorSpec
     attempt: int
     meeting: GangMeeting | None = None
+
+
+class StartReply(_Record, frozen=True, kw_only=True):
+    """What became of a `StartOrder`."""
+
+    pid: int = 0
+    """Of the process; 0: it could not be started."""
+    problem: str = ""
+    """Why not."""
+
+
+class NameReply(_Record, frozen=True, kw_only=True):
+    """Answer to a program that wants to host a rollout actor."""
+
+    name: str = ""
+    refused: Literal["", "own", "taken"] = ""
+    """own: that name belongs to the run; taken: somebody else has it, or it names no rollout actor."""
+
+
+class LogRequest(_Record, frozen=True, kw_only=True):
+    """A part of an actor's log: the last lines, or what follows a place that was told before."""
+
+    name: str
+    """An actor, or "launcher": that of the node itself."""
+    num_lines: int = 100
+    """Without a place: so many of the last lines."""
+    grep: str = ""
+    """Only lines that hold this text."""
+    engine: bool = False
+    """The log of the server that the actor launched, instead of its own."""
+    file: str = ""
+    """With `offset`: the file that was read last."""
+    offset: int = 0
+    """Bytes of it that were read."""
+
+
+class LogChunk(_Record, frozen=True, kw_only=True):
+    """Whole lines of a log, and where the next ones begin."""
+
+    name: str
+    file: str
+    offset: int
+    lines: tuple[str, ...]
+    is_more: bool = False
+    """More can be read at once."""
+
+
+class StackReply(_Record, frozen=True, kw_only=True):
+    """Where a process is."""
+
+    name: str
+    pid: int
+    text: str
+    """One stack per thread, and per asyncio task where the process itself answered."""
+    how: str
+    """"process" (it answered), "signal" (faulthandler wrote it, without its cooperation), "py-spy"."""
+
+
+class ProcessFacts(_Record, frozen=True, kw_only=True):
+    """How much a process holds."""
+
+    name: str
+    pid: int
+    rss_bytes: int
+    num_fds: int
+    num_threads: int
+    num_tasks: int
+    """asyncio tasks of its loop."""
+    num_objects: int
+    """Python objects that the garbage collector knows."""
+    gc_collections: tuple[int, ...]
+    """Per generation, since the start."""
+    cuda_bytes: dict[str, int] = {}
+    """Of torch's allocator, where torch uses a GPU: allocated, reserved, their peaks."""
+
+
+class ProfileOrder(_Record, frozen=True, kw_only=True):
+    """Look at a process for a while."""
+
+    kind: Literal["stacks", "memory", "torch"]
+    """"stacks": sampled stacks; "memory": Python allocations by line; "torch": torch's profiler."""
+    duration_s: float
+    interval_s: float = 0.01
+    """Between two looks, for "stacks"."""
+
+
+class ProfileReply(_Record, frozen=True, kw_only=True):
+    """A profile was written."""
+
+    name: str
+    node: int
+    path: str
+    """On that node."""
+    num_samples: int
+    top: tuple[str, ...]
+    """Where most was seen, most first."""
 
 
 class ChildEnd(_Record, frozen=True, kw_only=True):
@@ -79,8 +205,8 @@ class AgentContract(Actor):
         raise NotImplementedError
 
     @call(deadline=60)
-    async def start_actor(self, order: StartOrder) -> str:
-        """Start a process; an empty text, or why it could not be started."""
+    async def start_actor(self, order: StartOrder) -> StartReply:
+        """Start a process."""
         raise NotImplementedError
 
     @call(deadline=120, reentrant=True)
@@ -91,6 +217,21 @@ class AgentContract(Actor):
     @call(deadline=30, reentrant=True)
     async def kill_hung(self, names: tuple[str, ...]) -> None:
         """These do not react: have their stacks written into their logs, then SIGKILL."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def signal_actors(self, names: tuple[str, ...], signal_number: int) -> tuple[str, ...]:
+        """Send SIGKILL, SIGSTOP or SIGCONT to these and all that they started; the names of those that are here."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True, safe=True)
+    async def read_log(self, request: LogRequest) -> LogChunk:
+        """Read a log file of this node."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True, safe=True)
+    async def stacks_from_outside(self, name: str, py_spy: bool) -> StackReply:
+        """Where a process is that need not answer: by a signal that makes it write its stacks down, or by py-spy."""
         raise NotImplementedError
 
     @call(deadline=30)
@@ -104,12 +245,47 @@ class AgentContract(Actor):
         raise NotImplementedError
 
 
+class ProcessContract(Actor):
+    """What every actor's process answers beside its actor, under the name `process_name` gives."""
+
+    @call(deadline=10, reentrant=True, safe=True)
+    async def stacks(self) -> StackReply:
+        """Stacks of all threads and all asyncio tasks."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True, safe=True)
+    async def facts(self) -> ProcessFacts:
+        """How much it holds."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True, cancellable=False)
+    async def profile(self, order: ProfileOrder) -> ProfileReply:
+        """Profile for so long, then write a file into the run directory. One profile at a time."""
+        raise NotImplementedError
+
+
+def process_name(actor: str) -> str:
+    """Under which name an actor's process answers for itself."""
+    return f"process/{actor}"
+
+
 class SupervisorContract(Actor):
     """Gathers the nodes, has actors started, decides when they end."""
 
     @call(deadline=30)
     async def join(self, facts: NodeFacts) -> JoinReply:
         """A node is here."""
+        raise NotImplementedError
+
+    @call(deadline=30)
+    async def enlist(self, facts: NodeFacts) -> EnlistReply:
+        """A node wants to come to the run as it goes on: its number, or why it may not. It then joins."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def leave_node(self, node: int, reason: str) -> None:
+        """The launcher of a late node was told to end: the node's actors hand their work back and end; then it is told
+        to leave."""
         raise NotImplementedError
 
     @call(deadline=30)
@@ -125,6 +301,12 @@ class SupervisorContract(Actor):
     @call(deadline=30)
     async def child_ended(self, end: ChildEnd) -> None:
         """A node's process ended."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def reserve_name(self, wanted: str) -> NameReply:
+        """A program that will host a rollout actor of its own: the name it may use, which no actor of the run gets.
+        `wanted`: that one and no other; empty: any."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)

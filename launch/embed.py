@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,9 +29,10 @@ from ..core.messages import EngineStatus, RunStatus
 from ..core.samples import NO_VERSION
 from ..transport.node import Node
 from .actor_spec import ActorSpec
-from .contracts import agent_name
+from .contracts import SUPERVISOR, SupervisorContract, agent_name
 from .memory_parts import takes_turns
 from .program import build_actor, num_actors
+from .reserved_names import number_of
 from .run_dir import RunDir
 from .run_link import attach_to
 
@@ -45,8 +45,6 @@ DRAIN_S = 40.0
 CLOSE_S = 5.0
 MAX_TRIES = 5
 """Names that are tried when other programs join in the same moment."""
-
-_NAME = re.compile(r"rollout/(0|[1-9]\d{0,5})")
 
 _log = logging.getLogger("myxa.embed")
 
@@ -256,7 +254,7 @@ async def _start(node: Node, place: RunDir, config: RunConfig, wanted: str) -> s
     """Build the actor and have it registered; returns its name. Another program may be faster: then the next one."""
     name = wanted
     for _ in range(MAX_TRIES):
-        name = _choose_name(node, config, wanted)
+        name = await _choose_name(node, config, wanted)
         actor = await _build(_spec(config, name), config, place)
         try:
             await node.start(actor, name)
@@ -268,20 +266,20 @@ async def _start(node: Node, place: RunDir, config: RunConfig, wanted: str) -> s
     raise _taken(name, node)
 
 
-def _choose_name(node: Node, config: RunConfig, wanted: str) -> str:
-    num_own = num_actors(config, "rollout", len(node.peers(agent_name(0)[:-1])))
-    known = node.peers("rollout/")
-    if not wanted:
-        numbers = [int(match[1]) for match in map(_NAME.fullmatch, known) if match is not None]
-        return f"rollout/{max(num_own - 1, *numbers, -1) + 1}"
-    match = _NAME.fullmatch(wanted)
-    if match is None:
+async def _choose_name(node: Node, config: RunConfig, wanted: str) -> str:
+    """The run's supervisor gives names out: it may start more actors of its own meanwhile."""
+    if wanted and number_of(wanted) is None:
         raise LaunchError(f"{wanted!r} names no rollout actor", remedy='write "rollout/<number>", or leave it out')
-    if int(match[1]) < num_own:
+    try:
+        reply = await node.ref(SupervisorContract, SUPERVISOR).reserve_name(wanted)
+    except CallError as error:
+        raise LaunchError(f"the run gives no name to its new rollout actor: {error}", remedy="see its log") from error
+    if reply.refused == "own":
+        num_own = num_actors(config, "rollout", len(node.peers(agent_name(0)[:-1])))
         raise LaunchError(f"{wanted} belongs to the run itself", remedy=f"use rollout/{num_own} or above")
-    if wanted in known:
+    if reply.refused:
         raise _taken(wanted, node)
-    return wanted
+    return reply.name
 
 
 def _taken(name: str, node: Node) -> LaunchError:

@@ -15,7 +15,11 @@ from ..core.config import RunConfig
 from ..core.errors import ConfigError
 from ..memory.communicators.probe import choose
 from ..memory.communicators.residency import CommResidency
+from .weight_channels import choose_channel
 
+FEW_CHANNELS = ("NCCL_MAX_NCHANNELS", "1")
+"""A gang of one speaks with nobody: 10 MiB of the GPU a group instead of 512. Not where weights go to engines by
+NCCL: both ends of a group must have the same number, or its messages are cut short."""
 MakeComms = Callable[[], CommResidency | None]
 STORE_PREFIX = "myxa-comms"
 
@@ -30,6 +34,8 @@ def gang_comms(config: RunConfig, gang: Gang, *, on_gpus: bool) -> tuple[Gang, M
 
     Raises ConfigError for a way that this process has not.
     """
+    if gang.world_size == 1 and on_gpus and choose_channel(config) != "nccl":
+        os.environ.setdefault(*FEW_CHANNELS)
     if config.memory.share == "none" or gang.world_size == 1:
         return gang, stay
     rung = choose(config.memory.communicators, environment=os.environ)

@@ -18,6 +18,8 @@ from .run_watch import RunWatch
 from .views.live_state import LiveState
 
 LOOK_EVERY_S = 0.5
+ASK_TO_STOP_S = 10.0
+"""How long one request to end in good order may take; it is repeated."""
 VERDICT_S = 1.5
 """How long a run that the coordinator calls failed waits for the failing process's own exit status."""
 CONSEQUENCES_S = 0.5
@@ -90,6 +92,7 @@ class Lead:
 
     async def _until_over(self) -> Ending:
         deadline: float | None = None
+        is_heard = False
         while True:
             state = await self._look()
             if (ending := self._judge(state)) is not None:
@@ -97,11 +100,12 @@ class Lead:
             wish = self._wish()
             if wish is not None and deadline is None:
                 deadline = self._clock.monotonic() + self._patience.finish_s
-                if not await self._watch.ask_to_stop(wish.reason, self._patience.finish_s):
-                    return Ending(wish.exit_code(is_orderly=False), f"{wish.reason}; the coordinator did not answer")
+            if wish is not None and not is_heard:  # a coordinator that is being restarted hears it the next time
+                is_heard = await self._watch.ask_to_stop(wish.reason, min(ASK_TO_STOP_S, self._patience.finish_s))
             if wish is not None and deadline is not None and self._clock.monotonic() > deadline:
                 waited = f"the run did not end in good order within {self._patience.finish_s:g} s"
-                return Ending(wish.exit_code(is_orderly=False), f"{wish.reason}; {waited}")
+                why = waited if is_heard else "the coordinator did not answer"
+                return Ending(wish.exit_code(is_orderly=False), f"{wish.reason}; {why}")
             await asyncio.wait({self._supervisor.failed}, timeout=LOOK_EVERY_S)
 
     async def _look(self) -> LiveState:

@@ -31,6 +31,8 @@ ATTACH_S = 10.0
 WORKER_ATTACH_S = 30.0
 CLOSE_S = 5.0
 POLL_S = 0.1
+NOWHERE = 1 << 30
+"""Node number of a launcher that has none yet: it shares sockets with nobody."""
 
 _log = logging.getLogger("myxa.launcher")
 
@@ -75,7 +77,7 @@ async def host_meeting(
     place: NodePlace, runtime_dir: Path, job_key: Path | None, rdzv_file: Path | None
 ) -> AsyncGenerator[Meeting]:
     """Node 0: open the registry. Raises LaunchError if the endpoint cannot be listened on."""
-    is_alone = place.num_nodes == 1
+    is_alone = place.is_alone
     key_path = None if is_alone else _own_key(job_key or default_job_key())
     host = "127.0.0.1" if is_alone else _listen_address(place.endpoint)
     if place.endpoint is not None:
@@ -101,9 +103,16 @@ async def host_meeting(
 
 @contextlib.asynccontextmanager
 async def join_meeting(
-    place: NodePlace, runtime_dir: Path, job_key: Path | None, rdzv_file: Path | None, deadline: float
+    place: NodePlace,
+    runtime_dir: Path,
+    job_key: Path | None,
+    rdzv_file: Path | None,
+    deadline: float,
+    *,
+    name: str = "",
 ) -> AsyncGenerator[Meeting]:
-    """Other nodes: join the registry of node 0, which may come later than we do.
+    """Other nodes: join the registry of node 0, which may come later than we do. `name`: of a launcher that has no
+    number yet.
 
     `deadline` is a moment of `time.monotonic`. Raises LaunchError naming the endpoint if it passes.
     """
@@ -112,7 +121,7 @@ async def join_meeting(
     await _until_there(key_path, deadline, "the job's key")
     public = JobKey.load(key_path).public
     record = Rendezvous.at(str(endpoint), key_file=str(key_path.absolute()), curve=public)
-    node = await _attach_until(record, place, runtime_dir, deadline)
+    node = await _attach_until(record, name or agent_name(place.rank), place.rank, runtime_dir, deadline)
     try:
         record.save(runtime_dir / "rdzv.json")
         yield Meeting(node, str(endpoint), interface_towards(str(endpoint)), runtime_dir / "rdzv.json")
@@ -170,15 +179,15 @@ def _listen_address(endpoint: Endpoint | None) -> str:
     return address
 
 
-async def _attach_until(record: Rendezvous, place: NodePlace, runtime_dir: Path, deadline: float) -> Node:
+async def _attach_until(record: Rendezvous, name: str, rank: int, runtime_dir: Path, deadline: float) -> Node:
     while True:
         left_s = deadline - time.monotonic()
         try:
             return await Node.attach(
-                name=agent_name(place.rank),
+                name=name,
                 rdzv=record,
                 run_dir=runtime_dir,
-                node_rank=place.rank,
+                node_rank=rank if rank >= 0 else NOWHERE,
                 timeout_s=max(0.1, min(ATTACH_S, left_s)),
             )
         except LaunchError:

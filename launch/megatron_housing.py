@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-
-import torch
 
 from ..actors.backends.megatron.residence import Coming
 from ..core.assets import MovedBytes
@@ -36,7 +33,6 @@ class ArenaHousing:
 
     def release(self, tags: Collection[Tag]) -> MovedBytes:
         """See `Housing`; staged weights that an engine has let go of leave too."""
-        torch.cuda.ipc_collect()
         return self._memory.release(tags)
 
     def begin_restore(self, tags: Collection[Tag]) -> Coming:
@@ -77,9 +73,6 @@ class SaverHousing:
 
     def release(self, tags: Collection[Tag]) -> MovedBytes:
         """See `Housing`; what torch keeps outside of the regions leaves before."""
-        gc.collect()
-        torch.cuda.ipc_collect()
-        torch.cuda.empty_cache()
         return self._saver.release(tags)
 
     def begin_restore(self, tags: Collection[Tag]) -> Coming:

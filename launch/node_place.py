@@ -42,6 +42,13 @@ class NodePlace:
     num_nodes: int
     endpoint: Endpoint | None
     """Where node 0 is met; None: a file will say."""
+    max_nodes: int = 0
+    """So many may take part at the same time, those included that come later; 0: as many as come."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody can ever come: no port is opened then."""
+        return self.num_nodes == 1 and self.max_nodes <= 1
 
 
 def parse_endpoint(text: str, *, where: str) -> Endpoint:
@@ -55,14 +62,30 @@ def parse_endpoint(text: str, *, where: str) -> Endpoint:
     return Endpoint(match[1] or match[2], port)
 
 
+def parse_num_nodes(text: str) -> tuple[int, int]:
+    """Torchrun's notation: "4" -> (4, 0); "2:4" -> (2, 4): two are waited for, two more may come. ValueError."""
+    first, sign, last = text.partition(":")
+    if not first.isdecimal() or (sign and not last.isdecimal()):
+        raise ValueError(f"{text!r} is neither a number of nodes nor MIN:MAX")
+    if sign and int(last) < int(first):
+        raise ValueError(f"{text!r}: fewer at most than at least")
+    return int(first), int(last) if sign else 0
+
+
 def find_place(
-    num_nodes: int | None, rank: int | None, endpoint: str | None, env: Mapping[str, str], *, has_file: bool = False
+    num_nodes: int | tuple[int, int] | None,
+    rank: int | None,
+    endpoint: str | None,
+    env: Mapping[str, str],
+    *,
+    has_file: bool = False,
 ) -> NodePlace:
     """This node's place. ConfigError naming what is missing or impossible and where it could come from.
 
-    `has_file`: a file will say where node 0 is met, if no flag does.
+    `num_nodes`: those that are waited for, or these and at most how many. `has_file`: a file will say where node 0 is
+    met, if no flag does.
     """
-    nodes = num_nodes if num_nodes is not None else _number(_NUM_NODES, env, 1, "--nnodes")
+    nodes, most = _num_nodes(num_nodes, env)
     if nodes < 1:
         raise ConfigError(f"--nnodes is {nodes}", remedy="a run has at least one node")
     place = rank if rank is not None else _number(_NODE_RANK, env, 0 if nodes == 1 else None, "--node-rank")
@@ -71,21 +94,40 @@ def find_place(
     if endpoint:
         met = parse_endpoint(endpoint, where="--rdzv")
     else:
-        met = None if has_file else _scheduled_endpoint(env, nodes)
+        met = None if has_file else _scheduled_endpoint(env, max(nodes, most))
     if met is not None and met.port == 0 and place != 0:
         raise ConfigError("--rdzv has port 0", remedy="only node 0 may choose a free port; give its port to the others")
-    return NodePlace(place, nodes, met)
+    return NodePlace(place, nodes, met, most)
+
+
+def find_late_place(where: str, env: Mapping[str, str]) -> NodePlace:
+    """Of a node that comes to a run that goes on; its number is given to it. `where`: HOST:PORT, empty: as a scheduler
+    says. Raises ConfigError."""
+    met = parse_endpoint(where, where="--join") if where else _scheduled_endpoint(env, 2)
+    if met.port == 0:
+        raise ConfigError(f"--join: {met} has port 0", remedy="give the port that node 0 listens on")
+    return NodePlace(-1, 0, met)
+
+
+def _num_nodes(told: int | tuple[int, int] | None, env: Mapping[str, str]) -> tuple[int, int]:
+    if isinstance(told, tuple):
+        return told
+    if told is not None:
+        return told, 0
+    name = next((name for name in _NUM_NODES if env.get(name)), "")
+    try:
+        return parse_num_nodes(env[name]) if name else (1, 0)
+    except ValueError as error:
+        raise ConfigError(f"{name}={env[name]!r}: {error}", remedy="give --nnodes") from error
 
 
 def _number(names: tuple[str, ...], env: Mapping[str, str], default: int | None, flag: str) -> int:
     for name in names:
         text = env.get(name, "")
         if text:
-            # torchrun writes an elastic range as MIN:MAX; a run has one number of nodes, and MIN must be enough.
-            first = text.partition(":")[0]
-            if not first.isdecimal():
+            if not text.isdecimal():
                 raise ConfigError(f"{name}={text!r} is not a number", remedy=f"give {flag}")
-            return int(first)
+            return int(text)
     if default is None:
         raise ConfigError(f"{flag} is not given", remedy=f"neither is {', '.join(names)} in the environment")
     return default

@@ -21,11 +21,15 @@ def place(config: RunConfig, num_nodes: int) -> tuple[ActorSpec, ...]:
 
     Raises ConfigError naming every role that asks for a node or a share of devices that does not exist.
     """
-    roles = started_roles(config)
-    problems = [text for role in roles for text in _problems(role, config.roles[role], num_nodes)]
+    problems = placement_problems(config, num_nodes)
     if problems:
         raise ConfigError("\n".join(problems))
-    return tuple(actor for role in roles for actor in _place_role(role, config.roles, num_nodes))
+    return tuple(actor for role in started_roles(config) for actor in _place_role(role, config.roles, num_nodes))
+
+
+def placement_problems(config: RunConfig, num_nodes: int) -> list[str]:
+    """What cannot be placed; each text begins with the key it is about."""
+    return [text for role in started_roles(config) for text in _problems(role, config.roles[role], num_nodes)]
 
 
 def started_roles(config: RunConfig) -> tuple[RoleName, ...]:

@@ -21,11 +21,11 @@ from ..core.actor import Actor
 from ..core.clock import Clock, SystemClock
 from ..core.config import RoleName, RunConfig
 from ..core.errors import ConfigError
-from ..core.host import boot_id
+from ..core.host import boot_id, parent_mark
 from ..core.messages import SamplingParams
 from ..core.protocols import Engine, WeightSender, WeightWriter
-from ..core.samples import Group
 from .actor_spec import ActorSpec
+from .attached_servers import servers_of
 from .memory_parts import (
     lent_memory,
     memory_manager,
@@ -95,13 +95,19 @@ def is_supervised(config: RunConfig) -> bool:
 
 
 def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
-    from ..actors.coordinator import Coordinator, CoordinatorOptions
+    from ..actors.audit import AUDIT_FILE
+    from ..actors.coordinator import Coordinator
+    from ..actors.coordinator_journal import JOURNAL_FILE
+    from ..actors.coordinator_options import CoordinatorOptions
 
     return Coordinator(
         options=CoordinatorOptions(
             name=config.run.name,
             num_steps=config.run.num_steps,
             has_engines=not is_supervised(config),
+            audit_path=run_dir / AUDIT_FILE,
+            journal_path=run_dir / JOURNAL_FILE,
+            launch=parent_mark(),
             max_wall_s=config.run.max_wall_s,
             stop_reward=config.run.stop_reward,
             eval_every=config.eval.every,
@@ -115,6 +121,8 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
             takes_turns=takes_turns(config),
             prepare_s=prepare_s(config),
             commit_s=commit_s(config),
+            stall_s=config.weights.stall_s,
+            adopt_at_once=config.weights.adopt_at_once,
         ),
         clock=clock,
     )
@@ -123,7 +131,10 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
 def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.buffer import Buffer
     from ..actors.data.prompts import open_prompts
+    from ..actors.group_filter import load_group_filters
     from ..algos.staleness import Admission
+    from .checkpoint_parts import earlier_ledger
+    from .knob_limits import buffer_limits
 
     prompts = open_prompts(config)
     prompts.check_batch(config.algo.batch_size)
@@ -139,40 +150,16 @@ def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> 
         ),
         num_samples=config.rollout.num_samples,
         sampling=train_sampling(config),
-        group_filter=_group_filter(config),
-        resume_from=_earlier_ledger(config),
+        group_filter=load_group_filters(config.algo.group_filter),
+        limits=buffer_limits(config),
+        resume_from=earlier_ledger(config, run_dir),
     )
-
-
-def _resume_point(config: RunConfig) -> Path | None:
-    """The checkpoint that the run goes on from, if any. Raises TrainError if there is none where it should be."""
-    from ..actors.backends.torch_backend.checkpoint_folder import find_checkpoint
-
-    return find_checkpoint(config.trainer.resume) if config.trainer.resume else None
-
-
-def _earlier_ledger(config: RunConfig) -> Path | None:
-    """The ledger beside that checkpoint: `<run>/checkpoints/<version>` lies in the run that wrote both."""
-    checkpoint = _resume_point(config)
-    return checkpoint.parent.parent / "ledger.sqlite" if checkpoint is not None else None
-
-
-def _group_filter(config: RunConfig) -> Callable[[Group], str | None]:
-    from ..actors.group_filter import load_group_filter
-
-    return load_group_filter(config.algo.group_filter)
 
 
 def _monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
-    from ..actors.monitor import Monitor
-    from ..actors.sinks.registry import choose_sinks
+    from .monitor_parts import make_monitor
 
-    sinks = choose_sinks(
-        tensorboard=config.monitor.tensorboard,
-        prometheus_port=config.monitor.prometheus_port,
-        trace=config.monitor.trace,
-    )
-    return Monitor(run_dir, sinks, run_name=config.run.name, clock=clock)
+    return make_monitor(spec, config, run_dir, clock)
 
 
 def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
@@ -198,6 +185,8 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
             context_length=config.engine.context_length or model.context_length,
             workflow_timeout_s=config.rollout.timeout_s,
             max_error_rate=config.reward.max_error_rate,
+            save_partials_s=config.rollout.save_partials_s,
+            through_router=bool(config.engine.router),
         ),
         clock=clock,
     )
@@ -224,7 +213,8 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         name=spec.name,
     )
     routes = _server_routes(config, senders)
-    if not engine.attach:
+    urls = servers_of(spec, config)
+    if not urls:
         launch = SglangLaunch(
             python=engine.python or sys.executable,
             model_path=config.model.path,
@@ -239,8 +229,6 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
             expects=sglang_plan(spec, config, model),
         )
         return LaunchedSglang(launch, options, routes)
-    num_rollouts = max(config.roles.rollout.count * len(config.roles.rollout.nodes), 1)
-    urls = engine.attach[spec.index % len(engine.attach) :: num_rollouts]
     if len(urls) == 1:
         return SglangEngine(urls[0], options, routes, saves_memory=takes_turns(config))
     return EnginePool({url: partial(SglangEngine, url, options, routes) for url in urls}, name=spec.name)
@@ -296,16 +284,23 @@ def _workflow(config: RunConfig) -> Workflow:
 
 def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.backends.torch_backend.world import Gang
-    from ..actors.checkpoints import CheckpointOptions
-    from ..actors.leader import LeaderOptions
+    from ..actors.leader_options import LeaderOptions
+    from ..actors.standby import StandbyOptions
     from ..actors.step_plan import PlanOptions
     from ..actors.trainer import Trainer, TrainerOptions
+    from ..actors.trainer_knobs import step_values
+    from .checkpoint_parts import checkpoint_options
     from .gang_comms import gang_comms
+    from .gang_start import block_limit_s, gang_start, standby_folder
 
     if is_between_devices(choose_channel(config)):  # before anybody looks at what NCCL can do here
         for name, value in NCCL_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-    gang, comms = gang_comms(config, Gang.from_environment(os.environ), on_gpus=bool(spec.devices))
+    gang, comms = gang_comms(
+        config,
+        Gang.from_environment(os.environ, collective_s=config.trainer.step_timeout_s),
+        on_gpus=bool(spec.devices),
+    )
     backend = make_backend(spec, config, gang, clock)
     shards = shard_of_rank(spec, config, gang.world_size)
     plan = PlanOptions(
@@ -321,18 +316,16 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         plan=plan,
         publishes=not is_supervised(config),
         run_dir=str(run_dir),
-        checkpoints=CheckpointOptions(
-            run_dir=str(run_dir),
-            every=config.trainer.checkpoint_every,
-            keep_last=config.trainer.keep_last,
-            is_async=config.trainer.async_save,
-        ),
+        checkpoints=checkpoint_options(spec, config, run_dir),
         export_at_end=config.trainer.export_at_end,
+        step_values=step_values(config.algo, config.optimizer),
         max_unreleased=2 if is_between_devices(choose_channel(config)) else 3,
         shard_of_rank=shards,
+        step_timeout_s=config.trainer.step_timeout_s,
+        standby=StandbyOptions(standby_folder(spec, config), config.trainer.standby_every),
         guard=_guard(config),
     )
-    options = TrainerOptions(rank=gang.rank, leader=leader, resume=str(_resume_point(config) or ""))
+    options = TrainerOptions(rank=gang.rank, leader=leader, block_limit_s=block_limit_s(spec))
     return Trainer(
         backend=backend,
         writer=_weight_writer(config, run_dir),
@@ -340,6 +333,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         options=options,
         clock=clock,
         tenancy=trainer_tenancy(spec, config, comms),
+        find_start=partial(gang_start, spec, config, run_dir),
     )
 
 

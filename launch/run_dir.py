@@ -5,12 +5,18 @@ Knows paths and links. Must not know what the files hold.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from ..core.errors import LaunchError
+
+LOCK = ".launcher.lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,7 @@ class RunDir:
             except OSError as error:
                 raise LaunchError(f"{path} cannot be made: {error.strerror}", remedy="set run.dir") from error
             run_dir = cls.join(str(path))
-            _point(base / "latest", path.name)
+            run_dir.is_latest()
             return run_dir
         raise LaunchError(f"{base} holds a hundred runs of this second", remedy="set run.dir")
 
@@ -47,6 +53,38 @@ class RunDir:
             raise LaunchError(f"{run_dir.logs} cannot be made: {error.strerror}", remedy="set run.dir") from error
         return run_dir
 
+    @contextmanager
+    def held(self) -> Generator[None]:
+        """This launcher's alone, until the block or the process ends. Raises LaunchError if another one has it."""
+        try:
+            handle = (self.path / LOCK).open("w")
+        except OSError as error:
+            raise LaunchError(f"{self.path} cannot be written: {error.strerror}", remedy="check its rights") from error
+        with handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise LaunchError(
+                    f"the run in {self.path} still lives", remedy="end it first: myxa down; or `myxa fork` it"
+                ) from error
+            yield
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a launcher has it now."""
+        try:
+            with (self.path / LOCK).open("r") as handle:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
+    def is_latest(self) -> None:
+        """From now on `latest` beside it links to it."""
+        _point(self.path.parent / "latest", self.path.name)
+
     @property
     def logs(self) -> Path:
         """One file per actor and attempt; `latest/` links to the newest attempts."""
@@ -56,6 +94,15 @@ class RunDir:
     def config(self) -> Path:
         """The resolved configuration."""
         return self.path / "config.toml"
+
+    def post_config(self, text: str) -> None:
+        """Write the resolved configuration in one step: others may be reading it. Raises LaunchError."""
+        draft = self.config.with_name(f".{self.config.name}.{socket.gethostname()}.{os.getpid()}")
+        try:
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(self.config)
+        except OSError as error:
+            raise LaunchError(f"{self.config} cannot be written: {error.strerror}", remedy="set run.dir") from error
 
     @property
     def rdzv(self) -> Path:

@@ -1,5 +1,5 @@
-"""From outside into a run of this host: which one is meant, and a node in it. Knows run directories and rendezvous
-records; must not know what is asked there."""
+"""From outside into a run of this host: a node of one's own in it. Knows run directories and rendezvous records; must
+not know what is asked there."""
 
 from __future__ import annotations
 
@@ -10,31 +10,6 @@ from ..core.errors import LaunchError
 from ..transport.address import Rendezvous
 from ..transport.node import Node
 from .run_dir import RunDir
-
-RUNS = Path("runs")
-"""Where run directories are looked for when none is named."""
-
-
-def live_run(named: Path | None) -> RunDir:
-    """The run directory that is meant: the one named, else the only run of `runs/` that goes on.
-
-    Raises LaunchError when there is none, or more than one to choose from.
-    """
-    if named is not None:
-        return RunDir(named.resolve())
-    found = sorted({record.parent.resolve() for record in RUNS.glob("*/rdzv.json")})
-    living = [path for path in found if _goes_on(RunDir(path))]
-    if len(living) != 1:
-        which = f"{len(living)} go on: {', '.join(map(str, living))}" if living else f"none goes on in {RUNS.resolve()}"
-        raise LaunchError(f"which run is meant? {which}", remedy="name the run directory that `myxa up` printed")
-    return RunDir(living[0])
-
-
-def _goes_on(place: RunDir) -> bool:
-    try:
-        return Path(Rendezvous.load(place.rdzv).socket_dir).is_dir()
-    except (LaunchError, OSError, ValueError):
-        return False
 
 
 async def attach_to(place: RunDir, prefix: str, timeout_s: float) -> Node:

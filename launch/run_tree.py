@@ -24,8 +24,18 @@ def _role(role: str, actors: Sequence[ActorSpec], grace_s: float) -> BranchSpec:
     if first.restart == "gang":
         ranks = tuple(_child(actor, grace_s) for actor in actors)
         return BranchSpec(gang_name(role), ranks, "gang", first.max_restarts)
-    branches = tuple(BranchSpec(a.name, (_child(a, grace_s),), max_restarts=a.max_restarts) for a in actors)
-    return BranchSpec(f"role {role}", branches, max_restarts=0, quorum=first.quorum)
+    branches = tuple(seat(actor, grace_s) for actor in actors)
+    return BranchSpec(role_name(role), branches, max_restarts=0, quorum=first.quorum)
+
+
+def role_name(role: str) -> str:
+    """Of the branch whose members are a role's actors, each with a budget of its own."""
+    return f"role {role}"
+
+
+def seat(actor: ActorSpec, grace_s: float) -> BranchSpec:
+    """An actor with a budget of its own."""
+    return BranchSpec(actor.name, (_child(actor, grace_s),), max_restarts=actor.max_restarts)
 
 
 def gang_name(role: str) -> str:

@@ -2,26 +2,36 @@
 
 Knows paths, permissions and one helper process. Must not know what the files hold.
 `tempfile.TemporaryDirectory` was considered: it leaves its folder when the process is killed. Here a shell waits on
-a pipe whose other end only the launcher holds, and removes the folder when that end closes.
+a pipe whose other end only the launcher holds, and removes the folder when that end closes. Where the shell was killed
+too, the next launcher of this user removes it: each keeps a file in its folder locked as long as it lives.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from ..core.errors import LaunchError
 
+PREFIX = "myxa-"
+"""How the names of these folders begin."""
 MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path that the kernel takes."""
 SOCKET_NAME_ROOM = 56
 """Longest socket name below the folder that is planned for."""
 
-_JANITOR = 'trap "" INT TERM HUP; cat >/dev/null; rm -rf -- "$1"'
+MEMORY = Path("/dev/shm")
+"""Where files lie in the host's memory."""
+
+_LOCK = ".lock"
+_JANITOR = 'trap "" INT TERM HUP; cat >/dev/null; [ -e "$1" ] || exit 0; rm -rf -- "$@"; sleep 2; rm -rf -- "$@"'
+"""Twice where the launcher was killed: a child that dies of it may be writing there still."""
 _JANITOR_S = 10.0
 
 
@@ -32,9 +42,12 @@ class RuntimeDir:
     """
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="myxa-", dir=_short_base()))
+        base = short_base()
+        _remove_deserted(Path(base))
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        self._lock = _lock_in(self.path)
         self._janitor = subprocess.Popen(
-            ["/bin/sh", "-c", _JANITOR, "sh", str(self.path)],
+            ["/bin/sh", "-c", _JANITOR, "sh", str(self.path), str(ram_folder(self.path))],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -52,7 +65,9 @@ class RuntimeDir:
 
     def close(self) -> None:
         """Remove the folder. Harmless to call again."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        for folder in (self.path, ram_folder(self.path)):
+            shutil.rmtree(folder, ignore_errors=True)
+        self._lock.close()
         if self._janitor.stdin is not None:
             self._janitor.stdin.close()
         try:
@@ -62,7 +77,36 @@ class RuntimeDir:
             self._janitor.wait()
 
 
-def _short_base() -> str:
+def ram_folder(runtime: Path) -> Path:
+    """A folder in the host's memory that belongs to a runtime folder and goes with it. Whoever wants it makes it."""
+    return MEMORY / f"{runtime.name}.ram"
+
+
+def _lock_in(folder: Path) -> IO[bytes]:
+    """A locked file that appears locked, so that nobody takes the folder for deserted meanwhile."""
+    draft = folder / f"{_LOCK}.new"
+    handle = draft.open("wb")
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    draft.rename(folder / _LOCK)
+    return handle
+
+
+def _remove_deserted(base: Path) -> None:
+    """Folders of launchers that were killed together with the shell that was to remove them."""
+    for lock in base.glob(f"{PREFIX}*/{_LOCK}"):
+        try:
+            if lock.parent.lstat().st_uid != os.getuid():
+                continue
+            with lock.open("rb") as handle:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for folder in (lock.parent, ram_folder(lock.parent)):
+                    shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # it lives, or somebody else was faster
+            continue
+
+
+def short_base() -> str:
+    """Where runtime folders are made. Raises LaunchError if no base folder is writable and short enough."""
     bases = [base for base in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp") if base]
     for base in bases:
         room = MAX_SOCKET_PATH - len("/myxa-12345678/") - SOCKET_NAME_ROOM

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+CTRL_C = "Ctrl-C"
 
 
 class StopSignals:
@@ -33,6 +34,6 @@ class StopSignals:
     def _on_signal(self, number: signal.Signals) -> None:
         if not self._is_asked:
             self._is_asked = True
-            self._asked("Ctrl-C" if number is signal.SIGINT else signal.Signals(number).name, int(number))
+            self._asked(CTRL_C if number is signal.SIGINT else signal.Signals(number).name, int(number))
         elif not self.forced.done():
             self.forced.set_result(int(number))

@@ -58,7 +58,6 @@ def _told(spec: ActorSpec, config: RunConfig, gang: Gang) -> dict[str, Any]:
         "algo": config.algo,
         "optimizer": config.optimizer,
         "trainer": config.trainer,
-        "temperature": config.rollout.temperature or 1.0,
         "max_new_tokens": config.rollout.max_new_tokens,
         "num_steps": config.run.num_steps,
         "seed": config.run.seed,

@@ -21,17 +21,23 @@ from pathlib import Path
 from typing import NoReturn, cast
 
 import uvloop
+from msgspec.structs import replace
 
 from ..core.actor import Actor
+from ..core.chaos import MARKS, Nemesis, arm
 from ..core.config import RunConfig, load_config
 from ..core.errors import ConfigError, LaunchError, MyxaError, UserCodeError
 from ..core.lifeline import die_with_parent
 from ..core.registry import load_callable
+from ..transport.heap import CHOSEN_BY, keep_freed_memory
 from ..transport.zeromq.descriptors import raise_limit
 from .actor_spec import ActorSpec
 from .child_env import SPEC_VARIABLE
+from .contracts import process_name
 from .loop_watch import LoopWatch
 from .meeting import attach_worker
+from .process_actor import ProcessActor
+from .runtime_dir import ram_folder
 from .worker_spec import WorkerSpec, read_spec
 
 BuildActor = Callable[[ActorSpec, RunConfig, Path], Actor]
@@ -47,8 +53,11 @@ _log = logging.getLogger("myxa.worker")
 async def serve(spec: WorkerSpec) -> None:
     """Run the actor until SIGTERM. Raises what failed it."""
     config = load_config(spec.config_path)
+    if config.run.chaos:
+        arm(Nemesis(config.chaos.plan, spec.actor.name, Path(spec.run_dir) / MARKS))
     build = cast("BuildActor", load_callable(spec.program, where="program"))
-    actor = build(spec.actor, config, Path(spec.run_dir))
+    place = replace(spec.actor, attempt=spec.attempt, ram_dir=str(ram_folder(Path(spec.socket_dir))))
+    actor = build(place, config, Path(spec.run_dir))
     # From here on there is something to end in good order; before, SIGTERM just ends the process, so that nobody waits
     # for an import of torch to be over.
     loop = asyncio.get_running_loop()
@@ -57,6 +66,8 @@ async def serve(spec: WorkerSpec) -> None:
     node = await attach_worker(spec)
     watch = _watch_for_users_code(spec.actor, config, lambda: node.busy_s)
     try:
+        beside = ProcessActor(spec.actor.name, spec.actor.node, Path(spec.run_dir))
+        await node.start(beside, name=process_name(spec.actor.name))
         await node.start(actor, name=spec.actor.name)
         watch.start()
         _log.info("%s serves as attempt %d, epoch %d", spec.actor.name, spec.attempt, node.epoch)
@@ -129,6 +140,8 @@ def main() -> int:
     """See the module's head."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(GC_THRESHOLD, 10, 10)
+    if not any(name in os.environ for name in CHOSEN_BY):
+        keep_freed_memory()
     raise_limit()
     path = os.environ.get(SPEC_VARIABLE, "")
     if not path:

@@ -7,14 +7,17 @@ run-time folder is left. After the session: no process that descends from any te
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -22,6 +25,7 @@ from hypothesis import settings
 
 MARK = "MYXA_TEST_SESSION"
 PATIENCE_S = 10.0
+GPU = Path(__file__).resolve().parents[1] / "bench" / "gpu"
 KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Python's own helpers: one of each per process, they end with it."""
 
@@ -114,3 +118,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         if reporter is not None:
             reporter.write_line("\nprocesses outlived the tests:\n" + "\n".join(orphans), red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Modules of the GPU benchmark, which find each other as scripts of one folder do."""
+    monkeypatch.syspath_prepend(str(GPU))
+    for path in GPU.glob("*.py"):
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    return importlib.import_module

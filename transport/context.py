@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-from ..core.actor import Caller, PeerEvent, make_ref
-from ..core.actor_group import ActorGroup
+from ..core.actor import PeerEvent, make_ref
+from ..core.actor_group import ActorGroup, GroupCaller
 from ..core.clock import Clock
 from ..core.scope import remaining_s
 from ..core.tensors import TensorStore
@@ -27,7 +27,7 @@ class Services(Protocol):
     def clock(self) -> Clock: ...
 
     @property
-    def caller(self) -> Caller: ...
+    def caller(self) -> GroupCaller: ...
 
     @property
     def tensors(self) -> TensorStore: ...

@@ -1,6 +1,7 @@
 """The rim of outgoing calls: finds the callee, hands the bytes to the session, and waits for the end.
 
-Implements `core.actor.Caller`. Every wait here ends by the call's deadline, by the callee's end, or by cancellation.
+Implements `core.actor_group.GroupCaller`. Every wait here ends by the call's deadline, by the callee's end, or by
+cancellation.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -33,6 +34,7 @@ from .payload import Buffer, UndecodableError, leases
 from .session.calls import Calls
 from .session.frames import Envelope
 from .session.pending import Order, Route
+from .spread import Calling
 from .tensors.handles import has_handles
 from .tensors.porter import Packed, Porter
 
@@ -171,6 +173,35 @@ class Courier:
             self._calls.cancel(corr)
             if packed is not None:
                 packed.end()
+
+    def spread(
+        self, targets: Sequence[str], spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
+    ) -> Calling | None:
+        """Not for puts, whose key is each callee's own, and not with arrays or while it is not known where all are."""
+        if spec.declaration.kind not in ("call", "cast"):
+            return None
+        found = [self._finder.route(target, spec) for target in targets]
+        routes = [route for route in found if isinstance(route, Route)]
+        if len(routes) < len(found):
+            return None
+        try:
+            order = self._order(targets[0], spec, request, deadline_s)
+        except CallError:
+            return None
+        if order.frames:
+            return None
+        calling = Calling(
+            self._calls, targets,
+            lambda envelope, target: _decoded(envelope, target, spec),
+            lambda envelope, target: self._fetching(envelope, target, spec),
+        )  # fmt: skip
+        calling.send(order, routes)
+        return calling
+
+    def _fetching(self, envelope: Envelope, target: str, spec: HandlerSpec) -> Coroutine[Any, Any, Any] | None:
+        if self._porter is None or not has_handles(envelope.body):
+            return None
+        return self._fetched(self._porter, envelope, target, spec)
 
     def _order(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Order:
         declaration = spec.declaration

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..core.actor import Actor, Caller, PeerEvent, make_ref, with_deadline
-from ..core.actor_group import ActorGroup
+from ..core.actor import Actor, PeerEvent, make_ref, with_deadline
+from ..core.actor_group import ActorGroup, GroupCaller
 from ..core.clock import Clock, SystemClock
 from ..core.errors import CallError, ConfigError, MyxaError, NoSuchActor, StaleEpoch
 from ..core.failure_detector import Verdict
@@ -306,7 +306,7 @@ class Node:
         return self._clock
 
     @property
-    def caller(self) -> Caller:
+    def caller(self) -> GroupCaller:
         return self._courier
 
     @property

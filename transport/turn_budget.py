@@ -19,7 +19,7 @@ TURN_S = 0.001
 class TurnBudget:
     """Asked after each message; when it is over, the rest waits for the next turn of the loop."""
 
-    __slots__ = ("_num_inboxes", "_until", "max_taken", "num_taken", "turn_s")
+    __slots__ = ("_num_inboxes", "_until", "is_spent", "max_taken", "num_taken", "turn_s")
 
     UNLIMITED = sys.maxsize
 
@@ -32,6 +32,8 @@ class TurnBudget:
         """Messages taken in since the node attached."""
         self.max_taken = self.UNLIMITED
         """`num_taken` at which no more are taken for now; for hosts that poll by hand."""
+        self.is_spent = False
+        """The inbox whose turn it is has to stop, as of the last look at the clock."""
         self._num_inboxes = 0
         self._until = 0.0
 
@@ -42,13 +44,15 @@ class TurnBudget:
     def begin(self) -> bool:
         """An inbox has its turn; False: it may take nothing now."""
         self._until = time.monotonic() + self.turn_s / max(1, self._num_inboxes)
+        self.is_spent = False
         return self.num_taken < self.max_taken
 
     def note_taken(self) -> bool:
         """A message was taken in. True: the inbox whose turn it is has to stop."""
         self.num_taken = num_taken = self.num_taken + 1
-        return _monotonic() >= self._until or num_taken >= self.max_taken
+        self.is_spent = is_spent = _monotonic() >= self._until or num_taken >= self.max_taken
+        return is_spent
 
-    def is_over(self) -> bool:
-        """The inbox whose turn it is has to stop."""
-        return time.monotonic() >= self._until or self.num_taken >= self.max_taken
+    def look(self) -> None:
+        """Time has passed with something that is no message yet: see whether the turn is over."""
+        self.is_spent = _monotonic() >= self._until or self.num_taken >= self.max_taken

@@ -19,7 +19,7 @@ from ...core.config import AlgoConfig, OptimizerConfig, TrainerConfig
 from ...core.errors import ConfigError, TrainError
 from ...core.protocols import NamedArray, PendingSave, StepStats
 from ...core.samples import F32, TrainSample, TrainShard
-from .torch_backend.settings import StepSettings
+from .torch_backend.settings import StepSettings, check_together
 from .torch_backend.world import Gang
 
 
@@ -32,8 +32,6 @@ class RankSettings:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    temperature: float = 1.0
-    """Sampling temperature of the rollouts."""
     max_new_tokens: int = 1
     """Longest answer; the divisor per sample of reduction "constant"."""
     num_steps: int = 0
@@ -52,15 +50,10 @@ class RankSettings:
         return self.num_steps * self.algo.minibatches
 
     def step_settings(self) -> StepSettings:
-        """What a step needs of it. Raises ConfigError for a temperature that gives no log-probs."""
-        if self.temperature <= 0:
-            raise ConfigError(
-                f"temperature = {self.temperature} gives no log-probs to train on", remedy="use 1.0, or above 0"
-            )
+        """What a step needs of it."""
         return StepSettings(
             algo=self.algo,
             optimizer=self.optimizer,
-            temperature=self.temperature,
             max_new_tokens=self.max_new_tokens,
             total_updates=self.total_updates,
         )
@@ -167,6 +160,20 @@ class RankBackend(Generic[C, P]):
         with parts.world.phase(f"train step {shard.step}"):
             metrics = parts.stepper.train(shard, settings)
         return StepStats(metrics=metrics)
+
+    def judge_knobs(self, knobs: dict[str, float], *, saves: bool) -> str:
+        """See `core.protocols.TrainBackend`."""
+        if self._parts is None:
+            return "the trainer is still setting up"
+        try:
+            check_together(self._parts.stepper.settings_for(knobs))
+        except ConfigError as error:
+            return str(error)
+        return self._refuses_saving() if saves else ""
+
+    def _refuses_saving(self) -> str:
+        """Why no checkpoint can be written; empty if one can."""
+        return ""
 
     def score(self, samples: Sequence[TrainSample]) -> list[F32]:
         """Log-probs of the loss tokens under the current weights, float32 [R] each, 0 where the mask is 0; equal on

@@ -1,7 +1,8 @@
 """Log-probability and entropy of chosen tokens from hidden states, in float32; no [M, V] is kept, and every rank may
 hold only a slice of the vocabulary.
 
-With temperature tau (engines sample from softmax(z / tau), so the trainer divides too), over all slices together:
+With temperature tau, one for all rows or one for each (engines sample from softmax(z / tau), so the trainer divides
+too), over all slices together:
 
     z = h @ W.T / tau,   lp = z[y] - log Z,   log Z = logsumexp(z),   H = log Z - sum_v p_v z_v,   p = softmax(z)
 
@@ -33,6 +34,10 @@ CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 25}
 """Most logits of this rank alive at a time, by the kind of device: 512 MiB of bfloat16, 128 MiB of float32."""
 
 
+Temperature = float | Tensor
+"""One for all rows, or float32 [M]: one for each. The one number costs no tensor."""
+
+
 class TokenScores(NamedTuple):
     """What the policy says of M chosen tokens. A tuple, so that gradient hooks of DDP and FSDP see its tensors."""
 
@@ -58,7 +63,7 @@ def score_rows(
     head_Vh: Tensor,
     targets_M: Tensor,
     vocab: VocabSlice,
-    temperature: float,
+    temperature: Temperature,
     *,
     needs_entropy_grad: bool = False,
 ) -> Tensor:
@@ -77,7 +82,7 @@ def score_rows(
 
 
 def score_tokens(
-    hidden_Mh: Tensor, head_Vh: Tensor, targets_M: Tensor, temperature: float, *, needs_entropy_grad: bool = False
+    hidden_Mh: Tensor, head_Vh: Tensor, targets_M: Tensor, temperature: Temperature, *, needs_entropy_grad: bool = False
 ) -> TokenScores:
     """The same with the whole vocabulary on this rank."""
     whole = VocabSlice(0, head_Vh.shape[0], None)
@@ -98,13 +103,13 @@ class _ScoreRows(Function):
         head_Vh: Tensor,
         targets_M: Tensor,
         vocab: VocabSlice,
-        temperature: float,
+        temperature: Temperature,
         needs_entropy_grad: bool,
     ) -> Tensor:
         head = head_Vh[: vocab.num_rows]
         own_M = targets_M - vocab.start
         parts = [
-            _row_facts(hidden_Mh[rows] @ head.t(), own_M[rows], temperature)
+            _row_facts(hidden_Mh[rows] @ head.t(), own_M[rows], _in_rows(temperature, rows))
             for rows in _chunks(hidden_Mh.shape[0], head.shape[0], head.device)
         ]
         facts_M4 = torch.cat(parts) if parts else hidden_Mh.new_zeros(0, 4, dtype=torch.float32)
@@ -126,7 +131,8 @@ class _ScoreRows(Function):
         for rows in chunks:
             entropy = scores_M2[rows, 1] if needs_entropy_grad else None
             logits = hidden_Mh[rows] @ head.t()
-            grad_logits = _logit_gradient(logits, own_M[rows], log_z_M[rows], entropy, grad_M2[rows], temperature)
+            divisor = _in_rows(temperature, rows)
+            grad_logits = _logit_gradient(logits, own_M[rows], log_z_M[rows], entropy, grad_M2[rows], divisor)
             del logits
             torch.mm(grad_logits, head, out=grad_hidden_Mh[rows])
             product = grad_logits.t() @ hidden_Mh[rows]
@@ -140,7 +146,12 @@ def _chunks(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[sl
         yield slice(start, min(num_rows, start + each))
 
 
-def _row_facts(logits_CV: Tensor, own_C: Tensor, temperature: float) -> Tensor:
+def _in_rows(temperature: Temperature, rows: slice) -> Temperature:
+    """What the logits of these rows are divided by: the one number, or float32 [C, 1]."""
+    return temperature[rows].unsqueeze(1) if isinstance(temperature, Tensor) else temperature
+
+
+def _row_facts(logits_CV: Tensor, own_C: Tensor, temperature: Temperature) -> Tensor:
     """float32 [C, 4] of this slice: maximum m, sum of exp(z - m), sum of (z - m) exp(z - m), target's logit (or 0).
 
     A slice without rows has m = -inf and sums of 0.
@@ -153,7 +164,7 @@ def _row_facts(logits_CV: Tensor, own_C: Tensor, temperature: float) -> Tensor:
 
 
 @fused
-def _measured(logits_CV: Tensor, own_C: Tensor, temperature: float) -> Tensor:
+def _measured(logits_CV: Tensor, own_C: Tensor, temperature: Temperature) -> Tensor:
     z_CV = logits_CV.float() / temperature
     size = logits_CV.shape[1]
     target_C = z_CV.gather(1, own_C.clamp(0, size - 1).unsqueeze(1)).squeeze(1)
@@ -188,7 +199,12 @@ def _join(facts_sM4: Tensor) -> tuple[Tensor, Tensor]:
 
 @fused
 def _logit_gradient(
-    logits_CV: Tensor, own_C: Tensor, log_z_C: Tensor, entropy_C: Tensor | None, grad_C2: Tensor, temperature: float
+    logits_CV: Tensor,
+    own_C: Tensor,
+    log_z_C: Tensor,
+    entropy_C: Tensor | None,
+    grad_C2: Tensor,
+    temperature: Temperature,
 ) -> Tensor:
     """Gradient of what `grad_C2` weighs, log-probs (column 0) and entropies (column 1), in the type of the logits."""
     log_p_CV = logits_CV.float() / temperature - log_z_C.unsqueeze(1)

@@ -24,8 +24,9 @@ import numpy as np
 
 from ...core.errors import EngineError, RequestRefused
 from ...core.messages import WeightManifest
-from ...core.protocols import Delta, Engine, EngineInfo, GenerateRequest, PauseMode
+from ...core.protocols import Delta, Engine, EngineInfo, GenerateRequest, PauseMode, TellsProgress
 from ...core.samples import F32, I32
+from ...core.weight_channel import WeightProgress
 from .engine_choice import Choice
 
 RETRY_S = 5.0
@@ -33,7 +34,7 @@ RETRY_S = 5.0
 _log = logging.getLogger("myxa.pool")
 
 
-class Member(Engine, Protocol):
+class Member(Engine, TellsProgress, Protocol):
     """A client of one server."""
 
     def cut(self) -> None:
@@ -93,6 +94,8 @@ class EnginePool:
         self._servers = [_Server(address, make) for address, make in makers.items()]
         self._choice = Choice()
         self._prepared: tuple[int, tuple[_Server, ...]] = (-1, ())
+        self._coming = 0
+        """Version that was committed last, or is being: it may be older than the one before."""
         self._all_lost = asyncio.Event()
 
     # -- life
@@ -225,7 +228,7 @@ class EnginePool:
         except EngineError:
             await self._fence(server, client, why)
             return
-        if server.info is not None and info.version < server.info.version:
+        if server.info is not None and info.version < min(server.info.version, self._coming):
             await self._fence(server, client, why)
 
     async def abort(self, request_id: str | None = None) -> None:
@@ -280,7 +283,7 @@ class EnginePool:
                 f"{self._name}: version {version} cannot be committed, the pool prepared {prepared}",
                 remedy="call prepare_weights with its manifest first",
             )
-        self._prepared = (-1, ())
+        self._prepared, self._coming = (-1, ()), version
         done = await self._each(list(servers), lambda client: client.commit_weights(version))
         for server in done:
             server.move(MemberState.SERVING)
@@ -290,6 +293,17 @@ class EnginePool:
                 why = EngineError(f"{server.name} has not prepared version {version}", remedy="it comes back later")
                 await self._fence(server, server.client, why)
         self._require_some()
+
+    def weight_progress(self) -> WeightProgress:
+        """Of all servers together; named is the one that has come least far."""
+        told = {s.name: s.client.weight_progress() for s in self._servers if s.client is not None}
+        if not told:
+            return WeightProgress(at="no server is left")
+        last = min(told, key=lambda name: told[name].num_done)
+        num_done = sum(progress.num_done for progress in told.values())
+        return WeightProgress(
+            at=f"{last}: {told[last].at}", num_done=num_done, is_counted=all(p.is_counted for p in told.values())
+        )
 
     # -- questions
 

@@ -27,18 +27,15 @@ from ...core.device_memory import Tag, TagReport
 from ...core.errors import EngineError, RequestRefused, WeightsRefused
 from ...core.messages import WeightManifest
 from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
+from ...core.weight_channel import WeightProgress
 from .embedded.request import check_request
 from .head_start import HeadStart
+from .open_request import OpenRequest
 from .sglang_http import SglangHttp
 from .sglang_memory import SglangMemory
 from .sglang_wire import DONE, HeldTokens, Lines, read_chunk, request_body, version_number, whole_number
 from .weight_route import Routes, WeightRoute, folder_routes
 
-RID_END = "~"
-"""Ends the request's own id on the wire, and the whole: SGLang aborts by prefix, and "r1" must not abort "r10". Between
-them stands what makes it unique: two seconds after a stream SGLang 0.5.17 aborts whatever has its id by then, and of a
-request whose reader left it gives the last tokens to the next of that id.
-"""
 MAX_LINE_BYTES = 256 << 20
 
 
@@ -73,19 +70,6 @@ class SglangOptions:
     name: str = "sglang"
 
 
-class _Open:
-    """A request whose stream has not ended."""
-
-    def __init__(self, request_id: str, unique: str) -> None:
-        self.request_id = request_id
-        self.rid = f"{request_id}{RID_END}{unique}{RID_END}"
-        """Its id on the wire."""
-        self.has_arrived = asyncio.Event()
-        """The server answered, with a stream or with a refusal."""
-        self.is_aborted = False
-        self.answer: aiohttp.ClientResponse | None = None
-
-
 class SglangEngine:
     """A client of one server."""
 
@@ -95,6 +79,7 @@ class SglangEngine:
         """`routes`: the channels by which weights may come; without more, folders. `saves_memory`: the server's memory
         will be taken back between steps, so it must have been started for that."""
         self._options = options
+        self.pause_mode: PauseMode = options.pause_mode
         self._http = SglangHttp(url, name=options.name, call_s=options.call_s, admin_key=options.admin_key)
         self._generate_url = (options.generate_url or url).rstrip("/") + "/generate"
         self._routes = routes(self._http)
@@ -106,6 +91,10 @@ class SglangEngine:
         self._max_running = 0
         self._version = -1
         self._prepared: WeightManifest | None = None
+        self._channel = ""
+        """By which weights came last."""
+        self._commits: list[int] = []
+        """All versions that it was told to load, the one that is being loaded included."""
         self._committing = asyncio.Lock()
         self._head_start = HeadStart()
         self._is_paused = False
@@ -113,7 +102,7 @@ class SglangEngine:
         """Why the server's weights are of no version; empty when they are."""
         self._lost = asyncio.Event()
         """The server is not the one that was given weights."""
-        self._open: list[_Open] = []
+        self._open: list[OpenRequest] = []
         self._self_id = uuid.uuid4().hex[:8]
         """Tells this client from others of the server, and from an earlier life of its own."""
         self._num_sent = 0
@@ -186,11 +175,11 @@ class SglangEngine:
         self._check(request)
         await self._until_whole(place)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._options.call_s, sock_read=self._options.stall_s)
-        sent_version = self._version
+        sent_version, num_commits = self._version, len(self._commits)
         tokens = HeldTokens(place, sent_version)
         lines = Lines(MAX_LINE_BYTES, place)
         self._num_sent += 1
-        mine = _Open(request.request_id, f"{self._self_id}.{self._num_sent}")
+        mine = OpenRequest(request.request_id, f"{self._self_id}.{self._num_sent}")
         self._open.append(mine)
         try:
             body = request_body(request, mine.rid, self._version)
@@ -207,7 +196,7 @@ class SglangEngine:
                             break
                         delta = tokens.add(read_chunk(payload, place))
                         if delta is not None:
-                            self._check_stamps(delta, sent_version, place)
+                            self._check_stamps(delta, sent_version, num_commits, place)
                             yield delta
                             if delta.finish is not None:
                                 return
@@ -232,14 +221,16 @@ class SglangEngine:
             request, vocab_size=self._options.vocab_size, context_length=self._context_length, place=self._place
         )
 
-    def _check_stamps(self, delta: Delta, sent_version: int, place: str) -> None:
-        """Versions only rise. A server that answers with an older one was started anew, behind our back; behind a
-        router it may be another one, which is about to be given the version."""
+    def _check_stamps(self, delta: Delta, sent_version: int, num_commits: int, place: str) -> None:
+        """Versions only rise, unless a trainer that went back had us load an older one. A server that answers with one
+        that is older still was started anew, behind our back; behind a router it may be another one, which is about to
+        be given the version."""
         if self._options.generate_url:
             return
-        oldest = int(delta.versions.min()) if delta.versions.size else sent_version
-        if oldest < sent_version:
-            self._torn = f"answered with weight version {oldest} after it was given {sent_version}; it was restarted"
+        least = min([sent_version, *self._commits[num_commits:]])
+        oldest = int(delta.versions.min()) if delta.versions.size else least
+        if oldest < least:
+            self._torn = f"answered with weight version {oldest} after it was given {least}; it was restarted"
             self._lost.set()
             raise EngineError(f"{place}: {self._torn}", remedy="nobody else may restart or update this server")
 
@@ -270,7 +261,7 @@ class SglangEngine:
         await self._arrived(self._open)
         await self._http.post("/pause_generation", {"mode": mode})
 
-    async def _arrived(self, streams: Sequence[_Open]) -> None:
+    async def _arrived(self, streams: Sequence[OpenRequest]) -> None:
         """Wait until the server has these requests: what it has not seen it can neither abort nor pause."""
         try:
             async with asyncio.timeout(self._options.call_s):
@@ -293,7 +284,8 @@ class SglangEngine:
     async def prepare_weights(self, manifest: WeightManifest) -> None:
         """Have the channel's route get ready. Raises EngineError if there is none, or if it cannot."""
         self._prepared = None
-        await self._route(manifest).prepare(manifest)
+        route, self._channel = self._route(manifest), manifest.channel
+        await route.prepare(manifest)
         self._prepared = manifest
 
     def _route(self, manifest: WeightManifest) -> WeightRoute:
@@ -317,8 +309,9 @@ class SglangEngine:
                     remedy="call prepare_weights with its manifest first",
                 )
             self._prepared = None
+            self._commits.append(version)
             if not self._is_paused:
-                await self._stand_still(self._options.pause_mode)
+                await self._stand_still(self.pause_mode)
             self._torn = f"version {version} was being loaded and did not arrive whole"
             try:
                 if not await self._route(manifest).load(manifest):
@@ -338,6 +331,10 @@ class SglangEngine:
                 f"{self._place}: serves version {served} after version {manifest.version} was loaded",
                 remedy="nobody else may update this server; restart it",
             )
+
+    def weight_progress(self) -> WeightProgress:
+        """See `core.protocols.TellsProgress`."""
+        return self._routes[self._channel].beacon.told() if self._channel else WeightProgress(at="idle")
 
     # -- memory
 

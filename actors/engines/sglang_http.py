@@ -20,6 +20,9 @@ from ...core.errors import EngineError, RequestRefused
 JSON_HEADERS = {"Content-Type": "application/json"}
 HEALTH_S = 10.0
 """Deadline of one look at `/health`."""
+KEEPALIVE_S = 2.0
+"""An idle connection is not used again after so long. The server (uvicorn) closes it after 5 s: a request sent in that
+moment is lost, and nobody can say whether a POST was heard."""
 
 
 class SglangHttp:
@@ -49,7 +52,8 @@ class SglangHttp:
 
     def open(self) -> None:
         """Make the session; needs a running loop."""
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), raise_for_status=False)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        self._session = aiohttp.ClientSession(connector=connector, raise_for_status=False)
 
     async def close(self) -> None:
         """End all connections. Never raises."""
@@ -61,7 +65,7 @@ class SglangHttp:
         for it generates a token for the answer: ask it by another `path`."""
         with suppress(aiohttp.ClientError, TimeoutError):
             timeout = aiohttp.ClientTimeout(total=within_s)
-            async with self.session.get(self.url + path, timeout=timeout) as answer:
+            async with self.session.get(self.url + path, headers=self.headers, timeout=timeout) as answer:
                 return answer.status == 200
         return False
 

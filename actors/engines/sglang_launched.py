@@ -27,6 +27,7 @@ from ...core.device_memory import Tag, TagReport
 from ...core.errors import ConfigError, EngineError, RequestRefused, WeightsRefused
 from ...core.messages import WeightManifest
 from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
+from ...core.weight_channel import WeightProgress
 from .server_process import ServerCommand, ServerProcess, start_server
 from .sglang import SglangEngine, SglangOptions
 from .sglang_args import MODULE, ServerSchema, check_sizes, check_table, command_line
@@ -184,6 +185,17 @@ class LaunchedSglang:
         if server is not None:
             await server.close()
 
+    @property
+    def pause_mode(self) -> PauseMode:
+        """How running requests meet the next commit."""
+        return self._options.pause_mode
+
+    @pause_mode.setter
+    def pause_mode(self, mode: PauseMode) -> None:
+        self._options = replace(self._options, pause_mode=mode)
+        if self._client is not None:
+            self._client.pause_mode = mode
+
     def _running(self) -> SglangEngine:
         if self._client is None:
             raise EngineError(f"{self._options.name}: not started, or closed", remedy="await start() first")
@@ -236,6 +248,10 @@ class LaunchedSglang:
     async def commit_weights(self, version: int) -> None:
         """See `core.protocols.Engine`."""
         await self._ask(self._running().commit_weights(version))
+
+    def weight_progress(self) -> WeightProgress:
+        """See `core.protocols.TellsProgress`."""
+        return self._running().weight_progress()
 
     async def info(self) -> EngineInfo:
         """See `core.protocols.Engine`."""

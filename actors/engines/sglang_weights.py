@@ -27,6 +27,7 @@ from ...core.errors import CallError, EngineError, MyxaError, RequestRefused
 from ...core.messages import WeightManifest
 from ...core.protocols import WeightSenders
 from ...core.weight_channel import Bucket, JoinRequest, PlanReply, PlanRequest, SampleRequest, SendOrder, ShareRequest
+from ..weights.beacon import Beacon
 from .sglang_wire import version_number
 from .weight_bodies import BucketBody, bucket_bodies, check_sample, sampled_names, tensor_body
 from .weight_route import FolderRoute, Routes, ServerControl, WeightRoute, announces
@@ -58,7 +59,7 @@ def device_routes(senders: WeightSenders, options: DeviceRouteOptions) -> Routes
 
     def routes(server: ServerControl) -> Mapping[str, WeightRoute]:
         return {
-            "disk": FolderRoute(server),
+            "disk": FolderRoute(server, verify_every=options.verify_every),
             "nccl": GroupRoute(server, senders, options),
             "cuda_ipc": HandleRoute(server, senders, options),
         }
@@ -159,6 +160,7 @@ class GroupRoute:
         self._plans = _Plans(server, senders, options)
         self._channels: dict[str, str] = {}
         """Sender -> channel that stands."""
+        self.beacon = Beacon()
 
     async def prepare(self, manifest: WeightManifest) -> None:
         """Plans, and groups where there are none yet."""
@@ -286,6 +288,7 @@ class GroupRoute:
         return hears
 
     async def _named(self, phase: str, sender: str, work: Awaitable[T]) -> T:
+        self.beacon.step(f"{phase} from {sender}")
         return await _named(phase, sender, self._server.place, work)
 
     async def close(self) -> None:
@@ -302,6 +305,7 @@ class HandleRoute:
         self._options = options
         self._plans = _Plans(server, senders, options)
         self._bodies: list[dict[str, Any]] = []
+        self.beacon = Beacon()
 
     async def prepare(self, manifest: WeightManifest) -> None:
         """Handles of all buckets of all senders."""
@@ -340,6 +344,7 @@ class HandleRoute:
         return announces(answer, manifest.version)
 
     async def _named(self, phase: str, sender: str, work: Awaitable[T]) -> T:
+        self.beacon.step(f"{phase} from {sender}")
         return await _named(phase, sender, self._server.place, work)
 
     async def close(self) -> None:

@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 from ...core.errors import EngineError, ModelError, RequestRefused, WeightsRefused
 from ...core.messages import WeightManifest
+from ..weights.beacon import Beacon
+from ..weights.disk import DiskWeightReader
 from .folder_check import check_folder
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -51,6 +53,11 @@ class ServerControl(Protocol):
 class WeightRoute(Protocol):
     """One channel into one server."""
 
+    @property
+    def beacon(self) -> Beacon:
+        """How far it is."""
+        ...
+
     async def prepare(self, manifest: WeightManifest) -> None:
         """Everything that can be done while the old weights serve: join groups, check or stage bytes."""
         ...
@@ -82,11 +89,16 @@ def announces(answer: Mapping[str, Any], version: int) -> bool:
 class FolderRoute:
     """Channel "disk": the server reads a folder of safetensors itself (`update_weights_from_disk`)."""
 
-    def __init__(self, server: ServerControl) -> None:
+    def __init__(self, server: ServerControl, *, verify_every: int = 0) -> None:
+        """`verify_every`: after so many versions a folder's bytes are held against the digest; those of the first
+        version that a server gets always are. 0: no others."""
         self._server = server
+        self._verify_every = verify_every
+        self._num_prepared = 0
+        self.beacon = Beacon()
 
     async def prepare(self, manifest: WeightManifest) -> None:
-        """Check that the version is a folder the server can be told of, and whole."""
+        """Check that the version is a folder the server can be told of, whole, and from time to time every byte."""
         folder = Path(manifest.location)
         place = f"{self._server.place}: weight version {manifest.version}"
         if not folder.is_absolute():
@@ -95,13 +107,23 @@ class FolderRoute:
             )
         if urlsplit(self._server.url).hostname in LOCAL_HOSTS:  # else the path means something on another host
             try:
+                self.beacon.step(f"checks {folder}", is_counted=False)
                 await asyncio.to_thread(check_folder, folder, manifest)
-            except ModelError as err:
+                if manifest.digest and self._is_due:
+                    await asyncio.to_thread(_check_bytes, manifest)
+                self._num_prepared += 1
+            except (ModelError, EngineError) as err:
                 raise EngineError(f"{place}: {err.message}", remedy=err.remedy) from err
+
+    @property
+    def _is_due(self) -> bool:
+        every = self._verify_every
+        return self._num_prepared == 0 or (every > 0 and self._num_prepared % every == 0)
 
     async def load(self, manifest: WeightManifest) -> bool:
         """Have the folder read. The cache is not flushed: that needs an idle server, and requests are told apart by
         version (`sglang_wire.request_body`)."""
+        self.beacon.step(f"the server reads {manifest.location}", is_counted=False)
         body = {"model_path": manifest.location, "weight_version": str(manifest.version), "flush_cache": False}
         try:
             answer = await self._server.post("/update_weights_from_disk", body)
@@ -119,6 +141,11 @@ class FolderRoute:
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+def _check_bytes(manifest: WeightManifest) -> None:
+    with DiskWeightReader().open(manifest):
+        return
 
 
 def folder_routes(server: ServerControl) -> Mapping[str, WeightRoute]:

@@ -1,8 +1,11 @@
 """`trace.json`: what every actor did when, in Chrome's trace format; opens in ui.perfetto.dev and chrome://tracing.
 
 A row ("process") per actor, in it a row for the actor itself and one per `track`; complete events (ph X) with the
-activity kind as category, counters (ph C) from metrics, instants (ph i) from events, and flow arrows (ph s, t) that
-follow a weight version: from a span with `args["makes_version"]` to the spans with `args["adopts_version"]`.
+activity kind as category, counters (ph C) from metrics, instants (ph i) from events (through all rows where a knob
+was changed or the run paused), and flow arrows, each a pair (ph s, f) with an id of its own:
+
+    a group            dispatch -> generate -> reward -> claim -> train, from spans with `args["hop"]` and `["flows"]`
+    a weight version   from the span with `args["makes_version"]` to every span with `args["adopts_version"]`
 
 Valid JSON at any time: the file is one array, one event per line. Each flush is a single write that starts on the
 closing "]" and ends with a new one, so between any two system calls the file is complete. Only a kill *inside* that
@@ -24,13 +27,20 @@ import orjson
 
 from ...core.messages import Event, MetricPoint, Span, Telemetry
 from ...core.sink import SinkContext
+from .trace_flows import Arrow, Lanes, Place, TraceFlows
+from .trace_volume import TraceVolume
 
 TRACE_FILE = "trace.json"
 
 _END = b"\n]\n"
 _MAX_BYTES = 256 * 1024 * 1024
 _MAX_TRACKS = 128
+_ROUNDING_US = 2
+_FLOWING = frozenset({"hop", "makes_version", "adopts_version"})
+"""Slices that arrows are bound to."""
 _UNCOUNTED = ("time/", "lag_hist/")
+_GLOBAL = frozenset({"knob", "knob-undone", "knobs-restored", "run-paused", "run-resumed"})
+"""Events that concern every actor: a line through the whole trace."""
 _ROLE_ORDER = ("launcher", "coordinator", "buffer", "trainer", "rollout", "monitor")
 
 
@@ -49,6 +59,12 @@ class ChromeTraceSink:
         self._pids: dict[str, int] = {}
         self._tids: dict[tuple[str, str], int] = {}
         self._num_tracks: dict[str, int] = {}
+        self._flows = TraceFlows()
+        self._lanes = Lanes()
+        self._row_ends_us: dict[tuple[int, int], int] = {}
+        self._volume = TraceVolume()
+        self._num_arrows = 0
+        self._has_told_thinned = False
         self._is_full = False
         self._context: SinkContext | None = None
 
@@ -76,6 +92,12 @@ class ChromeTraceSink:
 
     def flush(self) -> None:
         """Append what waits; the file is complete JSON before and after. Raises OSError when the disk refuses."""
+        is_thin = self._lanes.num_refused + self._volume.num_skipped > 0
+        if is_thin and not self._has_told_thinned and self._context is not None:
+            self._has_told_thinned = True
+            self._context.emit(
+                "trace-thinned", f"{TRACE_FILE} leaves short stretches out: more happens than it can show"
+            )
         if not self._pending or self._file < 0:
             return
         lines = [orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY) for event in self._pending]
@@ -109,7 +131,9 @@ class ChromeTraceSink:
         os.ftruncate(self._file, self._end + len(_END))
 
     def _learn(self, event: dict[str, Any]) -> None:
-        """Take the names of rows from an earlier monitor's trace, so that actors keep their rows."""
+        """Take names of rows and numbers of arrows from an earlier monitor's trace, so that both go on."""
+        if event.get("ph") == "s" and isinstance(event.get("id"), int):
+            self._num_arrows = max(self._num_arrows, event["id"])
         if event.get("ph") != "M":
             return
         name = str(event.get("args", {}).get("name", ""))
@@ -149,24 +173,57 @@ class ChromeTraceSink:
         self._pending.append({"ph": "M", "name": "thread_name", "pid": self._pids[source], "tid": tid, "args": name})
 
     def _from_span(self, span: Span) -> Iterator[dict[str, Any]]:
-        pid, tid = self._pid(span.source), self._tid(span.source, span.track)
-        start_us, duration_us = _us(span.start_wall_s), _us(span.duration_s)
-        row = {"pid": pid, "tid": tid}
+        start_us, end_us = _us(span.start_wall_s), _us(span.start_wall_s + span.duration_s)
+        track: str | None = span.track
+        if "hop" in span.args:
+            track = self._lanes.take(span.source, span.track, start_us, max(end_us, start_us + 1))
+        if track is None:
+            return
+        if not _FLOWING.intersection(span.args) and not self._volume.has_room(
+            (self._pid(span.source), self._tid(span.source, track)), start_us, end_us - start_us
+        ):
+            return
+        place = self._placed(self._pid(span.source), self._tid(span.source, track), start_us, end_us)
         yield {
             "ph": "X",
             "name": span.name,
             "cat": span.activity,
-            "ts": start_us,
-            "dur": duration_us,
-            **row,
+            "ts": place.start_us,
+            "dur": place.end_us - place.start_us,
+            "pid": place.pid,
+            "tid": place.tid,
             "args": span.args,
         }
-        flow = {"name": "weights", "cat": "weights", **row}
-        if isinstance(version := span.args.get("makes_version"), int):
-            # An arrow binds to the slice that encloses its time, so it starts just inside the end.
-            yield {"ph": "s", "id": version, "ts": max(start_us, start_us + duration_us - 1), **flow}
-        if isinstance(version := span.args.get("adopts_version"), int):
-            yield {"ph": "t", "id": version, "ts": start_us, **flow}
+        for arrow in self._arrows(span, place):
+            yield from self._from_arrow(arrow)
+
+    def _placed(self, pid: int, tid: int, start_us: int, end_us: int) -> Place:
+        """Neighbours of a row whose times were rounded apart touch again: slices that overlap would be dropped."""
+        before_us = self._row_ends_us.get((pid, tid), 0)
+        if 0 < before_us - start_us <= _ROUNDING_US:
+            start_us = before_us
+        place = Place(pid, tid, start_us, max(end_us, start_us + 1))
+        self._row_ends_us[pid, tid] = place.end_us
+        return place
+
+    def _arrows(self, span: Span, place: Place) -> Iterator[Arrow]:
+        args = span.args
+        if isinstance(version := args.get("makes_version"), int):
+            yield from self._flows.made(version, place)
+        if isinstance(version := args.get("adopts_version"), int):
+            yield from self._flows.adopted(version, place)
+        if isinstance(flows := args.get("flows"), list | tuple):
+            for group_id in cast("list[object]", flows):
+                if isinstance(group_id, int):
+                    yield from self._flows.station(group_id, str(args.get("hop")), place)
+
+    def _from_arrow(self, arrow: Arrow) -> Iterator[dict[str, Any]]:
+        """Both ends at once. Viewers bind an end to the slice that encloses its time (bp "e": also the second one)."""
+        self._num_arrows += 1
+        both = {"name": arrow.name, "cat": arrow.category, "id": self._num_arrows}
+        source, target = arrow.source, arrow.target
+        yield {"ph": "s", **both, "pid": source.pid, "tid": source.tid, "ts": arrow.from_us}
+        yield {"ph": "f", "bp": "e", **both, "pid": target.pid, "tid": target.tid, "ts": arrow.to_us}
 
     def _from_metrics(self, point: MetricPoint) -> Iterator[dict[str, Any]]:
         counted = {name: value for name, value in point.values.items() if not name.startswith(_UNCOUNTED)}
@@ -174,12 +231,15 @@ class ChromeTraceSink:
             return
         pid, ts = self._pid(point.source), _us(point.wall_s)
         for name, value in counted.items():
+            if not self._volume.is_due(pid, name, ts):
+                continue
             yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": ts, "args": {"value": value}}
 
     def _from_event(self, event: Event) -> dict[str, Any]:
         pid, ts = self._pid(event.source), _us(event.wall_s)
         args = {**event.data, "text": event.text}
-        return {"ph": "i", "s": "p", "name": event.kind, "cat": "event", "pid": pid, "tid": 0, "ts": ts, "args": args}
+        scope = "g" if event.kind in _GLOBAL else "p"
+        return {"ph": "i", "s": scope, "name": event.kind, "cat": "event", "pid": pid, "tid": 0, "ts": ts, "args": args}
 
 
 def _us(seconds: float) -> int:
@@ -202,10 +262,15 @@ def whole_events_end(path: Path) -> int:
     return end
 
 
-def read_trace(path: Path) -> Iterator[dict[str, Any]]:
-    """All whole events of a trace, also of one that is torn; lines that are not events are skipped."""
+def read_trace(path: Path, max_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """All whole events of a trace, also of one that is torn; lines that are not events are skipped. `max_bytes`: only
+    those that begin so far from the start, for a file that grows meanwhile."""
+    position = 0
     with path.open("rb") as file:
         for line in file:
+            if max_bytes is not None and position >= max_bytes:
+                return
+            position += len(line)
             event = _event(line.strip().removesuffix(b","))
             if event is not None:
                 yield event

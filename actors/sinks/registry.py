@@ -1,17 +1,21 @@
 """Sinks by name: built-in, by "module:attr", or by an installed package's entry point in the group `myxa.sinks`.
 
-Whatever is named must be callable without arguments and give a `Sink`; that is checked before the run starts.
+Whatever is named is called with the options of the run file as named arguments and must give a `Sink`; both are checked
+before the run starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
 from ...core.errors import ConfigError, UserCodeError
 from ...core.registry import load_callable
 from ...core.sink import Sink
+from ...core.suggestion import suggest
+from .beside import BesideSink
 from .chrome_trace import ChromeTraceSink
 from .jsonl import JsonlSink
 from .prometheus import PrometheusSink
@@ -26,13 +30,26 @@ BUILT_IN: dict[str, Callable[[], Sink]] = {
     "prometheus": PrometheusSink,
 }
 
+SHIPPED: dict[str, str] = {
+    "wandb": "myxa.actors.sinks.wandb_sink:WandbSink",
+    "mlflow": "myxa.actors.sinks.mlflow_sink:MlflowSink",
+}
+"""As an entry point of a package would name them: imported when they are asked for."""
+
 _METHODS = ("open", "write", "flush", "close")
 
 
 def choose_sinks(
-    *, tensorboard: bool = True, prometheus_port: int = 0, trace: bool = True, extra: Sequence[str] = ()
+    *,
+    tensorboard: bool = True,
+    prometheus_port: int = 0,
+    trace: bool = True,
+    extra: Sequence[str] = (),
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    otlp_endpoint: str = "",
 ) -> list[Sink]:
-    """The sinks of a run, as its `[monitor]` section says. `extra`: names for `make_sink`."""
+    """The sinks of a run, as its `[monitor]` section says. `extra`: names for `make_sink`, each fed by a thread of its
+    own; `options`: name -> named arguments; `otlp_endpoint`: of an OpenTelemetry collector."""
     sinks: list[Sink] = [JsonlSink()]
     if trace:
         sinks.append(ChromeTraceSink())
@@ -40,16 +57,27 @@ def choose_sinks(
         sinks.append(TensorBoardSink())
     if prometheus_port >= 0:
         sinks.append(PrometheusSink(prometheus_port))
-    return sinks + [make_sink(name) for name in extra]
+    if otlp_endpoint:
+        from .otlp import OtlpSink
+
+        sinks.append(BesideSink(OtlpSink(otlp_endpoint)))
+    return sinks + [BesideSink(make_sink(name, (options or {}).get(name, {}))) for name in extra]
 
 
-def make_sink(name: str) -> Sink:
-    """A new sink. Raises ConfigError for an unknown name, UserCodeError when what it names is not a sink."""
+def make_sink(name: str, options: Mapping[str, Any] | None = None) -> Sink:
+    """A new sink. Raises ConfigError for an unknown name or option, UserCodeError when what it names is not a sink."""
+    factory: Callable[..., Any]
     if name in BUILT_IN:
-        return BUILT_IN[name]()
-    factory = load_callable(name, where="sink") if ":" in name else _by_entry_point(name)
+        factory = BUILT_IN[name]
+    elif ":" in name:
+        factory = load_callable(name, where="sink")
+    else:
+        factory = load_callable(SHIPPED[name], where="sink") if name in SHIPPED else _by_entry_point(name)
+    _check_options(name, factory, options or {})
     try:
-        sink = factory()
+        sink = factory(**(options or {}))
+    except ConfigError:
+        raise
     except Exception as error:
         raise UserCodeError(f"sink {name!r}: making it raised {type(error).__name__}: {error}") from error
     missing = [method for method in _METHODS if not callable(getattr(sink, method, None))]
@@ -61,9 +89,25 @@ def make_sink(name: str) -> Sink:
     return sink
 
 
-def _by_entry_point(name: str) -> Callable[[], Any]:
+def _check_options(name: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # made in C: it will say itself what it does not take
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for option in options:
+        if option not in parameters:
+            known = ", ".join(parameters) or "none"
+            raise ConfigError(
+                f"monitor.options.{name}: {option!r} is no option of this sink; {suggest(option, parameters)}",
+                remedy=f"it takes {known}",
+            )
+
+
+def _by_entry_point(name: str) -> Callable[..., Any]:
     installed = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if name not in installed:
-        known = ", ".join(sorted({*BUILT_IN, *installed}))
+        known = ", ".join(sorted({*BUILT_IN, *SHIPPED, *installed}))
         raise ConfigError(f"no sink is called {name!r}", remedy=f'known are {known}; own code is named "module:attr"')
     return load_callable(installed[name].value, where=f"sink {name!r} (an entry point)")

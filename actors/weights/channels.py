@@ -23,6 +23,10 @@ from .address import address_for
 from .process_group import ChannelGroup, open_store
 from .staging import Staged, beside_training
 
+IDLE_VERSIONS = 8
+"""A channel through which none of so many published versions went is given up: its engine died without a word. One that
+was only busy joins anew."""
+
 
 @dataclass(slots=True)
 class Channel:
@@ -36,6 +40,8 @@ class Channel:
     group: ChannelGroup | None = None
     at: str = "waiting for the engine's ranks"
     """Progress, for whoever has to explain a failure."""
+    num_idle: int = 0
+    """Versions published since something was sent."""
     sending: threading.Lock = field(default_factory=threading.Lock)
     over: threading.Event = field(default_factory=threading.Event)
     """The send under way has ended, or nobody waits for it any more."""
@@ -63,6 +69,15 @@ class Channels:
     def has(self, name: str) -> bool:
         """Whether that channel stands or is being built."""
         return name in self._channels
+
+    def published(self) -> None:
+        """There is one more version; channels that nobody uses any more go."""
+        with self._lock:
+            for channel in self._channels.values():
+                channel.num_idle += 1
+            idle = [name for name, channel in self._channels.items() if channel.num_idle > IDLE_VERSIONS]
+        for name in idle:
+            self.leave(name, f"none of the last {IDLE_VERSIONS} versions was asked for")
 
     def progress(self) -> dict[str, str]:
         """Channel -> where it is: "bucket 2 of 5"."""
@@ -112,6 +127,7 @@ class Channels:
         if channel is None:
             on_end()
             raise TrainError(f"{self._name} has no channel {order.channel}", remedy="join again under another name")
+        channel.num_idle = 0
         started = time.monotonic()
         outcome: list[SendReport | BaseException] = []
         is_over = channel.over = threading.Event()

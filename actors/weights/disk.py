@@ -27,9 +27,11 @@ class DiskWeightWriter:
         self._model_folder = model_folder
         self._host = host
         self._folders: dict[int, Path] = {}
+        self._is_first = True
 
     def publish(self, version: int, tensors: Sequence[NamedArray]) -> WeightManifest:
         """Write the folder. Raises TrainError naming the path when the disk refuses."""
+        self._clear()
         folder = self._root / f"version_{version:08d}"
         try:
             config = json.loads((self._model_folder / "config.json").read_text(encoding="utf-8"))
@@ -50,6 +52,13 @@ class DiskWeightWriter:
             digest=_digest(tensors),
             host=self._host,
         )
+
+    def _clear(self) -> None:
+        """A trainer that was killed has left its versions behind; nobody else writes here."""
+        if self._is_first:
+            for folder in self._root.glob("version_*"):
+                shutil.rmtree(folder, ignore_errors=True)
+        self._is_first = False
 
     def release(self, version: int) -> None:
         """Delete that version's folder."""

@@ -68,6 +68,7 @@ class DeviceWeightSender:
         staged = self._staging.publish(version, export if quantise is None else lambda: quantise(export()))
         if staged is None:
             return None
+        self._channels.published()
         return WeightManifest(
             version=version,
             channel=self._channel,

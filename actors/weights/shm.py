@@ -7,6 +7,7 @@ expensive part, and proves what it hands out: digest before, generation before a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -16,7 +17,7 @@ from ...core.protocols import NamedArray
 from ...transport.shm import SlabReader, SlabWriter, needed_bytes
 
 MAX_OPEN = 8
-"""Slabs a reader keeps open; a trainer uses as many as versions are unreleased, and an older trainer's go first."""
+"""Slabs a reader keeps open; a trainer uses as many as versions are unreleased."""
 
 
 class ShmWeightWriter:
@@ -106,10 +107,17 @@ class ShmWeightReader:
             ) from err
 
     def _slab(self, location: str) -> SlabReader:
-        slab = self._open.pop(location, None) or SlabReader.open(location)
+        slab = self._open.pop(location, None) or self._open_anew(location)
         self._open[location] = slab
         while len(self._open) > MAX_OPEN:
             self._forget(next(iter(self._open)))
+        return slab
+
+    def _open_anew(self, location: str) -> SlabReader:
+        """A trainer that was started again has slabs of its own; those of one that ended only hold memory."""
+        slab = SlabReader.open(location)
+        for other in [known for known in self._open if not os.path.lexists(known)]:
+            self._forget(other)
         return slab
 
     def _forget(self, location: str) -> None:

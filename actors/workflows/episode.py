@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...core.chaos import reached
 from ...core.errors import DataError, EngineError, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
@@ -111,8 +112,13 @@ class Episode:
                 remedy="shorten or filter the row, or raise engine.context_length",
             )
         self._segments: list[_Segment] = []
+        self._under_way: list[_Segment] = []
+        """Of the turn that is being generated."""
         self._turns: list[str] = []
         self._finish: FinishReason = "abort"
+        self._temperature: float | None = None
+        """Of the model turns; None before the first."""
+        self._recorded_at = 1.0 if recorded is None else recorded.temperature
         self._replay: list[_Segment] = []
         if recorded is not None and np.array_equal(recorded.prompt_ids, self._prompt_ids):
             self._replay = _split(recorded)
@@ -128,6 +134,11 @@ class Episode:
         return len(self._turns)
 
     @property
+    def temperature(self) -> float | None:
+        """Of the model turns; None before the first."""
+        return self._temperature
+
+    @property
     def room(self) -> int:
         """Tokens that still fit into the context."""
         return self._model.context_length - len(self._context())
@@ -136,12 +147,14 @@ class Episode:
         return np.concatenate([self._prompt_ids, *(s.ids for s in self._segments)]).astype(np.int32, copy=False)
 
     async def generate(self, sampling: SamplingParams | None = None) -> Turn:
-        """The model's next turn. Raises Interrupted when the engine was told to abort, EngineError when it fails."""
+        """The model's next turn. Raises Interrupted when the engine was told to abort, EngineError when it fails,
+        UserCodeError when `sampling` has another temperature than the turns before."""
         params = sampling or self._model.sampling
+        self._keep_to(params.temperature)
         done = self._next_recorded(is_model=True)
         if done is not None and done.ids.size and int(done.ids[-1]) in self._stop_ids(params):
             return self._close_turn(done, "stop")
-        start = done if done is not None else _segment([], is_model=True)
+        start = done if done is not None else _joined([])
         limit = min(params.max_new_tokens - len(start.ids), self.room - len(start.ids))
         if limit <= 0:
             return self._close_turn(start, "length")
@@ -157,6 +170,19 @@ class Episode:
             raise Interrupted(self.sample())
         return self._close_turn(segment, finish)
 
+    def _keep_to(self, temperature: float) -> None:
+        """One sample has one temperature, since it is scored with it; tokens recorded at another one are not used."""
+        if self._temperature is None:
+            self._temperature = temperature
+            if self._recorded_at != temperature:
+                self._replay = []
+        elif self._temperature != temperature:
+            raise UserCodeError(
+                f"workflow: a turn of row {self._prompt.row} is asked for at temperature {temperature:g}, the turns "
+                f"before were drawn at {self._temperature:g}",
+                remedy="draw all turns of a sample at one temperature",
+            )
+
     async def _ask(self, start: _Segment, params: SamplingParams, limit: int) -> tuple[_Segment, FinishReason]:
         """Stream one turn from the engine, going on from `start`."""
         request = GenerateRequest(
@@ -165,17 +191,20 @@ class Episode:
             sampling=_with_limit(params, limit),
             session=str(self._prompt.group_id),
         )
-        deltas: list[Delta] = []
+        self._under_way = [start]
         finish: FinishReason | None = None
         async for delta in self._model.generate(request):
-            deltas.append(delta)
+            self._under_way.append(_Segment(delta.output_ids, delta.logprobs, delta.versions, is_model=True))
             finish = delta.finish
+            if finish is None:
+                reached("rollout.partial")
         if finish is None:
             raise EngineError(
                 f"the engine ended request {request.request_id} without saying why",
                 remedy="restart the engine; its stream broke off",
             )
-        return _segment(deltas, is_model=True, start=start), finish
+        whole, self._under_way = _joined(self._under_way), []
+        return whole, finish
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         return frozenset(() if params.ignore_eos else (*self._tokenizer.eos_token_ids, *params.stop_token_ids))
@@ -233,7 +262,15 @@ class Episode:
 
     def sample(self) -> Sample:
         """The record of everything so far."""
-        segments = self._segments
+        return self._sample(self._segments, self._finish)
+
+    def so_far(self) -> Sample:
+        """The record of everything so far, the tokens of a turn under way included, and those that an earlier attempt
+        recorded and this one has not come to yet. May be asked for at any moment."""
+        rest = [_joined(self._under_way)] if self._under_way else self._replay
+        return self._sample([*self._segments, *rest], "abort" if rest else self._finish)
+
+    def _sample(self, segments: list[_Segment], finish: FinishReason) -> Sample:
         empty = np.zeros(0, dtype=np.int32)
         mask: list[U8] = [np.full(len(s.ids), 1 if s.is_model else 0, dtype=np.uint8) for s in segments]
         return Sample(
@@ -244,10 +281,11 @@ class Episode:
             logprobs=np.concatenate([s.logprobs for s in segments]) if segments else empty.astype(np.float32),
             loss_mask=np.concatenate(mask) if mask else empty.astype(np.uint8),
             versions=np.concatenate([s.versions for s in segments]) if segments else empty,
-            finish=self._finish,
+            finish=finish,
             num_turns=len(self._turns),
             text=self._turns[-1] if self._turns else "",
             turns=tuple(self._turns),
+            temperature=self._recorded_at if self._temperature is None else self._temperature,
         )
 
     def demonstration(self, turns: Sequence[Message]) -> Sample:
@@ -271,17 +309,15 @@ class Episode:
         return self.sample()
 
 
-def _segment(deltas: Sequence[Delta], *, is_model: bool, start: _Segment | None = None) -> _Segment:
-    ids = [*([start.ids] if start is not None else []), *(d.output_ids for d in deltas)]
-    logprobs = [*([start.logprobs] if start is not None else []), *(d.logprobs for d in deltas)]
-    versions = [*([start.versions] if start is not None else []), *(d.versions for d in deltas)]
-    if not ids:
-        return _Segment(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), is_model)
+def _joined(parts: Sequence[_Segment]) -> _Segment:
+    """One run of model tokens from its parts."""
+    if not parts:
+        return _Segment(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), is_model=True)
     return _Segment(
-        np.concatenate(ids).astype(np.int32, copy=False),
-        np.concatenate(logprobs).astype(np.float32, copy=False),
-        np.concatenate(versions).astype(np.int32, copy=False),
-        is_model,
+        np.concatenate([part.ids for part in parts]).astype(np.int32, copy=False),
+        np.concatenate([part.logprobs for part in parts]).astype(np.float32, copy=False),
+        np.concatenate([part.versions for part in parts]).astype(np.int32, copy=False),
+        is_model=True,
     )
 
 

@@ -8,7 +8,10 @@ from numbers import Real
 from typing import cast
 
 import msgspec
+import numpy as np
 
+LARGEST = float(np.finfo(np.float32).max)
+"""Rewards are carried as float32."""
 SCALAR_KEY = "reward"
 """In a returned dict, the number that is learnt from; the others are shown as metrics."""
 
@@ -41,7 +44,12 @@ def outcome_of(returned: object) -> RewardOutcome:
 def _number(value: object, where: str) -> float:
     if not isinstance(value, Real):
         raise TypeError(f"returned a value of type {type(value).__name__}{where}, not a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"returned a number{where} that is too large") from None
     if not math.isfinite(number):
         raise ValueError(f"returned {number}{where}")
+    if abs(number) > LARGEST:
+        raise ValueError(f"returned {number:g}{where}, which is too large for a float32")
     return number

@@ -136,7 +136,8 @@ class Kill:
     """Buckets that a version of this model has."""
 
 
-def up(options: argparse.Namespace, work: Path) -> subprocess.Popen[bytes]:
+def launch_command(options: argparse.Namespace, work: Path) -> tuple[list[str], dict[str, str]]:
+    """`myxa up` of the run file, and its environment."""
     is_cpu = options.device == "cpu"
     sets = [f'roles.trainer.kind="{options.backend}"', f'run.dir="{work / "runs"}"', *options.overrides]
     python_path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
@@ -150,10 +151,13 @@ def up(options: argparse.Namespace, work: Path) -> subprocess.Popen[bytes]:
         sets += [f'engine.python="{options.python}"', *ON_CPU] if options.python else []
     command = [sys.executable, "-m", "myxa.launch", "up", str(work / "kill.toml"), "--quiet"]
     command += ["--program", "shared_gpu:build_actor", *(word for item in sets for word in ("--set", item))]
+    return command, {**os.environ, "PYTHONPATH": python_path}
+
+
+def up(options: argparse.Namespace, work: Path) -> subprocess.Popen[bytes]:
+    command, env = launch_command(options, work)
     with (work / "kill.log").open("wb") as log:
-        return subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": python_path}, stdout=log, stderr=subprocess.STDOUT
-        )
+        return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
 
 
 @contextlib.contextmanager

@@ -8,194 +8,26 @@ one that must hold does not. `--device cpu`: the same checks over the stand-in o
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from figures import MISSING, Report, number, parser
-from memory_device import bytes_at, device_bytes, fill, hashes, seconds_of, settled_used
+from memory_checks import GIB, MIB, Bench, Checks, need, refused
+from memory_device import device_bytes, fill, hashes
+from memory_driver_checks import identity, mapping, plain
 
 from myxa.core.clock import SystemClock
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
-from myxa.memory.arenas.cuda_driver import CudaDriver
-from myxa.memory.arenas.cuda_vmm import CudaMemory, open_cuda
+from myxa.memory.arenas.cuda_vmm import open_cuda
 
-MIB, GIB = 1 << 20, 1 << 30
-TESTS = Path(__file__).resolve().parents[2] / "tests/memory"
 SAVER_LIMIT_S = 60
-
-
-class Bench:
-    """The device and what is on it."""
-
-    def __init__(self, device: str, num_bytes: int, folder: Path) -> None:
-        self.device = device
-        self.num_bytes = num_bytes
-        self.is_gpu = device == "cuda"
-        self.gpu: Any = None
-        self.caching: Any = None
-        self.options: dict[str, Any] = {}
-        if not self.is_gpu:
-            sys.path.insert(0, str(TESTS))
-            standin, caching = importlib.import_module("standin_gpu"), importlib.import_module("standin_caching")
-            self.gpu = standin.StandinGpu(standin.build(folder), folder, capacity_bytes=4 * num_bytes + 64 * MIB)
-            self.caching = caching.StandinCaching()
-            self.options = {"library": self.gpu.path, "caching": self.caching, "cache_dir": folder / "native"}
-        self.memory: CudaMemory = None  # type: ignore[assignment]
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.plain: dict[str, float] = {}
-
-    def driver(self) -> CudaDriver:
-        return CudaDriver(0, **({} if self.is_gpu else {"library": self.gpu.path}))
-
-    def tensor(self, tag: Any, policy: Any, num_bytes: int) -> torch.Tensor:
-        """int64, made by torch's allocator in a region of the tag."""
-        with self.memory.region(tag, policy):
-            if self.is_gpu:
-                return torch.empty(num_bytes // 8, dtype=torch.int64, device="cuda")
-            return bytes_at(self.caching.empty(num_bytes), num_bytes, "cpu")
-
-    def used(self) -> int:
-        """Of the device, as outsiders see it."""
-        return settled_used() if self.is_gpu else self.gpu.held()
-
-    def synchronise(self) -> None:
-        if self.is_gpu:
-            torch.cuda.synchronize()
-
-
-class Checks:
-    """Rows of the table."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, str, str, str]] = []
-        self.failed: list[str] = []
-
-    def run(self, name: str, work: Callable[[], str], *, must_hold: bool = True) -> None:
-        started = time.perf_counter()
-        try:
-            said, verdict = work(), "holds"
-        except Exception as error:  # noqa: BLE001 the next check may hold, and all are told
-            traceback.print_exc()
-            said, verdict = f"{type(error).__name__}: {error}"[:400], "FAILED" if must_hold else "does not hold"
-            if must_hold:
-                self.failed.append(name)
-        self.rows.append((name, verdict, said, f"{time.perf_counter() - started:.2f}"))
-        print(f"  {name}: {verdict} ({self.rows[-1][3]} s): {said}", flush=True)
-
-
-def need(condition: bool, what: str) -> None:
-    if not condition:
-        raise AssertionError(what)
-
-
-@contextmanager
-def refused(kind: type[Exception], word: str) -> Generator[None]:
-    try:
-        yield
-    except kind as error:
-        need(word in str(error), f"{word!r} is not in: {error}")
-        return
-    raise AssertionError(f"no {kind.__name__}")
-
-
-# -- the driver --------------------------------------------------------------------------------------------------------
-
-
-def identity(bench: Bench) -> str:
-    driver = bench.driver()
-    try:
-        if bench.is_gpu:
-            uuid = str(torch.cuda.get_device_properties(0).uuid)
-            need(uuid.removeprefix("GPU-") in driver.device, f"torch calls it {uuid}, we {driver.device}")
-            total = torch.cuda.mem_get_info(0)[1]
-            need(total == driver.capacity_bytes(), f"torch says {total} bytes, we {driver.capacity_bytes()}")
-            need(torch.cuda.current_device() == 0, "torch's current device changed")
-        gib = driver.capacity_bytes() / GIB
-        return f"{driver.device}, {gib:.1f} GiB, granularity {driver.granularity / MIB:g} MiB"
-    finally:
-        driver.close()
-
-
-def map_costs(bench: Bench, chunk_bytes: int, total_bytes: int) -> dict[str, float]:
-    """ms/GiB of each step, chunk by chunk."""
-    driver = bench.driver()
-    number_of = total_bytes // chunk_bytes
-    address = driver.reserve(total_bytes)
-    starts = [address + index * chunk_bytes for index in range(number_of)]
-    handles: list[int] = []
-    times: dict[str, float] = {}
-    try:
-        times["create"] = seconds_of(lambda: handles.extend(driver.create(chunk_bytes) for _ in range(number_of)))
-        pairs = list(zip(starts, handles, strict=True))
-        times["map"] = seconds_of(lambda: [driver.map(at, chunk_bytes, handle) for at, handle in pairs])
-        driver.wait(driver.zero(address, total_bytes))
-        driver.synchronise()
-        times["unmap"] = seconds_of(lambda: [driver.unmap(at, chunk_bytes) for at in starts])
-        times["release"] = seconds_of(lambda: [driver.release(handle, chunk_bytes) for handle in handles])
-    finally:
-        driver.free_reservation(address, total_bytes)
-        driver.close()
-    return {name: 1000 * seconds / (total_bytes / GIB) for name, seconds in times.items()}
-
-
-def mapping(bench: Bench, report: Report) -> str:
-    cases = ((2 * MIB, GIB), (64 * MIB, 4 * GIB), (256 * MIB, 8 * GIB)) if bench.is_gpu else ((2 * MIB, 16 * MIB),)
-    found = {chunk // MIB: map_costs(bench, chunk, total) for chunk, total in cases}
-    head = ("chunk, MiB", "create", "map + access", "unmap", "release", "sum, ms/GiB")
-    rows = [(str(c), *(number(t[n]) for n in ("create", "map", "unmap", "release")), number(sum(t.values())))
-            for c, t in found.items()]  # fmt: skip
-    report.table("Mapping, ms/GiB", head, rows)
-    report.keep("map_ms_per_gib", found)
-    best = min(sum(times.values()) for times in found.values())
-    if bench.is_gpu:
-        report.goal("map + unmap, all four steps, ms/GiB", best, at_most=5.0)
-    return f"{best:.2f} ms/GiB at best for all four steps"
-
-
-def plain_rates(bench: Bench, source: torch.Tensor) -> dict[str, float]:
-    """GB/s of plain asynchronous copies of ordinary device memory and memory that torch pinned, this process."""
-    size = min(2 * GIB, source.numel() * 8)
-    host = torch.empty(size // 8, dtype=torch.int64, pin_memory=bench.is_gpu)
-    parts = [source[start : start + size // 8] for start in range(0, source.numel(), size // 8)]
-    moved = sum(part.numel() * 8 for part in parts)
-
-    def out() -> None:
-        for part in parts:
-            host[: part.numel()].copy_(part, non_blocking=True)
-        bench.synchronise()
-
-    def into() -> None:
-        for part in parts:
-            part.copy_(host[: part.numel()], non_blocking=True)
-        bench.synchronise()
-
-    rates: dict[str, float] = {}
-    for name, work in (("out", out), ("in", into)):
-        work()
-        rates[name] = moved / min(seconds_of(work) for _ in range(2)) / 1e9
-    return rates
-
-
-def plain(bench: Bench, report: Report) -> str:
-    source = torch.ones(bench.num_bytes // 8, dtype=torch.int64, device=bench.device)
-    bench.plain = plain_rates(bench, source)
-    del source
-    if bench.is_gpu:
-        torch.cuda.empty_cache()
-        getattr(torch._C, "_host_emptyCache", lambda: None)()  # the pinned buffer goes back to the host
-    report.keep("plain_gb_s", bench.plain)
-    return ", ".join(f"{way} {rate:.1f} GB/s" for way, rate in bench.plain.items())
 
 
 # -- the arena ---------------------------------------------------------------------------------------------------------

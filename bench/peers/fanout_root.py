@@ -27,12 +27,16 @@ async def main(rendezvous: str, num_peers: int) -> None:
     refs = [node.ref(EchoContract, name) for name in names]
     report = msgspec.convert(PAYLOAD, Report)
 
-    async def ask(size: int, seconds: float) -> list[int]:
+    async def ask(size: int, seconds: float, *, as_group: bool) -> list[int]:
         taken: list[int] = []
+        group = node.group(EchoContract, names[:size])
         stop = time.perf_counter() + seconds
         while time.perf_counter() < stop:
             before = time.perf_counter_ns()
-            await asyncio.gather(*(ref.echo(report) for ref in refs[:size]))
+            if as_group:
+                await group.all(EchoContract.echo, report)
+            else:
+                await asyncio.gather(*(ref.echo(report) for ref in refs[:size]))
             taken.append(time.perf_counter_ns() - before)
         return taken
 
@@ -40,9 +44,10 @@ async def main(rendezvous: str, num_peers: int) -> None:
     loop = asyncio.get_running_loop()
     while text := await loop.run_in_executor(None, sys.stdin.readline):
         command = json.loads(text)
-        await ask(command["peers"], WARM_UP_S)
+        size, as_group = command["peers"], bool(command["as_group"])
+        await ask(size, WARM_UP_S, as_group=as_group)
         result = Result([os.getpid()])
-        taken = await ask(command["peers"], command["seconds"])
+        taken = await ask(size, command["seconds"], as_group=as_group)
         say(result.line(len(taken), taken))
     await node.close()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .conflict import Conflict
 from .dumping import dump_config
-from .learning import AlgoConfig, AlgoKind, AsyncSettings, OptimizerConfig, TrainerConfig
-from .loading import load_config
+from .learning import COMPARING_KINDS, AlgoConfig, AlgoKind, AsyncSettings, OptimizerConfig, TrainerConfig
+from .loading import Inspected, inspect_config, load_config
 from .megatron import MegatronSettings
 from .memory import MemorySettings
 from .presence import missing_paths
@@ -33,6 +33,7 @@ from .settings import (
 )
 
 __all__ = [
+    "COMPARING_KINDS",
     "AlgoConfig",
     "AlgoKind",
     "AsyncSettings",
@@ -41,6 +42,7 @@ __all__ = [
     "EngineSettings",
     "EvalSettings",
     "GuardSettings",
+    "Inspected",
     "MegatronSettings",
     "MemorySettings",
     "ModelSettings",
@@ -59,6 +61,7 @@ __all__ = [
     "TrainerRole",
     "WhenHung",
     "dump_config",
+    "inspect_config",
     "load_config",
     "missing_paths",
     "parse_devices",

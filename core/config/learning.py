@@ -23,6 +23,8 @@ from .settings import FILTER_BUILTINS, check_code_name
 AlgoKind = Literal["grpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sft"]
 REWARD_KL_KINDS: tuple[AlgoKind, ...] = ("ppo", "reinforce_pp", "reinforce_pp_baseline")
 """Algorithms whose token-level rewards have a place for a KL term."""
+COMPARING_KINDS: tuple[AlgoKind, ...] = ("grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp_baseline")
+"""Algorithms that compare the samples of a group: it needs two at least."""
 LOSS_OF_KIND: Mapping[AlgoKind, str] = {"gspo": "gspo", "cispo": "cispo", "sft": "sft"}
 """The loss that loss = "auto" stands for; ppo for all others."""
 
@@ -165,10 +167,22 @@ class TrainerConfig(Section, frozen=True):
     """Tokens (prompt and answer, all samples) in one forward pass; a longer sample gets a pass of its own."""
     checkpoint_every: CountInt = 0
     """Steps between checkpoints; 0 = none during the run."""
+    step_timeout_s: PositiveFloat = 1800.0
+    """Seconds that a step may take, compiling included, or one publication, score or checkpoint: a rank that has not
+    answered by then hangs, and the gang is restarted. Also the limit of every collective."""
+    standby_every: CountInt = 0
+    """Steps between two copies of the whole training state in the memory of the trainer's host, from which a gang that
+    is restarted goes on; 0 = none, it goes on from the newest checkpoint."""
     async_save: bool = False
     """Whether checkpoints are written while training goes on: it waits for a copy in the host's memory only."""
+    checkpoint_at_stop: bool = True
+    """Whether a run that is told to stop (SIGTERM, Ctrl-C, `myxa down`, `max_wall_s`, `stop_reward`) writes a
+    checkpoint of the version it stands at, also with `checkpoint_every = 0`."""
     keep_last: PositiveInt = 2
     """Checkpoints kept; older ones are deleted."""
+    keep_every: CountInt = 0
+    """Besides, each so-manieth checkpoint by schedule stays for ever (versions divisible by `keep_every *
+    checkpoint_every`); 0 = none."""
     resume: PathText = ""
     """Checkpoint folder, or run directory (its newest checkpoint), to go on from; empty = start anew."""
     export_at_end: bool = True

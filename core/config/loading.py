@@ -36,6 +36,20 @@ class _Layers:
     origins: Origins
     table: Table = field(default_factory=dict[str, Any])
     problems: list[Problem] = field(default_factory=list[Problem])
+    bad: set[KeyPath] = field(default_factory=set[KeyPath])
+    """Keys whose values were left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """Everything that can be said of run files: what is wrong, and what the rest of them means."""
+
+    config: RunConfig | None
+    """With the defaults for what is wrong; None if even that makes no run."""
+    problems: tuple[Problem, ...]
+    origins: Origins
+    bad: frozenset[KeyPath]
+    """Keys whose values could not be used; what `config` says of them is not the user's."""
 
 
 def load_config(
@@ -47,6 +61,15 @@ def load_config(
     word is text). Raises ConfigError with every problem found: file and line, dotted path, value, cause, suggestion.
     """
     files = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+    found = inspect_config(files, overrides)
+    if found.config is None or found.problems:
+        raise ConfigError(render(found.problems, [str(file) for file in files]))
+    return found.config
+
+
+def inspect_config(files: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ()) -> Inspected:
+    """The same for who wants to go on looking: problems are returned. Raises ConfigError for a file that cannot be read
+    or is no TOML."""
     if not files:
         raise ConfigError("no run file was given", remedy="name a TOML file")
     layers = _Layers(Origins(str(files[0])))
@@ -56,15 +79,14 @@ def load_config(
         _read_override(layers, override)
     _default_run_dir(layers)
     config = _check(layers)
-    if config is None or layers.problems:
-        raise ConfigError(render(layers.problems, [str(file) for file in files]))
-    return config
+    return Inspected(config, tuple(layers.problems), layers.origins, frozenset(layers.bad))
 
 
 def _check(layers: _Layers) -> RunConfig | None:
     """Validate; when values are wrong, leave them out and look again, so that conflicts of the others show too."""
     table = copy.deepcopy(layers.table)
-    bad = {problem.path for problem in layers.problems if problem.path}
+    bad = layers.bad
+    bad.update(problem.path for problem in layers.problems if problem.path)
     layers.problems.extend(misspelt_aliases(table, layers.origins))
     while True:
         try:
@@ -211,5 +233,10 @@ def _resolve_value(value: Any, meaning: Meaning, folder: Path) -> Any:
 
 
 def _absolute(text: str, folder: Path) -> str:
-    # normpath takes "a/../b" apart without asking the disk: symbolic links stay as they are written.
-    return os.path.normpath(folder / Path(text).expanduser())
+    # normpath takes "a/../b" apart without asking the disk: symbolic links stay as they are written, but for a run
+    # folder's "latest", which points at the run to be started by the time that its actors follow it.
+    path = Path(os.path.normpath(folder / Path(text).expanduser()))
+    for above in (path, *path.parents):
+        if above.name == "latest" and above.is_symlink():
+            return str(above.resolve() / path.relative_to(above))
+    return str(path)

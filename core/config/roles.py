@@ -57,7 +57,8 @@ class RoleSettings(Section, frozen=True):
     restart: RestartPolicy = "one"
     """After a failure: one (only the failed actor is restarted), gang (all of the role), never (the run ends)."""
     max_restarts: CountInt = 3
-    """Restarts of one actor (or gang) within 5 minutes after which the run ends."""
+    """Restarts of one actor (or gang) within 5 minutes after which the run ends. Whoever has run for 20 s is started
+    again at once; one that fails again and again after 0.5 s, then 1 s, up to 30 s, less up to half by lot."""
     when_hung: WhenHung = "wait"
     """A process whose event loop gives no sign of life: wait (it is named in the log and left alone) or kill (it is
     killed, with its stacks in its log; then `restart` decides)."""
@@ -119,8 +120,9 @@ class CoordinatorRole(SingleRole, frozen=True):
 
     kind: Literal["coordinator"] = "coordinator"
     """Only "coordinator"."""
-    restart: RestartPolicy = "never"
-    """A run does not survive its coordinator yet; go on from the last checkpoint with `trainer.resume`."""
+    when_hung: WhenHung = "kill"
+    """A process whose event loop gives no sign of life: kill (the next one goes on where it stood within seconds; while
+    it hangs, no engine gets new weights and the run comes to stand) or wait (it is named in the log)."""
 
 
 class BufferRole(SingleRole, frozen=True):
@@ -128,6 +130,9 @@ class BufferRole(SingleRole, frozen=True):
 
     kind: Literal["buffer"] = "buffer"
     """Only "buffer"."""
+    when_hung: WhenHung = "kill"
+    """A process whose event loop gives no sign of life: kill (the ledger has all that the next one needs) or wait. A
+    group filter that computes for longer than ten seconds at a time needs wait."""
 
 
 class MonitorRole(SingleRole, frozen=True):
@@ -135,6 +140,8 @@ class MonitorRole(SingleRole, frozen=True):
 
     kind: Literal["monitor"] = "monitor"
     """Only "monitor"."""
+    when_hung: WhenHung = "kill"
+    """A process whose event loop gives no sign of life: kill (at most the newest measurements are lost) or wait."""
 
 
 class MemoryRole(SingleRole, frozen=True):
@@ -142,6 +149,8 @@ class MemoryRole(SingleRole, frozen=True):
 
     kind: Literal["memory"] = "memory"
     """Only "memory"."""
+    when_hung: WhenHung = "kill"
+    """A process whose event loop gives no sign of life: kill (tenants tell the next one what they hold) or wait."""
 
 
 class TrainerRole(RoleSettings, frozen=True):
@@ -149,9 +158,11 @@ class TrainerRole(RoleSettings, frozen=True):
 
     kind: Literal["torch", "megatron"] = "torch"
     """Training backend: torch (plain, replicated or sharded) or megatron (every parallelism; see `[megatron]`)."""
-    restart: RestartPolicy = "never"
-    """After a failure: never (go on from the last checkpoint with `trainer.resume`) or gang (all ranks restart
-    together; a run that had begun to train is then ended by the coordinator); "one" is refused."""
+    restart: RestartPolicy = "gang"
+    """After a failure: gang (all ranks restart together, from the newest whole checkpoint of the run, and what was
+    trained since is trained again) or never (the run ends); "one" is refused."""
+    when_hung: WhenHung = "kill"
+    """A rank whose event loop gives no sign of life: kill (its mates would wait for it in a collective) or wait."""
 
     @field_validator("restart")
     @classmethod
@@ -169,7 +180,8 @@ class RolloutRole(RoleSettings, frozen=True):
     to, see `engine.attach`)."""
     quorum: CountInt = 0
     """The run goes on without actors that may not be restarted (any more), or whose node is lost, while so many are
-    left; 0 = all must be."""
+    left; 0 = all that it began with must be. Those that came later (`myxa scale`, `myxa launch --join`) are never
+    needed, as long as any is left."""
 
     def conflicts(self) -> Iterator[Conflict]:
         """A quorum needs actors that can be missing."""

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 
 from pydantic import Field, model_validator
 
+from .chaos import ChaosSettings
 from .conflict import Conflict
-from .learning import AlgoConfig, AsyncSettings, OptimizerConfig, TrainerConfig
+from .control import ControlSettings
+from .learning import COMPARING_KINDS, AlgoConfig, AsyncSettings, OptimizerConfig, TrainerConfig
 from .megatron import MegatronSettings
 from .memory import MemorySettings
 from .memory_checks import memory_conflicts
@@ -72,6 +74,10 @@ class RunConfig(Section, frozen=True):
     """Comparison of engine and trainer."""
     monitor: MonitorSettings = MonitorSettings()
     """Metrics, events, traces."""
+    control: ControlSettings = ControlSettings()
+    """Watching and changing a run that goes on."""
+    chaos: ChaosSettings = ChaosSettings()
+    """Faults on purpose."""
     roles: RolesSettings = RolesSettings()
     """Which actors run where."""
 
@@ -132,7 +138,7 @@ def _exploration_conflicts(config: RunConfig) -> Iterator[Conflict]:
             ("rollout.temperature", "algo.kind"),
             f'gives identical samples, from which algo.kind = "{config.algo.kind}" learns nothing; use 1.0',
         )
-    needs_group = config.algo.kind in ("grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp_baseline")
+    needs_group = config.algo.kind in COMPARING_KINDS
     if needs_group and config.rollout.num_samples < 2:
         yield Conflict(
             ("rollout.num_samples", "algo.kind"),
@@ -142,6 +148,15 @@ def _exploration_conflicts(config: RunConfig) -> Iterator[Conflict]:
         yield Conflict(
             ("algo.group_filter", "rollout.num_samples"),
             'would leave out every group of one sample; use "none"',
+        )
+
+
+def _standby_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    nodes = config.roles.trainer.nodes
+    if config.trainer.standby_every and (nodes == "*" or len(nodes) != 1):
+        yield Conflict(
+            ("trainer.standby_every", "roles.trainer.nodes"),
+            "needs all ranks on one node, in whose memory the state is kept; use checkpoints on a shared disk",
         )
 
 
@@ -237,9 +252,10 @@ def _megatron_conflicts(config: RunConfig) -> Iterator[Conflict]:
         yield Conflict(
             ("megatron.offload_optimizer", "trainer.dtype"), 'needs trainer.dtype = "bfloat16" and its float32 masters'
         )
-    if settings.offload_optimizer and (config.trainer.checkpoint_every or config.trainer.resume):
+    is_saved = config.trainer.checkpoint_every or config.trainer.standby_every
+    if settings.offload_optimizer and (is_saved or config.trainer.resume):
         yield Conflict(
-            ("megatron.offload_optimizer", "trainer.checkpoint_every", "trainer.resume"),
+            ("megatron.offload_optimizer", "trainer.checkpoint_every", "trainer.standby_every", "trainer.resume"),
             "does not go with checkpoints yet",
         )
     if trainer.nodes == "*":
@@ -274,6 +290,13 @@ def _weight_conflicts(config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _chaos_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    if config.chaos.every_s and not config.control.socket:
+        yield Conflict(("control.socket", "chaos.every_s"), "must be true where random faults are wanted")
+    if not config.chaos.is_empty and not config.run.chaos:
+        yield Conflict(("run.chaos", "chaos"), "must be true: the table [chaos] makes processes of this run fail")
+
+
 def _bounded_data_conflicts(config: RunConfig) -> Iterator[Conflict]:
     endless = config.run.num_steps == 0 and config.run.max_wall_s == 0 and config.run.stop_reward == 0
     if endless and config.data.max_passes == 0:
@@ -285,6 +308,7 @@ def _bounded_data_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
     _sft_conflicts,
+    _standby_conflicts,
     _exploration_conflicts,
     _eval_conflicts,
     _end_conflicts,
@@ -294,5 +318,6 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
     _megatron_conflicts,
     _weight_conflicts,
     memory_conflicts,
+    _chaos_conflicts,
     _bounded_data_conflicts,
 )

@@ -63,6 +63,8 @@ class RunSettings(Section, frozen=True):
     """Mean evaluation reward at which the run ends early; 0 = off."""
     max_wall_s: NonNegativeFloat = 0.0
     """Seconds of wall time after which the run ends in good order; 0 = no limit."""
+    chaos: bool = False
+    """Whether the run may be made to fail on purpose: by `myxa chaos`, and as the table [chaos] says."""
 
     @field_validator("name")
     @classmethod
@@ -169,6 +171,10 @@ class RolloutSettings(Section, frozen=True):
     """What happens to running generations while weights are swapped: in_place (stand still, keep KV), retract (KV is
     rebuilt), abort (returned to the buffer with their tokens)."""
 
+    save_partials_s: NonNegativeFloat = 5.0
+    """Seconds between two tellings of the tokens so far to the buffer, so that a rollout actor that is killed costs no
+    more than what came since; 0 = only groups that are handed back go on with their tokens."""
+
     @field_validator("top_k")
     @classmethod
     def _top_k_is_off_or_positive(cls, value: int) -> int:
@@ -195,12 +201,29 @@ class RewardSettings(Section, frozen=True):
     fn: CodeName = "exact"
     """exact, numeric, math, regex, format, or your own `module:function` or `file.py:function`."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Worker processes per rollout actor; 0 = in the rollout actor's own process (`math` always uses at least one)."""
+    """Worker processes per rollout actor; 0 = what the function needs: `math` one, a plain `def` of your own and
+    patterns up to four, the rest none."""
+    isolate: bool = True
+    """Whether a plain `def` of your own gets processes although `workers = 0`; without, it runs in threads of the
+    rollout actor, which it can stop or kill together with the engine."""
     timeout_s: PositiveFloat = 30.0
     """Seconds one call may take; a worker process that takes longer is killed and replaced."""
     max_error_rate: UnitFloat = 0.1
     """Share of failed calls (over at least 20) above which the run ends; also of groups lost to the workflow or the
     engine."""
+    on_error: Literal["drop", "zero"] = "drop"
+    """What a failed call means: drop (the group is not trained on) or zero (the answer gets 0; it still counts as an
+    error)."""
+    pause_after: Annotated[int, Field(ge=0, le=1000)] = 5
+    """Groups in a row whose calls fail, after it worked, until the function is left alone: answers wait and are judged
+    later; 0 = never."""
+    cool_down_s: PositiveFloat = 5.0
+    """Seconds until a function that is left alone is tried again; doubled, up to 60, each time that it still fails."""
+    max_outage_s: PositiveFloat = 300.0
+    """Seconds for which answers wait for a function that is left alone; then the run ends."""
+    quarantine_after: CountInt = 3
+    """Failures of reward or workflow after which a prompt is not drawn again in later passes (`quarantine.jsonl`); one
+    that ended its worker process is not given a second chance; 0 = prompts are always drawn, also those on the list."""
     pattern: str = ""
     """Regular expression of `regex` and `format` (Python syntax)."""
     truncated: Literal["score", "zero"] = "score"
@@ -308,3 +331,25 @@ class MonitorSettings(Section, frozen=True):
     """Port of the Prometheus page; 0 = any free port (told in the log), -1 = off."""
     trace: bool = True
     """Whether a Chrome trace (`trace.json`) is written."""
+    sinks: TextTuple = ()
+    """Further sinks: wandb, mlflow, the name of an installed package's entry point `myxa.sinks`, or your own
+    `module:Class`. One whose package is not installed is left out with an event."""
+    options: Table = {}
+    """Named arguments of these sinks, a table for each, for example `[monitor.options.wandb]` with `project = "x"`."""
+
+    @field_validator("sinks")
+    @classmethod
+    def _sinks_are_named_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("names a sink twice")
+        return value
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Options without their sink, or not in a table."""
+        for name, table in self.options.items():
+            if name not in self.sinks:
+                near = nearest(name, self.sinks)
+                hint = f'; did you mean "{near}"?' if near else ""
+                yield Conflict(("options", "sinks"), f'"{name}" is not among monitor.sinks{hint}')
+            elif not isinstance(table, dict):
+                yield Conflict(("options",), f'"{name}" must be a table of named arguments')

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .section import CountInt, PathText, PositiveFloat, Section
+from .section import CountInt, NonNegativeFloat, PathText, PositiveFloat, PositiveInt, Section
 
 ChannelName = Literal["auto", "shm", "disk", "nccl", "cuda_ipc"]
 
@@ -27,6 +27,12 @@ class WeightSettings(Section, frozen=True):
     """Seconds a server may take to join the trainer's process group."""
     transfer_s: PositiveFloat = 30.0
     """Seconds one transfer may take; a failed one is repeated once through a new group."""
+    adopt_at_once: PositiveInt = 1
+    """Engines that bring a new version in at the same time; the others serve meanwhile. More: all have it sooner, and
+    fewer generate while they wait for it."""
+    stall_s: NonNegativeFloat = 20.0
+    """Seconds without any progress after which an engine's update is given up and the engine built anew, before the
+    deadline of the whole phase; 0 = the deadlines only."""
     served_folder: PathText = ""
     """Model folder that the servers were started with, if it is not `model.path`; if its weights are FP8 in blocks,
     weights are quantised likewise on the way (nccl, cuda_ipc)."""

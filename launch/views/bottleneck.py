@@ -4,7 +4,7 @@ Knows: the time shares of each actor (kinds as in `ActivityKind`, and parts such
 Must not know: where they come from. Pure; every branch is planted in tests/monitor/test_bottleneck.py.
 
 The trainer is the judge: a run is as fast as its trainer is busy. If it works nearly all the time, training is the
-bottleneck. If it waits, whatever its rollout actors do meanwhile is what it waits for.
+bottleneck. If it waits, whatever its rollout actors do meanwhile is what it waits for. Start-up is left out.
 """
 
 from __future__ import annotations
@@ -14,11 +14,27 @@ from dataclasses import dataclass
 from typing import Literal
 
 Bound = Literal[
-    "unknown", "starting", "paused", "generation", "reward", "data", "training", "weights", "capacity", "memory", "none"
+    "unknown",
+    "starting",
+    "paused",
+    "generation",
+    "concurrency",
+    "reward",
+    "data",
+    "training",
+    "weights",
+    "guard",
+    "capacity",
+    "memory",
+    "none",
 ]
 
-_NOTABLE = 0.25
+NOTABLE = 0.25
 """A wait below this share of the time is not worth a sentence."""
+AT_LIMIT = "compute/generate at limit"
+"""Rollout actors generate, and may not take more groups at once."""
+START = "other/start"
+"""Parts whose names begin so are start-up: they say nothing about how the run goes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,60 +44,99 @@ class Verdict:
     bound: Bound
     sentence: str
     remedy: str = ""
+    """What may be changed, in words."""
+    share: float = 0.0
+    """How much of its time the actor that is held back loses by it (0..1)."""
 
 
-def bottleneck(shares: Mapping[str, Mapping[str, float]]) -> str:
+def bottleneck(shares: Mapping[str, Mapping[str, float]], *, engines_are_full: bool = False) -> str:
     """One sentence for people; `judge` gives the same with its kind and a remedy."""
-    return judge(shares).sentence
+    return judge(shares, engines_are_full=engines_are_full).sentence
 
 
-def judge(shares: Mapping[str, Mapping[str, float]]) -> Verdict:
-    """`shares`: actor name -> kind -> share of its time (0..1), over whatever window the caller cares about."""
-    leader = _leader(shares)
-    rollouts = {name: kinds for name, kinds in shares.items() if _role(name) == "rollout" and kinds}
+def engines_look_full(gauges: Mapping[str, Mapping[str, float]]) -> bool:
+    """Whether engines have all the requests that they can compute at once. `gauges`: actor -> metric -> value."""
+    engines = [values for name, values in gauges.items() if _role(name) == "rollout"]
+    waiting = any(values.get("rollout/waiting", 0.0) > 0 for values in engines)
+    told = [values for values in engines if values.get("rollout/max_running", 0.0) > 0]
+    busy = [values.get("rollout/running", 0.0) >= values["rollout/max_running"] for values in told]
+    return waiting or (bool(busy) and all(busy))
+
+
+def judge(shares: Mapping[str, Mapping[str, float]], *, engines_are_full: bool = False) -> Verdict:
+    """`shares`: actor name -> kind -> share of its time (0..1), over whatever window the caller cares about.
+    `engines_are_full`: they compute as many sequences at once as they can, so more requests would only queue up."""
+    leader = leader_of(shares)
+    rollouts = {name: without_start(kinds) for name, kinds in shares.items() if _role(name) == "rollout" and kinds}
+    rollouts = {name: kinds for name, kinds in rollouts.items() if kinds}
+    trainer = without_start(shares.get(leader, {}))
+    if leader and not trainer:
+        return Verdict("starting", f"{leader} is starting: no verdict yet")
     if not leader or not rollouts:
         return Verdict("unknown", "nothing can be said yet: no time was measured for the trainer or the rollout actors")
-    trainer, team = shares[leader], _mean(rollouts)
+    team = _mean(rollouts)
     who = next(iter(rollouts)) if len(rollouts) == 1 else f"{len(rollouts)} rollout actors"
     if max(trainer.get("paused", 0.0), team.get("paused", 0.0)) >= 0.5:
-        return Verdict(
-            "paused", f"the run is paused ({leader} {_pct(trainer, 'paused')}, {who} {_pct(team, 'paused')})"
-        )
+        share = max(trainer.get("paused", 0.0), team.get("paused", 0.0))
+        text = f"the run is paused ({leader} {_pct(trainer, 'paused')}, {who} {_pct(team, 'paused')})"
+        return Verdict("paused", text, "`myxa resume`", share)
     if trainer.get("other", 0.0) >= 0.5:
         sentence = f"{leader} spends {_pct(trainer, 'other')} of the time on start-up and other chores: no verdict yet"
         return Verdict("starting", sentence)
     wait = max(_TRAINER_WAITS, key=lambda kind: trainer.get(kind, 0.0))
-    if trainer.get(wait, 0.0) < _NOTABLE:
+    if trainer.get(wait, 0.0) < NOTABLE:
         return _busy_trainer(leader, trainer, who, team)
     if wait == "wait-data":
-        return _starved_trainer(leader, trainer, who, team)
+        return _starved_trainer(leader, trainer, who, team, engines_are_full=engines_are_full)
     return _WAITING[wait](leader, trainer)
+
+
+def without_start(kinds: Mapping[str, float]) -> dict[str, float]:
+    """Shares of the time after start-up; empty while there is none worth speaking of."""
+    start = sum(share for name, share in kinds.items() if name.startswith(START))
+    total = sum(share for name, share in kinds.items() if "/" not in name)
+    left = total - start
+    if left <= 0.02 * total:
+        return {}
+    kept = {name: share / left for name, share in kinds.items() if not name.startswith(START)}
+    if "other" in kept:
+        kept["other"] = max(0.0, kinds["other"] - start) / left
+    return kept
+
+
+def leader_of(shares: Mapping[str, Mapping[str, float]]) -> str:
+    """The lowest trainer rank that was measured: other ranks wait for it and would blame the wrong one."""
+    ranks = [name for name, kinds in shares.items() if _role(name) == "trainer" and kinds]
+    return min(ranks, key=lambda name: (len(name), name), default="")
 
 
 def _busy_trainer(leader: str, trainer: Mapping[str, float], who: str, team: Mapping[str, float]) -> Verdict:
     works = f"{leader} computes {_pct(trainer, 'compute')} of the time"
     idle = max(_REASONS, key=lambda kind: team.get(kind, 0.0))
-    if team.get(idle, 0.0) < _NOTABLE:
+    if team.get(idle, 0.0) < NOTABLE:
         return Verdict("none", f"well balanced: {works}, {_do(who)} {_pct(team, 'compute')}")
-    reason = _REASONS[idle]
     return Verdict(
         "training",
-        f"{works}: training is the bottleneck ({_verb(who, 'wait')} {reason} {_pct(team, idle)} of the time)",
+        f"{works}: training is the bottleneck ({_verb(who, 'wait')} {_REASONS[idle]} {_pct(team, idle)} of the time)",
         "more trainer ranks, fewer mini-batches or a larger trainer.max_tokens_per_microbatch; "
         "or give rollout devices to the trainer",
+        team.get(idle, 0.0),
     )
 
 
-def _starved_trainer(leader: str, trainer: Mapping[str, float], who: str, team: Mapping[str, float]) -> Verdict:
+def _starved_trainer(
+    leader: str, trainer: Mapping[str, float], who: str, team: Mapping[str, float], *, engines_are_full: bool
+) -> Verdict:
     """The trainer waits for data: what the rollout actors do most meanwhile is the cause."""
     rewards = sum(share for kind, share in team.items() if "/" in kind and "reward" in kind)
-    draws = max(0.0, team.get("wait-data", 0.0) - rewards)
+    at_limit = 0.0 if engines_are_full else team.get(AT_LIMIT, 0.0)
     causes: dict[Bound, float] = {
-        "generation": team.get("compute", 0.0),
+        "generation": max(0.0, team.get("compute", 0.0) - at_limit),
+        "concurrency": at_limit,
         "reward": rewards,
         "capacity": team.get("wait-capacity", 0.0),
         "weights": team.get("wait-weights", 0.0),
-        "data": draws,
+        "data": max(0.0, team.get("wait-data", 0.0) - rewards),
     }
     cause = max(causes, key=lambda bound: causes[bound])
     waits = f"{leader} waits for data {_pct(trainer, 'wait-data')} of the time"
@@ -89,13 +144,18 @@ def _starved_trainer(leader: str, trainer: Mapping[str, float], who: str, team: 
         return Verdict("unknown", f"{waits}, and {_verb(who, 'show')} nothing that explains it: see the logs")
     clause, remedy = _CAUSES[cause]
     share = f"{causes[cause] * 100:.0f} %"
-    return Verdict(cause, f"{waits}: {clause.format(do=_do(who), wait=_verb(who, 'wait'), share=share)}", remedy)
+    sentence = f"{waits}: {clause.format(do=_do(who), wait=_verb(who, 'wait'), share=share)}"
+    return Verdict(cause, sentence, remedy, trainer.get("wait-data", 0.0))
 
 
 _CAUSES: dict[Bound, tuple[str, str]] = {
     "generation": (
         "generation is the bottleneck ({do} {share})",
         "more rollout actors (roles.rollout.count), a smaller rollout.max_new_tokens, or a faster engine",
+    ),
+    "concurrency": (
+        "concurrency is the bottleneck ({do} {share} of the time with as many groups as they may have at once)",
+        "a larger rollout.max_groups (knob concurrency): the engines have room for more",
     ),
     "reward": (
         "the reward function is the bottleneck ({wait} for rewards {share})",
@@ -117,18 +177,32 @@ _CAUSES: dict[Bound, tuple[str, str]] = {
 
 
 def _waits_for_weights(leader: str, trainer: Mapping[str, float]) -> Verdict:
+    canary = trainer.get("wait-weights/canary", 0.0)
+    if canary > trainer["wait-weights"] / 2:
+        sentence = (
+            f"{leader} stands still {canary * 100:.0f} % of the time while an engine answers the canary prompts: "
+            "the comparison of trainer and engines is the bottleneck"
+        )
+        return Verdict("guard", sentence, "a larger guard.every, or fewer guard.prompts", canary)
     sentence = (
         f"{leader} waits {_pct(trainer, 'wait-weights')} of the time until its weights are taken: "
         "publishing weights is the bottleneck"
     )
-    return Verdict("weights", sentence, "a faster weight channel, or fewer and larger steps (algo.batch_size)")
+    return Verdict(
+        "weights",
+        sentence,
+        "a faster weight channel, or fewer and larger steps (algo.batch_size)",
+        trainer["wait-weights"],
+    )
 
 
 def _waits_for_capacity(leader: str, trainer: Mapping[str, float]) -> Verdict:
     sentence = (
         f"{leader} waits for capacity {_pct(trainer, 'wait-capacity')} of the time: room (memory) is the bottleneck"
     )
-    return Verdict("capacity", sentence, "see which actor holds the memory that the trainer asks for")
+    return Verdict(
+        "capacity", sentence, "see which actor holds the memory that the trainer asks for", trainer["wait-capacity"]
+    )
 
 
 def _waits_for_memory(leader: str, trainer: Mapping[str, float]) -> Verdict:
@@ -136,7 +210,8 @@ def _waits_for_memory(leader: str, trainer: Mapping[str, float]) -> Verdict:
         f"{leader} waits {_pct(trainer, 'wait-memory')} of the time until the device has changed hands: "
         "switching memory is the bottleneck"
     )
-    return Verdict("memory", sentence, "larger steps (algo.batch_size), or see `myxa mem` for what is moved each time")
+    remedy = "larger steps (algo.batch_size), or see `myxa mem` for what is moved each time"
+    return Verdict("memory", sentence, remedy, trainer["wait-memory"])
 
 
 _TRAINER_WAITS = ("wait-data", "wait-weights", "wait-capacity", "wait-memory")
@@ -152,12 +227,6 @@ _REASONS = {
     "wait-memory": "for the device",
 }
 """What a rollout actor that does not generate waits for."""
-
-
-def _leader(shares: Mapping[str, Mapping[str, float]]) -> str:
-    """The lowest rank that was measured: other ranks wait for it and would blame the wrong one."""
-    ranks = [name for name, kinds in shares.items() if _role(name) == "trainer" and kinds]
-    return min(ranks, key=lambda name: (len(name), name), default="")
 
 
 def _role(name: str) -> str:

@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.activity import ACTIVITY_KINDS
-from .bottleneck import bottleneck
 from .live_state import LiveState, Pace, clean, fact_lines, plain_line
 from .numbers import duration, percent
 from .summary import Curves, final_summary
@@ -98,7 +97,7 @@ def render(state: LiveState, pace: Pace, *, is_ascii: bool = False) -> Renderabl
         table.add_row(label, text)
     for index, line in enumerate(_time_lines(state, is_ascii=is_ascii)):
         table.add_row("" if index else "time", line)
-    table.add_row("held back", Text(bottleneck(state.shares()), style="italic"))
+    table.add_row("held back", Text(state.held_back(), style="italic"))
     name = clean(state.status.name) if state.status else "starting"
     elapsed = duration(max(0.0, state.now_wall_s - state.started_wall_s))
     colour = _PHASE_COLOURS.get(state.phase, "yellow")

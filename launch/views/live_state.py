@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...core.messages import BufferStats, RunStatus
-from .bottleneck import bottleneck
+from .bottleneck import bottleneck, engines_look_full
 from .numbers import duration, short
 
 _STALE_S = 10.0
@@ -50,6 +50,10 @@ class LiveState:
         """Actor -> kind -> share of its time over the last window."""
         prefix = "time/"
         return {key.removeprefix(prefix): value for key, value in self.snapshot.items() if key.startswith(prefix)}
+
+    def held_back(self) -> str:
+        """What holds the run back, in one sentence."""
+        return bottleneck(self.shares(), engines_are_full=engines_look_full(self.snapshot))
 
     def curve(self, name: str) -> dict[int, float]:
         """Step -> value of one of the monitor's curves."""
@@ -214,7 +218,7 @@ def plain_line(state: LiveState, pace: Pace) -> str:
     lines = [f"{label} {text}" for label, text in fact_lines(state, pace) if label in _ON_ONE_LINE]
     if state.metrics.get("train/loss") is not None:
         lines.insert(2, f"loss {short(state.metrics['train/loss'])}")
-    verdict = bottleneck(state.shares())
+    verdict = state.held_back()
     if not verdict.startswith("nothing"):
         lines.append(verdict)
     return " | ".join(" ".join(line.split()) for line in lines)

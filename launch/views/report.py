@@ -17,10 +17,11 @@ from markupsafe import Markup
 
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
-from .bottleneck import judge
+from .bottleneck import engines_look_full, judge
+from .changes import when_text
 from .findings import findings
 from .numbers import duration
-from .report_charts import learning_charts, speed_charts, staleness_charts, time_bars, timelines
+from .report_charts import learning_charts, speed_charts, staleness_charts, step_marks, time_bars, timelines
 from .report_facts import (
     SLOW_COLUMNS,
     config_text,
@@ -78,7 +79,7 @@ def render_report(run: RunFiles) -> str:
         outcome=outcome(run),
         tiles=tiles(run),
         settings=settings(run),
-        verdict=judge(run.shares()),
+        verdict=judge(run.shares(), engines_are_full=engines_look_full(_gauges(run))),
         findings=findings(run),
         learning=learning_charts(run),
         staleness=staleness_charts(run),
@@ -86,6 +87,8 @@ def render_report(run: RunFiles) -> str:
         time_bars=time_bars(run),
         kinds=ACTIVITY_KINDS,
         timelines=timelines(run),
+        marks=step_marks(run),
+        changes=[(when_text(change, span[0] if span else 0.0), change) for change in run.changes],
         slow_columns=SLOW_COLUMNS,
         slow_steps=slow_steps(run),
         events=event_lines(run),
@@ -95,3 +98,13 @@ def render_report(run: RunFiles) -> str:
         notes=run.notes,
         length=duration(span[1] - span[0]) if span else "",
     )
+
+
+def _gauges(run: RunFiles) -> dict[str, dict[str, float]]:
+    """Each engine's load, as it was mostly: the last gauges are those of an engine that is being drained."""
+    found: dict[str, dict[str, float]] = {}
+    for metric in ("rollout/running", "rollout/waiting", "rollout/max_running"):
+        for source, points in run.by_time.get(metric, {}).items():
+            values = sorted(value for _, value in points)
+            found.setdefault(source, {})[metric] = values[len(values) // 2] if values else 0.0
+    return found

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from ...core.activity import ACTIVITY_KINDS
+from .changes import stairs
 from .findings import setting
 from .numbers import percent
 from .report_facts import drops
 from .run_files import RunFiles, SpanRow
-from .svg import Line, bar_chart, line_chart
+from .svg import Line, Mark, bar_chart, line_chart
 from .timeline import actor_order, timeline
 
 _NUM_BINS = 160
@@ -39,11 +40,23 @@ def learning_charts(run: RunFiles) -> list[Markup]:
     """Reward first, then what the trainer says of its steps."""
     evaluations = [(float(step), value) for step, value in run.steps("eval/reward").items()]
     reward = [_step_line(run, "reward/mean", "training"), Line("held-out", evaluations, 2, has_dots=True)]
-    charts = [line_chart("Reward", reward)]
+    marks = step_marks(run)
+    charts = [line_chart("Reward", reward, marks=marks)]
     for title, metric, colour, y_from_zero in _LEARNING:
         line = _step_line(run, metric, title, colour, is_noisy=metric != "train/lr")
-        charts.append(line_chart(title, [line], y_from_zero=y_from_zero))
+        charts.append(line_chart(title, [line], y_from_zero=y_from_zero, marks=marks))
     return [chart for chart in charts if chart]
+
+
+def step_marks(run: RunFiles) -> list[Mark]:
+    """What was changed, on an axis of steps."""
+    return [Mark(float(c.step), str(c.number), c.legend) for c in run.changes if c.is_done and c.step >= 0]
+
+
+def _time_marks(run: RunFiles, unit_s: float) -> list[Mark]:
+    span = run.wall_range_s
+    start_s = span[0] if span else 0.0
+    return [Mark((c.wall_s - start_s) / unit_s, str(c.number), c.legend) for c in run.changes if c.is_done]
 
 
 def staleness_charts(run: RunFiles) -> list[Markup]:
@@ -55,11 +68,21 @@ def staleness_charts(run: RunFiles) -> list[Markup]:
         Line("mean", _step_line(run, "lag/mean").points, 1, is_noisy=True),
         Line("smallest", _step_line(run, "lag/min").points, 6, is_dashed=True),
     ]
+    if limit is not None and lines[0].points and (moved := _moved_bound(run, limit[1])):
+        lines, limit = [*lines, Line("bound", moved, 5, is_dashed=True)], None
     charts = [
-        line_chart("Lag of the trained groups (versions)", lines, bound=limit, y_from_zero=True),
+        line_chart("Lag of the trained groups (versions)", lines, bound=limit, y_from_zero=True, marks=step_marks(run)),
         bar_chart("Groups trained by lag", lag_histogram(run), x_label="lag (versions)", colour=1),
     ]
     return [chart for chart in charts if chart]
+
+
+def _moved_bound(run: RunFiles, bound: float) -> list[tuple[float, float]]:
+    """The staleness bound over steps, as stairs; nothing if it stayed as it was."""
+    if not any("max_staleness" in change.values for change in run.changes if change.is_done):
+        return []
+    steps = list(run.steps("lag/max"))
+    return stairs(run.changes, "max_staleness", bound, float(steps[0]), float(steps[-1]))
 
 
 def lag_histogram(run: RunFiles) -> dict[str, float]:
@@ -73,6 +96,7 @@ def lag_histogram(run: RunFiles) -> dict[str, float]:
 def speed_charts(run: RunFiles) -> list[Markup]:
     """Tokens per second, seconds per step, lengths, groups in the buffer."""
     unit, label = _time_unit(run)
+    by_time, by_step = _time_marks(run, unit), step_marks(run)
     speed = [
         Line("generated", _binned_sum(run, "rollout/tokens_per_s", unit), 1),
         Line("trained", _binned_sum(run, "train/tokens_per_s", unit), 2),
@@ -89,12 +113,12 @@ def speed_charts(run: RunFiles) -> list[Markup]:
     tokens = [_step_line(run, "batch/response_tokens_mean", "Mean response length (tokens)", 5)]
     cut = [_step_line(run, "batch/truncated_fraction", "Share of truncated samples", 2)]
     charts = [
-        line_chart("Tokens per second", speed, x_label=label, y_from_zero=True),
-        line_chart("Seconds per step", seconds, y_from_zero=True),
-        line_chart("Requests in the engines", load, x_label=label, y_from_zero=True),
-        line_chart("Groups in the buffer", _buffer_lines(run, unit), x_label=label, y_from_zero=True),
-        line_chart("Mean response length (tokens)", tokens),
-        line_chart("Share of truncated samples", cut, y_from_zero=True, y_text=percent),
+        line_chart("Tokens per second", speed, x_label=label, y_from_zero=True, marks=by_time),
+        line_chart("Seconds per step", seconds, y_from_zero=True, marks=by_step),
+        line_chart("Requests in the engines", load, x_label=label, y_from_zero=True, marks=by_time),
+        line_chart("Groups in the buffer", _buffer_lines(run, unit), x_label=label, y_from_zero=True, marks=by_time),
+        line_chart("Mean response length (tokens)", tokens, marks=by_step),
+        line_chart("Share of truncated samples", cut, y_from_zero=True, y_text=percent, marks=by_step),
         bar_chart("Dropped groups by reason", drops(run), colour=2),
     ]
     return [chart for chart in charts if chart]

@@ -14,14 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import orjson
 
 from ...actors.sinks.chrome_trace import TRACE_FILE, read_trace
 from ...actors.sinks.jsonl import EVENTS_FILE, METRICS_FILE
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
+from ...core.knobs import AuditRecord
+from .changes import KNOB_EVENT, Change, changes_of, changes_of_events
 
 CONFIG_FILE = "config.toml"
+AUDIT_FILE = "audit.jsonl"
 
 _SUMMED = ("rollout/tokens_per_s", "rollout/running", "rollout/waiting", "rollout/num_groups", "rollout/num_errors")
 _MAX_SPANS = 400_000
@@ -36,6 +40,8 @@ class EventRow:
     source: str
     kind: str
     text: str
+    data: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Of knob events; others are read as words only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,8 @@ class RunFiles:
     events: list[EventRow] = field(default_factory=list[EventRow])
     spans: dict[str, list[SpanRow]] = field(default_factory=dict[str, list[SpanRow]])
     """Actor -> its own stretches, by time; tracks of single requests are left out."""
+    changes: list[Change] = field(default_factory=list[Change])
+    """What was changed while it ran, in order; refused and failed attempts too."""
     num_steps_repeated: int = 0
     notes: list[str] = field(default_factory=list[str])
     """What is missing or could not be read."""
@@ -127,6 +135,7 @@ def load_run(run_dir: Path) -> RunFiles:
     _read_config(run)
     _read_metrics(run)
     _read_events(run)
+    _read_changes(run)
     _read_trace(run)
     return run
 
@@ -224,8 +233,28 @@ def _read_events(run: RunFiles) -> None:
         texts = [record.get(key) for key in ("source", "kind", "text")]
         if wall_s is not None and all(isinstance(text, str) for text in texts):
             source, kind, text = (str(value) for value in texts)
-            run.events.append(EventRow(wall_s, source, kind, text))
+            data: Any = record.get("data") if kind == KNOB_EVENT else None
+            told = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
+            run.events.append(EventRow(wall_s, source, kind, text, told))
     run.events.sort(key=lambda event: event.wall_s)
+
+
+def _read_changes(run: RunFiles) -> None:
+    """The audit log; without one, the knob events."""
+    if not (run.run_dir / AUDIT_FILE).is_file():
+        events = ((event.wall_s, event.text, event.data) for event in run.events if event.kind == KNOB_EVENT)
+        run.changes = changes_of_events(events)
+        return
+    records: list[AuditRecord] = []
+    num_odd = 0
+    for line in _lines(run, AUDIT_FILE):
+        try:
+            records.append(msgspec.convert(line, AuditRecord))
+        except msgspec.ValidationError:
+            num_odd += 1
+    if num_odd:
+        run.notes.append(f"{num_odd} lines of {AUDIT_FILE} are not audit records and were skipped")
+    run.changes = changes_of(records)
 
 
 def _read_trace(run: RunFiles) -> None:

@@ -44,6 +44,17 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """A vertical line: something was changed at `x`."""
+
+    x: float
+    label: str
+    """Short, drawn at its top: the number of the change."""
+    text: str
+    """What it was, for a pointer and for screen readers."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scale:
     """Maps a range of values to a range of pixels."""
 
@@ -102,8 +113,10 @@ def line_chart(
     bound: tuple[str, float] | None = None,
     y_from_zero: bool = False,
     y_text: Callable[[float], str] = short,
+    marks: Sequence[Mark] = (),
 ) -> Markup:
-    """A chart of curves; `bound` is a labelled horizontal limit. Empty markup when there is nothing to draw."""
+    """A chart of curves; `bound` is a labelled horizontal limit, `marks` are vertical lines. Empty markup when there is
+    nothing to draw."""
     lines = [line for line in lines if line.points]
     if not lines:
         return Markup("")
@@ -113,6 +126,7 @@ def line_chart(
     parts = [_grid(x, y, x_label, y_text)]
     if bound is not None:
         parts.append(_bound(y(bound[1]), bound[0]))
+    parts.append(_marks(marks, x))
     parts += [_draw(line, x, y) for line in lines]
     hover = [{"n": line.name, "c": line.colour, "p": _hover_points(line, x, y, x_label, y_text)} for line in lines]
     data = escape(json.dumps(hover, separators=(",", ":")), quote=True)
@@ -159,6 +173,35 @@ def _bound(pixel: float, name: str) -> str:
         f'<line class="bound" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{pixel:.1f}" y2="{pixel:.1f}"/>'
         f"{_text(WIDTH - _RIGHT - 4, pixel - 4, name, anchor='end', css='tick boundtext')}"
     )
+
+
+_MARK_ROOM = 13.0
+"""Pixels that the label of a mark needs; closer marks share one."""
+
+
+def _marks(marks: Sequence[Mark], x: Scale) -> str:
+    """Marks inside the axis; those that lie close together have one label, "3-5"."""
+    clusters: list[list[Mark]] = []
+    for mark in sorted((mark for mark in marks if x.low <= mark.x <= x.high), key=lambda mark: mark.x):
+        if clusters and x(mark.x) - x(clusters[-1][0].x) < _MARK_ROOM:
+            clusters[-1].append(mark)
+        else:
+            clusters.append([mark])
+    return "".join(_cluster(cluster, x) for cluster in clusters)
+
+
+def _cluster(cluster: Sequence[Mark], x: Scale) -> str:
+    lines = "".join(
+        f'<line class="change" x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>'
+        for at in sorted({mark.x for mark in cluster})
+    )
+    first, last = cluster[0], cluster[-1]
+    label = first.label if len(cluster) == 1 else f"{first.label}-{last.label}"
+    texts = "\n".join(f"{mark.label}: {mark.text}" for mark in cluster)
+    left, right = x(first.x) - 6, x(last.x) + 6
+    target = f'<rect class="target" x="{left:.1f}" y="0" width="{right - left:.1f}" height="{HEIGHT - _BOTTOM}"/>'
+    label_text = _text((left + right) / 2, _TOP - 2, label, css="tick changetext")
+    return f"<g><title>{escape(texts)}</title>{target}{lines}{label_text}</g>"
 
 
 def _draw(line: Line, x: Scale, y: Scale) -> str:

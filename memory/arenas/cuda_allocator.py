@@ -29,6 +29,7 @@ from ...core.errors import MemoryFault, OutOfDeviceMemory
 from .arena import Arena
 from .segment_table import REGISTER, Segment, SegmentTable
 from .tag_states import MAPPED, REMEDIES
+from .torch_cache import trim_torch_cache
 
 
 class CachingAllocator(Protocol):
@@ -97,10 +98,7 @@ class TorchCachingAllocator:
         return torch.cuda.use_mem_pool(cast("torch.cuda.MemPool", pool), self._ordinal)
 
     def trim(self) -> None:
-        if not self._keeps_workspaces:
-            torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
-        with torch.cuda.device(self._ordinal):
-            torch.cuda.empty_cache()
+        trim_torch_cache(self._ordinal, keeps_workspaces=self._keeps_workspaces)
 
 
 class TagPools:

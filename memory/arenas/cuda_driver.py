@@ -34,9 +34,6 @@ from .cuda_library import (
 )
 from .driver import VmmDriver
 
-STREAMS_EACH_WAY = 2
-"""The second fills the gap between two chunks of the first."""
-
 
 @dataclass(frozen=True, slots=True)
 class Flight:
@@ -49,29 +46,26 @@ class Flight:
 
 
 class CopyLane:
-    """Copies in one direction, by turns on its streams. The context must be current in every call."""
+    """Copies in one direction, in order. The context must be current in every call.
+
+    One stream: of two, the hardware carries out the whole queue of one first, so that what was begun first, and is
+    waited for first, comes late.
+    """
 
     def __init__(self, library: CudaLibrary) -> None:
         self._library = library
-        self._streams: list[ctypes.c_void_p] = []
         self._spare: list[ctypes.c_void_p] = []
         self._flights: deque[Flight] = deque()
-        self._num_begun = 0
         self._broken: tuple[int, MemoryFault] | None = None
         """Tickets up to this one may not have arrived, and why."""
-        try:
-            for _ in range(STREAMS_EACH_WAY):
-                stream = ctypes.c_void_p()
-                library.call("cuStreamCreate", ctypes.byref(stream), NON_BLOCKING)
-                self._streams.append(stream)
-        except MemoryFault:
-            self.close()
-            raise
+        self._stream: ctypes.c_void_p | None = ctypes.c_void_p()
+        library.call("cuStreamCreate", ctypes.byref(self._stream), NON_BLOCKING)
 
     def begin(self, ticket: int, address: int, num_bytes: int, issue: Callable[[ctypes.c_void_p], None]) -> None:
         """`issue(stream)` enqueues it; the device's range stays in use until the ticket was waited for, or is done."""
-        event = self._event()
-        stream = self._streams[self._num_begun % len(self._streams)]
+        event, stream = self._event(), self._stream
+        if stream is None:
+            raise MemoryFault("copies were ended", remedy="use a driver that is open")
         try:
             issue(stream)
             try:
@@ -83,11 +77,10 @@ class CopyLane:
         except MemoryFault:
             self._spare.append(event)
             raise
-        self._num_begun += 1
         self._flights.append(Flight(ticket, event, address, num_bytes))
 
     def wait(self, ticket: int) -> None:
-        """For it and all begun before it, on either stream.
+        """For it and all begun before it.
 
         Raises MemoryFault when one of them failed, and again for every ticket begun by then: which of them arrived
         nobody can say, and their tags must not pass for whole.
@@ -98,8 +91,7 @@ class CopyLane:
             result = self._library.result_of("cuEventSynchronize", flight.event)
             if result:
                 # Nobody knows any more what is under way, and its memory may be taken away next.
-                for stream in self._streams:
-                    self._library.result_of("cuStreamSynchronize", stream)
+                self._library.result_of("cuStreamSynchronize", self._stream)
                 last = self._flights[-1].ticket if self._flights else flight.ticket
                 what = f"copy of {flight.num_bytes:,} bytes at {flight.address:#x}"
                 self._broken = (last, self._library.fault("cuEventSynchronize", result, what))
@@ -122,13 +114,15 @@ class CopyLane:
         )
 
     def close(self) -> list[MemoryFault]:
-        """Waits for its streams. Returns what went wrong, so that one failure does not keep the rest."""
-        steps: list[tuple[str, ctypes.c_void_p]] = [("cuStreamSynchronize", stream) for stream in self._streams]
+        """Waits for its stream. Returns what went wrong, so that one failure does not keep the rest."""
+        if self._stream is None:
+            return []
+        steps: list[tuple[str, ctypes.c_void_p]] = [("cuStreamSynchronize", self._stream)]
         self.forget_all()
         steps += [("cuEventDestroy_v2", event) for event in self._spare]
-        steps += [("cuStreamDestroy_v2", stream) for stream in self._streams]
+        steps.append(("cuStreamDestroy_v2", self._stream))
         self._spare.clear()
-        self._streams.clear()
+        self._stream = None
         results = [(name, self._library.result_of(name, thing)) for name, thing in steps]
         return [self._library.fault(name, result) for name, result in results if result]
 

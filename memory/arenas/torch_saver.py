@@ -9,6 +9,7 @@ device gained and lost in our own measure. Releasing waits for the device first,
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable, Collection, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from ...core.device_memory import Backing, Tag, TagPolicy, TagReport
 from ...core.errors import MemoryFault, OutOfDeviceMemory
 from .moving import Account, Moved
 from .tag_states import AWAY, MAPPED
+from .torch_cache import trim_torch_cache
 
 HookMode = Literal["preload", "torch"]
 """How it comes between torch and the driver: LD_PRELOAD set before the process began, or a pluggable allocator."""
@@ -64,8 +66,8 @@ class TorchDevice:
         return int(torch.cuda.memory_reserved(self._ordinal))
 
     def trim(self) -> None:
-        torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
-        torch.cuda.empty_cache()
+        gc.collect()
+        trim_torch_cache(self._ordinal)
 
 
 @dataclass(slots=True)

@@ -88,18 +88,115 @@ def test_an_engine_cannot_serve_what_it_was_not_told_to_adopt() -> None:
         adoption.adopted("rollout/0", 1, 0)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_walk_never_frees_what_is_read_and_always_catches_up(seed: int) -> None:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+def test_after_a_rewind_every_engine_is_behind_whatever_number_it_serves() -> None:
     adoption = Adoption()
-    busy: dict[str, tuple[int, int]] = {}
+    for name in ("rollout/0", "rollout/1"):
+        adoption.joined(name, 1)
+    adoption.published(manifest(5))
+    while (instruction := adoption.next()) is not None:
+        adoption.adopted(instruction.engine, 1, 5)
+    adoption.rewound()
+    assert adoption.releasable() == (), "the process that could release them is gone"
+    assert adoption.serving == {"rollout/0": 5, "rollout/1": 5}, "they go on serving"
+    assert adoption.engines_at(5) == [] and adoption.engines_at(None) == []
+    assert adoption.next() is None, "nothing to be had yet"
+    adoption.published(manifest(3))
+    seen = [adopt_one(adoption), adopt_one(adoption)]
+    assert seen == [("rollout/0", 3), ("rollout/1", 3)]
+    assert adoption.next() is None and adoption.serving == {"rollout/0": 3, "rollout/1": 3}
+    assert adoption.engines_at(3) == ["rollout/0", "rollout/1"]
+
+
+def test_the_same_number_published_after_a_rewind_is_adopted_again() -> None:
+    adoption = Adoption()
+    adoption.joined("rollout/0", 1)
+    adoption.published(manifest(5))
+    adopt_one(adoption)
+    adoption.rewound()
+    adoption.published(manifest(4))
+    adoption.published(manifest(5))
+    assert adoption.engines_at(5) == [], "its version 5 was undone"
+    assert adopt_one(adoption) == ("rollout/0", 5)
+    assert adoption.engines_at(5) == ["rollout/0"]
+
+
+def test_an_adoption_that_a_rewind_overtook_leaves_the_engine_behind() -> None:
+    adoption = Adoption()
+    adoption.joined("rollout/0", 1)
+    adoption.published(manifest(5))
+    assert adoption.next() is not None
+    adoption.rewound()
+    adoption.published(manifest(5))
+    adoption.published(manifest(6))
+    assert adoption.releasable() == (5,), "what it reads is the undone version 5, not this one"
+    adoption.adopted("rollout/0", 1, 5)
+    assert adopt_one(adoption) == ("rollout/0", 6)
+
+
+def test_an_engine_that_was_told_by_an_earlier_coordinator_is_taken_as_serving() -> None:
+    adoption = Adoption()
+    adoption.joined("rollout/0", 1, version=4)
+    adoption.joined("rollout/1", 1, version=5)
+    adoption.joined("rollout/2", 1)
+    assert adoption.serving == {"rollout/0": 4, "rollout/1": 5}
+    adoption.published(manifest(5))
+    assert adoption.engines_at(5) == ["rollout/1"]
+    assert [adopt_one(adoption), adopt_one(adoption)] == [("rollout/2", 5), ("rollout/0", 5)]
+    assert adoption.next() is None
+
+
+def test_an_engine_that_says_it_serves_what_was_undone_adopts_again() -> None:
+    ahead = Adoption()
+    ahead.published(manifest(3))
+    ahead.joined("rollout/0", 1, version=7)
+    assert adopt_one(ahead) == ("rollout/0", 3), "the trainer has no version 7"
+    late = Adoption()
+    late.rewound()
+    late.published(manifest(7))
+    late.joined("rollout/0", 1, version=7)
+    assert adopt_one(late) == ("rollout/0", 7), "nobody knows which version 7 that is"
+
+
+def test_no_more_engines_adopt_at_once_than_may() -> None:
+    adoption = Adoption(at_once=2)
+    for index in range(4):
+        adoption.joined(f"rollout/{index}", 1)
+    adoption.published(manifest(0))
+    first, second = adoption.next(), adoption.next()
+    assert first is not None and second is not None and adoption.next() is None
+    assert adoption.adopting == (first.engine, second.engine)
+    adoption.fenced(first.engine, 1)
+    third = adoption.next()
+    assert third is not None, "one that was given up makes room"
+    adoption.gone(third.engine, 1)
+    adoption.at_once = 1
+    assert adoption.next() is None
+    adoption.adopted(second.engine, 1, 0)
+    assert adoption.next() is not None
+
+
+def adopt_one(adoption: Adoption) -> tuple[str, int]:
+    instruction = adoption.next()
+    assert instruction is not None
+    adoption.adopted(instruction.engine, instruction.epoch, instruction.manifest.version)
+    return instruction.engine, instruction.manifest.version
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(20))
+def test_random_walk_never_frees_what_is_read_and_always_catches_up(seed: int, at_once: int) -> None:
+    """Weights are named by lineage and version: what an engine serves is what the trainer published under that name."""
+    print(f"seed {seed}, {at_once} at once")
+    rng = random.Random(seed)
+    adoption = Adoption(at_once=at_once)
+    busy: dict[str, tuple[int, int, int]] = {}
     epochs: dict[str, int] = {}
-    freed: set[int] = set()
-    published = -1
-    for _ in range(400):
-        event = rng.randrange(6)
-        name = f"rollout/{rng.randrange(3)}"
+    content: dict[str, tuple[int, int]] = {}
+    freed: set[tuple[int, int]] = set()
+    lineage, published = 0, -1
+    for _ in range(600):
+        event = rng.choices(range(8), weights=(3, 2, 1, 4, 4, 3, 1, 1))[0]
+        name = f"rollout/{rng.randrange(5)}"
         if event == 0:
             published += 1
             adoption.published(manifest(published))
@@ -108,21 +205,35 @@ def test_random_walk_never_frees_what_is_read_and_always_catches_up(seed: int) -
             adoption.joined(name, epochs[name])
         elif event == 2 and name in epochs:
             adoption.gone(name, epochs[name])
-            busy.pop(name, None)
-            del epochs[name]
+            for known in (busy, epochs, content):
+                known.pop(name, None)
         elif event == 3 and (instruction := adoption.next()) is not None:
-            assert instruction.manifest.version not in freed
-            busy[instruction.engine] = (instruction.epoch, instruction.manifest.version)
+            assert (lineage, instruction.manifest.version) not in freed
+            busy[instruction.engine] = (instruction.epoch, lineage, instruction.manifest.version)
         elif event == 4 and busy:
             engine = rng.choice(sorted(busy))
-            epoch, version = busy.pop(engine)
-            assert version not in freed
+            epoch, of, version = busy.pop(engine)
+            assert (of, version) not in freed, "freed while it was read"
             adoption.adopted(engine, epoch, version)
+            content[engine] = (of, version)
+        elif event == 6 and published >= 0:
+            adoption.rewound()
+            lineage, published = lineage + 1, rng.randrange(published + 1) - 1
+        elif event == 7 and busy:
+            engine = rng.choice(sorted(busy))
+            adoption.fenced(engine, busy.pop(engine)[0])
+            adoption.gone(engine, epochs.pop(engine))
+            content.pop(engine, None)
         else:
-            freed |= set(adoption.releasable())
-    for engine, (epoch, version) in busy.items():
+            freed |= {(lineage, version) for version in adoption.releasable()}
+        assert sorted(busy) == list(adoption.adopting) and len(busy) <= at_once
+        for engine in adoption.engines_at(None):
+            assert content[engine][0] == lineage, f"{engine} serves weights that were undone"
+    published += 1
+    adoption.published(manifest(published))
+    for engine, (epoch, _, version) in busy.items():
         adoption.adopted(engine, epoch, version)
     while (instruction := adoption.next()) is not None:
         adoption.adopted(instruction.engine, instruction.epoch, instruction.manifest.version)
-    assert all(v == published for v in adoption.serving.values())
-    assert set(adoption.serving) == set(epochs) or published < 0
+    assert adoption.serving == dict.fromkeys(epochs, published)
+    assert sorted(adoption.engines_at(published)) == sorted(epochs)

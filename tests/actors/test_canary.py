@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -26,9 +27,20 @@ def sample(logprobs, versions, mask=None, index=0) -> Sample:
 
 
 def test_it_is_due_at_the_start_and_at_every_multiple():
-    options = CanaryOptions(every=20, bound=0.1)
-    assert [v for v in range(7, 65) if options.is_due(v, 7)] == [7, 20, 40, 60]
-    assert not any(CanaryOptions(every=0, bound=0.1).is_due(v, 0) for v in range(50))
+    assert checked(CanaryOptions(every=20, bound=0.1), range(7, 65)) == [7, 20, 40, 60]
+    assert checked(CanaryOptions(every=0, bound=0.1), range(50)) == []
+
+
+def test_where_engines_are_not_given_every_version_the_next_one_that_they_are_given_is_checked():
+    assert checked(CanaryOptions(every=20, bound=0.1), range(0, 100, 3)) == [0, 21, 42, 60, 81]
+
+
+def checked(options: CanaryOptions, versions: Iterable[int]) -> list[int]:
+    found: list[int] = []
+    for version in versions:
+        if options.is_due(version, found[-1] if found else None):
+            found.append(version)
+    return found
 
 
 def test_the_bound_is_that_of_the_coarsest_precision_that_takes_part():

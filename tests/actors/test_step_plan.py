@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
-from myxa.actors.step_plan import PlanOptions, batch_metrics, plan_step
+from myxa.actors.step_plan import Batch, PlanOptions, batch_metrics, plan_step
 from myxa.core.samples import NO_VERSION, Group, Message, Prompt, Sample
 
 
@@ -52,6 +53,21 @@ def test_normalisers_are_global_and_count_only_trained_tokens() -> None:
     assert {shard.minibatch_samples for shard in shards} == {(2.0,)}
 
 
+def drawn_at(known: Group, temperature: float, knobs: int = 0) -> Group:
+    samples = tuple(msgspec.structs.replace(s, temperature=temperature) for s in known.samples)
+    return msgspec.structs.replace(known, samples=samples, knobs=knobs)
+
+
+def test_samples_keep_the_temperature_they_were_drawn_at_and_the_step_tells_of_it() -> None:
+    temperatures = {0: 0.7, 1: 1.3, 2: 0.0}
+    groups = [drawn_at(group(i, [0.0, 1.0]), t, knobs=10 + i) for i, t in temperatures.items()]
+    samples = [s for shard in plan_step(3, groups, options()) for s in shard.samples]
+    assert {s.group_id: s.temperature for s in samples} == {0: 0.7, 1: 1.3, 2: 1.0}, "greedy is scored at 1"
+    told, _ = batch_metrics(3, Batch(groups))
+    assert (told["batch/temperature_min"], told["batch/temperature_max"]) == (0.0, 1.3)
+    assert (told["batch/knobs_min"], told["batch/knobs_max"]) == (10, 12)
+
+
 def test_uneven_groups_are_normalised_by_their_own_members() -> None:
     groups = [group(0, [0.0, 1.0]), group(1, [0.0, 0.0, 0.0, 1.0])]
     samples = [s for shard in plan_step(3, groups, options()) for s in shard.samples]
@@ -68,14 +84,20 @@ def test_empty_batch_is_refused() -> None:
 
 def test_lag_counts_from_the_oldest_token_of_the_group() -> None:
     old = group(0, [0.0, 1.0], version=1)
-    metrics, lags = batch_metrics(3, [old, group(1, [1.0, 1.0], version=3)])
+    metrics, lags = batch_metrics(3, Batch([old, group(1, [1.0, 1.0], version=3)]))
     assert lags == (2, 0)
     assert (metrics["lag/max"], metrics["lag_hist/2"], metrics["lag_hist/0"]) == (2.0, 1.0, 1.0)
     assert metrics["reward/zero_std_groups"] == 1.0
 
 
 def test_samples_without_an_engine_have_no_lag() -> None:
-    metrics, lags = batch_metrics(9, [group(0, [1.0], version=NO_VERSION)])
+    metrics, lags = batch_metrics(9, Batch([group(0, [1.0], version=NO_VERSION)]))
     assert lags == (-1,)
     assert metrics["lag/max"] == 0.0
     assert not [name for name in metrics if name.startswith("reward/")], "demonstrations have no reward"
+
+
+def test_a_stamp_of_weights_that_were_undone_counts_as_the_buffer_says():
+    metrics, lags = batch_metrics(5, Batch([group(0, [1.0], version=9), group(1, [0.0], version=4)], {0: 4, 1: 4}))
+    assert lags == (1, 1)
+    assert (metrics["lag/max"], metrics["lag/min"]) == (1.0, 1.0)

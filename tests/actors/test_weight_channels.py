@@ -82,6 +82,41 @@ def test_shared_memory_of_another_host_is_refused_by_name(tmp_path: Path) -> Non
     writer.close()
 
 
+def test_what_a_killed_trainer_left_in_folders_goes_with_the_first_version_of_the_next(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", preset="0p5m", seed=0)
+    killed = make_writer("disk", tmp_path / "weights", tmp_path / "model")
+    old = [killed.publish(version, tensors(version)) for version in (3, 4)]
+    other_rank, leader = (make_writer("disk", tmp_path / "weights", tmp_path / "model") for _ in range(2))
+    manifest = leader.publish(2, tensors(2))
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version_00000002"]
+    with pytest.raises(EngineError, match="weight version 4"):
+        read(ChannelReader(), old[1])
+    assert read(ChannelReader(), manifest) == {t.spec.name: bytes(t.data) for t in tensors(2)}
+    other_rank.close()
+    leader.close()
+    assert not list((tmp_path / "weights").iterdir())
+
+
+def test_slabs_of_a_trainer_that_ended_are_let_go(tmp_path: Path) -> None:
+    first, second = make_writer("shm", tmp_path, tmp_path), make_writer("shm", tmp_path, tmp_path)
+    reader = ChannelReader()
+    before = mapped_slabs()
+    old = first.publish(7, tensors(7))
+    assert read(reader, old)
+    assert mapped_slabs() == before + 2, "the writer's and the reader's"
+    manifest = second.publish(4, tensors(4))
+    first.close()
+    assert mapped_slabs() == before + 2, "the reader still holds what nobody offers any more"
+    assert read(reader, manifest), "an older number is as good as any"
+    assert mapped_slabs() == before + 2
+    reader.close()
+    second.close()
+
+
+def mapped_slabs() -> int:
+    return sum("myxa-slab" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
 def test_slabs_are_reused_and_freed(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     writer = make_writer("shm", tmp_path, tmp_path)

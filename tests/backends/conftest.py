@@ -20,6 +20,7 @@ from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.models.tiny import make_tiny_model
 
 PROGRAM = Path(__file__).with_name("gang_rank.py")
+FORKED = Path(__file__).with_name("forked_ranks.py")
 SPEC = importlib.util.spec_from_file_location("gang_rank", PROGRAM)
 assert SPEC is not None
 assert SPEC.loader is not None
@@ -79,11 +80,12 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def programs() -> Callable[..., list[tuple[int, str]]]:
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tuple[int, str]]]:
     """Runs one process per command to its end: [(exit status, output)]. None outlives the call."""
+    scratch = tmp_path_factory.mktemp("scratch")  # Megatron imports wandb where it is installed, which leaves folders
 
     def run_all(commands: list[list[str]], timeout_s: float = RANK_TIMEOUT_S) -> list[tuple[int, str]]:
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)}
         children = [
             subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) for c in commands
         ]
@@ -100,8 +102,32 @@ def programs() -> Callable[..., list[tuple[int, str]]]:
 
 
 @pytest.fixture(scope="session")
+def ranks(
+    programs: Callable[..., list[tuple[int, str]]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list[tuple[int, str]]]:
+    """Runs that many ranks of a program to their end: [(exit status, output)]. They are forked from one process that has
+    imported what they need: importing Megatron takes longer than most gangs run."""
+
+    def run_all(
+        num_ranks: int, program: Path, *arguments: str, timeout_s: float = RANK_TIMEOUT_S
+    ) -> list[tuple[int, str]]:
+        folder = tmp_path_factory.mktemp("ranks")
+        ((status, output),) = programs(
+            [[sys.executable, "-W", "ignore", str(FORKED), str(num_ranks), str(folder), str(program), *arguments]],
+            timeout_s,
+        )
+        assert status == 0, f"{program.name} cannot be loaded:\n{output}"
+        return [
+            (int((folder / f"rank{r}.status").read_text()), (folder / f"rank{r}.log").read_text(errors="replace"))
+            for r in range(num_ranks)
+        ]
+
+    return run_all
+
+
+@pytest.fixture(scope="session")
 def run_gang(
-    model: Path, tmp_path_factory: pytest.TempPathFactory, programs: Callable[..., list[tuple[int, str]]]
+    model: Path, tmp_path_factory: pytest.TempPathFactory, ranks: Callable[..., list[tuple[int, str]]]
 ) -> Callable[..., tuple[Path, list[dict[str, Any]]]]:
     """Runs `gang_rank.run` on that many ranks; returns the output folder and each rank's result."""
 
@@ -120,7 +146,7 @@ def run_gang(
             return out, [gang_rank.run(spec, 0)]
         place = out / "spec.json"
         place.write_text(json.dumps(spec))
-        ended = programs([[sys.executable, str(PROGRAM), str(place), str(r)] for r in range(num_ranks)])
+        ended = ranks(num_ranks, PROGRAM, str(place))
         for rank, (status, output) in enumerate(ended):
             assert status == 0, f"rank {rank} ended with {status}:\n{output}"
         return out, [json.loads((out / f"rank{r}.json").read_text()) for r in range(num_ranks)]

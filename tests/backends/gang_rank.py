@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,22 @@ from myxa.core.errors import MyxaError
 from myxa.core.samples import Group, Message, Prompt, Sample, TrainShard
 
 VOCAB = 262
+LIVE = {"lr": 4e-4, "weight_decay": 0.3, "clip_high": 0.1}
+"""Knobs as they stand in the second step."""
 
 
-def make_groups(seed: int, num_groups: int = 6, num_samples: int = 4, *, with_tools: bool = True) -> list[Group]:
-    """Groups of random tokens and rewards; one group without spread, some masked stretches, one fully masked sample."""
+def make_groups(
+    seed: int,
+    num_groups: int = 6,
+    num_samples: int = 4,
+    *,
+    with_tools: bool = True,
+    temperatures: Sequence[float] = (1.0,),
+) -> list[Group]:
+    """Groups of random tokens and rewards; one group without spread, some masked stretches, one fully masked sample.
+
+    Groups are drawn at `temperatures` in turn.
+    """
     rng = np.random.default_rng(seed)
     groups: list[Group] = []
     for group_id in range(num_groups):
@@ -52,6 +65,7 @@ def make_groups(seed: int, num_groups: int = 6, num_samples: int = 4, *, with_to
                     loss_mask=mask,
                     versions=np.where(mask == 1, 0, -1).astype(np.int32),
                     finish="stop",
+                    temperature=temperatures[group_id % len(temperatures)],
                 )
             )
         rewards = rng.normal(size=num_samples) if group_id != 2 else np.ones(num_samples)
@@ -119,7 +133,8 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
             f"{s.group_id}/{s.index}": scores.tolist()
             for s, scores in zip(shards[0].samples, backend.score(shards[0].samples), strict=True)
         }
-        result["metrics"] = [backend.train(shard, {}).metrics for shard in shards[:2]]
+        result["metrics"] = [backend.train(shards[0], {}).metrics, backend.train(shards[1], LIVE).metrics]
+        result["mark"] = [float(p.detach().double().sum()) for p in parameters_of(backend)]
         keep(out / "weights.npz", weights_of(backend))
         backend.save(str(out / "checkpoints" / "two"), {"version": 2})
         result["metrics"].append(backend.train(shards[2], {}).metrics)
@@ -134,6 +149,13 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     finally:
         backend.close()
     return result
+
+
+def parameters_of(backend: TorchBackend) -> list[Any]:
+    """What this rank holds of them."""
+    parts = backend._parts
+    assert parts is not None
+    return [getattr(p, "_local_tensor", p) for p in parts.stepper._replica.module.parameters()]
 
 
 def keep(path: Path, weights: dict[str, np.ndarray]) -> None:

@@ -8,26 +8,15 @@ The housing is of ordinary memory: what is away holds NaN, so that whatever is r
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import sys
-import traceback
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-
-
-def sibling(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from megatron_steps import as_program, preload, sibling  # noqa: F401 -- preload: for forked_ranks.py
 
 
 class Shelf:
@@ -170,12 +159,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    status = 0
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    as_program(main)

@@ -16,9 +16,10 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -68,9 +69,13 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
         result["is_teller"] = place.is_teller
         algo = case.get("algo", spec["algo"])
         shards = [
-            gang_rank.make_shards(seed, place.dp_size, kind=algo["kind"], minibatches=algo["minibatches"])[
-                place.dp_rank
-            ]
+            gang_rank.make_shards(
+                seed,
+                place.dp_size,
+                kind=algo["kind"],
+                minibatches=algo["minibatches"],
+                temperatures=case.get("temperatures") or spec.get("temperatures", {}).get(algo["kind"], (1.0,)),
+            )[place.dp_rank]
             for seed in case.get("seeds", (11, 12, 13))
         ]
         if case.get("watches_routing"):
@@ -84,7 +89,7 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
         result["metrics"] = [backend.train(shards[0], {}).metrics]
         if case.get("load"):
             gang_rank.keep(out / "weights_first.npz", weights_of(backend))
-        result["metrics"] += [backend.train(shard, {}).metrics for shard in shards[1:]]
+        result["metrics"] += [backend.train(shards[1], gang_rank.LIVE).metrics, backend.train(shards[2], {}).metrics]
         gang_rank.keep(out / "weights.npz", weights_of(backend))
         result["on_device"] = {name: float(t.double().sum()) for name, t in backend.export_device()}
         if case.get("save"):
@@ -117,7 +122,7 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
 
 def without_its_folder(backend: Any, folder: Path) -> str:
     """What a checkpoint says whose folder goes away before it is written."""
-    from myxa.actors.backends.torch_backend.checkpoint_folder import partial_of
+    from myxa.actors.checkpoint_folder import partial_of
     from myxa.core.errors import TrainError
 
     pending = backend.begin_save(str(folder), {})
@@ -174,6 +179,15 @@ def named(shard: Any, scores: list[np.ndarray]) -> dict[str, list[float]]:
     return {f"{s.group_id}/{s.index}": v.tolist() for s, v in zip(shard.samples, scores, strict=True)}
 
 
+def preload() -> None:
+    """Everything that takes long to import, before the ranks are forked."""
+    sibling("megatron_on_cpu").install()
+    sibling("gang_rank")
+    import myxa.actors.backends.megatron.backend
+
+    del myxa
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
     spec = json.loads(Path(sys.argv[1]).read_text())
@@ -186,13 +200,18 @@ def main() -> None:
         (Path(spec["out"]) / case["name"] / f"rank{rank}.json").write_text(json.dumps(result))
 
 
-if __name__ == "__main__":
+def as_program(program: Callable[[], None]) -> NoReturn:
+    """Run it and leave as launch/worker.py does: destructors of gloo's threads have aborted ranks that were done."""
     status = 0
     try:
-        main()
+        program()
     except BaseException:
         traceback.print_exc()
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # as launch/worker.py does: destructors of gloo's threads have aborted ranks that were done
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    as_program(main)

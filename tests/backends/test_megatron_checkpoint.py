@@ -17,4 +17,6 @@ def test_every_file_is_one_rank_s_and_lists_that_come_early_are_nobody_s(tmp_pat
             (tmp_path / name).write_bytes(b"x")
     for rank in (1, 2):  # faster than rank 0
         (tmp_path / list_of(rank)).write_bytes(b"[]")
+    for name in (".tmpXkKApD", ".metadata.tmp"):  # under way: renamed by whoever writes it
+        (tmp_path / name).write_bytes(b"")
     assert {rank: [p.name for p in files_of(tmp_path, rank)] for rank in range(3)} == {**written, 1: []}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,7 +198,7 @@ def name_of(model: str, layout: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def outcomes(
     folders: dict[str, Path],
-    programs: Callable[..., list[tuple[int, str]]],
+    ranks: Callable[..., list[tuple[int, str]]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[int], dict[str, list[dict[str, Any]]]]:
     """Case name -> each rank's result, for a number of ranks; run once."""
@@ -231,8 +230,7 @@ def outcomes(
         place = out / "spec.json"
         spec = {"num_ranks": num_ranks, "port": free_port(), "cases": cases, "out": str(out)}
         place.write_text(json.dumps(spec))
-        commands = [[sys.executable, "-W", "ignore", str(RANK), str(place), str(r)] for r in range(num_ranks)]
-        ended = programs(commands, timeout_s=280)
+        ended = ranks(num_ranks, RANK, str(place), timeout_s=280)
         for rank, (status, output) in enumerate(ended):
             assert status == 0, f"rank {rank} ended with {status}:\n{output[-6000:]}"
         done[num_ranks] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def runs(
-    model: Path, tmp_path_factory: pytest.TempPathFactory, programs: Callable[..., list[tuple[int, str]]]
+    model: Path, tmp_path_factory: pytest.TempPathFactory, ranks: Callable[..., list[tuple[int, str]]]
 ) -> Callable[[str], list[dict[str, Any]]]:
     """What two ranks told of a case, staying ("False") and moving ("True")."""
     out = tmp_path_factory.mktemp("moving")
@@ -42,7 +41,7 @@ def runs(
     spec = {"out": str(out), "num_ranks": 2, "algo": GRPO, "optimizer": OPTIMIZER, "cases": cases}
     place = out / "spec.json"
     place.write_text(json.dumps(spec))
-    ended = programs([[sys.executable, str(PROGRAM), str(place), str(rank)] for rank in range(2)], TIMEOUT_S)
+    ended = ranks(2, PROGRAM, str(place), timeout_s=TIMEOUT_S)
     for rank, (status, output) in enumerate(ended):
         assert status == 0, f"rank {rank} ended with {status}:\n{output[-3000:]}"
     return lambda name: [json.loads((out / name / f"rank{rank}.json").read_text()) for rank in range(2)]

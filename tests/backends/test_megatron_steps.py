@@ -23,7 +23,7 @@ from myxa.actors.backends.convert import convert
 from myxa.actors.backends.megatron.layout import ParallelLayout
 from myxa.actors.backends.megatron.settings import MegatronRankSettings, check_routing, check_settings
 from myxa.actors.backends.megatron.verbatim import check_tables
-from myxa.actors.backends.torch_backend.checkpoint_folder import find_checkpoint, read_manifest
+from myxa.actors.checkpoint_folder import find_checkpoint, read_manifest
 from myxa.actors.models.hf_folder import TOKENIZER_FILES, open_weights, read_config
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.config import MegatronSettings, TrainerConfig
@@ -42,6 +42,9 @@ PLAIN = {"kind": "gspo", "batch_size": 6, "minibatches": 1, "reduction": "rollou
 MANY = {"kind": "grpo", "batch_size": 6, "minibatches": 3}
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}
 SEEDS = (11, 12, 13)
+TEMPERATURES = {"grpo": (1.0, 0.6, 1.4)}
+"""Of the groups of a batch, in turn; those of other algorithms are all drawn at 1."""
+COOL = (1.0,)
 VOCAB = 263
 """Odd: the table must be padded for two tensor-parallel ranks."""
 TIMES = ("train/step_s", "train/tokens_per_s", "train/num_computed_tokens")
@@ -67,8 +70,14 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "pp2-vpp2", "megatron": {"pp": 2, "vpp": 2}},
         {"name": "cp2", "megatron": {"cp": 2}, "algo": PLAIN},
         {"name": "ep2", "megatron": {"ep": 2}, "is_moe": True, "algo": PLAIN, "save": True, "saves_later": True},
-        {"name": "bf16", "trainer": {"dtype": "bfloat16"}, "save": True},
-        {"name": "bf16-tp2", "trainer": {"dtype": "bfloat16"}, "megatron": {"tp": 2}, "load": "bf16"},
+        {"name": "bf16", "trainer": {"dtype": "bfloat16"}, "save": True, "temperatures": COOL},
+        {
+            "name": "bf16-tp2",
+            "trainer": {"dtype": "bfloat16"},
+            "megatron": {"tp": 2},
+            "load": "bf16",
+            "temperatures": COOL,
+        },
     ],
     4: [
         {"name": "tp2-pp2", "megatron": {"tp": 2, "pp": 2}, "save": True, "export_hf": True, "poison": True},
@@ -121,7 +130,7 @@ def gangs(
     dense: Path,
     experts: Path,
     tmp_path_factory: pytest.TempPathFactory,
-    programs: Callable[..., list[tuple[int, str]]],
+    ranks: Callable[..., list[tuple[int, str]]],
 ) -> Gangs:
     """The output folder of a gang of that size, which is run when it is first asked for."""
     done: dict[int, Path] = {}
@@ -133,11 +142,13 @@ def gangs(
                 {**case, "port": free_port(), "seeds": SEEDS, "model": str(experts if case.get("is_moe") else dense)}
                 for case in CASES[num_ranks]
             ]
-            spec = {"out": str(out), "num_ranks": num_ranks, "algo": GRPO, "optimizer": OPTIMIZER, "cases": cases}
+            spec = {
+                "out": str(out), "num_ranks": num_ranks, "algo": GRPO, "optimizer": OPTIMIZER, "cases": cases,
+                "temperatures": TEMPERATURES,
+            }  # fmt: skip
             place = out / "spec.json"
             place.write_text(json.dumps(spec))
-            commands = [[sys.executable, str(PROGRAM), str(place), str(rank)] for rank in range(num_ranks)]
-            for rank, (status, output) in enumerate(programs(commands, TIMEOUT_S)):
+            for rank, (status, output) in enumerate(ranks(num_ranks, PROGRAM, str(place), timeout_s=TIMEOUT_S)):
                 assert status == 0, f"rank {rank} ended with {status}:\n{output}"
             done[num_ranks] = out
         return done[num_ranks]
@@ -151,19 +162,29 @@ def judge(dense: Path) -> Callable[[dict[str, Any]], dict[str, Any]]:
     gang_rank = steps.sibling("gang_rank")
     known: dict[str, dict[str, Any]] = {}
 
-    def judged(algo: dict[str, Any]) -> dict[str, Any]:
+    def judged(algo: dict[str, Any], temperatures: tuple[float, ...] = ()) -> dict[str, Any]:
         kind = algo["kind"]
-        if kind not in known:
+        temperatures = temperatures or TEMPERATURES.get(kind, COOL)
+        place = f"{kind} at {temperatures}"
+        if place not in known:
             backend = gang_rank.make_backend(dense, algo=algo, optimizer=OPTIMIZER, num_steps=9)
             backend.setup()
-            shards = [gang_rank.make_shards(s, 1, kind=kind, minibatches=algo["minibatches"])[0] for s in SEEDS]
-            known[kind] = {
+            drawn: dict[str, Any] = {
+                "kind": kind,
+                "minibatches": algo["minibatches"],
+                "temperatures": temperatures,
+            }
+            shards = [gang_rank.make_shards(s, 1, **drawn)[0] for s in SEEDS]
+            known[place] = {
                 "scores": steps.named(shards[0], backend.score(shards[0].samples)),
-                "metrics": [backend.train(shard, {}).metrics for shard in shards],
+                "metrics": [
+                    backend.train(shard, knobs).metrics
+                    for shard, knobs in zip(shards, ({}, gang_rank.LIVE, {}), strict=True)
+                ],
                 "weights": gang_rank.weights_of(backend),
             }
             backend.close()
-        return known[kind]
+        return known[place]
 
     return judged
 
@@ -385,7 +406,7 @@ def test_on_the_device_every_stage_sends_its_own_tensors_once(num_ranks: int, na
 @pytest.mark.timeout(TIMEOUT_S + 30)
 def test_half_precision_stays_near_and_keeps_its_masters(gangs: Gangs, judge: Callable[..., dict[str, Any]]) -> None:
     out = gangs(2)
-    right = judge(GRPO)
+    right = judge(GRPO, COOL)
     before, after = results(out, "bf16")[0], results(out, "bf16-tp2")[0]
     for step, metrics in enumerate(right["metrics"]):
         found = before["metrics"][step]

@@ -75,18 +75,22 @@ def judged(judge: Any, sample: TrainSample, temperature: float) -> tuple[torch.T
     return rows.gather(-1, ids[0, places][:, None]).squeeze(-1), -(rows.exp() * rows).sum(-1)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperatures", [(1.0,), (0.6,), (1.0, 0.6, 1.4)])
 @pytest.mark.parametrize("linear_cost", [SHARING, ALONE])
 def test_logprobs_entropies_and_gradients_equal_those_of_transformers(
-    folder: Path, make_shards: Callable[..., tuple[TrainShard, ...]], linear_cost: float, temperature: float
+    folder: Path,
+    make_shards: Callable[..., tuple[TrainShard, ...]],
+    linear_cost: float,
+    temperatures: tuple[float, ...],
 ) -> None:
-    samples = make_shards(21)[0].samples
+    samples = make_shards(21, temperatures=temperatures)[0].samples
     layout = plan_layout(samples, range(len(samples)), linear_cost=linear_cost)
+    assert isinstance(layout.temperature, float) == (len(temperatures) == 1), "one temperature costs no tensor"
     module = load(folder)
-    scores = module(layout, temperature, True)
+    scores = module(layout, True)
     judge = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     judge.train()
-    expected = [judged(judge, samples[i], temperature) for i in layout.members]
+    expected = [judged(judge, samples[i], samples[i].temperature) for i in layout.members]
     logprobs, entropy = (torch.cat(parts) for parts in zip(*expected, strict=True))
     assert (scores.logprobs_M - logprobs).abs().max() < 1e-5
     assert (scores.entropy_M - entropy).abs().max() < 1e-5
@@ -164,7 +168,7 @@ def test_entropy_has_no_gradient_unless_asked(model: Path, make_shards: Callable
     layout = plan_layout(samples, [0, 1, 2], linear_cost=SHARING)
     module = load(model)
     assert not module(layout).entropy_M.requires_grad
-    assert module(layout, 1.0, True).entropy_M.requires_grad
+    assert module(layout, True).entropy_M.requires_grad
 
 
 def test_bfloat16_stays_near_float32_and_keeps_float32_masters(

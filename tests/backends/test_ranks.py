@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myxa.actors.backends.torch_backend.checkpoint_folder import list_checkpoints
+from myxa.actors.checkpoint_folder import list_checkpoints
 
 ALGO = {"kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.05}
 WHITENED = {"kind": "reinforce_pp", "batch_size": 6, "minibatches": 2, "kl_coef": 0.1, "kl_in": "reward"}
@@ -49,6 +49,16 @@ def test_weights_agree_with_one_process(gangs: tuple[Gang, Gang]) -> None:
     assert start > 1e-4, "a step must change something, or this test proves nothing"
     for name in one:
         np.testing.assert_allclose(many[name], one[name], rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_knobs_of_a_step_are_those_of_all_ranks(gangs: tuple[Gang, Gang]) -> None:
+    (_, (alone,)), (_, ranks) = gangs
+    first, second, third = (metrics["train/lr"] for metrics in alone["metrics"])
+    assert second < 0.6 * first < third, "the second step alone has another learning rate"
+    for result in ranks:
+        assert result["metrics"][1]["train/lr"] == pytest.approx(second, rel=1e-6)
+    if ranks[0]["facts"]["strategy"] == "ddp":
+        assert ranks[0]["mark"] == ranks[1]["mark"], "ranks that held other weights after it"
 
 
 def test_going_on_from_a_checkpoint_gives_the_same_bits(gangs: tuple[Gang, Gang]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.core.errors import ConfigError, TrainError
-from myxa.core.samples import TrainSample, TrainShard
+from myxa.core.samples import TrainShard
 
 Backends = Callable[..., TorchBackend]
 Shards = Callable[..., tuple[TrainShard, ...]]
@@ -266,12 +266,47 @@ def test_a_backend_that_is_not_set_up_says_so(model: Any, make_shards: Shards, b
     backend.close()
 
 
-def test_no_temperature_no_training(backends: Backends) -> None:
-    with pytest.raises(ConfigError, match="temperature"):
-        backends(temperature=0.0)
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
+def test_no_temperature_no_training(backends: Backends, make_shards: Shards, temperature: float) -> None:
+    (shard,) = make_shards(48)
+    with pytest.raises(TrainError, match=f"temperature = {temperature} gives no log-probs"):
+        backends().train(change(shard, 2, temperature=temperature), {})
 
 
-def test_temperature_reaches_the_scores(backends: Backends, make_shards: Shards) -> None:
-    sample: TrainSample = next(s for s in make_shards(48)[0].samples if s.loss_mask.any())
-    cold, warm = (backends(temperature=t).score([sample])[0] for t in (0.5, 1.0))
-    assert not np.allclose(cold, warm, atol=1e-3)
+def test_every_sample_is_scored_at_its_own_temperature(backends: Backends, make_shards: Shards) -> None:
+    backend = backends()
+    (mixed,) = make_shards(48, temperatures=(1.0, 0.5, 1.5))
+    together = backend.score(mixed.samples)
+    for sample, scores in zip(mixed.samples, together, strict=True):
+        np.testing.assert_allclose(scores, backend.score([sample])[0], atol=1e-5)
+    others = backend.score([msgspec.structs.replace(s, temperature=1.0) for s in mixed.samples])
+    for sample, scores, other in zip(mixed.samples, together, others, strict=True):
+        if sample.loss_mask.any():
+            assert np.allclose(scores, other, atol=1e-3) == (sample.temperature == 1.0)
+
+
+def test_groups_of_many_temperatures_train_as_each_would_alone(
+    backends: Backends, make_shards: Shards, weights_of: Weights
+) -> None:
+    """Micro-batches of one temperature each, which take the path of one number, against one of all."""
+    (shard,) = make_shards(49, max_tokens=10_000, temperatures=(1.0, 0.5, 1.5))
+    cuts = [
+        tuple(i for i, s in enumerate(shard.samples) if s.temperature == temperature) for temperature in (0.5, 1.0, 1.5)
+    ]
+    results = []
+    for micros in (shard.minibatches[0], tuple(cuts)):
+        backend = backends(algo={"kl_coef": 0.1, "entropy_coef": 0.01}, optimizer=PLAIN)
+        metrics = backend.train(msgspec.structs.replace(shard, minibatches=(micros,)), {}).metrics
+        results.append((metrics, weights_of(backend)))
+    (whole, weights), (cut, cut_weights) = results
+    for name in ("loss", "grad_norm", "entropy", "ratio", "approx_kl", "logprob_diff_abs_mean"):
+        assert cut[f"train/{name}"] == pytest.approx(whole[f"train/{name}"], rel=1e-4, abs=1e-6), name
+    for name in weights:
+        np.testing.assert_allclose(cut_weights[name], weights[name], rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_the_first_ratio_is_one_at_any_mixture_of_temperatures(backends: Backends, make_shards: Shards) -> None:
+    backend = backends(algo={"minibatches": 3, "batch_size": 6})
+    (shard,) = make_shards(50, minibatches=3, temperatures=(0.7, 1.2))
+    metrics = backend.train(with_behaviour(shard, backend.score_shard(shard)), {}).metrics
+    assert metrics["train/logprob_diff_abs_max"] == 0.0

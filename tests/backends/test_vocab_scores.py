@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from myxa.actors.backends import vocab_scores
-from myxa.actors.backends.vocab_scores import VocabSlice, score_rows
+from myxa.actors.backends.vocab_scores import Temperature, VocabSlice, score_rows
 
 WIDTH, VOCAB, ROWS = 12, 37, 29
 
@@ -22,15 +22,18 @@ def inputs(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tenso
     return hidden, head, torch.randint(0, VOCAB, (ROWS,), generator=generator)
 
 
-def dense(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    all_log_p = (hidden @ head.t() / temperature).float().log_softmax(dim=-1)
+def dense(hidden: Tensor, head: Tensor, targets: Tensor, temperature: Temperature) -> Tensor:
+    divisor = temperature[:, None] if isinstance(temperature, Tensor) else temperature
+    all_log_p = (hidden @ head.t() / divisor).float().log_softmax(dim=-1)
     entropy = -(all_log_p.exp() * all_log_p).sum(dim=-1)
     return torch.stack([all_log_p.gather(1, targets[:, None])[:, 0], entropy], dim=1)
 
 
 @pytest.mark.parametrize("chunk", [1 << 26, VOCAB * 4, 1])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_and_gradients_of_one_slice(monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: float) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.linspace(0.4, 2.0, ROWS)], ids=["1", "0.7", "each its own"])
+def test_scores_and_gradients_of_one_slice(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: Temperature
+) -> None:
     monkeypatch.setitem(vocab_scores.CHUNK_LOGITS, "cpu", chunk)
     hidden, head, targets = inputs(5)
     weights = torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(6))

@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 
 from myxa.actors.buffer import Buffer
+from myxa.actors.buffer_knobs import BufferLimits
 from myxa.actors.contracts import BufferContract, DataContract
+from myxa.actors.group_filter import GroupFilters
 from myxa.actors.monitor import Monitor
-from myxa.algos.filters import keep_all
+from myxa.algos.filters import GROUP_FILTERS, keep_all
 from myxa.algos.staleness import Admission
 from myxa.core.clock import Clock
-from myxa.core.messages import Assignment, DrawReply, DrawRequest, PutResult, SamplingParams
+from myxa.core.knobs import KnobChange, KnobCommit, KnobState, KnobValue, KnobVote
+from myxa.core.messages import Assignment, DrawBlock, DrawReply, DrawRequest, PutResult, SamplingParams
 from myxa.core.samples import Group, Message, Prompt, Sample
 from myxa.transport.node import Node
 
@@ -97,9 +100,16 @@ class Desk:
         epoch: int = 1,
         wait_s: float = 0.0,
         holding: tuple[int, ...] | None = None,
+        blocked_by: DrawBlock | None = None,
     ) -> DrawReply:
         request = DrawRequest(
-            rollout=rollout, epoch=epoch, version=version, max_groups=max_groups, wait_s=wait_s, holding=holding
+            rollout=rollout,
+            epoch=epoch,
+            version=version,
+            max_groups=max_groups,
+            wait_s=wait_s,
+            holding=holding,
+            blocked_by=blocked_by,
         )
         reply = await self.ref.draw(request)
         self.seen += reply.assignments
@@ -109,6 +119,16 @@ class Desk:
         self, assignment: Assignment, versions: Sequence[int] = (0, 0), rollout: str = "rollout/0"
     ) -> PutResult:
         return await self.ref.put_group(make_group(assignment, versions), assignment.attempt, rollout)
+
+    async def change(self, epoch: int, **values: KnobValue) -> KnobVote:
+        """Prepare and, if the buffer agrees, commit."""
+        vote = await self.ref.prepare_knobs(KnobChange(epoch=epoch, values=values))
+        if vote.accepted:
+            await self.ref.commit_knobs(KnobCommit(epoch=epoch, at=0, values=values))
+        return vote
+
+    async def knobs(self) -> dict[str, KnobState]:
+        return {state.tunable.name: state for state in (await self.ref.knobs()).knobs}
 
     async def failure(self) -> BaseException:
         """The error that ended the buffer, once it has ended."""
@@ -137,17 +157,24 @@ def make_buffer(
     max_staleness: int = 1,
     batch_size: int = 2,
     num_samples: int = 2,
-    group_filter: Callable[[Group], str | None] = keep_all,
+    group_filter: Callable[[Group], str | None] | str = keep_all,
+    window: int = 0,
+    sampling: SamplingParams | None = None,
+    limits: BufferLimits | None = None,
     resume_from: Path | None = None,
 ) -> Buffer:
+    """`group_filter`: a function, which is then the run file's own and called "own", or the name of a built-in."""
+    is_built_in = isinstance(group_filter, str)
+    filters = GROUP_FILTERS if is_built_in else {**GROUP_FILTERS, "own": group_filter}
     return Buffer(
         source=rows or NumberedRows(),
         ledger_path=path,
         run=run,
-        admission=Admission(policy, max_staleness=max_staleness, batch_size=batch_size),
+        admission=Admission(policy, max_staleness=max_staleness, batch_size=batch_size, window=window),
         num_samples=num_samples,
-        sampling=SamplingParams(max_new_tokens=4),
-        group_filter=group_filter,
+        sampling=sampling or SamplingParams(max_new_tokens=4),
+        group_filter=GroupFilters(group_filter if is_built_in else "own", filters),
+        limits=limits,
         resume_from=resume_from,
     )
 

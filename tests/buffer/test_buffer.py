@@ -16,7 +16,7 @@ from myxa.actors.contracts import MonitorContract
 from myxa.algos.filters import zero_variance
 from myxa.algos.staleness import STALE_AFTER_RETUNE
 from myxa.core.actor import with_deadline
-from myxa.core.errors import BadRequest, ConfigError, LedgerError, UserCodeError
+from myxa.core.errors import BadRequest, LedgerError, UserCodeError
 from myxa.core.messages import GroupDropped, GroupReturned
 from myxa.core.samples import Group
 
@@ -76,13 +76,13 @@ async def test_admission_holds_draws_back_and_adoption_releases_them(shop: Any) 
         for assignment in first:
             await desk.put(assignment)
         await desk.train(0)
-        assert (await desk.draw(version=0)).blocked_by == "staleness", "this engine serves version 0 still"
+        assert (await desk.draw(version=0)).blocked_by == "weights", "this engine serves version 0 still"
         waiting = asyncio.ensure_future(desk.draw(version=0, wait_s=WAIT_S))
         other = asyncio.ensure_future(desk.draw(version=0, wait_s=0.2, rollout="rollout/1"))
         await asyncio.sleep(0.05)
         await desk.ref.adopted("rollout/0", 1, 1)
         assert [a.prompt.group_id for a in (await waiting).assignments] == [4, 5]
-        assert (await other).blocked_by == "staleness", "rollout/1 has adopted nothing"
+        assert (await other).blocked_by == "staleness", "rollout/1 has adopted nothing, and no slot is left"
         await desk.ref.adopted("rollout/1", 1, 1)
         assert (await desk.draw(version=0, epoch=2, rollout="rollout/1")).blocked_by == "staleness", "another epoch"
 
@@ -321,7 +321,8 @@ async def test_lowering_eta_drops_and_redraws_the_same_rows(shop: Any) -> None:
         for assignment in first[:4]:
             await desk.put(assignment)
         await desk.train(0)
-        stats = await desk.ref.set_admission(max_staleness=0)
+        await desk.change(1, max_staleness=0)
+        stats = await desk.ref.stats()
         assert (stats.max_staleness, stats.dropped) == (0, {STALE_AFTER_RETUNE: 4})
         again = (await desk.draw(version=1)).assignments
         assert [(a.prompt.group_id, a.prompt.row) for a in again] == [(6, 2), (7, 3)]
@@ -331,13 +332,13 @@ async def test_lowering_eta_drops_and_redraws_the_same_rows(shop: Any) -> None:
         for assignment in again:
             await desk.put(assignment, versions=(1, 1))
         assert await desk.train(1) == (6, 7)
-        stats = await desk.ref.set_admission(max_staleness=1, policy="wait")
+        await desk.change(2, max_staleness=1, on_stale="wait")
+        stats = await desk.ref.stats()
         assert stats.policy == "wait"
         assert stats.slots_total == 4
         rows = [a.prompt.row for a in (await desk.draw(version=2)).assignments]
         assert rows == [4, 5, 6, 7], "first what is owed, then new rows"
-        with pytest.raises(ConfigError, match="choose one of"):
-            await desk.ref.set_admission(policy="hope")
+        assert not (await desk.change(3, on_stale="hope")).accepted
 
 
 @pytest.mark.asyncio

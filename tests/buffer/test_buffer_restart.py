@@ -87,7 +87,7 @@ async def test_pitfall_03_no_burst_after_a_restart(shop: Any, policy: str) -> No
 async def test_what_was_set_while_running_outlives_the_buffer(shop: Any, tmp_path: Path) -> None:
     """Else a bound that was lowered would be loosened by a crash. An edited run file wins; a new run starts anew."""
     async with shop.open(max_staleness=4) as desk:
-        await desk.ref.set_admission(max_staleness=1, policy="wait")
+        await desk.change(1, max_staleness=1, on_stale="wait")
         await desk.ref.set_paused(True)
         await desk.ref.stop_drawing()
     async with shop.open(max_staleness=4) as desk:

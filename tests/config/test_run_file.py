@@ -53,7 +53,7 @@ def test_a_minimal_file_gets_every_default(folder: Path) -> None:
         "rollout",
     ]
     assert config.roles["trainer"] is config.roles.trainer
-    assert config.roles.trainer.restart == "never"
+    assert config.roles.trainer.restart == "gang"
     assert config.roles.rollout.device_ids == ()
 
 

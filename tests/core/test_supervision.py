@@ -82,7 +82,7 @@ def both(instructions: Sequence[Instruction], one: type[T], other: type[U]) -> t
 def test_one_child_is_restarted_with_a_new_attempt_and_its_siblings_go_on():
     supervisor = make(run(alone("rollout/0"), alone("rollout/1")))
     restart = only(supervisor.on_exit("rollout/1", KILLED, 10.0), Restart)
-    assert restart == Restart(("rollout/1",), (1,), 1.0, "rollout/1 ended with signal SIGKILL", "rollout/1")
+    assert restart == Restart(("rollout/1",), (1,), 0.0, "rollout/1 ended with signal SIGKILL", "rollout/1")
     assert supervisor.state("rollout/1") == "backing-off"
     launch(supervisor, restart)
     assert supervisor.attempt("rollout/1") == 1
@@ -90,10 +90,10 @@ def test_one_child_is_restarted_with_a_new_attempt_and_its_siblings_go_on():
     assert supervisor.attempt("rollout/0") == 0
 
 
-def test_the_pause_doubles_up_to_its_limit_and_the_lot_takes_at_most_half_away():
-    assert [BACKOFF.delay(n, 0.0) for n in range(6)] == [1, 2, 4, 8, 8, 8]
-    assert BACKOFF.delay(1, 0.5) == pytest.approx(1.5)
-    assert BACKOFF.delay(1, 0.999999) > 1.0
+def test_the_first_restart_comes_at_once_then_the_pause_doubles_up_to_its_limit_and_the_lot_takes_at_most_half():
+    assert [BACKOFF.delay(n, 0.0) for n in range(6)] == [0, 1, 2, 4, 8, 8]
+    assert BACKOFF.delay(2, 0.5) == pytest.approx(1.5)
+    assert BACKOFF.delay(2, 0.999999) > 1.0
     assert BACKOFF.delay(5000, 0.0) == 8.0
 
 
@@ -110,11 +110,21 @@ def test_the_fourth_end_within_the_period_fails_the_run_and_names_the_budget():
     assert supervisor.on_exit("buffer", 0, 41.0) == [Done()]
 
 
+def test_who_has_lived_for_a_while_is_started_again_at_once_and_the_budget_counts_all_the_same():
+    budget, backoff = RestartBudget(5, 300.0), Backoff(first_s=1.0, calm_s=10.0)
+    delays: list[float] = []
+    for now in (0.0, 5.0, 14.0, 100.0, 110.0):
+        assert budget.reserve(now)
+        delays.append(budget.spend(now, backoff, 0.0))
+    assert delays == [0.0, 1.0, 2.0, 0.0, 0.0], "at 14 it had run for 8 s after a pause of 1"
+    assert not budget.reserve(120.0)
+
+
 def test_restarts_older_than_the_period_do_not_count():
     supervisor = make(run(alone("rollout/0", 1)))
     for n in range(5):
         restart = only(supervisor.on_exit("rollout/0", 1, 300.0 * n), Restart)
-        assert restart.delay_s == 1.0, "the pause starts small again"
+        assert restart.delay_s == 0.0, "the first one again comes at once"
         launch(supervisor, restart)
     _, done = both(supervisor.on_exit("rollout/0", 1, 300.0 * 4 + 299.0), FailRun, Done)
     assert done == Done()
@@ -127,8 +137,8 @@ def test_a_reserved_restart_counts_before_it_happens():
     assert not budget.reserve(0.0)
     budget.release()
     assert budget.reserve(1.0)
-    assert budget.spend(5.0) == 0
-    assert budget.spend(6.0) == 1
+    assert budget.spend(5.0, BACKOFF, 0.0) == 0.0
+    assert budget.spend(6.0, BACKOFF, 0.0) == 1.0, "so soon again"
     assert not budget.reserve(14.9)
     assert budget.reserve(15.0)
 
@@ -142,7 +152,7 @@ def test_one_for_all_ends_the_others_one_by_one_backwards_and_starts_all_in_orde
     assert supervisor.on_exit("d", 0, 0.1) == [End(("c",), (3,), "b ended with exit status 1")]
     assert supervisor.on_exit("a", 7, 0.2) == [], "it ended before it was told; it starts again with the others"
     restart = only(supervisor.on_exit("c", 0, 0.3), Restart)
-    assert restart == Restart(("a", "b", "c", "d"), (1, 1, 1, 1), 1.0, "b ended with exit status 1", "b")
+    assert restart == Restart(("a", "b", "c", "d"), (1, 1, 1, 1), 0.0, "b ended with exit status 1", "b")
     launch(supervisor, restart)
 
 
@@ -188,7 +198,7 @@ def test_a_gang_ends_together_and_starts_again_together_at_a_new_meeting_place()
     assert supervisor.on_exit("trainer/0", 1, 5.1) == []
     restart = only(supervisor.on_exit("trainer/2", -15, 5.2), Restart)
     assert restart == Restart(
-        ("trainer/0", "trainer/1", "trainer/2"), (1, 1, 1), 1.0, "trainer/1 ended with signal SIGKILL",
+        ("trainer/0", "trainer/1", "trainer/2"), (1, 1, 1), 0.0, "trainer/1 ended with signal SIGKILL",
         "trainer", (GangRound("trainer", 1, "trainer.1"),),
     ), "the cause is the first end, not the last"  # fmt: skip
     assert supervisor.state("buffer") == "up"

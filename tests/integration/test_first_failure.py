@@ -27,7 +27,7 @@ def report_in(said: str) -> list[str]:
 
 def test_a_reward_that_ends_its_process(job: Job) -> None:
     (job.folder / "mine.py").write_text("import os\n\n\ndef leaves(completion):\n    os._exit(3)\n")
-    code, said, _ = job.run("reward.fn=mine.py:leaves", "roles.rollout.max_restarts=0")
+    code, said, _ = job.run("reward.fn=mine.py:leaves", "reward.isolate=false", "roles.rollout.max_restarts=0")
     assert code == 4, said
     report = report_in(said)
     assert report[0].startswith("first failure: rollout/0 ended with exit status 3")

@@ -31,7 +31,12 @@ def _told(job: Job, kind: str, name: str) -> list[dict[str, Any]]:
 
 def test_stopped_processes_are_named_then_go_on_or_are_replaced_as_their_role_says(job: Job) -> None:
     """Two rollout actors and the trainer: one rollout is stopped for good, the trainer is let go on."""
-    flags = ("run.num_steps=100000", "roles.rollout.count=2", 'roles.rollout.when_hung="kill"')
+    flags = (
+        "run.num_steps=100000",
+        "roles.rollout.count=2",
+        'roles.rollout.when_hung="kill"',
+        'roles.trainer.when_hung="wait"',
+    )
     process = job.start(*flags)
     try:
         until(lambda: _steps(job) >= 2, "the second step")

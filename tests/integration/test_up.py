@@ -47,7 +47,7 @@ def test_killed_engine_costs_no_prompt(job: Job) -> None:
     process = job.start("roles.rollout.count=2", "run.num_steps=150")
     try:
         until(lambda: _steps(job) >= 3, "the third step")
-        victim = worker_pids(process.pid, "rollout/1")[-1]
+        victim = worker_pids(process.pid, "rollout/1")[0]
         os.kill(victim, signal.SIGKILL)
         until(lambda: len(events(job.run_dir(), "engine-joined")) >= 3, "the return of the killed engine")
         said, _ = process.communicate(timeout=150)

@@ -30,18 +30,10 @@ ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "bench" / "gpu"
 SCRIPTS = (
     "facts", "learn", "async20", "rollout_speed", "train_speed", "weights_latency", "logprob_gap", "layouts",
-    "kill_in_broadcast",
+    "kill_in_broadcast", "live", "chaos", "memory_selfcheck", "memory_rates", "memory_switch", "memory_gang", "memory_colocated",
+    "memory_communicators",
 )  # fmt: skip
 RUN_FILES = ("learn_sft.toml", "learn_colocated.toml", "learn_two.toml", "async20.toml")
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Modules of the benchmark, which find each other as scripts of one folder do."""
-    monkeypatch.syspath_prepend(str(GPU))
-    for path in GPU.glob("*.py"):
-        monkeypatch.delitem(sys.modules, path.stem, raising=False)
-    return importlib.import_module
 
 
 @pytest.fixture

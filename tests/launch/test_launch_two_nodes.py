@@ -9,6 +9,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+from myxa.launch.control.client import ControlClient
+
 SPREAD = ("--set", 'roles.rollout.nodes="*"', "--set", "roles.trainer.nodes=[0, 1]")
 
 
@@ -200,3 +202,34 @@ def test_a_run_goes_on_without_a_node_while_there_is_a_quorum(tmp_path: Path, ru
         )
         node0.switch("finish")
         assert node0.ended() == 0, node0.evidence()
+
+
+def test_actors_come_and_go_on_the_node_with_the_fewest_and_logs_are_read_from_both(tmp_path: Path, run):
+    first, second = two(tmp_path, run)
+    with second as node1, first as node0:
+        see(node0, tmp_path)
+        see(node1, tmp_path)
+        node0.until_serving("coordinator", "trainer/0", "trainer/1", "rollout/0", "rollout/1")
+        node0.until(lambda: (node0.dir / "control.json").exists(), "the control socket")
+        client = ControlClient.of(node0.dir)
+        assert client.ask("drain", 120, target="rollout/1", wait_s=60)["is_done"], node0.evidence()
+        more = client.ask("scale", 120, role="rollout", count=4, wait_s=60)
+        assert more["is_done"], node0.evidence()
+        assert [(actor["name"], actor["node"]) for actor in more["joining"]] == [
+            ("rollout/1", 1), ("rollout/2", 0), ("rollout/3", 1),
+        ]  # fmt: skip
+        node0.until_serving("rollout/1", attempt=1)
+        node0.until_serving("rollout/2", "rollout/3")
+        child = os.getpgid(node0.pid_of("rollout/3"))
+        assert child in {process.pid for process in node1.children()}, "it is node 1's child"
+        (chunk,) = client.ask("logs", target="rollout/3", num_lines=5)
+        assert any("rollout/3 serves as attempt 0" in line for line in chunk["lines"])
+        (stack,) = client.ask("stack", target="rollout/3")
+        assert (stack["how"], stack["pid"]) == ("process", child)
+        assert client.ask("kill", target="node:1", signal="CONT")["sent"] == ["trainer/1", "rollout/1", "rollout/3"]
+        assert {actor["name"] for actor in client.ask("ps") if actor["node"] == 1} >= {"rollout/1", "rollout/3"}
+        children = node0.children() + node1.children()
+        node0.switch("finish")
+        assert node0.ended() == 0, node0.evidence()
+        assert node1.ended() == 0, node1.evidence()
+        node0.until_gone(children)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from myxa.core.errors import ConfigError
-from myxa.launch.node_place import Endpoint, NodePlace, find_place, first_host, parse_endpoint
+from myxa.launch.node_place import (
+    Endpoint,
+    NodePlace,
+    find_late_place,
+    find_place,
+    first_host,
+    parse_endpoint,
+    parse_num_nodes,
+)
 
 SLURM = {"SLURM_NODEID": "2", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[07-09,12]"}
 TORCH = {"PET_NNODES": "3:5", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "head:1234"}
@@ -42,8 +50,35 @@ def test_slurm_tells_everything():
 
 
 def test_torchruns_variables_win_over_slurms_and_flags_over_both():
-    assert find_place(None, None, None, SLURM | TORCH) == NodePlace(1, 3, Endpoint("head", 1234))
+    assert find_place(None, None, None, SLURM | TORCH) == NodePlace(1, 3, Endpoint("head", 1234), 5)
     assert find_place(2, 0, "h:9", SLURM | TORCH) == NodePlace(0, 2, Endpoint("h", 9))
+
+
+@pytest.mark.parametrize(("text", "want"), [("1", (1, 0)), ("2:4", (2, 4)), ("3:3", (3, 3))])
+def test_how_many_nodes_there_are_and_may_be(text: str, want: tuple[int, int]):
+    assert parse_num_nodes(text) == want
+
+
+@pytest.mark.parametrize("text", ["", "x", "2:", ":2", "4:2", "1:2:3", "-1"])
+def test_no_numbers_of_nodes(text: str):
+    with pytest.raises(ValueError, match="number of nodes|fewer"):
+        parse_num_nodes(text)
+
+
+def test_one_node_opens_no_port_unless_others_may_come():
+    assert find_place(1, 0, None, {}).is_alone
+    assert not find_place((1, 4), 0, "h:1", {}).is_alone
+    assert not find_place(2, 0, "h:1", {}).is_alone
+    with pytest.raises(ConfigError, match="--rdzv is not given"):
+        find_place((1, 4), 0, None, {})
+
+
+def test_a_late_node_needs_to_know_where_and_nothing_else():
+    assert find_late_place("h:7", {}) == NodePlace(-1, 0, Endpoint("h", 7))
+    assert find_late_place("", TORCH).endpoint == Endpoint("head", 1234)
+    for where, said in (("h:0", "port 0"), ("", "--rdzv is not given")):
+        with pytest.raises(ConfigError, match=said):
+            find_late_place(where, {})
 
 
 def test_a_file_may_say_where_node_0_is_met():

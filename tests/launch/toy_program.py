@@ -22,7 +22,7 @@ from myxa.actors.contracts import (
 from myxa.core.actor import Actor, PeerEvent
 from myxa.core.config import RunConfig
 from myxa.core.errors import DataError, EngineError
-from myxa.core.messages import BufferStats, RunStatus
+from myxa.core.messages import BufferStats, RunStatus, Telemetry
 from myxa.launch.actor_spec import ActorSpec
 
 GANG_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -34,6 +34,7 @@ def build(spec: ActorSpec, config: RunConfig, run_dir: Path) -> Actor:
             "trainer": ToyTrainer, "rollout": ToyRollout}  # fmt: skip
     actor = toys[spec.role]()
     actor.switches = Switches(spec.name, run_dir)
+    actor.kept = []
     actor.num_steps = config.run.num_steps
     return actor
 
@@ -60,6 +61,7 @@ class Switches:
 class Toy(Actor):
     switches: Switches
     num_steps: int
+    kept: list[str]
 
     async def on_start(self) -> None:
         values = {name: os.environ.get(name, "") for name in GANG_VARIABLES}
@@ -75,13 +77,23 @@ class Toy(Actor):
     async def _misbehave(self) -> None:
         while not self.switches.has("fail-now"):
             await asyncio.sleep(0.02)
+            if self.switches.has("spin"):
+                self._spin()
             if self.switches.has("segfault"):
                 ctypes.string_at(0)
             if self.switches.has("vanish"):
                 os._exit(7)
             if self.switches.has("hang"):
+                self.switches.note("hangs", "")
                 time.sleep(1000)  # noqa: ASYNC251 - the loop gives no sign of life
         raise EngineError("failed when it was told to")
+
+    def _spin(self) -> None:
+        """Busy for a moment, and keeps a little more each time."""
+        until = time.monotonic() + 0.02
+        while time.monotonic() < until:
+            self.kept.append("x" * 1000)
+            del self.kept[:-500]
 
     async def on_stop(self, why: str) -> None:
         self.ctx.log.info("stops: %s", why)
@@ -109,6 +121,9 @@ class ToyCoordinator(Toy, CoordinatorContract):
         self._reason = reason
         self.switches.note("asked", reason)
 
+    async def rollout_leaving(self, rollout: str, reason: str) -> None:
+        self.switches.note("leaving", rollout)
+
 
 class ToyBuffer(Toy, BufferContract):
     async def stats(self) -> BufferStats:
@@ -125,6 +140,9 @@ class ToyBuffer(Toy, BufferContract):
 
 
 class ToyMonitor(Toy, MonitorContract):
+    async def telemetry(self, bundle: Telemetry) -> None:
+        """The launcher tells of actors that it takes for hung; on a busy machine there are such."""
+
     async def snapshot(self) -> dict[str, dict[str, float]]:
         return {"metrics": {"reward/mean": 0.5}, "curve/reward/mean": {"0": 0.1, "1": 0.5}}
 
@@ -144,4 +162,6 @@ class ToyTrainer(Toy, TrainerContract):
 
 
 class ToyRollout(Toy, RolloutContract):
-    pass
+    async def drain(self) -> int:
+        self.switches.note("drained", "")
+        return 0

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(110)
 
 NAMES = st.sampled_from(sorted(MEMBERS))
 COUNTS = {"steps": 0, "granted": 0, "refused": 0}
-NUM_EXAMPLES = int(os.environ.get("MYXA_LEDGER_EXAMPLES", "120"))
+NUM_EXAMPLES = int(os.environ.get("MYXA_LEDGER_EXAMPLES", "80"))
 STEPS = 40
 
 

@@ -5,7 +5,6 @@ their arguments, run to their ends in dry runs, notice wrong contents, and tell 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
@@ -22,34 +21,14 @@ from myxa.core.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "bench" / "gpu"
-SCRIPTS = ("memory_rates", "memory_switch", "memory_gang", "memory_colocated")
 
 pytestmark = pytest.mark.timeout(90)
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    monkeypatch.syspath_prepend(str(GPU))
-    for path in GPU.glob("*.py"):
-        monkeypatch.delitem(sys.modules, path.stem, raising=False)
-    return importlib.import_module
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
     names = {"OUT": "out", "GPU_WORK": "work", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
     folders = {variable: str(tmp_path / name) for variable, name in names.items()}
     return {**os.environ, **folders, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
-
-
-def test_every_part_knows_its_arguments(tmp_path: Path) -> None:
-    helps = [
-        subprocess.Popen([sys.executable, GPU / f"{name}.py", "--help"], cwd=tmp_path, stdout=subprocess.PIPE)
-        for name in SCRIPTS
-    ]
-    for name, process in zip(SCRIPTS, helps, strict=True):
-        text, _ = process.communicate(timeout=60)
-        assert process.returncode == 0, name
-        assert b"--device" in text, name
 
 
 def test_the_rates_run_dry_and_every_byte_comes_back(tmp_path: Path) -> None:

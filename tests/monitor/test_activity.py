@@ -33,7 +33,7 @@ def test_an_inner_block_takes_over_until_it_ends() -> None:
     assert totals["wait-data"] == pytest.approx(6)
     assert totals["compute"] == pytest.approx(1)
     assert totals["other"] == pytest.approx(3)
-    assert meter.named_totals() == pytest.approx({"wait-data/claim": 6, "compute/decode": 1})
+    assert meter.named_totals() == pytest.approx({"other/start": 3, "wait-data/claim": 6, "compute/decode": 1})
 
 
 def test_a_reentrant_actor_computes_while_any_request_runs() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from myxa.launch.views.bottleneck import bottleneck, judge
+from myxa.launch.views.bottleneck import bottleneck, engines_look_full, judge
 
 Shares = dict[str, dict[str, float]]
 
@@ -72,6 +72,35 @@ CASES: list[tuple[str, str, Shares]] = [
         {"trainer/0": {"compute": 0.4, "wait-capacity": 0.6}, "rollout/0": {"compute": 1.0}},
     ),
     (
+        "concurrency",
+        "concurrency is the bottleneck (rollout/0 computes 80 % of the time with as many groups as they may have at once)",
+        {
+            "trainer/0": {"compute": 0.3, "wait-data": 0.7},
+            "rollout/0": {"compute": 0.9, "compute/generate at limit": 0.8, "compute/generate": 0.1, "wait-data": 0.1},
+        },
+    ),
+    (
+        "guard",
+        "trainer/0 stands still 35 % of the time while an engine answers the canary prompts",
+        {
+            "trainer/0": {"compute": 0.5, "wait-data": 0.1, "wait-weights": 0.4, "wait-weights/canary": 0.35},
+            "rollout/0": {"compute": 1.0},
+        },
+    ),
+    (
+        "generation",  # start-up is left out
+        "trainer/0 waits for data 75 % of the time: generation is the bottleneck (rollout/0 computes 100 %)",
+        {
+            "trainer/0": {"compute": 0.1, "wait-data": 0.3, "other": 0.6, "other/start": 0.6},
+            "rollout/0": {"compute": 0.4, "other": 0.6, "other/start": 0.4, "other/start, engine": 0.2},
+        },
+    ),
+    (
+        "starting",
+        "trainer/0 is starting",
+        {"trainer/0": {"other": 1.0, "other/start": 0.99}, "rollout/0": {"other": 1.0, "other/start": 1.0}},
+    ),
+    (
         "none",
         "well balanced: trainer/0 computes 90 % of the time, rollout/0 computes 88 %",
         {"trainer/0": {"compute": 0.9, "wait-data": 0.1}, "rollout/0": {"compute": 0.88, "wait-data": 0.12}},
@@ -107,11 +136,41 @@ def test_planted_cases(bound: str, says: str, shares: Shares) -> None:
 
 def test_whatever_can_be_changed_comes_with_a_remedy() -> None:
     for bound, _, shares in CASES:
-        if bound in {"generation", "reward", "data", "training", "weights", "capacity"}:
-            assert judge(shares).remedy
+        if bound in {"generation", "concurrency", "reward", "data", "training", "weights", "guard", "capacity"}:
+            verdict = judge(shares)
+            assert verdict.remedy
+            assert verdict.share >= 0.25
 
 
 def test_the_leader_is_asked_and_not_the_ranks_that_wait_for_it() -> None:
     ranks: Shares = {f"trainer/{rank}": {"wait-data": 1.0} for rank in range(1, 12)}
     shares = {**ranks, "trainer/0": {"compute": 1.0}, "rollout/0": {"wait-capacity": 1.0}}
     assert judge(shares).bound == "training"
+
+
+def test_more_requests_are_no_remedy_for_engines_that_are_full() -> None:
+    shares = {
+        "trainer/0": {"compute": 0.3, "wait-data": 0.7},
+        "rollout/0": {"compute": 0.9, "compute/generate at limit": 0.9, "wait-data": 0.1},
+    }
+    assert judge(shares).bound == "concurrency"
+    assert judge(shares, engines_are_full=True).bound == "generation"
+
+
+@pytest.mark.parametrize(
+    ("gauges", "is_full"),
+    [
+        ({"rollout/0": {"rollout/running": 4, "rollout/waiting": 0, "rollout/max_running": 64}}, False),
+        ({"rollout/0": {"rollout/running": 64, "rollout/waiting": 0, "rollout/max_running": 64}}, True),
+        ({"rollout/0": {"rollout/running": 4, "rollout/waiting": 2}}, True),
+        ({"rollout/0": {"rollout/running": 4, "rollout/max_running": 0}}, False),
+        (
+            {"rollout/0": {"rollout/running": 8, "rollout/max_running": 8}, "rollout/1": {"rollout/max_running": 8}},
+            False,
+        ),
+        ({"buffer": {"rollout/waiting": 5}}, False),
+        ({}, False),
+    ],
+)
+def test_engines_are_full_when_requests_wait_or_none_has_a_place_left(gauges: Shares, is_full: bool) -> None:
+    assert engines_look_full(gauges) is is_full

@@ -6,7 +6,9 @@ import asyncio
 import json
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -17,7 +19,20 @@ from myxa.actors.sinks.prometheus import PrometheusSink
 from myxa.core.clock import ManualClock
 from myxa.core.errors import LaunchError
 from myxa.core.messages import Event, MetricPoint, Span, Telemetry
-from myxa.core.sink import SinkContext
+from myxa.core.sink import Sink, SinkContext
+
+
+class Nobody:
+    """An actor's surroundings with no other actor in them."""
+
+    def peers(self, prefix: str) -> tuple[str, ...]:
+        return ()
+
+
+def alone(run_dir: Path, sinks: Sequence[Sink], **options: Any) -> Monitor:
+    monitor = Monitor(run_dir, sinks, **options)
+    monitor.ctx = cast("Any", Nobody())
+    return monitor
 
 
 def times(source: str, second: float) -> MetricPoint:
@@ -27,7 +42,7 @@ def times(source: str, second: float) -> MetricPoint:
 
 @pytest.mark.asyncio
 async def test_a_run_ends_up_in_the_files(tmp_path: Path) -> None:
-    monitor = Monitor(tmp_path, [JsonlSink(), ChromeTraceSink(), PrometheusSink(0)], run_name="sort")
+    monitor = alone(tmp_path, [JsonlSink(), ChromeTraceSink(), PrometheusSink(0)], run_name="sort")
     await monitor.on_start()
     for step in range(5):
         point = MetricPoint(source="trainer/0", step=step, wall_s=float(step), values={"train/loss": 1.0 - step / 10})
@@ -58,7 +73,7 @@ async def test_a_run_ends_up_in_the_files(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 async def test_times_are_thinned_for_the_files_and_the_last_ones_are_kept(tmp_path: Path) -> None:
     clock = ManualClock()
-    monitor = Monitor(tmp_path, [JsonlSink()], clock=clock, time_every_s=10.0)
+    monitor = alone(tmp_path, [JsonlSink()], clock=clock, time_every_s=10.0)
     await monitor.on_start()
     for second in range(36):
         await monitor.telemetry(
@@ -67,8 +82,11 @@ async def test_times_are_thinned_for_the_files_and_the_last_ones_are_kept(tmp_pa
         clock.advance(1.0)
     await monitor.on_stop("end")
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["wall_s"] for line in lines if line["source"] == "trainer/0"] == [0.0, 10.0, 20.0, 30.0, 35.0]
-    assert len(lines) == 10
+    for source in ("trainer/0", "rollout/0"):
+        assert [line["wall_s"] for line in lines if line["source"] == source] == [0.0, 10.0, 20.0, 30.0, 35.0]
+    own = [line for line in lines if line["source"] == "monitor"]
+    assert len(own) == len(lines) - 10 == 5
+    assert sum(own[-1]["values"][f"time/{kind}"] for kind in ("wait-data", "compute")) == pytest.approx(36.0)
 
 
 @pytest.mark.asyncio
@@ -77,7 +95,7 @@ async def test_a_port_in_use_refuses_the_start_and_names_it(tmp_path: Path) -> N
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        monitor = Monitor(tmp_path, [JsonlSink(), PrometheusSink(port)])
+        monitor = alone(tmp_path, [JsonlSink(), PrometheusSink(port)])
         with pytest.raises(LaunchError, match=f"port {port}"):
             await monitor.on_start()
     await monitor.on_stop("did not start")
@@ -97,7 +115,7 @@ async def test_a_stuck_sink_never_blocks_the_handlers(tmp_path: Path) -> None:
         def flush(self) -> None: ...
         def close(self) -> None: ...
 
-    monitor = Monitor(tmp_path, [Stuck()])
+    monitor = alone(tmp_path, [Stuck()])
     await monitor.on_start()
     point = MetricPoint(source="a", step=0, wall_s=0.0, values={"x": 1.0})
     async with asyncio.timeout(20):
@@ -113,7 +131,7 @@ async def test_a_stuck_sink_never_blocks_the_handlers(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 async def test_losses_are_told_once_in_a_while(tmp_path: Path) -> None:
     clock = ManualClock()
-    monitor = Monitor(tmp_path, [JsonlSink()], clock=clock)
+    monitor = alone(tmp_path, [JsonlSink()], clock=clock)
     await monitor.on_start()
     for _ in range(30):
         await monitor.telemetry(Telemetry(dropped=3))

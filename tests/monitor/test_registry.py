@@ -80,7 +80,7 @@ def test_user_sinks_by_path_and_by_entry_point(module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "error", "says"),
     [
-        ("wandb", ConfigError, "no sink is called 'wandb' -- known are chrome_trace, jsonl, lost, mine"),
+        ("comet", ConfigError, "no sink is called 'comet' -- known are chrome_trace, jsonl, lost, mine, mlflow"),
         (":Mine", ConfigError, "sink: ':Mine' does not say where the code is"),
         ("nowhere_at_all:X", ConfigError, "there is no module 'nowhere_at_all'"),
         ("broken_sinks:X", ModuleNotFoundError, "a_module_that_is_not_there"),

@@ -160,8 +160,9 @@ def test_arrows_follow_a_weight_version(tmp_path: Path) -> None:
     sink.write(Telemetry(spans=spans))
     sink.close()
     flows = [event for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] in "stf"]
-    assert [(flow["ph"], flow["id"]) for flow in flows] == [("s", 7), ("t", 7)]
+    assert [(flow["ph"], flow["id"], flow["name"]) for flow in flows] == [("s", 1, "version 7"), ("f", 1, "version 7")]
     assert 1_000_000 <= flows[0]["ts"] < 1_500_000  # inside its slice, or no viewer draws it
+    assert flows[1]["ts"] == 2_000_000
     assert flows[0]["pid"] != flows[1]["pid"]
 
 

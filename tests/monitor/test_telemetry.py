@@ -115,7 +115,7 @@ async def test_a_hanging_monitor_does_not_hold_a_stopping_actor_up() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_cancelled_report_counts_what_it_held() -> None:
+async def test_a_cancelled_report_keeps_what_it_held_for_the_last_words() -> None:
     buffer, receiver = TelemetryBuffer("trainer/0", SystemClock()), Receiver()
     receiver.mode = "hangs"
     buffer.metric(1, {"train/loss": 1.0})
@@ -125,4 +125,8 @@ async def test_a_cancelled_report_counts_what_it_held() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert buffer.num_lost == 1
+    receiver.mode = "up"
+    buffer.metric(2, {"train/loss": 2.0})
+    assert await report_once(buffer, receiver)
+    assert [point.step for bundle in receiver.bundles for point in bundle.metrics] == [1, 2]
+    assert buffer.num_lost == 0

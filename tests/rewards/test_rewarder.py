@@ -142,9 +142,12 @@ def test_math_is_imported_in_its_own_process_only() -> None:
 
 @pytest.mark.asyncio
 async def test_own_functions_run_in_threads_the_loop_or_processes(code: str) -> None:
-    async with rewarder(f"{code}:act") as made:
+    async with rewarder(f"{code}:act", isolate=False) as made:
         outcome = await made.score(answer("pid"))
         assert outcome == RewardOutcome(0.5, {"pid": float(os.getpid()), "main": 0.0})
+    async with rewarder(f"{code}:act") as made:
+        outcome = await made.score(answer("pid"))
+        assert outcome == RewardOutcome(0.5, {"pid": float(*made.worker_pids), "main": 1.0})
     async with rewarder(f"{code}:act_later") as made:
         outcome = await made.score(answer("pid"))
         assert outcome.parts == {"pid": float(os.getpid()), "main": 1.0}
@@ -177,9 +180,12 @@ CAUSES = [
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("fn", "workers"), [("act", 0), ("act_later", 0), ("act", 1), ("act_later", 1)])
-async def test_what_a_function_may_do_wrong_anywhere(code: str, fn: str, workers: int) -> None:
-    async with rewarder(f"{code}:{fn}", workers=workers) as made:
+@pytest.mark.parametrize(
+    ("fn", "workers", "isolate"),
+    [("act", 0, False), ("act_later", 0, True), ("act", 1, True), ("act_later", 1, False)],
+)
+async def test_what_a_function_may_do_wrong_anywhere(code: str, fn: str, workers: int, isolate: bool) -> None:
+    async with rewarder(f"{code}:{fn}", workers=workers, isolate=isolate) as made:
         for number, (text, cause) in enumerate(CAUSES, start=1):
             assert await failure(made, answer(text)) == (
                 f'reward function "{code}:{fn}" {cause.format(code=code)} (group 3, sample 1) -- {OWN}'
@@ -313,7 +319,7 @@ async def test_an_async_function_that_takes_too_long_is_cancelled(code: str) -> 
 @pytest.mark.asyncio
 async def test_threads_that_hang_are_told_and_keep_nothing_alive(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewarder_module, "MAX_THREADS", 2)
-    async with rewarder(f"{code}:wait_for_gate", timeout_s=0.2) as made:
+    async with rewarder(f"{code}:wait_for_gate", timeout_s=0.2, isolate=False) as made:
         for _ in range(2):
             assert "took longer than 0.2 s in a thread, which cannot be stopped; with reward.workers" in await failure(
                 made, answer("x")
@@ -333,7 +339,7 @@ async def test_threads_that_hang_are_told_and_keep_nothing_alive(code: str, monk
         for thread in hung:
             await asyncio.to_thread(thread.join, 10)
             assert not thread.is_alive()
-    async with rewarder(f"{code}:wait_for_gate") as made:
+    async with rewarder(f"{code}:wait_for_gate", isolate=False) as made:
         assert (await made.score(answer("x"))).value == 1.0
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from myxa.actors.buffer import Buffer
 from myxa.actors.contracts import BufferContract
+from myxa.actors.group_filter import GroupFilters
 from myxa.algos.filters import keep_all
 from myxa.algos.staleness import Admission
 from myxa.core.actor import Actor, with_deadline
@@ -192,7 +193,7 @@ async def training(seed: int, folder: Path) -> Sim:
             Buffer(
                 source=rows, ledger_path=ledger, run="run-1", num_samples=2,
                 admission=Admission(policy, max_staleness=plant.eta, batch_size=BATCH),
-                sampling=SamplingParams(max_new_tokens=4), group_filter=keep_all,
+                sampling=SamplingParams(max_new_tokens=4), group_filter=GroupFilters("none", {"none": keep_all}),
             )
         )  # fmt: skip
         await node.start(buffers[-1], "buffer")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from myxa.actors.models.hf_folder import open_weights, read_config
 from myxa.actors.weights.staging import DTYPES
+from myxa.core.protocols import NamedArray
 
 
 def tensors_of(folder: Path) -> list[tuple[str, Tensor]]:
@@ -18,3 +19,9 @@ def tensors_of(folder: Path) -> list[tuple[str, Tensor]]:
             (name, torch.frombuffer(bytearray(a.data), dtype=DTYPES[a.spec.dtype]).view(a.spec.shape))
             for name, a in arrays.items()
         ]
+
+
+def arrays_of(folder: Path) -> list[NamedArray]:
+    """The same for channels that are written."""
+    with open_weights(folder, read_config(folder)) as arrays:
+        return [NamedArray(spec=a.spec, data=memoryview(bytes(a.data))) for a in arrays.values()]

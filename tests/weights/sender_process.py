@@ -1,6 +1,8 @@
-"""A sender in a process of its own, driven by lines of JSON: {"method", "request"} in, {"reply"} or {"error"} out.
+"""A sender in a process of its own, driven by lines of JSON: {"method", "argument"} in, {"reply"} or {"error"} out.
 
-python sender_process.py NAME BUCKET_BYTES
+python sender_process.py NAME BUCKET_BYTES [CHANNEL FOLDER MODEL_FOLDER]
+
+CHANNEL nccl (the default) sends; shm and disk write. Beside what senders do it can damage what it has published.
 """
 
 from __future__ import annotations
@@ -10,30 +12,104 @@ import threading
 from pathlib import Path
 
 import msgspec
-from model_tensors import tensors_of
+from model_tensors import arrays_of, tensors_of
 
+from myxa.actors.weights.channel import make_writer
 from myxa.actors.weights.sender import DeviceWeightSender
+from myxa.actors.weights.shm import ShmWeightWriter
 from myxa.core.errors import MyxaError
 from myxa.core.host import boot_id
+from myxa.core.messages import WeightManifest
 from myxa.core.weight_channel import JoinRequest, PlanRequest, SampleRequest, SendOrder
 
 REQUESTS = {"plan": PlanRequest, "join": JoinRequest, "send": SendOrder, "sample": SampleRequest}
+STRIDE = 3
+"""Of chunks, one in so many is dropped."""
+CHUNK_BYTES = 1 << 14
+
+
+class Sending:
+    """By broadcast."""
+
+    def __init__(self, name: str, bucket_bytes: int) -> None:
+        self.sender = DeviceWeightSender(name, channel="nccl", bucket_bytes=bucket_bytes, host=boot_id())
+
+    def publish(self, version: int, folder: str) -> WeightManifest | None:
+        return self.sender.publish(version, lambda: iter(tensors_of(Path(folder))))
+
+    def release(self, version: int) -> None:
+        self.sender.release(version)
+
+    def harm(self, version: int, how: str) -> None:
+        flat = self.sender._staging._staged[version].buffers.flat
+        if how == "corrupt":
+            flat[-1][0] ^= 1
+        for number in range(0, len(flat), STRIDE) if how == "drop" else ():
+            flat[number].zero_()
+
+
+class Writing:
+    """Into shared memory or folders."""
+
+    def __init__(self, channel: str, folder: str, model_folder: str) -> None:
+        self.channel = channel
+        self.writer = make_writer("disk" if channel == "disk" else "shm", Path(folder), Path(model_folder))
+        self.published: dict[int, WeightManifest] = {}
+
+    def publish(self, version: int, folder: str) -> WeightManifest | None:
+        self.published[version] = self.writer.publish(version, arrays_of(Path(folder)))
+        return self.published[version]
+
+    def release(self, version: int) -> None:
+        self.writer.release(version)
+
+    def harm(self, version: int, how: str) -> None:
+        manifest = self.published[version]
+        if self.channel == "shm":
+            assert isinstance(self.writer, ShmWeightWriter)
+            memory = self.writer._used[version]._map
+            begin, size = manifest.tensors[0].offset, manifest.num_bytes
+            _harm(memory, begin, size, how)
+            return
+        (file,) = Path(manifest.location).glob("*.safetensors")
+        content = bytearray(file.read_bytes())
+        _harm(content, len(content) - manifest.num_bytes, manifest.num_bytes, how)
+        file.write_bytes(content)
+
+
+def _harm(memory: object, begin: int, size: int, how: str) -> None:
+    if how == "corrupt":
+        memory[begin + size // 2] ^= 1  # type: ignore[index]
+        return
+    for at in range(begin, begin + size - CHUNK_BYTES, STRIDE * CHUNK_BYTES):
+        memory[at : at + CHUNK_BYTES] = bytes(CHUNK_BYTES)  # type: ignore[index]
 
 
 def main() -> None:
-    sender = DeviceWeightSender(sys.argv[1], channel="nccl", bucket_bytes=int(sys.argv[2]), host=boot_id())
+    name, bucket_bytes, *rest = sys.argv[1:]
+    made = Writing(*rest) if rest and rest[0] != "nccl" else Sending(name, int(bucket_bytes))
     lock = threading.Lock()
+
+    def sender() -> DeviceWeightSender:
+        assert isinstance(made, Sending)
+        return made.sender
+
+    def do(method: str, argument: object) -> object:
+        if method == "publish":
+            return made.publish(*msgspec.convert(argument, tuple[int, str]))
+        if method == "harm":
+            return made.harm(*msgspec.convert(argument, tuple[int, str]))
+        if method == "release":
+            return made.release(msgspec.convert(argument, int))
+        if method == "leave":
+            return sender().leave(*msgspec.convert(argument, tuple[str, str]))
+        if method == "progress":
+            return made.sender.progress() if isinstance(made, Sending) else {}
+        return getattr(sender(), method)(msgspec.convert(argument, REQUESTS[method]))
 
     def answer(number: int, method: str, argument: object) -> None:
         try:
-            if method == "publish":
-                version, folder = msgspec.convert(argument, tuple[int, str])
-                reply = sender.publish(version, lambda: iter(tensors_of(Path(folder))))
-            elif method == "leave":
-                reply = sender.leave(*msgspec.convert(argument, tuple[str, str]))
-            else:
-                reply = getattr(sender, method)(msgspec.convert(argument, REQUESTS[method]))
-            line = msgspec.json.encode({"number": number, "reply": reply})
+            line = msgspec.json.encode({"number": number, "reply": do(method, argument)})
         except MyxaError as err:
             line = msgspec.json.encode({"number": number, "error": err.message})
         with lock:

@@ -156,3 +156,18 @@ def test_plans_are_told_once_and_samples_are_the_staged_values(sender: DeviceWei
     assert values == ((3.0, 3.0, 3.0, 3.0),)
     with pytest.raises(TrainError, match="sends no weight nothing"):
         sender.sample(SampleRequest(version=1, names=("nothing",), num_values=4))
+
+
+def test_a_channel_that_nobody_uses_any_more_is_given_up(sender: DeviceWeightSender):
+    """Its engine was killed together with its actor: nobody says a word."""
+    sizes = sizes_of(sender)
+    used, idle = join(sender, "used"), join(sender, "idle")
+    with start(used, "used", 1, 2, sizes * 12) as member, start(idle, "idle", 1, 2, sizes) as dead:
+        sender.send(SendOrder(channel="idle", version=1, timeout_s=60))
+        dead.kill()
+        for version in range(2, 12):
+            sender.publish(version, lambda: iter(TENSORS))
+            sender.send(SendOrder(channel="used", version=version, timeout_s=60))
+        assert set(sender.progress()) == {"used"}
+        assert member.poll() is None
+    assert not sender.plan(PlanRequest(version=11, channel="idle")).has_channel, "it would join anew"

@@ -14,7 +14,7 @@ from weight_lab import CONTEXT, VOCAB, engine_of, greedy, serving, started
 
 from myxa.actors.checkpoints import CheckpointOptions
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
-from myxa.actors.leader import LeaderOptions
+from myxa.actors.leader_options import LeaderOptions
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.step_plan import PlanOptions
 from myxa.actors.trainer import Trainer, TrainerOptions
@@ -97,7 +97,7 @@ async def test_stages_publish_send_and_release_together_while_they_train(tmp_pat
                     await asyncio.sleep(0.01)
             for stage in stages:
                 stage.version = 1
-            manifest = await first._leader._publish(1)
+            manifest = await first._leader._publisher.publish(1)
             assert manifest.location == "trainer/0,trainer/1" and manifest.digest.count(",") == 1
             for stage in stages:
                 stage.may_go_on.clear()

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fingerprint
 import msgspec
-import numpy as np
 
 from myxa.actors.engines.sglang import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang_weights import DeviceRouteOptions, device_routes
@@ -22,8 +22,8 @@ from myxa.actors.engines.weight_route import ServerControl, WeightRoute
 from myxa.actors.weights.sender import DeviceWeightSender
 from myxa.core.errors import MyxaError, PeerDied, RemoteError
 from myxa.core.host import boot_id
-from myxa.core.messages import SamplingParams, WeightManifest
-from myxa.core.protocols import GenerateRequest, WeightSenders
+from myxa.core.messages import WeightManifest
+from myxa.core.protocols import WeightSenders
 from myxa.core.weight_channel import JoinOffer, PlanReply, SampleReply, SendReport
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -92,7 +92,7 @@ class InProcess:
 
 REPLIES = {
     "plan": PlanReply, "join": JoinOffer, "send": SendReport, "sample": SampleReply, "publish": WeightManifest,
-    "leave": type(None),
+    "leave": type(None), "release": type(None), "harm": type(None), "progress": dict[str, str],
 }  # fmt: skip
 
 
@@ -122,7 +122,9 @@ class SenderProcess:
         assert self.process.stdout is not None
         async for line in self.process.stdout:
             reply = msgspec.json.decode(line)
-            self.waiting.pop(reply["number"]).set_result(reply)
+            answer = self.waiting.pop(reply["number"])
+            if not answer.done():  # whoever asked may have given up
+                answer.set_result(reply)
         self.is_dead = True
         for answer in self.waiting.values():
             if not answer.done():
@@ -150,11 +152,11 @@ class SenderProcess:
 
 
 @asynccontextmanager
-async def sending(name: str, bucket_bytes: int) -> AsyncGenerator[SenderProcess, None]:
-    """A sender in a process of its own; it is dead afterwards."""
+async def sending(name: str, bucket_bytes: int, *rest: str) -> AsyncGenerator[SenderProcess, None]:
+    """A sender in a process of its own; it is dead afterwards. `rest`: see `sender_process.py`."""
     script = Path(__file__).with_name("sender_process.py")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), name, str(bucket_bytes), stdin=PIPE, stdout=PIPE, env=ENVIRONMENT
+        sys.executable, str(script), name, str(bucket_bytes), *rest, stdin=PIPE, stdout=PIPE, env=ENVIRONMENT
     )
     made = SenderProcess(process)
     reading = asyncio.get_running_loop().create_task(made.read())
@@ -214,18 +216,6 @@ async def started(engine: SglangEngine) -> AsyncGenerator[SglangEngine, None]:
 
 
 async def greedy(engine: Any, name: str) -> tuple[list[int], list[float], set[int]]:
-    """Tokens, log-probs and version stamps of a greedy answer: a fingerprint of the weights."""
-    request = GenerateRequest(
-        request_id=name,
-        input_ids=np.arange(3, 13, dtype=np.int32),
-        sampling=SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True),
-    )
-    ids: list[int] = []
-    logprobs: list[float] = []
-    versions: set[int] = set()
-    async with aclosing(engine.generate(request)) as deltas:
-        async for delta in deltas:
-            ids += delta.output_ids.tolist()
-            logprobs += delta.logprobs.tolist()
-            versions |= set(delta.versions.tolist())
-    return ids, logprobs, versions
+    """`fingerprint.greedy`, the stamps as a set."""
+    ids, logprobs, versions = await fingerprint.greedy(engine, name)
+    return ids, logprobs, set(versions)

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, Required, Self, TypedDict, TypeVar
 import msgspec
 
 from ...core.actor import Ref, make_ref
-from ...core.actor_group import ActorGroup
+from ...core.actor_group import ActorGroup, Spread
 from ...core.clock import Clock
 from ...core.errors import DeadlineExceeded, LaunchError, NotSent
 from ...core.handlers import HandlerSpec, handlers_of
@@ -207,7 +207,7 @@ class SyncNode(metaclass=ABCMeta):
 
 class HomeCaller:
     """Carries the calls of a facade's references, and only from the node's own loop: a future of one loop that is
-    resolved on another thread is lost or wakes nobody. Implements `core.actor.Caller`."""
+    resolved on another thread is lost or wakes nobody. Implements `core.actor_group.GroupCaller`."""
 
     def __init__(self, node: Node, loop: asyncio.AbstractEventLoop) -> None:
         self._node = node
@@ -223,6 +223,12 @@ class HomeCaller:
         self._check(target, spec)
         async for item in self._node.caller.items(target, spec, request, deadline_s):
             yield item
+
+    def spread(
+        self, targets: Sequence[str], spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
+    ) -> Spread | None:
+        self._check(targets[0], spec)
+        return self._node.caller.spread(targets, spec, request, deadline_s)
 
     def _check(self, target: str, spec: HandlerSpec) -> None:
         if asyncio.get_running_loop() is not self._loop:

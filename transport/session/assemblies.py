@@ -27,7 +27,7 @@ class Assemblies:
         self.num_bytes = 0
         """Held now."""
 
-    def add(self, source: bytes, chunk: Chunk) -> bytearray | Malformed | None:
+    def add(self, source: bytes, chunk: Chunk) -> memoryview | Malformed | None:
         """The whole envelope with its last chunk; Malformed for one out of order; None: there is more to come.
 
         Raises MemoryError if the process may not have so much; the caller gives it up then.

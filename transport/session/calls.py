@@ -31,9 +31,8 @@ from .refused_casts import RefusedCasts
 from .wheel import Wheel
 
 LAST_WORDS_S = 1.0  # by which the news that an actor ended may overtake its last answers
-# Members of an Enum are looked up in Python; these are needed once per call.
 _CALL, _CAST, _REPLY, _END = Kind.CALL, Kind.CAST, Kind.REPLY, Kind.END
-_SENT, _PARKED = CallState.SENT, CallState.PARKED
+_SENT, _PARKED = CallState.SENT, CallState.PARKED  # members of an Enum are looked up in Python
 _CONTROL_LANE = Lane.CONTROL
 _TRY_ELSEWHERE = (Draining, NoSuchActor, StaleEpoch, PeerDied)
 """Answers to a resendable call that only mean: not from this incarnation."""
@@ -159,14 +158,19 @@ class Calls:
         if call is None:
             self._on_late(link, envelope)
             return
-        if envelope.kind is _REPLY and not envelope.actor:  # nearly always
-            self._end(call, envelope, link)
+        if envelope.kind is _REPLY and not envelope.actor:  # nearly always: here in brief what `_end` does
+            call.end()
+            del link.pending[envelope.corr]
+            self._pending.pop(envelope.corr, None)
+            if call.is_timed:
+                self._wheel.clear(envelope.corr)
+            call.sink.done(envelope)
             return
         if call.order.kind == "stream" and envelope.actor > call.next_item:
             call.last = envelope  # it overtook items on the other lane
             return
         if envelope.kind is _REPLY or envelope.kind is _END:
-            self._end(call, envelope, link)
+            self._end(call, envelope)
             return
         is_refusal = envelope.kind is Kind.NACK
         error = decode_fault(envelope.body, call.order.target, call.order.method, is_refusal=is_refusal)
@@ -380,9 +384,7 @@ class Calls:
         last = call.next_item - 1
         self._end(call, StreamBroken(f"{call} broke after item {last}: {why}", last_seq=last))
 
-    def _end(
-        self, call: PendingCall, outcome: Envelope | MyxaError | None, link: Link | None = None, *, tell: bool = True
-    ) -> None:
+    def _end(self, call: PendingCall, outcome: Envelope | MyxaError | None, *, tell: bool = True) -> None:
         if call.state is _PARKED:
             self._unpark(call)
         call.end()
@@ -390,9 +392,7 @@ class Calls:
         self._pending.pop(corr, None)
         if call.is_timed:
             self._wheel.clear(corr)
-        if link is None:
-            link = self._links.find(call.peer)
-        if link is not None:
+        if (link := self._links.find(call.peer)) is not None:
             link.pending.pop(corr, None)
         if type(outcome) is not Envelope and isinstance(outcome, CallError):
             outcome.callee = call.order.target

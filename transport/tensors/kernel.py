@@ -16,6 +16,8 @@ import select
 import sys
 from pathlib import Path
 
+from ...core.host import parent_of
+
 IS_LINUX = sys.platform == "linux"
 
 _MADV_HUGEPAGE = 14
@@ -134,9 +136,5 @@ def ancestry(pid: int) -> tuple[int, ...]:
     found: list[int] = []
     while pid > 1 and pid not in found:
         found.append(pid)
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            break
-        pid = int(stat.rpartition(")")[2].split()[1])
+        pid = parent_of(pid)
     return tuple(found)

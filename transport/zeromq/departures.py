@@ -12,12 +12,13 @@ from collections.abc import Callable
 class Departures:
     """Shared by the inboxes and outboxes of a process."""
 
-    __slots__ = ("_due", "is_holding")
+    __slots__ = ("due", "is_holding")
 
     def __init__(self) -> None:
         self.is_holding = False
         """Messages are being taken in now."""
-        self._due: list[Callable[[], None]] = []
+        self.due: list[Callable[[], None]] = []
+        """To be called when the messages have been taken in."""
 
     def hold(self) -> None:
         """From now on whoever has something to send calls `add` instead."""
@@ -25,13 +26,13 @@ class Departures:
 
     def add(self, flush: Callable[[], None]) -> None:
         """Call it when the messages have been taken in."""
-        self._due.append(flush)
+        self.due.append(flush)
 
     def release(self) -> None:
         """They have, or enough of them."""
         self.is_holding = False
-        while self._due:
-            flush = self._due.pop()
+        while self.due:
+            flush = self.due.pop()
             try:
                 flush()
             except BaseException:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import zmq
 
 from ..session.assemblies import Assemblies
-from ..session.frames import Chunk, Malformed, split
+from ..session.frames import SOLE_BYTES, Chunk, Malformed, is_sole, split
 from ..turn_budget import TurnBudget
 from ..wire import Lane, Sink
 from .departures import Departures
@@ -25,7 +25,7 @@ BUDGET = 256
 BULK_BUDGET = 8
 """Of 1 MiB chunks: about a millisecond."""
 
-_POLLIN = int(zmq.POLLIN)
+_NOBLOCK, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
 
 _log = logging.getLogger("myxa.transport")
 
@@ -61,7 +61,7 @@ class Pump:
                 for _ in range(self._budget):
                     if self._is_stopped or not self._take():
                         return
-                    if turn is not None and turn.is_over():
+                    if turn is not None and turn.is_spent:
                         break
         except BaseException:  # an interrupt; a host that polls by hand may go on after it
             self._loop.call_soon(self._drain)
@@ -115,33 +115,42 @@ class Inbox:
         self._socket.close(linger=0)
 
     def _take(self) -> bool:
-        sink = self._sink
-        try:
-            source, frame, envelopes = self._rest or self._receive()
-        except zmq.Again:
-            return False
+        """One message of ZeroMQ, or what had to wait of the last one. False: there are no more."""
+        sink, socket, rest, turn = self._sink, self._socket, self._rest, self._turn
+        if rest is None:
+            try:
+                source, envelopes = socket.recv(_NOBLOCK), None
+                frame = socket.recv(_NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+        else:
+            source, frame, envelopes = rest
         if sink is None:
             return True
         self._rest, self._frame = None, frame
-        self._departures.hold()
+        departures = self._departures
+        departures.is_holding = True
         try:
-            if envelopes is None:
-                envelopes = self._opened(sink, source, frame)
-            self._hand_over(sink, source, frame, envelopes)
+            if envelopes is None and is_sole(data := frame.buffer) and not frame.more:  # nearly always, and alone
+                sink.received(source, self._lane, data[SOLE_BYTES:])
+                turn.note_taken()
+            else:
+                if envelopes is None:
+                    envelopes = self._opened(sink, source, frame)
+                    turn.look()
+                self._hand_over(sink, source, frame, envelopes)
         except Exception as error:  # noqa: BLE001  # a bug in the session must be heard of and not stop the pump
             _log.exception("the session failed on a message")
             sink.crashed(error)
         finally:
             self._frame = None
-            self._departures.release()
+            departures.is_holding = False
+            if departures.due:
+                departures.release()
         if self._rest is not None:
             return True
         # Asking whether there is more costs half of the exception that would say that there is not.
-        return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
-
-    def _receive(self) -> tuple[bytes, zmq.Frame, None]:
-        source = self._socket.recv(zmq.NOBLOCK)
-        return source, self._socket.recv(zmq.NOBLOCK, copy=False), None
+        return not socket.closed and bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
     def _hand_over(self, sink: Sink, source: bytes, frame: zmq.Frame, envelopes: Iterator[memoryview]) -> None:
         """Until they or the turn are over."""
@@ -167,13 +176,13 @@ class Inbox:
             parts = split(frame.buffer)
         if isinstance(parts, Chunk):
             whole = self._assembled(sink, source, parts)
-            parts = whole if isinstance(whole, Malformed) else [memoryview(whole)] if whole is not None else []
+            parts = whole if isinstance(whole, Malformed) else [whole] if whole is not None else []
         if isinstance(parts, Malformed):
             sink.malformed(source, self._lane, parts.reason)
             return iter(())
         return iter(parts)
 
-    def _assembled(self, sink: Sink, source: bytes, chunk: Chunk) -> bytearray | Malformed | None:
+    def _assembled(self, sink: Sink, source: bytes, chunk: Chunk) -> memoryview | Malformed | None:
         if not sink.is_known(source, self._lane):
             return Malformed(reason="a chunk before HELLO")
         given_up = self._assemblies.overflow(source, chunk)

@@ -20,7 +20,7 @@ from enum import Enum
 import zmq
 
 from ...core.errors import LaunchError
-from ..session.frames import LIMITS, batch
+from ..session.frames import LIMITS, batch, sole
 from ..session.lent import fill_chunk, lent_of
 from ..wire import Parcel
 from .departures import Departures
@@ -35,7 +35,7 @@ HANDSHAKE_LIMIT_S = 4.0
 BACKOFF_S = (0.05, 2.0)
 MAX_BACKDATED_S = 5.0
 BATCH_BYTES = 512 * 1024
-CHUNKS_PER_TURN = 4
+CHUNKS_PER_TURN = 1
 AGAIN_S = 0.005
 BURST_S = 50e-6
 """What is sent so soon after another one is of one burst with it. To ask for a call in the next turn of the loop, for
@@ -53,7 +53,7 @@ class OutboxState(Enum):
     CLOSED = "closed"
 
 
-_MAX_BATCH = LIMITS.batch
+_MAX_BATCH, _CHUNK, _DONTWAIT = LIMITS.batch, LIMITS.chunk, int(zmq.DONTWAIT)
 _READY = OutboxState.READY  # members of an Enum are looked up in Python
 
 
@@ -105,7 +105,9 @@ class Outbox:
             self._take_turn()
         else:
             self._left_at = now
-            if self._flush() and self._is_unfinished:
+            if len(self._queue) == 1 and self._chunked is None and not self._is_closing and len(parcel.data) <= _CHUNK:
+                self._send_sole(parcel)  # nearly always
+            elif self._flush() and self._is_unfinished:
                 self._take_turn()
 
     def flush(self, until: float) -> None:
@@ -154,9 +156,21 @@ class Outbox:
             self._is_turn_taken = True
             self._loop.call_soon(self._flush_in_turn)
 
+    def _send_sole(self, parcel: Parcel) -> bool:
+        """One ZeroMQ message of the only one that waits; False if it has to wait."""
+        if not parcel.is_withdrawn:
+            if not self._put(sole(parcel.data)):
+                return False
+            parcel.is_sent = True
+            self._sent_units += parcel.cost
+        self._queue.clear()
+        return True
+
     def _send_batch(self) -> bool:
         """One ZeroMQ message; False if it has to wait."""
         queue = self._queue
+        if len(queue) == 1:
+            return self._send_sole(queue[0])
         datas = [parcel.data for parcel in queue if not parcel.is_withdrawn]
         if 0 < len(datas) <= _MAX_BATCH and sum(map(len, datas)) <= BATCH_BYTES:  # nearly always
             if not self._put(batch(datas)):
@@ -227,7 +241,7 @@ class Outbox:
             return False
         for _ in range(2):
             try:
-                socket.send(message, zmq.DONTWAIT)
+                socket.send(message, _DONTWAIT)
             except zmq.Again:
                 # The new connection may not have been noticed yet by this side of the socket: looking makes it so.
                 socket.getsockopt(zmq.EVENTS)

@@ -23,6 +23,7 @@ from ..security import KeyPair, Keys
 from ..session.guard import Guard
 from ..turn_budget import TurnBudget
 from ..wire import Endpoints, Lane, Parcel, Sink
+from .bulk_thread import lower_bulk_thread, thread_ids
 from .departures import Departures
 from .handshakes import HandshakeWatch
 from .inbox import Inbox
@@ -35,6 +36,8 @@ UNREACHABLE_S = 6.0
 SETTLE_S = 0.25
 """How long `flush` waits for connections that are just being made: a handshake takes a few milliseconds."""
 TERM_S = 5.0
+NAMED_S = 0.1
+"""By then ZeroMQ's threads have given themselves their names."""
 
 _log = logging.getLogger("myxa.transport")
 
@@ -73,6 +76,8 @@ class ZmqTransport:
         self._has_joined = False
         self.counters: Counter[str] = Counter()
         """Connections that were refused, by reason."""
+        self._other_threads = thread_ids()
+        self._lowering: asyncio.TimerHandle | None = None
         self._context = make_context()
         self._inboxes: list[tuple[Lane, Inbox]] = []
         self._gatekeeper: Gatekeeper | None = None
@@ -117,6 +122,9 @@ class ZmqTransport:
 
     def start(self, sink: Sink) -> None:
         self._sink = sink
+        if self._lowering is None:
+            loop = asyncio.get_running_loop()
+            self._lowering = loop.call_later(NAMED_S, lower_bulk_thread, self._other_threads)
         if self._gatekeeper is not None:
             self._gatekeeper.start()
         for _, inbox in self._inboxes:
@@ -233,6 +241,8 @@ class ZmqTransport:
         self._context.destroy(linger=0)
 
     def _close_inboxes(self) -> None:
+        if self._lowering is not None:
+            self._lowering.cancel()
         for watch in self._watches:
             watch.close()
         self._watches.clear()

@@ -11,11 +11,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import zmq
 from zmq.utils import z85
 
-from ..session.guard import Guard, Verdict
+from ..session.guard import Verdict
 from .inbox import Pump
 from .sockets import ZAP_DOMAIN, Socket
 
@@ -49,6 +50,15 @@ Note = Callable[[str, str, str], None]
 """What was refused, whom, remedy: to be told once."""
 
 
+class Doorman(Protocol):
+    """Who decides: the guard of the job's processes, or somebody's own list of keys."""
+
+    on_change: Callable[[], None] | None
+    """Called by it when keys became known; set by the gatekeeper."""
+
+    def verdict(self, key: str, now: float) -> Verdict: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Question:
     """Of libzmq."""
@@ -64,7 +74,7 @@ class _Question:
 class Gatekeeper:
     """Of one context."""
 
-    def __init__(self, context: zmq.Context[Socket], guard: Guard, counters: Counter[str], note: Note) -> None:
+    def __init__(self, context: zmq.Context[Socket], guard: Doorman, counters: Counter[str], note: Note) -> None:
         self._guard = guard
         self._note = note
         self._socket = context.socket(zmq.ROUTER)

@@ -179,6 +179,11 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
             multiple_of_micros=layout.pp if layout.vpp > 1 else 1,
         )
 
+    def _refuses_saving(self) -> str:
+        if not self._config.megatron.offload_optimizer:
+            return ""
+        return "megatron.offload_optimizer does not go with checkpoints yet: begin the run without it"
+
     def _hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         parts = self._ready()
         parts.optimizer.settle()

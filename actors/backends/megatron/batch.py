@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from ....core.samples import TrainSample, TrainShard
-from ..torch_backend.layout import I64
+from ..torch_backend.layout import I64, temperature_of
 from ..torch_backend.microbatch import MicroBatch, batch_of, check_shard, trained_members
 from ..torch_backend.tensors import from_array
+from ..vocab_scores import Temperature
 from . import mcore
 
 
@@ -72,6 +73,8 @@ class Pack:
     """int64 [M]: position of loss token m inside its sample's response."""
     num_tokens: int
     """T, padding included."""
+    temperature: Temperature
+    """That the N tokens were drawn at; float32 [N] if they differ."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -121,7 +124,13 @@ def pack_samples(samples: Sequence[TrainSample], members: Sequence[int], cutting
         offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         columns_M=np.concatenate([*columns, np.zeros(0, np.int64)]),
         num_tokens=int(starts[-1]),
+        temperature=_here(temperature_of([samples[i] for i in active], counts, "cpu"), places_N, device),
     )
+
+
+def _here(temperature: Temperature, places_N: I64, device: torch.device) -> Temperature:
+    """Of all M loss tokens -> of those on this context rank."""
+    return temperature[from_array(places_N)].to(device) if isinstance(temperature, Tensor) else temperature
 
 
 def zigzag(lengths: Sequence[int], num_chunks: int, cp_rank: int) -> I64:

@@ -29,23 +29,23 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from ....core.chaos import reached
 from ....core.errors import TrainError
-from ...models.hf_folder import ModelConfig
-from ...models.safetensors_file import open_safetensors, write_safetensors
-from ..torch_backend.checkpoint import RNG_CPU, RNG_CUDA, check_extra, check_model, identity_of
-from ..torch_backend.checkpoint_folder import (
+from ....core.file_entry import FileEntry, describe_file
+from ...checkpoint_folder import (
     FORMAT,
-    FileEntry,
     Manifest,
     begin,
     check_digest,
     commit,
-    describe_file,
     find_checkpoint,
     partial_of,
     rank_file,
     read_manifest,
 )
+from ...models.hf_folder import ModelConfig
+from ...models.safetensors_file import open_safetensors, write_safetensors
+from ..torch_backend.checkpoint import RNG_CPU, RNG_CUDA, check_extra, check_model, identity_of
 from ..torch_backend.export import named_array
 from ..torch_backend.tensors import from_bytes
 from . import mcore
@@ -95,6 +95,7 @@ class PendingCheckpoint:
 
     def write(self) -> None:
         """This rank's files; any thread, not collective. Raises TrainError when the disk refuses."""
+        reached("trainer.checkpoint_write")
         partial = partial_of(self._target)
         self._shards.write()
         write_safetensors(partial / rank_file(self._world.rank), self._random)

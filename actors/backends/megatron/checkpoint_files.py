@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 _LIST = ".files-"
+_UNFINISHED = ".tmp"
+"""safetensors writes beside the place under such a name and renames; torch ends a name with it."""
 
 
 def list_of(rank: int) -> str:
@@ -13,8 +15,10 @@ def list_of(rank: int) -> str:
 
 
 def files_of(partial: Path, rank: int) -> list[Path]:
-    """What that rank wrote, or for all of them; not the lists of files, which other ranks may be writing by now."""
-    return sorted(p for p in partial.iterdir() if not p.name.startswith(_LIST) and _writer_of(p.name) == rank)
+    """What that rank wrote, or for all of them; not the lists of files, which other ranks may be writing by now, nor
+    what another rank has under way and will rename."""
+    names = [path.name for path in partial.iterdir() if not path.name.startswith((_LIST, _UNFINISHED))]
+    return [partial / name for name in sorted(names) if not name.endswith(_UNFINISHED) and _writer_of(name) == rank]
 
 
 def _writer_of(name: str) -> int:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from ....core.chaos import reached
 from ..vocab_scores import TokenScores
 from . import mcore
 from .batch import Pack
@@ -43,17 +44,16 @@ class Pipeline:
         config.finalize_model_grads_func = _finalize
         config.calculate_per_token_loss = True
 
-    def train(
-        self, packs: Sequence[Pack], temperature: float, loss_of: LossOf, *, needs_entropy_grad: bool = False
-    ) -> None:
+    def train(self, packs: Sequence[Pack], loss_of: LossOf, *, needs_entropy_grad: bool = False) -> None:
         """Forward and backward of all micro-batches; gradients end summed over all ranks that share them. Collective.
 
         Every rank gives as many packs; `loss_of` is called in their order, on scoring ranks only.
         """
-        self._run(packs, temperature, loss_of, needs_entropy_grad=needs_entropy_grad, forward_only=False)
+        reached("trainer.forward")
+        self._run(packs, loss_of, needs_entropy_grad=needs_entropy_grad, forward_only=False)
 
     @torch.no_grad()
-    def score(self, packs: Sequence[Pack], temperature: float) -> list[TokenScores]:
+    def score(self, packs: Sequence[Pack]) -> list[TokenScores]:
         """Scores of each pack's M loss tokens by the same operations on the same shapes, hence the same bits; empty on
         ranks that do not score. Collective."""
         found: list[TokenScores] = []
@@ -62,7 +62,7 @@ class Pipeline:
             found.append(TokenScores(scores.logprobs_M.clone(), scores.entropy_M.clone()))
             return scores.logprobs_M.new_zeros(())
 
-        self._run(packs, temperature, keep, needs_entropy_grad=False, forward_only=True)
+        self._run(packs, keep, needs_entropy_grad=False, forward_only=True)
         return found
 
     def routed(self, mode: Mode) -> AbstractContextManager[None]:
@@ -72,7 +72,6 @@ class Pipeline:
     def _run(
         self,
         packs: Sequence[Pack],
-        temperature: float,
         loss_of: LossOf,
         *,
         needs_entropy_grad: bool,
@@ -80,7 +79,7 @@ class Pipeline:
     ) -> None:
         if not packs:
             return
-        step = partial(self._forward, temperature=temperature, loss_of=loss_of, needs_entropy_grad=needs_entropy_grad)
+        step = partial(self._forward, loss_of=loss_of, needs_entropy_grad=needs_entropy_grad)
         feeds = [iter(list(enumerate(packs))) for _ in self.chunks]
         mcore.module("pipeline_parallel").get_forward_backward_func()(
             forward_step_func=step,
@@ -97,14 +96,13 @@ class Pipeline:
         feed: Iterator[tuple[int, Pack]],
         chunk: nn.Module,
         *,
-        temperature: float,
         loss_of: LossOf,
         needs_entropy_grad: bool,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
         number, pack = next(feed)
         head = self._head_of(chunk)
         if head is not None:
-            head.request = HeadRequest(pack.rows_N, pack.targets_N, temperature, needs_entropy_grad)
+            head.request = HeadRequest(pack.rows_N, pack.targets_N, pack.temperature, needs_entropy_grad)
         with self.routing.of(chunk, pack) if self.routing is not None else nullcontext():
             output = chunk(pack.token_ids_1t, None, None, packed_seq_params=pack.sequences)
 
@@ -122,6 +120,7 @@ class Pipeline:
 def _finalize(chunks: list[nn.Module], num_tokens: Tensor | None, **rest: Any) -> None:
     """Megatron's end of a backward pass, without its division by tokens."""
     del num_tokens
+    reached("trainer.all_reduce")
     mcore.module("distributed").finalize_model_grads(chunks, None, **rest)
 
 

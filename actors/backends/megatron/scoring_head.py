@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ....core.errors import TrainError
-from ..vocab_scores import VocabSlice, score_rows
+from ..vocab_scores import Temperature, VocabSlice, score_rows
 from . import mcore
 
 parallel_state = mcore.parallel_state
@@ -31,7 +31,7 @@ class HeadRequest:
     """int64 [N]: positions in this rank's sequence (all of it, whatever sequence parallelism does) that predict."""
     targets_N: Tensor
     """int64 [N]: the tokens they are to predict."""
-    temperature: float
+    temperature: Temperature
     needs_entropy_grad: bool = False
 
 

@@ -29,6 +29,7 @@ from ....algos.objective import (
     objective_config,
     policy_objective,
 )
+from ....core.chaos import reached
 from ....core.clock import Clock
 from ....core.errors import TrainError
 from ....core.samples import F32, TrainSample, TrainShard
@@ -138,7 +139,7 @@ class MegatronStepper:
         return self._told(scores)
 
     def _score_packs(self, packs: Sequence[Pack], into: list[F32]) -> None:
-        found = self._pipeline.score(packs, self._settings.temperature)
+        found = self._pipeline.score(packs)
         for pack, scores in zip(packs, found, strict=False):  # nothing was found where nobody scores
             scatter_scores(scores.logprobs_M, pack, into)
 
@@ -162,15 +163,15 @@ class MegatronStepper:
 
     def _score_before(self, step: _Step, micros: Sequence[PackedBatch]) -> None:
         """Fill in proximal and reference log-probs and the advantages of every token."""
-        objective, temperature = step.objective, self._settings.temperature
+        objective = step.objective
         packs = [micro.layout for micro in micros]
         starts: list[TokenScores] = []
         references: list[TokenScores] = []
         if needs_proximal(objective) or charges_kl(objective):
             with self._pipeline.routed("record"):
-                starts = self._pipeline.score(packs, temperature)
+                starts = self._pipeline.score(packs)
         if needs_reference(objective) and self._reference is not None:
-            references = self._reference.score(packs, temperature)
+            references = self._reference.score(packs)
         if not self._world.place.is_scoring:
             return
         for number, micro in enumerate(micros):
@@ -205,6 +206,7 @@ class MegatronStepper:
         if gradient_is_bad:
             return self._find_bad_gradient(step, micros, normaliser, place)
         rate = learning_rate(settings.optimizer, optimizer.num_updates, settings.total_updates)
+        reached("trainer.optimizer")
         optimizer.update(rate, settings.optimizer.weight_decay, settings.optimizer.max_grad_norm)
         step.num_updates += 1
         share = 1.0 / world.place.dp_size  # equal on all replicas, and the tally adds replicas up
@@ -231,7 +233,6 @@ class MegatronStepper:
         with self._pipeline.routed("replay" if has_choices else "off"):
             self._pipeline.train(
                 [micro.layout for micro in micros],
-                self._settings.temperature,
                 loss_of,
                 needs_entropy_grad=step.objective.entropy_coef > 0,
             )

@@ -116,7 +116,7 @@ class MegatronWorld(World):
                 context_parallel_size=layout.cp,
                 expert_model_parallel_size=layout.ep,
                 expert_tensor_parallel_size=layout.etp,
-                distributed_timeout_minutes=max(1, round(gang.timeout_s / 60)),
+                distributed_timeout_minutes=max(1, round((gang.collective_s or gang.timeout_s) / 60)),
                 create_gloo_process_groups=False,
             )
             _seed(seed)
@@ -157,13 +157,14 @@ class MegatronWorld(World):
 
 
 def _alone(gang: Gang, device: torch.device) -> None:
+    """No device is named: else every group of Megatron's would get a communicator at once, and each takes hundreds of
+    MiB of the GPU to speak with nobody."""
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
         rank=0,
         world_size=1,
-        timeout=timedelta(seconds=gang.timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        timeout=timedelta(seconds=gang.collective_s or gang.timeout_s),
     )
 
 

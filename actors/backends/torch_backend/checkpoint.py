@@ -17,24 +17,24 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ....core.chaos import reached
 from ....core.errors import TrainError
+from ....core.file_entry import FileEntry, describe_file
 from ....core.protocols import NamedArray
-from ...models.hf_folder import ModelConfig
-from ...models.safetensors_file import open_safetensors, write_safetensors
-from .adamw import AdamW
-from .checkpoint_folder import (
+from ...checkpoint_folder import (
     FORMAT,
-    FileEntry,
     Manifest,
     begin,
     check_digest,
     commit,
-    describe_file,
     find_checkpoint,
     partial_of,
     rank_file,
     read_manifest,
 )
+from ...models.hf_folder import ModelConfig
+from ...models.safetensors_file import open_safetensors, write_safetensors
+from .adamw import AdamW
 from .export import named_array
 from .parallel import Replica
 from .tensors import from_bytes, integers, local_part
@@ -75,6 +75,7 @@ class PendingCheckpoint:
 
     def write(self) -> None:
         """This rank's file; any thread, not collective. Raises TrainError when the disk refuses."""
+        reached("trainer.checkpoint_write")
         path = partial_of(self._target) / rank_file(self._world.rank)
         write_safetensors(path, self._tensors)
         self._entry = describe_file(path)

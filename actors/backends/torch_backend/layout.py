@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ....core.samples import TrainSample
+from ..vocab_scores import Temperature
 from .tensors import from_array
 
 I64 = npt.NDArray[np.int64]
@@ -75,6 +76,8 @@ class Layout:
     """int64 [len(members) + 1]: loss tokens of member k are `offsets[k]:offsets[k + 1]`."""
     columns_M: I64
     """int64 [M]: position of loss token m inside its sample's response."""
+    temperature: Temperature
+    """That the loss tokens were drawn at."""
 
     @property
     def num_tokens(self) -> int:
@@ -214,6 +217,7 @@ class _Packer:
             members=tuple(self._members),
             offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             columns_M=np.concatenate(self._columns),
+            temperature=temperature_of([self._samples[i] for i in self._members], counts, device),
         )
 
 
@@ -269,7 +273,16 @@ def _empty_layout(device: torch.device | str) -> Layout:
         members=(),
         offsets=np.zeros(1, dtype=np.int64),
         columns_M=np.zeros(0, dtype=np.int64),
+        temperature=1.0,
     )
+
+
+def temperature_of(samples: Sequence[TrainSample], counts: Sequence[int], device: torch.device | str) -> Temperature:
+    """Of each sample's loss tokens (`counts`), one sample after another; one number if they are all alike."""
+    found = [sample.temperature for sample in samples]
+    if len(set(found)) < 2:
+        return float(found[0]) if found else 1.0
+    return from_array(np.repeat(np.asarray(found, dtype=np.float32), counts)).to(device)
 
 
 def _to_device(array: npt.NDArray[np.integer], device: torch.device | str) -> Tensor:

@@ -6,6 +6,7 @@ tokens of all its samples, one after another. Masked tokens do not appear, so ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -134,7 +135,8 @@ def check_shard(shard: TrainShard, vocab_size: int) -> None:
 
 
 def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
-    """Raise TrainError naming the first sample whose arrays disagree or that holds an impossible token."""
+    """Raise TrainError naming the first sample whose arrays disagree or that holds an impossible token, or that was
+    drawn at a temperature that has no log-probs."""
     for sample in samples:
         length = len(sample.token_ids) - sample.prompt_len
         sizes = {name: len(getattr(sample, name)) for name in ("loss_mask", "logprobs", "versions")}
@@ -148,6 +150,11 @@ def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
             raise TrainError(
                 f"{_name(sample)}: its first token has nothing in front that could predict it",
                 remedy="a prompt needs at least one token",
+            )
+        if not (math.isfinite(sample.temperature) and sample.temperature > 0):
+            raise TrainError(
+                f"{_name(sample)}: temperature = {sample.temperature} gives no log-probs to train on",
+                remedy="tokens must be drawn at a temperature above 0",
             )
     if not samples:
         return

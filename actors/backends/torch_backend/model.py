@@ -204,15 +204,15 @@ class CausalLM(nn.Module):
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
         self._rope_theta, self._head_dim = config.rope_theta, config.head_dim
 
-    def forward(self, layout: Layout, temperature: float = 1.0, needs_entropy_grad: bool = False) -> TokenScores:
-        """Log-probs and entropies of the loss tokens, float32 [M] each."""
+    def forward(self, layout: Layout, needs_entropy_grad: bool = False) -> TokenScores:
+        """Log-probs and entropies of the loss tokens, float32 [M] each, at the temperature they were drawn at."""
         hidden_Nh = self.model(layout, self._rope(layout.positions_T), self.dtype)
         head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         return score_tokens(
             hidden_Nh.index_select(0, layout.row_of_M),
             head.to(self.dtype),
             layout.targets_M,
-            temperature,
+            layout.temperature,
             needs_entropy_grad=needs_entropy_grad,
         )
 

@@ -56,14 +56,14 @@ class Replica:
         """Names and parameters (shards of them under fsdp), in a fixed order; tied weights once."""
         return list(self.module.named_parameters())
 
-    def forward(self, layout: Layout, temperature: float, *, needs_entropy_grad: bool = False) -> TokenScores:
+    def forward(self, layout: Layout, *, needs_entropy_grad: bool = False) -> TokenScores:
         """Score a layout with gradient."""
-        return cast(TokenScores, self.module(layout, temperature, needs_entropy_grad))
+        return cast(TokenScores, self.module(layout, needs_entropy_grad))
 
-    def score(self, layout: Layout, temperature: float) -> TokenScores:
+    def score(self, layout: Layout) -> TokenScores:
         """Score a layout without gradient: the same operations on the same shapes, hence the same bits."""
         with torch.no_grad():
-            return cast(TokenScores, self.module(layout, temperature))
+            return cast(TokenScores, self.module(layout))
 
     def share_gradients(self) -> None:
         """Sum gradients over ranks (ddp), after the last backward pass of a mini-batch. Collective."""

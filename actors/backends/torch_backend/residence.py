@@ -22,6 +22,7 @@ from ....core.device_memory import Tag, TagPolicy, TagReport
 from ....memory.arenas.arena import Arena
 from ....memory.arenas.streams import Restoring
 from ....memory.arenas.tensors import empty_tensors
+from ....memory.arenas.torch_cache import trim_torch_cache
 
 POLICIES: dict[Tag, TagPolicy] = {"params": "backup", "grads": "discard", "optimizer": "backup", "frozen": "backup"}
 LATE: Tag = "optimizer"
@@ -107,8 +108,7 @@ class TorchResidence:
         """On a GPU: what torch hoards, the other tenant lacks."""
         if not self._arena.device.startswith("host:"):
             gc.collect(1)
-            torch.cuda.ipc_collect()
-            torch.cuda.empty_cache()
+            trim_torch_cache(torch.cuda.current_device())
 
     def _known(self, tags: Collection[Tag]) -> list[Tag]:
         return [report.tag for report in self.report() if report.tag in tags]

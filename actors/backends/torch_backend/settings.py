@@ -1,7 +1,7 @@
 """What a step needs to know from the run file, and which of it can be changed while the run goes on.
 
-Knows config sections. Must not know tensors. A knob is a live value from the control socket: it replaces a field for
-one step, with the same checks as the run file.
+Knows config sections and the options of the objective. Must not know tensors. A knob is a live value from the control
+socket: it replaces a field for one step, with the same checks as the run file.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
+from ....algos.options import objective_config
 from ....core.config import AlgoConfig, OptimizerConfig
 from ....core.errors import ConfigError
+from .schedule import check_schedule
 
-ALGO_KNOBS = ("clip_low", "clip_high", "dual_clip", "tis_cap", "mis_low", "mis_high", "kl_coef", "entropy_coef")
-OPTIMIZER_KNOBS = ("lr", "max_grad_norm", "weight_decay", "min_lr_ratio")
+ALGO_KNOBS = ("clip_low", "clip_high", "dual_clip", "tis_cap", "mis_low", "mis_high", "kl_coef", "entropy_coef",
+              "minibatches")  # fmt: skip
+OPTIMIZER_KNOBS = ("lr", "max_grad_norm", "weight_decay", "min_lr_ratio", "decay_steps")
+WHOLE = ("minibatches", "decay_steps")
 KNOBS = ALGO_KNOBS + OPTIMIZER_KNOBS
 """`lr` is the peak of the schedule, not the rate of the moment."""
 
@@ -26,8 +30,6 @@ class StepSettings:
 
     algo: AlgoConfig
     optimizer: OptimizerConfig
-    temperature: float = 1.0
-    """The one that engines sample with; log-probs are taken of softmax(logits / temperature)."""
     max_new_tokens: int = 1
     """Divisor per sample of reduction "constant" (Dr.GRPO, arXiv 2503.20783, section 3.2)."""
     total_updates: int = 0
@@ -50,8 +52,9 @@ def _changed(settings: StepSettings, knobs: Mapping[str, float]) -> StepSettings
     unknown = sorted(set(knobs) - set(KNOBS))
     if unknown:
         raise ConfigError(f"no such knob: {', '.join(unknown)}", remedy=f"the trainer has {', '.join(KNOBS)}")
-    algo = {name: value for name, value in knobs.items() if name in ALGO_KNOBS}
-    optimizer = {name: value for name, value in knobs.items() if name in OPTIMIZER_KNOBS}
+    values = {name: int(value) if name in WHOLE else value for name, value in knobs.items()}
+    algo = {name: value for name, value in values.items() if name in ALGO_KNOBS}
+    optimizer = {name: value for name, value in values.items() if name in OPTIMIZER_KNOBS}
     try:
         return replace(
             settings,
@@ -60,5 +63,14 @@ def _changed(settings: StepSettings, knobs: Mapping[str, float]) -> StepSettings
         )
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"]) or ", ".join(knobs)
-        raise ConfigError(f"knob {name}: {first['msg']}", remedy="the run file's limits hold for knobs too") from error
+        name = ".".join(str(part) for part in first["loc"])  # nothing where several values do not go together
+        raise ConfigError(
+            f"knob {name}: {first['msg']}" if name else first["msg"], remedy="the run file's limits hold for knobs too"
+        ) from error
+
+
+def check_together(settings: StepSettings) -> None:
+    """Raise ConfigError for values that a step would refuse: bounds that cross, options that the loss does not have, a
+    schedule without an end."""
+    objective_config(settings.algo, settings.algo.minibatches)
+    check_schedule(settings.optimizer, settings.total_updates)

@@ -28,10 +28,10 @@ from ....algos.objective import (
     objective_config,
     policy_objective,
 )
+from ....core.chaos import reached
 from ....core.clock import Clock
 from ....core.errors import TrainError
 from ....core.samples import F32, TrainSample, TrainShard
-from ..vocab_scores import TokenScores
 from .accounting import (
     charges_kl,
     fill_advantages,
@@ -124,7 +124,7 @@ class Stepper:
         scores = [np.zeros(len(s.loss_mask), dtype=np.float32) for s in shard.samples]
         for minibatch in cut_shard(shard, cutting):
             for micro in minibatch:
-                scores_M = self._scores(self._replica, micro).logprobs_M
+                scores_M = self._replica.score(micro.layout).logprobs_M
                 scatter_scores(scores_M, micro.layout, scores)
         if cutting.skips_neutral:
             self._score_micros(shard.samples, left_out(shard), scores)
@@ -142,14 +142,11 @@ class Stepper:
     def _score_micros(self, samples: Sequence[TrainSample], micros: Sequence[Sequence[int]], into: list[F32]) -> None:
         for members in micros:
             layout = plan_layout(samples, members, linear_cost=self._cutting.linear_cost, device=self._cutting.device)
-            scores_M = self._replica.score(layout, self._settings.temperature).logprobs_M
+            scores_M = self._replica.score(layout).logprobs_M
             scatter_scores(scores_M, layout, into)
 
     def _cutting_for(self, objective: ObjectiveConfig) -> Cutting:
         return replace(self._cutting, skips_neutral=skips_neutral(objective))
-
-    def _scores(self, replica: Replica, micro: MicroBatch[Layout]) -> TokenScores:
-        return replica.score(micro.layout, self._settings.temperature)
 
     # -- before the first update
 
@@ -158,11 +155,11 @@ class Stepper:
         objective = step.objective
         for micro in micros:
             needs_start = needs_proximal(objective) or charges_kl(objective)
-            start_M = self._scores(self._replica, micro).logprobs_M if needs_start else None
+            start_M = self._replica.score(micro.layout).logprobs_M if needs_start else None
             if needs_proximal(objective):
                 micro.proximal_M = start_M
             if needs_reference(objective) and self._reference is not None:
-                micro.reference_M = self._scores(self._reference, micro).logprobs_M
+                micro.reference_M = self._reference.score(micro.layout).logprobs_M
             fill_advantages(micro, step.settings.algo, objective, start_M)
         if needs_whitening(objective.kind):
             whiten_together(micros, self._world.sum, self._world.device)
@@ -184,6 +181,7 @@ class Stepper:
             loss = self._loss(step, micro, normaliser, is_first=number == 0)
             backward(loss * self._replica.loss_scale)
             losses.append(loss.detach())
+        reached("trainer.all_reduce")
         self._replica.share_gradients()
         bad = first_not_finite(torch.stack(losses))
         norm = self._replica.gradient_norm()
@@ -195,6 +193,7 @@ class Stepper:
             return self._find_bad_gradient(step, micros, normaliser, place)
         rate = learning_rate(settings.optimizer, self._optimizer.num_updates, settings.total_updates)
         self._replica.clip(norm, settings.optimizer.max_grad_norm)
+        reached("trainer.optimizer")
         self._optimizer.update(rate, settings.optimizer.weight_decay)
         step.num_updates += 1
         share = 1.0 / self._world.size  # equal on all ranks, and the tally adds ranks up
@@ -205,7 +204,8 @@ class Stepper:
     def _loss(self, step: _Step, micro: MicroBatch[Layout], normaliser: Normaliser, *, is_first: bool) -> Tensor:
         """This micro-batch's share of the global loss, 0-dim, and its metrics into the tally."""
         needs_entropy_grad = step.objective.entropy_coef > 0
-        scores = self._replica.forward(micro.layout, self._settings.temperature, needs_entropy_grad=needs_entropy_grad)
+        reached("trainer.forward")
+        scores = self._replica.forward(micro.layout, needs_entropy_grad=needs_entropy_grad)
         batch = token_batch(micro, scores.logprobs_M, scores.entropy_M)
         objective = policy_objective(batch, step.objective, normaliser)
         with torch.no_grad():

@@ -48,12 +48,16 @@ class Gang:
     local_rank: int = 0
     """Number among the ranks on this host: which of the visible GPUs is ours."""
     timeout_s: float = 300.0
-    """Bound on the meeting and on every collective."""
+    """Bound on the meeting."""
+    collective_s: float = 0.0
+    """Bound on every collective; 0: as long."""
     backend: str = ""
     """torch's name of a registered backend whose groups can leave their devices; empty: nccl on GPUs, else gloo."""
 
     @staticmethod
-    def from_environment(environment: Mapping[str, str], timeout_s: float = 300.0) -> Gang:
+    def from_environment(
+        environment: Mapping[str, str], timeout_s: float = 300.0, *, collective_s: float = 0.0
+    ) -> Gang:
         """From RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK as torchrun sets them; none set: alone.
 
         Raises LaunchError for a value that is not a number.
@@ -72,6 +76,7 @@ class Gang:
             master_port=numbers["MASTER_PORT"],
             local_rank=numbers["LOCAL_RANK"],
             timeout_s=timeout_s,
+            collective_s=collective_s,
         )
 
 
@@ -103,7 +108,7 @@ class World:
             store=PrefixStore("group", store),
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=gang.timeout_s),
+            timeout=timedelta(seconds=gang.collective_s or gang.timeout_s),
             device_id=device if device.type == "cuda" and not gang.backend else None,
         )
         return World(rank, size, device, store)

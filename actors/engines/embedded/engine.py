@@ -22,10 +22,12 @@ from ....core.device_memory import Tag, TagReport
 from ....core.errors import EngineError
 from ....core.messages import WeightManifest
 from ....core.protocols import Delta, EngineInfo, GenerateRequest, NamedArray, PauseMode, WeightReader
+from ....core.weight_channel import WeightProgress
 from ....memory.budget import EngineBudget, plan_engine
 from ....memory.host import available_bytes
 from ...models.hf_folder import ModelConfig, open_weights, read_config
 from ...models.tokenizer import load_tokenizer
+from ...weights.beacon import Beacon, Counted
 from .allocation import plain_zeros
 from .core import CoreOptions, EngineCore, Event
 from .lent_memory import LentMemory, expected
@@ -67,6 +69,7 @@ class EmbeddedEngine:
     ) -> None:
         self._folder = Path(folder)
         self._options = options or EmbeddedOptions()
+        self.pause_mode: PauseMode = self._options.pause_mode
         self._reader = reader
         self._memory = memory
         self._state: _Started | None = None
@@ -76,6 +79,7 @@ class EmbeddedEngine:
         self._starting = asyncio.Lock()
         self._broken: EngineError | None = None
         self._is_lost = asyncio.Event()
+        self._beacon = Beacon()
 
     @property
     def _place(self) -> str:
@@ -261,8 +265,10 @@ class EmbeddedEngine:
             )
 
         def load(weights: DecoderWeights) -> None:
+            what = f"weight version {manifest.version} from {manifest.channel}"
+            self._beacon.step(f"{what}: digest", is_counted=False)
             with reader.open(manifest) as tensors:
-                weights.load(tensors, f"weight version {manifest.version}")
+                weights.load(Counted(tensors, self._beacon, what), f"weight version {manifest.version}")
 
         await self._prepare(manifest.version, load)
 
@@ -310,8 +316,12 @@ class EmbeddedEngine:
                 )
             # From here on the spare set may be the served one, whether or not our caller waits for the answer.
             state.spare = state.prepared = None
-            mode = self._options.pause_mode
+            mode = self.pause_mode
             state.spare = await state.thread.call(lambda core: core.swap(weights, version, mode))
+
+    def weight_progress(self) -> WeightProgress:
+        """See `core.protocols.TellsProgress`."""
+        return self._beacon.told()
 
     async def relabel(self, version: int) -> None:
         """Stamp the next tokens with another version, weights unchanged: the weights were known by another number."""

@@ -1,0 +1,238 @@
+"""The audit log `audit.jsonl`: one line for everything that a person or a rule changed or tried to change.
+
+Append-only. Each line holds the digest of the line before it and its own, so that a changed, removed or exchanged line
+shows; what such a chain cannot show is a tail that was cut off cleanly, or a file that somebody wrote anew as a whole
+(whoever may write the file can): for the first, compare with a head that was noted elsewhere (`verify_audit`, and the
+"knob" events of the run, which carry it).
+
+Several processes may append: each takes the file's lock, reads the last line, writes, and calls fsync. A line without
+its end was never acknowledged (its writer died): the next append removes it. Blocking; a loop calls it in a thread.
+
+Written by hand: `python-json-logger` and `structlog` format lines and have no chain; `pymerkle` keeps a tree beside the
+log, which answers questions that nobody asks here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from ..core.errors import ConfigError, LedgerError
+from ..core.knobs import AuditRecord
+
+AUDIT_FILE = "audit.jsonl"
+MAX_LINE_BYTES = 256 << 10
+LOCK_S = 10.0
+"""For how long an append waits for the others."""
+_RETRY_S = 0.005
+_DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"\}$')
+_EMPTY_DIGEST = b'"digest":""}'
+
+
+@dataclass(frozen=True, slots=True)
+class AuditHead:
+    """The newest line, as somebody noted it: with it a tail that was cut off shows."""
+
+    number: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuditVerdict:
+    """Whether the chain holds."""
+
+    num_records: int
+    """Good lines, from the first."""
+    complaint: str = ""
+    """What is wrong and in which line; empty: nothing."""
+    bad_line: int = 0
+    """From 1; 0: none."""
+    is_torn: bool = False
+    """The last line has no end: its writer died, and nobody was told that it was there."""
+    head: AuditHead | None = None
+
+
+class AuditLog:
+    """A file to append to. Cheap to make; holds nothing open between two appends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, record: AuditRecord) -> AuditRecord:
+        """Write it durably; `number`, `previous` and `digest` are set here. Returns it as written.
+
+        Raises ConfigError for a record that is too long, LedgerError when the file cannot be written or locked, or its
+        last line is not one.
+        """
+        try:
+            with _locked(self.path) as descriptor:
+                return self._append(descriptor, record)
+        except OSError as error:
+            raise LedgerError(
+                f"{self.path}: {error.strerror or error}", remedy="check disk and rights; nothing was changed"
+            ) from error
+
+    def _append(self, descriptor: int, record: AuditRecord) -> AuditRecord:
+        last, end = _last_line(descriptor, self.path)
+        head = None if last is None else _head_of(last)
+        if last is not None and head is None:
+            raise LedgerError(
+                f"{self.path}: the last line is no audit record", remedy="`myxa history --verify` says where it begins"
+            )
+        number, previous = (head.number + 1, head.digest) if head else (1, "")
+        line, written = seal(msgspec.structs.replace(record, number=number, previous=previous))
+        if len(line) > MAX_LINE_BYTES:
+            raise ConfigError(
+                f"a record of {len(line)} bytes is too long for the audit log", remedy=f"at most {MAX_LINE_BYTES} bytes"
+            )
+        os.ftruncate(descriptor, end)
+        try:
+            _write_all(descriptor, line + b"\n", end)
+            os.fsync(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, end)  # who was told that it is not recorded must not find it here
+            raise
+        return written
+
+
+def seal(record: AuditRecord) -> tuple[bytes, AuditRecord]:
+    """The record's line (without its end) and the record, both with the digest."""
+    blank = msgspec.json.encode(msgspec.structs.replace(record, digest=""))
+    digest = blake2b(blank, digest_size=32).hexdigest()
+    line = blank.removesuffix(_EMPTY_DIGEST) + b'"digest":"' + digest.encode() + b'"}'
+    return line, msgspec.structs.replace(record, digest=digest)
+
+
+def read_audit(path: Path, limit: int = 0) -> tuple[AuditRecord, ...]:
+    """The records, oldest first; with `limit` only the newest. Raises LedgerError naming a line that is not one; a last
+    line without its end is left out. No file: nothing was recorded."""
+    lines, _ = _lines(path)
+    first = max(len(lines) - limit, 0) if limit > 0 else 0
+    records: list[AuditRecord] = []
+    for number, line in enumerate(lines[first:], start=first + 1):
+        try:
+            records.append(msgspec.json.decode(line, type=AuditRecord))
+        except msgspec.MsgspecError as error:
+            raise LedgerError(
+                f"{path}, line {number}: {error}", remedy="`myxa history --verify` tells what still holds"
+            ) from error
+    return tuple(records)
+
+
+def verify_audit(path: Path, head: AuditHead | None = None) -> AuditVerdict:
+    """Check the whole chain; with `head` also that the line noted there is still in it. Never raises for what the file
+    holds; LedgerError if it cannot be read."""
+    lines, is_torn = _lines(path)
+    digest = ""
+    for number, line in enumerate(lines, start=1):
+        complaint = _complaint(line, number, digest)
+        if complaint:
+            return AuditVerdict(num_records=number - 1, complaint=complaint, bad_line=number, is_torn=is_torn)
+        digest = _digest_of(line)
+        if head is not None and number == head.number and digest != head.digest:
+            return AuditVerdict(number - 1, f"line {number} is not the one that was noted", number, is_torn)
+    newest = AuditHead(len(lines), digest) if lines else None
+    if head is not None and head.number > len(lines):
+        complaint = f"lines {len(lines) + 1} to {head.number} are missing at the end"
+        return AuditVerdict(len(lines), complaint, len(lines) + 1, is_torn, newest)
+    return AuditVerdict(num_records=len(lines), is_torn=is_torn, head=newest)
+
+
+def _complaint(line: bytes, number: int, previous: str) -> str:
+    found = _DIGEST.search(line)
+    if found is None:
+        return f"line {number} does not end in a digest"
+    blank = line[: found.start()] + _EMPTY_DIGEST
+    if blake2b(blank, digest_size=32).hexdigest() != found[1].decode():
+        return f"line {number} was changed: its digest does not fit"
+    try:
+        record = msgspec.json.decode(line, type=AuditRecord)
+    except msgspec.MsgspecError as error:
+        return f"line {number} is no audit record: {error}"
+    if record.number != number:
+        return f"line {number} says that it is number {record.number}: lines are missing, added or exchanged before it"
+    if record.previous != previous:
+        return f"line {number} does not follow the line before it"
+    return ""
+
+
+def _digest_of(line: bytes) -> str:
+    found = _DIGEST.search(line)
+    return found[1].decode() if found else ""
+
+
+def _head_of(line: bytes) -> AuditHead | None:
+    try:
+        record = msgspec.json.decode(line, type=AuditRecord)
+    except msgspec.MsgspecError:
+        return None
+    return AuditHead(record.number, record.digest) if record.digest else None
+
+
+def _lines(path: Path) -> tuple[list[bytes], bool]:
+    """Whole lines, and whether something without an end follows them."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return [], False
+    except OSError as error:
+        raise LedgerError(f"{path}: {error.strerror or error}", remedy="check its rights") from error
+    *whole, rest = data.split(b"\n")
+    return whole, bool(rest)
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[int]:
+    """The open file, as long as this process alone may write it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline_s = time.monotonic() + LOCK_S
+        pause = threading.Event()
+        while not _is_mine(descriptor):
+            if time.monotonic() >= deadline_s:
+                raise LedgerError(
+                    f"{path}: another process has kept it locked for {LOCK_S:g} s",
+                    remedy="see which one holds it (`fuser` names it); it is stopped or stuck",
+                )
+            pause.wait(_RETRY_S)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_mine(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _last_line(descriptor: int, path: Path) -> tuple[bytes | None, int]:
+    """The newest whole line, and where the next one begins."""
+    size = os.fstat(descriptor).st_size
+    start = max(0, size - 2 * MAX_LINE_BYTES - 2)
+    tail = os.pread(descriptor, size - start, start)
+    end = tail.rfind(b"\n")
+    if end < 0:
+        if start:
+            raise LedgerError(f"{path} is no audit log: a line has no end", remedy="move it away")
+        return None, 0
+    begin = tail.rfind(b"\n", 0, end) + 1
+    return tail[begin:end], start + end + 1
+
+
+def _write_all(descriptor: int, data: bytes, position: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, position)
+        data, position = data[count:], position + count

@@ -1,0 +1,115 @@
+"""MLflow: one MLflow run for all actors of this run, by the client of `mlflow-skinny`.
+
+    [monitor]
+    sinks = ["mlflow"]
+    [monitor.options.mlflow]
+    experiment = "sorting"
+    tracking_uri = ""        # empty: a file store in the run directory, `mlflow ui --backend-store-uri <run>/mlruns`
+
+mlflow is imported in `open` only: it is an optional extra and slow to import. Metrics are collected and written in
+batches at `flush`. A run that goes on after a restart of the monitor goes on in the same MLflow run.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ...core.messages import MetricPoint, Telemetry
+from ...core.sink import SinkContext
+from .curve_names import curve_name
+from .public_address import public_address, told_in_public
+
+FOLDER = "mlruns"
+RUN_ID_FILE = "mlflow.run_id"
+
+_SKIPPED = ("time/",)
+_FORBIDDEN = re.compile(r"[^A-Za-z0-9_\-. :/]")
+_MAX_BATCH = 1000
+"""What the server takes in one call."""
+
+
+class MlflowSink:
+    """Metrics by step."""
+
+    name = "mlflow"
+
+    def __init__(self, experiment: str = "myxa", tracking_uri: str = "") -> None:
+        self._experiment = experiment
+        self._tracking_uri = tracking_uri
+        self._client: Any = None
+        self._make_metric: Any = None
+        self._run_id = ""
+        self._pending: list[Any] = []
+        self._step = 0
+
+    def open(self, context: SinkContext) -> None:
+        """Raises ImportError saying what to install when mlflow is missing (the run goes on without this sink)."""
+        try:
+            with told_in_public(self._tracking_uri):
+                self._client = self._make_client(context.run_dir)
+            self._make_metric = import_module("mlflow.entities").Metric
+        except ImportError as error:
+            raise ImportError(f"mlflow is not installed ({error}) -- pip install 'myxa[mlflow]'") from error
+        with told_in_public(self._tracking_uri):
+            self._go_on(context)
+        where = public_address(self._tracking_uri) or context.run_dir / FOLDER
+        context.emit("mlflow-opened", f"MLflow run {self._run_id} in {where}")
+
+    def _go_on(self, context: SinkContext) -> None:
+        """In the MLflow run of an earlier monitor of this run, or in a new one."""
+        note = context.run_dir / RUN_ID_FILE
+        if note.exists():
+            self._run_id = note.read_text(encoding="utf-8").strip()
+        else:
+            known = self._client.get_experiment_by_name(self._experiment)
+            where = known.experiment_id if known else self._client.create_experiment(self._experiment)
+            run = self._client.create_run(where, run_name=context.run_dir.name)
+            self._run_id = run.info.run_id
+            note.write_text(self._run_id + "\n", encoding="utf-8")
+
+    def _make_client(self, run_dir: Path) -> Any:
+        client = import_module("mlflow.tracking").MlflowClient
+        # At the end of a run it prints a link, with the address as it was given.
+        import_module("mlflow.environment_variables").MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT.set(True)
+        if self._tracking_uri:
+            return client(tracking_uri=self._tracking_uri)
+        return client(tracking_uri=(run_dir / FOLDER).resolve().as_uri())
+
+    def write(self, bundle: Telemetry) -> None:
+        """Collect the metrics; gauges of a moment are put at the newest step."""
+        for point in bundle.metrics:
+            self._step = max(self._step, point.step)
+            self._pending += self._metrics(point)
+        if len(self._pending) >= _MAX_BATCH:
+            self.flush()
+
+    def _metrics(self, point: MetricPoint) -> list[Any]:
+        step = point.step if point.step >= 0 else self._step
+        at_ms = round(point.wall_s * 1000)
+        return [
+            self._make_metric(_FORBIDDEN.sub("_", curve_name(point.source, name)), value, at_ms, step)
+            for name, value in point.values.items()
+            if not name.startswith(_SKIPPED)
+        ]
+
+    def flush(self) -> None:
+        """Write what was collected."""
+        with told_in_public(self._tracking_uri):
+            self._send(self._client)
+
+    def _send(self, client: Any) -> None:
+        pending, self._pending = self._pending, []
+        for start in range(0, len(pending), _MAX_BATCH):
+            client.log_batch(self._run_id, metrics=pending[start : start + _MAX_BATCH])
+
+    def close(self) -> None:
+        """Write the rest and end the MLflow run."""
+        client, self._client = self._client, None
+        if client is None:
+            return
+        with told_in_public(self._tracking_uri):
+            self._send(client)
+            client.set_terminated(self._run_id)

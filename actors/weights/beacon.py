@@ -1,0 +1,54 @@
+"""How far an engine is with a weight version: set where bytes move, in whichever thread, read when somebody asks.
+
+Knows nothing of engines, channels or deadlines: whoever waits judges whether it moves (`actors/stall.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+from ...core.weight_channel import WeightProgress
+
+T = TypeVar("T")
+
+IDLE = "nothing under way"
+
+
+class Beacon:
+    """One engine's. Setting it costs an assignment."""
+
+    def __init__(self) -> None:
+        self._at = IDLE
+        self._num_done = 0
+        self._is_counted = False
+
+    def step(self, at: str, *, is_counted: bool = True) -> None:
+        """Something came, and `at` is what is waited for now. `is_counted` False: it cannot be seen moving."""
+        self._at, self._is_counted = at, is_counted
+        self._num_done += 1
+
+    def told(self) -> WeightProgress:
+        """Where it is."""
+        return WeightProgress(at=self._at, num_done=self._num_done, is_counted=self._is_counted)
+
+
+class Counted(Mapping[str, T]):
+    """Named things; the beacon steps with each one that is taken."""
+
+    def __init__(self, things: Mapping[str, T], beacon: Beacon, what: str) -> None:
+        self._things = things
+        self._beacon = beacon
+        self._what = what
+        self._num_taken = 0
+
+    def __getitem__(self, name: str) -> T:
+        self._num_taken += 1
+        self._beacon.step(f"{self._what}: tensor {min(self._num_taken, len(self))} of {len(self)} ({name})")
+        return self._things[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._things)
+
+    def __len__(self) -> int:
+        return len(self._things)

@@ -1,0 +1,224 @@
+"""Who dies, what happens, on real GPUs: a trainer rank, an SGLang server, the coordinator, then everything at once.
+
+    python chaos.py [--backend megatron|torch] [--ranks 1] [--steps 120] [--limit 400]
+    python chaos.py --device cpu [--python INTERPRETER]
+
+One run (`kill.toml`, trainer on GPU 0, two servers that share GPU 1), each prompt to be trained on once. In this order:
+
+    trainer       SIGKILL of a rank that has its gradients and has not summed them
+    engine        SIGKILL of a server in the middle of a broadcast (as in `kill_in_broadcast.py`)
+    coordinator   SIGKILL, by `myxa chaos`
+    everything    SIGKILL of the launcher and all that it started, then `myxa resume`
+
+Then the run goes on to the end of its data. One table: who died, until it was back at work, how many steps the others
+made meanwhile. The ledger is audited in the end: every prompt trained once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from figures import Report, number, parser, work_folder
+from kill_in_broadcast import SPARED, VICTIM, WARM_VERSIONS, Trial, TrialFailedError, kill_in_broadcast, launch_command
+from make_model import SHAPES, make_learner
+from reverse_task import write_data
+from run_figures import newest_run
+from runs import ends_of_logs, stage
+
+from myxa.actors.ledger_audit import audit_ledger
+from myxa.actors.models.tiny import PRESETS
+from myxa.core.chaos import MARKS
+from myxa.core.errors import MyxaError
+from myxa.launch.control.client import ControlClient
+
+BATCH, BATCH_ON_CPU = 16, 4
+STRIKE_AT = 8
+"""Step in which the trainer dies."""
+STEPS_MADE = "SELECT wall_s, detail FROM transitions WHERE to_state = 'TRAINED' AND detail LIKE 'version %'"
+RESUMED_STEPS = 3
+"""Made after the resumption before the time counts as over and the end of the data is waited for."""
+
+
+@dataclass
+class Deaths:
+    """What was done and seen."""
+
+    trial: Trial
+    rows: list[tuple[str, str, str, str]] = field(default_factory=list)
+
+    @property
+    def ledger(self) -> Path:
+        return self.trial.run_dir / "ledger.sqlite"
+
+    def trained(self) -> list[tuple[float, str]]:
+        """(wall time, version) of every group that was trained, as the ledger took it."""
+        if not self.ledger.exists():
+            return []
+        with contextlib.closing(sqlite3.connect(f"file:{self.ledger}?mode=ro", uri=True)) as db:
+            return db.execute(STEPS_MADE).fetchall()
+
+    def step_times(self) -> list[float]:
+        return [wall_s for wall_s, _ in self.trained()]
+
+    def steps(self, since_s: float, until_s: float = float("inf")) -> int:
+        """Steps that the ledger took in that time."""
+        return len({version for wall_s, version in self.trained() if since_s < wall_s < until_s})
+
+    def first(self, what: str, times: Callable[[], list[float]], killed_s: float) -> float:
+        """Wait for a sign of work after a death; when it came."""
+        self.trial.until(lambda: any(at > killed_s for at in times()), what)
+        return min(at for at in times() if at > killed_s)
+
+    def note(self, who: str, killed_s: float, back_s: float, what: str) -> None:
+        self.rows.append((who, f"{back_s - killed_s:.1f}", str(self.steps(killed_s, back_s)), what))
+
+
+def trainer_dies(deaths: Deaths) -> None:
+    marks = deaths.trial.run_dir / MARKS
+    deaths.trial.until(lambda: any(marks.glob("*.json")), "the trainer's strike")
+    killed_s = next(marks.glob("*.json")).stat().st_mtime
+    back_s = deaths.first("a step after the trainer's death", deaths.step_times, killed_s)
+    deaths.note("trainer/0, before its gradients are summed", killed_s, back_s, "a step is made")
+
+
+def engine_dies(deaths: Deaths) -> None:
+    trial = deaths.trial
+    since_s = time.time()
+    trial.until(lambda: all(len(trial.adopted(n, since_s)) > 1 for n in (SPARED, VICTIM)), "both engines adopt")
+    kill = kill_in_broadcast(trial)
+    back_s = deaths.first(
+        f"{VICTIM} serves again", lambda: [at for at, _ in trial.adopted(VICTIM, kill.wall_s)], kill.wall_s
+    )
+    deaths.note(f"{VICTIM}'s server, in mid-broadcast", kill.wall_s, back_s, "it serves a version")
+
+
+def coordinator_dies(deaths: Deaths) -> None:
+    killed_s = time.time()
+    ControlClient.of(deaths.trial.run_dir).ask("chaos", act="kill", target="coordinator", reason="benchmark")
+    attached = ("coordinator-attached",)
+    back_s = deaths.first(
+        "the coordinator is attached", lambda: [e["wall_s"] for e in deaths.trial.events(*attached)], killed_s
+    )
+    deaths.note("coordinator", killed_s, back_s, "all have reported in")
+
+
+def everything_dies(deaths: Deaths, command: list[str], env: dict[str, str], log: Path) -> None:
+    trial = deaths.trial
+    everyone = [trial_process := psutil.Process(trial.process.pid), *trial_process.children(recursive=True)]
+    killed_s = time.time()
+    for process in everyone:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    trial.process.wait()
+    _, alive = psutil.wait_procs(everyone, timeout=30)
+    if alive:
+        raise TrialFailedError(f"these outlive SIGKILL: {alive}")
+    resumed_s = time.time()
+    with log.open("ab") as file:
+        trial.process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
+    back_s = deaths.first("a step after the resumption", deaths.step_times, resumed_s)
+    deaths.note("everything", killed_s, back_s, "a step is made")
+    trial.until(lambda: deaths.steps(back_s) >= RESUMED_STEPS, f"{RESUMED_STEPS} more steps")
+
+
+def judge(report: Report, deaths: Deaths, num_prompts: int) -> None:
+    audit = audit_ledger(deaths.ledger)
+    report.table("Who died", ("who", "s until it worked again", "steps meanwhile", "that is"), deaths.rows)
+    wrong = list(audit.problems)
+    if audit.trained != Counter(range(num_prompts)):
+        wrong.append(f"{len(audit.trained)} of {num_prompts} prompts were trained, {audit.states}, {audit.dropped}")
+    report.say(f"- {num_prompts} prompts, each trained once: {'no' if wrong else 'yes'}; undone: {audit.num_rewound}")
+    report.keep("deaths", [list(row) for row in deaths.rows])
+    if wrong:
+        report.failed("\n".join(wrong))
+
+
+def options_of(argv: list[str] | None = None) -> argparse.Namespace:
+    args = parser(__doc__)
+    args.add_argument("--backend", choices=("torch", "megatron"), default="torch")
+    args.add_argument(
+        "--ranks", type=int, default=1, help="of the trainer, GPUs 0 to RANKS - 1; the engines' is the next"
+    )
+    args.add_argument("--shape", choices=[*PRESETS, *SHAPES], default="")
+    args.add_argument("--steps", type=int, default=120, help="of data")
+    args.add_argument("--limit", type=float, default=400.0, help="seconds")
+    args.add_argument("--python", default="", help="with --device cpu: an interpreter that has SGLang")
+    args.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE")
+    return args.parse_args(argv)
+
+
+def chaos_sets(options: argparse.Namespace) -> list[str]:
+    """What this trial's run says beside `kill.toml`."""
+    is_cpu = options.device == "cpu"
+    sets = [
+        "run.num_steps=0", "run.max_wall_s=0", "run.chaos=true",
+        f'chaos.strikes=["trainer.all_reduce@trainer/{options.ranks - 1}:kill:{STRIKE_AT}"]',
+        "data.max_passes=1",
+        "trainer.checkpoint_every=4", f"roles.trainer.count={options.ranks}", "roles.rollout.max_restarts=20",
+    ]  # fmt: skip
+    if not is_cpu and options.ranks > 1:
+        devices = f"0-{options.ranks - 1}"
+        sets += [
+            f'roles.trainer.devices="{devices}"', f'roles.rollout.env={{CUDA_VISIBLE_DEVICES="{options.ranks}"}}'
+        ]  # fmt: skip
+    return sets
+
+
+def main() -> None:
+    options = options_of()
+    is_cpu = options.device == "cpu"
+    report = Report("chaos", is_dry=is_cpu)
+    work = work_folder() / "chaos"
+    stage(work, "kill.toml", launches=not is_cpu or bool(options.python))
+    make_learner(work / "model", options.shape or ("2m" if is_cpu else "20m"), seed=0)
+    num_prompts = options.steps * (BATCH_ON_CPU if is_cpu else BATCH)
+    write_data(work / "data", 0, num_demonstrations=10, num_prompts=num_prompts, num_heldout=10)
+    options.overrides = [*chaos_sets(options), *options.overrides]
+    command, env = launch_command(options, work)
+    log = work / "chaos.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
+    deaths = Deaths(Trial(work / "runs", process, time.monotonic() + options.limit))
+    try:
+        trial = deaths.trial
+        trial.until(lambda: all(len(trial.adopted(n)) > WARM_VERSIONS for n in (SPARED, VICTIM)), "both engines work")
+        trainer_dies(deaths)
+        engine_dies(deaths)
+        coordinator_dies(deaths)
+        resume = [sys.executable, "-m", "myxa.launch", "resume", str(trial.run_dir), "--quiet", *program_of(command)]
+        everything_dies(deaths, resume, env, log)
+        status = trial.process.wait(max(1.0, trial.give_up_at - time.monotonic()))
+        if status:
+            raise TrialFailedError(f"the run ended with {status}")
+    except (TrialFailedError, MyxaError, psutil.Error, subprocess.TimeoutExpired, ValueError) as error:
+        report.table("Who died", ("who", "s until it worked again", "steps meanwhile", "that is"), deaths.rows)
+        report.failed(f"{type(error).__name__}: {error}\n{ends_of_logs(log, newest_run(work / 'runs'))}")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            deaths.trial.process.send_signal(signal.SIGINT)
+            deaths.trial.process.wait(40)
+    judge(report, deaths, num_prompts)
+    report.say(f"- longest: {number(max(float(row[1]) for row in deaths.rows))} s")
+    report.end()
+
+
+def program_of(command: list[str]) -> list[str]:
+    """The composition root, which a resumption does not remember."""
+    at = command.index("--program")
+    return command[at : at + 2]
+
+
+if __name__ == "__main__":
+    main()

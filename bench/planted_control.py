@@ -1,0 +1,317 @@
+"""A control socket as a real run has it, over a planted run: the real server and protocol, planted answers.
+
+For looking at `myxa top` and `myxa dashboard`, and for testing them: `python bench/planted_control.py FOLDER` serves
+until Ctrl-C. Its knobs can be turned and it refuses what a run refuses; one sample holds hostile HTML.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+from planted_run import plant_changes, plant_run
+
+from myxa.core.errors import ConfigError, DeadlineExceeded
+from myxa.core.knobs import (
+    AuditRecord,
+    ChangeReply,
+    KnobMove,
+    KnobSheet,
+    KnobState,
+    KnobTable,
+    KnobValue,
+    Operator,
+    Tunable,
+)
+from myxa.core.messages import BufferStats, EngineStatus, RunStatus
+from myxa.launch.control.desk import Desk
+from myxa.launch.control.live_runs import ControlNote
+from myxa.launch.control.server import ControlServer
+from myxa.launch.control.status_verbs import StatusReply
+from myxa.launch.control.verb import Arguments, Room, Verb, VerbTable
+
+HOSTILE = "<script>window.hacked = true</script><img src=x onerror='window.hacked=true'> \u202egnirts"
+
+KNOBS = (
+    Tunable(name="lr", kind="float", boundary="step", owner="trainer", help="Step size of the optimizer.",
+            key="optimizer.lr", low=0, is_low_open=True, guard_factor=10),
+    Tunable(name="clip_low", kind="float", boundary="step", owner="trainer", help="Lower clip of the ratio.", low=0),
+    Tunable(name="max_staleness", kind="int", boundary="batch", owner="buffer", unit="versions",
+            key="async.max_staleness", help="Largest lag of any trained token.", low=0, high=64),
+    Tunable(name="policy", kind="choice", boundary="now", owner="buffer", choices=("pace", "wait", "drop"),
+            help="What is done with groups that get too old."),
+    Tunable(name="temperature", kind="float", boundary="request", owner="buffer", low=0, is_low_open=True,
+            help="Temperature of sampling; the trainer scores at the same."),
+    Tunable(name="concurrency", kind="int", boundary="request", owner="rollout", unit="groups", low=1, high=4096,
+            help="Groups that an engine works on at once."),
+    Tunable(name="eval_every", kind="int", boundary="now", owner="coordinator", unit="steps", low=0,
+            help="Steps between evaluations; 0: none."),
+    Tunable(name="log_level", kind="choice", boundary="now", owner="process", choices=("debug", "info", "warning"),
+            help="How much is logged."),
+)  # fmt: skip
+FIRST: dict[str, KnobValue] = {
+    "lr": 1e-4, "clip_low": 0.2, "max_staleness": 4, "policy": "pace", "temperature": 1.0, "concurrency": 16,
+    "eval_every": 10, "log_level": "info",
+}  # fmt: skip
+ACTORS = ("coordinator", "buffer", "trainer/0", "trainer/1", "rollout/0", "rollout/1", "rollout/2", "monitor")
+OWNERS = {"trainer": ("trainer/0",), "rollout": ACTORS[4:7], "process": ACTORS}
+
+
+class SetArguments(Arguments, frozen=True):
+    """As the real verb takes them."""
+
+    values: dict[str, bool | int | float | str]
+    reason: str = ""
+    target: str = ""
+    expect: dict[str, bool | int | float | str] = {}
+    for_steps: int = 0
+    for_s: float = 0.0
+    dry_run: bool = False
+    force: bool = False
+
+
+class ActorArguments(Arguments, frozen=True):
+    """One actor."""
+
+    target: str = ""
+    num_lines: int = 100
+
+
+class SamplesArguments(Arguments, frozen=True):
+    """How many groups."""
+
+    num_groups: int = 4
+
+
+class ListArguments(Arguments, frozen=True):
+    """How many."""
+
+    limit: int = 20
+
+
+class PlantedSeat:
+    """The state behind the planted verbs."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.values: dict[str, KnobValue] = dict(FIRST)
+        self.records: list[AuditRecord] = [
+            msgspec.json.decode(line, type=AuditRecord) for line in (run_dir / "audit.jsonl").read_bytes().splitlines()
+        ]
+        self.version = 120
+        self.phase: Any = "running"
+        self.paused = ""
+        self.silent: set[str] = set()
+        """Verbs that answer with a missed deadline."""
+        self.started = time.time() - 233
+        self.rng = random.Random(3)
+
+    def verbs(self) -> VerbTable:
+        """All of them."""
+        plain = {"status": self.status, "ps": self.ps, "get": self.get, "why": self.why}
+        table: list[Verb[Any]] = [self._view(name, Arguments, answer) for name, answer in plain.items()]
+        table.append(self._view("history", ListArguments, self.history))
+        table.append(self._view("samples", SamplesArguments, self.samples))
+        table.append(self._view("logs", ActorArguments, self.logs))
+        table.append(self._view("stack", ActorArguments, self.stack))
+        table.append(Verb("set", "operate", SetArguments, "set", run=self.set))
+        return VerbTable(table)
+
+    def _view(self, name: str, arguments: type[Arguments], answer: Any) -> Verb[Any]:
+        async def run(room: Room, given: Any, who: Operator) -> Any:
+            if name in self.silent:
+                raise DeadlineExceeded(f"{name} was not answered in time", remedy="ask again")
+            return answer(given)
+
+        return Verb(name, "view", arguments, name, run=run)
+
+    def status(self, given: Arguments) -> StatusReply:
+        rng, names = self.rng, ("trainer/0", "trainer/1", "rollout/0", "rollout/1", "rollout/2")
+        snapshot: dict[str, dict[str, float]] = {
+            "metrics": {
+                "reward/mean": 0.91, "reward/std": 0.21, "train/loss": -0.0123, "train/grad_norm": 0.61,
+                "train/entropy": 0.48, "train/approx_kl": 0.0021, "train/logprob_diff_abs_mean": 0.0119,
+                "lag/max": 3.0, "lag/mean": 0.9, "lag/min": 0.0, "train/lr": float(self.values["lr"]),
+                "lag_hist/0": 14.0, "lag_hist/1": 11.0, "lag_hist/2": 5.0, "lag_hist/3": 2.0,
+                "reward/zero_std_groups": 3.0,
+            },
+            "curve/reward/mean": {str(step): 1 / (1 + math.exp(-(step - 50) / 11)) for step in range(1, 121)},
+            "age_s": dict.fromkeys(ACTORS, 0.4),
+            "monitor": {"bundles": 900.0, "dropped": 0.0, "refused": 0.0},
+        }  # fmt: skip
+        for name in names:
+            wait = rng.uniform(0.5, 0.6) if name.startswith("trainer") else rng.uniform(0.02, 0.06)
+            snapshot[f"time/{name}"] = {
+                "compute": 1 - wait - 0.03,
+                "wait-data": wait,
+                "wait-weights": 0.02,
+                "other": 0.01,
+            }
+        snapshot["trainer/0"] = {"train/tokens_per_s": 2400.0, "train/loss": -0.0123}
+        for name in names[2:]:
+            snapshot[name] = {"rollout/tokens_per_s": rng.uniform(800, 1000), "rollout/running": 32.0}
+        status = RunStatus(
+            name="sort", phase=self.phase, version=self.version, num_steps=400, paused=self.paused, eval_reward=0.94,
+            engines=tuple(
+                EngineStatus(rollout=name, version=self.version - n % 2, running=rng.randint(20, 40), waiting=n,
+                             draining=n == 2) for n, name in enumerate(names[2:])
+            ),
+        )  # fmt: skip
+        stats = BufferStats(
+            states={"DISPATCHED": 41, "READY": 12, "CLAIMED": 32, "TRAINED": 64, "DURABLE": 3712, "DROPPED": 360,
+                    "REQUEUED": 0},
+            drawn=4221, trained=3776, dropped={"zero_variance": 354, "reward-error": 6}, slots_total=96, slots_used=85,
+            max_staleness=int(self.values["max_staleness"]), policy=str(self.values["policy"]),
+        )  # fmt: skip
+        return StatusReply(
+            run_dir=str(self.run_dir), started_wall_s=self.started, now_wall_s=time.time(), status=status, buffer=stats,
+            snapshot=snapshot,
+        )  # fmt: skip
+
+    def ps(self, given: Arguments) -> list[dict[str, Any]]:
+        return [
+            {"name": name, "role": name.partition("/")[0], "node": int(name == "rollout/2"), "pid": 4000 + n,
+             "attempt": 0, "host": "worker-b" if name == "rollout/2" else "worker-a", "state": "up"}
+            for n, name in enumerate(ACTORS)
+        ]  # fmt: skip
+
+    def get(self, given: Arguments) -> KnobTable:
+        sheets = {owner: list[KnobState]() for owner in ACTORS}
+        for knob in KNOBS:
+            for owner in OWNERS.get(knob.owner, (knob.owner,)):
+                sheets[owner].append(KnobState(tunable=knob, value=self.values[knob.name], first=FIRST[knob.name]))
+        told = tuple(KnobSheet(owner=owner, knobs=tuple(states)) for owner, states in sheets.items() if states)
+        return KnobTable(sheets=told, epoch=len(self.records), reverts={"temperature": "at step 160"})
+
+    def why(self, given: Arguments) -> dict[str, Any]:
+        return {
+            "sentence": "trainer/0 waits for data 54 % of the time: generation is the bottleneck "
+            "(3 rollout actors compute 93 %)",
+            "remedy": "more rollout actors (roles.rollout.count), a smaller rollout.max_new_tokens, or a faster engine",
+        }
+
+    def history(self, given: ListArguments) -> list[AuditRecord]:
+        return self.records[-given.limit :]
+
+    def logs(self, given: ActorArguments) -> dict[str, Any]:
+        lines = [f"12:00:{n % 60:02d} info {given.target}: line {n} \x1b[31mred\x1b[0m" for n in range(given.num_lines)]
+        return {"actor": given.target, "lines": lines}
+
+    def stack(self, given: ActorArguments) -> dict[str, Any]:
+        text = 'Thread 1 (MainThread):\n  File "trainer.py", line 12 in step\n    loss.backward()'
+        return {"actor": given.target, "text": text}
+
+    def samples(self, given: SamplesArguments) -> dict[str, Any]:
+        return {"groups": [self._group(1000 + n) for n in range(min(given.num_groups, 6))], "num_left_out": 0}
+
+    def _group(self, number: int) -> dict[str, Any]:
+        rng = random.Random(number)
+        prompt = f"Sort the letters: {' '.join(rng.sample('abcdefghijklmnop', 9))}" + (
+            f"\n{HOSTILE}" if number == 1000 else ""
+        )
+        samples = [self._sample(rng, index, is_hostile=number == 1000 and index == 0) for index in range(4)]
+        return {
+            "group_id": number,
+            "prompt": prompt,
+            "label": "a b c",
+            "outcome": "kept",
+            "reason": "",
+            "rollout": "rollout/0",
+            "state": "READY",
+            "step": 119,
+            "knobs": 4,
+            "samples": samples,
+        }
+
+    def _sample(self, rng: random.Random, index: int, *, is_hostile: bool) -> dict[str, Any]:
+        words = [
+            "Let",
+            " me",
+            " sort",
+            ":",
+            "\n",
+            *[f" {c}" for c in rng.sample("abcdefghijklmnop", 9)],
+            "\n",
+            "<answer>",
+            " done",
+            ".",
+        ]
+        tokens = [*words, *([HOSTILE[:37], HOSTILE[37:]] if is_hostile else []), "<|im_end|>"]
+        right = rng.random() < 0.7
+        return {
+            "index": index, "text": "".join(tokens), "reward": 1.0 if right else 0.2,
+            "reward_parts": {"exact": 1.0 if right else 0.0, "format": 0.2}, "finish": "stop",
+            "tokens": tokens, "logprobs": [-rng.expovariate(1.2) for _ in tokens],
+            "versions": [118 + (place > len(tokens) // 2) for place in range(len(tokens))],
+            "loss_mask": [0 if token == "\n" else 1 for token in tokens],
+        }  # fmt: skip
+
+    async def set(self, room: Room, given: SetArguments, who: Operator) -> ChangeReply:
+        known = {knob.name: knob for knob in KNOBS}
+        moves: list[KnobMove] = []
+        for name, raw in given.values.items():
+            if name not in known:
+                raise ConfigError(f"there is no knob {name!r}", remedy="`myxa get --all` lists them")
+            value = known[name].check(raw, first=FIRST[name], force=given.force)
+            owners = OWNERS.get(known[name].owner, (known[name].owner,))
+            moves += [
+                KnobMove(name=name, owner=owner, old=self.values[name], new=value, boundary=known[name].boundary)
+                for owner in owners
+            ]
+            self.values[name] = value
+        epoch = len(self.records) + 1
+        self.records.append(
+            AuditRecord(number=epoch, wall_s=time.time(), verb="set", who=Operator(user=who.user, via=who.via),
+                        reason=given.reason, arguments={"values": dict(given.values)}, result="done", epoch=epoch,
+                        at=self.version, version=self.version, moves=tuple(moves))
+        )  # fmt: skip
+        return ChangeReply(epoch=epoch, at=self.version, moves=tuple(moves))
+
+
+def plant_seat(folder: Path, *, num_steps: int = 120) -> PlantedSeat:
+    """A planted run with changes, its clock moved to end now."""
+    run_dir = plant_run(folder / "sort-planted", num_steps=num_steps, end="")
+    plant_changes(run_dir)
+    return PlantedSeat(run_dir)
+
+
+@contextlib.asynccontextmanager
+async def serving(seat: PlantedSeat) -> AsyncIterator[ControlNote]:
+    """The control socket of a planted seat, until the block ends."""
+    with tempfile.TemporaryDirectory(prefix="seat-") as folder:
+        room: Any = SimpleNamespace(node=SimpleNamespace(clock=SimpleNamespace(wall=time.time)))
+        desk = Desk(room, seat.verbs(), lambda record: None)
+        control, view = Path(folder) / "control.sock", Path(folder) / "view.sock"
+        server = ControlServer(desk, control, view)
+        await server.open()
+        note = ControlNote(run_dir=str(seat.run_dir), control=str(control), view=str(view), pid=os.getpid())
+        note.save(seat.run_dir)
+        try:
+            yield note
+        finally:
+            await server.close()
+
+
+async def _forever(folder: Path) -> None:
+    seat = plant_seat(folder)
+    async with serving(seat) as note:
+        print(note.run_dir, flush=True)
+        while True:
+            await asyncio.sleep(1.0)
+            seat.version += 1
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_forever(Path(sys.argv[1])))

@@ -1,0 +1,280 @@
+"""Live knobs: how a value that may be changed while a run goes on is declared, asked for, changed and told.
+
+A knob is declared where it is used (`Tunable`); the actor that uses it is its owner. A change of one or several knobs,
+with one owner or many, is made by the coordinator: prepare (every owner judges), then commit at one boundary, or
+nowhere. Each change has an epoch; samples, metrics, the trace and checkpoints carry the epoch they were made under.
+
+Knows values and limits. Must not know actors, files or sockets.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .errors import ConfigError
+from .messages import Record
+
+KnobValue = bool | int | float | str
+KnobKind = Literal["float", "int", "bool", "text", "choice"]
+Boundary = Literal["now", "request", "batch", "step", "weights"]
+"""When a committed value is used: at once; for the next work handed out; for the batch, the step or the weight version
+of the number that the coordinator chose."""
+
+MAX_NUMBER = 2.0**63
+"""Numbers are below it in size, which keeps out infinities and what no float or 64-bit integer holds."""
+NUMBERED: tuple[Boundary, ...] = ("batch", "step", "weights")
+"""Boundaries that have a number (the version that is trained from); the others are passed all the time."""
+
+
+class Tunable(Record, frozen=True):
+    """Declaration of one knob."""
+
+    name: str
+    """Unique in the run, short: "lr", "max_staleness"."""
+    kind: KnobKind
+    boundary: Boundary
+    owner: str
+    """Role of the actors that use it: "trainer", "buffer", "rollout", "coordinator", "process" (every actor)."""
+    help: str
+    """What it does, in one sentence."""
+    key: str = ""
+    """Key of the run file that gives its first value, e.g. "optimizer.lr"; empty: it has none."""
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+    is_low_open: bool = False
+    """Whether `low` itself is outside."""
+    choices: tuple[str, ...] = ()
+    """Kind "choice": the values there are."""
+    guard_factor: float = 0.0
+    """A value above so many times the run file's needs `force`; 0: no such guard."""
+
+    def check(self, value: KnobValue, *, first: KnobValue | None = None, force: bool = False) -> KnobValue:
+        """`value` in the knob's own type. `first`: the run file's value. Raises ConfigError naming knob and limits."""
+        if self.kind == "bool":
+            if not isinstance(value, bool):
+                raise self._refusal(value, "must be true or false")
+            return value
+        if self.kind in ("text", "choice"):
+            return self._check_text(value)
+        return self._check_number(value, first, force=force)
+
+    def range_text(self) -> str:
+        """The limits for people: "> 0", "0 to 10", "pace | wait | drop"."""
+        if self.choices:
+            return " | ".join(self.choices)
+        low = "" if self.low is None else f"{'above' if self.is_low_open else 'from'} {_limit_text(self.low)}"
+        high = "" if self.high is None else f"{'up to' if low else 'at most'} {_limit_text(self.high)}"
+        return " ".join(filter(None, (low, high))) or {"bool": "true | false"}.get(self.kind, "any")
+
+    def _check_text(self, value: KnobValue) -> KnobValue:
+        if not isinstance(value, str):
+            raise self._refusal(value, "must be text")
+        if self.kind == "choice" and value not in self.choices:
+            raise self._refusal(value, f"must be one of {', '.join(self.choices)}")
+        return value
+
+    def _check_number(self, value: KnobValue, first: KnobValue | None, *, force: bool) -> KnobValue:
+        if not isinstance(value, bool | str) and not abs(value) < MAX_NUMBER:  # NaN is not below, either
+            raise self._refusal(value, "must be finite")
+        if isinstance(value, bool | str) or (self.kind == "int" and value != int(value)):
+            raise self._refusal(value, f"must be {'a whole number' if self.kind == 'int' else 'a number'}")
+        is_below = self.low is not None and (value <= self.low if self.is_low_open else value < self.low)
+        if is_below or (self.high is not None and value > self.high):
+            raise self._refusal(value, f"must be {self.range_text()}")
+        guard = self.guard_factor
+        if guard and isinstance(first, int | float) and first > 0 and value > guard * first and not force:
+            raise ConfigError(
+                f"{self.name} = {value:g} is more than {guard:g} times the run file's {first:g}",
+                remedy="say --force if that is meant",
+            )
+        return int(value) if self.kind == "int" else float(value)
+
+    def _refusal(self, value: KnobValue, why: str) -> ConfigError:
+        return ConfigError(f"{self.name} = {value!r}: {why}", remedy=f"{self.name} takes {self.range_text()}")
+
+
+def _limit_text(limit: float) -> str:
+    """Short, but never rounded."""
+    short = f"{limit:g}"
+    return short if float(short) == limit else str(int(limit) if limit == int(limit) else limit)
+
+
+class KnobState(Record, frozen=True):
+    """A knob and how it stands at one owner."""
+
+    tunable: Tunable
+    value: KnobValue
+    """In force now."""
+    first: KnobValue
+    """What the run file said."""
+    pending: KnobValue | None = None
+    """Committed, but its boundary is still to come."""
+
+
+class KnobSheet(Record, frozen=True):
+    """All knobs of one owner."""
+
+    owner: str
+    """Actor name."""
+    knobs: tuple[KnobState, ...]
+    epoch: int = 0
+    """Of the newest change that is in force here; 0: none yet."""
+    past_epoch: int = 0
+    """Newest epoch that work kept by this owner carries, also from a run that this one goes on from."""
+
+
+class KnobChange(Record, frozen=True):
+    """What an owner is asked to prepare: only its own knobs."""
+
+    epoch: int
+    values: dict[str, KnobValue]
+    force: bool = False
+
+
+class KnobVote(Record, frozen=True):
+    """An owner's answer to a `KnobChange`. An owner that accepted holds the change, and stops before it would pass a
+    numbered boundary that the change might be meant for, until it hears commit or abort."""
+
+    owner: str
+    accepted: bool
+    reason: str = ""
+    """Why not; of an accepted change: what the operator should know of it."""
+    earliest: int = 0
+    """First number at which this owner can use the values, for numbered boundaries; 0 for the others."""
+
+
+class KnobCommit(Record, frozen=True):
+    """The decision: use what was prepared under `epoch`, at `at` where the knob's boundary is numbered. An owner that
+    was started anew since gets `values` and needs no preparation. Idempotent."""
+
+    epoch: int
+    at: int
+    values: dict[str, KnobValue]
+
+
+class Operator(Record, frozen=True):
+    """Who asked for something, for the audit log."""
+
+    user: str = ""
+    uid: int = -1
+    pid: int = 0
+    host: str = ""
+    via: str = ""
+    """"socket", "http", "tcp", "auto" (an expiry, a resumed run, an approved suggestion)."""
+
+
+class ChangeRequest(Record, frozen=True):
+    """Change knobs, all or none."""
+
+    values: dict[str, KnobValue]
+    who: Operator
+    reason: str = ""
+    target: str = ""
+    """Only these owners: an actor name or "role/*"; empty: every owner of the knob."""
+    expect: dict[str, KnobValue] = {}
+    """Compare and set: refuse unless these knobs have these values now."""
+    for_steps: int = 0
+    """Go back by itself after so many training steps; 0: stay."""
+    for_s: float = 0.0
+    """Go back by itself after so many seconds; 0: stay."""
+    not_before: int = 0
+    """Knobs with a numbered boundary: at this number or, if an owner has passed it, at the next that all can take."""
+    dry_run: bool = False
+    """Ask the owners, change nothing."""
+    force: bool = False
+
+
+class KnobMove(Record, frozen=True):
+    """One knob of a change, as it was and as it is."""
+
+    name: str
+    owner: str
+    """Actor name."""
+    old: KnobValue
+    new: KnobValue
+    boundary: Boundary
+
+
+class ChangeReply(Record, frozen=True):
+    """What became of a request."""
+
+    epoch: int
+    """Of the change; 0: nothing was changed."""
+    at: int
+    """Number of the boundary at which it is in force."""
+    moves: tuple[KnobMove, ...]
+    refused: str = ""
+    """Why nothing was changed: the owner and its reason."""
+    warnings: tuple[str, ...] = ()
+
+
+class KnobTable(Record, frozen=True):
+    """Every knob of the run."""
+
+    sheets: tuple[KnobSheet, ...]
+    epoch: int
+    """Of the newest change that was decided."""
+    reverts: dict[str, str] = {}
+    """Knob -> when it goes back by itself, in words."""
+    silent: tuple[str, ...] = ()
+    """Owners that did not answer."""
+
+
+class LiveKnob(Record, frozen=True):
+    """A value that was decided while the run went on, for whom."""
+
+    name: str
+    target: str
+    """An actor name, "role/*", or empty: every owner of the knob."""
+    value: KnobValue
+    first: KnobValue
+    """What the run file said. When it says something else by the time the run is resumed, that is the newer word."""
+    epoch: int
+    at: int
+    """Number at which it came into force, for numbered boundaries; it may be still to come. 0 for the others."""
+
+
+class LiveKnobs(Record, frozen=True):
+    """What a checkpoint holds of the knobs."""
+
+    epoch: int = 0
+    """Of the newest change that was decided; the resumed run counts on from it."""
+    knobs: tuple[LiveKnob, ...] = ()
+
+
+class KnobsInForce(Record, frozen=True):
+    """What an owner that was started anew has to know before its first work."""
+
+    commits: tuple[KnobCommit, ...] = ()
+    """In the order of their epochs."""
+    is_paused: bool = False
+    until_step: int | None = None
+    """As in `BufferContract.set_paused`."""
+
+
+class AuditRecord(Record, frozen=True):
+    """One line of `audit.jsonl`: something that a person or a rule changed or tried to change."""
+
+    number: int
+    """From 1, without gaps."""
+    wall_s: float
+    verb: str
+    """Such as set, undo, pause, scale, kill; "resume" with `who.via` "auto": a resumed run took values over."""
+    who: Operator
+    arguments: dict[str, object]
+    """What was asked for."""
+    result: str
+    """"done", "refused", "failed"."""
+    detail: str = ""
+    reason: str = ""
+    """The operator's own words."""
+    epoch: int = 0
+    at: int = 0
+    version: int = 0
+    """Weight version the run stood at."""
+    moves: tuple[KnobMove, ...] = ()
+    previous: str = ""
+    """Digest of the line before; empty for the first."""
+    digest: str = ""
+    """BLAKE2b-256 over this record with `digest` empty, as hexadecimal."""

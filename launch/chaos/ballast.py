@@ -1,0 +1,49 @@
+"""A file that takes up space in the run directory for a while, as other people's files do.
+
+Knows one folder. Whoever makes it says how large; nothing is taken from a disk that the machine itself lives on.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ...core.errors import ConfigError, LaunchError
+
+BALLAST = "chaos-ballast"
+
+
+class Ballast:
+    """Of one run."""
+
+    def __init__(self, folder: Path, spared: Path = Path("/")) -> None:
+        """`spared`: on whose file system nothing is taken."""
+        self._spared = spared
+        self._path = folder / BALLAST
+
+    def fill(self, size_bytes: int) -> int:
+        """Take so many bytes, or what is left if that is less; returns how many. Blocks.
+
+        Raises ConfigError where the folder is on the file system that is spared, LaunchError if the disk refuses.
+        """
+        folder = self._path.parent
+        if folder.stat().st_dev == self._spared.stat().st_dev:
+            raise ConfigError(
+                f"{folder} is on the machine's own file system, which is not filled up",
+                remedy="put run.dir on a file system of its own, such as a small tmpfs",
+            )
+        self.empty()
+        space = os.statvfs(folder)
+        taken = min(size_bytes, space.f_bavail * space.f_frsize)
+        try:
+            with self._path.open("wb") as file:
+                if taken:
+                    os.posix_fallocate(file.fileno(), 0, taken)
+        except OSError as error:
+            self.empty()
+            raise LaunchError(f"{self._path} cannot be written: {error.strerror}", remedy="ask for less") from error
+        return taken
+
+    def empty(self) -> None:
+        """Give it all back."""
+        self._path.unlink(missing_ok=True)

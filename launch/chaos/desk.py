@@ -1,0 +1,183 @@
+"""Where faults of a run are brought about: one at a time, in series by a seed, and what was done so far.
+
+Works through what `myxa kill` works through: signals, sent by the agents of the nodes. Every act is an event of the run
+and a line of its audit log. Knows the room of the verbs; must not know sockets or the command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...actors.audit import AUDIT_FILE, AuditLog
+from ...actors.contracts import CoordinatorContract, MonitorContract
+from ...core.actor import with_deadline
+from ...core.config import RunConfig
+from ...core.config.chaos import FaultName
+from ...core.errors import CallError, ConfigError, MyxaError
+from ...core.knobs import AuditRecord, Operator
+from ...core.messages import Event, Record, Telemetry
+from .ballast import Ballast
+from .lots import Lots
+
+if TYPE_CHECKING:
+    from ..control.verb import Room
+    from ..roster import ActorRecord
+
+MAX_ACTS = 10_000
+"""So many are remembered."""
+LOOK_S = 0.5
+TELL_S = 5.0
+WHO = Operator(user="chaos", via="auto")
+
+_log = logging.getLogger("myxa.chaos")
+
+
+class ChaosAct(Record, frozen=True):
+    """One fault that was brought about."""
+
+    wall_s: float
+    fault: str
+    actors: tuple[str, ...]
+    detail: str = ""
+
+
+class ChaosDesk:
+    """One per run, in its room."""
+
+    def __init__(self) -> None:
+        self.acts: deque[ChaosAct] = deque(maxlen=MAX_ACTS)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._series: asyncio.Task[None] | None = None
+
+    @staticmethod
+    def check(config: RunConfig) -> None:
+        """Raises ConfigError unless the run may be made to fail."""
+        if not config.run.chaos:
+            raise ConfigError("this run is not to be made to fail", remedy="start one with run.chaos = true")
+
+    @property
+    def has_series(self) -> bool:
+        """Whether random faults go on."""
+        return self._series is not None and not self._series.done()
+
+    async def strike(self, room: Room, fault: str, meant: Sequence[ActorRecord], for_s: float) -> tuple[str, ...]:
+        """Bring one about now: "kill", "stop", "cont", or "delay" for `for_s`. Returns whom it met."""
+        from ..control.process_verbs import send_signal  # verbs know the room, and the room knows this desk
+
+        sent = await send_signal(room, meant, {"kill": "KILL", "cont": "CONT"}.get(fault, "STOP"))
+        await self._note(room, ChaosAct(wall_s=room.node.clock.wall(), fault=fault, actors=tuple(sent)))
+        if fault == "delay":
+            self._begin(self._go_on(room, meant, for_s))
+        return tuple(sent)
+
+    async def _go_on(self, room: Room, meant: Sequence[ActorRecord], for_s: float) -> None:
+        from ..control.process_verbs import send_signal
+
+        await asyncio.sleep(for_s)
+        try:
+            await send_signal(room, meant, "CONT")
+        except MyxaError as error:
+            _log.info("what was held up is not there any more: %s", error)
+
+    async def fill_disk(self, room: Room, size_bytes: int, for_s: float) -> int:
+        """Take space of the run directory's file system, on node 0, and give it back later. Returns how much."""
+        ballast = Ballast(room.run_dir.path)
+        taken = await asyncio.to_thread(ballast.fill, size_bytes)
+        detail = f"{taken} bytes of {room.run_dir.path}"
+        await self._note(room, ChaosAct(wall_s=room.node.clock.wall(), fault="fill-disk", actors=(), detail=detail))
+        self._begin(_empty_later(ballast, for_s))
+        return taken
+
+    def begin_series(self, room: Room, every_s: float, lots: Lots, delay_s: float) -> None:
+        """Random faults from now on, instead of those that went on."""
+        self.end_series()
+        self._series = self._begin(self._go_through(room, every_s, lots, delay_s))
+
+    def end_series(self) -> bool:
+        """No more of them; False if there were none."""
+        series, self._series = self._series, None
+        return series is not None and series.cancel()
+
+    async def _go_through(self, room: Room, every_s: float, lots: Lots, delay_s: float) -> None:
+        await self._until_it_runs(room)
+        while True:
+            await asyncio.sleep(every_s)
+            lot = lots.draw(room.supervisor.roster())
+            if lot is None:
+                continue
+            meant = [record for record in room.supervisor.roster() if record.name == lot.actor]
+            try:
+                await self.strike(room, lot.fault, meant, delay_s)
+            except MyxaError as error:
+                _log.info("%s of %s did not come about: %s", lot.fault, lot.actor, error)
+
+    async def _until_it_runs(self, room: Room) -> None:
+        coordinator = with_deadline(room.node.ref(CoordinatorContract, "coordinator"), TELL_S)
+        while True:
+            with contextlib.suppress(CallError):
+                if (await coordinator.status()).phase == "running":
+                    return
+            await asyncio.sleep(LOOK_S)
+
+    async def _note(self, room: Room, act: ChaosAct) -> None:
+        """In memory, in the events, in the audit log; none of them may hold up the next act."""
+        self.acts.append(act)
+        text = f"{act.fault}: {', '.join(act.actors) or act.detail}"
+        _log.warning("chaos: %s", text)
+        self._begin(_tell(room, Event(source="chaos", wall_s=act.wall_s, kind="chaos", text=text)))
+        record = AuditRecord(
+            number=0, wall_s=act.wall_s, verb="chaos", who=WHO, result="done", detail=text,
+            arguments={"fault": act.fault, "actors": list(act.actors)},
+        )  # fmt: skip
+        try:
+            await asyncio.to_thread(AuditLog(room.run_dir.path / AUDIT_FILE).append, record)
+        except MyxaError as error:
+            _log.error("the audit log did not take it: %s", error)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        # Kept and ended here: the launcher has no actor context of its own to spawn it in.
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self, room: Room) -> None:
+        """The run is over."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        Ballast(room.run_dir.path).empty()
+
+
+async def _tell(room: Room, event: Event) -> None:
+    """Lossy, as all telemetry."""
+    try:
+        await with_deadline(room.node.ref(MonitorContract, "monitor"), TELL_S).telemetry(Telemetry(events=(event,)))
+    except CallError as error:
+        _log.info("the monitor was not told: %s", error)
+
+
+async def _empty_later(ballast: Ballast, for_s: float) -> None:
+    try:
+        await asyncio.sleep(for_s)
+    finally:
+        ballast.empty()
+
+
+@contextlib.asynccontextmanager
+async def chaos_of(room: Room) -> AsyncGenerator[None]:
+    """While this lasts, what the table [chaos] says of random faults comes about."""
+    settings = room.config.chaos
+    faults: tuple[FaultName, ...] = settings.faults_named
+    if room.config.run.chaos and settings.every_s:
+        room.chaos.begin_series(room, settings.every_s, Lots(settings.seed, faults, settings.targets), settings.delay_s)
+    try:
+        yield
+    finally:
+        await room.chaos.close(room)

@@ -1,0 +1,67 @@
+"""`myxa ckpt`, `eval`, `down`: a checkpoint, an evaluation, the end of the run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..control.client import ControlClient
+from ..control.live_runs import find_run
+from .output import Verbs, add_run_flags, show, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+CHECKPOINT_S = 1815.0
+EVALUATION_S = 615.0
+
+
+def add(verbs: Verbs) -> None:
+    """The commands and their flags."""
+    ckpt = verbs.add_parser("ckpt", help="a checkpoint at the next step boundary")
+    ckpt.add_argument("--export", action="store_true", help="a HuggingFace folder instead of a checkpoint")
+    ckpt.add_argument("--list", action="store_true", dest="is_list",
+                      help="write none; check every byte of those that are there (also when it is over)")  # fmt: skip
+    ckpt.set_defaults(run=_ckpt)
+    evaluation = verbs.add_parser("eval", help="held-out reward now, beside training")
+    evaluation.set_defaults(run=_eval)
+    down = verbs.add_parser("down", help="end the run in good order, as Ctrl-C does")
+    down.set_defaults(run=_down)
+    for parser in (ckpt, evaluation, down):
+        parser.add_argument("-m", "--reason", default="", metavar="WHY", help="your own words, for the audit log")
+        add_run_flags(parser)
+
+
+def _ckpt(options: argparse.Namespace) -> int:
+    if options.is_list:
+        return _list(options)
+    client = ControlClient.of(options.run_path)
+    answer = client.ask("ckpt", CHECKPOINT_S, reason=options.reason, export=options.export)
+    show(options, answer, lambda told: told["folder"])
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    from ..checkpoint_list import checkpoints_of
+
+    run_dir: Path = options.run_path or Path(find_run(None).run_dir)
+    show(options, checkpoints_of(run_dir), _page)
+    return 0
+
+
+def _page(rows: list[dict[str, Any]]) -> RenderableType:
+    cells = [(row["version"], row["folder"], row["stays"], row["problem"] or row["lacks"] or "whole") for row in rows]
+    return table(("version", "folder", "stays", "it is"), cells, right=("version",))
+
+
+def _eval(options: argparse.Namespace) -> int:
+    answer = ControlClient.of(options.run_path).ask("eval", EVALUATION_S, reason=options.reason)
+    show(options, answer, lambda told: f"held-out reward {told['eval_reward']:.4g}")
+    return 0
+
+
+def _down(options: argparse.Namespace) -> int:
+    answer = ControlClient.of(options.run_path).ask("down", reason=options.reason)
+    show(options, answer, lambda told: f"the run ends: {told['ending']}")
+    return 0

@@ -1,0 +1,42 @@
+"""`myxa fork`: a new run from a checkpoint of another one, which may live and is not changed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ...core.errors import ConfigError
+from .output import Verbs, add_json_flag, show
+from .resume import add_point_flags, start_again
+
+
+def add(verbs: Verbs) -> None:
+    """The command and its flags."""
+    parser = verbs.add_parser(
+        "fork",
+        help="a new run from a checkpoint of another one, which may live",
+        description="Make a new run directory with a checkpoint of RUN, and go on from there. RUN stays as it is.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run directory; the run may live")
+    parser.add_argument("--name", default="", metavar="NAME", help="of the new run (that of RUN)")
+    parser.add_argument("--no-start", action="store_true", help="only make the directory; `myxa resume` starts it")
+    add_point_flags(parser)
+    add_json_flag(parser)
+    parser.set_defaults(run=_fork)
+
+
+def _fork(options: argparse.Namespace) -> int:
+    from datetime import datetime
+
+    from ..fork_run import fork_run
+
+    if options.nnodes is not None and not options.no_start:
+        raise ConfigError(
+            "fork makes a directory, on one machine", remedy="--no-start, then `myxa resume` on each machine"
+        )
+    run_dir = fork_run(options.run_dir, options.version, options.name, options.overrides, datetime.now())
+    if options.no_start:
+        show(options, {"run_dir": str(run_dir)}, lambda told: f"made {told['run_dir']}; `myxa resume` starts it")
+        return 0
+    options.version, options.overrides = None, []
+    return start_again(run_dir, options)

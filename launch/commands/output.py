@@ -1,0 +1,67 @@
+"""What every command has in common: which run, `--json`, and how an answer is shown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
+"""What `add(verbs)` of a command's module gets."""
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """`--run RUN` and `--json`."""
+    parser.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path",
+                        help="run directory (the only run that goes on)")  # fmt: skip
+    add_json_flag(parser)
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    """`--json` alone, for commands that speak to no run."""
+    parser.add_argument("--json", action="store_true", help="the answer for programs; errors too")
+
+
+def show(options: argparse.Namespace, value: Any, render: Callable[[Any], RenderableType | str]) -> None:
+    """Print an answer of JSON types: as one line of JSON with `--json`, else as `render` makes it."""
+    if options.json:
+        print(json.dumps(value), flush=True)
+        return
+    drawn = render(value)
+    if isinstance(drawn, str):
+        if drawn:
+            print(drawn, flush=True)
+        return
+    draw(drawn)
+
+
+def draw(drawn: RenderableType) -> None:
+    """By rich. A pipe gets all columns: nothing is cut or wrapped there."""
+    from rich.console import Console  # slow to import, and not needed for --json
+
+    console = Console(highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_COLUMNS)
+    console.print(drawn)
+
+
+PIPE_COLUMNS = 200
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()) -> RenderableType:
+    """A plain table; columns named in `right` are aligned to the right. Text is shown as it is, without markup."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in columns:
+        drawn.add_column(name, justify="right" if name in right else "left", no_wrap=name == columns[0])
+    for row in rows:
+        drawn.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+    return drawn

@@ -1,0 +1,74 @@
+"""The command line's parser: argparse that knows its sub-commands, and says which one was probably meant.
+
+click and typer were considered: argparse is at hand, imports in a few milliseconds and is all that is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from ...core.errors import ConfigError
+from ...core.suggestion import nearest
+
+
+class Parser(argparse.ArgumentParser):
+    """One command, or the whole line. Its sub-commands are parsers of the same class."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # An abbreviated flag would change its meaning when another flag is added.
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+        self.commands: dict[str, Parser] = {}
+        """By name; empty for a command without sub-commands."""
+
+    def add_commands(self) -> argparse._SubParsersAction[argparse.ArgumentParser]:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
+        """Room for sub-commands, of which one must be given."""
+        made: Any = self.add_subparsers(title="commands", metavar="COMMAND", required=True)
+        self.commands = made.choices
+        return made
+
+    def error(self, message: str) -> NoReturn:
+        """Told like every other mistake, as JSON where that was asked for; argparse would print its usage and exit."""
+        raise ConfigError(f"{self.prog.removeprefix('myxa ')}: {message}", remedy=f"`{self.prog} --help`")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Every `--flag` of this command."""
+        return tuple(name for name in self._option_string_actions if name.startswith("--"))
+
+
+def path_of(parser: Parser, words: Sequence[str]) -> Iterator[tuple[Parser, str]]:
+    """The parsers that the words lead through, each with the word that is looked for in it; ends at a flag."""
+    for word in words:
+        if not parser.commands or word.startswith("-"):
+            return
+        yield parser, word
+        if word not in parser.commands:
+            return
+        parser = parser.commands[word]
+
+
+def mistaken_command(parser: Parser, words: Sequence[str]) -> str:
+    """A sentence about a command that does not exist, or nothing."""
+    above: list[str] = []
+    for place, word in path_of(parser, words):
+        if word not in place.commands:
+            near = nearest(word, place.commands)
+            hint = f"did you mean {near!r}?" if near else f"there are: {', '.join(place.commands)}"
+            return f"{' '.join([*above, word])!r} is no command -- {hint}"
+        above.append(word)
+    return ""
+
+
+def mistaken_flag(parser: Parser, words: Sequence[str], unknown: Sequence[str]) -> str:
+    """A sentence about arguments that the command does not take."""
+    command = parser
+    name: list[str] = []
+    for place, word in path_of(parser, words):
+        command = place.commands[word]
+        name.append(word)
+    first = unknown[0].partition("=")[0]
+    near = nearest(first, command.flags) if first.startswith("--") else None
+    hint = f"did you mean {near}?" if near else f"`myxa {' '.join([*name, '--help'])}` tells what it takes"
+    return f"{' '.join(name) or 'myxa'} does not take {' '.join(unknown)} -- {hint}"

@@ -1,0 +1,54 @@
+"""`myxa profile`: where a process spends its time or its memory, written into the run directory."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..control.client import ControlClient
+from .output import Verbs, add_run_flags, show
+from .stretch import stretch_s
+
+SPARE_S = 90.0
+MIB = 1 << 20
+
+
+def add(verbs: Verbs) -> None:
+    """The command and its flags."""
+    profile = verbs.add_parser("profile", help="where an actor's process spends its time, or its memory")
+    profile.add_argument("target", metavar="TARGET", help="rollout/1, trainer, node:1, ...")
+    profile.add_argument("--for", type=stretch_s, default=10.0, metavar="TIME", dest="for_s",
+                         help="how long: 10s, 2min; at most 10min (10s)")  # fmt: skip
+    kind = profile.add_mutually_exclusive_group()
+    kind.add_argument("--memory", action="store_const", const="memory", dest="kind", help="Python memory, by line")
+    kind.add_argument("--torch", action="store_const", const="torch", dest="kind", help="by torch's own profiler")
+    kind.add_argument("--facts", action="store_const", const="facts", dest="kind",
+                      help="at once: memory, descriptors, threads, tasks")  # fmt: skip
+    profile.set_defaults(run=_profile, kind="stacks")
+    add_run_flags(profile)
+
+
+def _profile(options: argparse.Namespace) -> int:
+    client = ControlClient.of(options.run_path)
+    if options.kind == "facts":
+        show(options, client.ask("facts", target=options.target), _facts)
+        return 0
+    answer = client.ask(
+        "profile", options.for_s + SPARE_S, target=options.target, kind=options.kind, for_s=options.for_s
+    )
+    show(options, answer, _told)
+    return 0
+
+
+def _told(replies: list[dict[str, Any]]) -> str:
+    parts = ["\n".join([f"{each['name']}: {each['path']}", *(f"  {line}" for line in each["top"])]) for each in replies]
+    return "\n".join(parts)
+
+
+def _facts(facts: list[dict[str, Any]]) -> str:
+    lines: list[str] = []
+    for each in facts:
+        held = f"{each['rss_bytes'] / MIB:.0f} MiB, {each['num_fds']} descriptors, {each['num_threads']} threads"
+        lines.append(f"{each['name']}: {held}, {each['num_tasks']} tasks, {each['num_objects']} objects")
+        lines += [f"  {name}: {value / MIB:.0f} MiB" for name, value in each["cuda_bytes"].items()]
+    return "\n".join(lines)

@@ -1,0 +1,120 @@
+"""`myxa resume`: a run that rests goes on; one that is over, or died, goes on from a checkpoint, in its directory."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...core.errors import ConfigError, LaunchError
+from ..control.client import ControlClient
+from ..control.live_runs import CONFIG, RUNS, ControlNote, find_run
+from .launch import add_node_flags, options_of_node
+from .output import Verbs, add_run_flags, show
+from .pause import ASK_S
+from .up import add_common_flags, chosen_by
+
+if TYPE_CHECKING:
+    from ..launch_options import LaunchOptions
+    from ..resume_point import ResumePoint
+    from ..run_dir import RunDir
+
+
+def add(verbs: Verbs) -> None:
+    """The command and its flags."""
+    parser = verbs.add_parser(
+        "resume",
+        help="go on: after a pause, or a run that is over or died from its newest checkpoint",
+        description="A run that lives goes on after a pause. One that is over, or died, is started again in its own "
+        "directory from its newest whole checkpoint.",
+    )
+    parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN", help="run directory; the same as --run")
+    parser.add_argument("-m", "--reason", default="", metavar="WHY",
+                        help="your own words, for the audit log of a run that lives")  # fmt: skip
+    add_point_flags(parser)
+    add_run_flags(parser)
+    parser.set_defaults(run=_resume)
+
+
+def add_point_flags(parser: argparse.ArgumentParser) -> None:
+    """From which checkpoint, and how the run is started."""
+    parser.add_argument("--from", type=int, default=None, metavar="VERSION", dest="version",
+                        help="of the checkpoint (the newest whole one)")  # fmt: skip
+    add_common_flags(parser)
+    add_node_flags(parser)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    named: Path | None = options.run_dir or options.run_path
+    if options.run_dir is not None and options.run_path not in (None, options.run_dir):
+        raise ConfigError(f"which run, {options.run_dir} or {options.run_path}?", remedy="name one of them")
+    if named is not None and _is_over(named):
+        return start_again(named, options)
+    note = find_run(named) if named is not None else _only_live_run()
+    if options.overrides or options.version is not None:
+        raise ConfigError(
+            f"the run in {note.run_dir} lives: --from and --set are for one that is over",
+            remedy="turn knobs with `myxa set`, or go on beside it with `myxa fork`, or end it first with `myxa down`",
+        )
+    answer = ControlClient(note).ask("resume", ASK_S, reason=options.reason)
+    show(options, answer, lambda _: "the run goes on")
+    return 0
+
+
+def _is_over(named: Path) -> bool:
+    """Whether a run directory has no launcher any more. A socket alone says little: one that was killed left it."""
+    from ..run_dir import LOCK, RunDir
+
+    if not (named / CONFIG).is_file():
+        return False
+    note = ControlNote.load(named)
+    is_spoken_to = note is not None and note.is_live
+    return not (RunDir(named).is_held if (named / LOCK).exists() else is_spoken_to)
+
+
+def _only_live_run() -> ControlNote:
+    try:
+        return find_run(None)
+    except LaunchError as error:
+        newest = RUNS / "latest"
+        if "goes on here" in error.message and (newest / CONFIG).is_file():
+            where = RUNS / newest.resolve().name
+            raise LaunchError(error.message, remedy=f"one that is over is named: myxa resume {where}") from error
+        raise
+
+
+def start_again(named: Path, options: argparse.Namespace) -> int:
+    """A run that is over, from a checkpoint of it; returns the exit status that it ends with."""
+    from ..launch_options import LaunchOptions
+    from ..next_life import no_longer_alive
+    from ..node_place import find_place
+    from ..resume_point import choose_point
+    from ..run_dir import RunDir
+
+    base = LaunchOptions(place=find_place(1, 0, None, {})) if options.nnodes is None else options_of_node(options)
+    run_dir = RunDir(named.resolve())
+    if base.place.rank:  # node 0 makes the directory ready; this node only has to mean the same checkpoint
+        return _launch(run_dir, choose_point(run_dir.path, options.version), options, base)
+    with no_longer_alive(run_dir):
+        return _launch(run_dir, choose_point(run_dir.path, options.version), options, base)
+
+
+def _launch(run_dir: RunDir, point: ResumePoint, options: argparse.Namespace, base: LaunchOptions) -> int:
+    from dataclasses import replace
+
+    from ...core.config import load_config
+    from ...core.config.dumping import toml_value
+    from ..launcher import launch
+    from ..next_life import begin_next_life
+    from ..origin import Origin
+
+    for text in point.passed_over:
+        print(f"passed over: {text}", flush=True)
+    print(f"from version {point.version} of {run_dir.path}, with {point.ledger_words}", flush=True)
+    place = f"trainer.resume={toml_value(str(point.place))}"
+    config = load_config(run_dir.config, [*options.overrides, place])
+    if config.run.name != load_config(run_dir.config, [place]).run.name:
+        raise ConfigError("run.name: a run that goes on keeps its name", remedy="`myxa fork` makes another run of it")
+    base = replace(base, program=Origin.load(run_dir.path).program)
+    chosen = replace(chosen_by(options, base), run_dir=run_dir, prepare=lambda: begin_next_life(run_dir, point))
+    return launch(config, chosen).exit_code

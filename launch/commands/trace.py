@@ -1,0 +1,60 @@
+"""`myxa trace`: the last stretch of the timeline as one file for ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import ConfigError, LaunchError
+from ..control.client import ControlClient
+from .output import Verbs, add_run_flags, show
+from .stretch import stretch_s
+
+
+def add(verbs: Verbs) -> None:
+    """The command and its flags."""
+    parser = verbs.add_parser("trace", help="the timeline up to now, for ui.perfetto.dev")
+    parser.add_argument("--last", type=stretch_s, default=None, metavar="T", dest="last_s",
+                        help="only the last so many seconds: 60s, 5min (everything)")  # fmt: skip
+    parser.add_argument("-o", type=Path, default=Path("trace.json"), metavar="FILE", dest="to",
+                        help="where to write it (%(default)s)")  # fmt: skip
+    add_run_flags(parser)
+    parser.set_defaults(run=_trace)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    source = _source(options.run_path)
+    target: Path = options.to
+    if target.exists() and target.resolve() == source.resolve():
+        raise ConfigError(f"{target} is the run's own trace", remedy="write to another file: -o FILE")
+    import orjson  # slow to import, and the last thing needed
+
+    from ...actors.sinks.chrome_trace import read_trace
+    from ..views.trace_tail import trace_tail
+
+    num_bytes = source.stat().st_size  # a live run goes on writing while it is read twice
+    events = trace_tail(lambda: read_trace(source, num_bytes), options.last_s)
+    try:
+        target.write_bytes(b"[\n" + b",\n".join(orjson.dumps(event) for event in events) + b"\n]\n")
+    except OSError as error:
+        raise ConfigError(
+            f"{target} cannot be written: {error.strerror}", remedy="name another file: -o FILE"
+        ) from error
+    show(options, {"file": str(target), "num_events": len(events)}, _words)
+    return 0
+
+
+def _source(run: Path | None) -> Path:
+    """The trace of a live run, written up to now; or that of a run that is over."""
+    try:
+        return Path(ControlClient.of(run).ask("trace")["file"])
+    except LaunchError:
+        path = run / "trace.json" if run is not None else None
+        if path is None or not path.exists():
+            raise
+        return path
+
+
+def _words(told: dict[str, Any]) -> str:
+    return f"{told['num_events']} events in {told['file']}: open it in https://ui.perfetto.dev or chrome://tracing"

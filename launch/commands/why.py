@@ -1,0 +1,58 @@
+"""`myxa why`: what holds the run back, and the knob to turn."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from ..control.client import ControlClient
+from .output import Verbs, add_run_flags, show, table
+from .stretch import stretch_s
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+KINDS = ("compute", "wait-data", "wait-weights", "wait-capacity", "wait-memory", "paused", "other")
+
+
+def add(verbs: Verbs) -> None:
+    """The command and its flags."""
+    parser = verbs.add_parser("why", help="what holds the run back, and the knob to turn")
+    parser.add_argument("target", nargs="?", default="", metavar="TARGET",
+                        help="actor: rollout/1, rollout, trainer/0 (the run as a whole)")  # fmt: skip
+    parser.add_argument("--window", type=stretch_s, default=60.0, metavar="T", dest="window_s",
+                        help="the last so many seconds, at most 10min (60s)")  # fmt: skip
+    add_run_flags(parser)
+    parser.set_defaults(run=_why)
+
+
+def _why(options: argparse.Namespace) -> int:
+    client = ControlClient.of(options.run_path)
+    show(options, client.ask("why", target=options.target, window_s=options.window_s), _page)
+    return 0
+
+
+def _page(reason: dict[str, Any]) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = [Text(reason["sentence"])]
+    if reason["remedy"]:
+        parts.append(Text(f"because: {reason['remedy']}" if change_words(reason) else f"try: {reason['remedy']}"))
+    if words := change_words(reason):
+        parts.append(Text(f"try: {words}", style="bold"))
+    rows = [(name, *(_percent(kinds, kind) for kind in KINDS)) for name, kinds in sorted(reason["shares"].items())]
+    parts += [Text(""), table(("actor", *KINDS), rows, right=KINDS)]
+    return Group(*parts)
+
+
+def change_words(reason: dict[str, Any]) -> str:
+    """The command to type, or the line of the run file; empty: there is neither."""
+    if reason["command"]:
+        return str(reason["command"])
+    return f"in the run file: {reason['key']} = {reason['new']}" if reason["key"] else ""
+
+
+def _percent(kinds: dict[str, float], kind: str) -> str:
+    share = kinds.get(kind, 0.0)
+    return f"{share * 100:.0f} %" if share >= 0.005 else ("" if kinds else "?")

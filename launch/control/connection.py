@@ -1,0 +1,151 @@
+"""One connection to a control socket: which protocol is spoken, and how long and how much the other side may dawdle.
+
+The first byte decides: "{" is newline JSON, anything else is HTTP. Every callback of the transport passes through here
+on its way to the protocol that was chosen, so that the limits are the same for both and neither can be held open:
+
+    asking    nothing is in hand; the next request must begin in time, and be whole in time once it has begun
+    in hand   a verb is being carried out, or a stream goes on; what is sent meanwhile is bounded
+    slow      the other side does not read what it asked for
+
+Knows transports and times. Must not know verbs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .peer import Peer
+from .wire import MAX_REQUEST_BYTES
+
+LINES = b"{"
+BLANKS = b" \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a connection may cost. Seconds and bytes."""
+
+    idle_s: float = 600.0
+    """Between an answer and the next request."""
+    request_s: float = 20.0
+    """From a request's first byte to its last."""
+    read_s: float = 30.0
+    """For the other side to take what was written."""
+    ahead_bytes: int = 2 * MAX_REQUEST_BYTES
+    """That may come while a request is in hand."""
+    num_connections: int = 64
+    """Of one socket."""
+
+
+class Connection(asyncio.Protocol):
+    """See the module's head. `choose` makes the protocol for the first bytes, `gone` hears of the end."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        choose: Callable[[Connection, bytes], asyncio.Protocol],
+        gone: Callable[[Connection], None],
+    ) -> None:
+        self._limits = limits
+        self._choose = choose
+        self._gone = gone
+        self._inner: asyncio.Protocol | None = None
+        self._transport: Any = None
+        self._loop = asyncio.get_running_loop()
+        self._idle_since: float = self._loop.time()
+        self._asked_since: float | None = None
+        self._slow_since: float | None = None
+        self._num_in_hand = 0
+        self._ahead_bytes = 0
+        self.peer = Peer(0, -1, -1)
+        self.is_stream = False
+        """The other side is told things until it goes; it says nothing more."""
+        self.has_ended = False
+        """The other side says nothing more."""
+        self.closed_for = ""
+        """The limit that was passed."""
+
+    # -- for the protocol inside ---------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A request is whole and is being carried out."""
+        self._num_in_hand += 1
+        self._ahead_bytes = 0
+
+    def end(self) -> None:
+        """It was answered."""
+        self._num_in_hand -= 1
+        self._idle_since = self._loop.time()
+        self._asked_since = None
+
+    # -- for the server ------------------------------------------------------------------------------------------
+
+    def look(self, now: float) -> None:
+        """Close it if it passed a limit of time."""
+        if self._slow_since is not None:
+            self._close_for("slow_reader", now - self._slow_since, self._limits.read_s)
+        elif self._num_in_hand:
+            return
+        elif self._asked_since is not None:
+            self._close_for("slow_writer", now - self._asked_since, self._limits.request_s)
+        else:
+            self._close_for("idle", now - self._idle_since, self._limits.idle_s)
+
+    def _close_for(self, what: str, value: float, limit: float) -> None:
+        if value > limit:
+            self.closed_for = what
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once; what was not sent yet is thrown away."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self, last_words: bytes = b"") -> None:
+        """Close once what was written is sent."""
+        if last_words:
+            self._transport.write(last_words)
+        self._transport.close()
+
+    # -- of the transport ----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._num_in_hand:
+            self._ahead_bytes += len(data)
+            self._close_for("flood", self._ahead_bytes, self._limits.ahead_bytes)
+        elif self._asked_since is None:
+            self._asked_since = self._loop.time()
+        if self._inner is None:
+            data = data.lstrip(BLANKS)
+            if not data:
+                return
+            self._inner = self._choose(self, data)
+            self._inner.connection_made(self._transport)
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        """A caller that has said everything is still answered; a stream ends."""
+        self.has_ended = True
+        stays = self._inner.eof_received() if self._inner is not None else None
+        return stays or (not self.is_stream and bool(self._num_in_hand or self._asked_since))
+
+    def pause_writing(self) -> None:
+        self._slow_since = self._loop.time()
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._slow_since = None
+        if self._inner is not None:
+            self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._inner is not None:
+            self._inner.connection_lost(exc)
+        self._gone(self)

@@ -1,0 +1,109 @@
+"""What is asked of the run before anything is said about it: shares, gauges, knobs. Asks, never acts.
+
+Whoever does not answer is left out: without the coordinator there is still a verdict, only no knob to turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ...actors.contracts import BufferContract, CoordinatorContract, MonitorContract
+from ...core.actor import with_deadline
+from ...core.errors import CallError, LaunchError
+from ...core.knobs import KnobState, KnobTable
+from ...core.messages import BufferStats, RunStatus
+from ..views.advice import Facts
+from ..views.bottleneck import engines_look_full
+from .verb import Room
+
+T = TypeVar("T")
+ASK_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One look at a run."""
+
+    shares: Mapping[str, Mapping[str, float]]
+    facts: Facts
+    engines_are_full: bool
+    version: int
+    """Weight version the run stands at; -1: not known."""
+    is_running: bool
+    """Neither starting nor ending nor paused."""
+
+
+async def gather_evidence(room: Room, window_s: float) -> Evidence:
+    """Ask monitor, coordinator and buffer at the same time. Raises LaunchError when the monitor does not answer."""
+    node = room.node
+    monitor = with_deadline(node.ref(MonitorContract, "monitor"), ASK_S)
+    coordinator = with_deadline(node.ref(CoordinatorContract, "coordinator"), ASK_S)
+    buffer = with_deadline(node.ref(BufferContract, "buffer"), ASK_S)
+    shares, snapshot, table, status, stats = await asyncio.gather(
+        _answer(monitor.shares(window_s)),
+        _answer(monitor.snapshot()),
+        _answer(coordinator.knob_table()),
+        _answer(coordinator.status()),
+        _answer(buffer.stats()),
+    )
+    if shares is None or snapshot is None:
+        raise LaunchError("the monitor does not answer: nobody knows where the time goes", remedy="`myxa ps`")
+    facts = facts_of(room, table, stats, num_rollouts=sum(name.startswith("rollout/") for name in shares))
+    return Evidence(
+        shares=shares,
+        facts=facts,
+        engines_are_full=are_full(snapshot, facts),
+        version=status.version if status is not None else -1,
+        is_running=_is_running(status),
+    )
+
+
+def facts_of(room: Room, table: KnobTable | None, stats: BufferStats | None, *, num_rollouts: int) -> Facts:
+    """Numbers of the run as they are now; where nobody answered, as the run file has them."""
+    config = room.config
+    knobs = first_states(table) if table is not None else {}
+    samples = knobs.get("num_samples")
+    return Facts(
+        knobs=knobs,
+        num_rollouts=max(num_rollouts, 1),
+        num_samples=int(samples.value) if samples is not None else config.rollout.num_samples,
+        max_running=config.engine.max_running,
+        slots_total=stats.slots_total if stats is not None else 0,
+        reward_workers=config.reward.workers,
+    )
+
+
+def first_states(table: KnobTable) -> dict[str, KnobState]:
+    """Knob -> how it stands at its first owner."""
+    states: dict[str, KnobState] = {}
+    for sheet in table.sheets:
+        for state in sheet.knobs:
+            states.setdefault(state.tunable.name, state)
+    return states
+
+
+def are_full(snapshot: Mapping[str, Mapping[str, float]], facts: Facts) -> bool:
+    """Whether engines have all the requests they can compute at once: by their gauges, or because what concurrency
+    allows would fill them."""
+    if engines_look_full(snapshot):
+        return True
+    told = [values.get("rollout/max_running", 0.0) for name, values in snapshot.items() if name.startswith("rollout/")]
+    room = min((value for value in told if value > 0), default=float(facts.max_running))
+    concurrency = facts.knobs.get("concurrency")
+    if concurrency is None or room <= 0:
+        return False
+    return int(concurrency.value) * facts.num_samples >= room
+
+
+def _is_running(status: RunStatus | None) -> bool:
+    return status is not None and status.phase == "running" and not status.paused
+
+
+async def _answer(question: Awaitable[T]) -> T | None:
+    try:
+        return await question
+    except CallError:
+        return None

@@ -1,0 +1,225 @@
+"""Verbs about knobs: read, explain, change, take back, history. The coordinator does it all; here requests are made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from ...actors.audit import AUDIT_FILE, read_audit
+from ...core.errors import ConfigError
+from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobSheet, KnobState, KnobTable, KnobValue, Operator
+from ...core.suggestion import nearest, suggest
+from ..config_keys import value_at
+from ..roster import ActorRecord
+from .coordinator_call import coordinator_call
+from .run_verbs import Reason
+from .targets import find_targets
+from .verb import Arguments, Room, Verb
+
+ASK_S = 20.0
+"""Less than callers wait, so that they learn who did not answer."""
+CHANGE_S = 60.0
+MAX_VALUES = 64
+MAX_NAME_CHARS = 128
+MAX_TEXT_CHARS = 4096
+MAX_STEPS = 10_000_000
+MAX_SECONDS = 30 * 86400.0
+MAX_HISTORY = 10_000
+MAX_INT = 2**63 - 1
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+Number = Annotated[int, msgspec.Meta(ge=-MAX_INT, le=MAX_INT)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
+Values = Annotated[dict[Name, bool | Number | float | Text], msgspec.Meta(max_length=MAX_VALUES)]
+
+
+class GetArguments(Arguments, frozen=True, kw_only=True):
+    """Of `get`."""
+
+    names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_VALUES)] = ()
+    """Empty: all."""
+
+
+class ExplainArguments(Arguments, frozen=True, kw_only=True):
+    """Of `explain`."""
+
+    name: Name
+
+
+class SetArguments(Arguments, frozen=True, kw_only=True):
+    """Of `set`."""
+
+    values: Annotated[Values, msgspec.Meta(min_length=1)]
+    reason: Reason = ""
+    target: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
+    """Only these owners: `role`, `role/3`, `role/*`, `node:1`."""
+    expect: Values = {}
+    """Refuse unless these knobs have these values."""
+    for_steps: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEPS)] = 0
+    for_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)] = 0.0
+    not_before: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)] = 0
+    """Number of the boundary from which on the values may be used."""
+    dry_run: bool = False
+    force: bool = False
+
+
+class UndoArguments(Arguments, frozen=True, kw_only=True):
+    """Of `undo`."""
+
+    reason: Reason = ""
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)] = 0
+    """Which change; 0: the newest."""
+
+
+class HistoryArguments(Arguments, frozen=True, kw_only=True):
+    """Of `history`."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_HISTORY)] = 100
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about one knob."""
+
+    knob: KnobState
+    """As its first owner has it."""
+    owners: dict[str, KnobState]
+    """Actor -> how it stands there."""
+    file_value: Any
+    """What the run file says, if the knob has a key there."""
+    reverts: str
+    """When it goes back by itself; empty: it stays."""
+    history: tuple[AuditRecord, ...]
+    """What became of it, oldest first."""
+
+
+async def knob_table(room: Room) -> KnobTable:
+    """All knobs of the run. Raises CallError while there is no coordinator."""
+    async with coordinator_call(room, ASK_S) as coordinator:
+        return await coordinator.knob_table()
+
+
+def known_names(table: KnobTable) -> set[str]:
+    """Names of all knobs."""
+    return {state.tunable.name for sheet in table.sheets for state in sheet.knobs}
+
+
+def check_names(names: Sequence[str], table: KnobTable) -> None:
+    """Raises ConfigError for a knob that does not exist, with what may be meant: another name, or a key of the file."""
+    known = known_names(table)
+    keys = {state.tunable.key: state.tunable.name for sheet in table.sheets for state in sheet.knobs}
+    for name in names:
+        if name in known:
+            continue
+        if name in keys:
+            raise ConfigError(f"{name!r} is a key of the run file", remedy=f"the knob is {keys[name]!r}")
+        if table.silent:  # it may be theirs
+            text = f"{name[:MAX_NAME_CHARS]!r} is no knob of any actor that answers"
+            raise ConfigError(text, remedy=f"no answer from {', '.join(table.silent)}")
+        raise ConfigError(f"{name[:MAX_NAME_CHARS]!r} is no knob", remedy=_hint(name, table))
+
+
+def _hint(name: str, table: KnobTable) -> str:
+    known = known_names(table)
+    if nearest(name, known):
+        return suggest(name, known)
+    words = name.replace("_", " ").replace("-", " ").lower()
+    for state in (state for sheet in table.sheets for state in sheet.knobs):
+        if len(words) > 2 and words in state.tunable.help.lower():
+            return f'did you mean "{state.tunable.name}"? it is "{state.tunable.help}"'
+    return "`myxa get --all` lists them all"
+
+
+async def _get(room: Room, arguments: GetArguments, who: Operator) -> KnobTable:
+    table = await knob_table(room)
+    if not arguments.names:
+        return table
+    check_names(arguments.names, table)
+    sheets = (
+        msgspec.structs.replace(sheet, knobs=tuple(s for s in sheet.knobs if s.tunable.name in arguments.names))
+        for sheet in table.sheets
+    )
+    return msgspec.structs.replace(table, sheets=tuple(sheet for sheet in sheets if sheet.knobs))
+
+
+async def _explain(room: Room, arguments: ExplainArguments, who: Operator) -> Explanation:
+    name = arguments.name
+    table = await knob_table(room)
+    check_names((name,), table)
+    owners = {sheet.owner: state for sheet in table.sheets if (state := _state(sheet, name)) is not None}
+    knob = next(iter(owners.values()))
+    path = room.run_dir.path / AUDIT_FILE
+    records = await asyncio.to_thread(read_audit, path, MAX_HISTORY)
+    return Explanation(
+        knob=knob,
+        owners=owners,
+        file_value=value_at(room.config, knob.tunable.key) if knob.tunable.key else None,
+        reverts=table.reverts.get(name, ""),
+        history=tuple(record for record in records if any(move.name == name for move in record.moves)),
+    )
+
+
+def _state(sheet: KnobSheet, name: str) -> KnobState | None:
+    return next((state for state in sheet.knobs if state.tunable.name == name), None)
+
+
+async def _set(room: Room, arguments: SetArguments, who: Operator) -> ChangeReply:
+    if arguments.for_steps and arguments.for_s:
+        raise ConfigError("the change is to last for steps and for seconds", remedy="say one of them")
+    names = (*arguments.values, *arguments.expect)
+    target = arguments.target
+    if target.startswith("node:"):
+        target = owner_on_node(target, room.supervisor.roster(), names, await knob_table(room))
+    request = ChangeRequest(
+        values=dict[str, KnobValue](arguments.values),
+        who=who,
+        reason=arguments.reason,
+        target=target,
+        expect=dict[str, KnobValue](arguments.expect),
+        for_steps=arguments.for_steps,
+        for_s=arguments.for_s,
+        not_before=arguments.not_before,
+        dry_run=arguments.dry_run,
+        force=arguments.force,
+    )
+    async with coordinator_call(room, CHANGE_S) as coordinator:
+        reply = await coordinator.change_knobs(request)
+    if reply.refused:
+        check_names(names, await knob_table(room))  # says better what was meant; asked only now, a good change is fast
+    return reply
+
+
+def owner_on_node(target: str, roster: Sequence[ActorRecord], names: Sequence[str], table: KnobTable) -> str:
+    """A target that the coordinator knows for "node:1": the one owner of these knobs there, or its whole role if all of
+    it is there. Raises ConfigError when it is neither."""
+    here = {record.name for record in find_targets(target, roster)}
+    owners = {sheet.owner for sheet in table.sheets for state in sheet.knobs if state.tunable.name in names}
+    meant = sorted(owners & here)
+    if len(meant) == 1:
+        return meant[0]
+    roles = {owner.partition("/")[0] for owner in meant}
+    if len(roles) == 1 and {owner for owner in owners if owner.partition("/")[0] in roles} <= here:
+        return f"{roles.pop()}/*"
+    told = f"only {', '.join(meant)} of {', '.join(sorted(owners))} are on {target}" if meant else f"nobody on {target}"
+    raise ConfigError(f"{told}: a change is for one owner, a role, or all", remedy="name one owner: --target rollout/1")
+
+
+async def _undo(room: Room, arguments: UndoArguments, who: Operator) -> ChangeReply:
+    async with coordinator_call(room, CHANGE_S) as coordinator:
+        return await coordinator.undo(who, arguments.reason, arguments.epoch)
+
+
+async def _history(room: Room, arguments: HistoryArguments, who: Operator) -> tuple[AuditRecord, ...]:
+    """From the file: process verbs are in it too, and it can be read while the coordinator is away."""
+    return await asyncio.to_thread(read_audit, room.run_dir.path / AUDIT_FILE, arguments.limit)
+
+
+VERBS: tuple[Verb[Any], ...] = (
+    Verb("get", "view", GetArguments, "knobs with their values, limits and owners", run=_get),
+    Verb("explain", "view", ExplainArguments, "everything about one knob, with its history", run=_explain),
+    Verb("set", "operate", SetArguments, "change knobs, all or none", run=_set, is_noted_elsewhere=True),
+    Verb("undo", "operate", UndoArguments, "take a change back", run=_undo, is_noted_elsewhere=True),
+    Verb("history", "view", HistoryArguments, "the newest records of the audit log", run=_history),
+)

@@ -1,0 +1,245 @@
+"""Verbs that start and end the run's processes: scale, drain, restart, kill.
+
+Decides what may be asked of whom; the run supervisor and its rules carry it out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ...core.config import RoleName
+from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
+from ...core.knobs import Operator
+from ...core.suggestion import suggest
+from ..actor_spec import ActorSpec
+from ..late_place import check_leaver, staff
+from ..placement import START_ORDER
+from ..roster import ActorRecord
+from .targets import find_targets, node_of
+from .verb import Arguments, Room, Verb
+
+LOOK_S = 0.1
+MAX_ACTORS = 4096
+BACK_S = 600.0
+"""How long a restarted actor may take before the next one is restarted."""
+SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "CONT": signal.SIGCONT}
+
+Target = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+Reason = Annotated[str, msgspec.Meta(max_length=1000)]
+
+
+class ScaleArguments(Arguments, frozen=True, kw_only=True):
+    """How many actors of a role the run is to have."""
+
+    role: Annotated[str, msgspec.Meta(max_length=64)]
+    count: Annotated[int, msgspec.Meta(ge=0, le=MAX_ACTORS)]
+    devices: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    """GPUs of each node that nobody uses, for new actors: "4-7"."""
+    attach: Annotated[str, msgspec.Meta(max_length=10_000)] = ""
+    """Servers for new actors, where the run's are attached ones: "http://host:port,..."."""
+    wait_s: Seconds = 0.0
+    """Answer when all is done, after so long at the latest; 0: at once."""
+    reason: Reason = ""
+
+
+class DrainArguments(Arguments, frozen=True, kw_only=True):
+    """Whom to have leave for good."""
+
+    target: Target
+    wait_s: Seconds = 0.0
+    reason: Reason = ""
+
+
+class RestartArguments(Arguments, frozen=True, kw_only=True):
+    """Whom to start anew."""
+
+    target: Target
+    force: bool = False
+    """Also where the run is known to end by it."""
+    wait_s: Seconds = 0.0
+    reason: Reason = ""
+
+
+class KillArguments(Arguments, frozen=True, kw_only=True):
+    """Whom to send a signal."""
+
+    target: Target
+    signal: Literal["KILL", "STOP", "CONT"] = "KILL"
+    reason: Reason = ""
+
+
+# -- scale -------------------------------------------------------------------------------------------------------------
+
+
+async def _scale(room: Room, arguments: ScaleArguments, who: Operator) -> dict[str, Any]:
+    supervisor = room.supervisor
+    role = _role(arguments.role)
+    wish = arguments.devices, arguments.attach
+    staffing = staff(room.config, role, arguments.count, supervisor.present(), *wish)
+    for actor in staffing.joining:
+        supervisor.hire(actor)
+    for name in staffing.leaving:
+        supervisor.retire(name, _why(who, arguments.reason))
+    joining = [actor.name for actor in staffing.joining]
+
+    def is_done() -> bool:
+        there = {record.name: record for record in supervisor.roster()}
+        is_up = all(name in there and there[name].state == "up" for name in joining)
+        return is_up and not set(staffing.leaving) & there.keys()
+
+    return {
+        "role": arguments.role,
+        "count": arguments.count,
+        "joining": [{"name": a.name, "node": a.node, "devices": list(a.devices)} for a in staffing.joining],
+        "leaving": list(staffing.leaving),
+        "is_done": await _until(is_done, arguments.wait_s),
+    }
+
+
+def _role(name: str) -> RoleName:
+    for role in START_ORDER:
+        if role == name:
+            return role
+    raise ConfigError(f"{name!r} is no role", remedy=suggest(name, START_ORDER))
+
+
+# -- drain -------------------------------------------------------------------------------------------------------------
+
+
+async def _drain(room: Room, arguments: DrainArguments, who: Operator) -> dict[str, Any]:
+    supervisor = room.supervisor
+    node = node_of(arguments.target)
+    is_node = node is not None and node != 0 and node in supervisor.nodes
+    meant = () if is_node and not _lives_on(room, node) else find_targets(arguments.target, supervisor.roster())
+    roles: set[RoleName] = {record.role for record in meant}
+    for role in roles:
+        staying = [r for r in supervisor.roster() if r.role == role and not (r.is_over or r.is_leaving)]
+        check_leaver(room.config, role, len({r.name for r in staying} - {r.name for r in meant}))
+    names = [record.name for record in meant]
+    if is_node and node is not None:
+        supervisor.dismiss(node, _why(who, arguments.reason))
+    else:
+        for name in reversed(names):
+            supervisor.retire(name, _why(who, arguments.reason))
+
+    def is_done() -> bool:
+        is_gone = not (is_node and node in supervisor.nodes)
+        return is_gone and not set(names) & {record.name for record in supervisor.roster()}
+
+    return {"leaving": names, "is_done": await _until(is_done, arguments.wait_s)}
+
+
+def _lives_on(room: Room, node: int | None) -> bool:
+    return any(record.node == node for record in room.supervisor.roster())
+
+
+# -- restart -----------------------------------------------------------------------------------------------------------
+
+
+async def _restart(room: Room, arguments: RestartArguments, who: Operator) -> dict[str, Any]:
+    meant = find_targets(arguments.target, room.supervisor.roster())
+    if not arguments.force:
+        for record in meant:
+            _check_restart(record, room.supervisor.crew[record.name].spec)
+    for record in meant:
+        if record.is_leaving:
+            raise ConfigError(f"{record.name} is leaving the run", remedy="`myxa scale` starts a new one")
+    names = [record.name for record in meant]
+    attempts = {record.name: record.attempt for record in meant}
+    room.supervisor.ctx.spawn(_one_by_one(room, meant, _why(who, arguments.reason)), name=f"restart {arguments.target}")
+
+    def is_done() -> bool:
+        there = {r.name: r for r in room.supervisor.roster()}
+        return all(n in there and there[n].state == "up" and there[n].attempt > attempts[n] for n in names)
+
+    return {"restarting": names, "is_done": await _until(is_done, arguments.wait_s)}
+
+
+def _check_restart(record: ActorRecord, spec: ActorSpec) -> None:
+    if spec.rank is not None and spec.restart != "gang":
+        raise ConfigError(
+            f"{record.name} is not restarted in a running run: its mates would not restart with it",
+            remedy='start runs with roles.trainer.restart = "gang"; end this one and resume it, or say --force',
+        )
+
+
+async def _one_by_one(room: Room, meant: Sequence[ActorRecord], reason: str) -> None:
+    """The next one when the one before is back, so that the others go on meanwhile. A gang restarts as a whole."""
+    supervisor = room.supervisor
+    gangs: set[str] = set()
+    for record in meant:
+        try:
+            spec = supervisor.crew[record.name].spec
+            if spec.rank is not None and spec.rank.gang in gangs:
+                continue
+            if spec.rank is not None:
+                gangs.add(spec.rank.gang)
+            if record.is_over:
+                supervisor.hire(spec)
+            else:
+                supervisor.renew(record.name, reason)
+        except (MyxaError, KeyError) as error:
+            supervisor.ctx.log.warning("%s is not restarted: %s", record.name, error)
+            continue
+        await _until(lambda name=record.name, before=record.attempt: _is_back(room, name, before), BACK_S)
+
+
+def _is_back(room: Room, name: str, before: int) -> bool:
+    """Also when it has left, or failed: then there is nothing to wait for."""
+    record = next((r for r in room.supervisor.roster() if r.name == name), None)
+    return record is None or record.is_over or (record.state == "up" and record.attempt > before)
+
+
+# -- kill --------------------------------------------------------------------------------------------------------------
+
+
+async def _kill(room: Room, arguments: KillArguments, who: Operator) -> dict[str, Any]:
+    supervisor = room.supervisor
+    meant = [record for record in find_targets(arguments.target, supervisor.roster()) if record.pid]
+    if not meant:
+        raise ConfigError(f"{arguments.target!r}: none of them has a process now", remedy="see `myxa ps`")
+    supervisor.ctx.log.warning("%s: SIG%s to %s", _why(who, arguments.reason), arguments.signal, arguments.target)
+    return {"signal": arguments.signal, "sent": await send_signal(room, meant, arguments.signal)}
+
+
+async def send_signal(room: Room, meant: Sequence[ActorRecord], name: str) -> list[str]:
+    """Send the signal (of `SIGNALS`) to the processes of these actors and all that they started; returns who got it.
+    Raises LaunchError if a node could not be asked."""
+    sent: list[str] = []
+    for node, names in room.supervisor.crew.by_node([record.name for record in meant]):
+        try:
+            sent += await room.supervisor.agent(node).signal_actors(names, int(SIGNALS[name]))
+        except CallError as error:
+            raise LaunchError(f"node {node} was not asked: {error}; signalled before: {sent}") from error
+    return sent
+
+
+# -- common ------------------------------------------------------------------------------------------------------------
+
+
+def _why(who: Operator, reason: str) -> str:
+    return reason or f"{who.user or 'somebody'} asked for it"
+
+
+async def _until(is_so: Callable[[], bool], wait_s: float) -> bool:
+    waited_s = 0.0
+    while not is_so():
+        if waited_s >= wait_s:
+            return False
+        await asyncio.sleep(LOOK_S)
+        waited_s += LOOK_S
+    return True
+
+
+VERBS: tuple[Verb[Any], ...] = (
+    Verb("scale", "operate", ScaleArguments, "have so many rollout actors", run=_scale),
+    Verb("drain", "operate", DrainArguments, "hand an actor's work back and end it for good", run=_drain),
+    Verb("restart", "operate", RestartArguments, "end an actor in good order and start it anew", run=_restart),
+    Verb("kill", "operate", KillArguments, "send SIGKILL, SIGSTOP or SIGCONT to an actor's processes", run=_kill),
+)

@@ -1,0 +1,118 @@
+"""Verbs about the run as a whole: who is in it, pause, resume, step, checkpoint, evaluation, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import Annotated, Any
+
+import msgspec
+
+from ...actors.memory_contracts import MemoryContract
+from ...core.actor import with_deadline
+from ...core.device_memory import MemoryView
+from ...core.errors import ConfigError
+from ...core.knobs import Operator
+from ..memory_parts import manager_name, takes_turns
+from .coordinator_call import coordinator_call
+from .verb import Arguments, Room, Verb
+
+ASK_S = 10.0
+CONDUCT_S = 30.0
+CHECKPOINT_S = 1800.0
+EVALUATION_S = 600.0
+MAX_STEPS = 1_000_000
+MAX_REASON_CHARS = 1000
+
+Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
+"""The operator's own words."""
+
+
+class WithReason(Arguments, frozen=True, kw_only=True):
+    """Arguments of a verb that only wants to know why."""
+
+    reason: Reason = ""
+
+
+class StepArguments(WithReason, frozen=True, kw_only=True):
+    """Of `step`."""
+
+    num_steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_STEPS)] = 1
+
+
+class CheckpointArguments(WithReason, frozen=True, kw_only=True):
+    """Of `ckpt`."""
+
+    export: bool = False
+    """A HuggingFace folder instead of a checkpoint."""
+
+
+async def _verbs(room: Room, arguments: Arguments, who: Operator) -> list[dict[str, Any]]:
+    from .verbs import all_verbs, describe  # it is made of this module's verbs among others
+
+    return [describe(verb) for verb in all_verbs()]
+
+
+async def _pause(room: Room, arguments: WithReason, who: Operator) -> dict[str, int]:
+    async with coordinator_call(room, CONDUCT_S) as coordinator:
+        return {"rests_at": await coordinator.pause_run(who, arguments.reason)}
+
+
+async def _resume(room: Room, arguments: WithReason, who: Operator) -> dict[str, bool]:
+    async with coordinator_call(room, CONDUCT_S) as coordinator:
+        await coordinator.resume_run(who, arguments.reason)
+    return {"resumed": True}
+
+
+async def _step(room: Room, arguments: StepArguments, who: Operator) -> dict[str, int]:
+    async with coordinator_call(room, CONDUCT_S) as coordinator:
+        return {"pauses_at": await coordinator.step_run(who, arguments.reason, arguments.num_steps)}
+
+
+async def _checkpoint(room: Room, arguments: CheckpointArguments, who: Operator) -> dict[str, str]:
+    async with coordinator_call(room, CHECKPOINT_S) as coordinator:
+        return {"folder": await coordinator.checkpoint_now(who, arguments.reason, arguments.export)}
+
+
+async def _evaluate(room: Room, arguments: WithReason, who: Operator) -> dict[str, float]:
+    async with coordinator_call(room, EVALUATION_S) as coordinator:
+        return {"eval_reward": await coordinator.evaluate_now(who, arguments.reason)}
+
+
+async def _down(room: Room, arguments: WithReason, who: Operator) -> dict[str, str]:
+    """The launcher's own loop ends the run, as after Ctrl-C; here it is only wished for."""
+    reason = arguments.reason or f"{who.user} asked for it (myxa down)"
+    room.supervisor.wish_stop(reason, signal.SIGTERM)
+    return {"ending": reason}
+
+
+async def _memory(room: Room, arguments: Arguments, who: Operator) -> MemoryView:
+    if not takes_turns(room.config):
+        raise ConfigError(
+            "this run has no memory manager",
+            remedy='trainer and engines have their own memory there; see memory.share = "switch"',
+        )
+    name = manager_name(room.config)
+    async with asyncio.timeout(ASK_S):
+        await room.node.wait_for(name, timeout_s=ASK_S)
+        return await with_deadline(room.node.ref(MemoryContract, name), ASK_S).view()
+
+
+VERBS: tuple[Verb[Any], ...] = (
+    Verb("verbs", "view", Arguments, "every verb with its arguments", run=_verbs),
+    Verb("mem", "view", Arguments, "who holds which device memory", run=_memory),
+    Verb(
+        "pause", "operate", WithReason, "no new work and no new step; the step in hand ends",
+        run=_pause, is_noted_elsewhere=True,
+    ),
+    Verb("resume", "operate", WithReason, "go on after a pause", run=_resume, is_noted_elsewhere=True),
+    Verb("step", "operate", StepArguments, "so many training steps, then pause", run=_step, is_noted_elsewhere=True),
+    Verb(
+        "ckpt", "operate", CheckpointArguments, "a checkpoint, or a HuggingFace folder, at the next step boundary",
+        run=_checkpoint, is_noted_elsewhere=True,
+    ),
+    Verb(
+        "eval", "operate", WithReason, "held-out reward now, beside training", run=_evaluate, is_noted_elsewhere=True
+    ),
+    Verb("down", "operate", WithReason, "end the run in good order", run=_down),
+)  # fmt: skip

@@ -1,0 +1,144 @@
+"""Suggestions of a run: what is proposed now, what is pinned, what was forbidden.
+
+    propose   the verdict's advice becomes proposals with names; the same proposal has the same name at any time
+    pin       a knob that nobody but a person turns: not proposed, and the autopilot leaves it
+    forbid    this proposal never again: that knob not to that value, or further in that direction
+
+What a person decided is kept in `suggestions.json`; nothing else is. One writer: the launcher of node 0. Knows no
+sockets and no actors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ...core.errors import ConfigError
+from ...core.knobs import KnobValue
+from ...core.messages import Record
+from ...core.suggestion import suggest
+from ..views.advice import Advice
+
+BOOK_FILE = "suggestions.json"
+
+
+class Suggestion(Record, frozen=True):
+    """One proposal."""
+
+    id: str
+    """"s" and six hexadecimal digits, of what is proposed."""
+    knob: str
+    """Empty: there is no knob for it."""
+    old: KnobValue
+    new: KnobValue
+    why: str
+    key: str = ""
+    command: str = ""
+
+
+class Forbidden(Record, frozen=True):
+    """A proposal that is not to come again."""
+
+    knob: str
+    key: str
+    old: KnobValue
+    new: KnobValue
+
+
+class BookState(Record, frozen=True):
+    """What the file holds."""
+
+    pins: tuple[str, ...] = ()
+    forbidden: tuple[Forbidden, ...] = ()
+
+
+class SuggestionBook:
+    """Reads the file when it is made, writes it whenever somebody decided something. Blocking."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Raises ConfigError for a file that is not ours."""
+        self._path = run_dir / BOOK_FILE
+        self.state = self._read()
+
+    def propose(self, advices: Sequence[Advice]) -> tuple[Suggestion, ...]:
+        """The proposals that are open now, best first. Writes nothing: whoever may only look may ask for them."""
+        return tuple(
+            Suggestion(
+                id=_name_of(advice), knob=advice.knob, old=advice.old, new=advice.new, why=advice.why, key=advice.key,
+                command=advice.command,
+            )
+            for advice in advices
+            if self.allows(advice)
+        )  # fmt: skip
+
+    def forbid(self, found: Suggestion) -> Suggestion:
+        """Never again. Idempotent."""
+        rule = Forbidden(knob=found.knob, key=found.key, old=found.old, new=found.new)
+        if rule not in self.state.forbidden:
+            self._save(msgspec.structs.replace(self.state, forbidden=(*self.state.forbidden, rule)))
+        return found
+
+    def allow(self, name: str) -> int:
+        """Take back what was forbidden of that knob, or key of the run file; how many rules that were."""
+        kept = tuple(rule for rule in self.state.forbidden if name not in (rule.knob, rule.key))
+        num = len(self.state.forbidden) - len(kept)
+        if not num:
+            known = {rule.knob or rule.key for rule in self.state.forbidden}
+            raise ConfigError(f"nothing is forbidden of {name[:64]!r}", remedy=suggest(name, known))
+        self._save(msgspec.structs.replace(self.state, forbidden=kept))
+        return num
+
+    def pin(self, knob: str) -> None:
+        """Idempotent."""
+        if knob not in self.state.pins:
+            self._save(msgspec.structs.replace(self.state, pins=(*self.state.pins, knob)))
+
+    def unpin(self, knob: str) -> None:
+        """Raises ConfigError for a knob that is not pinned."""
+        if knob not in self.state.pins:
+            raise ConfigError(f"{knob[:64]!r} is not pinned", remedy=suggest(knob, self.state.pins))
+        self._save(msgspec.structs.replace(self.state, pins=tuple(p for p in self.state.pins if p != knob)))
+
+    def allows(self, advice: Advice | Suggestion) -> bool:
+        """Whether this may be proposed, or approved, at all."""
+        return advice.knob not in self.state.pins and not self._is_forbidden(advice)
+
+    def _is_forbidden(self, advice: Advice | Suggestion) -> bool:
+        return any(
+            (rule.knob, rule.key) == (advice.knob, advice.key) and _reaches(rule, advice)
+            for rule in self.state.forbidden
+        )
+
+    def _read(self) -> BookState:
+        if not self._path.exists():
+            return BookState()
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=BookState)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{self._path}: {error}", remedy="move the file away: suggestions begin anew") from error
+
+    def _save(self, state: BookState) -> None:
+        if state == self.state:
+            return
+        self.state = state
+        beside = self._path.with_suffix(".json.new")
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+        beside.replace(self._path)
+
+
+def _name_of(advice: Advice) -> str:
+    """Of that proposal in any run, whoever asks and whenever."""
+    told = msgspec.json.encode((advice.knob, advice.key, advice.old, advice.new))
+    return f"s{hashlib.blake2s(told, digest_size=3).hexdigest()}"
+
+
+def _reaches(rule: Forbidden, advice: Advice | Suggestion) -> bool:
+    """As far as the forbidden value, or further the same way; for what is no number: the same value."""
+    numbers = (rule.old, rule.new, advice.old, advice.new)
+    if any(isinstance(value, bool | str) for value in numbers):
+        return rule.new == advice.new
+    old, new, now, wanted = (float(value) for value in numbers)
+    return (wanted >= new and wanted > now) if new > old else (wanted <= new and wanted < now)

@@ -1,0 +1,58 @@
+"""Which actors a word means: "rollout/3", "rollout/*" or "rollout" (all of the role), "node:1", "all". For every verb.
+
+Knows names only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from ...core.errors import ConfigError
+from ...core.suggestion import nearest
+from ..roster import ActorRecord
+
+SHAPES = 'a role ("rollout"), an actor ("rollout/1"), "rollout/*", "node:0" or "all"'
+MAX_SHOWN = 12
+
+_NODE = re.compile(r"node:(\d{1,6})")
+
+
+def find_targets(target: str, roster: Sequence[ActorRecord]) -> tuple[ActorRecord, ...]:
+    """The actors that `target` means, in start order; never none. Raises ConfigError: nobody is meant, and who is
+    there."""
+    word = target.strip()
+    found = tuple(record for record in roster if _is_meant(record, word))
+    if found:
+        return found
+    names = [record.name for record in roster]
+    words = [*names, *sorted({record.role for record in roster}), *sorted({f"node:{r.node}" for r in roster}), "all"]
+    near = nearest(word.removesuffix("/*"), words)
+    shown = ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else "")
+    raise ConfigError(
+        f"{word[:64]!r} names no actor of this run; there are {shown or 'none'}",
+        remedy=f"did you mean {near!r}?" if near else f"give {SHAPES}",
+    )
+
+
+def find_one(target: str, roster: Sequence[ActorRecord]) -> ActorRecord:
+    """The one actor that is meant. Raises ConfigError also when it is several."""
+    first, *others = find_targets(target, roster)
+    if others:
+        names = [record.name for record in (first, *others)]
+        raise ConfigError(
+            f"{target!r} means {len(names)} actors: {', '.join(names[:MAX_SHOWN])}", remedy="name one of them"
+        )
+    return first
+
+
+def node_of(target: str) -> int | None:
+    """3 for "node:3"; None: it means no node."""
+    match = _NODE.fullmatch(target.strip())
+    return int(match[1]) if match else None
+
+
+def _is_meant(record: ActorRecord, word: str) -> bool:
+    if (node := node_of(word)) is not None:
+        return record.node == node
+    return word in ("all", "*", record.name, record.role, f"{record.role}/*")

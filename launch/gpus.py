@@ -1,0 +1,88 @@
+"""The GPUs of this machine, as far as they can be seen without using one: by NVML, else by the driver's own files.
+
+Knows NVML and /proc. Must not know runs. `memory/gpu_facts.py` asks about one GPU and fails when it is not there; this
+looks at what there is, and a machine without any is fine.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DRIVER = Path("/proc/driver/nvidia")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One device."""
+
+    name: str
+    num_bytes: int
+    """Of the whole device; 0: not known."""
+    used_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """What is known of all of them."""
+
+    found: tuple[Gpu, ...]
+    driver: str = ""
+    """Version of the driver; empty: no driver, or not known."""
+    source: str = ""
+    """Where that comes from; empty: there is no driver here."""
+    trouble: str = ""
+    """Why NVML could not say more."""
+
+
+def look_at_gpus(root: Path = DRIVER) -> Gpus:
+    """By NVML where its Python package is installed, else by the driver's files; never raises."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return _by_files(root, "nvidia-ml-py is not installed")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return _by_files(root, str(error))
+    try:
+        return Gpus(
+            tuple(_gpu(nvml, number) for number in range(nvml.nvmlDeviceGetCount())),
+            _text(nvml.nvmlSystemGetDriverVersion()),
+            "NVML",
+        )
+    except nvml.NVMLError as error:
+        return _by_files(root, str(error))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpu(nvml: Any, number: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(number)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return Gpu(_text(nvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used))
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _by_files(root: Path, trouble: str) -> Gpus:
+    try:
+        version = (root / "version").read_text(encoding="utf-8", errors="replace")
+        entries = sorted((root / "gpus").iterdir())
+    except OSError:
+        return Gpus((), trouble=trouble)
+    words = [word for word in version.split() if word[:1].isdigit() and "." in word]
+    found = tuple(Gpu(_model(entry), 0) for entry in entries)
+    return Gpus(found, words[0] if words else "", str(root), trouble)
+
+
+def _model(entry: Path) -> str:
+    try:
+        lines = (entry / "information").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "GPU"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("Model:")), "GPU")

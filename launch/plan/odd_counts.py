@@ -1,0 +1,71 @@
+"""Numbers that a run can start with, and that hardly anybody means: told as warnings. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from ...core.config import RunConfig
+from ...core.errors import ConfigError
+from ..finding import Finding
+from .batch import Batch
+
+LOOPBACKS = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+def odd_counts(config: RunConfig, batch: Batch, num_held_out: int | None) -> Iterator[Finding]:
+    """All of them."""
+    steps = config.run.num_steps
+    if steps and config.trainer.checkpoint_every > steps:
+        yield _odd(
+            "trainer.checkpoint_every",
+            f"= {config.trainer.checkpoint_every}: the run has {steps} steps, so no checkpoint is written",
+            "lower it, or set it to 0",
+        )
+    if steps and config.eval.every > steps:
+        yield _odd(
+            "eval.every",
+            f"= {config.eval.every}: the run has {steps} steps, so there is no evaluation after the first",
+            "lower it",
+        )
+    if num_held_out is not None and config.eval.data and num_held_out < config.eval.num_prompts:
+        yield _odd(
+            "eval.num_prompts",
+            f"= {config.eval.num_prompts}: eval.data has {num_held_out} rows, which are all used",
+            "lower it, or use more data",
+        )
+    if batch.samples_per_update < batch.num_replicas:
+        yield _odd(
+            "algo.batch_size",
+            f"= {config.algo.batch_size}: one update has {batch.samples_per_update} samples for {batch.num_replicas} "
+            "trainer ranks, so some of them have nothing to do",
+            "raise it, lower algo.minibatches, or use fewer ranks",
+        )
+    trainer = config.roles.trainer
+    if len(trainer.device_ids) > trainer.count:
+        yield _odd(
+            "roles.trainer.devices",
+            f'= "{trainer.devices}": {len(trainer.device_ids)} GPUs for {trainer.count} ranks on a node, each of which '
+            "uses one",
+            "set roles.trainer.count to the number of GPUs",
+        )
+    open_servers = [url for url in config.engine.attach if urlsplit(url).hostname not in LOOPBACKS]
+    if open_servers and not config.engine.key_env:
+        yield _odd(
+            "engine.attach",
+            f"names {', '.join(open_servers)} without engine.key_env: whoever reaches such a server can load weights",
+            "start servers with --admin-api-key, and name the variable that holds it in engine.key_env",
+        )
+    needed = config.rollout.max_new_tokens * config.rollout.max_turns
+    length = config.engine.context_length
+    if config.algo.kind != "sft" and length and needed >= length > config.rollout.max_new_tokens:
+        yield _odd(
+            "engine.context_length",
+            f"= {length}: {config.rollout.max_turns} turns of {config.rollout.max_new_tokens} tokens do not fit, later "
+            "ones are cut short",
+            "raise it, or lower rollout.max_new_tokens",
+        )
+
+
+def _odd(key: str, text: str, remedy: str) -> Finding:
+    return Finding(key, ConfigError(f"{key} {text}", remedy=remedy), is_warning=True)

@@ -1,0 +1,187 @@
+"""`myxa plan`: everything that can be said of a run before it is started. Composition: the parts compute, this asks.
+
+Starts nothing, needs no GPU and no torch. What is wrong is collected, never raised: one look tells all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...actors.models.model_config import ModelConfig
+from ...core.config import Inspected, RunConfig, inspect_config
+from ...core.errors import ConfigError, MyxaError
+from ...memory.host import available_bytes
+from ..actor_spec import ActorSpec
+from ..finding import Finding, key_of, looked
+from ..gpus import look_at_gpus
+from ..placement import place, placement_problems
+from ..preflight import CHECKS, FIT_CHECKS, NAMED_CHECKS, find_problems, readable_model
+from .batch import Batch, batch_of
+from .data_glance import batch_findings, glance
+from .device_memory import Capacities, Memory, memory_of
+from .disk import Disk, disk_of, free_at
+from .memory_part import GIB
+from .odd_counts import odd_counts
+from .picture import grid, legend, picture, processes, turns
+from .staleness_plan import StalenessPlan, staleness_findings, staleness_of
+from .starts import Start, files, listening, starts_of
+from .told import Told, in_order, of_error, of_finding, of_problem
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What is planned."""
+
+    files: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    num_nodes: int = 1
+    device_gib: float = 0.0
+    """Size of a GPU; 0: as NVML says, if it does."""
+    is_this_machine: bool = True
+    """Whether the run will be started here; else packages, devices, ports and disk are not looked at, and files that
+    are not here are no errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Who runs where."""
+
+    grid: dict[str, dict[str, list[str]]]
+    picture: list[str]
+    legend: str
+    turns: list[str]
+    nodes: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """The answer. Parts that could not be worked out are None."""
+
+    files: tuple[str, ...]
+    name: str = ""
+    problems: tuple[Told, ...] = ()
+    placement: Placement | None = None
+    batch: Batch | None = None
+    staleness: StalenessPlan | None = None
+    memory: Memory | None = None
+    num_parameters: int | None = None
+    disk: Disk | None = None
+    starts: tuple[Start, ...] = ()
+    listening: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def errors(self) -> tuple[Told, ...]:
+        """What keeps the run from starting."""
+        return tuple(one for one in self.problems if one.severity == "error")
+
+
+def make_plan(options: PlanOptions) -> RunPlan:
+    """Look at everything. Never raises for what is wrong with the run."""
+    try:
+        inspected = inspect_config(options.files, options.overrides)
+    except MyxaError as error:
+        return RunPlan(options.files, problems=(of_error(error),))
+    told = [of_problem(problem, inspected) for problem in inspected.problems]
+    config = inspected.config
+    if config is None:
+        return RunPlan(options.files, problems=in_order(told, options.files))
+    if inspected.problems:
+        found = [finding for finding in _of_files(config, options) if not _touches(finding.key, inspected)]
+        told += [of_finding(finding, inspected) for finding in found]
+        return RunPlan(options.files, config.run.name, in_order(told, options.files))
+    plan, findings = _planned(config, options)
+    told += [of_finding(finding, inspected) for finding in findings]
+    return RunPlan(options.files, config.run.name, in_order(told, options.files), **plan)
+
+
+def _touches(key: str, inspected: Inspected) -> bool:
+    """Whether a finding is about something that the user did not say: the default in place of a mistake."""
+    path = tuple(key.split("."))
+    return any(path[:length] in inspected.bad for length in range(1, len(path) + 1))
+
+
+def _of_files(config: RunConfig, options: PlanOptions) -> Iterator[Finding]:
+    """What can be said beside mistakes of the run file: of the files that it names, not of what they come to."""
+    actors = place(config, options.num_nodes) if not placement_problems(config, options.num_nodes) else ()
+    yield from find_problems(config, actors, NAMED_CHECKS)
+
+
+def _elsewhere(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+    """For a run on another machine: what is missing here may be there, so it is told and stops nothing."""
+    for finding in find_problems(config, actors, NAMED_CHECKS):
+        yield replace(finding, is_warning=True)
+    yield from find_problems(config, actors, FIT_CHECKS)
+
+
+def _planned(config: RunConfig, options: PlanOptions) -> tuple[dict[str, Any], list[Finding]]:
+    findings = [
+        Finding(key_of(text), ConfigError(text, remedy="see roles.* and --nnodes"))
+        for text in placement_problems(config, options.num_nodes)
+    ]
+    actors = () if findings else place(config, options.num_nodes)
+    shown: dict[str, Any] = {}
+    if actors:
+        findings += find_problems(config, actors, CHECKS) if options.is_this_machine else _elsewhere(config, actors)
+        shown |= _placed(config, actors, options.num_nodes)
+    model = readable_model(config)
+    num_ranks = sum(actor.role == "trainer" for actor in actors)
+    num_rollouts = sum(actor.role == "rollout" for actor in actors)
+    train = glance(config, "data.train", config.data.train)
+    held_out = glance(config, "eval.data", config.eval.data)
+    findings += (*train.findings, *held_out.findings, *batch_findings(config, train.num_rows))
+    shown["batch"] = batch = batch_of(config, model, max(1, num_ranks), train.num_rows)
+    findings += odd_counts(config, batch, held_out.num_rows)
+    if actors and config.algo.kind != "sft":
+        shown["staleness"] = staleness = staleness_of(config, num_rollouts)
+        findings += staleness_findings(config, staleness)
+    if model is not None:
+        shown["num_parameters"] = model.num_parameters
+        shown |= _sized(config, model, actors, options, findings)
+    return shown, findings
+
+
+def _placed(config: RunConfig, actors: Sequence[ActorSpec], num_nodes: int) -> dict[str, Any]:
+    rows = grid(actors, num_nodes)
+    return {
+        "placement": Placement(rows, picture(rows), legend(actors), turns(config, actors), processes(actors)),
+        "starts": starts_of(config, actors),
+        "listening": tuple(listening(config, actors, num_nodes)),
+        "written": tuple(files(config)),
+    }
+
+
+def _sized(
+    config: RunConfig, model: ModelConfig, actors: Sequence[ActorSpec], options: PlanOptions, findings: list[Finding]
+) -> dict[str, Any]:
+    """Memory and disk; what is wrong with them goes into `findings`."""
+    here = options.is_this_machine
+    disk = disk_of(config, model, free_at(config.run.dir) if here else None)
+    if not actors or any(finding.key.startswith("megatron.") and not finding.is_warning for finding in findings):
+        return {"disk": disk}
+    num_ranks = sum(actor.role == "trainer" for actor in actors)
+    if config.roles.trainer.kind == "megatron":
+        wrong = list(looked("megatron", _check_gang, config, num_ranks))
+        findings += wrong
+        if wrong:
+            return {"disk": disk}
+    memory, wrong = memory_of(config, model, actors, _capacities(config, options))
+    findings += wrong
+    return {"disk": disk, "memory": memory}
+
+
+def _check_gang(config: RunConfig, num_ranks: int) -> None:
+    from ...actors.backends.megatron.layout import ParallelLayout
+
+    ParallelLayout.of(config.megatron).dp(num_ranks)
+
+
+def _capacities(config: RunConfig, options: PlanOptions) -> Capacities:
+    gpu = int(options.device_gib * GIB) or None
+    if gpu is None and options.is_this_machine and config.roles.trainer.device_ids + config.roles.rollout.device_ids:
+        sizes = [one.num_bytes for one in look_at_gpus().found if one.num_bytes]
+        gpu = min(sizes) if sizes else None
+    return Capacities(gpu, available_bytes() if options.is_this_machine else None)

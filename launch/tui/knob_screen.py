@@ -1,0 +1,149 @@
+"""The window in which one knob is turned: what it is, a new value, a reason, for how long.
+
+Knows widgets and one knob. Must not know sockets: it is given a function that asks the run, and calls it in a thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import ClassVar
+
+from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.message import Message
+from textual.screen import ModalScreen
+from textual.widgets import Input, Label, Static
+
+from ...core.errors import MyxaError
+from ...core.knobs import ChangeReply, KnobValue
+from ..views.changes import value_text
+from .rows import KnobRow, parsed_value, reply_text
+
+Turn = Callable[[dict[str, KnobValue], str, int, bool], ChangeReply]
+"""values, reason, number of steps after which it goes back (0: it stays), past the guard."""
+
+
+class Told(Message):
+    """The run answered."""
+
+    def __init__(self, text: str, *, is_done: bool) -> None:
+        super().__init__()
+        self.text = text
+        self.is_done = is_done
+
+
+class KnobScreen(ModalScreen[str]):
+    """Closes with a sentence about what was changed, or with nothing."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", "leave"), Binding("ctrl+f", "force", "force")]
+    CSS = """
+    KnobScreen { align: center middle; }
+    #box { width: 72; max-width: 96%; height: auto; max-height: 96%; }
+    #box { border: solid $primary; padding: 0 1; background: $surface; }
+    #box Input { border: none; height: 1; padding: 0; background: $boost; }
+    #box Input:focus { text-style: bold; background: $primary-background; }
+    #box Label { text-style: bold; margin-top: 1; }
+    #said { margin-top: 1; }
+    """
+
+    def __init__(self, row: KnobRow, turn: Turn) -> None:
+        super().__init__()
+        self._row = row
+        self._turn = turn
+        self._is_asking = False
+
+    def compose(self) -> ComposeResult:
+        """Facts, three fields, and a line for what the run says."""
+        with VerticalScroll(id="box", can_focus=False):
+            yield Static(self._facts())
+            yield Label("new value")
+            yield Input(value_text(self._row.values[0]), id="value")
+            yield Label("reason (may be empty)")
+            yield Input(id="reason", max_length=500)
+            yield Label("go back after so many steps (empty: it stays)")
+            yield Input(id="steps", max_length=9)
+            yield Static("Enter goes on to the reason, Enter again sets it; Tab next field, Escape leaves", id="said")
+
+    def on_mount(self) -> None:
+        """The value can be typed over at once."""
+        self.query_one("#value", Input).focus()
+
+    def _facts(self) -> Text:
+        tunable = self._row.tunable
+        unit = f" {tunable.unit}" if tunable.unit else ""
+        text = Text(self._row.name, style="bold")
+        text.append(f" = {self._row.value}{unit}\n", style="not bold")
+        text.append(f"{tunable.help}\n", style="not bold")
+        when = {"now": "at once", "request": "for the next request"}.get(
+            tunable.boundary, f"at the next {tunable.boundary}"
+        )
+        text.append(
+            f"takes {tunable.range_text()}; used {when}; the run file said {value_text(self._row.first)}",
+            style="not bold",
+        )
+        return text
+
+    def action_leave(self) -> None:
+        """Close; what was asked already is not taken back."""
+        self.dismiss("")
+
+    @on(Input.Submitted, "#value")
+    def go_on(self) -> None:
+        """From the value to the reason, if the value can be meant."""
+        if self._value() is not None:
+            self.query_one("#reason", Input).focus()
+
+    @on(Input.Submitted, "#reason, #steps")
+    def send(self) -> None:
+        """Ask the run, unless what was typed cannot be meant."""
+        self._send(force=False)
+
+    def action_force(self) -> None:
+        """The same, past the guard against slips."""
+        self._send(force=True)
+
+    def _send(self, *, force: bool) -> None:
+        value = None if self._is_asking else self._value()
+        if value is None:
+            return
+        steps = self.query_one("#steps", Input).value.strip()
+        if steps and not steps.isdecimal():
+            self._say(f"go back after {steps!r} steps: must be a whole number, or empty", is_bad=True)
+            return
+        self._is_asking = True
+        self._say("asking the run ...")
+        asked = (value, self.query_one("#reason", Input).value.strip(), int(steps or 0), force)
+        threading.Thread(target=self._ask, args=asked, daemon=True, name="set").start()
+
+    def _value(self) -> KnobValue | None:
+        """What was typed; None, and the reason is shown, if it is of the wrong type."""
+        try:
+            return parsed_value(self._row.tunable, self.query_one("#value", Input).value)
+        except MyxaError as error:
+            self._say(str(error), is_bad=True)
+            return None
+
+    def _ask(self, value: KnobValue, reason: str, for_steps: int, force: bool) -> None:
+        """In a thread of its own."""
+        try:
+            reply = self._turn({self._row.name: value}, reason, for_steps, force)
+        except (MyxaError, OSError, ValueError) as error:
+            self.post_message(Told(str(error), is_done=False))
+        else:
+            self.post_message(Told(reply_text(reply), is_done=not reply.refused))
+
+    @on(Told)
+    def told(self, event: Told) -> None:
+        """Done closes the window; a refusal stays in it, to be mended."""
+        self._is_asking = False
+        if event.is_done and self.is_current:
+            self.dismiss(event.text)
+        else:
+            self._say(event.text.replace("--force", "--force (here: Ctrl-F)"), is_bad=not event.is_done)
+
+    def _say(self, text: str, *, is_bad: bool = False) -> None:
+        self.query_one("#said", Static).update(Text(text, style="bold red" if is_bad else ""))

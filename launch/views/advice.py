@@ -1,0 +1,168 @@
+"""What to turn, and to what: a verdict becomes one knob with a concrete value, or a line of the run file.
+
+Knows: verdicts, how the knobs stand, a few numbers of the run. Must not know: where they come from, how a knob is set.
+Pure. Each rule makes one careful move and names why; whether it helped is for the next verdict to say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+
+from ...core.knobs import KnobState, KnobValue
+from .bottleneck import Bound, Verdict
+
+_LARGEST_FACTOR = 4
+"""No move makes a number larger than so many times what it was: shares say the direction well, the distance badly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a rule needs to know of the run. 0: not known."""
+
+    knobs: Mapping[str, KnobState] = field(default_factory=dict[str, KnobState])
+    num_rollouts: int = 1
+    num_samples: int = 1
+    """Samples of a group."""
+    max_running: int = 0
+    """Sequences that one engine computes at once."""
+    slots_total: int = 0
+    """Groups between dispatch and training, at most."""
+    reward_workers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One move."""
+
+    knob: str
+    """Live knob; empty: it can only be changed in the run file, or by a command."""
+    old: KnobValue
+    new: KnobValue
+    why: str
+    key: str = ""
+    """Key of the run file that says the same."""
+    command: str = ""
+    """What to type; empty: change the run file."""
+
+
+def advise(verdict: Verdict, facts: Facts, *, but_for: Container[str] = frozenset()) -> Advice | None:
+    """The first of `all_advice`, or None."""
+    return next(iter(all_advice(verdict, facts, but_for=but_for)), None)
+
+
+def all_advice(verdict: Verdict, facts: Facts, *, but_for: Container[str] = frozenset()) -> list[Advice]:
+    """What every rule for this verdict has to say, best first. `but_for`: knobs that are not to be touched."""
+    found = (rule(verdict, facts) for rule in _RULES.get(verdict.bound, ()))
+    return [advice for advice in found if advice is not None and (not advice.knob or advice.knob not in but_for)]
+
+
+def _number(facts: Facts, knob: str) -> int | None:
+    state = facts.knobs.get(knob)
+    if state is None:
+        return None
+    value = state.value if state.pending is None else state.pending
+    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _turn(facts: Facts, knob: str, new: int, why: str) -> Advice | None:
+    """To `new`, or as far as the knob goes; None when that is where it stands."""
+    old = _number(facts, knob)
+    if old is None:
+        return None
+    tunable = facts.knobs[knob].tunable
+    new = min(new, math.floor(tunable.high)) if tunable.high is not None else new
+    new = max(new, math.ceil(tunable.low)) if tunable.low is not None else new
+    if new == old:
+        return None
+    return Advice(knob, old, new, why, tunable.key, f"myxa set {knob}={new}")
+
+
+def _more_concurrency(verdict: Verdict, facts: Facts) -> Advice | None:
+    """As much more as the trainer misses, within what engines and slots have room for."""
+    old = _number(facts, "concurrency")
+    if old is None:
+        return None
+    wanted = math.ceil(old / max(0.05, 1.0 - verdict.share))
+    rooms = [wanted, _LARGEST_FACTOR * max(old, 1)]
+    if facts.max_running:
+        rooms.append(math.ceil(facts.max_running / max(facts.num_samples, 1)))
+    if facts.slots_total:
+        rooms.append(math.ceil(facts.slots_total / max(facts.num_rollouts, 1)))
+    new = max(min(rooms), 1)
+    if new <= old:
+        return None
+    why = f"the trainer waits {verdict.share * 100:.0f} % for data and the engines have room for more groups at once"
+    return _turn(facts, "concurrency", new, why)
+
+
+def _more_staleness(verdict: Verdict, facts: Facts) -> Advice | None:
+    old = _number(facts, "max_staleness")
+    if old is None:
+        return None
+    reasons: dict[Bound, str] = {
+        "weights": "engines may go on with the version they have while the next one travels",
+        "capacity": "the rollout actors may run one version further ahead of the trainer",
+        "concurrency": "more groups may be under way at once",
+    }
+    return _turn(facts, "max_staleness", old + 1, reasons.get(verdict.bound, "generation may run further ahead"))
+
+
+def _more_reward_workers(verdict: Verdict, facts: Facts) -> Advice | None:
+    new = max(2 * facts.reward_workers, 4)
+    why = "answers wait for their rewards; worker processes compute them side by side"
+    return Advice("", facts.reward_workers, new, why, "reward.workers")
+
+
+def _more_rollouts(verdict: Verdict, facts: Facts) -> Advice | None:
+    new = min(math.ceil(facts.num_rollouts / max(0.05, 1.0 - verdict.share)), _LARGEST_FACTOR * facts.num_rollouts)
+    new = max(new, facts.num_rollouts + 1)
+    why = f"the trainer waits {verdict.share * 100:.0f} % for data, and no knob makes the engines compute faster"
+    return Advice("", facts.num_rollouts, new, why, "roles.rollout.count", f"myxa scale rollout={new}")
+
+
+def _more_data(verdict: Verdict, facts: Facts) -> Advice | None:
+    return Advice(
+        "", "", 0, "the rollout actors get no prompts; 0 goes through the data without end", "data.max_passes"
+    )
+
+
+def _larger_microbatches(verdict: Verdict, facts: Facts) -> Advice | None:
+    """Nothing that is learnt changes by it."""
+    old = _number(facts, "max_tokens_per_microbatch")
+    why = "the trainer computes all the time; larger micro-batches use the device better, where memory allows"
+    return None if old is None else _turn(facts, "max_tokens_per_microbatch", 2 * old, why)
+
+
+def _rarer_weights(verdict: Verdict, facts: Facts) -> Advice | None:
+    """Only as far as the staleness bound has room for: samples grow older by it."""
+    every, bound = _number(facts, "weights_every"), _number(facts, "max_staleness")
+    if every is None or bound is None or 2 * every > bound:
+        return None
+    return _turn(facts, "weights_every", 2 * every, "fewer versions travel; max_staleness has room for older samples")
+
+
+def _rarer_checks(verdict: Verdict, facts: Facts) -> Advice | None:
+    every = _number(facts, "guard_every")
+    why = f"comparing trainer and engines takes {verdict.share * 100:.0f} % of the trainer's time"
+    return None if not every else _turn(facts, "guard_every", _LARGEST_FACTOR * every, why)
+
+
+def _go_on(verdict: Verdict, facts: Facts) -> Advice | None:
+    return Advice("", "", "", "somebody, or the guard, paused the run", command="myxa resume")
+
+
+Rule = Callable[[Verdict, Facts], Advice | None]
+
+_RULES: dict[Bound, tuple[Rule, ...]] = {
+    "concurrency": (_more_concurrency, _more_staleness),
+    "capacity": (_more_staleness,),
+    "weights": (_rarer_weights, _more_staleness),
+    "guard": (_rarer_checks,),
+    "reward": (_more_reward_workers,),
+    "generation": (_more_rollouts,),
+    "data": (_more_data,),
+    "training": (_larger_microbatches,),
+    "paused": (_go_on,),
+}

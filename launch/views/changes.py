@@ -1,0 +1,154 @@
+"""What people and rules changed while a run went on, in words and with a place on the axes. Pure: records in, rows out.
+
+Knows: audit records (`audit.jsonl`) and, without an audit log, events of kind "knob". Must not know: files, plots.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ...core.knobs import AuditRecord, KnobMove, KnobValue
+from .numbers import duration, short
+
+KNOB_EVENT = "knob"
+"""Kind of the event that tells of a committed change."""
+_MAX_MOVES = 4
+_MAX_TEXT = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One line of what was changed."""
+
+    number: int
+    """From 1; the plots name changes by it."""
+    wall_s: float
+    step: int
+    """Weight version that was trained from when it came into force; what is right of it on a plot has it."""
+    what: str
+    """"lr 0.001 -> 0.0005", or the verb and what it was about."""
+    who: str
+    reason: str
+    result: str
+    """"done", "refused", "failed"."""
+    detail: str
+    values: dict[str, KnobValue]
+    """Knobs that moved, and what they became."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether anything is different since."""
+        return self.result == "done"
+
+    @property
+    def legend(self) -> str:
+        """All of it on one line, without the number."""
+        return " ".join(
+            filter(None, (self.what, f"by {self.who}" if self.who else "", f"({self.reason})" * bool(self.reason)))
+        )
+
+
+def changes_of(records: Sequence[AuditRecord]) -> list[Change]:
+    """One change a record, in order of the log, numbered by the log."""
+    return [_of_record(record) for record in records]
+
+
+def _of_record(record: AuditRecord) -> Change:
+    return Change(
+        number=record.number,
+        wall_s=record.wall_s,
+        step=max(record.at, record.version) if record.moves else record.version,
+        what=moves_text(record.moves) or f"{record.verb} {asked_text(record.arguments)}".strip(),
+        who=record.who.user or record.who.via,
+        reason=_cut(record.reason),
+        result=record.result,
+        detail=_cut(record.detail),
+        values={move.name: move.new for move in record.moves},
+    )
+
+
+def changes_of_events(events: Iterable[tuple[float, str, dict[str, Any]]]) -> list[Change]:
+    """The same from (wall_s, text, data) of knob events, of a run without an audit log. Odd data are shown as text."""
+    found: list[Change] = []
+    for wall_s, text, data in events:
+        name, at = data.get("name"), data.get("at")
+        new: Any = data.get("new")
+        has_move = isinstance(name, str) and "old" in data and isinstance(new, bool | int | float | str)
+        what = f"{name} {value_text(data['old'])} -> {value_text(new)}" if has_move else text
+        found.append(
+            Change(
+                number=len(found) + 1,
+                wall_s=wall_s,
+                step=at if isinstance(at, int) else -1,
+                what=_cut(what),
+                who=_cut(data.get("user", "")),
+                reason=_cut(data.get("reason", "")),
+                result="done",
+                detail="",
+                values={str(name): new} if has_move else {},
+            )
+        )
+    return found
+
+
+def moves_text(moves: Sequence[KnobMove]) -> str:
+    """`lr 0.001 -> 0.0005, max_groups 16 -> 32 (4 owners)`: owners that did the same are counted."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for move in moves:
+        key = (move.name, value_text(move.old), value_text(move.new))
+        counts[key] = counts.get(key, 0) + 1
+    texts = [f"{name} {old} -> {new}{f' ({num} owners)' * (num > 1)}" for (name, old, new), num in counts.items()]
+    more = f" and {len(texts) - _MAX_MOVES} more" if len(texts) > _MAX_MOVES else ""
+    return ", ".join(texts[:_MAX_MOVES]) + more
+
+
+def value_text(value: KnobValue | object) -> str:
+    """A knob's value as people write it: true, 0.0005, pace."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return _cut(value, 60)
+
+
+def asked_text(arguments: dict[str, object]) -> str:
+    """What was asked for: `target=rollout/1 count=4`; empty arguments are left out."""
+    told: dict[str, object] = {}
+    for name, value in arguments.items():
+        if name == "values" and isinstance(value, dict):
+            told |= cast("dict[str, object]", value)
+        elif name != "reason" and value not in (None, "", 0, False, {}, []):
+            told[name] = value
+    return _cut(" ".join(f"{name}={value_text(value)}" for name, value in told.items()))
+
+
+def stairs(changes: Sequence[Change], name: str, first: float, low: float, high: float) -> list[tuple[float, float]]:
+    """(step, value) of a knob over the steps from `low` to `high`, with a corner before and after each change of it."""
+    found = [(low, first)]
+    for change in changes:
+        new = change.values.get(name)
+        if change.is_done and change.step >= 0 and isinstance(new, int | float):
+            at = min(max(float(change.step), found[-1][0]), high)
+            found += [(at, found[-1][1]), (at, float(new))]
+    return [*found, (high, found[-1][1])]
+
+
+def when_text(change: Change, origin_s: float) -> str:
+    """`12 min 05 s, step 40`."""
+    since = duration(max(0.0, change.wall_s - origin_s))
+    return f"{since}, step {short(float(change.step), 7)}" if change.step >= 0 else since
+
+
+def clock_text(wall_s: float) -> str:
+    """Time of day here: 14:03:59."""
+    return time.strftime("%H:%M:%S", time.localtime(wall_s))
+
+
+def _cut(value: object, limit: int = _MAX_TEXT) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,188 @@
+"""All that views from outside show of a running run, put together from the answers of its control socket. Pure.
+
+Knows: the answers of the verbs `status`, `ps`, `get`, `history`, `why`, as JSON types. Must not know: sockets, widgets,
+pages. Whoever did not answer is missing in the picture, with the reason; no content of an answer makes this raise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from ...core.knobs import AuditRecord, KnobTable
+from ...core.messages import BufferStats, RunStatus
+from .bottleneck import engines_look_full, judge
+from .live_state import LiveState
+
+T = TypeVar("T")
+
+ASKED: tuple[str, ...] = ("status", "ps", "get", "history", "why")
+"""Verbs that a picture is made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a verb said: a result, or why there is none."""
+
+    result: Any = None
+    error: str = ""
+    """Message and remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorFacts:
+    """One actor of the run."""
+
+    name: str
+    role: str
+    node: int = 0
+    host: str = ""
+    pid: int = 0
+    state: str = ""
+    """As the launcher sees its process: up, starting, hung, backing-off, ..."""
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One look at the run."""
+
+    live: LiveState
+    run_dir: str = ""
+    actors: tuple[ActorFacts, ...] = ()
+    """By node, then role, then number."""
+    knobs: KnobTable | None = None
+    history: tuple[AuditRecord, ...] = ()
+    why: str = ""
+    """What holds the run back, in one sentence."""
+    remedy: str = ""
+    troubles: tuple[str, ...] = ()
+    """What could not be learnt, and why."""
+    has_ended: bool = False
+    """The run is over, or nobody answers for it any more."""
+    reader_only: bool = False
+    """Only the read-only socket is within reach."""
+    silent_s: float = 0.0
+    """For how long nobody has answered."""
+
+
+def picture_of(answers: Mapping[str, Answer], now_wall_s: float) -> Picture:
+    """Put the answers together; verbs that were not asked are missing."""
+    troubles = [f"{verb}: {answer.error}" for verb, answer in answers.items() if answer.error]
+    read = _Reader({verb: answer.result for verb, answer in answers.items() if not answer.error}, troubles)
+    status = read.mapping("status")
+    live = LiveState(
+        now_wall_s=_number(status.get("now_wall_s"), now_wall_s),
+        started_wall_s=_number(status.get("started_wall_s"), now_wall_s),
+        status=read.part(status, "status", RunStatus),
+        buffer=read.part(status, "buffer", BufferStats),
+        snapshot=read.part(status, "snapshot", dict[str, dict[str, float]]) or {},
+    )
+    sentence, remedy = _verdict(read.mapping("why"), live)
+    return Picture(
+        live=live,
+        run_dir=str(status.get("run_dir", "")),
+        actors=_actors(read, live),
+        knobs=read.whole("get", KnobTable),
+        history=tuple(_records(read.results.get("history"))),
+        why=sentence,
+        remedy=remedy,
+        troubles=tuple(troubles),
+        has_ended=live.phase in ("finished", "failed"),
+    )
+
+
+class _Reader:
+    """Reads answers into records; what does not fit becomes a trouble."""
+
+    def __init__(self, results: dict[str, Any], troubles: list[str]) -> None:
+        self.results = results
+        self._troubles = troubles
+
+    def mapping(self, verb: str) -> dict[str, Any]:
+        found = self.results.get(verb)
+        return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+    def part(self, answer: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
+        return self._converted(f"status.{key}", answer.get(key), kind)
+
+    def whole(self, verb: str, kind: type[T]) -> T | None:
+        return self._converted(verb, self.results.get(verb), kind)
+
+    def _converted(self, place: str, raw: object, kind: type[T]) -> T | None:
+        if raw is None:
+            return None
+        try:
+            return msgspec.convert(raw, kind)
+        except msgspec.ValidationError as error:
+            self._troubles.append(f"{place}: an answer of another version: {error}")
+            return None
+
+
+def _number(value: object, otherwise: float) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else otherwise
+
+
+def _verdict(answer: Mapping[str, Any], live: LiveState) -> tuple[str, str]:
+    """The run's own sentence; from the time shares when it has none."""
+    sentence = answer.get("sentence")
+    if isinstance(sentence, str) and sentence:
+        return sentence, str(answer.get("remedy") or "")
+    own = judge(live.shares(), engines_are_full=engines_look_full(live.snapshot))
+    return own.sentence, own.remedy
+
+
+def _records(raw: object) -> list[AuditRecord]:
+    rows: Any = cast("dict[str, Any]", raw).get("records", []) if isinstance(raw, dict) else raw
+    found: list[AuditRecord] = []
+    for row in _list(rows):
+        try:
+            found.append(msgspec.convert(row, AuditRecord))
+        except msgspec.ValidationError:
+            continue
+    return found
+
+
+def _actors(read: _Reader, live: LiveState) -> tuple[ActorFacts, ...]:
+    """What `ps` lists; without it, who was heard of by the monitor."""
+    raw: Any = read.results.get("ps")
+    rows: Any = cast("dict[str, Any]", raw).get("actors") if isinstance(raw, dict) else raw
+    listed = [_actor(cast("dict[str, Any]", row)) for row in _list(rows) if isinstance(row, dict)]
+    if not listed:
+        listed = [ActorFacts(name, name.partition("/")[0]) for name in live.snapshot.get("age_s", {})]
+    return tuple(sorted((actor for actor in listed if actor.name), key=lambda a: (a.node, name_order(a.name))))
+
+
+def _actor(row: Mapping[str, Any]) -> ActorFacts:
+    name = str(row.get("name", ""))
+    return ActorFacts(
+        name=name,
+        role=str(row.get("role") or name.partition("/")[0]),
+        node=_whole(row.get("node")),
+        host=str(row.get("host") or ""),
+        pid=_whole(row.get("pid")),
+        state=str(row.get("state") or ""),
+        attempt=_whole(row.get("attempt")),
+    )
+
+
+def _list(raw: object) -> Sequence[object]:
+    return cast("Sequence[object]", raw) if isinstance(raw, list | tuple) else ()
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+_ROLES = ("trainer", "rollout", "buffer", "coordinator", "memory", "monitor")
+
+
+def name_order(name: str) -> tuple[int, str, int, str]:
+    """Trainers first, then rollout actors, then the others; by number."""
+    role, _, number = name.partition("/")
+    place = _ROLES.index(role) if role in _ROLES else len(_ROLES)
+    return (place, role, int(number) if re.fullmatch(r"\d{1,9}", number) else 0, name)

@@ -1,0 +1,125 @@
+"""Why the run is not faster, and what to do about it: verdict, advice and each actor's time in one record.
+
+Knows: time shares, facts of the run. Must not know: how they were got, how they are shown. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from ...core.activity import ACTIVITY_KINDS
+from ...core.messages import Record
+from .advice import Advice, Facts, advise
+from .bottleneck import judge, without_start
+from .idle import idleness
+
+
+class Reason(Record, frozen=True):
+    """The answer of `myxa why`."""
+
+    target: str
+    """Actor that was asked about; empty: the run."""
+    bound: str
+    """Kind of the bottleneck: generation, reward, training, ..."""
+    sentence: str
+    share: float
+    """Of the time that is lost by it (0..1)."""
+    remedy: str
+    """What may be changed, in words."""
+    knob: str = ""
+    """Live knob to turn; empty: there is none."""
+    old: bool | int | float | str = ""
+    new: bool | int | float | str = ""
+    key: str = ""
+    """Key of the run file."""
+    command: str = ""
+    """What to type; empty: change the run file."""
+    window_s: float = 0.0
+    shares: dict[str, dict[str, float]] = {}
+    """Actor -> kind -> share of its time in the window, start-up left out."""
+    details: tuple[str, ...] = ()
+    """A sentence about each actor that was asked about."""
+
+
+def explain(
+    shares: Mapping[str, Mapping[str, float]],
+    facts: Facts,
+    *,
+    window_s: float,
+    engines_are_full: bool = False,
+) -> Reason:
+    """Of the whole run."""
+    verdict = judge(shares, engines_are_full=engines_are_full)
+    return _with_advice(
+        Reason(
+            target="",
+            bound=verdict.bound,
+            sentence=verdict.sentence,
+            share=verdict.share,
+            remedy=verdict.remedy,
+            window_s=window_s,
+            shares=_kinds(shares),
+            details=tuple(idleness(name, shares[name]).sentence for name in sorted(shares)),
+        ),
+        advise(verdict, facts),
+    )
+
+
+def explain_actors(
+    names: list[str],
+    shares: Mapping[str, Mapping[str, float]],
+    facts: Facts,
+    *,
+    window_s: float,
+    engines_are_full: bool = False,
+) -> Reason:
+    """Of some actors: what each does, and what of it the run's own bottleneck explains."""
+    whole = explain(shares, facts, window_s=window_s, engines_are_full=engines_are_full)
+    told = [idleness(name, shares.get(name, {})) for name in names]
+    return Reason(
+        target=", ".join(names),
+        bound=whole.bound,
+        sentence="; ".join(each.sentence for each in told),
+        share=max((each.share for each in told), default=0.0),
+        remedy=f"the run as a whole: {whole.sentence}",
+        knob=whole.knob,
+        old=whole.old,
+        new=whole.new,
+        key=whole.key,
+        command=whole.command,
+        window_s=window_s,
+        shares=_kinds({name: shares.get(name, {}) for name in names}),
+    )
+
+
+def change_text(reason: Reason) -> str:
+    """What to do, on one line: a command, or a line of the run file; empty where nothing can be named."""
+    if reason.command:
+        return reason.command
+    if reason.key:
+        return f"in the run file: {reason.key} = {reason.new}"
+    return ""
+
+
+def _with_advice(reason: Reason, advice: Advice | None) -> Reason:
+    if advice is None:
+        return reason
+    return msgspec.structs.replace(
+        reason,
+        remedy=advice.why,
+        knob=advice.knob,
+        old=advice.old,
+        new=advice.new,
+        key=advice.key,
+        command=advice.command,
+    )
+
+
+def _kinds(shares: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for name, kinds in shares.items():
+        left = without_start(kinds)
+        found[name] = {kind: round(left.get(kind, 0.0), 4) for kind in ACTIVITY_KINDS} if left else {}
+    return found

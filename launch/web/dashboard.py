@@ -1,0 +1,306 @@
+"""The dashboard's web server: pages, live state by server-sent events, and (only if wished) knobs to turn.
+
+Knows aiohttp, the guard, the feed and the history. Must not know what is in the pages. Loopback only. It looks at the
+run only while somebody looks at it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import resources
+from typing import Any, cast
+
+import orjson
+from aiohttp import web
+
+from ...core.errors import ConfigError, MyxaError
+from ..tui.feed import Feed
+from .guard import SECURITY_HEADERS, TOKEN_HEADER, Ask, Guard
+from .history import History
+from .state import history_table, state_table
+
+HOST = "127.0.0.1"
+LOOK_EVERY_S = 1.0
+KEEP_ALIVE_S = 15.0
+MAX_WATCHERS = 16
+MAX_ASKS = 8
+"""Questions of pages to the run at a time."""
+ASK_S = 60.0
+MAX_BODY_BYTES = 64 * 1024
+MAX_GROUPS = 16
+CLOSE_S = 2.0
+ASSETS = {
+    "style.css": "text/css",
+    "app.js": "text/javascript",
+    "plots.js": "text/javascript",
+    "samples.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+VIEW_VERBS = ("samples",)
+OPERATE_VERBS = ("set", "undo", "pause", "resume", "step")
+"""All that the page can do to a run, and only with `--operate`."""
+
+_RESERVED = frozenset({"verb", "timeout_s", "self"})
+"""Names of the client's own parameters, which no verb has."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Dashboard:
+    """One dashboard of one run."""
+
+    def __init__(self, feed: Feed, guard: Guard) -> None:
+        self._feed = feed
+        self._guard = guard
+        self._history = History(feed.run_dir)
+        self._port = 0
+        self._state: bytes = b""
+        self._charts: bytes = b""
+        self._charts_of = -1
+        self._changed = asyncio.Condition()
+        self._num_looks = 0
+        self._num_watchers = 0
+        self._wanted_s = float("-inf")
+        self._looking = asyncio.Lock()
+        self._is_closing = False
+        # Not the loop's own threads: in the launcher, the verbs that are asked for need those for their answers.
+        self._looker = ThreadPoolExecutor(1, thread_name_prefix="dashboard-look")
+        self._askers = ThreadPoolExecutor(MAX_ASKS, thread_name_prefix="dashboard-ask")
+        self._asks: set[asyncio.Future[Any]] = set()
+
+    @property
+    def url(self) -> str:
+        """To be opened; it holds the secret."""
+        return f"http://{HOST}:{self._port}/?token={self._guard.token}"
+
+    @contextlib.asynccontextmanager
+    async def serving(self, port: int) -> AsyncGenerator[str]:
+        """Serve until the block ends; gives the URL. Raises ConfigError if the port is taken."""
+        app = web.Application(middlewares=[self._headers, self._guarded], client_max_size=MAX_BODY_BYTES)
+        app.add_routes(
+            [
+                web.get("/", self._page),
+                web.get("/assets/{name}", self._asset),
+                web.get("/api/state", self._once),
+                web.get("/api/live", self._live),
+                web.get("/api/view/{verb}", self._view),
+                web.post("/api/operate/{verb}", self._operate),
+            ]
+        )
+        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=CLOSE_S)
+        await runner.setup()
+        look = None
+        try:
+            link = _listening(port)
+            self._port = link.getsockname()[1]
+            await web.SockSite(runner, link).start()
+            look = asyncio.get_running_loop().create_task(self._look_forever())
+            yield self.url
+        finally:
+            self._is_closing = True
+            self._feed.close()
+            async with self._changed:
+                self._changed.notify_all()
+            if look is not None:
+                look.cancel()
+                await asyncio.gather(look, return_exceptions=True)
+            await runner.cleanup()
+            for asking in list(self._asks):
+                asking.cancel()  # its thread ends when the run answers, or does not in time
+            self._looker.shutdown(wait=False, cancel_futures=True)
+            self._askers.shutdown(wait=False, cancel_futures=True)
+
+    # -- looking -----------------------------------------------------------------------------------------------
+
+    async def _look_forever(self) -> None:
+        while True:
+            started_s = time.monotonic()
+            if self._num_watchers or started_s - self._wanted_s < KEEP_ALIVE_S:
+                await self._look()
+            await asyncio.sleep(max(0.05, LOOK_EVERY_S - (time.monotonic() - started_s)))
+
+    async def _look(self) -> None:
+        async with self._looking:
+            await asyncio.get_running_loop().run_in_executor(self._looker, self._take_look)
+        async with self._changed:
+            self._num_looks += 1
+            self._changed.notify_all()
+
+    def _take_look(self) -> None:
+        """In a thread: asks the run, reads files, makes JSON."""
+        picture = self._feed.look()
+        self._history.read()
+        self._state = orjson.dumps(state_table(picture, self._history, may_operate=self._may_operate), default=str)
+        if self._charts_of != self._history.generation:
+            self._charts = orjson.dumps(history_table(self._history), default=str)
+            self._charts_of = self._history.generation
+
+    @property
+    def _may_operate(self) -> bool:
+        return self._guard.may_operate and not self._feed.reader_only
+
+    async def _ready(self) -> None:
+        self._wanted_s = time.monotonic()
+        if not self._state:
+            await self._look()
+
+    # -- what is served ----------------------------------------------------------------------------------------
+
+    async def _page(self, request: web.Request) -> web.Response:
+        answer = web.Response(body=_file("index.html"), content_type="text/html", charset="utf-8")
+        if "token" in request.query:
+            answer.set_cookie(self._cookie, self._guard.cookie, httponly=True, samesite="Strict", path="/")
+        return answer
+
+    async def _asset(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in ASSETS:
+            raise web.HTTPNotFound
+        return web.Response(body=_file(name), content_type=ASSETS[name], charset="utf-8")
+
+    async def _once(self, request: web.Request) -> web.Response:
+        await self._ready()
+        body = b'{"state":' + self._state + b',"history":' + self._charts + b"}"
+        return web.Response(body=body, content_type="application/json")
+
+    async def _live(self, request: web.Request) -> web.StreamResponse:
+        """State every second, history when it grew."""
+        if self._num_watchers >= MAX_WATCHERS:
+            raise web.HTTPServiceUnavailable(text=f"{MAX_WATCHERS} pages are open already: close some")
+        self._num_watchers += 1
+        try:
+            answer = web.StreamResponse(headers={**SECURITY_HEADERS, "Content-Type": "text/event-stream"})
+            await answer.prepare(request)
+            await self._ready()
+            with contextlib.suppress(ConnectionError):
+                await self._send_forever(answer)
+            return answer
+        finally:
+            self._num_watchers -= 1
+
+    async def _send_forever(self, answer: web.StreamResponse) -> None:
+        sent_charts = -2
+        while not self._is_closing:
+            seen = self._num_looks
+            if sent_charts != self._charts_of:
+                sent_charts = self._charts_of
+                await answer.write(b"event: history\ndata: " + self._charts + b"\n\n")
+            await answer.write(b"event: state\ndata: " + self._state + b"\n\n")
+            await self._next_look(seen)
+
+    async def _next_look(self, seen: int) -> None:
+        """Until there is a newer one, or long enough for the page to be told that we are alive."""
+        async with self._changed:
+            with contextlib.suppress(TimeoutError):
+                newer = self._changed.wait_for(lambda: self._num_looks > seen or self._is_closing)
+                await asyncio.wait_for(newer, KEEP_ALIVE_S)
+
+    async def _view(self, request: web.Request) -> web.Response:
+        verb = request.match_info["verb"]
+        if verb not in VIEW_VERBS:
+            raise web.HTTPNotFound
+        arguments: dict[str, Any] = {}
+        if (num := request.query.get("num_groups", "")).isdecimal():
+            arguments["num_groups"] = min(int(num[:9]), MAX_GROUPS)
+        return await self._asked(verb, arguments)
+
+    async def _operate(self, request: web.Request) -> web.Response:
+        verb = request.match_info["verb"]
+        if verb not in OPERATE_VERBS:
+            raise web.HTTPNotFound
+        if request.content_type != "application/json":
+            raise web.HTTPUnsupportedMediaType(text="send JSON")
+        try:
+            arguments: Any = orjson.loads(await request.read())
+        except orjson.JSONDecodeError:
+            raise web.HTTPBadRequest(text="the body is no JSON") from None
+        if not isinstance(arguments, dict):
+            raise web.HTTPBadRequest(text="the body must be an object of arguments")
+        answer = await self._asked(verb, cast("dict[str, Any]", arguments))
+        self._feed.wake()
+        return answer
+
+    async def _asked(self, verb: str, arguments: dict[str, Any]) -> web.Response:
+        """The run's answer, or its error with the remedy: both are for the page to show."""
+        if _RESERVED & arguments.keys():
+            raise web.HTTPBadRequest(text=f"{verb} takes no {', '.join(_RESERVED & arguments.keys())}")
+        if len(self._asks) >= MAX_ASKS:
+            raise web.HTTPServiceUnavailable(text=f"{MAX_ASKS} questions wait for the run's answers: try again")
+        ask = partial(self._feed.ask, verb, timeout_s=ASK_S, **arguments)
+        asking = asyncio.get_running_loop().run_in_executor(self._askers, ask)
+        self._asks.add(asking)
+        asking.add_done_callback(self._asked_once)
+        try:
+            result = await asyncio.shield(asking)
+        except MyxaError as error:
+            told = {"type": type(error).__name__, "message": error.message, "remedy": error.remedy}
+            return web.Response(status=409, body=orjson.dumps({"error": told}), content_type="application/json")
+        return web.Response(body=orjson.dumps({"result": result}, default=str), content_type="application/json")
+
+    def _asked_once(self, asking: asyncio.Future[Any]) -> None:
+        """Only now, whether or not the page is still there: until then a thread is at it."""
+        self._asks.discard(asking)
+        if not asking.cancelled():
+            asking.exception()  # told to the page, if there still is one
+
+    # -- the guard ---------------------------------------------------------------------------------------------
+
+    @property
+    def _cookie(self) -> str:
+        """Cookies are shared by all ports of a host: each dashboard has its own."""
+        return f"myxa-{self._port}"
+
+    @web.middleware
+    async def _headers(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            answer = await handler(request)
+        except web.HTTPException as refusal:
+            refusal.headers.update(SECURITY_HEADERS)
+            raise
+        if not answer.prepared:
+            answer.headers.update(SECURITY_HEADERS)
+        return answer
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        head = request.headers
+        ask = Ask(
+            method=request.method,
+            host=head.get("Host", ""),
+            query_token=request.query.get("token", ""),
+            cookie=request.cookies.get(self._cookie, ""),
+            header_token=head.get(TOKEN_HEADER, ""),
+            origin=head.get("Origin", ""),
+            fetch_site=head.get("Sec-Fetch-Site", ""),
+            fetch_mode=head.get("Sec-Fetch-Mode", ""),
+        )
+        refusal = self._guard.refusal(ask)
+        if refusal is not None:
+            return web.Response(status=refusal.status, text=refusal.text + "\n")
+        return await handler(request)
+
+
+def _listening(port: int) -> socket.socket:
+    link = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        link.bind((HOST, port))
+        link.listen(64)
+    except (OSError, OverflowError) as error:  # a number that is no port overflows
+        link.close()
+        raise ConfigError(
+            f"the dashboard cannot listen on {HOST}:{port}: {error}",
+            remedy="choose another port, or 0 for any free one",
+        ) from error
+    link.setblocking(False)
+    return link
+
+
+def _file(name: str) -> bytes:
+    return (resources.files(__package__ or __name__.rpartition(".")[0]) / name).read_bytes()

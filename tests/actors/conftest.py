@@ -1,0 +1,252 @@
+"""A buffer and rollout actors on a real node, over an engine whose tokens come when the test lets them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from myxa.actors.buffer import Buffer
+from myxa.actors.contracts import BufferContract, CoordinatorContract, RolloutContract
+from myxa.actors.group_filter import load_group_filters
+from myxa.actors.models.tiny import make_tiny_model
+from myxa.actors.models.tokenizer import load_tokenizer
+from myxa.actors.monitor import Monitor
+from myxa.actors.rewarder import FixedReward
+from myxa.actors.rollout import Rollout, RolloutOptions
+from myxa.actors.workflows import single_turn
+from myxa.algos.staleness import Admission
+from myxa.core.clock import SystemClock
+from myxa.core.knobs import KnobChange, KnobCommit, KnobsInForce, KnobValue, KnobVote
+from myxa.core.messages import EngineStatus, SamplingParams, WeightManifest
+from myxa.core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
+from myxa.core.samples import Message, Prompt
+from myxa.transport.node import Node
+
+WAIT_S = 30.0
+PER_TURN = 6
+"""New tokens of an answer."""
+
+
+@dataclass
+class Rows:
+    """A thousand rows without end."""
+
+    name: str = "rows"
+
+    def __len__(self) -> int:
+        return 1000
+
+    @property
+    def fingerprint(self) -> str:
+        return self.name
+
+    def prompt(self, draw: int) -> Prompt | None:
+        return Prompt(
+            group_id=draw,
+            row=draw % 1000,
+            pass_index=draw // 1000,
+            messages=(Message(role="user", content=f"row {draw}"),),
+        )
+
+    def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
+        return ()
+
+
+class GateEngine:
+    """Every request gives one token at once, and the others when the gate opens."""
+
+    def __init__(self) -> None:
+        self.pause_mode: PauseMode = "in_place"
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.gate = asyncio.Event()
+        self.version = -1
+        self.requests: list[GenerateRequest] = []
+        self.open = 0
+        self.most_open = 0
+        self._is_aborted = asyncio.Event()
+
+    async def start(self) -> EngineInfo:
+        await self.may_start.wait()
+        return await self.info()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        self.requests.append(request)
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        aborted = self._is_aborted
+        try:
+            yield self._delta(1, None)
+            waits = [asyncio.ensure_future(event.wait()) for event in (self.gate, aborted)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+            left = request.sampling.max_new_tokens - 1
+            yield self._delta(0, "abort") if aborted.is_set() else self._delta(left, "length")
+        finally:
+            self.open -= 1
+
+    def _delta(self, count: int, finish: Any) -> Delta:
+        return Delta(
+            output_ids=np.full(count, 7, dtype=np.int32),
+            logprobs=np.full(count, -0.5, dtype=np.float32),
+            versions=np.full(count, self.version, dtype=np.int32),
+            finish=finish,
+        )
+
+    async def abort(self, request_id: str | None = None) -> None:
+        aborted, self._is_aborted = self._is_aborted, asyncio.Event()
+        aborted.set()
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def prepare_weights(self, manifest: WeightManifest) -> None: ...
+
+    async def commit_weights(self, version: int) -> None:
+        self.version = version
+
+    async def info(self) -> EngineInfo:
+        return EngineInfo(
+            kind="gate", vocab_size=512, context_length=1 << 16, max_running=8, version=self.version, running=self.open
+        )
+
+    async def until_lost(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None: ...
+
+
+class ToyCoordinator(CoordinatorContract):
+    """Hears who is ready."""
+
+    def __init__(self) -> None:
+        self.ready: set[str] = set()
+
+    async def rollout_ready(self, status: EngineStatus, epoch: int) -> None:
+        self.ready.add(status.rollout)
+
+    async def knobs_in_force(self, owner: str) -> KnobsInForce:
+        return KnobsInForce()
+
+
+@dataclass
+class Floor:
+    """All of it, and what the others would do."""
+
+    node: Node
+    buffer_actor: Buffer
+    coordinator: ToyCoordinator
+    tokenizer: Any
+    engines: dict[str, GateEngine] = field(default_factory=dict)
+    rollouts: dict[str, Rollout] = field(default_factory=dict)
+
+    @property
+    def buffer(self) -> BufferContract:
+        return self.node.ref(BufferContract, "buffer")
+
+    def ref(self, name: str = "rollout/0") -> RolloutContract:
+        return self.node.ref(RolloutContract, name)
+
+    async def add(
+        self, name: str = "rollout/0", *, max_groups: int = 1, serves: int | None = 0, **options: Any
+    ) -> GateEngine:
+        """Start a rollout actor; `serves`: bring it to that version, None: leave that to the test."""
+        engine = self.engines[name] = options.pop("engine", None) or GateEngine()
+        rollout = self.rollouts[name] = Rollout(
+            engine=engine,
+            workflow=options.pop("workflow", single_turn.generate),
+            scorer=FixedReward(),
+            tokenizer=self.tokenizer,
+            options=RolloutOptions(max_groups=max_groups, max_turns=1, context_length=0, report_s=0.05, **options),
+            clock=SystemClock(),
+        )
+        await self.node.start(rollout, name=name)
+        if serves is not None:
+            await self.serve(name, serves)
+        return engine
+
+    async def serve(self, name: str, version: int) -> None:
+        await until(lambda: name in self.coordinator.ready, f"{name} ready")
+        manifest = WeightManifest(
+            version=version, channel="shm", location="", generation=0, num_bytes=0, tensors=(), digest="", host=""
+        )
+        assert (await self.ref(name).prepare_weights(manifest)).accepted
+        assert (await self.ref(name).commit_weights(version)).accepted
+
+    async def change(self, owner: str, epoch: int, **values: KnobValue) -> KnobVote:
+        ref = self.buffer if owner == "buffer" else self.ref(owner)
+        vote = await ref.prepare_knobs(KnobChange(epoch=epoch, values=values))
+        if vote.accepted:
+            await ref.commit_knobs(KnobCommit(epoch=epoch, at=0, values=values))
+        return vote
+
+    async def states(self) -> dict[str, int]:
+        return (await self.buffer.stats()).states
+
+    async def until_states(self, wanted: Callable[[dict[str, int]], bool], what: str) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not wanted(found := await self.states()):
+                await asyncio.sleep(0.01)
+        assert wanted(found), what
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+    except TimeoutError as err:
+        raise AssertionError(f"{what} did not happen within {WAIT_S:g} s") from err
+
+
+@asynccontextmanager
+async def data_floor(
+    folder: Path, *, batch_size: int = 4, max_staleness: int = 3, num_samples: int = 2
+) -> AsyncIterator[Floor]:
+    """Open a buffer and a coordinator; rollout actors are added by the test."""
+    if not (folder / "model").exists():
+        make_tiny_model(folder / "model", preset="0p5m", seed=0)
+    node = await Node.attach(name="floor")
+    buffer = Buffer(
+        source=Rows(),
+        ledger_path=folder / "ledger.sqlite",
+        run="run-1",
+        admission=Admission("pace", max_staleness=max_staleness, batch_size=batch_size),
+        num_samples=num_samples,
+        sampling=SamplingParams(max_new_tokens=PER_TURN),
+        group_filter=load_group_filters("none"),
+    )
+    coordinator = ToyCoordinator()
+    try:
+        await node.start(Monitor(folder, ()), name="monitor")
+        await node.start(coordinator, name="coordinator")
+        await node.start(buffer, name="buffer")
+        yield Floor(node, buffer, coordinator, load_tokenizer(folder / "model"))
+    finally:
+        await node.close(grace_s=2.0)
+
+
+@pytest.fixture(name="data_floor")
+def floor_maker() -> Callable[..., Any]:
+    return data_floor
+
+
+@pytest.fixture(name="gate_engine")
+def engine_maker() -> Callable[[], GateEngine]:
+    return GateEngine
+
+
+@pytest.fixture(name="until")
+def condition_waiter() -> Callable[..., Any]:
+    return until

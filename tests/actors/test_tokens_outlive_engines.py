@@ -1,0 +1,121 @@
+"""Tokens outlive the engine that made them: a stream that breaks, an engine that is lost, an actor that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myxa.actors.ledger_payload import decode_partial
+from myxa.core.errors import EngineError
+from myxa.core.protocols import Delta, GenerateRequest
+
+Maker = Callable[..., Any]
+
+
+def breaking(engine: Any, *, times: int) -> Any:
+    """That engine; when the gate opens, so many streams break instead of going on."""
+    whole, left = engine.generate, [times]
+
+    async def generate(request: GenerateRequest) -> AsyncIterator[Delta]:
+        async for delta in whole(request):
+            if delta.finish is not None and left[0] > 0:
+                left[0] -= 1
+                raise EngineError("the stream broke after 1 tokens")
+            yield delta
+
+    engine.generate = generate
+    return engine
+
+
+def saved(floor: Any, group_id: int) -> list[int]:
+    """Tokens of each unfinished sample that the ledger has of a group."""
+    data = floor.buffer_actor._ledger.payload(group_id)
+    return [] if data is None else [int(s.response_ids.size) for s in decode_partial(group_id, data)]
+
+
+@pytest.mark.asyncio
+async def test_a_group_whose_stream_broke_goes_on_with_all_its_members_tokens(
+    tmp_path: Path, data_floor: Maker, gate_engine: Maker, until: Maker
+) -> None:
+    """One stream of two breaks: the group is handed back whole, drawn again and finished; the engine is kept."""
+    async with data_floor(tmp_path) as floor:
+        engine = await floor.add(engine=breaking(gate_engine(), times=1), max_groups=1)
+        await until(lambda: engine.open == 2, "the first group")
+        engine.gate.set()
+        await floor.until_states(lambda states: states.get("READY", 0) >= 1, "it is ready")
+        (first,) = [recent for recent in await floor.buffer.recent(50) if recent.group.group_id == 0]
+        assert first.attempt == 2 and [s.response_ids.size for s in first.group.samples] == [6, 6]
+        again = [request for request in engine.requests if ".a2.0." in request.request_id]
+        assert again and all(int(request.input_ids[-1]) == 7 for request in again), "it began with what it had"
+        assert floor.rollouts["rollout/0"]._handover.counts.num_breaks == 1
+        assert not (await floor.buffer.stats()).dropped
+
+
+@pytest.mark.asyncio
+async def test_a_group_that_breaks_every_stream_is_given_up_by_name(
+    tmp_path: Path, data_floor: Maker, gate_engine: Maker, until: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("myxa.actors.group_pull.MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("myxa.actors.group_pull.LOSS_S", 0.05)
+    async with data_floor(tmp_path) as floor:
+        engine = breaking(gate_engine(), times=1000)
+        engine.gate.set()
+        await floor.add(engine=engine, max_groups=1, max_error_rate=1.0)
+        async with asyncio.timeout(30):
+            while (await floor.buffer.stats()).dropped.get("engine-error", 0) < 1:
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.asyncio
+async def test_tokens_so_far_are_in_the_ledger_for_whoever_goes_on_after_a_kill(
+    tmp_path: Path, data_floor: Maker, gate_engine: Maker, until: Maker
+) -> None:
+    """What a SIGKILL leaves: the buffer hears that the actor is gone, and nothing from itself."""
+    async with data_floor(tmp_path) as floor:
+        doomed = await floor.add("rollout/0", max_groups=2, save_partials_s=0.05)
+        await until(lambda: doomed.open == 4 and saved(floor, 0) == saved(floor, 1) == [1, 1], "all four tokens saved")
+        assert (await floor.states()) == {"DISPATCHED": 2}, "and the groups go on"
+        epoch = floor.rollouts["rollout/0"].ctx.epoch
+        floor.rollouts["rollout/0"]._pull.is_draining = True
+        assert await floor.buffer.rollout_gone("rollout/0", epoch) == 2
+        heir = await floor.add("rollout/1", max_groups=2)
+        await until(lambda: heir.open == 4, "the same groups")
+        assert {int(request.input_ids[-1]) for request in heir.requests} == {7}
+        assert {request.sampling.max_new_tokens for request in heir.requests} == {5}
+        doomed.gate.set()  # the dead come back: their word has no effect
+        heir.gate.set()
+        await floor.until_states(lambda states: states.get("READY", 0) >= 2, "both are ready")
+        theirs = [recent for recent in await floor.buffer.recent(50) if recent.group.group_id < 2]
+        assert [recent.rollout for recent in theirs] == ["rollout/1", "rollout/1"]
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_told_when_nothing_came(
+    tmp_path: Path, data_floor: Maker, until: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with data_floor(tmp_path) as floor:
+        engine = await floor.add("rollout/0", max_groups=1, save_partials_s=0.02)
+        told: list[Any] = []
+        whole = floor.buffer_actor._store.payloads.save_partial
+        monkeypatch.setattr(
+            floor.buffer_actor._store.payloads, "save_partial", lambda *args: told.append(args) or whole(*args)
+        )
+        await until(lambda: engine.open == 2, "the first group")
+        await asyncio.sleep(0.5)
+        assert 1 <= len(told) <= 2, "once or twice, though it looked dozens of times"
+
+
+@pytest.mark.asyncio
+async def test_a_fenced_actor_hands_its_groups_back_before_it_fails(
+    tmp_path: Path, data_floor: Maker, until: Maker
+) -> None:
+    async with data_floor(tmp_path) as floor:
+        engine = await floor.add("rollout/0", max_groups=2, save_partials_s=0.0)
+        await until(lambda: engine.open == 4, "two groups")
+        await floor.ref().fence("it stood still in a weight update")
+        await floor.until_states(lambda states: states.get("REQUEUED") == 2, "handed back")
+        assert saved(floor, 0) == saved(floor, 1) == [1, 1]

@@ -1,0 +1,328 @@
+"""Knobs of the buffer on a real node: what a change does to groups, what is refused, what a restart remembers."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from myxa.actors.buffer_knobs import BufferLimits
+from myxa.actors.contracts import MonitorContract
+from myxa.algos.staleness import STALE_AFTER_RETUNE
+from myxa.core.config import RunConfig
+from myxa.core.errors import BadRequest
+from myxa.core.knobs import KnobChange, KnobCommit
+from myxa.core.messages import GroupReturned, SamplingParams
+from myxa.core.samples import Group
+
+WAIT_S = 20.0
+
+
+def config_has(key: str) -> bool:
+    """Whether the run file has that key."""
+    section, _, name = key.partition(".")
+    fields: dict[str, Any] = {field.alias or at: field for at, field in RunConfig.model_fields.items()}
+    return name in fields[section].annotation.model_fields
+
+
+@pytest.mark.asyncio
+async def test_the_sheet_tells_every_knob_as_the_run_file_has_it(shop: Any) -> None:
+    async with shop.open(max_staleness=3, sampling=SamplingParams(temperature=0.5, max_new_tokens=9)) as desk:
+        sheet = await desk.ref.knobs()
+        values = {state.tunable.name: state.value for state in sheet.knobs}
+        assert (sheet.owner, sheet.epoch) == ("buffer", 0)
+        assert values.items() >= {
+            "max_staleness": 3, "on_stale": "pace", "window": 0, "temperature": 0.5, "top_p": 1.0, "top_k": -1,
+            "max_new_tokens": 9, "num_samples": 2, "group_filter": "own",
+        }.items()  # fmt: skip
+        for state in sheet.knobs:
+            assert state.value == state.first
+            assert not state.tunable.key or config_has(state.tunable.key), state.tunable
+            assert state.tunable.help.endswith(".")
+        assert {s.tunable.name for s in sheet.knobs if s.tunable.owner == "process"} == {"log_level", "report_s"}
+
+
+@pytest.mark.asyncio
+async def test_groups_are_drawn_under_the_values_in_force_and_keep_them(
+    shop: Any, make_group: Callable[..., Group], make_sample: Callable[..., Any]
+) -> None:
+    """One group before the change, one after; both are handed back, continued elsewhere, and the buffer restarts."""
+    async with shop.open(max_staleness=3) as desk:
+        (before,) = (await desk.draw(max_groups=1)).assignments
+        assert (before.knobs, before.sampling.temperature, before.num_samples) == (0, 1.0, 2)
+        vote = await desk.change(7, temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=8, num_samples=3)
+        assert vote.accepted, vote
+        (after,) = (await desk.draw(max_groups=1)).assignments
+        drawn = after.sampling
+        assert (after.knobs, drawn.temperature, drawn.top_p, drawn.top_k) == (7, 0.7, 0.9, 5)
+        assert (drawn.max_new_tokens, after.num_samples) == (8, 3)
+        partial = (msgspec.structs.replace(make_sample(0, 1, [0, 0], "abort"), temperature=1.0),)
+        for assignment, tokens in ((before, partial), (after, ())):
+            group_id = assignment.prompt.group_id
+            await desk.ref.return_group(
+                GroupReturned(group_id=group_id, attempt=1, rollout="rollout/0", partial=tokens)
+            )
+        (again,) = (await desk.draw(max_groups=1, rollout="rollout/1")).assignments
+        assert (again.prompt.group_id, again.attempt, again.knobs) == (0, 2, 0)
+        assert (again.sampling, again.num_samples) == (before.sampling, 2)
+        assert await desk.ref.rollout_gone("rollout/1", 1) == 1
+    async with shop.open(max_staleness=3) as desk:
+        first, second, third = (await desk.draw(max_groups=3, rollout="rollout/2")).assignments
+        assert (first.prompt.group_id, first.attempt, first.sampling) == (0, 3, before.sampling)
+        assert [sample.text for sample in first.partial] == ["0/1"]
+        assert (second.prompt.group_id, second.knobs, second.sampling) == (1, 7, drawn)
+        assert (third.prompt.group_id, third.knobs, third.sampling, third.num_samples) == (2, 7, drawn, 3)
+        assert (await desk.put(first, rollout="rollout/2")).outcome == "ready"
+        group = msgspec.structs.replace(make_group(second), knobs=second.knobs)
+        assert (await desk.ref.put_group(group, second.attempt, "rollout/2")).outcome == "ready"
+        claim = await desk.ref.claim(0, 0.0)
+        fetched = await desk.ref.fetch(tuple(meta.group_id for meta in claim.groups))
+        assert [(len(g.samples), g.knobs) for g in fetched] == [(2, 0), (3, 7)], "both sizes in one batch"
+
+
+@pytest.mark.asyncio
+async def test_values_and_their_epochs_outlive_the_buffer(shop: Any, tmp_path: Path) -> None:
+    async with shop.open(max_staleness=4) as desk:
+        await desk.change(3, temperature=0.5, max_staleness=1)
+        await desk.change(5, num_samples=4, group_filter="zero_variance")
+    async with shop.open(max_staleness=4) as desk:
+        knobs, sheet = await desk.knobs(), await desk.ref.knobs()
+        assert {n: (knobs[n].value, knobs[n].first) for n in ("temperature", "max_staleness", "num_samples")} == {
+            "temperature": (0.5, 1.0), "max_staleness": (1, 4), "num_samples": (4, 2),
+        }  # fmt: skip
+        assert (knobs["group_filter"].value, sheet.epoch) == ("zero_variance", 5)
+        # What the coordinator pushes to a new process changes nothing; an older change that comes late neither.
+        await desk.ref.commit_knobs(KnobCommit(epoch=5, at=0, values={"num_samples": 4}))
+        await desk.ref.commit_knobs(KnobCommit(epoch=2, at=0, values={"temperature": 9.0}))
+        assert (await desk.knobs())["temperature"].value == 0.5
+        await desk.change(6, temperature=0.6)
+        assert (await desk.draw(max_groups=1)).assignments[0].knobs == 6
+    async with shop.open(max_staleness=3) as desk:
+        knobs = await desk.knobs()
+        assert knobs["max_staleness"].value == 3, "the run file was edited: it wins"
+        assert (knobs["temperature"].value, knobs["num_samples"].value) == (0.6, 4), "for what was edited only"
+    later = type(shop)(tmp_path / "later.sqlite", run="run-2")
+    async with later.open(max_staleness=4, resume_from=shop.path) as desk:
+        sheet = await desk.ref.knobs()
+        assert (sheet.epoch, [s for s in sheet.knobs if s.value != s.first]) == (0, []), "a resumed run is told anew"
+        assert sheet.past_epoch == 6, "groups of the run before carry it"
+
+
+@pytest.mark.asyncio
+async def test_a_lower_bound_says_what_it_costs_and_loses_nothing(shop: Any) -> None:
+    async with shop.open(max_staleness=2, batch_size=2) as desk:
+        first = (await desk.draw()).assignments
+        for assignment in first[:4]:
+            await desk.put(assignment)
+        await desk.train(0)
+        vote = await desk.ref.prepare_knobs(KnobChange(epoch=1, values={"max_staleness": 0}))
+        assert vote.accepted
+        assert vote.reason.startswith("4 groups under way or ready are older than max_staleness = 0 allows")
+        assert (await desk.ref.stats()).max_staleness == 2, "prepared only"
+        await desk.ref.abort_knobs(1)
+        assert (await desk.ref.stats()).max_staleness == 2
+        await desk.change(2, max_staleness=0)
+        stats = await desk.ref.stats()
+        assert (stats.max_staleness, stats.dropped) == (0, {STALE_AFTER_RETUNE: 4})
+        again = (await desk.draw(version=1)).assignments
+        assert [(a.prompt.group_id, a.prompt.row, a.knobs) for a in again] == [(6, 2, 2), (7, 3, 2)]
+        assert (await desk.put(first[5])).outcome == "stale-attempt"
+        vote = await desk.change(3, max_staleness=2, on_stale="drop", window=0)
+        assert (vote.accepted, vote.reason) == (True, "")
+        assert (await desk.ref.stats()).policy == "drop"
+
+
+REFUSED = [
+    ({"temperature": 0.0}, "must be above 0"),
+    ({"temperature": 1e-6}, "draw greedily"),
+    ({"temperature": float("nan")}, "finite"),
+    ({"top_p": 1.5}, "up to 1"),
+    ({"top_k": 0}, "top_k = 0"),
+    ({"num_samples": 1}, "num_samples = 1.0: must be from 2"),
+    ({"num_samples": 17}, "more than 8 times the run file's 2"),
+    ({"max_new_tokens": 65}, "up to 64"),
+    ({"max_staleness": -1}, "from 0"),
+    ({"max_staleness": True}, "whole number"),
+    ({"on_stale": "hope"}, "must be one of pace, wait, drop"),
+    ({"window": 6}, "may be 1 to 5"),
+    ({"max_staleness": 0, "window": 2}, "may be 1 to 1"),
+    ({"group_filter": "os:system"}, "must be one of zero_variance, none, own"),
+    ({"temperature": 0.5, "top_p": 0.0}, "top_p"),
+    ({"temprature": 0.5}, 'did you mean "temperature"'),
+]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("values", "text"), REFUSED, ids=[text for _, text in REFUSED])
+async def test_what_is_refused_changes_nothing(shop: Any, values: dict[str, Any], text: str) -> None:
+    limits = BufferLimits(min_samples=2, max_new_tokens=64)
+    async with shop.open(max_staleness=2, limits=limits) as desk:
+        before = await desk.ref.knobs()
+        vote = await desk.ref.prepare_knobs(KnobChange(epoch=1, values=values))
+        assert not vote.accepted
+        assert text.replace("1.0", "1") in vote.reason, vote.reason
+        if text != "top_k = 0":  # which the declaration alone allows
+            forced: dict[str, Any] = dict(values)
+            if text.startswith(("more than", "draw")):
+                forced = dict.fromkeys(values, "nonsense")
+            with pytest.raises(BadRequest):
+                await desk.ref.commit_knobs(KnobCommit(epoch=1, at=0, values=forced))
+        if text != "top_k = 0":
+            assert await desk.ref.knobs() == before
+
+
+@pytest.mark.asyncio
+async def test_values_that_go_together_are_judged_and_used_together(shop: Any) -> None:
+    async with shop.open(max_staleness=2, window=4, group_filter="zero_variance") as desk:
+        assert "window is 4" in (await desk.change(1, max_staleness=0)).reason
+        assert (await desk.change(2, max_staleness=0, window=0)).accepted
+        assert (await desk.change(3, window=5, max_staleness=2)).accepted, "neither order of the two would do"
+        stats = await desk.ref.stats()
+        assert (stats.max_staleness, stats.slots_total) == (2, 2)
+        assert "leave out every group of one sample" in (await desk.change(4, num_samples=1)).reason
+        assert (await desk.change(5, num_samples=1, group_filter="none")).accepted
+
+
+@pytest.mark.asyncio
+async def test_the_filter_judges_what_is_finished_from_now_on(shop: Any, make_group: Callable[..., Group]) -> None:
+    async with shop.open(max_staleness=3) as desk:
+        drawn = (await desk.draw(max_groups=3)).assignments
+        flat = [make_group(a, rewards=[1.0, 1.0]) for a in drawn]
+        assert (await desk.ref.put_group(flat[0], 1, "rollout/0")).outcome == "ready"
+        await desk.change(1, group_filter="zero_variance")
+        assert (await desk.ref.put_group(flat[1], 1, "rollout/0")).outcome == "filtered"
+        await desk.change(2, group_filter="own")
+        assert (await desk.ref.put_group(flat[2], 1, "rollout/0")).outcome == "ready"
+        assert (await desk.ref.stats()).dropped == {"zero_variance": 1}
+
+
+@pytest.mark.asyncio
+async def test_it_tells_when_a_value_is_in_force(shop: Any, tmp_path: Path) -> None:
+    async with shop.open() as desk:
+        await desk.change(4, temperature=0.5)
+        (told,) = [event for event in desk.buffer._telemetry.drain().events if event.kind == "knob-in-force"]
+        assert (
+            told.data.items() >= {"name": "temperature", "owner": "buffer", "old": 1.0, "new": 0.5, "epoch": 4}.items()
+        )
+        await desk.change(5, report_s=0.05, log_level="DEBUG")
+        monitor = desk.node.ref(MonitorContract, "monitor")
+        async with asyncio.timeout(WAIT_S):
+            while "buffer/drawn" not in (await monitor.snapshot()).get("buffer", {}):
+                await asyncio.sleep(0.01)
+        assert (await desk.knobs())["log_level"].value == "DEBUG"
+        await desk.change(6, log_level="INFO")
+
+
+# ---- pausing
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("policy", ["pace", "wait", "drop"])
+async def test_a_pause_with_a_number_rests_exactly_there(shop: Any, policy: str) -> None:
+    """Two more steps, whatever is ready, filtered or handed back; the restart in between changes nothing."""
+    options = {
+        "policy": policy,
+        "max_staleness": 3,
+        "batch_size": 2,
+        "group_filter": lambda g: "no" if g.prompt.row == 4 else None,
+    }
+
+    async def work(desk: Any, version: int) -> int:
+        """Draw and finish all there is; how many that were."""
+        drawn = (await desk.draw(version=version)).assignments
+        for assignment in drawn:
+            await desk.put(assignment, versions=(version,))
+        return len(drawn)
+
+    async with shop.open(**options) as desk:
+        for assignment in (await desk.draw(max_groups=3)).assignments:
+            await desk.put(assignment)
+        await desk.train(0)
+        assert await desk.ref.set_paused(True, 3) == 3
+        assert await work(desk, 1) == 3, "one is ready, two steps of two need three more"
+        assert await work(desk, 1) == 1, "row 4 was left out and is replaced"
+        assert (await desk.draw(version=1)).blocked_by == "paused"
+        await desk.train(1)
+        assert (await desk.draw(version=2)).blocked_by == "paused"
+    async with shop.open(**options) as desk:
+        assert (await desk.draw(version=2)).blocked_by == "paused"
+        await desk.train(2)
+        assert (await desk.ref.claim(3, 0.0)).blocked_by == "paused"
+        assert (await desk.draw(version=3)).blocked_by == "paused"
+        assert await desk.ref.set_paused(True) == 3
+        assert await desk.ref.set_paused(True, 4) == 4
+        assert await work(desk, 3) == 2
+        await desk.train(3)
+        assert (await desk.ref.claim(4, 0.0)).blocked_by == "paused"
+        assert await desk.ref.set_paused(False) == 4
+        assert await work(desk, 4) > 2
+
+
+@pytest.mark.asyncio
+async def test_a_pause_without_a_number_rests_after_what_is_claimed(shop: Any) -> None:
+    async with shop.open(max_staleness=1, batch_size=2) as desk:
+        for assignment in (await desk.draw()).assignments:
+            await desk.put(assignment)
+        assert (await desk.ref.claim(0, 0.0)).groups
+        assert await desk.ref.set_paused(True) == 1
+        await desk.train(0)
+        assert (await desk.ref.claim(1, 0.0)).blocked_by == "paused"
+
+
+@pytest.mark.asyncio
+async def test_a_new_reason_for_waiting_is_told_at_once(shop: Any) -> None:
+    async with shop.open(max_staleness=0, batch_size=2) as desk:
+        request = {"wait_s": WAIT_S, "rollout": "rollout/0"}
+        first = (await desk.draw()).assignments
+        waiting = asyncio.ensure_future(desk.draw(**request, blocked_by="staleness"))
+        claiming = asyncio.ensure_future(desk.ref.claim(0, WAIT_S, "wait-data"))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        assert not claiming.done()
+        assert (await desk.draw(**request, blocked_by="")).blocked_by == "staleness", "answered at once"
+        await desk.ref.set_paused(True)
+        async with asyncio.timeout(WAIT_S / 2):
+            assert (await waiting).blocked_by == "paused"
+            assert (await claiming).blocked_by == "paused"
+        await desk.ref.set_paused(False)
+        for assignment in first:
+            await desk.put(assignment)
+        await desk.train(0)
+        assert (await desk.draw(version=0, wait_s=WAIT_S, blocked_by="staleness")).blocked_by == "weights"
+        assert len((await desk.draw(version=1)).assignments) == 2
+
+
+# ---- ledgers from before
+
+
+@pytest.mark.asyncio
+async def test_a_ledger_without_terms_goes_on(shop: Any, make_group: Callable[..., Group]) -> None:
+    """Written by a version whose samples had no temperature: they were drawn at the run file's."""
+    sampling = SamplingParams(temperature=0.5, max_new_tokens=4)
+    async with shop.open(sampling=sampling, max_staleness=2) as desk:
+        kept, _ = (await desk.draw(max_groups=2)).assignments
+        await desk.put(kept)
+    with sqlite3.connect(shop.path) as db:
+        db.execute("ALTER TABLE groups DROP COLUMN terms")
+        db.execute("DROP TABLE terms")
+        (payload,) = db.execute("SELECT data FROM payloads").fetchone()
+        group = msgspec.msgpack.decode(payload)
+        del group["knobs"]
+        for sample in group["samples"]:
+            del sample["temperature"]
+        db.execute("UPDATE payloads SET data = ?", (msgspec.msgpack.encode(group),))
+    db.close()
+    async with shop.open(sampling=sampling, max_staleness=2) as desk:
+        await desk.change(3, temperature=0.9)
+        again, new = (await desk.draw(max_groups=2, epoch=2)).assignments
+        assert (again.prompt.group_id, again.sampling.temperature, new.sampling.temperature) == (1, 0.5, 0.9)
+        assert (await desk.put(again)).outcome == "ready"
+        claim = await desk.ref.claim(0, 0.0)
+        assert [m.group_id for m in claim.groups] == [0, 1]
+        groups = await desk.ref.fetch((0,))
+        assert {sample.temperature for sample in groups[0].samples} == {0.5}

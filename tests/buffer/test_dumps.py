@@ -1,0 +1,177 @@
+"""What people take out of the buffer: the newest groups, and files of groups that are read back as they were."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from myxa.actors import group_dump, recent_groups
+from myxa.actors.group_dump import DumpedGroup, read_groups, read_header
+from myxa.core.errors import BadRequest, DataError
+from myxa.core.messages import DumpReport, GroupReturned
+from myxa.core.samples import Group, Sample
+
+MIB = 1 << 20
+ARRAYS = ("prompt_ids", "response_ids", "logprobs", "loss_mask", "versions")
+
+
+def same(a: Sample, b: Sample) -> bool:
+    for name in ARRAYS:
+        x, y = getattr(a, name), getattr(b, name)
+        assert (x.dtype, x.tolist()) == (y.dtype, y.tolist()), name
+    rest = [name for name in Sample.__struct_fields__ if name not in ARRAYS]
+    assert {n: getattr(a, n) for n in rest} == {n: getattr(b, n) for n in rest}
+    return True
+
+
+async def written(desk: Any) -> DumpReport:
+    """The newest dump, once nothing more goes into it."""
+    async with asyncio.timeout(20):
+        while not (found := await desk.ref.dumps()) or found[-1].reason.startswith("waits"):
+            await asyncio.sleep(0.01)
+    return found[-1]
+
+
+@pytest.mark.asyncio
+async def test_a_dump_holds_all_that_is_not_trained_and_is_read_back(
+    shop: Any, make_group: Callable[..., Group], make_sample: Callable[..., Any]
+) -> None:
+    async with shop.open(max_staleness=4, batch_size=1) as desk:
+        await desk.change(2, temperature=0.3)
+        drawn = (await desk.draw(max_groups=5)).assignments
+        odd = np.array([-0.1, -1.0000001], dtype=np.float32)
+        groups = [make_group(a) for a in drawn]
+        samples = tuple(msgspec.structs.replace(s, logprobs=odd, temperature=0.3) for s in groups[2].samples)
+        groups[2] = msgspec.structs.replace(groups[2], samples=samples, knobs=2)
+        for assignment, group in zip(drawn[:3], groups, strict=False):
+            await desk.ref.put_group(group, assignment.attempt, "rollout/0")
+        partial = (make_sample(3, 1, [0, 0], "abort"),)
+        await desk.ref.return_group(GroupReturned(group_id=3, attempt=1, rollout="rollout/0", partial=partial))
+        await desk.train(0)
+        await desk.ref.claim(1, 0.0)
+        report = await desk.ref.dump(MIB)
+        assert (report.num_groups, report.is_whole, report.reason) == (4, True, "")
+        path = Path(report.path)
+        assert path.parent == shop.path.parent / "dumps"
+        assert path.stat().st_size == report.num_bytes
+        assert path.stat().st_mode & 0o077 == 0
+        header = read_header(path)
+        assert (header.what, header.run, header.version) == ("buffer", "run-1", 1)
+        found = list(read_groups(path))
+        assert [(d.group_id, d.state) for d in found] == [
+            (1, "CLAIMED"), (2, "READY"), (3, "REQUEUED"), (4, "DISPATCHED"),
+        ]  # fmt: skip
+        assert found[0].step == 1
+        assert all(d.terms is not None and (d.terms.knobs, d.terms.sampling.temperature) == (2, 0.3) for d in found)
+        back = found[1].group
+        assert back is not None
+        assert all(same(a, b) for a, b in zip(back.samples, groups[2].samples, strict=True))
+        assert (back.prompt, back.knobs, back.rewards.tolist()) == (groups[2].prompt, 2, groups[2].rewards.tolist())
+        assert back.rewards.dtype == np.float32
+        assert found[2].group is None
+        assert same(found[2].partial[0], partial[0])
+        assert (found[3].group, found[3].partial) == (None, ())
+        assert (await desk.ref.dump(MIB)).path != report.path, "an earlier dump is never written over"
+
+
+@pytest.mark.asyncio
+async def test_a_dump_ends_at_its_limit_and_before_the_disk_is_full(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with shop.open(max_staleness=9) as desk:
+        for assignment in (await desk.draw(max_groups=10)).assignments:
+            await desk.put(assignment)
+        whole = await desk.ref.dump(MIB)
+        assert whole.num_groups == 10
+        half = await desk.ref.dump(whole.num_bytes // 2)
+        assert 0 < half.num_groups < 6
+        assert half.num_bytes <= whole.num_bytes // 2
+        assert (half.is_whole, "limit" in half.reason) == (False, True)
+        assert len(list(read_groups(Path(half.path)))) == half.num_groups
+        monkeypatch.setattr(group_dump, "SPARE_BYTES", 1 << 62)
+        none = await desk.ref.dump(MIB)
+        assert (none.num_groups, "the ledger needs" in none.reason) == (0, True)
+        (shop.path.parent / "dumps").rename(shop.path.parent / "away")
+        (shop.path.parent / "dumps").write_text("a file stands where the folder would be")
+        with pytest.raises(DataError, match="cannot be written"):
+            await desk.ref.dump(MIB)
+        assert (await desk.ref.stats()).states == {"READY": 10}, "nothing of that hurts the run"
+
+
+@pytest.mark.asyncio
+async def test_the_next_groups_are_dumped_as_they_are_claimed(shop: Any) -> None:
+    async with shop.open(max_staleness=9, batch_size=2) as desk:
+        for assignment in (await desk.draw(max_groups=10)).assignments:
+            await desk.put(assignment)
+        await desk.train(0)
+        begun = await desk.ref.dump_next(3, MIB)
+        assert (begun.num_groups, begun.is_whole) == (0, False)
+        with pytest.raises(BadRequest, match="waits for 3 more groups"):
+            await desk.ref.dump_next(1, MIB)
+        await desk.ref.claim(1, 0.0)
+        await desk.ref.claim(1, 0.0)  # asked again: the same groups
+        await desk.ref.trained(1)
+        assert (await desk.ref.dumps())[-1].reason == "waits for 1 more groups"
+        await desk.train(2)
+        report = await written(desk)
+        assert (report.path, report.num_groups, report.is_whole) == (begun.path, 3, True)
+        found: list[DumpedGroup] = list(read_groups(Path(report.path)))
+        assert [(d.group_id, d.step) for d in found] == [(2, 1), (3, 1), (4, 2)]
+        assert all(d.group is not None for d in found)
+        await desk.ref.dump_next(100, MIB)
+        await desk.train(3)
+        ended = await desk.ref.dump_next(0, MIB)
+        assert (ended.num_groups, ended.is_whole, ended.reason) == (2, False, "ended by request")
+        with pytest.raises(BadRequest, match="0 groups"):
+            await desk.ref.dump_next(0, MIB)
+        await desk.ref.dump_next(5, MIB)  # and the buffer is closed with one that goes on
+
+
+@pytest.mark.asyncio
+async def test_files_that_are_no_dumps_are_refused_by_name(shop: Any, tmp_path: Path) -> None:
+    async with shop.open() as desk:
+        for assignment in (await desk.draw(max_groups=2)).assignments:
+            await desk.put(assignment)
+        path = Path((await desk.ref.dump(MIB)).path)
+    torn = tmp_path / "torn.jsonl"
+    torn.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(DataError, match="line 3"):
+        list(read_groups(torn))
+    with pytest.raises(DataError, match="no dump"):
+        list(read_groups(shop.path))
+    torn.write_text(path.read_text().replace("myxa-groups/1", "myxa-groups/9", 1))
+    with pytest.raises(DataError, match="myxa-groups/9"):
+        read_header(torn)
+
+
+@pytest.mark.asyncio
+async def test_the_newest_groups_are_shown_with_what_became_of_them(
+    shop: Any, make_group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with shop.open(max_staleness=9, batch_size=1, group_filter="zero_variance") as desk:
+        drawn = (await desk.draw(max_groups=4)).assignments
+        for assignment, rewards in zip(drawn, ([0.0, 1.0], [1.0, 1.0], [0.0, 1.0], [2.0, 1.0]), strict=True):
+            await desk.ref.put_group(make_group(assignment, rewards=rewards), 1, "rollout/0")
+        await desk.put(drawn[0])  # a duplicate is nothing new
+        await desk.train(0)
+        found = await desk.ref.recent(10)
+        assert [(f.group.group_id, f.outcome, f.reason, f.state, f.step) for f in found] == [
+            (3, "kept", "", "READY", -1),
+            (2, "kept", "", "READY", -1),
+            (1, "left out", "zero_variance", "DROPPED", -1),
+            (0, "kept", "", "TRAINED", 0),
+        ]
+        assert found[0].wall_s >= found[3].wall_s > 0
+        assert [f.group.group_id for f in await desk.ref.recent(2)] == [3, 2]
+        assert await desk.ref.recent(0) == ()
+        monkeypatch.setattr(recent_groups, "ANSWER_TOKENS", 21)  # two groups of two samples of five tokens
+        assert len(await desk.ref.recent(10)) == 2
+        monkeypatch.setattr(recent_groups, "MAX_TOKENS", 30)
+        for assignment in (await desk.draw(max_groups=1)).assignments:
+            await desk.put(assignment)
+        monkeypatch.setattr(recent_groups, "ANSWER_TOKENS", 10**9)
+        assert [f.group.group_id for f in await desk.ref.recent(10)] == [4, 3, 2]

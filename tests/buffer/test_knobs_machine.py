@@ -1,0 +1,264 @@
+"""Knobs against the life of groups: random changes between random draws, returns, restarts, pauses and steps.
+
+What must hold whatever the order: no group is lost or doubled, every assignment says the terms of its first dispatch,
+those terms were in force then, the bound holds, a pause with a number rests exactly there, a restart forgets nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from myxa.actors.buffer_knobs import BufferKnobs, BufferLimits
+from myxa.actors.buffer_settings import BufferValues, LiveSettings
+from myxa.actors.buffer_store import BufferStore
+from myxa.actors.ledger import Ledger
+from myxa.actors.ledger_states import OPEN, State
+from myxa.algos.filters import GROUP_FILTERS
+from myxa.algos.staleness import Admission
+from myxa.core.clock import SystemClock
+from myxa.core.errors import BadRequest
+from myxa.core.knobs import KnobChange, KnobCommit
+from myxa.core.messages import Assignment, DrawRequest, GroupReturned, SamplingParams
+
+BATCH = 2
+FIRST = BufferValues(
+    max_staleness=2, on_stale="pace", window=0, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, num_samples=2,
+    group_filter="none",
+)  # fmt: skip
+CHANGES: dict[str, st.SearchStrategy[Any]] = {
+    "max_staleness": st.integers(-1, 4),
+    "on_stale": st.sampled_from(["pace", "wait", "drop", "hope"]),
+    "window": st.integers(0, 6),
+    "temperature": st.sampled_from([0.5, 1.0, 1.5, 0.0, -1.0]),
+    "top_k": st.sampled_from([-1, 0, 5]),
+    "num_samples": st.integers(0, 3),
+    "group_filter": st.sampled_from(["none", "zero_variance", "os:system"]),
+}
+
+
+class KnobsMachine(RuleBasedStateMachine):
+    """See the module's head."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.epoch = 0
+        self.in_force: dict[str, Any] = {}
+        self.force_epochs: dict[str, int] = {}
+        self.first_terms: dict[int, tuple[int, SamplingParams, int]] = {}
+        self.out: dict[int, Assignment] = {}
+        self.trained: list[int] = []
+        self.step = 0
+        self.rests_at: int | None = None
+        self.is_paused = False
+        self.open()
+
+    def open(self) -> None:
+        rows = _rows()
+        self.ledger = Ledger(Path(self.folder.name) / "l.sqlite", run="m", fingerprint="f", wall=lambda: 0.0)
+        admission = Admission(FIRST.on_stale, max_staleness=FIRST.max_staleness, batch_size=BATCH, window=FIRST.window)
+        live = LiveSettings(self.ledger, admission, FIRST, SamplingParams(max_new_tokens=FIRST.max_new_tokens))
+        self.store = BufferStore(
+            source=rows, ledger=self.ledger, admission=admission, settings=live, filters=GROUP_FILTERS,
+            log=logging.getLogger("myxa.test"), started_s=-100.0,
+        )  # fmt: skip
+        self.knobs = BufferKnobs(
+            "buffer", live, admission, filters=tuple(GROUP_FILTERS), limits=BufferLimits(),
+            retune=self.retune, stands_at=lambda: self.step - 1,
+            clock=SystemClock(),
+        )  # fmt: skip
+
+    def retune(self, values: Any, epoch: int) -> None:
+        self.store.retune(values, epoch)
+
+    def teardown(self) -> None:
+        if hasattr(self, "ledger"):
+            self.ledger.close()
+            self.folder.cleanup()
+
+    # ---- the operator
+
+    @rule(data=st.data(), names=st.lists(st.sampled_from(sorted(CHANGES)), min_size=1, max_size=3, unique=True))
+    def change(self, data: st.DataObject, names: list[str]) -> None:
+        values = {name: data.draw(CHANGES[name], label=name) for name in names}
+        self.epoch += 1
+        before = self.store.settings.values
+        vote = self.knobs.prepare(KnobChange(epoch=self.epoch, values=values))
+        assert self.store.settings.values == before, "prepared only"
+        if not vote.accepted:
+            assert vote.reason
+            self.knobs.abort(self.epoch)
+            return
+        self.knobs.commit(KnobCommit(epoch=self.epoch, at=0, values=values))
+        self.in_force |= values
+        self.force_epochs |= dict.fromkeys(values, self.epoch)
+
+    @rule(back=st.integers(1, 3), name=st.sampled_from(sorted(CHANGES)), data=st.data())
+    def late_commit(self, back: int, name: str, data: st.DataObject) -> None:
+        """One that a newer change of the same knob overtook has no effect."""
+        epoch = self.force_epochs.get(name, 0) - back + 1
+        if epoch < 1:
+            return
+        before = self.store.settings.values
+        try:
+            self.knobs.commit(KnobCommit(epoch=epoch, at=0, values={name: data.draw(CHANGES[name])}))
+        except BadRequest:
+            pass
+        assert self.store.settings.values == before
+
+    @rule(ahead=st.one_of(st.none(), st.integers(0, 3)))
+    def pause(self, ahead: int | None) -> None:
+        self.rests_at = None if ahead is None else self.ledger.next_step + ahead
+        self.is_paused = True
+        self.store.settings.pause(True, self.rests_at)
+
+    @rule()
+    def go_on(self) -> None:
+        self.is_paused, self.rests_at = False, None
+        self.store.settings.pause(False)
+
+    @rule()
+    def restart(self) -> None:
+        self.ledger.close()
+        self.open()
+
+    # ---- rollout and trainer
+
+    @rule(count=st.integers(1, 6), behind=st.integers(0, 1))
+    def draw(self, count: int, behind: int) -> None:
+        version = max(self.step - behind, 0)
+        request = DrawRequest(
+            rollout="r", epoch=1, version=version, max_groups=count, wait_s=0.0, holding=tuple(self.out)
+        )
+        self.store.hear(request)
+        for assignment in self.store.draw(request, version, 0.0):
+            group_id = assignment.prompt.group_id
+            assert group_id not in self.out, "given out twice"
+            told = (assignment.knobs, assignment.sampling, assignment.num_samples)
+            now = self.store.settings
+            assert self.first_terms.setdefault(group_id, told) == told
+            if assignment.attempt == 1:
+                assert told == (now.epoch, now.terms.sampling, now.values.num_samples)
+            self.out[group_id] = assignment
+        if self.is_paused and self.rests_at is None:
+            assert self.store.why_no_work(version) in ("paused", "finished")
+
+    @precondition(lambda self: bool(self.out))
+    @rule(data=st.data(), flat=st.booleans())
+    def put(self, data: st.DataObject, flat: bool) -> None:
+        group_id = data.draw(st.sampled_from(sorted(self.out)))
+        self.finish(group_id, [0.0] * self.out[group_id].num_samples if flat else None)
+
+    def finish(self, group_id: int, rewards: list[float] | None) -> None:
+        assignment = self.out.pop(group_id)
+        row = self.ledger.find(group_id)
+        group = _group(assignment, row.version if row else 0, rewards)
+        assert self.store.put(group, assignment.attempt, "r").outcome != "duplicate"
+        assert self.store.put(group, assignment.attempt, "r").outcome in ("duplicate", "stale-attempt")
+
+    @precondition(lambda self: bool(self.out))
+    @rule(data=st.data())
+    def hand_back(self, data: st.DataObject) -> None:
+        group_id = data.draw(st.sampled_from(sorted(self.out)))
+        returned = GroupReturned(group_id=group_id, attempt=self.out.pop(group_id).attempt, rollout="r")
+        assert self.store.take_back(returned)
+
+    @rule(rounds=st.integers(1, 3), size=st.integers(2, 5), is_trained=st.booleans())
+    def work(self, rounds: int, size: int, is_trained: bool) -> None:
+        """What a healthy run does most of the time."""
+        for _ in range(rounds):
+            self.draw(size, 0)
+            for group_id in sorted(self.out):
+                self.finish(group_id, None)
+            if is_trained:
+                self.train()
+
+    @rule()
+    def train(self) -> None:
+        if not self.store.settings.serves(self.step) and not self.ledger.claim_of(self.step):
+            assert self.is_paused
+            assert self.rests_at is None or self.step >= self.rests_at
+            return
+        metas = self.store.claim(self.step)
+        if metas is None:
+            return
+        assert len(metas) == BATCH
+        for meta in metas:
+            assert self.step - meta.oldest_version <= self.store.settings.values.max_staleness
+            assert len(meta.rewards) == self.first_terms[meta.group_id][2]
+        ids = [meta.group_id for meta in metas]
+        assert not set(ids) & set(self.trained), "trained twice"
+        self.trained += ids
+        self.store.trained(self.step)
+        self.step += 1
+        if self.rests_at is not None:
+            assert self.step <= self.rests_at
+
+    # ---- what must hold after each
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        values = self.store.settings.values
+        for name, value in self.in_force.items():
+            assert getattr(values, name) == value
+        assert self.store.settings.epoch == self.knobs.epoch == max(self.force_epochs.values(), default=0)
+        states = self.ledger.tally.states
+        assert sum(states.values()) == self.ledger.next_group_id == len(self.first_terms)
+        assert states.get(State.TRAINED, 0) == len(self.trained)
+        num_open = len(self.ledger.rows(*OPEN))
+        assert num_open == self.store.admission.num_open, "ledger and admission know the same groups"
+        if self.rests_at is not None and num_open < (self.rests_at - self.ledger.next_step) * BATCH:
+            assert self.store.why_no_work(self.step) != "paused", "not before it has all that it needs"
+        open_now = {row.group_id for row in self.ledger.rows(State.DISPATCHED, State.REQUEUED)}
+        dropped = {gid for gid in self.out if gid not in open_now}
+        assert all(self.ledger.find(gid).state is State.DROPPED for gid in dropped)  # type: ignore[union-attr]
+
+
+def _rows() -> Any:
+    from myxa.core.samples import Message, Prompt
+
+    class Rows:
+        fingerprint = "f"
+
+        def __len__(self) -> int:
+            return 7
+
+        def prompt(self, draw: int) -> Prompt:
+            said = Message(role="user", content=str(draw % 7))
+            return Prompt(group_id=draw, row=draw % 7, pass_index=draw // 7, messages=(said,))
+
+    return Rows()
+
+
+def _group(assignment: Assignment, version: int, rewards: list[float] | None) -> Any:
+    import numpy as np
+
+    from myxa.core.samples import Group, Sample
+
+    def sample(index: int) -> Sample:
+        return Sample(
+            group_id=assignment.prompt.group_id, index=index, prompt_ids=np.array([1], np.int32),
+            response_ids=np.array([2], np.int32), logprobs=np.array([-0.5], np.float32),
+            loss_mask=np.ones(1, np.uint8), versions=np.array([version], np.int32), finish="stop",
+            temperature=assignment.sampling.temperature,
+        )  # fmt: skip
+
+    count = assignment.num_samples
+    told = rewards or [float(i) for i in range(count)]
+    return Group(
+        prompt=assignment.prompt, samples=tuple(sample(i) for i in range(count)),
+        rewards=np.array(told, np.float32), knobs=assignment.knobs,
+    )  # fmt: skip
+
+
+TestKnobsMachine = KnobsMachine.TestCase
+TestKnobsMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)

@@ -1,0 +1,95 @@
+"""A live run for a module of tests, and commands on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from run_job import Job, make_job, until  # pyright: ignore[reportMissingImports]
+
+ENDLESS = ("run.num_steps=1000000", 'eval.data="data/heldout.jsonl"', 'reward.fn="patient.py:reward"')
+REWARD = """
+import asyncio
+
+async def reward(completion):
+    await asyncio.sleep(0.4)  # some steps a second: the processor is for the commands
+    return float(len(completion.text) % 3)
+"""
+
+
+@dataclass(frozen=True)
+class Live:
+    """The run, and its folder."""
+
+    job: Job
+    launcher: subprocess.Popen[str]
+
+    @property
+    def run_dir(self) -> Path:
+        return self.job.run_dir()
+
+    def myxa(
+        self, *arguments: str, timeout_s: float = 100, folder: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """One command, in the job's folder."""
+        return subprocess.run(
+            [sys.executable, "-m", "myxa.launch", *arguments],
+            capture_output=True, text=True, timeout=timeout_s, check=False, cwd=folder or self.job.folder,
+        )  # fmt: skip
+
+    def ask(self, *arguments: str) -> Any:
+        """One command's answer as JSON; it must be done."""
+        done = self.myxa(*arguments, "--json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout)
+
+    def shell(self, line: str, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+        """A line of shell with `myxa` on its path."""
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return subprocess.run(
+            ["bash", "-c", line], capture_output=True, text=True, timeout=timeout_s, check=False,
+            cwd=self.job.folder, env={**os.environ, "PATH": path},
+        )  # fmt: skip
+
+
+@contextmanager
+def live_run(folder: Path, *overrides: str, steps: int = 3) -> Iterator[Live]:
+    """Until the block ends; ready when so many steps were made, or (-1) at once."""
+    job = make_job(folder)
+    (folder / "patient.py").write_text(REWARD)
+    launcher = job.start(*ENDLESS, *overrides)
+    live = Live(job, launcher)
+    try:
+        until(lambda: is_spoken_to(live) and (steps < 0 or made_steps(live, steps)), f"{steps} steps")
+        yield live
+    finally:
+        if launcher.poll() is None:
+            launcher.send_signal(signal.SIGINT)
+        try:
+            output, _ = launcher.communicate(timeout=90)
+        except subprocess.TimeoutExpired:
+            launcher.kill()
+            output, _ = launcher.communicate()
+        print(output[-3000:])
+
+
+def is_spoken_to(live: Live) -> bool:
+    """Whether its control sockets are there, which is long before its first step."""
+    assert live.launcher.poll() is None, live.launcher.communicate()[0]
+    return any((live.job.folder / "runs").glob("*/control.json"))
+
+
+def made_steps(live: Live, steps: int) -> bool:
+    assert live.launcher.poll() is None, live.launcher.communicate()[0]
+    if not (live.job.folder / "runs").is_dir() or not (live.run_dir / "metrics.jsonl").exists():
+        return False
+    lines = (live.run_dir / "metrics.jsonl").read_text().splitlines()
+    return any('"train/loss"' in line and json.loads(line)["step"] >= steps for line in lines if line.endswith("}"))

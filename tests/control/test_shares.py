@@ -1,0 +1,200 @@
+"""Who only looks keeps nobody from steering, writes nothing, and whoever is refused is told so, however busy the run is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from control_room import Bench, ask, control_bench, http
+
+from myxa.core.errors import ConfigError
+from myxa.core.knobs import AuditRecord, KnobState, Operator, Tunable
+from myxa.launch import agent as agent_module
+from myxa.launch.agent import Agent, AgentOptions
+from myxa.launch.contracts import LogRequest
+from myxa.launch.control import why_verbs
+from myxa.launch.control.connection import Limits
+from myxa.launch.control.desk import MAX_AT_ONCE
+from myxa.launch.control.evidence import Evidence
+from myxa.launch.control.verb import Room
+from myxa.launch.run_dir import RunDir
+from myxa.launch.views.advice import Facts
+
+pytestmark = pytest.mark.asyncio
+MANY = Limits(num_connections=2 * MAX_AT_ONCE)
+
+
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def callers(path: Path, line: bytes, number: int) -> AsyncGenerator[None]:
+    """So many connections that asked this and wait for the answer."""
+    links = [await asyncio.open_unix_connection(str(path)) for _ in range(number)]
+    try:
+        for _, writer in links:
+            writer.write(line)
+        yield
+    finally:
+        for _, writer in links:
+            writer.close()
+
+
+# -- shares --------------------------------------------------------------------------------------------------------
+
+
+async def test_as_many_as_look_there_is_room_for_those_who_steer(tmp_path: Path):
+    async with (
+        control_bench(tmp_path, MANY) as bench,
+        callers(bench.view, b'{"verb": "gaze"}\n', MAX_AT_ONCE),
+    ):
+        await until(lambda: bench.gazes == MAX_AT_ONCE, "all of them look")
+        assert (await ask(bench.view, "echo"))["error"]["type"] == "Overloaded"
+        assert (await ask(bench.control, "put", value=3))["result"] == 3
+        assert [(record.verb, record.result) for record in bench.audit] == [("put", "done")]
+        bench.leave.set()
+
+
+async def test_a_share_is_free_again_when_the_work_is_done_not_when_the_caller_goes(tmp_path: Path):
+    async with control_bench(tmp_path, MANY) as bench:
+        async with callers(bench.view, b'{"verb": "gaze"}\n', MAX_AT_ONCE):
+            await until(lambda: bench.gazes == MAX_AT_ONCE, "all of them look")
+        assert (await ask(bench.view, "echo"))["error"]["type"] == "Overloaded"
+        bench.leave.set()
+        deadline = time.monotonic() + 20
+        while not (await ask(bench.view, "echo"))["ok"]:
+            assert time.monotonic() < deadline
+
+
+@asynccontextmanager
+async def crowded(folder: Path) -> AsyncGenerator[Bench]:
+    """The control socket with nothing left of its share."""
+    line = b'{"verb": "slow", "args": {"value": 1}}\n'
+    async with control_bench(folder, MANY) as bench, callers(bench.control, line, MAX_AT_ONCE):
+        while (await ask(bench.control, "echo"))["ok"]:
+            await asyncio.sleep(0.01)
+        yield bench
+        bench.leave.set()
+
+
+async def test_refused_and_busy_requests_are_answered_and_the_connection_goes_on(tmp_path: Path):
+    async with crowded(tmp_path) as bench:
+        reader, writer = await asyncio.open_unix_connection(str(bench.control))
+        for number in range(3):
+            writer.write(b'{"id": %d, "verb": "put", "args": {"value": "x"}}\n' % number)
+            told = json.loads(await asyncio.wait_for(reader.readline(), 20))
+            assert (told["id"], told["error"]["type"]) == (number, "ConfigError")
+        writer.write(b'{"id": 3, "verb": "put", "args": {"value": 2}}\n')
+        assert json.loads(await asyncio.wait_for(reader.readline(), 20))["error"]["type"] == "Overloaded"
+        writer.close()
+        status, told = await http(bench.control, "POST /v1/put", b'{"value": "x"}')
+        assert (status, told["error"]["type"]) == (400, "ConfigError")
+        status, told = await http(bench.control, "POST /v1/put", b'{"value": 2}')
+        assert (status, told["error"]["type"]) == (503, "Overloaded")
+        assert [(record.verb, record.result) for record in bench.audit] == [("put", "refused")] * 4
+
+
+async def test_refusals_faster_than_the_audit_log_takes_them_are_counted(tmp_path: Path):
+    async with control_bench(tmp_path, MANY) as bench:
+        may_write = threading.Event()
+        noted: list[AuditRecord] = []
+
+        def note(record: AuditRecord) -> None:
+            assert may_write.wait(30)
+            noted.append(record)
+
+        cast(Any, bench.desk)._note = note
+        try:
+            line = b'{"verb": "put", "args": {"value": "x"}}\n'
+            async with callers(bench.control, line, MAX_AT_ONCE + 3):
+                await until(lambda: bench.desk.counters["unnoted"] == 3, "three are too many")
+                assert bench.desk.counters["refused"] == MAX_AT_ONCE + 3
+                may_write.set()
+                await until(lambda: len(noted) == MAX_AT_ONCE, "the others are noted")
+        finally:
+            may_write.set()
+
+
+async def test_refusals_of_those_who_only_look_cost_no_line_of_the_audit_log(tmp_path: Path):
+    async with control_bench(tmp_path) as bench:
+        lines = b'{"verb": "put", "args": {"value": 1}}\n' * 100
+        reader, writer = await asyncio.open_unix_connection(str(bench.view))
+        writer.write(lines)
+        for _ in range(100):
+            assert b"only shows" in await asyncio.wait_for(reader.readline(), 20)
+        writer.close()
+        assert bench.audit == []
+        assert bench.desk.counters["refused"] == 100
+
+
+# -- what looks in the launcher ------------------------------------------------------------------------------------
+
+
+def evidence(**shares: float) -> Evidence:
+    """Of a run whose trainer spends its time so."""
+    tunable = Tunable(name="concurrency", kind="int", boundary="now", owner="rollout", help="", low=1, high=1000)
+    knobs = {"concurrency": KnobState(tunable=tunable, value=4, first=4)}
+    facts = Facts(knobs=knobs, num_samples=4, max_running=1000)
+    told = {"trainer/0": shares, "rollout/0": {"compute": 0.2, "wait-work": 0.8}}
+    return Evidence(told, facts, engines_are_full=False, version=3, is_running=True)
+
+
+async def test_who_asks_for_suggestions_writes_nothing_and_takes_none_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = SimpleNamespace(control=SimpleNamespace(autopilot=False))
+    room = Room(cast(Any, None), cast(Any, SimpleNamespace(path=tmp_path)), cast(Any, config), cast(Any, None), 0.0)
+    who = Operator(user="ada")
+    found = evidence(**{"wait-data": 0.7, "compute": 0.3})
+
+    async def gathered(room: Room, window_s: float) -> Evidence:
+        return found
+
+    monkeypatch.setattr(why_verbs, "gather_evidence", gathered)
+    verbs: dict[str, Any] = {verb.name: verb for verb in why_verbs.VERBS}
+    first = await verbs["suggest"].run(room, why_verbs.SuggestArguments(), who)
+    assert first.open, first.sentence
+    found = evidence(compute=0.9)
+    assert not (await verbs["suggest"].run(room, why_verbs.SuggestArguments(window_s=5), who)).open
+    assert list(tmp_path.iterdir()) == []
+    forbid = why_verbs.DecideArguments(action="forbid", what=first.open[0].id)
+    assert (await verbs["suggest-decide"].run(room, forbid, who))["forbidden"]["id"] == first.open[0].id
+    assert [path.name for path in tmp_path.iterdir()] == ["suggestions.json"]
+    found = evidence(**{"wait-data": 0.7, "compute": 0.3})
+    again = await verbs["suggest"].run(room, why_verbs.SuggestArguments(), who)
+    assert first.open[0] not in again.open
+    with pytest.raises(ConfigError, match="no open suggestion"):
+        await verbs["suggest-decide"].run(room, forbid, who)
+
+
+async def test_a_log_is_read_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run_dir = RunDir(tmp_path)
+    run_dir.logs.mkdir(parents=True)
+    (run_dir.logs / "launcher.0.log").write_text("one\ntwo\n")
+    threads: list[int] = []
+    read = agent_module.read_log
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.get_ident())
+        return read(*arguments)
+
+    monkeypatch.setattr(agent_module, "read_log", noted)
+    options = AgentOptions(node=0, address="", runtime_dir=tmp_path, config_text="", rdzv_path="")
+    agent = Agent(options, cast(Any, None))
+    cast(Any, agent)._run_dir = run_dir
+    chunk = await agent.read_log(LogRequest(name="launcher", num_lines=5))
+    assert chunk.lines == ("one", "two")
+    assert threads
+    assert threads[0] != threading.get_ident()

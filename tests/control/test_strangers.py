@@ -1,0 +1,141 @@
+"""Another user of the same host: the kernel keeps it out of folder and sockets, and the server looks again."""
+
+from __future__ import annotations
+
+import asyncio
+import grp
+import json
+import os
+import pwd
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from control_room import ask, control_bench
+from live import live_run
+from run_job import make_job  # pyright: ignore[reportMissingImports]
+
+from myxa.launch.control.peer import Peer
+from myxa.launch.runtime_dir import RuntimeDir
+
+pytestmark = pytest.mark.asyncio
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+STRANGER = """
+import os, socket, sys
+os.setgroups([]); os.setgid({gid}); os.setuid({uid})
+for path in sys.argv[1:]:
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    link.settimeout(10)
+    try:
+        link.connect(path)
+        link.sendall(b'{{"verb": "put", "args": {{"value": 1}}}}\\n')
+        refused = link.recv(4096)
+        link.sendall(b'{{"verb": "echo"}}\\n')
+        print("answer", refused, link.recv(4096))
+    except PermissionError:
+        print("kept out")
+    except OSError as error:
+        print("closed", error)
+"""
+
+
+async def as_nobody(*paths: Path) -> list[str]:
+    """What a process of the user nobody gets from these sockets."""
+    nobody = pwd.getpwnam("nobody")
+    code = STRANGER.format(uid=nobody.pw_uid, gid=nobody.pw_gid)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", "-c", code, *map(str, paths), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/"
+    )
+    out, err = await asyncio.wait_for(child.communicate(), 60)
+    assert child.returncode == 0, err.decode()
+    return out.decode().splitlines()
+
+
+@needs_root
+async def test_the_kernel_keeps_another_user_out_of_the_runtime_folder():
+    with RuntimeDir() as runtime:
+        async with control_bench(runtime.path) as bench:
+            assert runtime.path.stat().st_mode & 0o777 == 0o700
+            assert await as_nobody(bench.control, bench.view) == ["kept out", "kept out"]
+            assert bench.value == 0
+
+
+@needs_root
+async def test_the_kernel_keeps_another_user_out_even_of_an_open_folder():
+    with tempfile.TemporaryDirectory() as name:
+        reachable(Path(name))
+        async with control_bench(Path(name)) as bench:
+            assert await as_nobody(bench.control, bench.view) == ["kept out", "kept out"]
+
+
+@needs_root
+async def test_whoever_comes_in_all_the_same_is_not_served():
+    with tempfile.TemporaryDirectory() as name:
+        reachable(Path(name))
+        async with control_bench(Path(name)) as bench:
+            for path in (bench.control, bench.view):
+                path.chmod(0o666)
+            told = await as_nobody(bench.control, bench.view)
+            assert all("answer b''" in line or line.startswith("closed") for line in told), told
+            assert bench.server.counters["strangers"] == 2
+            assert bench.value == 0
+            assert (await ask(bench.control, "put", value=4))["ok"]
+
+
+@needs_root
+async def test_a_group_may_look_and_no_more():
+    """The view socket of `control.view_group`: its members are let in and told what is shown."""
+    nobody = pwd.getpwnam("nobody")
+    with tempfile.TemporaryDirectory() as name:
+        reachable(Path(name))
+        async with control_bench(Path(name), gid=nobody.pw_gid) as bench:
+            control, view = await as_nobody(bench.control, bench.view)
+            assert control == "kept out"
+            assert "only shows" in view
+            assert bench.value == 0
+            assert f'"user":"nobody","uid":{nobody.pw_uid},' in view, "the kernel said who it is"
+            assert bench.audit == []
+            assert bench.desk.counters["refused"] == 1
+
+
+async def test_only_this_user_and_root_are_ours():
+    assert Peer(1, os.getuid(), 0).is_ours
+    assert Peer(1, 0, 0).is_ours
+    assert not Peer(1, os.getuid() + 12345, 0).is_ours
+
+
+def reachable(folder: Path) -> None:
+    """Let others pass as far as this folder, but not list anything."""
+    if folder.exists():
+        folder.chmod(0o711)
+    for parent in folder.parents:
+        if parent.name.startswith("t-") and not parent.stat().st_mode & 0o001:
+            parent.chmod(parent.stat().st_mode | 0o011)
+
+
+@needs_root
+@pytest.mark.timeout(300)
+async def test_a_group_may_look_at_a_real_run(tmp_path: Path):
+    """The view socket lies in a folder of its own that the group may enter; the other socket's folder stays closed."""
+    nobody = pwd.getpwnam("nobody")
+    group = grp.getgrgid(nobody.pw_gid).gr_name
+    with live_run(tmp_path, f'control.view_group="{group}"', steps=-1) as live:
+        note = json.loads((live.run_dir / "control.json").read_text())
+        control, view = Path(note["control"]), Path(note["view"])
+        assert control.parent.stat().st_mode & 0o777 == 0o700
+        assert (view.parent.stat().st_mode & 0o777, view.parent.stat().st_gid) == (0o750, nobody.pw_gid)
+        reachable(view.parent / "x")
+        told = await as_nobody(control, view)
+        assert told[0] == "kept out"
+        assert "is no verb" in told[1], "it is served, and `put` is not among the product's verbs"
+        assert json.loads(live.myxa("ps", "--json").stdout)
+    assert not view.parent.exists()
+
+
+async def test_a_group_that_is_not_there_is_said_before_anything_starts(tmp_path: Path):
+    code, said, _ = make_job(tmp_path).run('control.view_group="no such group"')
+    assert code == 2
+    assert "there is no group 'no such group' here" in said

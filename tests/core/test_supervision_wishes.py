@@ -1,0 +1,254 @@
+"""What a person may wish while a run goes on: one more child, one less, one started anew. By example."""
+
+from __future__ import annotations
+
+import pytest
+
+from myxa.core.child_states import SupervisionError
+from myxa.core.restart_budget import Backoff
+from myxa.core.supervision import Supervisor
+from myxa.core.supervision_orders import Done, Drain, End, FailRun, GangRound, GiveUp, Restart, Retired
+from myxa.core.supervision_tree import BranchSpec, ChildSpec
+
+KILLED = -9
+WISH = "somebody wished it"
+
+
+def alone(name: str, max_restarts: int = 1) -> BranchSpec:
+    return BranchSpec(name, (ChildSpec(name, grace_s=7.0),), max_restarts=max_restarts)
+
+
+def run(num_rollouts: int = 2, quorum: int = 0) -> Supervisor:
+    rollouts = tuple(alone(f"rollout/{i}") for i in range(num_rollouts))
+    trainer = BranchSpec("gang trainer", (ChildSpec("trainer/0"), ChildSpec("trainer/1")), "gang", 1)
+    tree = BranchSpec(
+        "run", (alone("buffer"), trainer, BranchSpec("role rollout", rollouts, max_restarts=0, quorum=quorum)),
+        max_restarts=0,
+    )  # fmt: skip
+    supervisor = Supervisor(tree, lot=lambda: 0.0, backoff=Backoff(first_s=1.0))
+    for name in ("buffer", "trainer/0", "trainer/1", *(f"rollout/{i}" for i in range(num_rollouts))):
+        up(supervisor, name)
+    return supervisor
+
+
+def up(supervisor: Supervisor, name: str) -> None:
+    supervisor.on_launch(name)
+    supervisor.on_up(name)
+
+
+def join(supervisor: Supervisor, name: str) -> None:
+    supervisor.grow("role rollout", alone(name))
+    up(supervisor, name)
+
+
+# -- retire ------------------------------------------------------------------------------------------------------------
+
+
+def test_who_retires_hands_back_its_work_then_ends_and_is_no_child_any_more():
+    supervisor = run()
+    assert supervisor.retire("rollout/1", WISH, 1.0) == [Drain(("rollout/1",), WISH)]
+    assert (supervisor.state("rollout/1"), supervisor.is_retiring("rollout/1")) == ("draining", True)
+    assert supervisor.retire("rollout/1", WISH, 1.0) == [], "once is enough"
+    assert supervisor.on_drained("rollout/1", 2.0) == [End(("rollout/1",), (7.0,), WISH)]
+    assert supervisor.on_drained("rollout/1", 2.0) == []
+    assert supervisor.on_exit("rollout/1", 0, 3.0) == [Retired(("rollout/1",))]
+    assert "rollout/1" not in supervisor.alive
+    with pytest.raises(SupervisionError, match="no child is named 'rollout/1'"):
+        supervisor.state("rollout/1")
+    assert not supervisor.may_launch("rollout/1", 0)
+    assert supervisor.on_drained("rollout/1", 4.0) == [], "it may be late"
+
+
+@pytest.mark.parametrize("status", [KILLED, 1, 2, 5])
+def test_however_its_end_comes_it_is_no_failure(status: int):
+    supervisor = run()
+    supervisor.retire("rollout/1", WISH, 1.0)
+    assert supervisor.on_exit("rollout/1", status, 1.5) == [Retired(("rollout/1",))]
+    assert supervisor.verdict is None
+
+
+def test_who_hangs_or_has_not_begun_is_told_to_end_at_once():
+    supervisor = run()
+    supervisor.on_health("rollout/0", "hung", "no beat", 0.0)
+    assert supervisor.retire("rollout/0", WISH, 1.0) == [End(("rollout/0",), (7.0,), WISH)]
+    supervisor.grow("role rollout", alone("rollout/2"))
+    supervisor.on_launch("rollout/2")
+    assert supervisor.retire("rollout/2", WISH, 1.0) == [End(("rollout/2",), (7.0,), WISH)]
+    supervisor.grow("role rollout", alone("rollout/3"))
+    assert supervisor.retire("rollout/3", WISH, 1.0) == [Retired(("rollout/3",))], "it was never started"
+
+
+def test_who_hangs_while_it_hands_back_its_work_is_told_to_end():
+    supervisor = run()
+    supervisor.retire("rollout/0", WISH, 1.0)
+    assert supervisor.on_health("rollout/0", "suspect", "no beat", 2.0) == []
+    assert supervisor.on_health("rollout/0", "hung", "no beat", 12.0) == [End(("rollout/0",), (7.0,), WISH)]
+    assert supervisor.on_drained("rollout/0", 13.0) == []
+
+
+def test_a_restart_that_was_under_way_does_not_happen_and_its_place_in_the_budget_is_free_again():
+    supervisor = run()
+    (restart,) = supervisor.on_exit("rollout/1", 1, 1.0)
+    assert isinstance(restart, Restart)
+    assert supervisor.retire("rollout/1", WISH, 1.1) == [Retired(("rollout/1",))]
+    assert not supervisor.may_launch("rollout/1", 1)
+
+
+def test_who_retires_with_its_node_is_no_failure_of_the_run():
+    supervisor = run()
+    supervisor.retire("rollout/1", WISH, 1.0)
+    assert supervisor.on_lost("launcher/1", ["rollout/1"], "gone", 2.0) == [Retired(("rollout/1",))]
+    assert supervisor.verdict is None
+
+
+def test_a_rank_of_a_gang_cannot_go_and_none_can_come():
+    supervisor = run()
+    with pytest.raises(SupervisionError, match="trainer/1 is a rank of gang trainer"):
+        supervisor.retire("trainer/1", WISH, 1.0)
+    with pytest.raises(SupervisionError, match="a gang: nobody joins it later"):
+        supervisor.grow("gang trainer", ChildSpec("trainer/2"))
+
+
+# -- grow --------------------------------------------------------------------------------------------------------------
+
+
+def test_who_comes_later_is_a_child_as_any_other():
+    supervisor = run()
+    join(supervisor, "rollout/2")
+    (restart,) = supervisor.on_exit("rollout/2", KILLED, 1.0)
+    assert isinstance(restart, Restart)
+    assert (restart.attempts, restart.branch) == ((1,), "rollout/2")
+    supervisor.on_launch("rollout/2")
+    assert supervisor.stop("over", 2.0) == [End(("rollout/2", "rollout/1", "rollout/0"), (7.0, 7.0, 7.0), "over")]
+
+
+def test_a_name_that_comes_again_has_a_higher_attempt_and_a_fresh_budget():
+    supervisor = run()
+    supervisor.on_exit("rollout/1", 1, 0.0)
+    up(supervisor, "rollout/1")
+    assert supervisor.restarts_left("rollout/1", 0.0) == 0
+    supervisor.retire("rollout/1", WISH, 1.0)
+    supervisor.on_exit("rollout/1", 0, 1.0)
+    join(supervisor, "rollout/1")
+    assert supervisor.attempt("rollout/1") == 2, "log files of attempts 0 and 1 are there"
+    assert supervisor.restarts_left("rollout/1", 1.0) == 1
+
+
+def test_a_name_in_use_is_refused_and_nothing_is_changed():
+    supervisor = run()
+    before = supervisor.alive
+    with pytest.raises(SupervisionError, match="named twice: rollout/1"):
+        supervisor.grow("role rollout", alone("rollout/1"))
+    assert supervisor.alive == before
+
+
+def test_the_run_does_without_an_extra_one_that_fails_for_good_also_where_all_must_be():
+    supervisor = run()
+    join(supervisor, "rollout/2")
+    (news,) = supervisor.on_exit("rollout/2", 2, 1.0)
+    assert isinstance(news, GiveUp)
+    assert (news.num_left, news.quorum) == (2, 1), "anybody"
+    assert isinstance(supervisor.on_exit("rollout/0", 2, 2.0)[0], FailRun), "one of the first"
+
+
+def test_an_extra_one_is_not_needed_where_others_left_by_wish_and_the_last_one_always_is():
+    supervisor = run()
+    join(supervisor, "rollout/2")
+    supervisor.retire("rollout/1", WISH, 1.0)
+    supervisor.on_exit("rollout/1", 0, 1.0)
+    (news,) = supervisor.on_lost("launcher/1", ["rollout/2"], "its node is gone", 2.0)
+    assert isinstance(news, GiveUp)
+    assert (news.num_left, news.quorum) == (1, 1), "two began, but somebody wished that one goes"
+    join(supervisor, "rollout/3")
+    supervisor.retire("rollout/0", WISH, 3.0)
+    supervisor.on_exit("rollout/0", 0, 3.0)
+    assert isinstance(supervisor.on_lost("launcher/2", ["rollout/3"], "gone", 4.0)[0], FailRun)
+
+
+def test_extra_ones_may_replace_one_of_the_first_whose_restarts_are_spent():
+    supervisor = run()
+    join(supervisor, "rollout/2")
+    supervisor.on_exit("rollout/0", 1, 1.0)
+    up(supervisor, "rollout/0")
+    (news,) = supervisor.on_exit("rollout/0", 1, 2.0)
+    assert isinstance(news, GiveUp)
+    join(supervisor, "rollout/0")
+    assert supervisor.state("rollout/0") == "up", "somebody has it come again"
+
+
+def test_who_is_leaving_is_not_counted_as_left():
+    supervisor = run(num_rollouts=3, quorum=2)
+    supervisor.retire("rollout/2", WISH, 0.0)
+    supervisor.on_exit("rollout/1", 1, 1.0)
+    up(supervisor, "rollout/1")
+    assert isinstance(supervisor.on_exit("rollout/1", 1, 2.0)[0], FailRun)
+
+
+def test_nobody_joins_a_run_that_ends():
+    supervisor = run()
+    supervisor.stop("over", 1.0)
+    with pytest.raises(SupervisionError, match="the run ends"):
+        supervisor.grow("role rollout", alone("rollout/2"))
+    assert supervisor.retire("rollout/0", WISH, 1.0) == []
+
+
+# -- renew -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_wished_restart_drains_first_and_spends_nothing():
+    supervisor = run()
+    for number in range(1, 4):
+        assert supervisor.renew("rollout/0", WISH, 1.0) == [Drain(("rollout/0",), WISH)]
+        supervisor.on_drained("rollout/0", 1.0)
+        restart = Restart(("rollout/0",), (number,), 0.0, WISH, "")
+        assert supervisor.on_exit("rollout/0", 0, 1.0) == [restart]
+        assert supervisor.restarts_left("rollout/0", 1.0) == 1
+        up(supervisor, "rollout/0")
+    assert supervisor.state("rollout/1") == "up"
+
+
+def test_who_dies_while_it_is_restarted_comes_back_all_the_same_and_for_nothing():
+    supervisor = run()
+    supervisor.renew("rollout/0", WISH, 1.0)
+    assert supervisor.on_exit("rollout/0", KILLED, 1.0) == [Restart(("rollout/0",), (1,), 0.0, WISH, "")]
+    assert supervisor.restarts_left("rollout/0", 1.0) == 1
+
+
+def test_a_gang_restarts_as_a_whole():
+    supervisor = run()
+    assert supervisor.renew("trainer/0", WISH, 1.0) == [Drain(("trainer/1", "trainer/0"), WISH)]
+    supervisor.on_drained("trainer/0", 1.0)
+    supervisor.on_drained("trainer/1", 1.0)
+    assert supervisor.on_exit("trainer/1", 0, 2.0) == []
+    rounds = (GangRound("gang trainer", 1, "gang trainer.1"),)
+    assert supervisor.on_exit("trainer/0", 0, 2.0) == [
+        Restart(("trainer/0", "trainer/1"), (1, 1), 0.0, WISH, "", rounds)
+    ]
+
+
+def test_who_leaves_cannot_be_started_anew():
+    supervisor = run()
+    supervisor.retire("rollout/1", WISH, 1.0)
+    with pytest.raises(SupervisionError, match="cannot be started anew"):
+        supervisor.renew("rollout/1", WISH, 1.0)
+
+
+def test_retiring_overtakes_a_wished_restart():
+    supervisor = run()
+    supervisor.renew("rollout/1", WISH, 1.0)
+    assert supervisor.retire("rollout/1", WISH, 1.0) == [], "it hands its work back already"
+    supervisor.on_drained("rollout/1", 1.0)
+    assert supervisor.on_exit("rollout/1", 0, 1.0) == [Retired(("rollout/1",))]
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_the_run_waits_for_nobody_who_hands_back_work():
+    supervisor = run()
+    supervisor.retire("rollout/1", WISH, 1.0)
+    supervisor.renew("rollout/0", WISH, 1.0)
+    assert supervisor.stop("over", 2.0) == [End(("rollout/1", "rollout/0"), (7.0, 7.0), "over")]
+    for name in ("rollout/1", "rollout/0", "trainer/1", "trainer/0", "buffer"):
+        instructions = supervisor.on_exit(name, 0, 3.0)
+    assert instructions == [Done()]

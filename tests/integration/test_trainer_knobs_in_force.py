@@ -1,0 +1,309 @@
+"""The trainer's live knobs: each is used by the step, or the publication, that it was decided for, and by no other."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from trainer_room import trainer_room
+
+from myxa.actors.models.tiny import make_tiny_model
+from myxa.core.knobs import KnobChange, KnobCommit, KnobValue, LiveKnob, LiveKnobs
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder, "0p5m", seed=3)
+    return folder
+
+
+# -- values
+
+
+@pytest.mark.asyncio
+async def test_a_learning_rate_is_used_from_its_step_on_and_says_so(model: Path, tmp_path: Path) -> None:
+    async with trainer_room(model, tmp_path) as room:
+        room.data.allow(2)
+        await room.conductor.steps(2)
+        at = await room.conductor.change(1, lr=5e-4, weight_decay=0.1)
+        assert at == 2, "the trainer waits for the batch of step 2"
+        room.data.allow(4)
+        steps = await room.conductor.steps(4)
+        assert [s["train/lr"] for s in steps] == pytest.approx([1e-3, 1e-3, 5e-4, 5e-4])
+        assert [s["knobs/epoch"] for s in steps] == [0, 0, 1, 1]
+        assert "knob/lr" not in steps[1]
+        assert (steps[2]["knob/lr"], steps[2]["knob/weight_decay"]) == (5e-4, 0.1)
+
+
+@pytest.mark.asyncio
+async def test_a_change_that_is_prepared_holds_the_step_until_it_is_decided(model: Path, tmp_path: Path) -> None:
+    async with trainer_room(model, tmp_path) as room:
+        vote = await room.conductor.trainer.prepare_knobs(KnobChange(epoch=1, values={"lr": 2e-3}))
+        room.data.allow(1)
+        await asyncio.sleep(1.0)
+        assert not room.conductor.reports, "a step must not be made with a value that may be another one"
+        await room.conductor.trainer.commit_knobs(KnobCommit(epoch=1, at=vote.earliest + 1, values={"lr": 2e-3}))
+        room.data.allow(2)
+        steps = await room.conductor.steps(2)
+        assert [s["train/lr"] for s in steps] == pytest.approx([1e-3, 2e-3])
+
+
+REFUSED: list[tuple[dict[str, KnobValue], str]] = [
+    ({"lr": 0.0}, "lr = 0.0: must be above 0"),
+    ({"lr": 1.0}, "more than 10 times"),
+    ({"mis_low": 3.0}, "mis_low: must be below mis_high = 2"),
+    ({"mis_high": 0.4}, "mis_low: must be below mis_high = 0.4"),
+    ({"kl_coef": 0.1}, "needs a reference model"),
+    ({"dual_clip": 0.5}, "must be 0 (off) or greater than 1"),
+    ({"clip_low": 1.5}, "must be at most 1"),
+    ({"minibatches": 3}, "does not divide batch_size = 4"),
+    ({"decay_steps": 2}, "must be above warmup_steps = 5"),
+    ({"learning_rate": 1e-3}, "no knob 'learning_rate'"),
+    ({"lr": 2e-3, "mis_low": 3.0}, "mis_low: must be below mis_high"),
+]
+
+
+@pytest.mark.asyncio
+async def test_what_cannot_be_is_refused_with_its_reason_and_fails_no_step(model: Path, tmp_path: Path) -> None:
+    async with trainer_room(model, tmp_path, optimizer={"warmup_steps": 5}) as room:
+        for epoch, (values, why) in enumerate(REFUSED, 1):
+            vote = await room.conductor.trainer.prepare_knobs(KnobChange(epoch=epoch, values=values))
+            assert not vote.accepted, values
+            assert why in vote.reason
+        room.data.allow(1)
+        (step,) = await room.conductor.steps(1)
+        assert step["train/lr"] == pytest.approx(1e-3 / 5), "not even the good half of a bad change"
+        assert step["knobs/epoch"] == 0
+
+
+@pytest.mark.asyncio
+async def test_values_are_judged_together_with_those_that_wait_for_their_step(model: Path, tmp_path: Path) -> None:
+    async with trainer_room(model, tmp_path) as room:
+        await room.conductor.change(1, mis_high=5.0)
+        assert await room.conductor.change(2, mis_low=3.0) == 0
+        room.data.allow(1)
+        (step,) = await room.conductor.steps(1)
+        assert (step["knob/mis_low"], step["knob/mis_high"], step["knobs/epoch"]) == (3.0, 5.0, 2)
+        vote = await room.conductor.trainer.prepare_knobs(KnobChange(epoch=3, values={"mis_high": 2.0}))
+        assert not vote.accepted
+
+
+@pytest.mark.asyncio
+async def test_minibatches_change_the_number_of_updates_of_a_step(model: Path, tmp_path: Path) -> None:
+    async with trainer_room(model, tmp_path) as room:
+        room.data.allow(1)
+        await room.conductor.steps(1)
+        await room.conductor.change(1, minibatches=2)
+        room.data.allow(2)
+        steps = await room.conductor.steps(2)
+        assert [s["train/num_updates"] for s in steps] == [1, 3]
+
+
+# -- checkpoints
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+async def test_a_checkpoint_on_request_while_the_run_is_paused(model: Path, tmp_path: Path, is_async: bool) -> None:
+    live = LiveKnobs(epoch=3, knobs=(LiveKnob(name="lr", target="", value=2e-3, first=1e-3, epoch=3, at=1),))
+    run = tmp_path / "run"
+    async with trainer_room(model, run, checkpoints={"is_async": is_async}) as room:
+        room.conductor.live = live
+        room.data.allow(2)
+        await room.conductor.steps(2)
+        room.data.blocked_by = "paused"
+        room.data.ring()
+        folder = await room.conductor.trainer.checkpoint_at_boundary(export=False)
+        assert folder == str(run / "checkpoints" / "version_00000002")
+        assert room.data.durables == [2]
+        assert await room.conductor.trainer.checkpoint_at_boundary(export=False) == folder, "there already"
+        assert "paused" in room.data.claims
+        assert room.trainer._meter.kind == "paused"
+        export = Path(await room.conductor.trainer.checkpoint_at_boundary(export=True))
+        assert (export / "model.safetensors").is_file()
+        assert export.is_relative_to(run)
+        room.data.allow(3)
+        await room.conductor.steps(3)
+    async with trainer_room(model, tmp_path / "again", resume=folder) as room:
+        assert room.conductor.given == [2]
+        assert room.conductor.resumed == live
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("asks", ["on request", "at the end"])
+async def test_a_checkpoint_with_older_knobs_is_written_again(
+    model: Path, tmp_path: Path, asks: str, is_async: bool
+) -> None:
+    first = LiveKnobs(epoch=3, knobs=(LiveKnob(name="lr", target="", value=2e-3, first=1e-3, epoch=3, at=1),))
+    then = LiveKnobs(epoch=4, knobs=(LiveKnob(name="lr", target="", value=5e-4, first=1e-3, epoch=4, at=2),))
+    run = tmp_path / "run"
+    async with trainer_room(model, run, checkpoints={"is_async": is_async, "every": 2}) as room:
+        room.conductor.live = first
+        room.data.allow(2)
+        await room.conductor.steps(2)
+        room.data.blocked_by = "paused"
+        room.data.ring()
+        folder = await room.conductor.trainer.checkpoint_at_boundary(export=False)
+        room.conductor.live = then
+        if asks == "on request":
+            assert await room.conductor.trainer.checkpoint_at_boundary(export=False) == folder
+        else:
+            await room.conductor.trainer.stop_leader("enough")
+            async with asyncio.timeout(60):
+                await room.conductor.finished.wait()
+        assert [p.name for p in (run / "checkpoints").iterdir()] == ["version_00000002"], "in its place"
+    async with trainer_room(model, tmp_path / "again", resume=folder) as room:
+        assert room.conductor.given == [2]
+        assert room.conductor.resumed == then
+
+
+@pytest.mark.asyncio
+async def test_a_checkpoint_on_request_that_fails_is_told_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
+    async with trainer_room(model, tmp_path) as room:
+        (tmp_path / "checkpoints").write_text("in the way")
+        room.data.allow(1)
+        await room.conductor.steps(1)
+        with pytest.raises(Exception, match="trainer/0 could not save a checkpoint"):
+            await room.conductor.trainer.checkpoint_at_boundary(export=False)
+        (tmp_path / "checkpoints").unlink()
+        folder = await room.conductor.trainer.checkpoint_at_boundary(export=False)
+        assert Path(folder).is_dir()
+        room.data.allow(2)
+        await room.conductor.steps(2)
+
+
+@pytest.mark.asyncio
+async def test_how_often_checkpoints_are_written_and_how_many_stay(model: Path, tmp_path: Path) -> None:
+    async with trainer_room(model, tmp_path, num_steps=7) as room:
+        room.data.allow(2)
+        await room.conductor.steps(2)
+        assert await room.conductor.change(1, checkpoint_every=2, keep_last=1) == 2
+        room.data.allow(7)
+        async with asyncio.timeout(60):
+            await room.conductor.finished.wait()
+        assert room.data.durables == [4, 6, 7]
+        assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["version_00000007"]
+        with pytest.raises(Exception, match="nothing is written on request any more: all 7 steps done"):
+            await room.conductor.trainer.checkpoint_at_boundary(export=False)
+
+
+@pytest.mark.asyncio
+async def test_the_end_of_the_run_can_be_moved_to_a_step_that_is_still_to_come(model: Path, tmp_path: Path) -> None:
+    async with trainer_room(model, tmp_path, num_steps=100) as room:
+        room.data.allow(3)
+        await room.conductor.steps(3)
+        vote = await room.conductor.trainer.prepare_knobs(KnobChange(epoch=1, values={"num_steps": 3}))
+        assert not vote.accepted
+        assert "the trainer makes version 4 next" in vote.reason
+        vote = await room.conductor.trainer.prepare_knobs(KnobChange(epoch=2, values={"num_steps": 0}))
+        assert "for ever" in vote.reason
+        await room.conductor.change(3, num_steps=4)
+        room.data.allow(100)
+        async with asyncio.timeout(60):
+            await room.conductor.finished.wait()
+        assert [r.version for r in room.conductor.reports] == [1, 2, 3, 4]
+
+
+@pytest.mark.asyncio
+async def test_the_end_can_be_moved_while_the_last_step_is_made_and_not_later(model: Path, tmp_path: Path) -> None:
+    """The change is prepared in the last step and decided only when that is over: the leader waits for it, and takes
+    version 2 for no last one. The step that ends the run then is one like any other."""
+    values: dict[str, KnobValue] = {"num_steps": 4}
+    async with trainer_room(model, tmp_path, num_steps=2) as room:
+        trainer = room.conductor.trainer
+        await room.conductor.change(1, weights_every=10)
+
+        async def decide(at: int) -> None:
+            await asyncio.sleep(1.0)
+            await trainer.commit_knobs(KnobCommit(epoch=2, at=at, values=values))
+
+        async def when_trained(step: int) -> None:
+            if step == 1:
+                vote = await trainer.prepare_knobs(KnobChange(epoch=2, values=values))
+                assert (vote.accepted, vote.earliest) == (True, 2), vote
+                room.conductor.ctx.spawn(decide(vote.earliest), name="decide")
+
+        room.data.when_trained = when_trained
+        room.data.allow(9)
+        async with asyncio.timeout(60):
+            await room.conductor.finished.wait()
+        assert [r.version for r in room.conductor.reports] == [1, 2, 3, 4]
+        assert room.conductor.given == [0, 4], "version 2 was not published as the last one"
+        vote = await trainer.prepare_knobs(KnobChange(epoch=3, values={"num_steps": 9}))
+        assert not vote.accepted
+        assert "the last step is made" in vote.reason, "never accepted and ignored"
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_had_ended_goes_on_when_its_end_was_moved(model: Path, tmp_path: Path) -> None:
+    async with trainer_room(model, tmp_path / "run", num_steps=1, checkpoints={"every": 1}) as room:
+        room.data.allow(1)
+        async with asyncio.timeout(60):
+            await room.conductor.finished.wait()
+        [folder] = (tmp_path / "run" / "checkpoints").iterdir()
+    again = tmp_path / "again"
+    async with trainer_room(model, again, num_steps=1, resume=str(folder), restored={"num_steps": 2}) as room:
+        room.data.allow(9)
+        async with asyncio.timeout(60):
+            await room.conductor.finished.wait()
+        assert [r.version for r in room.conductor.reports] == [2]
+
+
+# -- weights
+
+
+@pytest.mark.asyncio
+async def test_engines_are_given_every_third_version_the_last_one_and_one_they_cannot_do_without(
+    model: Path, tmp_path: Path
+) -> None:
+    async with trainer_room(model, tmp_path, num_steps=10, guard_every=2) as room:
+        room.data.allow(1)
+        await room.conductor.steps(1)
+        assert await room.conductor.change(1, weights_every=3) == 2
+        room.data.allow(6)
+        await room.conductor.steps(6)
+        assert room.conductor.given == [0, 1, 4]
+        await asyncio.sleep(3.0)  # longer than a claim is held
+        assert room.conductor.given == [0, 1, 4], "groups are under way: a batch will come"
+        room.data.under_way = 0
+        await room.conductor.until(lambda: 6 in room.conductor.given, "version 6, without which no group may start")
+        room.data.allow(10)
+        async with asyncio.timeout(60):
+            await room.conductor.finished.wait()
+        assert room.conductor.given == [0, 1, 4, 6, 9, 10]
+        assert room.conductor.asked_canary == [0, 4, 6, 9], "only of versions that engines were given"
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_is_stopped_ends_with_its_newest_version_in_the_engines(model: Path, tmp_path: Path) -> None:
+    async with trainer_room(model, tmp_path) as room:
+        await room.conductor.change(1, weights_every=5)
+        room.data.allow(2)
+        await room.conductor.steps(2)
+        await room.conductor.trainer.stop_leader("enough")
+        async with asyncio.timeout(60):
+            await room.conductor.finished.wait()
+        assert room.conductor.given == [0, 2]
+
+
+# -- time
+
+
+@pytest.mark.asyncio
+async def test_all_time_of_the_leader_has_a_name(model: Path, tmp_path: Path) -> None:
+    async with trainer_room(model, tmp_path, checkpoints={"every": 5}) as room:
+        room.data.allow(20)
+        await room.conductor.steps(20)
+        named, totals = room.trainer._meter.named_totals(), room.trainer._meter.totals()
+        other = totals["other"] - sum(s for name, s in named.items() if name.startswith("other/start"))
+        assert other <= 0.05 * (sum(totals.values()) - totals["other"] + other)
+        for name in ("compute/train", "compute/plan", "wait-data/ranks", "wait-data/tell buffer", "wait-data/claim",
+                     "wait-weights/tell coordinator", "compute/publish", "compute/checkpoint"):  # fmt: skip
+            assert name in named, sorted(named)

@@ -1,0 +1,62 @@
+"""Owners with a few knobs, for tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from myxa.actors.knob_owner import Knob, KnobOwner
+from myxa.core.activity import TelemetryBuffer
+from myxa.core.clock import Clock, ManualClock
+from myxa.core.knobs import KnobValue, Tunable
+
+TUNABLES: dict[str, Tunable] = {
+    "lr": Tunable(
+        name="lr",
+        kind="float",
+        boundary="step",
+        owner="trainer",
+        help="Learning rate.",
+        low=0,
+        is_low_open=True,
+        guard_factor=10.0,
+        key="optimizer.lr",
+    ),
+    "clip": Tunable(name="clip", kind="float", boundary="step", owner="trainer", help="Clip range.", low=0, high=1),
+    "filter": Tunable(name="filter", kind="choice", boundary="batch", owner="buffer", help="", choices=("a", "b")),
+    "eta": Tunable(name="eta", kind="int", boundary="request", owner="buffer", help="Staleness.", low=0, high=64),
+    "room": Tunable(name="room", kind="int", boundary="now", owner="rollout", help="Groups at once.", low=1),
+    "level": Tunable(name="level", kind="text", boundary="now", owner="process", help="Log level."),
+}
+FIRST: dict[str, KnobValue] = {"lr": 1e-3, "clip": 0.2, "filter": "a", "eta": 1, "room": 8, "level": "INFO"}
+
+
+@dataclass
+class Desk:
+    """One owner and what it uses."""
+
+    owner: KnobOwner
+    values: dict[str, KnobValue]
+    uses: list[tuple[str, KnobValue]] = field(default_factory=list[Any])
+    number: int = -1
+
+
+def make_desk(
+    name: str, *names: str, clock: Clock | None = None, telemetry: TelemetryBuffer | None = None, **first: KnobValue
+) -> Desk:
+    """An owner called `name` with these knobs."""
+    values = {each: first.get(each, FIRST[each]) for each in names}
+    clock = clock or ManualClock()
+    desk: Desk
+
+    def knob(each: str) -> Knob:
+        def use(value: KnobValue) -> None:
+            values[each] = value
+            desk.uses.append((each, value))
+
+        return Knob(TUNABLES[each], lambda: values[each], use, lambda v: "unlucky" if v == 13 else "")
+
+    owner = KnobOwner(name, (), stands_at=lambda: desk.number, clock=clock, telemetry=telemetry)
+    desk = Desk(owner, values)
+    owner.add(knob(each) for each in names)
+    return desk

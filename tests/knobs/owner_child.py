@@ -1,0 +1,91 @@
+"""A process with one owner of knobs, that may die at a planted point of a change.
+
+Arguments: rendezvous file, directory for sockets, actor name, file for what it uses, where to die ("", "before-vote",
+"before-use", "after-use"; "late-vote": its first vote does not come in time).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from knob_maker import Desk, make_desk
+
+from myxa.actors.knob_joining import catch_up
+from myxa.actors.knob_owner import OwnsKnobs
+from myxa.actors.reporting_in import ReportingIn
+from myxa.core.actor import PeerEvent
+from myxa.core.clock import SystemClock
+from myxa.core.knobs import KnobChange, KnobCommit, KnobVote
+from myxa.core.messages import EngineStatus
+from myxa.transport.node import Node, Rendezvous
+
+KNOBS = {"buffer": ("filter", "eta", "level"), "rollout": ("room", "level")}
+
+
+class Child(OwnsKnobs):
+    """As a buffer or a rollout actor joins, and works: it notes what it uses."""
+
+    def __init__(self, uses: Path, dies: str) -> None:
+        self._uses = uses
+        self._dies = dies
+
+    async def on_start(self) -> None:
+        role = self.ctx.name.partition("/")[0]
+        self.desk: Desk = make_desk(self.ctx.name, *KNOBS[role], clock=SystemClock())
+        self.knob_owner = self.desk.owner
+        if role == "buffer":
+            await catch_up(self.ctx, self.knob_owner)
+        self._reporting = ReportingIn(self.ctx, self._status)
+        self.ctx.spawn(self._work(), name="work")
+
+    async def _status(self) -> EngineStatus:
+        return EngineStatus(rollout=self.ctx.name, version=0, running=0, waiting=0)
+
+    async def on_peer(self, event: PeerEvent) -> None:
+        self._reporting.on_peer(event)
+
+    async def _work(self) -> None:
+        if self.ctx.name.startswith("rollout/"):
+            await self._reporting.run()
+        while True:  # a piece of work every few milliseconds, under the values in force
+            self._note()
+            await asyncio.sleep(0.005)
+
+    def _note(self) -> None:
+        line = json.dumps({"pid": os.getpid(), **self.desk.values})
+        with self._uses.open("a") as file:
+            file.write(line + "\n")
+
+    def _die_at(self, point: str) -> None:
+        if self._dies == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    async def prepare_knobs(self, change: KnobChange) -> KnobVote:
+        self._die_at("before-vote")
+        if self._dies == "late-vote":
+            self._dies = ""
+            await asyncio.sleep(60)
+        return await super().prepare_knobs(change)
+
+    async def commit_knobs(self, commit: KnobCommit) -> None:
+        self._die_at("before-use")
+        await super().commit_knobs(commit)
+        self._die_at("after-use")
+
+
+async def main(rdzv: str, sockets: str, name: str, uses: str, dies: str) -> None:
+    node_name = f"{name.replace('/', '-')}-node"
+    node = await Node.attach(name=node_name, rdzv=Rendezvous.load(Path(rdzv)), run_dir=sockets)
+    await node.start(Child(Path(uses), dies), name)
+    raise await node.failed
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,154 @@
+"""The audit log: a chain that shows every change to it but a clean cut at its end, by however many writers."""
+
+from __future__ import annotations
+
+import fcntl
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from myxa.actors import audit
+from myxa.actors.audit import AuditHead, AuditLog, read_audit, verify_audit
+from myxa.core.errors import ConfigError, LedgerError
+from myxa.core.knobs import AuditRecord, KnobMove, Operator
+
+
+def record(text: str = "", **arguments: object) -> AuditRecord:
+    move = KnobMove(name="lr", owner="trainer/0", old=1e-3, new=1e-4, boundary="step")
+    return AuditRecord(
+        number=0, wall_s=1.5, verb="set", who=Operator(user="ann", uid=1000), arguments=arguments, result="done",
+        reason=text, epoch=3, at=12, version=10, moves=(move,),
+    )  # fmt: skip
+
+
+def filled(path: Path, count: int = 6) -> list[bytes]:
+    log = AuditLog(path)
+    for index in range(count):
+        log.append(record(f"reason {index}", values={"lr": 1e-4}))
+    return path.read_bytes().splitlines()
+
+
+def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    assert read_audit(path) == ()
+    assert verify_audit(path).complaint == ""
+    first = AuditLog(path).append(record("because", values={"lr": 1e-6, "name": "ü", "flag": True}))
+    second = AuditLog(path).append(record())
+    assert (first.number, second.number, first.previous) == (1, 2, "")
+    assert second.previous == first.digest
+    assert read_audit(path) == (first, second)
+    assert read_audit(path, 1) == (second,)
+    verdict = verify_audit(path)
+    assert (verdict.num_records, verdict.complaint, verdict.head) == (2, "", AuditHead(2, second.digest))
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_any_flipped_bit_shows_in_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    lines = filled(path, 4)
+    data = path.read_bytes()
+    chosen = random.Random(7)
+    for _ in range(400):
+        position, bit = chosen.randrange(len(data) - 1), 1 << chosen.randrange(8)
+        broken = bytearray(data)
+        broken[position] ^= bit
+        path.write_bytes(broken)
+        line = data[:position].count(b"\n") + 1
+        verdict = verify_audit(path)
+        assert verdict.complaint or verdict.is_torn, f"byte {position}, bit {bit}"
+        assert verdict.bad_line in (line, line + 1) or verdict.is_torn
+        assert verdict.num_records <= len(lines)
+
+
+@pytest.mark.parametrize("gone", range(5))
+def test_a_removed_line_shows(tmp_path: Path, gone: int) -> None:
+    path = tmp_path / "audit.jsonl"
+    lines = filled(path)
+    path.write_bytes(b"\n".join(lines[:gone] + lines[gone + 1 :]) + b"\n")
+    verdict = verify_audit(path)
+    assert verdict.bad_line == gone + 1
+    assert "missing" in verdict.complaint
+
+
+def test_exchanged_lines_and_a_foreign_record_show(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    lines = filled(path)
+    path.write_bytes(b"\n".join([lines[0], lines[2], lines[1], *lines[3:]]) + b"\n")
+    assert verify_audit(path).bad_line == 2
+    forged, _ = audit.seal(audit.msgspec.structs.replace(record("forged"), number=3, previous="0" * 64))
+    path.write_bytes(b"\n".join([*lines[:2], forged, *lines[3:]]) + b"\n")
+    verdict = verify_audit(path)
+    assert verdict.bad_line == 3
+    assert "does not follow" in verdict.complaint
+
+
+def test_a_tail_cut_off_cleanly_shows_only_against_a_head_that_was_noted(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    lines = filled(path)
+    head = verify_audit(path).head
+    assert head is not None
+    path.write_bytes(b"\n".join(lines[:4]) + b"\n")
+    assert verify_audit(path).complaint == "", "nothing in the file says that there was more"
+    assert "lines 5 to 6 are missing" in verify_audit(path, head).complaint
+    assert "not the one that was noted" in verify_audit(path, AuditHead(2, "0" * 64)).complaint
+
+
+def test_a_line_without_its_end_is_told_and_the_next_append_removes_it(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    lines = filled(path, 3)
+    path.write_bytes(b"\n".join(lines) + b"\n" + lines[2][:40])
+    verdict = verify_audit(path)
+    assert (verdict.is_torn, verdict.complaint, verdict.num_records) == (True, "", 3)
+    assert len(read_audit(path)) == 3
+    assert AuditLog(path).append(record("after")).number == 4
+    assert verify_audit(path).num_records == 4
+    assert not verify_audit(path).is_torn
+
+
+def test_what_is_no_audit_log_is_not_appended_to(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    path.write_text("hello\n")
+    with pytest.raises(LedgerError, match="no audit record"):
+        AuditLog(path).append(record())
+    with pytest.raises(LedgerError, match="line 1"):
+        read_audit(path)
+    assert path.read_text() == "hello\n"
+    with pytest.raises(LedgerError, match="directory"):
+        AuditLog(tmp_path / "nowhere" / "audit.jsonl").append(record())
+
+
+def test_a_record_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="too long"):
+        AuditLog(tmp_path / "audit.jsonl").append(record("x" * audit.MAX_LINE_BYTES))
+
+
+def test_a_writer_that_never_lets_go_is_an_error_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "LOCK_S", 0.1)
+    path = tmp_path / "audit.jsonl"
+    filled(path, 1)
+    with path.open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(LedgerError, match="another process has kept it locked"):
+            AuditLog(path).append(record())
+    assert verify_audit(path).num_records == 1
+
+
+def test_processes_that_write_at_once_make_one_chain(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    script = Path(__file__).with_name("audit_writer.py")
+    writers = [
+        subprocess.Popen([sys.executable, str(script), str(path), "25", f"writer {i}"], stderr=subprocess.PIPE)
+        for i in range(4)
+    ]
+    for writer in writers:
+        _, said = writer.communicate(timeout=90)
+        assert writer.returncode == 0, said
+    verdict = verify_audit(path)
+    assert (verdict.num_records, verdict.complaint) == (100, "")
+    reasons = [r.reason for r in read_audit(path)]
+    for i in range(4):
+        mine = [r for r in reasons if r.startswith(f"writer {i} ")]
+        assert mine == [f"writer {i} {n}" for n in range(25)]

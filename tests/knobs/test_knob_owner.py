@@ -1,0 +1,171 @@
+"""What an owner of knobs does with prepare, commit and abort, in and out of turn, and at its boundaries."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from knob_maker import make_desk
+
+from myxa.core.activity import TelemetryBuffer
+from myxa.core.clock import ManualClock, SystemClock
+from myxa.core.errors import BadRequest, ConfigError, DeadlineExceeded
+from myxa.core.knobs import KnobChange, KnobCommit
+
+
+def change(epoch: int, force: bool = False, **values: object) -> KnobChange:
+    return KnobChange(epoch=epoch, values=values, force=force)  # pyright: ignore[reportArgumentType]
+
+
+def commit(epoch: int, at: int = 0, **values: object) -> KnobCommit:
+    return KnobCommit(epoch=epoch, at=at, values=values)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"lr": 0.0}, "above 0"),
+        ({"lr": float("nan")}, "finite"),
+        ({"lr": True}, "a number"),
+        ({"lr": "fast"}, "a number"),
+        ({"lr": 0.5}, "--force"),
+        ({"clip": 1.5}, "up to 1"),
+        ({"clip": 13}, "up to 1"),
+        ({"clipp": 0.1}, 'did you mean "clip"?'),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_reason_and_changes_nothing(values: dict[str, Any], word: str) -> None:
+    desk = make_desk("trainer/0", "lr", "clip")
+    vote = desk.owner.prepare(change(1, **values))
+    assert not vote.accepted
+    assert word in vote.reason
+    assert not desk.owner.holds("step", 100)
+    assert desk.uses == []
+
+
+def test_every_bad_value_is_named_and_the_owner_may_have_reasons_of_its_own() -> None:
+    desk = make_desk("rollout/0", "room", "level")
+    vote = desk.owner.prepare(change(1, room=13, level=4))
+    assert "unlucky" in vote.reason
+    assert "level = 4: must be text" in vote.reason
+
+
+def test_force_lets_a_guarded_value_through() -> None:
+    assert make_desk("trainer/0", "lr").owner.prepare(change(1, force=True, lr=0.5)).accepted
+
+
+def test_values_without_numbers_are_used_at_commit_and_not_before() -> None:
+    desk = make_desk("rollout/0", "room")
+    vote = desk.owner.prepare(change(1, room=16))
+    assert (vote.accepted, vote.earliest) == (True, 0)
+    assert desk.values["room"] == 8
+    desk.owner.commit(commit(1, room=16))
+    desk.owner.commit(commit(1, room=16))
+    assert desk.uses == [("room", 16)]
+    assert desk.owner.epoch == 1
+
+
+@pytest.mark.asyncio
+async def test_a_numbered_value_waits_for_its_number() -> None:
+    desk = make_desk("trainer/0", "lr")
+    desk.number = 4
+    assert desk.owner.prepare(change(1, lr=1e-4)).earliest == 5
+    desk.owner.commit(commit(1, 7, lr=1e-4))
+    assert desk.owner.sheet().knobs[0].pending == 1e-4
+    for number in (5, 6):
+        assert await desk.owner.pass_boundary("step", number, 1) == {}
+        assert (desk.values["lr"], desk.owner.epoch) == (1e-3, 0)
+    assert await desk.owner.pass_boundary("batch", 7, 1) == {}, "another boundary"
+    assert await desk.owner.pass_boundary("step", 7, 1) == {"lr": 1e-4}
+    assert desk.owner.epoch == 1
+    assert desk.owner.sheet().knobs[0].pending is None
+
+
+@pytest.mark.asyncio
+async def test_several_changes_wait_for_different_numbers_and_a_later_decision_wins() -> None:
+    desk = make_desk("trainer/0", "lr", "clip")
+    for epoch, at, lr in ((1, 5, 1e-4), (2, 9, 2e-4), (3, 7, 3e-4)):
+        desk.owner.prepare(change(epoch, lr=lr))
+        desk.owner.commit(commit(epoch, at, lr=lr))
+    seen = []
+    for number in range(4, 12):
+        await desk.owner.pass_boundary("step", number, 1)
+        seen.append(desk.values["lr"])
+    assert seen == [1e-3, 1e-4, 1e-4, 3e-4, 3e-4, 3e-4, 3e-4, 3e-4]
+
+
+def test_an_older_commit_never_overwrites_a_newer_one_knob_by_knob() -> None:
+    desk = make_desk("rollout/0", "room", "level")
+    desk.owner.commit(commit(5, room=50))
+    desk.owner.commit(commit(4, room=40, level="DEBUG"))
+    assert desk.values == {"room": 50, "level": "DEBUG"}
+
+
+@pytest.mark.asyncio
+async def test_an_undecided_change_holds_the_owner_before_its_number_only() -> None:
+    desk = make_desk("trainer/0", "lr", clock=SystemClock())
+    await desk.owner.pass_boundary("step", 3, 1)
+    assert desk.owner.prepare(change(1, lr=1e-4)).earliest == 4
+    await desk.owner.pass_boundary("step", 3, 0.01)  # passed before: no wait
+    passing = asyncio.ensure_future(desk.owner.pass_boundary("step", 4, 5))
+    await asyncio.sleep(0.02)
+    assert not passing.done()
+    desk.owner.commit(commit(1, 4, lr=1e-4))
+    assert await passing == {"lr": 1e-4}
+
+
+@pytest.mark.asyncio
+async def test_an_abort_lets_go_and_a_question_that_comes_after_it_is_too_late() -> None:
+    desk = make_desk("trainer/0", "lr")
+    desk.owner.prepare(change(1, lr=1e-4))
+    desk.owner.abort(1)
+    assert await desk.owner.pass_boundary("step", 0, 0.01) == {}
+    vote = desk.owner.prepare(change(1, lr=1e-4))
+    assert not vote.accepted
+    assert "comes late" in vote.reason
+    desk.owner.prepare(change(3, lr=1e-4))
+    desk.owner.abort(2)
+    assert desk.owner.holds("step", 1), "an abort of an older change lets go of a newer one"
+
+
+@pytest.mark.asyncio
+async def test_a_coordinator_that_never_decides_is_named_at_the_deadline() -> None:
+    desk = make_desk("buffer", "filter", clock=SystemClock())
+    desk.owner.prepare(change(1, filter="b"))
+    with pytest.raises(DeadlineExceeded, match="coordinator did not decide change 1 .* buffer may not pass batch 0"):
+        await desk.owner.pass_boundary("batch", 0, 0.05)
+
+
+def test_an_owner_started_anew_takes_a_commit_that_it_never_prepared() -> None:
+    desk = make_desk("buffer", "eta", "filter")
+    desk.number = 8
+    desk.owner.commit(commit(2, eta=4))
+    desk.owner.commit(commit(3, 6, filter="b"))
+    assert desk.values == {"eta": 4, "filter": "b"}, "its number was passed by the incarnation before"
+    assert desk.owner.epoch == 3
+
+
+def test_a_commit_that_no_vote_would_have_accepted_changes_nothing_at_all() -> None:
+    desk = make_desk("rollout/0", "room", "level")
+    with pytest.raises(BadRequest, match="room"):
+        desk.owner.commit(commit(1, level="DEBUG", room=0))
+    assert desk.uses == []
+
+
+def test_names_are_unique() -> None:
+    desk = make_desk("rollout/0", "room")
+    with pytest.raises(ConfigError, match="declares the knob 'room' twice"):
+        desk.owner.add([desk.owner._knobs["room"]])
+
+
+def test_what_comes_into_force_is_told() -> None:
+    clock = ManualClock()
+    telemetry = TelemetryBuffer("trainer/0", clock)
+    desk = make_desk("trainer/0", "lr", "level", clock=clock, telemetry=telemetry)
+    desk.owner.commit(commit(4, 9, lr=1e-4, level="DEBUG"))
+    [event] = telemetry.drain().events
+    assert (event.kind, event.data["name"], event.data["new"], event.data["at"]) == (
+        "knob-in-force", "level", "DEBUG", 0,
+    )  # fmt: skip
+    assert desk.owner.epoch == 0, "part of the change is still to come"

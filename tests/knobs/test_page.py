@@ -1,0 +1,92 @@
+"""docs/knobs.md: its table is what the actors declare, and its example works."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from myxa.actors.knob_contracts import KnobsContract
+from myxa.actors.knob_page import declared, render_table, renewed
+from myxa.core.config import RunConfig
+from myxa.core.config.fields import walk
+from myxa.core.errors import ConfigError
+from myxa.core.knobs import KnobChange, KnobCommit
+from myxa.transport.node import Node
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "knobs.md"
+REMEDY = (
+    'write it anew: python -c "from pathlib import Path; from myxa.actors.knob_page import renewed; '
+    "p = Path('docs/knobs.md'); p.write_text(renewed(p.read_text()))\""
+)
+MAKERS = ("Tunable", "_knob")
+
+
+def names_declared_in_the_source() -> list[str]:
+    """Of every declaration in the package's roles, read without running any of it."""
+    found: list[str] = []
+    for path in sorted((ROOT / "actors").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in MAKERS:
+                given = [*node.args[:1], *(k.value for k in node.keywords if k.arg == "name")]
+                found += [str(each.value) for each in given if isinstance(each, ast.Constant)]
+    return found
+
+
+def test_the_table_is_current() -> None:
+    page = PAGE.read_text()
+    assert render_table() in page, REMEDY
+    assert renewed(page) == page, REMEDY
+
+
+def test_every_knob_that_is_declared_is_in_it_once() -> None:
+    names = [tunable.name for tunable in declared()]
+    assert len(names) > 30
+    assert sorted(names) == sorted(names_declared_in_the_source())
+    assert len(set(names)) == len(names)
+
+
+def test_keys_are_keys_of_the_run_file() -> None:
+    keys = {".".join(path) for path, _ in walk(RunConfig)}
+    assert {tunable.key for tunable in declared()} - {""} <= keys
+
+
+def test_a_knob_that_changes_changes_the_table() -> None:
+    first, *rest = declared()
+    other = type(first)(name=first.name, kind=first.kind, boundary="now", owner=first.owner, help="a | b")
+    assert render_table([first, *rest]) == render_table()
+    assert render_table([other, *rest]) != render_table()
+    assert "a \\| b" in render_table([other])
+
+
+def test_a_page_without_a_place_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no place for the table"):
+        renewed("# Live knobs\n")
+
+
+@pytest.mark.asyncio
+async def test_the_example_is_an_owner() -> None:
+    found = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found
+    space: dict[str, Any] = {"__name__": "judge"}
+    exec(compile(found[1], str(PAGE), "exec"), space)
+    node = await Node.attach(name="host")
+    try:
+        judge = space["Judge"]()
+        await node.start(judge, "judge")
+        ref = cast("KnobsContract", node.ref(KnobsContract, "judge"))
+        [state] = (await ref.knobs()).knobs
+        assert (state.tunable.name, state.value) == ("length_penalty", 0.1)
+        refused = await ref.prepare_knobs(KnobChange(epoch=1, values={"length_penalty": 2.0}))
+        assert not refused.accepted
+        assert "length_penalty" in refused.reason
+        assert (await ref.prepare_knobs(KnobChange(epoch=2, values={"length_penalty": 0.5}))).accepted
+        assert judge.length_penalty == 0.1
+        await ref.commit_knobs(KnobCommit(epoch=2, at=0, values={"length_penalty": 0.5}))
+        assert judge.length_penalty == 0.5
+    finally:
+        await node.close()

@@ -1,0 +1,258 @@
+"""What a checkpoint says of the knobs comes into force again: the real coordinator, in one process with owners."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from coordinator_room import WHO, Room, open_room, until
+from knob_maker import FIRST, Desk, make_desk
+
+from myxa.actors.audit import read_audit
+from myxa.actors.buffer_knobs import BufferKnobs, BufferLimits
+from myxa.actors.buffer_settings import BufferValues, LiveSettings, Terms
+from myxa.actors.contracts import CoordinatorContract, RolloutContract
+from myxa.actors.knob_owner import OwnsKnobs
+from myxa.actors.ledger import Ledger
+from myxa.algos.staleness import Admission
+from myxa.core.clock import SystemClock
+from myxa.core.errors import LedgerError
+from myxa.core.knobs import KnobValue, LiveKnob, LiveKnobs
+from myxa.core.messages import EngineStatus, SamplingParams, WeightAck, WeightManifest
+from myxa.core.patience import until_answered
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
+
+BUFFER_FIRST = BufferValues(
+    max_staleness=1,
+    on_stale="pace",
+    window=0,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=-1,
+    max_new_tokens=16,
+    num_samples=2,
+    group_filter="none",
+)
+MANIFEST = WeightManifest(
+    version=5, channel="disk", location="", generation=0, num_bytes=0, tensors=(), digest="", host=""
+)
+
+
+class Buffer(OwnsKnobs):
+    """The real knobs of a buffer over a real ledger, and nothing else of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.ledger = Ledger(path, run="r", fingerprint="f", wall=time.time)
+
+    async def on_start(self) -> None:
+        admission = Admission("pace", max_staleness=1, batch_size=4)
+        self.settings = LiveSettings(self.ledger, admission, BUFFER_FIRST, SamplingParams())
+        self.knob_owner = BufferKnobs(
+            self.ctx.name,
+            self.settings,
+            admission,
+            filters=("none", "zero_variance"),
+            limits=BufferLimits(),
+            retune=lambda values, epoch: [*self.settings.change(values, epoch)].clear(),
+            stands_at=lambda: -1,
+            clock=SystemClock(),
+        )
+
+    async def on_stop(self, why: str) -> None:
+        self.ledger.close()
+
+
+class Engine(OwnsKnobs, RolloutContract):
+    """Reports in; notes what is in force when it gets its first weights, and could draw."""
+
+    def __init__(self, buffer: Buffer | None = None) -> None:
+        self._buffer = buffer
+        self.at_first_weights: dict[str, KnobValue] = {}
+
+    async def on_start(self) -> None:
+        self.desk: Desk = make_desk(self.ctx.name, "room", "level", clock=SystemClock())
+        self.knob_owner = self.desk.owner
+        self.ctx.spawn(self._report_in(), name="report-in")
+
+    async def _report_in(self) -> None:
+        await self.ctx.wait_for("coordinator", timeout_s=20)
+        coordinator = self.ctx.ref(CoordinatorContract, "coordinator")
+        status = EngineStatus(rollout=self.ctx.name, version=-1, running=0, waiting=0)
+        await until_answered(
+            lambda: coordinator.rollout_ready(status, self.ctx.epoch),
+            who="coordinator",
+            clock=SystemClock(),
+            log=self.ctx.log,
+        )
+
+    async def prepare_weights(self, manifest: WeightManifest) -> WeightAck:
+        return WeightAck(rollout=self.ctx.name, version=manifest.version, accepted=True)
+
+    async def commit_weights(self, version: int) -> WeightAck:
+        if not self.at_first_weights and self._buffer is not None:
+            self.at_first_weights = {
+                **self.desk.values,
+                "temperature": self._buffer.settings.values.temperature,
+            }
+        return WeightAck(rollout=self.ctx.name, version=version, accepted=True)
+
+
+def live_knob(name: str, value: KnobValue, epoch: int, **more: Any) -> LiveKnob:
+    first = FIRST[name] if name in FIRST else getattr(BUFFER_FIRST, name, 0)
+    return LiveKnob(**{"name": name, "target": "", "value": value, "first": first, "epoch": epoch, "at": 0, **more})
+
+
+def kept(*knobs: LiveKnob) -> LiveKnobs:
+    return LiveKnobs(epoch=max(knob.epoch for knob in knobs), knobs=knobs)
+
+
+def restored(room: Room) -> list[tuple[Mapping[str, Any], str]]:
+    return [
+        (r.arguments["values"], r.arguments["target"])  # type: ignore[misc]
+        for r in read_audit(room.audit)
+        if r.verb == "resume"
+    ]
+
+
+async def test_values_of_a_single_actor_wait_for_it(tmp_path: Path) -> None:
+    """rollout/1 had its own value, and joins after the resumed run began; the others never get it."""
+    live = kept(
+        live_knob("room", 4, 1, target="rollout/*"),
+        live_knob("room", 2, 3, target="rollout/1"),
+        live_knob("level", "DEBUG", 3, target="rollout/1"),
+        LiveKnob(name="gone", target="rollout/7", value=1, first=0, epoch=2, at=0),
+    )
+    first, second, third = Engine(), Engine(), Engine()
+    async with open_room(tmp_path, live, 5, beside={"rollout/0": first}) as room:
+        assert first.desk.values == {"room": 4, "level": "INFO"}
+        assert restored(room) == [({"room": 4}, "rollout/*"), ({"room": 2, "level": "DEBUG"}, "rollout/1")]
+        await room.node.start(second, "rollout/1")
+        await room.node.start(third, "rollout/2")
+        await until(lambda: second.desk.values["room"] == 2, "its own value")
+        await until(lambda: third.desk.values["room"] == 4, "that of all")
+        assert (second.desk.values["level"], third.desk.values["level"]) == ("DEBUG", "INFO")
+        again = await room.ref.live_knobs()
+        assert [(k.name, k.target, k.value) for k in again.knobs] == [
+            ("room", "rollout/*", 4),
+            ("level", "rollout/1", "DEBUG"),
+            ("room", "rollout/1", 2),
+        ]
+        # A later change of it goes back to what was restored.
+        await room.change(room=6, target="rollout/1")
+        assert second.desk.values["room"] == 6
+        await room.ref.undo(WHO, "", 0)
+        assert (second.desk.values["room"], third.desk.values["room"]) == (2, 4)
+
+
+async def test_the_newest_value_holds_however_its_target_was_named(tmp_path: Path) -> None:
+    live = kept(
+        live_knob("room", 4, 1, target="rollout/0"),
+        live_knob("room", 3, 2, target="rollout/*"),
+        live_knob("level", "DEBUG", 1),
+        live_knob("level", "WARNING", 4, target="rollout/0"),
+        live_knob("lr", 2e-3, 5, at=3),
+        live_knob("lr", 3e-3, 6, target="trainer/0", at=4),
+        live_knob("lr", 4e-3, 7, at=9),
+        live_knob("clip", 0.3, 8, target="trainer/*", at=9),
+    )
+    engine = Engine()
+    beside = {"rollout/0": engine, "buffer": Buffer(tmp_path / "ledger.sqlite")}
+    async with open_room(tmp_path, live, 5, beside=beside) as room:
+        assert engine.desk.values == {"room": 3, "level": "WARNING"}
+        await until(lambda: max(room.trainer.steps) > 9, "the number that was still to come")
+        assert {n: (v["lr"], v["clip"]) for n, v in room.trainer.steps.items() if 5 <= n <= 9} == {
+            **dict.fromkeys(range(5, 9), (3e-3, 0.2)),
+            9: (4e-3, 0.3),
+        }
+
+
+async def test_values_that_only_fit_together_come_back_together(tmp_path: Path) -> None:
+    """max_staleness 8, then window 20, then max_staleness 9: the checkpoint has no trace of the 8."""
+    live = kept(
+        live_knob("window", 20, 2, target="buffer"), live_knob("max_staleness", 9, 3), live_knob("top_p", 0.5, 4)
+    )
+    buffer, engine = Buffer(tmp_path / "ledger.sqlite"), Engine()
+    async with open_room(tmp_path, live, 5, beside={"buffer": buffer, "rollout/0": engine}) as room:
+        values = buffer.settings.values
+        assert (values.window, values.max_staleness, values.top_p) == (20, 9, 0.5)
+        assert restored(room) == [({"window": 20, "max_staleness": 9, "top_p": 0.5}, "")]
+
+
+async def test_knobs_are_in_force_before_an_engine_could_draw(tmp_path: Path) -> None:
+    live = kept(live_knob("temperature", 0.5, 1), live_knob("room", 2, 2), live_knob("level", "DEBUG", 2))
+    buffer = Buffer(tmp_path / "ledger.sqlite")
+    engine = Engine(buffer)
+    beside = {"buffer": buffer, "rollout/0": engine}
+    async with open_room(tmp_path, live, 5, beside=beside, manifest=MANIFEST):
+        assert engine.at_first_weights == {"temperature": 0.5, "room": 2, "level": "DEBUG"}
+
+
+@pytest.mark.parametrize("live", [LiveKnobs(), kept(live_knob("lr", 2e-3, 5))])
+async def test_no_epoch_is_given_to_two_changes(tmp_path: Path, live: LiveKnobs) -> None:
+    """Groups of change 7 are in the ledger; the checkpoint knows of 5 at most."""
+    buffer, engine = Buffer(tmp_path / "ledger.sqlite"), Engine()
+    for epoch in (7, 6):
+        terms = Terms(knobs=epoch, sampling=SamplingParams(temperature=epoch / 10))
+        buffer.ledger.number_terms(msgspec.json.encode(terms).decode())
+    async with open_room(tmp_path, live, 5, beside={"buffer": buffer, "rollout/0": engine}) as room:
+        reply = await room.change(temperature=0.6)
+        assert reply.epoch > 7
+        assert {r.epoch for r in read_audit(room.audit)}.isdisjoint(range(1, 8))
+        assert (await room.ref.live_knobs()).epoch == reply.epoch
+        assert buffer.settings.terms.knobs == reply.epoch
+
+
+async def test_a_value_for_a_time_goes_back_but_for_the_actor_that_was_set_again(tmp_path: Path) -> None:
+    engines = {f"rollout/{i}": Engine() for i in range(3)}
+    late = engines.pop("rollout/2")
+    zero, one = engines.values()
+    async with open_room(tmp_path, beside=engines) as room:
+        await until(lambda: len(room.coordinator.fleet.present) == 2, "two engines")
+        await room.change(room=2, level="DEBUG", for_s=1.0)
+        (_, told) = (await room.change(level="DEBUG")).warnings
+        assert told.startswith("level still goes back in"), told
+        await room.change(room=5, target="rollout/1")
+        assert (zero.desk.values["room"], one.desk.values["room"]) == (2, 5)
+        assert set((await room.ref.knob_table()).reverts) == {"room", "level"}
+        await until(lambda: zero.desk.values == {"room": 8, "level": "INFO"}, "its time is over")
+        await until(lambda: one.desk.values["level"] == "INFO", "its time is over there too")
+        assert one.desk.values["room"] == 5
+        assert not (await room.ref.knob_table()).reverts
+        await room.node.start(late, "rollout/2")
+        await until(lambda: "rollout/2" in room.coordinator.fleet.present, "a third")
+        assert late.desk.values == {"room": 8, "level": "INFO"}
+        commits = [c.values for c in room.coordinator.conductor.commits_for("rollout/1")]
+        assert {name: value for values in commits for name, value in values.items()} == {"room": 5, "level": "INFO"}
+
+
+async def test_a_value_for_those_that_join_is_refused_where_it_cannot_be_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of a value is over, nobody is there to go back, and the disk is full: the run goes on and tries again."""
+    engine, late = Engine(), Engine()
+    async with open_room(tmp_path, beside={"rollout/0": engine}) as room:
+        await until(lambda: len(room.coordinator.fleet.present) == 1, "the engine")
+        await room.change(room=2, target="rollout", for_s=0.5)
+        await room.change(room=5, target="rollout/0")
+        desk = room.coordinator.conductor._desk
+        append, num_tried = desk.append, 0
+
+        async def full(record: Any) -> Any:
+            nonlocal num_tried
+            num_tried += 1
+            raise LedgerError("audit.jsonl: no space left on device")
+
+        monkeypatch.setattr(desk, "append", full)
+        await until(lambda: num_tried > 1, "two attempts")
+        assert set((await room.ref.knob_table()).reverts) == {"room"}
+        monkeypatch.setattr(desk, "append", append)
+        await until(lambda: any(r.verb == "expire" and r.result == "done" for r in read_audit(room.audit)), "the third")
+        await room.node.start(late, "rollout/1")
+        await until(lambda: "rollout/1" in room.coordinator.fleet.present, "one that joins")
+        await until(lambda: late.desk.values["room"] == 8, "the old value")
+        assert engine.desk.values["room"] == 5

@@ -1,0 +1,197 @@
+"""The buffer and the monitor of a run that goes on, started anew: the values in force from their first work on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coordinator_room import Room, open_room, until
+from knob_maker import Desk, make_desk
+
+from myxa.actors.buffer import Buffer
+from myxa.actors.group_filter import GroupFilters
+from myxa.actors.knob_owner import OwnsKnobs
+from myxa.actors.monitor import Monitor
+from myxa.algos.filters import GROUP_FILTERS
+from myxa.algos.staleness import Admission
+from myxa.core.clock import SystemClock
+from myxa.core.knobs import KnobCommit
+from myxa.core.messages import RunStatus, SamplingParams
+from myxa.core.samples import Message, Prompt
+from myxa.transport.node import Node
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
+
+
+@dataclass
+class Rows:
+    """Prompts without end."""
+
+    fingerprint: str = "rows"
+
+    def __len__(self) -> int:
+        return 1000
+
+    def prompt(self, draw: int) -> Prompt | None:
+        return Prompt(group_id=draw, row=draw, pass_index=0, messages=(Message(role="user", content="q"),))
+
+    def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
+        return ()
+
+
+def options(folder: Path) -> dict[str, Any]:
+    return {
+        "source": Rows(),
+        "ledger_path": folder / "ledger.sqlite",
+        "run": "room",
+        "admission": Admission("pace", max_staleness=1, batch_size=2),
+        "num_samples": 2,
+        "sampling": SamplingParams(max_new_tokens=4),
+        "group_filter": GroupFilters("none", GROUP_FILTERS),
+    }
+
+
+class BufferThatDies(Buffer):
+    """Agrees to a change, and never hears that it was decided."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.was_told = asyncio.Event()
+
+    async def commit_knobs(self, commit: KnobCommit) -> None:
+        self.was_told.set()
+        await asyncio.Event().wait()
+
+
+class BufferThatComesBack(Buffer):
+    """Notes what it would hand out before anybody can have spoken to it."""
+
+    at_first: dict[str, Any]
+
+    async def on_start(self) -> None:
+        await super().on_start()
+        sheet = await self.knobs()
+        self.at_first = {"epoch": sheet.epoch, **{state.tunable.name: state.value for state in sheet.knobs}}
+
+
+class MonitorThatComesBack(Monitor):
+    at_first: dict[str, Any]
+
+    async def on_start(self) -> None:
+        await super().on_start()
+        self.at_first = {state.tunable.name: state.value for state in (await self.knobs()).knobs}
+
+
+async def test_a_buffer_that_died_before_it_heard_of_a_change(tmp_path: Path) -> None:
+    async with open_room(tmp_path) as room:
+        first_node = await Node.attach(name="buffer-1", rdzv=room.node.rendezvous)
+        try:
+            first = BufferThatDies(**options(tmp_path))
+            await first_node.start(first, "buffer")
+            await until(lambda: "buffer" in room.node.peers("buffer"), "the buffer's registration")
+            change = asyncio.create_task(room.change(temperature=0.5, max_staleness=3))
+            async with asyncio.timeout(30):
+                await first.was_told.wait()
+        finally:
+            await first_node.close(grace_s=0)
+        reply = await change
+        assert reply.epoch, reply.refused
+        await until(lambda: "buffer" not in room.node.peers("buffer"), "the buffer's end")
+
+        second_node = await Node.attach(name="buffer-2", rdzv=room.node.rendezvous)
+        try:
+            second = BufferThatComesBack(**options(tmp_path))
+            await second_node.start(second, "buffer")
+            assert second.at_first.items() >= {"temperature": 0.5, "max_staleness": 3, "epoch": reply.epoch}.items()
+            assert (await room.change(temperature=0.75)).epoch > reply.epoch
+            assert (await second.knobs()).epoch > reply.epoch
+        finally:
+            await second_node.close(grace_s=0.3)
+
+
+async def test_a_buffer_whose_newer_value_contradicts_an_older_change(tmp_path: Path) -> None:
+    """A window that only a higher bound allows, and an older change with a lower bound, for all buffers there are."""
+    async with open_room(tmp_path) as room:
+        for life in ("buffer-1", "buffer-2"):
+            node = await Node.attach(name=life, rdzv=room.node.rendezvous)
+            try:
+                buffer = BufferThatComesBack(**options(tmp_path))
+                await node.start(buffer, "buffer")
+                await until(lambda: "buffer" in room.node.peers("buffer"), "the buffer's registration")
+                if life == "buffer-1":
+                    assert (await room.change(max_staleness=2)).epoch
+                    assert (await room.change(max_staleness=8, window=16, target="buffer")).epoch
+                else:
+                    assert buffer.at_first.items() >= {"max_staleness": 8, "window": 16}.items()
+            finally:
+                await node.close(grace_s=0.3)
+            await until(lambda: "buffer" not in room.node.peers("buffer"), "the buffer's end")
+        assert (await _status(room)).phase == "running"
+
+
+async def test_a_monitor_that_comes_back(tmp_path: Path) -> None:
+    async with open_room(tmp_path) as room:
+        await room.node.stop("monitor")
+        assert (await room.change(report_s=0.5)).epoch
+        monitor = MonitorThatComesBack(tmp_path, ())
+        await room.node.start(monitor, "monitor")
+        assert monitor.at_first["report_s"] == 0.5
+
+
+async def test_at_the_start_of_a_run_nobody_waits_for_a_coordinator(tmp_path: Path) -> None:
+    node = await Node.attach(name="launcher/0")
+    try:
+        async with asyncio.timeout(4.0):  # less than the monitor's patience; there is nobody to have any with
+            await node.start(Monitor(tmp_path, ()), "monitor")
+            await node.start(Buffer(**options(tmp_path)), "buffer")
+    finally:
+        await node.close(grace_s=0.3)
+
+
+class Stubborn(OwnsKnobs):
+    """Has a knob, and cannot use what was decided: the first so many times."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.left = num_failures
+
+    async def on_start(self) -> None:
+        self.desk: Desk = make_desk(self.ctx.name, "level", clock=SystemClock())
+        self.knob_owner = self.desk.owner
+
+    async def commit_knobs(self, commit: KnobCommit) -> None:
+        if self.left:
+            self.left -= 1
+            raise RuntimeError("not today")
+        await super().commit_knobs(commit)
+
+
+@pytest.mark.parametrize(("num_failures", "phase"), [(2, "running"), (1000, "failed")])
+async def test_an_owner_is_told_again_and_one_that_never_uses_it_ends_the_run(
+    tmp_path: Path, num_failures: int, phase: str
+) -> None:
+    async with open_room(tmp_path) as room:
+        await room.node.stop("monitor")
+        node = await Node.attach(name="others", rdzv=room.node.rendezvous)
+        try:
+            await node.start(good := Stubborn(0), "buffer")
+            await until(lambda: "buffer" in room.node.peers("buffer"), "the buffer's registration")
+            assert (await room.change(level="DEBUG")).epoch
+            assert good.desk.values["level"] == "DEBUG"
+            await node.stop("buffer")
+            await until(lambda: "buffer" not in room.node.peers("buffer"), "the buffer's end")
+            await node.start(bad := Stubborn(num_failures), "buffer")
+            async with asyncio.timeout(40):
+                while bad.desk.values["level"] != "DEBUG" and (await _status(room)).phase == "running":
+                    await asyncio.sleep(0.05)
+            status = await _status(room)
+            assert status.phase == phase
+            assert ("buffer: " in status.error and "not today" in status.error) is (phase == "failed")
+        finally:
+            await node.close(grace_s=0.3)
+
+
+async def _status(room: Room) -> RunStatus:
+    return await room.ref.status()

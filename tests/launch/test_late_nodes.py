@@ -1,0 +1,192 @@
+"""`myxa launch --join`: a machine comes to a run that goes on, and goes again, in order or not; launchers with toys."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from myxa.core.errors import ConfigError, LaunchError
+from myxa.launch.control.client import ControlClient
+from myxa.launch.late_meeting import find_meeting
+from myxa.transport.address import Rendezvous
+from myxa.transport.node import JobKey
+from myxa.transport.wire import Endpoints
+
+RUN = """
+[run]
+name = "toy"
+[model]
+path = "/m"
+[data]
+train = "/d.jsonl"
+[weights]
+channel = "disk"
+"""
+
+
+@pytest.fixture
+def stage(tmp_path: Path, run):
+    """Launchers of one run on this machine."""
+    with ExitStack() as stack:
+        yield Stage(tmp_path, run, stack)
+
+
+class Stage:
+    def __init__(self, folder: Path, run, stack: ExitStack) -> None:
+        self.folder = folder
+        self._run = run
+        self._stack = stack
+
+    def first(self, *more: str, nnodes: str = "1:3"):
+        """Node 0, with its actors up."""
+        place = ["--nnodes", nnodes, "--node-rank", "0", "--rdzv", "127.0.0.1:0"]
+        node0 = self.start("node0", *place, "--rdzv-file", str(self.folder / "rdzv"), *more)
+        node0.until_serving("coordinator", "trainer/0", "rollout/0")
+        node0.until(lambda: (node0.dir / "control.json").exists(), "the control socket")
+        return node0
+
+    def late(self, name: str, *more: str, where: str = ""):
+        return self.start(name, "--join", where or str(self.folder / "rdzv"), *more)
+
+    def start(self, name: str, *more: str, text: str = RUN):
+        folder = self.folder / name
+        folder.mkdir()
+        (folder / "run.toml").write_text(text)
+        flags = ["--job-key", str(self.folder / "job.key"), "--lost-timeout", "4"]
+        launcher = self._run(folder, "launch", *flags, "--set", f'run.dir="{self.folder}/runs"', *more)
+        one = self._stack.enter_context(launcher)
+        one.runs = self.folder / "runs"  # as on a shared file system
+        return one
+
+
+def finish(node0, *others) -> None:
+    children = node0.children() + [child for one in others for child in one.children()]
+    node0.switch("finish")
+    assert node0.ended() == 0, node0.evidence()
+    for one in others:
+        assert one.ended() == 0, one.output
+    node0.until_gone(children)
+
+
+def names(client: ControlClient) -> set[str]:
+    return {actor["name"] for actor in client.ask("ps") if actor["state"] == "up"}
+
+
+def test_a_late_node_gets_its_number_and_its_actors_and_leaves_in_order_at_a_signal(stage: Stage):
+    node0 = stage.first()
+    client = ControlClient.of(node0.dir)
+    late = stage.late("late", "--rollouts", "2")
+    node0.until_serving("rollout/1", "rollout/2")
+    assert "this is node 1 of the run" in late.output
+    assert {child.pid for child in late.children()} >= {node0.pid_of("rollout/1"), node0.pid_of("rollout/2")}
+    assert [a["node"] for a in client.ask("ps") if a["name"] in ("rollout/1", "rollout/2")] == [1, 1]
+    children = late.children()
+    late.signal(signal.SIGTERM)
+    assert late.ended() == 0, late.output
+    late.until_gone(children)
+    for name in ("rollout.1", "rollout.2"):
+        assert (node0.dir / f"{name}.drained").exists(), "its work was handed back"
+        assert (node0.dir / f"{name}.stopped").exists(), "it ended in good order"
+    node0.until(lambda: "node 1 has left the run: SIGTERM" in launcher_log(node0), "the node to be let go")
+    assert not (node0.dir / "coordinator.asked").exists(), "the run was not asked to end"
+    assert names(client) >= {"rollout/0", "trainer/0"}
+    assert not names(client) & {"rollout/1", "rollout/2"}
+    again = stage.late("again")
+    node0.until_serving("rollout/1", attempt=1)
+    assert "this is node 2 of the run" in again.output, "no number is given twice"
+    finish(node0, again)
+
+
+def test_a_late_node_that_is_killed_costs_its_actors_and_nothing_else(stage: Stage):
+    node0 = stage.first()
+    late = stage.late("late")
+    node0.until_serving("rollout/1")
+    children = late.children()
+    late.signal(signal.SIGKILL)
+    late.process.wait()
+    late.until_gone(children)
+    node0.until(
+        lambda: (
+            "the launcher of node 1 is gone" in launcher_log(node0)
+            and "the run goes on without it: 1 are left, 1 must be" in launcher_log(node0)
+        ),
+        "rollout/1 to be given up",
+    )
+    client = ControlClient.of(node0.dir)
+    more = client.ask("scale", 120, role="rollout", count=2, wait_s=60)
+    assert [(actor["name"], actor["node"]) for actor in more["joining"]] == [("rollout/1", 0)], "nobody is sent there"
+    assert more["is_done"], node0.evidence()
+    finish(node0)
+
+
+def test_drain_lets_a_node_go_and_scale_fills_it_before(stage: Stage):
+    node0 = stage.first()
+    client = ControlClient.of(node0.dir)
+    late = stage.late("late")
+    node0.until_serving("rollout/1")
+    more = client.ask("scale", 120, role="rollout", count=4, wait_s=60)
+    assert [(actor["name"], actor["node"]) for actor in more["joining"]] == [("rollout/2", 0), ("rollout/3", 1)]
+    children = late.children()
+    gone = client.ask("drain", 120, target="node:1", wait_s=60)
+    assert (set(gone["leaving"]), gone["is_done"]) == ({"rollout/1", "rollout/3"}, True), node0.evidence()
+    assert late.ended() == 0, late.output
+    late.until_gone(children)
+    assert names(client) >= {"rollout/0", "rollout/2"}
+    finish(node0)
+
+
+def test_who_may_not_come_is_told_why(stage: Stage):
+    node0 = stage.first(nnodes="1:2")
+    JobKey.generate().save(stage.folder / "other.key")
+    stranger = stage.late("stranger", "--rdzv-timeout", "4", "--job-key", str(stage.folder / "other.key"))
+    other = stage.start("other", "--join", str(stage.folder / "rdzv"), text=RUN.replace('path = "/m"', 'path = "/n"'))
+    assert other.ended() == 3, other.output
+    assert 'it has model.path = "/n"; node 0 has model.path = "/m"' in other.output
+    assert stranger.ended() == 3, stranger.output
+    assert "job key" in stranger.output
+    stage.late("late")
+    node0.until_serving("rollout/1")
+    third = stage.late("third")
+    assert third.ended() == 3, third.output
+    assert "the run has 2 nodes, as many as it may have (--nnodes)" in third.output
+    assert not [one for one in (stranger, other, third) if "Traceback" in one.output]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--nnodes", "2"), "--join goes without --nnodes"),
+        (("--rollouts", "-1"), "--rollouts is -1"),
+        (("--nnodes", "4:2"), "fewer at most than at least"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(stage: Stage, flags: tuple[str, ...], said: str):
+    late = stage.late("late", *flags, where="127.0.0.1:1")
+    assert late.ended() == 2, late.output
+    assert said in late.output
+    assert "Traceback" not in late.output
+
+
+def test_where_a_run_is_met(tmp_path: Path):
+    file = tmp_path / "rdzv"
+    file.write_text("h:5")
+    assert find_meeting(str(file), None, None, {}).rdzv_file == file
+    assert find_meeting("", file, None, {}).rdzv_file == file
+    assert str(find_meeting("h:6", file, None, {}).place.endpoint) == "h:6"
+    with pytest.raises(ConfigError, match="there is no /no/run"):
+        find_meeting("/no/run", None, None, {})
+    with pytest.raises(LaunchError, match="no run is going on"):
+        find_meeting(str(tmp_path), None, None, {})
+    Rendezvous(endpoints=Endpoints(), key_file="").save(tmp_path / "rdzv.json")
+    with pytest.raises(LaunchError, match="was started for one machine"):
+        find_meeting(str(tmp_path), None, None, {})
+    Rendezvous(endpoints=Endpoints(tcp=("tcp://10.0.0.1:7", "")), key_file="/k").save(tmp_path / "rdzv.json")
+    met = find_meeting(str(tmp_path), None, None, {})
+    assert (str(met.place.endpoint), met.job_key) == ("10.0.0.1:7", Path("/k"))
+
+
+def launcher_log(node0) -> str:
+    return (node0.dir / "logs/launcher.0.log").read_text()

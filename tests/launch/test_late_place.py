@@ -1,0 +1,215 @@
+"""More or fewer rollout actors: who joins where, who leaves, and what is refused. Pure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from myxa.core.child_states import ChildState
+from myxa.core.config import RunConfig, load_config
+from myxa.core.errors import ConfigError
+from myxa.launch.actor_spec import ActorSpec
+from myxa.launch.attached_servers import servers_of
+from myxa.launch.contracts import NameReply
+from myxa.launch.late_place import Present, check_distance, check_leaver, staff, staff_node
+from myxa.launch.placement import place
+from myxa.launch.reserved_names import HELD_S, ReservedNames
+from myxa.launch.roster import ActorRecord
+
+GPUS = ('roles.rollout.kind="sglang"', 'roles.rollout.devices="0-3"', 'roles.trainer.devices="4-7"',
+        "roles.rollout.count=2", 'weights.channel="nccl"')  # fmt: skip
+
+
+def config(tmp_path: Path, *overrides: str) -> RunConfig:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npath = "m"\n[data]\ntrain = "d.jsonl"\n')
+    return load_config(file, overrides)
+
+
+def present(config: RunConfig, num_nodes: int = 1, *, without: tuple[str, ...] = (), taken: tuple[str, ...] = ()):
+    actors = tuple(actor for actor in place(config, num_nodes) if actor.name not in without)
+    return Present(actors, tuple(range(num_nodes)), taken)
+
+
+def where(actors: tuple[ActorSpec, ...]) -> list[tuple[str, int]]:
+    return [(actor.name, actor.node) for actor in actors]
+
+
+def test_more_get_the_next_free_numbers_and_are_as_the_first_ones(tmp_path: Path):
+    run = config(tmp_path, "roles.rollout.count=2", "roles.rollout.threads=3", "roles.rollout.max_restarts=7")
+    there = present(run)
+    got = staff(run, "rollout", 4, there)
+    assert where(got.joining) == [("rollout/2", 0), ("rollout/3", 0)]
+    assert got.leaving == ()
+    first = next(actor for actor in there.actors if actor.name == "rollout/1")
+    assert [getattr(got.joining[0], name) for name in ("kind", "threads", "max_restarts", "restart", "devices")] == [
+        getattr(first, name) for name in ("kind", "threads", "max_restarts", "restart", "devices")
+    ]
+
+
+def test_numbers_of_others_are_left_out_and_those_of_who_has_left_come_again(tmp_path: Path):
+    run = config(tmp_path, "roles.rollout.count=2")
+    there = present(run, without=("rollout/0",), taken=("rollout/2", "rollout/x"))
+    assert where(staff(run, "rollout", 3, there).joining) == [("rollout/0", 0), ("rollout/3", 0)]
+
+
+def test_fewer_leave_from_the_highest_number(tmp_path: Path):
+    run = config(tmp_path, "roles.rollout.count=12")
+    assert staff(run, "rollout", 9, present(run)).leaving == ("rollout/11", "rollout/10", "rollout/9")
+    assert staff(run, "rollout", 12, present(run)) == staff(run, "rollout", 12, present(run))
+    assert not staff(run, "rollout", 12, present(run)).joining
+
+
+def test_the_node_with_the_fewest_gets_the_next_one(tmp_path: Path):
+    run = config(tmp_path, "roles.rollout.nodes=[0, 1, 2]", "roles.rollout.count=2")
+    there = present(run, 3, without=("rollout/2", "rollout/3", "rollout/5"))
+    joining = staff(run, "rollout", 7, there).joining
+    assert where(joining) == [("rollout/2", 1), ("rollout/3", 1), ("rollout/5", 2), ("rollout/6", 0)]
+    alone = Present(there.actors, (0, 2), ())
+    assert {node for _, node in where(staff(run, "rollout", 7, alone).joining)} == {0, 2}, "node 1 is lost"
+
+
+def test_a_gpu_that_was_left_is_used_again_and_one_that_is_in_use_never(tmp_path: Path):
+    run = config(tmp_path, *GPUS)
+    (again,) = staff(run, "rollout", 2, present(run, without=("rollout/0",))).joining
+    assert (again.name, again.devices, again.visible_devices) == ("rollout/0", (0, 1), (0, 1))
+    with pytest.raises(ConfigError, match=r"needs 2 GPUs, free are node 0: none.*--devices"):
+        staff(run, "rollout", 3, present(run))
+    (third,) = staff(run, "rollout", 3, present(run), "8-9").joining
+    assert third.devices == (8, 9)
+    with pytest.raises(ConfigError, match=r"free are node 0: none.*in use or too few"):
+        staff(run, "rollout", 3, present(run), "4-5")
+
+
+def test_the_gpus_of_who_is_still_leaving_are_in_use(tmp_path: Path):
+    run = config(tmp_path, *GPUS)
+    specs = {actor.name: actor for actor in place(run, 1)}
+
+    def now(*leaving: str, **states: ChildState) -> Present:
+        roster = [
+            ActorRecord(name=name, role=spec.role, node=spec.node, host="a", attempt=0, devices=spec.devices,
+                        state=states.get(name.replace("/", ""), "up"), is_leaving=name in leaving)
+            for name, spec in specs.items()
+        ]  # fmt: skip
+        return Present.of(roster, specs, (0,), {"rollout/2"})
+
+    with pytest.raises(ConfigError, match="free are node 0: none") as caught:
+        staff(run, "rollout", 2, now("rollout/1"))
+    assert "wait until rollout/1 is gone" in caught.value.remedy
+    (beside,) = staff(run, "rollout", 2, now("rollout/1"), "8-9").joining
+    assert (beside.name, beside.devices) == ("rollout/3", (8, 9)), "the names of both others are taken"
+    (again,) = staff(run, "rollout", 2, now(rollout1="failed")).joining
+    assert (again.name, again.devices) == ("rollout/1", specs["rollout/1"].devices), "it has no process any more"
+
+
+@pytest.mark.parametrize(
+    ("role", "count", "overrides", "message"),
+    [
+        ("trainer", 2, (), "its ranks form one gang"),
+        ("buffer", 2, (), "a run has exactly one"),
+        ("rollout", 0, (), "too few: a run needs one"),
+        ("rollout", 1, ("roles.rollout.count=3", "roles.rollout.quorum=2"), r"too few: roles.rollout.quorum = 2"),
+        ("rollout", 2, ('roles.rollout.restart="gang"',), "the rollout actors are a gang"),
+        (
+            "rollout", 3,
+            ('roles.rollout.kind="sglang"', "roles.rollout.count=2", 'engine.attach=["http://a:1", "http://b:1"]'),
+            "the 2 servers of engine.attach were divided among",
+        ),
+        ("rollout", 3, (*GPUS[:-1], 'weights.channel="cuda_ipc"'), "cuda_ipc"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_the_reason(tmp_path: Path, role, count, overrides, message):
+    run = config(tmp_path, *overrides)
+    with pytest.raises(ConfigError, match=message) as caught:
+        staff(run, role, count, present(run), "8-9" if "cuda_ipc" in message else "")
+    assert caught.value.remedy
+    assert caught.value.exit_code == 2
+
+
+FLEET = ('roles.rollout.kind="sglang"', "roles.rollout.count=2", 'engine.attach=["http://a:1", "http://b:1"]')
+
+
+def test_an_attached_fleet_grows_by_servers_that_are_named(tmp_path: Path):
+    run = config(tmp_path, *FLEET)
+    there = present(run)
+    assert [servers_of(actor, run) for actor in there.actors if actor.role == "rollout"] == [
+        ("http://a:1",), ("http://b:1",),
+    ]  # fmt: skip
+    got = staff(run, "rollout", 4, there, attach="http://c:1, http://d:1,http://e:1").joining
+    assert [(actor.name, servers_of(actor, run)) for actor in got] == [
+        ("rollout/2", ("http://c:1", "http://e:1")), ("rollout/3", ("http://d:1",)),
+    ]  # fmt: skip
+    left = Present(tuple(a for a in there.actors if a.name != "rollout/1"), (0,))
+    (again,) = staff(run, "rollout", 2, left).joining
+    assert servers_of(again, run) == ("http://b:1",), "its share of the run file"
+    (again,) = staff(run, "rollout", 2, left, attach="http://b:1/").joining
+    assert (again.name, servers_of(again, run)) == ("rollout/1", ("http://b:1/",)), "it is free again"
+
+
+@pytest.mark.parametrize(
+    ("attach", "said"),
+    [
+        ("http://c:1", "1 servers are too few for 2"),
+        ("http://c:1,http://a:1/", "http://a:1/ serves rollout/0 already"),
+        ("http://c:1,http://c:1", "names a server twice"),
+        ("http://c:1,ftp://d", '"ftp://d" is no address'),
+    ],
+)
+def test_servers_that_cannot_be_are_refused(tmp_path: Path, attach: str, said: str):
+    run = config(tmp_path, *FLEET)
+    with pytest.raises(ConfigError, match=said):
+        staff(run, "rollout", 4, present(run), attach=attach)
+    plain = config(tmp_path)
+    with pytest.raises(ConfigError, match="no attached servers"):
+        staff(plain, "rollout", 2, present(plain), attach="http://c:1")
+
+
+def test_a_late_node_is_staffed_whatever_the_role_s_nodes_and_devices_say(tmp_path: Path):
+    run = config(tmp_path, *GPUS)
+    there = present(run)
+    there = Present(there.actors, (0, 1), (), (), {1: "0-1"})
+    assert [(a.name, a.node, a.devices) for a in staff_node(run, 1, 1, there)] == [("rollout/2", 1, (0, 1))]
+    with pytest.raises(ConfigError, match=r"needs 2 GPUs, free are node 1: none"):
+        staff_node(run, 1, 2, there)
+    many = Present(there.actors, (0, 1), (), (), {1: ""})
+    assert [a.devices for a in staff_node(run, 1, 0, many)] == [(0, 1), (2, 3)], "as many as the role has on each node"
+    (beside,) = staff(run, "rollout", 3, many).joining
+    assert beside.node == 1, "and `scale` knows it"
+
+
+@pytest.mark.parametrize(
+    ("channel", "is_same", "refused"),
+    [("shm", False, True), ("shm", True, False), ("disk", False, False)],
+)
+def test_a_late_node_needs_a_way_for_new_weights(tmp_path: Path, channel: str, is_same: bool, refused: bool):
+    run = config(tmp_path, f'weights.channel="{channel}"')
+    if refused:
+        with pytest.raises(ConfigError, match="engines read memory of the trainer's machine") as caught:
+            check_distance(run, is_same)
+        assert 'weights.channel = "disk"' in caught.value.remedy
+    else:
+        check_distance(run, is_same)
+
+
+def test_only_rollout_actors_can_be_drained(tmp_path: Path):
+    run = config(tmp_path)
+    with pytest.raises(ConfigError, match="buffer cannot leave a run"):
+        check_leaver(run, "buffer", 0)
+
+
+def test_other_programs_get_names_that_the_run_never_uses():
+    names = ReservedNames(num_own=2)
+    own = ["rollout/0", "rollout/1"]
+    assert names.ask("", own, own, 0.0).name == "rollout/2"
+    assert names.ask("", own, own, 1.0).name == "rollout/3", "the first one is about to join"
+    assert names.ask("", [*own, "rollout/4"], own, 1.0).name == "rollout/5", "a late actor of the run has one too"
+    assert names.ask("rollout/1", own, own, 1.0).refused == "own"
+    assert names.ask("rollout/1", [], [], 1.0).refused == "own", "also when it has left: it may come again"
+    assert names.ask("rollout/2", own, own, 1.0).refused == "taken"
+    assert names.ask("rollout/9", own, [*own, "rollout/9"], 1.0).refused == "taken"
+    assert names.ask("rollout/x", own, own, 1.0).refused == "taken"
+    assert names.ask("rollout/7", own, own, 1.0) == NameReply(name="rollout/7")
+    names.left("rollout/7")
+    assert names.held(1.0) == {"rollout/2", "rollout/3", "rollout/5"}
+    assert names.held(HELD_S + 0.5) == {"rollout/3", "rollout/5"}, "who does not come loses the name"

@@ -1,0 +1,83 @@
+"""A real run that goes on while a test asks it questions."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from run_job import Job  # pyright: ignore[reportMissingImports]
+
+from myxa.core.errors import MyxaError
+from myxa.launch.control.client import ControlClient
+
+START_S = 180.0
+END_S = 90.0
+
+
+@contextmanager
+def live(job: Job, *overrides: str, program: str = "", env: dict[str, str] | None = None) -> Generator[ControlClient]:
+    """Start the job, wait for its first version, end it in good order afterwards."""
+    command = [*job.command("run.num_steps=100000", *overrides), "--quiet"]
+    command += ["--program", program] if program else []
+    log = job.folder / "printed.txt"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, cwd=job.folder, env=env, start_new_session=True
+        )
+    try:
+        client = _client(job, process, log)
+        until(lambda: _version(client) >= 1, lambda: f"no step was made\n{log.read_text()}", START_S)
+        yield client
+        assert process.poll() is None, log.read_text()
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+
+
+def until(condition: Callable[[], bool], what: Callable[[], str], timeout_s: float) -> None:
+    """Poll a condition; fail with what is known then."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.2)
+
+
+def myxa(client: ControlClient, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A command, as a person types it."""
+    command = [sys.executable, "-m", "myxa.launch", *words, "--run", str(client.run_dir)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd)
+
+
+def _client(job: Job, process: subprocess.Popen[Any], log: Path) -> ControlClient:
+    found: list[ControlClient] = []
+
+    def is_there() -> bool:
+        assert process.poll() is None, log.read_text()
+        try:
+            found.append(ControlClient.of(job.run_dir()))
+        except (MyxaError, OSError, ValueError):
+            return False
+        return True
+
+    until(is_there, lambda: f"the run opened no control socket\n{log.read_text()}", START_S)
+    return found[-1]
+
+
+def _version(client: ControlClient) -> int:
+    try:
+        told = client.ask("status")
+    except MyxaError:
+        return -1
+    return int(told["status"]["version"]) if told["status"] else -1

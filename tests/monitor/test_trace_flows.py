@@ -1,0 +1,203 @@
+"""Arrows of the trace: every start has an end, both lie in slices, and a group's stations are joined in their order."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from trace_rules import check_events, follow
+
+from myxa.actors.sinks.chrome_trace import ChromeTraceSink
+from myxa.actors.sinks.trace_flows import Lanes, Place, TraceFlows
+from myxa.core.activity import TelemetryBuffer
+from myxa.core.clock import ManualClock
+from myxa.core.flow_sampling import FlowSampler
+from myxa.core.messages import Event, MetricPoint, Span, Telemetry
+from myxa.core.sink import SinkContext
+
+HOPS = ("dispatch", "generate", "reward", "claim", "train")
+SEED = 5
+
+
+def hop(source: str, name: str, group_ids: list[int], start_s: float, duration_s: float) -> Span:
+    args = {"hop": name, "flows": group_ids}
+    return Span(
+        source=source,
+        name=name,
+        activity="compute",
+        start_wall_s=start_s,
+        duration_s=duration_s,
+        track=name,
+        args=args,
+    )
+
+
+def weights(source: str, version: int, start_s: float, *, is_made: bool) -> Span:
+    args = {"makes_version" if is_made else "adopts_version": version}
+    return Span(
+        source=source,
+        name="weights",
+        activity="compute",
+        start_wall_s=start_s,
+        duration_s=0.5,
+        track="weights",
+        args=args,
+    )
+
+
+def written(folder: Path, bundles: list[Telemetry]) -> list[dict[str, object]]:
+    """What a sink makes of these bundles, by two incarnations of the monitor."""
+    for half in (bundles[: len(bundles) // 2], bundles[len(bundles) // 2 :]):
+        sink = ChromeTraceSink()
+        sink.open(SinkContext(run_dir=folder, run_name="x", clock=ManualClock(), emit=lambda kind, text: None))
+        for bundle in half:
+            sink.write(bundle)
+            sink.flush()
+        sink.close()
+    return json.loads((folder / "trace.json").read_text())
+
+
+def life(group_id: int, start_s: float) -> list[Span]:
+    return [
+        hop("buffer", "dispatch", [group_id], start_s, 0.0),
+        hop("rollout/0", "generate", [group_id], start_s + 0.1, 2.0),
+        hop("rollout/0", "reward", [group_id], start_s + 1.0, 1.5),  # begins while other members are still generated
+        hop("buffer", "claim", [group_id], start_s + 3.0, 0.0),
+        hop("trainer/0", "train", [group_id], start_s + 3.1, 1.0),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stations_that_come_in_any_order_are_joined_in_their_own(seed: int, tmp_path: Path) -> None:
+    print("seed", seed)
+    rng = random.Random(seed)
+    spans = [span for group_id in range(40) for span in life(group_id, 1000.0 + group_id * 0.3)]
+    # Each actor sends once a second, in its own rhythm; two bundles of one actor keep their order.
+    by_bundle: dict[tuple[str, int], list[Span]] = {}
+    for span in spans:
+        by_bundle.setdefault((span.source, int(span.start_wall_s + span.duration_s)), []).append(span)
+    order = sorted(by_bundle, key=lambda key: key[1] + rng.random() * 2.5)
+    sink = ChromeTraceSink()
+    sink.open(SinkContext(run_dir=tmp_path, run_name="x", clock=ManualClock(), emit=lambda kind, text: None))
+    for key in order:
+        sink.write(Telemetry(spans=tuple(by_bundle[key])))
+    sink.close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    check_events(events)
+    joined: dict[str, set[tuple[str, str]]] = {}
+    for arrow in follow(events):
+        joined.setdefault(arrow.name, set()).add((arrow.source["name"], arrow.target["name"]))
+        assert int(arrow.name.removeprefix("group ")) in arrow.source["args"]["flows"]
+        assert int(arrow.name.removeprefix("group ")) in arrow.target["args"]["flows"]
+    steps = set(pairwise(HOPS))
+    assert joined == {f"group {group_id}": steps for group_id in range(40)}
+
+
+def test_a_version_has_an_arrow_to_every_adoption_also_over_a_restart_of_the_monitor(tmp_path: Path) -> None:
+    bundles: list[Telemetry] = []
+    for version in range(6):
+        adoptions = [weights(f"rollout/{i}", version, 10.0 * version + 1 + i, is_made=False) for i in range(3)]
+        maker = weights("trainer/0", version, 10.0 * version, is_made=True)
+        bundles += [Telemetry(spans=(adoptions[0], maker)), Telemetry(spans=tuple(adoptions[1:]))]
+    events = written(tmp_path, bundles)
+    check_events(events)
+    arrows = follow(events)
+    assert len(arrows) == 18
+    for arrow in arrows:
+        assert arrow.name == f"version {arrow.source['args']['makes_version']}"
+        assert arrow.source["args"]["makes_version"] == arrow.target["args"]["adopts_version"]
+
+
+def test_a_group_handed_out_again_goes_on_from_its_newest_station(tmp_path: Path) -> None:
+    first = hop("buffer", "dispatch", [3], 1.0, 0.0)  # the engine died: nothing came of it
+    events = written(tmp_path, [Telemetry(spans=(first, *life(3, 20.0)))])
+    arrows = follow(events)
+    assert [arrow.target["name"] for arrow in arrows] == list(HOPS[1:])
+    assert min(arrow.source["ts"] for arrow in arrows) == 20_000_000
+
+
+def test_half_an_arrow_is_never_written_and_what_waits_is_bounded() -> None:
+    flows, place = TraceFlows(), Place(1, 0, 0, 10)
+    assert not [arrow for group_id in range(20_000) for arrow in flows.station(group_id, "dispatch", place)]
+    assert not list(flows.station(0, "generate", place))  # forgotten long ago
+    assert len(list(flows.station(19_999, "generate", Place(2, 0, 5, 15)))) == 1
+    assert not list(flows.station(5, "no such hop", place))
+    assert not [arrow for version in range(5000) for arrow in flows.adopted(version, place)]
+    backwards = list(flows.station(19_999, "reward", Place(2, 0, 0, 2)))
+    assert not backwards  # over before the station in front of it began
+
+
+def test_rows_for_what_overlaps_are_few_and_what_has_none_is_counted() -> None:
+    lanes = Lanes(max_lanes=3)
+    names = [lanes.take("rollout/0", "generate", start, start + 10) for start in (0, 1, 2, 3, 10, 20)]
+    assert names == ["generate", "generate 2", "generate 3", None, "generate", "generate"]
+    assert lanes.num_refused == 1
+
+
+def test_many_groups_are_thinned_in_step_by_all_who_see_them() -> None:
+    fine, coarse = FlowSampler(max_per_s=50), FlowSampler(max_per_s=50)
+    seen: set[int] = set()
+    followed: set[int] = set()
+    rng = random.Random(SEED)
+    for second in range(20):
+        groups = range(second * 1000, second * 1000 + 1000)
+        mine = [group for group in groups if rng.random() < 0.25]
+        seen |= set(fine.pick("generate", mine, float(second)))
+        followed |= set(coarse.pick("dispatch", groups, float(second)))
+    assert coarse.num_skipped + len(followed) == 20_000
+    settled = {group for group in followed if group >= 2000}
+    assert 15 * 18 <= len(settled) <= 50 * 18
+    both = settled & seen
+    assert len(both) > 0.15 * len(settled)  # a quarter of them went to this actor, and it follows a finer choice
+    few = FlowSampler(max_per_s=50)
+    assert few.pick("reward", range(-3, 20), 0.0) == tuple(range(20))
+
+
+def test_a_hop_travels_as_a_span_and_what_was_left_out_is_told() -> None:
+    clock = ManualClock()
+    buffer = TelemetryBuffer("rollout/0", clock)
+    buffer.hop("generate", [7], 5.0, 1.5, prompt="x")
+    (span,) = buffer.drain().spans
+    assert (span.name, span.track, span.duration_s) == ("generate", "generate", 1.5)
+    assert span.args == {"prompt": "x", "hop": "generate", "flows": [7]}
+    buffer.hop("generate", [-3], 5.0, 1.5)
+    assert not buffer.drain().spans
+
+
+def test_a_change_of_knobs_is_a_line_through_the_whole_trace(tmp_path: Path) -> None:
+    change = Event(
+        source="coordinator", wall_s=2.0, kind="knob", text="lr 1e-3 -> 1e-4", data={"name": "lr", "epoch": 3}
+    )
+    other = Event(source="buffer", wall_s=2.0, kind="note", text="x")
+    events = written(tmp_path, [Telemetry(events=(change,)), Telemetry(events=(other,))])
+    check_events(events)
+    scopes = {event["name"]: event["s"] for event in events if event["ph"] == "i"}
+    assert scopes == {"knob": "g", "note": "p"}
+    told = next(event for event in events if event["name"] == "knob")
+    assert told["args"] == {"name": "lr", "epoch": 3, "text": "lr 1e-3 -> 1e-4"}
+
+
+def test_a_run_of_many_short_steps_does_not_fill_the_trace(tmp_path: Path) -> None:
+    told: list[str] = []
+    sink = ChromeTraceSink()
+    sink.open(
+        SinkContext(run_dir=tmp_path, run_name="x", clock=ManualClock(), emit=lambda kind, text: told.append(kind))
+    )
+    for index in range(2000):  # one second: 2000 short stretches, one long one, a point of a counter each
+        at_s = 1000.0 + index / 2000
+        short = Span(source="trainer/0", name="plan", activity="compute", start_wall_s=at_s, duration_s=0.0004)
+        point = MetricPoint(source="trainer/0", step=index, wall_s=at_s, values={"train/loss": 0.5})
+        sink.write(Telemetry(spans=(short,), metrics=(point,)))
+    long = Span(source="trainer/0", name="train", activity="compute", start_wall_s=1001.0, duration_s=0.5)
+    sink.write(Telemetry(spans=(long,)))
+    sink.flush()
+    sink.close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    check_events(events)
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert names == ["plan"] * 60 + ["train"]
+    assert sum(event["ph"] == "C" for event in events) == 10
+    assert told == ["trace-thinned"]

@@ -1,0 +1,166 @@
+"""What `myxa plan` says of memory, against what was measured on H200s and against the code that it speaks of."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from memory_cases import BENCHMARKS, NOT_BY_TORCH, SHAPES, measured, qwen3, run
+
+from myxa.actors.backends import vocab_scores
+from myxa.actors.backends.megatron.layout import ParallelLayout
+from myxa.actors.backends.megatron.residence import planned as planned_by_megatron
+from myxa.actors.backends.torch_backend.residence import planned as planned_by_torch
+from myxa.actors.models.model_config import ModelConfig
+from myxa.core.config import RunConfig
+from myxa.launch.placement import place
+from myxa.launch.plan.activation_memory import CHUNK_LOGITS, layer_numbers
+from myxa.launch.plan.device_memory import Capacities, memory_of
+from myxa.launch.plan.engine_memory import server_memory, token_bytes
+from myxa.launch.plan.memory_part import GIB, total
+from myxa.launch.plan.model_cut import stages, weights_of_stage
+from myxa.launch.plan.trainer_memory import trainer_memory
+
+TOLERANCE = 0.05
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "shape", "ranks"),
+    [
+        ("megatron 0.6B ", "megatron", "0.6B", 1),
+        ("torch 0.6B ", "torch", "0.6B", 1),
+        ("megatron 1.7B |", "megatron", "1.7B", 1),
+        ("megatron 1.7B, DP4", "megatron", "1.7B", 4),
+    ],
+)
+def test_a_step_takes_what_it_took_on_an_h200(row: str, kind: str, shape: str, ranks: int) -> None:
+    """Packs of 16 sequences of 1024 tokens; torch's largest count of allocated bytes."""
+    rank = trainer_memory(run(kind, ranks), SHAPES[shape], ranks)
+    said = total(part for part in rank.parts if part.name not in NOT_BY_TORCH) / GIB
+    print(f"{row}: {said:.1f} GiB, measured {measured(row)}")
+    assert said == pytest.approx(measured(row), rel=TOLERANCE)
+
+
+def test_the_worked_example() -> None:
+    """8.2 thousand million parameters, the optimizer shared by four: 16.4 + 32.8 + 24.6 GB."""
+    rank = trainer_memory(run("megatron", 4), SHAPES["8B"], 4)
+    sizes = {part.name: part.num_bytes / 1e9 for part in rank.parts}
+    assert [sizes[name] for name in ("weights", "gradients", "optimizer")] == pytest.approx(
+        [16.4, 32.8, 24.6], rel=0.01
+    )
+    found = re.search(r"8\.2B parameters with the optimizer shared by four take \(([\d.]+) GiB\)", BENCHMARKS)
+    # The benchmark counts 2 bytes of weights, 4 of gradients and a quarter of 12, all of 8.2e9, in whole matrices.
+    assert found is not None
+    lasting = sum(sizes[name] for name in ("weights", "gradients", "optimizer")) * 1e9 / GIB
+    assert lasting == pytest.approx(float(found[1]), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_it_says_what_the_memory_manager_is_told(dtype: str, ranks: int) -> None:
+    model = SHAPES["0.6B"]
+    config = run("megatron", ranks, trainer={"dtype": dtype}, algo={"kl_coef": 0.1})
+    told = planned_by_megatron(model.num_parameters, config.megatron, config.trainer, ranks, has_reference=True)
+    said = {part.name: part.num_bytes for part in trainer_memory(config, model, ranks).parts}
+    names = {"params": "weights", "grads": "gradients", "optimizer": "optimizer", "frozen": "reference model"}
+    assert {tag: said[name] for tag, name in names.items()} == {tag: size for tag, (size, _) in told.items()}
+    config = run("torch", ranks, trainer={"dtype": dtype}, algo={"kl_coef": 0.1})
+    said = {part.name: part.num_bytes for part in trainer_memory(config, model, ranks).parts}
+    told = planned_by_torch(model.num_parameters, has_reference=True)
+    assert {tag: said[name] for tag, name in names.items()} == {tag: size for tag, (size, _) in told.items()}
+
+
+def test_the_chunk_of_logits_is_the_trainers() -> None:
+    assert dict(CHUNK_LOGITS) == dict(vocab_scores.CHUNK_LOGITS)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 4}, {"tp": 2, "pp": 2}, {"pp": 3}])
+def test_stages_hold_the_whole_model(layout: dict[str, int]) -> None:
+    model = SHAPES["1.7B"]
+    cut = ParallelLayout(tp=layout.get("tp", 1), pp=layout.get("pp", 1))
+    held = [weights_of_stage(model, cut, stage).num_parameters for stage in stages(model, cut)]
+    again = model.vocab_size * model.hidden_size // cut.tp if cut.pp > 1 else 0  # the tied embedding's second copy
+    vectors = sum(shape[0] for shape in model.tensor_shapes().values() if len(shape) == 1)
+    whole = sum(held) * cut.tp - (cut.tp - 1) * vectors - again * cut.tp
+    assert whole == model.num_parameters
+    assert sum(stage.num_layers for stage in stages(model, cut)) == model.num_layers
+
+
+def test_experts_are_cut_by_expert_parallelism() -> None:
+    more = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
+    model = qwen3(1024, 8, 16, 3072, **more)
+    alone = weights_of_stage(model, ParallelLayout(), stages(model, ParallelLayout())[0])
+    cut = ParallelLayout(ep=4)
+    quarter = weights_of_stage(model, cut, stages(model, cut)[0])
+    assert alone.num_parameters == model.num_parameters
+    assert alone.expert == 8 * 16 * 3 * 1024 * 768
+    assert (quarter.expert, quarter.dense) == (alone.expert // 4, alone.dense)
+
+
+def test_parallelism_and_recomputation_make_it_less() -> None:
+    model = SHAPES["1.7B"]
+    whole = trainer_memory(run("megatron", 4), model, 4).num_bytes
+    for settings in ({"tp": 4, "sequence_parallel": True}, {"tp": 2}, {"cp": 2}, {"recompute": "full"}):
+        assert trainer_memory(run("megatron", 4, megatron=settings), model, 4).num_bytes < whole, settings
+    config = run("torch", 4, trainer={"strategy": "fsdp"})
+    assert trainer_memory(config, model, 4).num_bytes < trainer_memory(run("torch", 4), model, 4).num_bytes
+    split, uncut = ParallelLayout(tp=2, sequence_parallel=True), ParallelLayout()
+    assert layer_numbers(model, "megatron", split) == layer_numbers(model, "megatron", uncut) / 2
+
+
+def test_a_servers_cache() -> None:
+    """0.6B: 28 layers x 8 heads x 128 x 2 (key, value) x 2 bytes = 114,688 bytes a token."""
+    model = SHAPES["0.6B"]
+    assert token_bytes(model, "bfloat16") == 114_688
+    assert token_bytes(model, "bfloat16", num_gpus=4) == 114_688 // 4
+    roles = {"trainer": {"devices": "0"}, "rollout": {"kind": "sglang", "devices": "1"}}
+    config = run("torch", 1, roles=roles, sglang={"mem_fraction_static": 0.5})
+    engine = server_memory(config, model, 1, 80 * GIB)
+    assert engine.cache_bytes == 40 * GIB - 2 * model.num_parameters
+    assert engine.cache_tokens == engine.cache_bytes // 114_688
+    assert engine.full_sequences == engine.cache_tokens // 2048
+
+
+SHARED = {
+    "roles": {
+        "trainer": {"kind": "megatron", "devices": "0", "count": 1}, "rollout": {"kind": "sglang", "devices": "0"}
+    },
+    "sglang": {"mem_fraction_static": 0.85},
+}  # fmt: skip
+TURNS = {**SHARED, "memory": {"share": "switch", "workspace_mb": 40_000}}
+
+
+def loads(config: RunConfig, model: ModelConfig, gib: float) -> tuple[dict[str, bool], list[str]]:
+    memory, findings = memory_of(config, model, place(config, 1), Capacities(int(gib * GIB), None))
+    gpus = [load for load in memory.loads if "GPU" in load.devices]
+    return {load.phase: load.fits for load in gpus}, [finding.key for finding in findings]
+
+
+def test_both_at_once_do_not_fit_where_turns_do() -> None:
+    at_once = run("megatron", 1, **SHARED)
+    assert loads(at_once, SHAPES["0.6B"], 80) == ({"all the time": False}, ["sglang.mem_fraction_static"])
+    in_turns = run("megatron", 1, **TURNS)
+    fits, findings = loads(in_turns, SHAPES["0.6B"], 80)
+    assert fits == {"trainer's turn": True, "hand-over": True, "engine's turn": True}
+    assert findings == []
+
+
+def test_what_does_not_fit_names_the_key_to_turn() -> None:
+    fits, findings = loads(run("megatron", 1, **TURNS), SHAPES["1.7B"], 60)
+    assert not fits["trainer's turn"]
+    assert fits["hand-over"]
+    assert "trainer.max_tokens_per_microbatch" in findings
+    small = run("megatron", 1, trainer={"max_tokens_per_microbatch": 1024})
+    assert loads(small, SHAPES["8B"], 80) == ({"all the time": False}, ["roles.trainer.devices"])
+
+
+def test_a_workspace_that_is_too_small_is_told() -> None:
+    config = run("megatron", 1, **{**TURNS, "memory": {"share": "switch", "workspace_mb": 1024}})
+    assert loads(config, SHAPES["0.6B"], 140)[1] == ["memory.workspace_mb"]
+
+
+def test_without_a_size_nothing_is_said_to_fit_or_not() -> None:
+    config = run("megatron", 1, **SHARED)
+    memory, findings = memory_of(config, SHAPES["0.6B"], place(config, 1), Capacities(None, None))
+    assert [load.capacity_bytes for load in memory.loads] == [None]
+    assert findings == []

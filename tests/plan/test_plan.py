@@ -1,0 +1,235 @@
+"""What `myxa plan` tells of a good run: places, numbers, commands; and that it costs next to nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from planned import RUN, Site, plan
+
+from myxa.core.config import load_config
+from myxa.launch.child_env import child_env
+from myxa.launch.cli import main
+from myxa.launch.placement import place
+from myxa.launch.plan.data_glance import MAX_BYTES
+from myxa.launch.plan.disk import FEW_BYTES, disk_findings, disk_of
+from myxa.launch.plan.staleness_plan import scaled_scenario, staleness_findings, staleness_of
+
+LINE = {line: number for number, line in enumerate(RUN.splitlines(), 1)}
+
+
+def test_a_good_run(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(path.name for path in site.folder.iterdir() if path.name != "run.toml")
+    code, answer = plan(site.write(RUN), capsys=capsys)
+    assert (code, answer["ok"], answer["problems"]) == (0, True, [])
+    assert answer["placement"]["grid"] == {"node 0": {"cpu": ["M", "B", "C", "T0", "T1", "R0", "R1"]}}
+    assert answer["placement"]["nodes"] == [
+        {"node": 0, "num_processes": 7, "threads": 7, "interpreters": ["the launcher's"]}
+    ]
+    batch = answer["batch"]
+    assert (batch["num_samples"], batch["samples_per_update"], batch["num_updates"]) == (32, 16, 40)
+    assert batch["tokens_per_step"] == 32 * 32
+    assert (batch["num_rows"], batch["passes"]) == (40, 20 * 8 / 40)
+    assert batch["num_replicas"] == 2
+    staleness = answer["staleness"]
+    # N = (eta + 1) * B + 1 - W with W = 1 + B // 4, as in docs/staleness.md
+    assert (staleness["num_slots"], staleness["window"], staleness["concurrency"]) == (22, 3, 64)
+    assert [tail["skew"] for tail in staleness["waiting"]] == [3.0, 10.0]
+    assert [start["actor"] for start in answer["starts"]] == [
+        "monitor", "buffer", "coordinator", "trainer/0", "trainer/1", "rollout/0", "rollout/1"
+    ]  # fmt: skip
+    after = sorted(path.name for path in site.folder.iterdir() if path.name != "run.toml")
+    assert after == before, "nothing was made"
+
+
+def test_the_page(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(site.write(RUN))]) == 0
+    page = capsys.readouterr().out
+    headings = [line.removeprefix("== ").split(" of ")[0] for line in page.splitlines() if line.startswith("== ")]
+    assert headings == ["placement", "memory", "batch", "staleness", "disk", "what is started"]
+    assert "node 0  M B C T0 T1 R0 R1" in page
+    assert "8 prompts x 4 samples = 32 samples a step, 2 updates of 16" in page
+    assert page.endswith("no problems\n")
+    assert main(["plan", str(site.write(RUN)), "--brief"]) == 0
+    assert "what is started" not in capsys.readouterr().out
+
+
+def test_neither_torch_nor_a_socket_is_touched(site: Site) -> None:
+    site.write(RUN)
+    code = (
+        "import sys\n"
+        "sys.modules['zmq'] = None  # an import of it would fail\n"
+        "from myxa.launch.cli import main\n"
+        "code = main(['plan', 'run.toml', '--json'])\n"
+        "heavy = [name for name in ('torch', 'transformers', 'sglang', 'megatron.core') if name in sys.modules]\n"
+        "sys.exit(f'{heavy}' if heavy else code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=site.folder, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ok"]
+
+
+def test_the_commands_are_the_launchers(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    text = RUN.replace(
+        "[roles.rollout]\n", '[roles.rollout]\nthreads = 3\nenv = { HF_HOME = "/data/hf", WANDB_API_KEY = "s3cret" }\n'
+    )
+    file = site.write(text)
+    _, answer = plan(file, capsys=capsys)
+    assert "s3cret" not in json.dumps(answer)
+    starts = {start["actor"]: start for start in answer["starts"]}
+    rollout = starts["rollout/1"]
+    assert rollout["command"] == [sys.executable, "-m", "myxa.launch.worker"]
+    assert (rollout["env"]["OMP_NUM_THREADS"], rollout["env"]["HF_HOME"]) == ("3", "/data/hf")
+    assert rollout["env"]["WANDB_API_KEY"] == "(not shown)"
+    actors = {actor.name: actor for actor in place(load_config(file), 1)}
+    really = child_env({}, actors["rollout/1"], spec_path="x", run_id="r", attempt=0)
+    assert set(rollout["env"]) == set(really)
+    assert starts["trainer/1"]["env"]["RANK"] == "1"
+    assert starts["trainer/1"]["env"]["WORLD_SIZE"] == "2"
+
+
+def test_several_nodes(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    text = RUN.replace("[roles.rollout]\n", '[roles.rollout]\nnodes = "*"\n')
+    code, answer = plan(site.write(text), "--nnodes", "3", capsys=capsys)
+    assert code == 0, answer["problems"]
+    assert answer["placement"]["grid"]["node 2"] == {"cpu": ["R4", "R5"]}
+    assert any("29400" in text for text in answer["listening"])
+    assert any(part["name"] == "weight versions" for part in answer["disk"]["parts"]), "weights go by disk then"
+
+
+GPUS = """\
+[sglang]
+mem_fraction_static = 0.8
+[memory]
+share = "switch"
+workspace_mb = 4096
+"""
+
+
+def test_gpus_that_are_not_here(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    """A laptop plans for a GPU machine."""
+    text = RUN.replace("[roles.trainer]\n", '[roles.trainer]\ndevices = "0-1"\nkind = "megatron"\n') + (
+        'devices = "0-1"\nkind = "sglang"\n' + GPUS
+    )
+    code, answer = plan(site.write(text), "--elsewhere", "--device-gib", "80", capsys=capsys)
+    assert (code, answer["problems"]) == (0, [])
+    assert answer["placement"]["grid"]["node 0"]["GPU 1"] == ["T1", "R1"]
+    assert len(answer["placement"]["turns"]) == 6
+    phases = {load["phase"]: load for load in answer["memory"]["loads"]}
+    assert list(phases) == ["trainer's turn", "hand-over", "engine's turn"]
+    assert all(load["capacity_bytes"] == 80 << 30 and load["fits"] for load in phases.values())
+    server = next(start for start in answer["starts"] if start["actor"] == "rollout/0 server")
+    assert server["command"][-3:] == ["--enable-memory-saver", "--mem-fraction-static", "0.8"]
+    code, answer = plan(site.write(text), capsys=capsys)
+    assert code == 2
+    modules = {one["message"].partition("no module ")[2].partition(",")[0] for one in answer["problems"]}
+    assert {'"pynvml"', '"sglang"'} <= modules, "here, they are looked for"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "word"),
+    [
+        ("max_groups = 32", "max_groups = 2", "rollout.max_groups", "several rounds"),
+        ("max_groups = 32", "max_groups = 8", "rollout.max_groups", "raise it to 11"),
+        ("checkpoint_every = 10", "checkpoint_every = 100", "trainer.checkpoint_every", "no checkpoint is written"),
+        ("every = 10\nnum_prompts", "every = 50\nnum_prompts", "eval.every", "no evaluation after the first"),
+        ("num_prompts = 16", "num_prompts = 64", "eval.num_prompts", "has 16 rows"),
+        ('train = "data/train.jsonl"', 'train = "data/train.jsonl"\nmax_passes = 1', "data.max_passes", "ends after 5"),
+        ("batch_size = 8", "batch_size = 64", "algo.batch_size", "the same prompt several times"),
+        ("[roles.trainer]\ncount = 2", "[roles.trainer]\ncount = 32", "algo.batch_size", "nothing to do"),
+        ("max_turns = 1", "max_turns = 9", "engine.context_length", "later ones are cut short"),
+        ('[roles.trainer]\ncount = 2', '[roles.trainer]\ndevices = "0-3"\ncount = 2', "roles.trainer.devices", "uses one"),
+    ],
+)  # fmt: skip
+def test_what_hardly_anybody_means(
+    site: Site, capsys: pytest.CaptureFixture[str], old: str, new: str, key: str, word: str
+) -> None:
+    text = RUN.replace("[rollout]\n", "[rollout]\nmax_turns = 1\n")
+    assert text.count(old) == 1
+    code, answer = plan(site.write(text.replace(old, new)), "--elsewhere", capsys=capsys)
+    assert code == 0, answer["problems"]
+    (found,) = [one for one in answer["problems"] if one["key"] == key and word in one["message"] + one["remedy"]]
+    assert found["severity"] == "warning"
+    assert found["remedy"]
+    assert found["line"]
+
+
+def test_an_open_server_is_told(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    text = RUN.replace("[engine]\n", '[engine]\nattach = ["http://10.0.0.7:30000", "http://127.0.0.1:30001"]\n')
+    text = text.replace("[roles.rollout]\n", '[roles.rollout]\nkind = "sglang"\n')
+    code, answer = plan(site.write(text), capsys=capsys)
+    assert code == 0, answer["problems"]
+    (found,) = answer["problems"]
+    assert "10.0.0.7" in found["message"]
+    assert "127.0.0.1" not in found["message"]
+
+
+def test_a_large_file_is_not_read(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    large = site.folder / "data/large.jsonl"
+    with large.open("wb") as file:
+        file.write(b'{"prompt": "a", "label": "b"}\n')
+        file.truncate(MAX_BYTES + 1)
+    try:
+        code, answer = plan(site.write(RUN.replace("train.jsonl", "large.jsonl")), capsys=capsys)
+    finally:
+        large.unlink()
+    assert (code, answer["batch"]["num_rows"], answer["batch"]["passes"]) == (0, None, None)
+
+
+def test_a_full_disk(site: Site) -> None:
+    from myxa.actors.models.hf_folder import read_config
+
+    config = load_config(site.write(RUN))
+    model = read_config(config.model.path)
+    disk = disk_of(config, model, 1 << 20)
+    num = model.num_parameters
+    # 20 steps with one every 10: two of 12 bytes a parameter; the export in float32.
+    assert {part.name: part.num_bytes for part in disk.parts} == {"checkpoints": 2 * 12 * num, "export": 4 * num}
+    (found,) = disk_findings(disk)
+    assert found.key == "run.dir"
+    assert not list(disk_findings(disk_of(config, model, disk.needed_bytes + FEW_BYTES)))
+    assert not list(disk_findings(disk_of(config, model, None)))
+
+
+def test_the_simulation_is_of_this_run(site: Site) -> None:
+    config = load_config(site.write(RUN), ["algo.batch_size=512", "rollout.max_groups=256", "async.window=64"])
+    scenario = scaled_scenario(config, num_rollouts=4)
+    assert (scenario.batch_size, scenario.window, scenario.num_engines) == (32, 4, 4)
+    assert scenario.groups_per_engine * 4 * 512 == 32 * 4 * 256
+    plans = [staleness_of(load_config(site.write(RUN), [f"async.max_staleness={eta}"]), 2) for eta in (0, 4)]
+    first, last = ([row.waiting_share for row in plan.waiting[1].steps] for plan in plans)
+    assert all(one > other + 0.1 for one, other in zip(first, last, strict=True)), "staleness buys less waiting"
+    assert list(staleness_findings(config, staleness_of(config, 0)))
+
+
+def test_a_device_of_several_files_and_flags(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    more = site.folder / "more.toml"
+    more.write_text("[algo]\nbatch_size = 5\n")
+    try:
+        code = main(["plan", str(site.write(RUN)), str(more), "--json"])
+        answer = json.loads(capsys.readouterr().out)
+    finally:
+        more.unlink()
+    assert code == 2
+    (error,) = answer["problems"]
+    assert (Path(error["file"]).name, error["line"], error["key"]) == (
+        "run.toml",
+        LINE["minibatches = 2"],
+        "algo.minibatches",
+    )
+
+
+def test_it_ends_at_a_closed_pipe(site: Site) -> None:
+    site.write(RUN)
+    done = subprocess.run(
+        f"{sys.executable} -m myxa.launch plan run.toml | head -n 1", shell=True, capture_output=True, text=True,
+        cwd=site.folder, env={**os.environ, "PYTHONUNBUFFERED": "1"}, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == "== placement\n"
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,131 @@
+"""docs/plan.md shows what the commands say: its run file is planned, its figures are computed, its machine is judged.
+
+`python tests/plan/test_plan_page.py` writes the samples anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from memory_cases import NOT_BY_TORCH, SHAPES, measured, run
+
+from myxa.launch.cli import main
+from myxa.launch.doctor.judgement import checks_text, judge
+from myxa.launch.doctor.machine_facts import (
+    Disk,
+    MachineFacts,
+    Network,
+    Packages,
+    Preload,
+    Rights,
+    Room,
+    System,
+    Time,
+)
+from myxa.launch.gpus import Gpu, Gpus
+from myxa.launch.plan.memory_part import GIB, total
+from myxa.launch.plan.trainer_memory import trainer_memory
+
+FILE = Path(__file__).parents[2] / "docs" / "plan.md"
+CASES = (
+    ("megatron 0.6B ", "megatron", "0.6B", 1),
+    ("torch 0.6B ", "torch", "0.6B", 1),
+    ("megatron 1.7B |", "megatron", "1.7B", 1),
+    ("megatron 1.7B, DP4", "megatron", "1.7B", 4),
+)
+
+TRAPPED = MachineFacts(
+    system=System((3, 12, 3), "/opt/myxa/bin/python3", "x86_64", "Ubuntu 24.04.2 LTS", (6, 8), "glibc 2.39", 64),
+    packages=Packages(
+        {"torch": "2.11.0+cu130", "sglang": "0.5.17", "megatron-core": "0.19.2", "torch-memory-saver": "0.0.10",
+         "nvidia-ml-py": "13.580.82", "nvidia-nccl-cu13": "2.28.9"}, "13.0", "/usr/bin/g++",
+    ),
+    gpus=Gpus((Gpu("NVIDIA H200", 140 * GIB),) * 8, "570.86.15", "NVML"),
+    preload=Preload(
+        "/opt/myxa/lib/torch_memory_saver_hook_mode_preload_cu13.abi3.so", status=127,
+        said="/bin/true: error while loading shared libraries: libcudart.so.13: cannot open shared object file",
+    ),
+    room=Room(512 * GIB, 60 * GIB, 64 * GIB, 64 << 20, (65536, 1 << 20), 0),
+    network=Network("gpu07", ("127.0.1.1",), "", "", "", "", ""),
+    disk=Disk("/shared/runs", 900 * GIB, True, "nfs4"),
+    rights=Rights("", 1, "", "", ""),
+    time=Time(1_800_000_000.0, 1_790_000_000.0, "tsc"),
+)  # fmt: skip
+
+
+def block(page: str, after: str) -> str:
+    """The block of code that begins with this line."""
+    return page.partition(f"{after}\n")[2].partition("```")[0]
+
+
+def planned(page: str) -> str:
+    """What the page's command says of the page's run file."""
+    command = re.search(r"^\$ myxa (plan run\.toml .*)$", page, re.MULTILINE)
+    assert command
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        (folder / "run.toml").write_text(block(page, "```toml"))
+        (folder / "model").mkdir()
+        (folder / "model/config.json").write_text(json.dumps(dict(SHAPES["1.7B"].source)))
+        (folder / "data").mkdir()
+        (folder / "data/train.jsonl").write_text('{"prompt": "2+2", "label": "4"}\n' * 7473)
+        before = Path.cwd()
+        os.chdir(folder)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                assert main(command[1].split()) == 0
+        finally:
+            os.chdir(before)
+        return said.getvalue().replace(f"{folder}/", "")
+
+
+def figures() -> str:
+    """Rows of the table of measured and planned memory."""
+    lines: list[str] = []
+    for row, kind, shape, ranks in CASES:
+        parts = trainer_memory(run(kind, ranks), SHAPES[shape], ranks).parts
+        said = total(part for part in parts if part.name not in NOT_BY_TORCH) / GIB
+        lines.append(f"| {row.strip(' |')} | {measured(row)} | {said:.1f} |\n")
+    return "".join(lines)
+
+
+def renewed(page: str) -> str:
+    """The page with what is said today."""
+    plan = re.search(r"^\$ myxa plan run\.toml .*\n", page, re.MULTILINE)
+    assert plan
+    for start, end, text in (
+        (plan[0], "```", planned(page)),
+        ("| run | measured GiB | planned GiB |\n|---|---|---|\n", "\nA test holds", figures()),
+        ("$ myxa doctor\n", "```", checks_text(judge(TRAPPED)) + "\n"),
+    ):
+        head, found, rest = page.partition(start)
+        assert found, start
+        page = head + found + text + end + rest.partition(end)[2]
+    return page
+
+
+def test_the_page_shows_what_is_said() -> None:
+    page = FILE.read_text()
+    now = renewed(page)
+    assert page == now, "write it anew: python tests/plan/test_plan_page.py"
+
+
+def test_the_trapped_machine_has_five_traps() -> None:
+    wrong = [check.name for check in judge(TRAPPED) if check.status != "ok"]
+    assert len(wrong) == 5, wrong
+    mended = replace(TRAPPED, disk=replace(TRAPPED.disk, file_system="ext4"))
+    assert len([check for check in judge(mended) if check.status != "ok"]) == 4
+
+
+if __name__ == "__main__":
+    FILE.write_text(renewed(FILE.read_text()))

@@ -1,0 +1,295 @@
+"""What is seen before anything is started, check by check: packages by interpreter, functions by their source text,
+devices, names of SGLang's arguments. `myxa up` and `myxa plan` look at the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myxa.core.config import RunConfig
+from myxa.core.errors import ConfigError, MyxaError, UserCodeError
+from myxa.launch.actor_spec import ActorSpec
+from myxa.launch.finding import Finding, key_of, looked
+from myxa.launch.gpus import Gpu, Gpus, look_at_gpus
+from myxa.launch.interpreters import Installed, ask_interpreters, folder_of_sglang
+from myxa.launch.package_needs import package_findings
+from myxa.launch.placement import place
+from myxa.launch.plan.data_glance import glance
+from myxa.launch.preflight import check_node, device_findings
+from myxa.launch.sglang_names import name_findings, server_arguments, sglang_findings
+from myxa.launch.user_functions import function_findings
+
+ALL = ("torch", "megatron.core", "pynvml", "torch_memory_saver", "sglang", "math_verify", "pyarrow")
+
+
+def run(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "t.jsonl"}, **sections})
+
+
+def missing(config: RunConfig, *modules: str) -> list[tuple[str, str]]:
+    """(role, module) of what is told when these are not installed."""
+    actors = place(config, 1)
+    have = Installed("", {name: "" for name in ALL if name not in modules})
+    found = list(package_findings(config, actors, dict.fromkeys({actor.role for actor in actors}, have)))
+    assert all(isinstance(finding.error, ConfigError) and finding.error.remedy for finding in found)
+    return [(finding.key.split(".")[1], str(finding.error).split('"')[1]) for finding in found]
+
+
+def test_who_needs_which_package() -> None:
+    assert missing(run(), *ALL) == [("trainer", "torch"), ("rollout", "torch")]
+    assert missing(run(), "pynvml", "sglang", "math_verify", "pyarrow", "torch_memory_saver", "megatron.core") == []
+    assert missing(run(reward={"fn": "math"}), "math_verify") == [("rollout", "math_verify")]
+    assert missing(run(data={"train": "a.parquet"}), "pyarrow") == [("buffer", "pyarrow")]
+    assert missing(run(roles={"trainer": {"kind": "megatron"}}), "megatron.core") == [("trainer", "megatron.core")]
+    sft = run(data={"train": "t", "preset": "chat"}, algo={"kind": "sft"}, rollout={"workflow": "demonstration"})
+    assert missing(sft, "torch") == [("trainer", "torch")], "nobody generates"
+
+
+def test_turns_on_gpus_need_nvml_in_every_role_that_leases() -> None:
+    roles = {
+        "trainer": {"kind": "megatron", "devices": "0"},
+        "rollout": {"kind": "sglang", "devices": "0"},
+    }
+    memory = {"share": "switch", "workspace_mb": 1}
+    config = run(roles=roles, memory=memory, sglang={"mem_fraction_static": 0.8})
+    assert missing(config, "pynvml") == [("memory", "pynvml"), ("trainer", "pynvml"), ("rollout", "pynvml")]
+    saver = run(roles=roles, memory={**memory, "backend": "torch_memory_saver"}, sglang={"mem_fraction_static": 0.8})
+    assert missing(saver, "torch_memory_saver") == [("trainer", "torch_memory_saver")]
+    on_cpu = run(memory={"share": "switch", "capacity_mb": 64})
+    assert missing(on_cpu, "pynvml") == [], "the stand-in device is asked by /proc"
+
+
+def test_an_interpreter_that_cannot_be_used_is_told_once(tmp_path: Path) -> None:
+    config = run(roles={"rollout": {"python": str(tmp_path / "none"), "count": 3}})
+    actors = place(config, 1)
+    found = list(package_findings(config, actors, ask_interpreters(actors)))
+    assert [finding.key for finding in found] == ["roles.rollout.python"]
+    assert "cannot be run" in str(found[0].error)
+
+
+def test_a_path_of_the_role_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang/__init__.py").write_text("")
+    config = run(roles={"rollout": {"env": {"PYTHONPATH": str(tmp_path)}}})
+    answers = ask_interpreters(place(config, 1))
+    rollout, trainer = answers["rollout"], answers["trainer"]
+    assert isinstance(rollout, Installed)
+    assert isinstance(trainer, Installed)
+    assert rollout.folders["sglang"] == str(tmp_path / "sglang")
+    assert trainer.folders.get("sglang") != str(tmp_path / "sglang")
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+SOURCE = """
+import math
+from os.path import join as glued
+
+def plain(completion): return 1.0
+def with_default(completion, scale=1.0): return 1.0
+def many(*values, **named): return 1.0
+def none_taken(): return 1.0
+def two(completion, other): return 1.0
+class Judge:
+    def __call__(self, completion): return 1.0
+    @staticmethod
+    def fixed(completion): return 1.0
+made = lambda completion: 1.0
+instance: Judge = Judge()
+try:
+    from fast import quick
+except ImportError:
+    def quick(completion): return 1.0
+for _ in (): inside = 1
+"""
+
+
+def told(tmp_path: Path, name: str, text: str = SOURCE, **reward: Any) -> list[MyxaError]:
+    (tmp_path / "mine.py").write_text(text)
+    fn = f"{tmp_path}/{name}" if name.startswith("mine.py") else name
+    found: list[Finding] = list(function_findings(run(reward={"fn": fn, **reward})))
+    assert all(finding.key == "reward.fn" for finding in found)
+    return [finding.error for finding in found]
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "with_default", "many", "Judge", "Judge.fixed", "made", "instance", "quick", "glued", "inside"]
+)
+def test_functions_that_may_be_there_are_left_alone(tmp_path: Path, name: str) -> None:
+    assert told(tmp_path, f"mine.py:{name}") == []
+
+
+def test_functions_that_are_not(tmp_path: Path) -> None:
+    (error,) = told(tmp_path, "mine.py:plane")
+    assert str(error).endswith('mine.py has no "plane" -- did you mean "plain"?')
+    assert "takes 0 values, and gets 1" in str(told(tmp_path, "mine.py:none_taken")[0])
+    assert "takes 2 values, and gets 1" in str(told(tmp_path, "mine.py:two")[0])
+    assert told(tmp_path, "mine.py:two", args={"other": 3}) == [], "named arguments of the run file"
+    (error,) = told(tmp_path, "mine.py:f", "def f(:\n")
+    assert isinstance(error, UserCodeError)
+    assert "mine.py:1)" in str(error)
+    assert "there is no module" in str(told(tmp_path, "no_such_package.inner:f")[0])
+    assert "there is no module" in str(told(tmp_path, "json.no_such_module:f")[0])
+
+
+@pytest.mark.parametrize("text", ["from os import *\n", "globals()['f'] = print\n", "def __getattr__(name): ...\n", ""])
+def test_names_that_are_made_at_run_time_are_not_missed(tmp_path: Path, text: str) -> None:
+    assert told(tmp_path, "mine.py:f", text) == []
+
+
+def test_modules_are_found_where_actors_find_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Actors have the current folder on their path, the command `myxa` has not; an editable install is a finder."""
+    home, away = tmp_path / "home", tmp_path / "away"
+    for folder in (home / "mypkg", away):
+        folder.mkdir(parents=True)
+    (home / "mypkg/__init__.py").write_text("raise RuntimeError('imported')\n")
+    (home / "mypkg/rewards.py").write_text("def score(completion): ...\n")
+    (away / "far.py").write_text("def score(completion): ...\n")
+    monkeypatch.setattr("sys.path", [one for one in sys.path if one])
+    monkeypatch.chdir(home)
+    assert told(tmp_path, "mypkg.rewards:score") == []
+    assert 'did you mean "score"' in str(told(tmp_path, "mypkg.rewards:scoer")[0])
+    assert 'there is no module "mypkg.reward"' in str(told(tmp_path, "mypkg.reward:score")[0])
+
+    class Editable:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> object:
+            return importlib.util.spec_from_file_location(name, away / "far.py") if name == "far" else None
+
+    assert len(told(tmp_path, "far:score")) == 1
+    monkeypatch.setattr("sys.meta_path", [*sys.meta_path, Editable])
+    assert told(tmp_path, "far:score") == []
+
+
+def test_no_code_of_the_user_is_run(tmp_path: Path) -> None:
+    assert told(tmp_path, "mine.py:f", f"open({str(tmp_path / 'ran')!r}, 'w')\ndef f(c): ...\n") == []
+    assert told(tmp_path, "json.decoder:JSONDecoder") == []
+    assert not (tmp_path / "ran").exists()
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+def on_gpus(devices: str) -> tuple[RunConfig, Sequence[ActorSpec]]:
+    config = run(roles={"trainer": {"devices": devices, "count": 2}})
+    return config, place(config, 1)
+
+
+def test_devices_that_are_not_there() -> None:
+    _, actors = on_gpus("0-1")
+    two = Gpus((Gpu("H200", 1), Gpu("H200", 1)), "580.1", "NVML")
+    assert not list(device_findings(actors, two))
+    (found,) = device_findings(actors, Gpus(two.found[:1], "580.1", "NVML"))
+    assert (found.key, found.is_warning) == ("roles.trainer.devices", False)
+    assert "names GPU 1, and this machine has 1" in str(found.error)
+    (found,) = device_findings(actors, Gpus((), trouble="nvidia-ml-py is not installed"))
+    assert found.is_warning, "where nothing can be seen, nothing is known"
+
+
+def test_gpus_by_the_drivers_own_files(tmp_path: Path) -> None:
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / "gpus" / name).mkdir(parents=True)
+        (tmp_path / "gpus" / name / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 3\n")
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Tue\n")
+    found = look_at_gpus(tmp_path)
+    if found.source == "NVML":
+        pytest.skip("this machine has NVML")
+    assert [gpu.name for gpu in found.found] == ["NVIDIA H200"] * 2
+    assert found.driver == "570.86.15"
+
+
+# -- SGLang ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_sglangs_arguments(tmp_path: Path) -> None:
+    (tmp_path / "srt").mkdir()
+    (tmp_path / "srt/server_args.py").write_text(
+        "import torch_that_is_not_there\nclass Other:\n    x: int\nclass ServerArgs:\n    model_path: str\n"
+        "    mem_fraction_static: float | None = None\n    def f(self): ...\n"
+    )
+    known = server_arguments(tmp_path)
+    assert known == {"model_path", "mem_fraction_static"}
+    (found,) = name_findings({"mem_fraction_statik": 0.8}, known)
+    assert found.key == "sglang.mem_fraction_statik"
+    assert str(found.error).endswith('did you mean "mem_fraction_static"?')
+    assert not list(name_findings({"anything": 1}, server_arguments(tmp_path / "nowhere")))
+
+
+def test_the_interpreter_of_servers(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    (site / "sglang").mkdir(parents=True)
+    (site / "sglang/__init__.py").write_text("raise RuntimeError('imported')\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec python3 "$@"\n')
+    python.chmod(0o755)
+    assert folder_of_sglang(str(python), {}) == str(site / "sglang"), "found, and not imported"
+    config = run(roles={"rollout": {"kind": "sglang"}}, engine={"python": str(python)})
+    assert not list(sglang_findings(config, place(config, 1), {}))
+    config = run(roles={"rollout": {"kind": "sglang"}}, engine={"python": str(tmp_path / "none")})
+    (found,) = sglang_findings(config, place(config, 1), {})
+    assert found.key == "engine.python"
+    attached = run(roles={"rollout": {"kind": "sglang"}}, engine={"attach": ["http://h:1"]})
+    assert not list(sglang_findings(attached, place(attached, 1), {}))
+
+
+# -- findings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "key"),
+    [
+        ("megatron.tp = 3: does not divide", "megatron.tp"),
+        ("megatron.model.num_layerz: no such field", "megatron.model.num_layerz"),
+        ("roles.rollout.python: /usr/bin/x cannot be run", "roles.rollout.python"),
+        ("data.train: there is no file", "data.train"),
+        ("model folder x does not exist", ""),
+        ("mine.py has no f", ""),
+        ("/a/b.c: missing", ""),
+    ],
+)
+def test_which_key_a_message_is_about(message: str, key: str) -> None:
+    assert key_of(message) == key
+
+
+def test_what_is_raised_is_a_finding_and_anything_else_is_a_bug() -> None:
+    def fails(error: Exception) -> None:
+        raise error
+
+    assert [found.key for found in looked("run.dir", fails, ConfigError("it is full"))] == ["run.dir"]
+    assert [found.key for found in looked("run.dir", fails, ConfigError("run.name: long"))] == ["run.name"]
+    with pytest.raises(ZeroDivisionError):
+        list(looked("run.dir", fails, ZeroDivisionError()))
+
+
+def test_warnings_do_not_stop_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from myxa.launch import preflight
+
+    def warns(*_: object) -> list[Finding]:
+        return [Finding("run.dir", ConfigError("hm"), is_warning=True)]
+
+    monkeypatch.setattr(preflight, "CHECKS", (warns,))
+    check_node(run(), ())
+    monkeypatch.setattr(preflight, "CHECKS", (warns, lambda *_: [Finding("run.dir", ConfigError("no"))]))
+    with pytest.raises(ConfigError, match="^no$"):
+        check_node(run(), ())
+
+
+def test_the_first_rows_of_data(tmp_path: Path) -> None:
+    rows = ['{"prompt": "a", "label": "b"}'] * 100
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join([*rows[:60], "torn", *rows]) + "\n")
+    config = run(data={"train": str(path)})
+    seen = glance(config, "data.train", config.data.train)
+    assert (seen.num_rows, seen.findings) == (161, ()), "the sixty-first row is the buffer's to find"
+    path.write_text("\n".join([*rows[:5], "torn", *rows]) + "\n")
+    (found,) = glance(config, "data.train", config.data.train).findings
+    assert f"{path}:6" in str(found.error)
+    skips = run(data={"train": str(path), "on_bad_line": "skip"})
+    assert glance(skips, "data.train", skips.data.train).findings[0].is_warning
+    sliced = run(data={"train": [f"{path}@[10:30]", f"{path}@[50:]"]})
+    assert glance(sliced, "data.train", sliced.data.train).num_rows == 20 + 56

@@ -1,0 +1,269 @@
+"""More than fifty ways to get a run file wrong: each is rejected by `myxa plan` soon, with its line and what to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+import pytest
+from planned import RUN, Site, plan
+
+pytestmark = pytest.mark.timeout(120)
+
+CPU_S = 2.0
+"""Of this process: what other work on the machine takes does not count."""
+spent_s: dict[str, float] = {}
+
+
+class Wrong(NamedTuple):
+    """One mistake. `old` in the good file becomes `new`; the error is to stand on the line `line`."""
+
+    old: str
+    new: str
+    line: str
+    word: str
+    """Of what to do."""
+    key: str = ""
+    """Dotted path, if it is not to be seen from the line."""
+
+
+def add(section: str, line: str, word: str, key: str = "") -> Wrong:
+    """A line more at the top of a section that is there."""
+    return Wrong(f"[{section}]\n", f"[{section}]\n{line}\n", line, word, key)
+
+
+def end(text: str, line: str, word: str, key: str = "") -> Wrong:
+    """Lines more at the end."""
+    return Wrong("[roles.rollout]\ncount = 2\n", f"[roles.rollout]\ncount = 2\n{text}\n", line, word, key)
+
+
+def instead(old: str, new: str, word: str, key: str = "") -> Wrong:
+    """Another value."""
+    return Wrong(old, new, new, word, key)
+
+
+SHARED = """\
+[memory]
+share = "switch"
+"""
+
+WRONG: dict[str, Wrong] = {
+    # names
+    "section misspelt": end("[optimiser]\nlr = 1.0", "[optimiser]", 'did you mean "optimizer"'),
+    "section by its Python name": end("[asynchrony]", "[asynchrony]", 'did you mean "async"'),
+    "role misspelt": end("[roles.rolout]", "[roles.rolout]", 'did you mean "rollout"'),
+    "key misspelt": instead("lr = 1e-4", "learning_rate = 1e-4", "known: betas"),
+    "key misspelt a little": instead("batch_size = 8", "batchsize = 8", 'did you mean "batch_size"'),
+    "key in the wrong section": add("rollout", "batch_size = 8", "known:"),
+    "choice misspelt": instead('kind = "grpo"', 'kind = "grp0"', 'did you mean "grpo"'),
+    "preset unknown": add("data", 'preset = "alpaca"', 'must be one of "slime"'),
+    "reward misspelt": instead('fn = "mine.py:score"', 'fn = "exakt"', 'did you mean "exact"'),
+    "argument of SGLang is ours": end('[sglang]\nport = 3', "port = 3", "leave it out"),
+    # types and ranges
+    "number as text": instead("batch_size = 8", 'batch_size = "8"', "must be a whole number"),
+    "number with a point": instead("num_samples = 4", "num_samples = 4.0", "must be a whole number"),
+    "text without quotes of a number": instead("tensorboard = false", 'tensorboard = "no"', "must be true or false"),
+    "not a number": instead("lr = 1e-4", "lr = nan", "must be a finite number"),
+    "rate of zero": instead("lr = 1e-4", "lr = 0", "must be greater than 0"),
+    "negative temperature": instead("temperature = 1.0", "temperature = -1", "must be at least 0"),
+    "greedy training": instead("temperature = 1.0", "temperature = 0", "use 1.0"),
+    "staleness below zero": instead("max_staleness = 2", "max_staleness = -1", "must be at least 0"),
+    "port beyond all": add("monitor", "prometheus_port = 70000", "must be at most 65535"),
+    "devices backwards": add("roles.trainer", 'devices = "3-0"', "runs backwards"),
+    "devices twice": add("roles.trainer", 'devices = "0,0"', "names a GPU twice"),
+    "run name with a slash": instead('name = "good"', 'name = "a/b"', "letters, digits"),
+    # batch and steps
+    "minibatches do not divide": instead("minibatches = 2", "minibatches = 3", "does not divide batch_size = 8"),
+    "group of one": instead("num_samples = 4", "num_samples = 1", "must be at least 2"),
+    "endless": instead("num_steps = 20", "num_steps = 0", "set it, run.max_wall_s"),
+    "evaluation without data": instead('data = "data/heldout.jsonl"', "", "the held-out prompts", "eval.every"),
+    "window too wide": add("async", "window = 99", "must be at most max_staleness * batch_size + 1 = 17"),
+    "warm-up longer than the run": Wrong(
+        "lr = 1e-4", 'lr = 1e-4\nschedule = "cosine"\nwarmup_steps = 400', "warmup_steps = 400", "as long as the whole run"
+    ),
+    "less data than a batch": Wrong(
+        'train = "data/train.jsonl"', 'train = "data/three.jsonl"\nmax_passes = 1', "batch_size = 8", "lower algo.batch_size"
+    ),
+    # context
+    "answers longer than the context": instead("max_new_tokens = 32", "max_new_tokens = 256", "no room for a prompt"),
+    "context longer than the model's": instead("context_length = 256", "context_length = 999999", "lower it"),
+    # model
+    "model folder missing": instead('path = "model"', 'path = "modell"', "set model.path"),
+    "model without config": instead('path = "model"', 'path = "no_config"', "HuggingFace model folder"),
+    "model without tokenizer": instead('path = "model"', 'path = "no_tokenizer"', "copy the tokenizer files"),
+    "model without weights": instead('path = "model"', 'path = "no_weights"', "convert the weights to safetensors"),
+    "model with half its weights": instead('path = "model"', 'path = "torn_weights"', "download or export the weights again"),
+    "model of an unknown type": instead('path = "model"', 'path = "other_type"', "use a model of type"),
+    "model with experts for torch": instead('path = "model"', 'path = "moe_type"', "use one of type"),
+    # data
+    "data missing": instead('train = "data/train.jsonl"', 'train = "data/trian.jsonl"', "its folder holds"),
+    "data empty": instead('train = "data/train.jsonl"', 'train = "data/empty.jsonl"', "write one JSON object per line"),
+    "data compressed": instead('train = "data/train.jsonl"', 'train = "data/packed.jsonl"', "convert it to plain"),
+    "data a folder": instead('train = "data/train.jsonl"', 'train = "data"', "name a JSONL or parquet file"),
+    "data with a torn line": instead('train = "data/train.jsonl"', 'train = "data/torn.jsonl"', "mend the line"),
+    "column misspelt": instead('train = "data/train.jsonl"', 'train = "data/other_column.jsonl"', 'did you mean "promt"'),
+    "slice that is none": instead('train = "data/train.jsonl"', 'train = "data/train.jsonl@[5]"', "must look like file@[10:100]"),
+    "slice behind the end": instead('train = "data/train.jsonl"', 'train = "data/train.jsonl@[900:]"', "mend the slice"),
+    "held-out data missing": instead('data = "data/heldout.jsonl"', 'data = "held.jsonl"', "check eval.data"),
+    # code
+    "reward file missing": instead('fn = "mine.py:score"', 'fn = "nime.py:score"', "check the path before the colon"),
+    "reward function missing": instead('fn = "mine.py:score"', 'fn = "mine.py:scor"', 'did you mean "score"'),
+    "reward file broken": instead('fn = "mine.py:score"', 'fn = "broken.py:score"', "mend it"),
+    "reward of two values": instead('fn = "mine.py:score"', 'fn = "mine.py:two_needed"', "it must look like: def reward"),
+    "reward module missing": instead('fn = "mine.py:score"', 'fn = "no_such_package.rewards:f"', "install it, or name the file"),
+    "workflow not async": add("rollout", 'workflow = "mine.py:not_async"', "it must look like: async def generate"),
+    "filter missing": add("algo", 'group_filter = "mine.py:kep"', 'did you mean "keep"'),
+    "pattern broken": add("reward", 'pattern = "("', "is not a regular expression"),
+    # places
+    "node that is not there": add("roles.rollout", "nodes = [0, 3]", "--nnodes"),
+    "two nodes for one actor": end("[roles.buffer]\nnodes = [0, 1]", "nodes = [0, 1]", "name exactly one node"),
+    "more quorum than actors": add("roles.rollout", "quorum = 9", "the run has 2 rollout actors"),
+    "fewer GPUs than ranks": add("roles.trainer", 'devices = "0"', "every rank needs its own"),
+    "embedded engine on a GPU": add("roles.rollout", 'devices = "0"', 'must be "cpu"'),
+    "interpreter missing": add("roles.rollout", 'python = "no/python"', "name a Python interpreter"),
+    # layouts
+    "layout that does not divide ranks": Wrong(
+        "[roles.trainer]\n", '[megatron]\ntp = 3\n[roles.trainer]\nkind = "megatron"\n', "count = 2", "does not divide"
+    ),
+    "layout that does not cut the model": Wrong(
+        "[roles.trainer]\ncount = 2", '[megatron]\ntp = 8\n[roles.trainer]\nkind = "megatron"\ncount = 8', "tp = 8",
+        "choose a divisor of"
+    ),
+    "megatron's table without megatron": end("[megatron]\ntp = 2", "[roles.trainer]", 'must be "megatron"'),
+    "field of megatron-core unknown": Wrong(
+        "[roles.trainer]\n", '[megatron.model]\nnum_layerz = 3\n[roles.trainer]\nkind = "megatron"\n', "num_layerz = 3",
+        "did you mean"
+    ),
+    # engines and weights
+    "attached address without http": Wrong(
+        "[roles.rollout]\n", '[roles.rollout]\nkind = "sglang"\n[engine.x]\n', "[engine.x]", "known:"
+    ),
+    "attach that is no URL": add("engine", 'attach = ["host:1"]', "must look like http://host:port"),
+    "attach for an embedded engine": Wrong(
+        "[engine]\n", '[engine]\nattach = ["http://h:1"]\n', "[roles.rollout]", 'must be "sglang"'
+    ),
+    "key that is not set": Wrong(
+        "[roles.rollout]\ncount = 2",
+        '[roles.rollout]\nkind = "sglang"\ncount = 1\n[engine]\nattach = ["http://127.0.0.1:1"]\nkey_env = "MYXA_NO_SUCH_KEY"',
+        'key_env = "MYXA_NO_SUCH_KEY"', "set it in the environment"
+    ),
+    "SGLang not installed": add("roles.rollout", 'kind = "sglang"', "set engine.python", "roles.rollout.python"),
+    "channel for other engines": end('[weights]\nchannel = "nccl"', 'channel = "nccl"', '"shm" or "disk"'),
+    # memory in turns
+    "turns without a size on the CPU": end(SHARED, 'share = "switch"', "must be set on the CPU", "memory.capacity_mb"),
+    "turns on different devices": Wrong(
+        "[roles.trainer]\ncount = 2", f'{SHARED}[roles.trainer]\ncount = 2\ndevices = "0-1"', 'share = "switch"',
+        "set both alike"
+    ),
+    # what is written
+    "nothing to go on from": add("trainer", 'resume = "data"', "name a checkpoint"),
+    "folder that is a file": add("run", 'dir = "mine.py"', "set run.dir"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_each_is_rejected_with_line_and_remedy(site: Site, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    wrong = WRONG[name]
+    assert RUN.count(wrong.old) == 1, "the mistake must hit one place"
+    text = RUN.replace(wrong.old, wrong.new)
+    if "[engine]\nmax_running" in text and text.count("[engine]\n") == 2:  # a table may be written once only
+        text = text.replace("[engine]\nmax_running = 32\ncontext_length = 256\n", "")
+    file = site.write(text)
+    before_s = time.process_time()
+    code, answer = plan(file, capsys=capsys)
+    spent_s[name] = time.process_time() - before_s
+    assert code == 2
+    assert answer["ok"] is False
+    errors = [one for one in answer["problems"] if one["severity"] == "error"]
+    lines = text.splitlines()
+    where = {number for number, line in enumerate(lines, 1) if line == wrong.line}
+    if wrong.key:  # a default, or a line that is not there: the section's, or the file's
+        found = [one for one in errors if one["key"] == wrong.key]
+    else:
+        assert where, f"no line {wrong.line!r}"
+        found = [one for one in errors if one["line"] in where]
+    assert found, errors
+    assert any(wrong.word in f"{one['message']} -- {one['remedy']}" for one in found), found
+    assert all(one["file"] == str(file) for one in found)
+    assert len(errors) <= 3, f"one mistake is told as {errors}"
+    assert spent_s[name] < CPU_S, f"{spent_s[name]:.2f} s of CPU"
+
+
+def test_there_are_fifty(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(WRONG) >= 50
+    if spent_s:
+        slowest = max(spent_s, key=lambda name: spent_s[name])
+        with capsys.disabled():
+            print(f"\n{len(spent_s)} mistakes; the slowest, {slowest!r}, took {spent_s[slowest]:.2f} s of CPU")
+
+
+def test_all_mistakes_of_a_file_are_told(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    text = RUN
+    for old, new in (
+        ("lr = 1e-4", "lr = -1"),
+        ("batch_size = 8", "batchsize = 8"),
+        ('path = "model"', 'path = "modell"'),
+        ('train = "data/train.jsonl"', 'train = "data/trian.jsonl"'),
+        ('fn = "mine.py:score"', 'fn = "mine.py:scor"'),
+        ("checkpoint_every = 10", 'checkpoint_every = 10\nresume = "nowhere"'),
+    ):
+        text = text.replace(old, new)
+    file = site.write(text)
+    code, answer = plan(file, capsys=capsys)
+    assert code == 2
+    keys = [one["key"] for one in answer["problems"]]
+    assert keys == ["model.path", "data.train", "reward.fn", "algo.batchsize", "optimizer.lr", "trainer.resume"]
+    lines = [one["line"] for one in answer["problems"]]
+    assert lines == sorted(lines)
+    assert all(lines)
+
+
+def test_a_mistake_is_not_judged_by_the_default_in_its_place(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model has experts, which torch does not run; but the user never said torch."""
+    text = RUN.replace('path = "model"', 'path = "moe_type"').replace(
+        "[roles.trainer]\n", '[roles.trainer]\nkind = "megatorn"\n'
+    )
+    text = text.replace("[roles.rollout]\n", '[roles.rollout]\nkind = "sglang"\n')
+    code, answer = plan(site.write(text), capsys=capsys)
+    assert code == 2
+    assert not any("torch trainer" in one["message"] for one in answer["problems"])
+
+
+def test_flags_have_a_place_too(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = plan(site.write(RUN), "--set", "algo.minibatches=3", "--set", "model.path=nowhere", capsys=capsys)
+    assert code == 2
+    assert {one["file"] for one in answer["problems"]} == {"--set algo.minibatches=3", "--set model.path=nowhere"}
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "word"),
+    [("[run]\nname = \n", 2, "is not TOML"), ("[run]\n[run]\n", 2, "is not TOML"), ("", 0, "model.path: is missing")],
+)
+def test_what_is_no_run_file(site: Site, capsys: pytest.CaptureFixture[str], text: str, line: int, word: str) -> None:
+    code, answer = plan(site.write(text), capsys=capsys)
+    assert code == 2
+    assert any(one["line"] == line and word in one["message"] for one in answer["problems"]), answer
+
+
+@pytest.mark.parametrize("name", ["key misspelt a little", "model folder missing", "reward function missing"])
+def test_by_the_command_itself(site: Site, name: str) -> None:
+    wrong = WRONG[name]
+    text = RUN.replace(wrong.old, wrong.new)
+    file = site.write(text)
+    started_s = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "myxa.launch", "plan", "run.toml"], capture_output=True, text=True, cwd=site.folder,
+        timeout=60, check=False,
+    )  # fmt: skip
+    wall_s = time.monotonic() - started_s
+    number = text.splitlines().index(wrong.line) + 1
+    assert done.returncode == 2, done.stderr
+    (told,) = [line for line in done.stdout.splitlines() if f"run.toml:{number}: " in line]
+    assert wrong.word in told
+    assert "== 1 error" in done.stdout
+    print(f"{name}: {wall_s:.2f} s")
+    assert not json.dumps(done.stderr).strip('"'), "nothing but the answer is said"
+    assert file.exists()

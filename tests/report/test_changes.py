@@ -1,0 +1,133 @@
+"""Changes made while running: from the audit log or from knob events, on the report's plots and in its table."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from myxa.core.knobs import AuditRecord, KnobMove, Operator
+from myxa.launch.views.changes import changes_of, changes_of_events, moves_text
+from myxa.launch.views.report import write_report
+from myxa.launch.views.report_charts import step_marks
+from myxa.launch.views.run_files import load_run
+from myxa.launch.views.svg import Line, Mark, line_chart
+
+
+def _planter() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("planted_run", Path(__file__).parents[2] / "bench" / "planted_run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def changed(planted: Path, tmp_path: Path) -> Path:
+    """A copy of the planted run, with an audit log."""
+    run_dir = tmp_path / "sort-changed"
+    shutil.copytree(planted, run_dir)
+    _planter().plant_changes(run_dir)
+    return run_dir
+
+
+def test_every_change_is_a_line_on_the_plots_and_a_row_of_the_table(changed: Path) -> None:
+    run = load_run(changed)
+    assert [change.what for change in run.changes if change.is_done] == [
+        "max_staleness 2 -> 4",
+        "temperature 1 -> 0.9",
+        "lr 0.0001 -> 5e-05",
+        "max_staleness 4 -> 2",
+    ]
+    assert [mark.x for mark in step_marks(run)] == [10, 10, 20, 32]  # the refused one changed nothing
+    text = write_report(changed).read_text()
+    assert 'id="changes"' in text
+    assert "max_staleness = 2" not in text.partition("<svg")[2].partition("<pre>")[0], "the bound is a curve now"
+    for needed in ("by bob (loss is noisy)", "refused: more than 10 times the run file&#39;s 0.0001", "step 32"):
+        assert needed in text, needed
+    assert text.count('class="change"') > 8
+    assert ">1-2</text>" in text, "two marks on one step share a label"
+
+
+def test_a_run_without_changes_says_nothing_of_them(planted: Path, tmp_path: Path) -> None:
+    text = write_report(planted, tmp_path / "report.html").read_text()
+    assert 'id="changes"' not in text
+    assert 'class="change"' not in text
+
+
+def test_without_an_audit_log_the_knob_events_tell(planted: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "sort"
+    shutil.copytree(planted, run_dir)
+    data = {
+        "name": "lr",
+        "owner": "trainer/0",
+        "old": 1e-4,
+        "new": 2e-4,
+        "epoch": 1,
+        "at": 7,
+        "reason": "why",
+        "user": "ada",
+    }
+    event = {"source": "coordinator", "wall_s": 1_700_000_020.0, "kind": "knob", "text": "lr", "data": data}
+    with (run_dir / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+        file.write(json.dumps(event | {"data": ["odd"], "text": "something"}) + "\n")
+    changes = load_run(run_dir).changes
+    assert [(change.what, change.step, change.who) for change in changes] == [
+        ("lr 0.0001 -> 0.0002", 7, "ada"),
+        ("something", -1, ""),
+    ]
+
+
+def test_a_damaged_audit_log_is_named_and_its_good_lines_are_shown(changed: Path) -> None:
+    with (changed / "audit.jsonl").open("a") as file:
+        file.write('{"number": 6, "verb": 3}\n{"num')
+    run = load_run(changed)
+    assert len(run.changes) == 5
+    assert "1 lines of audit.jsonl are not audit records and were skipped" in run.notes
+    assert "1 line of audit.jsonl could not be read and was skipped" in run.notes
+
+
+def test_words_of_operators_are_escaped(changed: Path) -> None:
+    path = changed / "audit.jsonl"
+    path.write_text(path.read_text().replace("loss is noisy", "</title><script>alert(1)</script>"))
+    text = write_report(changed).read_text()
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert(1)" in text
+
+
+def test_owners_that_moved_alike_are_counted() -> None:
+    moves = [KnobMove(name="max_groups", owner=f"rollout/{n}", old=16, new=32, boundary="request") for n in range(3)]
+    assert moves_text(moves) == "max_groups 16 -> 32 (3 owners)"
+    many = [KnobMove(name=f"k{n}", owner="buffer", old=False, new=True, boundary="now") for n in range(6)]
+    assert moves_text(many).endswith("k3 false -> true and 2 more")
+
+
+def test_a_verb_without_knobs_is_told_by_what_was_asked() -> None:
+    record = AuditRecord(
+        number=3, wall_s=5.0, verb="scale", who=Operator(user="ada"), version=12, result="done",
+        arguments={"target": "rollout", "count": 4, "reason": "more", "dry_run": False}, reason="more",
+    )  # fmt: skip
+    (change,) = changes_of([record])
+    assert (change.what, change.step, change.number) == ("scale target=rollout count=4", 12, 3)
+    assert change.legend == "scale target=rollout count=4 by ada (more)"
+
+
+def test_events_with_odd_values_do_no_harm() -> None:
+    events = [(1.0, "text", {"name": "x", "old": [1] * 100, "new": None, "at": "soon", "user": 3})]
+    (change,) = changes_of_events(events)
+    assert change.step == -1
+    assert len(change.what) < 200
+
+
+def test_marks_outside_the_axis_are_not_drawn() -> None:
+    chart = line_chart(
+        "Loss", [Line("a", [(0, 1), (10, 2)])], marks=[Mark(-1, "1", "a"), Mark(11, "2", "b"), Mark(5, "3", "c")]
+    )
+    assert chart.count('class="change"') == 1
+    assert "3: c" in chart

@@ -1,0 +1,92 @@
+"""Run directories with checkpoints and ledgers as runs write them, without a trainer: small files, real formats."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+from myxa.actors.checkpoint_folder import Manifest, begin, commit, rank_file
+from myxa.actors.ledger import Ledger
+from myxa.actors.ledger_copy import copy_ledger
+from myxa.actors.ledger_resume import LEDGER
+from myxa.actors.ledger_states import Row
+from myxa.actors.run_part import RunPart, write_run_part
+from myxa.core.file_entry import describe_file
+from myxa.core.knobs import LiveKnobs
+
+BATCH = 2
+DATASET = "eight prompts"
+
+
+def make_checkpoint(folder: Path, version: int, *, extra: dict[str, Any] | None = None, fill: bytes = b"") -> Path:
+    """The trainer's part, as two ranks write it."""
+    partial = begin(folder)
+    for rank in range(2):
+        (partial / rank_file(rank)).write_bytes(fill + bytes([version, rank]) * 500)
+    files = tuple(describe_file(partial / rank_file(rank)) for rank in range(2))
+    told = {"version": version} if extra is None else extra
+    commit(folder, Manifest(format=1, model={}, world_size=2, num_updates=version, files=files, extra=told))
+    return folder
+
+
+def add_run_part(folder: Path, ledger: Path, version: int, *, is_kept: bool = False) -> None:
+    """The run's part, as the leader adds it."""
+    copy = folder.with_name(f".partial-{folder.name}-{LEDGER}")
+    entry = copy_ledger(ledger, copy)
+    files = tuple(describe_file(folder / rank_file(rank)) for rank in range(2))
+    named = type(entry)(name=LEDGER, num_bytes=entry.num_bytes, sha256=entry.sha256)
+    part = RunPart(run="small", version=version, files=(named,), knobs=LiveKnobs(), is_kept=is_kept)
+    write_run_part(folder, part, copy, files)
+
+
+class RunOnDisk:
+    """A run that trained some steps, one checkpoint each `every`, and then ended or died."""
+
+    def __init__(self, folder: Path, *, steps: int, every: int = 1, name: str = "small") -> None:
+        self.path = folder / name
+        self.path.mkdir(parents=True)
+        (self.path / "config.toml").write_text("")
+        ledger = self.open()
+        for step in range(steps):
+            ids = [self.draw(ledger) for _ in range(BATCH)]
+            for group in ids:
+                ledger.finish(group, b"whole", version=step, num_tokens=3)
+            ledger.claim(step, ids)
+            ledger.trained(step)
+            if (step + 1) % every == 0:
+                make_checkpoint(self.place(step + 1), step + 1)
+                add_run_part(self.place(step + 1), self.ledger, step + 1)
+                ledger.durable(step + 1)
+        self.half_done = self.draw(ledger)
+        ledger.requeue([(self.half_done, b"some tokens", steps)], "its engine died")
+        ledger.close()
+
+    def open(self) -> Ledger:
+        """Its ledger, for writing."""
+        return Ledger(self.ledger, run=self.path.name, fingerprint=DATASET, wall=time.time)
+
+    def draw(self, ledger: Ledger) -> int:
+        """One more group is under way."""
+        number = ledger.next_group_id
+        row = Row(number, ledger.next_draw, -1, 1, rollout="rollout/0", epoch=1, version=0)
+        ledger.dispatch([row])
+        return number
+
+    def place(self, version: int) -> Path:
+        """Of its checkpoint."""
+        return self.path / "checkpoints" / f"version_{version:08d}"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / LEDGER
+
+
+def states(path: Path) -> dict[str, int]:
+    """State -> groups, of a ledger that nobody uses."""
+    db = sqlite3.connect(path)
+    try:
+        return dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
+    finally:
+        db.close()

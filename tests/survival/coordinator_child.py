@@ -1,0 +1,41 @@
+"""A coordinator in a process of its own, that may die at a labelled point.
+
+Arguments: rendezvous file, directory for sockets, run directory, strike ("" or as `core.chaos` reads it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from myxa.actors.coordinator import Coordinator
+from myxa.actors.coordinator_options import CoordinatorOptions
+from myxa.core.chaos import Nemesis, Plan, arm, parse_strike
+from myxa.core.clock import SystemClock
+from myxa.core.host import parent_mark
+from myxa.transport.node import Node, Rendezvous
+
+
+async def main(rdzv: str, sockets: str, run_dir: str, strike: str) -> None:
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+    folder = Path(run_dir)
+    if strike:
+        arm(Nemesis(Plan((parse_strike(strike),)), "coordinator", folder / "chaos"))
+    options = CoordinatorOptions(
+        name="room",
+        num_steps=0,
+        has_engines=False,
+        audit_path=folder / "audit.jsonl",
+        journal_path=folder / "coordinator.journal",
+        launch=parent_mark(),
+        eval_at_start=False,
+    )
+    node = await Node.attach(name="coordinator-node", rdzv=Rendezvous.load(Path(rdzv)), run_dir=sockets)
+    await node.start(Coordinator(options=options, clock=SystemClock()), "coordinator")
+    raise await node.failed
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,114 @@
+"""A run with a trainer of two ranks whose processes are disturbed: started, looked at, ended, audited."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from run_job import Job, events, make_job, metrics, until, worker_pids  # pyright: ignore[reportMissingImports]
+
+from myxa.actors.ledger_audit import audit_ledger
+
+NUM_PROMPTS = 60
+BATCH = 4
+NUM_STEPS = NUM_PROMPTS // BATCH
+
+REWARD = """
+import asyncio
+
+async def reward(completion):
+    await asyncio.sleep(0.3)  # some steps a second: there is time to disturb them
+    return float(len(completion.text) % 3)
+"""
+
+
+class GangRun:
+    """One pass over some prompts, to the end of the data."""
+
+    def __init__(self, job: Job, launcher: subprocess.Popen[str]) -> None:
+        self.job = job
+        self.launcher = launcher
+
+    @property
+    def run_dir(self) -> Path:
+        return self.job.run_dir()
+
+    def versions(self) -> list[int]:
+        """Versions in the order in which they were made, those of an undone lineage too."""
+        assert self.launcher.poll() is None or self.launcher.returncode == 0, self.launcher.communicate()[0]
+        try:
+            return [p["step"] for p in metrics(self.run_dir) if "train/loss" in p["values"]]
+        except (OSError, ValueError):
+            return []
+
+    def until_version(self, version: int) -> None:
+        until(lambda: version in self.versions(), f"version {version}")
+
+    def rank(self, number: int) -> int:
+        """Process id of a rank."""
+        (pid,) = worker_pids(self.launcher.pid, f"trainer/{number}")
+        return pid
+
+    def engines(self) -> list[int]:
+        return sorted(worker_pids(self.launcher.pid, "rollout/"))
+
+    def recovery_s(self, since_wall_s: float) -> float:
+        """From a fault to the first step that was made after it."""
+
+        def made() -> list[float]:
+            points = [point for point in metrics(self.run_dir) if "train/loss" in point["values"]]
+            return [point["wall_s"] for point in points if point["wall_s"] > since_wall_s]
+
+        until(lambda: bool(made()), "a step after the fault")
+        return made()[0] - since_wall_s
+
+    def end(self) -> str:
+        """To the end of the data; returns what the launcher said."""
+        said, _ = self.launcher.communicate(timeout=150)
+        assert self.launcher.returncode == 0, said
+        return said
+
+    def prove(self) -> int:
+        """Every prompt was trained exactly once in the lineage that the run ended with, and the engines' bound held;
+        returns how often training was undone."""
+        audit = audit_ledger(self.run_dir / "ledger.sqlite")
+        assert audit.problems == ()
+        assert audit.trained == Counter(range(NUM_PROMPTS)), "the multiset of an undisturbed run"
+        lags = [p["values"]["lag/max"] for p in metrics(self.run_dir) if "lag/max" in p["values"]]
+        assert max(lags) <= 2
+        assert min(p["values"]["lag/min"] for p in metrics(self.run_dir) if "lag/min" in p["values"]) >= 0
+        return audit.num_rewound
+
+    def told(self, kind: str) -> list[str]:
+        return [event["text"] for event in events(self.run_dir, kind)]
+
+
+@contextmanager
+def gang_run(folder: Path, *overrides: str) -> Iterator[GangRun]:
+    """Nothing of it is left after the block."""
+    job = make_job(folder)
+    (folder / "patient.py").write_text(REWARD)
+    rows = (folder / "data" / "prompts.jsonl").read_text().splitlines()[:NUM_PROMPTS]
+    assert len({json.loads(row)["prompt"] for row in rows}) > 1
+    (folder / "data" / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    launcher = job.start(
+        "run.num_steps=0", "data.max_passes=1", f"algo.batch_size={BATCH}", 'reward.fn="patient.py:reward"',
+        "roles.trainer.count=2", "roles.rollout.count=2", "trainer.export_at_end=false", *overrides,
+    )  # fmt: skip
+    run = GangRun(job, launcher)
+    began_s = time.monotonic()
+    try:
+        yield run
+    finally:
+        if launcher.poll() is None:
+            launcher.send_signal(signal.SIGKILL)
+            launcher.communicate()
+        print(f"{time.monotonic() - began_s:.1f} s in all")
+        with suppress(OSError, ValueError):
+            print(next((run.run_dir / "logs").glob("launcher*.log")).read_text()[-6000:])

@@ -1,0 +1,237 @@
+"""Checkpoints as folders: whatever a crash or a bad disk leaves of one, the newest whole one is found and the others
+are named with what is wrong with them; what is deleted is never the newest whole one."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_maker import RunOnDisk, add_run_part, make_checkpoint
+
+from myxa.actors import folder_swap
+from myxa.actors.checkpoint_folder import (
+    MANIFEST,
+    find_checkpoint,
+    list_checkpoints,
+    newest_checkpoint,
+    newest_whole,
+    rank_file,
+)
+from myxa.actors.checkpoints import CheckpointOptions, Checkpoints
+from myxa.actors.folder_swap import put_in_place
+from myxa.core.errors import TrainError
+
+
+def truncate(name: str) -> Callable[[Path], None]:
+    def do(folder: Path) -> None:
+        os.truncate(folder / name, (folder / name).stat().st_size // 2)
+
+    return do
+
+
+def flip(name: str) -> Callable[[Path], None]:
+    def do(folder: Path) -> None:
+        data = bytearray((folder / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (folder / name).write_bytes(data)
+
+    return do
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def grow(name: str) -> Callable[[Path], None]:
+    def do(folder: Path) -> None:
+        with (folder / name).open("ab") as file:
+            file.write(b"more")
+
+    return do
+
+
+DAMAGE = {
+    f"{how.__name__} {name}": (how(name), said)
+    for name in (rank_file(0), rank_file(1), MANIFEST)
+    for how, said in ((truncate, ""), (flip, ""), (remove, "is missing"), (grow, ""))
+    if (how, name) != (flip, MANIFEST)  # a flipped bit of a number is another number: run.json knows the digest
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_one_is_passed_over_and_named(tmp_path: Path, name: str):
+    for version in (10, 20, 30):
+        make_checkpoint(tmp_path / f"version_{version:08d}", version)
+    hurt, said = DAMAGE[name]
+    hurt(tmp_path / "version_00000030")
+    newest, passed = newest_whole(tmp_path)
+    assert newest is not None
+    assert newest.version == 20
+    assert [info.path.name for info in passed] == ["version_00000030"]
+    assert "is torn: " in passed[0].problem
+    assert said in passed[0].problem
+    assert find_checkpoint(tmp_path) == tmp_path / "version_00000020"
+
+
+def test_with_all_of_them_damaged_each_is_named(tmp_path: Path):
+    for version in (10, 20):
+        flip(rank_file(1))(make_checkpoint(tmp_path / f"version_{version:08d}", version))
+    newest, passed = newest_whole(tmp_path)
+    assert newest is None
+    assert [info.version for info in passed] == [20, 10]
+    with pytest.raises(TrainError, match=r"version_00000020: .*bytes of rank-00001.*version_00000010: ") as caught:
+        find_checkpoint(tmp_path)
+    assert caught.value.remedy
+
+
+# -- one takes another's place -------------------------------------------------------------------------------------
+
+
+class Crash(Exception):
+    """Of the process, at this moment."""
+
+
+def crash_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
+    """The so-manieth change of names or of the disk during a commit is the last thing that happens. Returns what did."""
+    done: list[str] = []
+
+    def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def change(*args: Any, **options: Any) -> Any:
+            if len(done) == number:
+                raise Crash
+            done.append(name)
+            return real(*args, **options)
+
+        return change
+
+    monkeypatch.setattr(Path, "replace", counted("rename", Path.replace))
+    monkeypatch.setattr(folder_swap.shutil, "rmtree", counted("delete", folder_swap.shutil.rmtree))
+    if folder_swap.exchange is not _cannot:
+        monkeypatch.setattr(folder_swap, "exchange", counted("exchange", folder_swap.exchange))
+    return done
+
+
+def _cannot(one: Path, other: Path) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_crash_at_any_moment_of_a_replacement_leaves_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+):
+    if not exchanges:
+        monkeypatch.setattr(folder_swap, "exchange", _cannot)
+    seen: set[bytes] = set()
+    for moment in range(20):
+        place = tmp_path / str(moment) / "version_00000007"
+        make_checkpoint(place, 7, fill=b"old")
+        with monkeypatch.context() as patch:
+            done = crash_at(patch, moment)
+            try:
+                make_checkpoint(place, 7, fill=b"new")
+            except Crash:
+                has_crashed = True
+            else:
+                has_crashed = False
+        newest, passed = newest_whole(place.parent)
+        assert newest is not None, done
+        assert passed == ()
+        assert newest.version == 7
+        assert find_checkpoint(place) == newest.path, "also by its own name"
+        assert newest_checkpoint(place.parent)[0] == newest
+        seen.add((newest.path / rank_file(0)).read_bytes()[:3])
+        if not has_crashed:
+            break
+        make_checkpoint(place, 7, fill=b"end")  # the next one takes its place all the same
+        assert [info.path for info in list_checkpoints(place.parent)] == [place]
+        assert (place / rank_file(0)).read_bytes()[:3] == b"end"
+    else:
+        pytest.fail("it never came to its end")
+    assert seen == {b"old", b"new"}
+
+
+def test_a_reader_beside_a_hundred_replacements_always_finds_a_whole_one(tmp_path: Path):
+    place = tmp_path / "version_00000007"
+    make_checkpoint(place, 7)
+    is_over = threading.Event()
+    missing: list[str] = []
+
+    def read() -> None:
+        while not is_over.is_set():
+            try:
+                os.stat(place)
+            except OSError as error:
+                missing.append(str(error))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for _ in range(100):
+            make_checkpoint(place, 7)
+    finally:
+        is_over.set()
+        reader.join()
+    assert missing == []
+
+
+def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    place = make_checkpoint(tmp_path / "version_00000007", 7, fill=b"old")
+
+    def refuse(one: Path, other: Path) -> bool:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(folder_swap, "exchange", refuse)
+    with pytest.raises(TrainError, match="cannot commit checkpoint"):
+        make_checkpoint(place, 7, fill=b"new")
+    assert (place / rank_file(0)).read_bytes()[:3] == b"old"
+    with pytest.raises(OSError, match="No such file"):
+        put_in_place(tmp_path / "nothing", tmp_path / "nowhere")
+
+
+# -- which stay ----------------------------------------------------------------------------------------------------
+
+
+def pruned(folder: Path, newest: int, **options: Any) -> list[int]:
+    nobody: Any = None
+    kept = Checkpoints(
+        nobody, CheckpointOptions(run_dir=str(folder), **options), nobody, nobody, nobody, nobody, nobody
+    )
+    kept._prune(folder / f"version_{newest:08d}")
+    return sorted(int(path.name.removeprefix("version_")) for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(("keep_last", "left"), [(1, [45]), (2, [45, 60]), (0, [45, 50, 60])])
+def test_the_one_just_written_stays_whatever_a_life_before_left_there(tmp_path: Path, keep_last: int, left: list[int]):
+    """A run that went back to step 40 writes 45 beside 50 and 60 of the life that it left."""
+    for version in (45, 50, 60):
+        make_checkpoint(tmp_path / f"version_{version:08d}", version)
+    assert pruned(tmp_path, 45, keep_last=keep_last) == left
+
+
+def test_a_torn_one_is_no_reason_for_a_whole_one_to_go(tmp_path: Path):
+    for version in (10, 20, 30, 40):
+        make_checkpoint(tmp_path / f"version_{version:08d}", version)
+    for version in (10, 30):
+        truncate(rank_file(0))(tmp_path / f"version_{version:08d}")
+    assert pruned(tmp_path, 40, keep_last=2) == [20, 30, 40], "20 and 40 are whole; 10 helps nobody any more"
+
+
+def test_nothing_goes_when_the_new_one_is_not_whole(tmp_path: Path):
+    for version in (10, 20, 30):
+        make_checkpoint(tmp_path / f"version_{version:08d}", version)
+    remove(MANIFEST)(tmp_path / "version_00000030")
+    assert pruned(tmp_path, 30, keep_last=1) == [10, 20, 30]
+
+
+def test_what_is_to_stay_for_ever_stays_and_leftovers_of_crashes_go(tmp_path: Path):
+    run = RunOnDisk(tmp_path, steps=5)
+    holder = run.path / "checkpoints"
+    add_run_part(run.place(2), run.ledger, 2, is_kept=True)
+    for name in (".partial-version_00000009", ".gone-version_00000001", ".old-version_00000005"):
+        (holder / name).mkdir()
+    (holder / ".partial-version_00000004-ledger.sqlite").write_bytes(b"half")
+    assert pruned(holder, 5, keep_last=2) == [2, 4, 5]

@@ -1,0 +1,76 @@
+"""A fleet of somebody else's servers grows and shrinks while a run goes on: a server more, and one less, under load.
+
+The servers are tests/engines/stand_in: SGLang's name, flags and routes with the embedded engine inside.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_job import Job, audit, events, make_job, until  # pyright: ignore[reportMissingImports]
+
+from myxa.actors.ledger_audit import audit_ledger
+from myxa.launch.control.client import ControlClient
+
+pytestmark = pytest.mark.timeout(300)
+STAND_IN = Path(__file__).parents[1] / "engines" / "stand_in"
+
+
+def server(job: Job) -> tuple[str, subprocess.Popen[bytes]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "sglang.launch_server", "--model-path", str(job.folder / "model"), "--host", "127.0.0.1",
+        "--port", str(port), "--skip-tokenizer-init", "--incremental-streaming-output", "--dtype", "float32",
+        "--max-running-requests", "32", "--stream-interval", "4", "--random-seed", "1",
+    ]  # fmt: skip
+    with (job.folder / f"server.{port}.log").open("wb") as out:
+        env = os.environ | {"PYTHONPATH": str(STAND_IN)}
+        return f"http://127.0.0.1:{port}", subprocess.Popen(command, env=env, stdout=out, stderr=out)
+
+
+def test_a_server_comes_and_the_first_one_goes(tmp_path: Path):
+    job = make_job(tmp_path)
+    (first, first_process), (second, second_process) = server(job), server(job)
+    run = job.start(
+        'roles.rollout.kind="sglang"', f'engine.attach=["{first}"]', "run.num_steps=100000", "async.max_staleness=8",
+        "rollout.max_groups=4",
+    )  # fmt: skip
+    try:
+        until(lambda: any((job.folder / "runs").glob("*/control.json")), "the control socket")
+        run_dir = job.run_dir()
+        client = ControlClient.of(run_dir)
+        until(lambda: (run_dir / "ledger.sqlite").exists() and bool(events(run_dir, "engine-joined")), "an engine")
+        goes_on(run_dir)
+        more = client.ask("scale", 120, role="rollout", count=2, attach=second, wait_s=100)
+        assert more["is_done"], more
+        until(lambda: any(e["source"] == "rollout/1" for e in events(run_dir, "weights-adopted")), "weights for it")
+        goes_on(run_dir)
+        assert client.ask("drain", 120, target="rollout/0", wait_s=100)["is_done"]
+        first_process.terminate()
+        goes_on(run_dir)
+        client.ask("down")
+        said, _ = run.communicate(timeout=120)
+    finally:
+        run.kill()
+        run.communicate()
+        for process in (first_process, second_process):
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    assert run.returncode == 0, said
+    report = audit_ledger(run_dir / "ledger.sqlite")
+    assert report.problems == ()
+    assert set(report.trained.values()) == {1}
+    assert not report.dropped, "nobody was told of an error"
+
+
+def goes_on(run_dir: Path, num_steps: int = 3) -> None:
+    before = len(audit(run_dir).trained)
+    until(lambda: len(audit(run_dir).trained) >= before + 4 * num_steps, f"{num_steps} more steps")

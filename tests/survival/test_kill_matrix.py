@@ -1,0 +1,169 @@
+"""The kill matrix: an actor of every kind fails at every labelled point of its life, by SIGKILL and by SIGSTOP, and
+the run ends by itself with every prompt trained exactly once, and nothing left over.
+
+`make test` puts the cells into a few runs, one fault after the other (every point by SIGKILL; by SIGSTOP an actor of every
+kind, which its supervisor finds out and kills). `make soak` gives every cell a run of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from recovery import PROMISED_S, recoveries, table
+from run_job import Job, metrics, until  # pyright: ignore[reportMissingImports]
+from under_chaos import ChaosRun, chaos_job, check_lossless, check_nobody_left, run_under, struck
+
+from myxa.core.chaos import POINTS
+
+CHECKPOINTS = "trainer.checkpoint_every=2"
+GANG = "roles.trainer.count=2"
+NUM_TRIES = 8
+SLACK = 8.0
+"""What is promised for an idle machine of two cores may take so many times as long on a busy one."""
+
+
+def nothing(_: Job) -> None:
+    """Nobody does anything meanwhile."""
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Faults of one run, one after the other."""
+
+    strikes: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    num_steps: int = 16
+    reward_s: float = 0.1
+    beside: Callable[[Job], None] = nothing
+
+
+def turn_a_knob(job: Job, after: int = 0) -> None:
+    """As an operator, once so many faults have come about: again while the coordinator is away and says so, until it
+    dies of it."""
+    until(lambda: any((job.folder / "runs").glob("*/ledger.sqlite")), "a run")
+    until(lambda: len(struck(job.run_dir())) >= after and has_stepped(job.run_dir()), "steps", timeout_s=150)
+    for _ in range(NUM_TRIES):
+        subprocess.run(
+            [sys.executable, "-m", "myxa.launch", "set", "lr=0.0005", "-m", "drill"],
+            capture_output=True, timeout=120, check=False, cwd=job.folder,
+        )  # fmt: skip
+        if len(struck(job.run_dir())) > after:
+            return
+
+
+def has_stepped(run_dir: Path) -> bool:
+    return (run_dir / "metrics.jsonl").exists() and '"train/loss"' in (run_dir / "metrics.jsonl").read_text()
+
+
+KILLS = {
+    "rollout": Cells(
+        (
+            "rollout.partial:kill:3", "monitor.telemetry:kill:3", "rollout.reward:kill:3", "rollout.put:kill:2",
+            "rollout.prepare:kill:1", "rollout.commit:kill:1",
+        )
+    ),
+    "buffer": Cells(
+        (
+            "buffer.dispatch:kill:2", "buffer.put:kill:3", "buffer.claim:kill:1", "buffer.trained:kill:1",
+            "buffer.durable:kill:1",
+        ),
+        (CHECKPOINTS,),
+    ),
+    "coordinator": Cells(
+        ("coordinator.ready:kill:1", "coordinator.version_made:kill:2", "coordinator.adopt:kill:2",
+         "coordinator.knobs_decided:kill:1"),
+        num_steps=40,
+        reward_s=0.2,
+        beside=lambda job: turn_a_knob(job, after=3),
+    ),
+    "trainer, a step": Cells(
+        ("trainer.claim:kill:2", "trainer.forward@trainer/1:kill:2", "trainer.all_reduce@trainer/0:kill:2",
+         "trainer.optimizer@trainer/1:kill:1"),
+        (CHECKPOINTS, GANG),
+    ),
+    "trainer, what it writes": Cells(
+        ("trainer.publish@trainer/0:kill:2", "trainer.trained:kill:2", "trainer.checkpoint_write@trainer/1:kill:1",
+         "trainer.manifest_commit:kill:1"),
+        (CHECKPOINTS, GANG),
+    ),
+}  # fmt: skip
+
+STOPS = {
+    "all but the buffer": Cells(
+        ("monitor.telemetry:stop:3", "coordinator.adopt:stop:2", "rollout.partial@rollout/0:stop:3",
+         "rollout.put@rollout/1:stop:2"),
+    ),
+    "buffer": Cells(("buffer.put:stop:3",)),
+    "trainer": Cells(("trainer.all_reduce@trainer/1:stop:2",), (CHECKPOINTS, GANG)),
+}  # fmt: skip
+
+
+def check(folder: Path, cells: Cells) -> ChaosRun:
+    """Make the run; what must be true of it afterwards."""
+    run = run_under(
+        chaos_job(folder, reward_s=cells.reward_s),
+        cells.strikes,
+        *cells.overrides,
+        num_steps=cells.num_steps,
+        beside=cells.beside,
+    )
+    check_lossless(run, cells.strikes)
+    check_nobody_left(run)
+    print(table([run]))
+    for strike, seconds in recoveries(run):
+        if ":kill" in strike.text:
+            assert seconds < SLACK * PROMISED_S[strike.role], f"{strike}: back after {seconds:.1f} s"
+    return run
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("name", KILLS)
+def test_killed_one_after_the_other(name: str, tmp_path: Path):
+    run = check(tmp_path, KILLS[name])
+    if "coordinator.knobs_decided:kill:1" in KILLS[name].strikes:
+        check_change(run)
+
+
+def check_change(run: ChaosRun) -> None:
+    """A change of which the coordinator died, after it was recorded and before anybody heard of it, is in force."""
+    audit = [json.loads(line) for line in (run.run_dir / "audit.jsonl").read_text().splitlines()]
+    assert [entry["result"] for entry in audit if entry["verb"] == "set" and entry["epoch"]] == ["done"]
+    rates = [point["values"]["train/lr"] for point in metrics(run.run_dir) if "train/lr" in point["values"]]
+    assert rates[-1] == pytest.approx(0.0005)
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("name", STOPS)
+def test_stopped_and_found_out(name: str, tmp_path: Path):
+    check(tmp_path, STOPS[name])
+
+
+def test_every_point_is_killed_at_and_every_kind_is_stopped():
+    killed = {strike.partition(":")[0].partition("@")[0] for cells in KILLS.values() for strike in cells.strikes}
+    assert killed == set(POINTS)
+    stopped = {strike.partition(".")[0] for cells in STOPS.values() for strike in cells.strikes}
+    assert stopped == {point.partition(".")[0] for point in POINTS}
+
+
+SOAKED = [f"{point}:{action}:{nth}" for point in POINTS for action in ("kill", "stop") for nth in (1, 3)]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("strike", [text for text in SOAKED if not text.startswith("coordinator.knobs_decided")])
+def test_cell(strike: str, tmp_path: Path):
+    check(tmp_path, Cells((strike,), (GANG, CHECKPOINTS)))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("action", ["kill", "stop"])
+def test_cell_of_a_knob_that_was_decided(action: str, tmp_path: Path):
+    strike = f"coordinator.knobs_decided:{action}:1"
+    check_change(check(tmp_path, Cells((strike,), (GANG, CHECKPOINTS), beside=turn_a_knob, num_steps=40, reward_s=0.2)))

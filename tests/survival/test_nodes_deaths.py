@@ -1,0 +1,151 @@
+"""Who dies beside the data's way, and what of it is noticed: monitor, memory manager, a program that hosts an engine, the
+launcher of node 0 while another machine takes part.
+
+Proved of real runs: training neither waits for a monitor that stands still nor for one that is gone, and its files go on
+afterwards with the gap marked; tenants keep their devices' memory while their manager is away and are asked again; groups
+of a program that was killed go back to the ledger; with node 0 every process of every node ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from fleet import fleet_in
+from live import live_run  # pyright: ignore[reportMissingImports]
+from run_job import audit, events, make_job, metrics, until, worker_pids  # pyright: ignore[reportMissingImports]
+
+from myxa.actors.ledger_audit import audit_ledger
+
+pytestmark = pytest.mark.timeout(300)
+
+TURNS = (
+    'memory.share="switch"', "memory.capacity_mb=9", "memory.switch_s=40", "engine.context_length=64",
+    "engine.max_running=4",
+)  # fmt: skip
+
+
+def trained(run_dir: Path) -> int:
+    """Groups trained, by the ledger: the monitor's files are what this is about."""
+    return len(audit(run_dir).trained)
+
+
+def goes_on(run_dir: Path, num_steps: int = 2) -> None:
+    before = trained(run_dir)
+    until(lambda: trained(run_dir) >= before + 4 * num_steps, f"{num_steps} more steps")
+
+
+def test_training_never_waits_for_the_monitor_and_the_gap_is_marked(tmp_path: Path):
+    with live_run(tmp_path, "monitor.trace=true") as live:
+        run_dir, launcher = live.run_dir, live.launcher.pid
+        (monitor,) = worker_pids(launcher, "monitor")
+        os.kill(monitor, signal.SIGSTOP)
+        stopped = time.time()
+        goes_on(run_dir)
+        assert not [point for point in metrics(run_dir) if point["wall_s"] > stopped + 1.0], "it stood still"
+        os.kill(monitor, signal.SIGKILL)
+        goes_on(run_dir)
+        until(lambda: bool(events(run_dir, "telemetry-gap")), "the next monitor to mark the gap")
+        (gap,) = events(run_dir, "telemetry-gap")
+        assert gap["data"]["since_s"] <= stopped + 1.0
+        assert gap["data"]["until_s"] > stopped
+        before = max((point["step"] for point in metrics(run_dir) if "train/loss" in point["values"]), default=0)
+
+        def is_written() -> bool:
+            points = [point for point in metrics(run_dir) if "train/loss" in point["values"]]
+            return bool(points) and points[-1]["step"] >= before + 2 and points[-1]["wall_s"] > gap["wall_s"]
+
+        until(is_written, "the curves to go on")
+        until(lambda: any(e["kind"] == "telemetry-gap" for e in events(run_dir, "telemetry-gap")), "the event")
+    entries = json.loads((run_dir / "trace.json").read_text())
+    entries = entries["traceEvents"] if isinstance(entries, dict) else entries
+    (mark,) = [entry for entry in entries if entry.get("name") == "no monitor"]
+    later = [entry for entry in entries if entry.get("ts", 0) > mark["ts"] + mark["dur"]]
+    assert any(entry.get("ph") == "X" for entry in later), "the trace goes on behind the gap"
+
+
+def test_the_memory_manager_comes_back_and_tenants_are_asked_again(tmp_path: Path):
+    job = make_job(tmp_path)
+    process = job.start(*TURNS, "run.num_steps=16")
+    try:
+        until(lambda: (job.folder / "runs").is_dir() and bool(worker_pids(process.pid, "memory/0")), "the manager")
+        until(
+            lambda: (job.run_dir() / "ledger.sqlite").exists() and trained_or_none(job.run_dir()) >= 12, "three steps"
+        )
+        run_dir = job.run_dir()
+        os.kill(worker_pids(process.pid, "memory/0")[-1], signal.SIGKILL)
+        said, _ = process.communicate(timeout=200)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, said
+    assert (run_dir / "logs/memory.0.1.log").exists(), "it was started again"
+    report = audit_ledger(run_dir / "ledger.sqlite")
+    assert report.problems == ()
+    assert trained(run_dir) == 16 * 4
+
+
+def trained_or_none(run_dir: Path) -> int:
+    try:
+        return trained(run_dir)
+    except sqlite3.OperationalError:  # there are no tables yet
+        return 0
+
+
+def test_groups_of_a_program_that_is_killed_go_to_others(tmp_path: Path):
+    with live_run(tmp_path, "async.max_staleness=8", "rollout.max_groups=2") as live:  # nobody waits for slots
+        run_dir = live.run_dir
+        host = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("host_program.py")), str(run_dir)],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            assert host.stdout is not None
+            assert host.stdout.readline() == "rollout/1 serves\n"
+            until(lambda: dispatched(run_dir) > 0, "work in its hands")
+        finally:
+            host.kill()
+            host.communicate()
+        until(lambda: dispatched(run_dir) == 0, "its groups to go back")
+        goes_on(run_dir)
+        until(lambda: "rollout/1" in {e["text"].split()[0] for e in events(run_dir, "engine-gone")}, "it to be told")
+    report = audit_ledger(run_dir / "ledger.sqlite")
+    assert report.problems == ()
+    assert set(report.trained.values()) == {1}
+
+
+def dispatched(run_dir: Path) -> int:
+    with sqlite3.connect(f"file:{run_dir / 'ledger.sqlite'}?mode=ro", uri=True) as db:
+        question = "SELECT COUNT(*) FROM groups WHERE state = 'DISPATCHED' AND rollout = 'rollout/1'"
+        (count,) = db.execute(question).fetchone()
+    db.close()
+    return int(count)
+
+
+def test_with_node_0_all_nodes_end_and_what_is_on_the_disk_is_whole(tmp_path: Path):
+    with fleet_in(tmp_path, "roles.rollout.count=1", "trainer.checkpoint_every=1") as fleet:
+        late = fleet.join(1)
+        fleet.until_engines(2)
+        fleet.goes_on(2)
+        first = fleet.launchers[0]
+        processes = [
+            process for launcher in (first, late) for process in psutil.Process(launcher.pid).children(recursive=True)
+        ]
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+        assert late.wait(60) == 3, fleet.said()
+        assert "node 0 is gone" in fleet.said()
+        _, left = psutil.wait_procs(processes, timeout=30)
+        assert not left, f"{left} outlived their launchers"
+        report = fleet.audit()
+        assert report.problems == ()
+        assert set(report.trained.values()) == {1}
+        assert list((fleet.run_dir / "checkpoints").glob("version_*")), "there is something to go on from"

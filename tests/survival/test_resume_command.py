@@ -1,0 +1,152 @@
+"""`myxa resume`, `myxa fork` and what a run that is told to stop leaves, with real runs: what is said where it cannot be,
+and that a run goes on with its version, its knobs and its files."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from live import Live, live_run  # pyright: ignore[reportMissingImports]
+from lives import consumed
+from run_job import events, metrics, until  # pyright: ignore[reportMissingImports]
+
+from myxa.actors.checkpoint_folder import look_at
+from myxa.actors.ledger_resume import read_facts
+from myxa.actors.run_part import ledger_in, read_run_part
+from myxa.launch.origin import Origin
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def ended(launcher: subprocess.Popen[str]) -> int:
+    return launcher.wait(90)
+
+
+def rates(run_dir: Path) -> dict[int, float]:
+    return {p["step"]: p["values"]["train/lr"] for p in metrics(run_dir) if "train/lr" in p["values"]}
+
+
+def test_a_run_from_its_first_to_its_last_life(tmp_path: Path):
+    with live_run(tmp_path, steps=2) as live:
+        run_dir = live.run_dir
+        nothing_to_go_on_from_yet(live)
+        live.ask("set", "lr=2.5e-4", "-m", "kept")
+        folder = Path(live.ask("ckpt")["folder"])
+        one_that_lives_is_not_started_again(live, run_dir)
+        fork_goes_on_beside_its_parent(live, run_dir, int(folder.name.removeprefix("version_")))
+        live.launcher.send_signal(signal.SIGTERM)
+        assert ended(live.launcher) == 0
+        version = what_it_left(run_dir)
+        what_cannot_be_is_told(live, run_dir, version)
+        it_goes_on(live, run_dir, version)
+        it_goes_back(live, run_dir, version)
+
+
+def nothing_to_go_on_from_yet(live: Live) -> None:
+    done = live.myxa("fork", str(live.run_dir))
+    assert done.returncode == 3
+    assert "has no checkpoint to go on from" in done.stderr
+
+
+def one_that_lives_is_not_started_again(live: Live, run_dir: Path) -> None:
+    for flags in (["--from", "1"], ["--set", "run.num_steps=3"]):
+        done = live.myxa("resume", str(run_dir), *flags)
+        assert done.returncode == 2
+        assert "lives: --from and --set are for one that is over" in done.stderr
+        assert "myxa fork" in done.stderr
+    live.ask("pause")
+    for words in (["resume"], ["resume", str(run_dir)], ["resume", "--run", str(run_dir)]):
+        done = live.myxa(*words)
+        assert (done.returncode, done.stdout) == (0, "the run goes on\n"), done.stderr
+
+
+def fork_goes_on_beside_its_parent(live: Live, run_dir: Path, version: int) -> None:
+    last = version + 2
+    done = live.myxa(
+        "fork", str(run_dir), "--name", "child", "--quiet", "--set", f"run.num_steps={last}",
+        "--set", "trainer.checkpoint_every=1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (child,) = (run_dir.parent).glob("child-*")
+    origin = Origin.load(child)
+    assert (origin.parent, origin.parent_version) == (str(run_dir.resolve()), version)
+    assert [event["text"] for event in events(child, "forked")], "it is told"
+    found = consumed(child)
+    assert set(found.steps) == set(range(last))
+    assert set(found.draws.values()) == {1}
+    assert rates(child)[last] == pytest.approx(2.5e-4), "knobs come along"
+    assert live.launcher.poll() is None
+    before = newest(run_dir)
+    until(lambda: newest(run_dir) > before, "the parent goes on")
+
+
+def newest(run_dir: Path) -> int:
+    return max((p["step"] for p in metrics(run_dir) if "train/loss" in p["values"]), default=0)
+
+
+def what_it_left(run_dir: Path) -> int:
+    """A whole checkpoint of the version at which it was stopped, although none was asked for by schedule."""
+    folder = max((run_dir / "checkpoints").iterdir())
+    info = look_at(folder)
+    assert info.is_complete, info.problem
+    part = read_run_part(folder)
+    assert (part.run, part.version) == (run_dir.name, info.version)
+    assert {knob.name: knob.value for knob in part.knobs.knobs}["lr"] == pytest.approx(2.5e-4)
+    assert ledger_in(folder).is_file()
+    facts = read_facts(run_dir / "ledger.sqlite")
+    assert facts.claimed in (info.version, info.version + 1)
+    assert max(rates(run_dir)) == info.version, "of the version that it stood at"
+    return info.version
+
+
+def what_cannot_be_is_told(live: Live, run_dir: Path, version: int) -> None:
+    def refused(*words: str) -> tuple[int, str]:
+        done = live.myxa("resume", *words)
+        return done.returncode, done.stderr
+
+    status, said = refused(str(run_dir), "--from", "999")
+    assert (status, f"has no checkpoint of version 999; there are: {version}, " in said) == (3, True), said
+    status, said = refused(str(run_dir), "--set", "run.name=other")
+    assert (status, "keeps its name" in said) == (2, True), said
+    status, said = refused(str(live.job.folder / "nowhere"))
+    assert (status, "there is no run directory" in said) == (3, True), said
+    status, said = refused(str(live.job.folder))
+    assert (status, "is no run directory" in said) == (3, True), said
+    status, said = refused()
+    assert (status, "myxa resume runs/" in said) == (3, True), said
+    status, said = refused(str(run_dir), "--run", str(live.job.folder))
+    assert (status, "which run" in said) == (2, True), said
+    assert len(Origin.load(run_dir).lives) == 1, "nothing was begun"
+
+
+def it_goes_on(live: Live, run_dir: Path, version: int) -> None:
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    done = live.myxa("resume", str(run_dir), "--quiet", "--set", f"run.num_steps={version + 2}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"from version {version} of {run_dir.resolve()}, with its own ledger" in done.stdout
+    assert (run_dir / "metrics.jsonl").read_bytes().startswith(before), "files go on"
+    assert rates(run_dir)[version + 2] == pytest.approx(2.5e-4)
+    assert any("lr = 0.00025" in event["text"] for event in events(run_dir, "knobs-restored"))
+    assert set(consumed(run_dir).steps) == set(range(version + 2))
+    assert set(consumed(run_dir).draws.values()) == {1}
+    assert (run_dir / "lives" / "1" / "logs" / "latest").is_dir()
+    assert (run_dir / "logs" / "trainer.0.0.log").is_file()
+
+
+def it_goes_back(live: Live, run_dir: Path, version: int) -> None:
+    """To the checkpoint before; what was made since is out of the way, and a checkpoint that is hurt is named."""
+    (older,) = [path for path in (run_dir / "checkpoints").iterdir() if look_at(path).version < version]
+    hurt = run_dir / "checkpoints" / f"version_{version:08d}" / "rank-00000.safetensors"
+    data = bytearray(hurt.read_bytes())
+    data[-1] ^= 1
+    hurt.write_bytes(data)
+    first = look_at(older).version
+    done = live.myxa("resume", str(run_dir), "--quiet", "--set", f"run.num_steps={first + 1}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"passed over: version_{version:08d}: " in done.stdout
+    assert "the bytes of rank-00000.safetensors have changed" in done.stdout
+    assert [e["text"] for e in events(run_dir, "checkpoint-passed-over")], "in the run's own records too"
+    assert [life.version for life in Origin.load(run_dir).lives] == [0, version, first]
+    assert set(consumed(run_dir).steps) == set(range(first + 1))

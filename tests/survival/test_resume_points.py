@@ -1,0 +1,347 @@
+"""From where a dead run goes on: its newest whole checkpoint with its own ledger, or with the copy in the checkpoint when
+the own one is gone, damaged, behind, or has given away what it would need. What is passed over is named; an attempt that
+is killed while it prepares the directory is repeated; a fork changes nothing in the run that it comes from."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_maker import DATASET, RunOnDisk, make_checkpoint, states
+
+from myxa.actors.checkpoint_folder import newest_whole
+from myxa.actors.ledger import Ledger
+from myxa.actors.ledger_file import lock_ledger
+from myxa.actors.ledger_resume import LEDGER
+from myxa.actors.run_part import RUN_FILE
+from myxa.core.errors import LaunchError
+from myxa.launch import next_life
+from myxa.launch.fork_run import fork_run
+from myxa.launch.next_life import begin_next_life, no_longer_alive
+from myxa.launch.origin import Origin, origin_events
+from myxa.launch.resume_point import OWN_LEDGER, choose_point
+from myxa.launch.run_dir import RunDir
+
+NOW = datetime(2030, 1, 1)
+COPY = "the checkpoint's copy of the ledger"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunOnDisk:
+    return RunOnDisk(tmp_path, steps=4)
+
+
+def flip(path: Path, at: float = 0.5) -> None:
+    data = bytearray(path.read_bytes())
+    for place in range(int(len(data) * at), min(int(len(data) * at) + 200, len(data))):
+        data[place] ^= 0xFF
+    path.write_bytes(data)
+
+
+def halve(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def make_other(path: Path) -> None:
+    path.write_text("not a ledger")
+
+
+HURTS: tuple[Callable[[Path], None], ...] = (flip, halve, remove, make_other)
+
+
+def test_the_newest_one_and_its_own_ledger(run: RunOnDisk):
+    point = choose_point(run.path, None)
+    assert (point.version, point.checkpoint, point.is_own_ledger) == (4, run.place(4), True)
+    assert (point.ledger_words, point.passed_over) == (OWN_LEDGER, ())
+
+
+@pytest.mark.parametrize("hurt", HURTS)
+@pytest.mark.parametrize("name", [LEDGER, RUN_FILE])
+def test_the_copy_is_not_needed_where_the_own_ledger_is_well(run: RunOnDisk, name: str, hurt: Callable[[Path], None]):
+    hurt(run.place(4) / name)
+    assert choose_point(run.path, None).version == 4
+
+
+@pytest.mark.parametrize("hurt", HURTS)
+def test_a_ledger_that_is_hurt_is_replaced_by_the_copy(run: RunOnDisk, hurt: Callable[[Path], None]):
+    hurt(run.ledger)
+    point = choose_point(run.path, None)
+    assert (point.version, point.ledger, point.is_own_ledger) == (4, run.place(4) / LEDGER, False)
+    assert point.ledger_words.startswith(COPY)
+    go_on(run, 4)
+
+
+@pytest.mark.parametrize("hurt", HURTS)
+@pytest.mark.parametrize("name", [LEDGER, RUN_FILE])
+def test_with_both_hurt_the_next_older_one_is_taken(run: RunOnDisk, name: str, hurt: Callable[[Path], None]):
+    halve(run.ledger)
+    hurt(run.place(4) / name)
+    point = choose_point(run.path, None)
+    assert (point.version, point.is_own_ledger) == (3, False)
+    (text,) = point.passed_over
+    assert text.startswith("version_00000004: ")
+    assert "of the run's own ledger" in text
+    go_on(run, 3)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors", "manifest.json"])
+@pytest.mark.parametrize("hurt", [halve, remove])
+def test_a_torn_checkpoint_is_passed_over_and_moved_out_of_the_way(
+    run: RunOnDisk, name: str, hurt: Callable[[Path], None]
+):
+    hurt(run.place(4) / name)
+    point = choose_point(run.path, None)
+    assert (point.version, point.is_own_ledger) == (3, True)
+    assert "is torn" in point.passed_over[0]
+    go_on(run, 3)
+    assert (run.path / "lives" / "1" / "undone" / "version_00000004").is_dir()
+    told = dict(origin_events(run.path))
+    assert "is torn" in told["checkpoint-passed-over"]
+    assert told["resumed"] == "life 2 goes on from version 3 with its own ledger"
+
+
+def test_a_version_whose_payloads_are_given_away_needs_the_copy(run: RunOnDisk):
+    """The own ledger goes back one checkpoint, no more."""
+    point = choose_point(run.path, 1)
+    assert not point.is_own_ledger
+    assert "given away" in point.ledger_words
+    go_on(run, 1, asked=1)
+    assert sorted(path.name for path in (run.path / "lives" / "1" / "undone").iterdir()) == [
+        run.place(version).name for version in (2, 3, 4)
+    ]
+    assert (run.path / "lives" / "1" / LEDGER).is_file(), "nothing is deleted"
+
+
+def test_a_ledger_whose_end_was_lost_is_behind_the_checkpoint(run: RunOnDisk):
+    """A power cut may take its newest transactions back; the checkpoint was told only once its copy was on the disk."""
+    shutil.copy2(run.place(3) / LEDGER, run.ledger)
+    point = choose_point(run.path, None)
+    assert (point.version, point.is_own_ledger) == (4, False)
+    assert "its newest part was lost" in point.ledger_words
+    go_on(run, 4)
+
+
+def test_without_a_copy_older_runs_go_on_as_well(run: RunOnDisk):
+    (run.place(4) / RUN_FILE).unlink()
+    (run.place(4) / LEDGER).unlink()
+    assert choose_point(run.path, None).version == 4
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [(9, "has no checkpoint of version 9; there are: 4, 3, 2, 1"), (4, "cannot go on from version 4:\n  version_")],
+)
+def test_a_version_that_cannot_be_had_is_told(run: RunOnDisk, version: int, said: str):
+    halve(run.place(4) / "rank-00001.safetensors")
+    with pytest.raises(LaunchError) as caught:
+        choose_point(run.path, version)
+    assert said in caught.value.message
+
+
+def test_a_run_without_any_is_told_what_to_do(tmp_path: Path):
+    run = RunOnDisk(tmp_path, steps=0)
+    with pytest.raises(LaunchError, match="died before it wrote one") as caught:
+        choose_point(run.path, None)
+    assert "myxa up" in caught.value.remedy
+    make_checkpoint(run.place(1), 1, extra={})
+    halve(run.place(1) / "rank-00000.safetensors")
+    with pytest.raises(LaunchError, match="no checkpoint in .* can be used:\n  version_00000001: "):
+        choose_point(run.path, None)
+
+
+# -- the next life -------------------------------------------------------------------------------------------------
+
+
+def go_on(run: RunOnDisk, version: int, asked: int | None = None) -> None:
+    """As `myxa resume` does, up to where the trainer rewinds the buffer; the ledger must hold then."""
+    run_dir = RunDir(run.path)
+    with no_longer_alive(run_dir):
+        begin_next_life(run_dir, choose_point(run.path, asked))
+    looks_as_it_should(run, version)
+
+
+def looks_as_it_should(run: RunOnDisk, version: int) -> None:
+    newest, passed = newest_whole(run.path / "checkpoints")
+    assert newest is not None
+    assert (newest.version, passed) == (version, ()), "a gang that restarts finds no other"
+    ledger = run.open()
+    try:
+        ledger.rewind(version)
+        assert (ledger.newest_version, ledger.next_step) == (version, version)
+        drawn = [ledger.find(number) for number in range(ledger.next_group_id)]
+        assert all(row is not None for row in drawn)
+        trained = [row for row in drawn if row is not None and str(row.state) in ("TRAINED", "DURABLE")]
+        assert sorted(row.step for row in trained) == [step for step in range(version) for _ in range(2)]
+        if ledger.next_group_id > run.half_done:
+            assert ledger.payload(run.half_done) == b"some tokens", "what was half done goes on"
+    finally:
+        ledger.close()
+
+
+class Crash(BaseException):
+    """SIGKILL at this moment."""
+
+
+@pytest.mark.parametrize("version", [1, 3, 4])
+def test_an_attempt_that_is_killed_at_any_moment_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+):
+    for moment in range(60):
+        run = RunOnDisk(tmp_path / str(moment), steps=4)
+        for name in ("coordinator.journal", "logs"):
+            (run.path / name).mkdir()
+        calls = 0
+
+        def counted(real: Callable[..., Any], moment: int = moment) -> Callable[..., Any]:
+            def change(*args: Any, **options: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls > moment:
+                    raise Crash
+                return real(*args, **options)
+
+            return change
+
+        has_crashed = False
+        with monkeypatch.context() as patch:
+            for name in ("replace", "rename", "unlink", "mkdir"):
+                patch.setattr(Path, name, counted(getattr(Path, name)))
+            patch.setattr(next_life.shutil, "copy2", counted(shutil.copy2))
+            try:
+                begin_next_life(RunDir(run.path), choose_point(run.path, version))
+            except Crash:
+                has_crashed = True
+        if has_crashed:
+            begin_next_life(RunDir(run.path), choose_point(run.path, version))
+        looks_as_it_should(run, version)
+        assert not (run.path / "coordinator.journal").exists()
+        if not has_crashed:
+            assert moment > 3
+            return
+    pytest.fail("it never came to its end")
+
+
+def test_a_run_that_lives_is_left_alone(run: RunOnDisk, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(next_life, "BUFFER_ENDS_S", 0.3)
+    run_dir = RunDir(run.path)
+    with run_dir.held():
+        assert run_dir.is_held
+        with pytest.raises(LaunchError, match="still lives"), no_longer_alive(RunDir(run.path)):
+            pass
+    assert not run_dir.is_held
+    with (
+        lock_ledger(run.ledger),
+        pytest.raises(LaunchError, match="the run's buffer still lives: .* is in use"),
+        no_longer_alive(run_dir),
+    ):
+        pass
+
+
+def test_settings_of_the_last_life_are_forgotten(run: RunOnDisk):
+    """A run that was paused when it died is not paused: nobody would know of it."""
+    ledger = run.open()
+    ledger.remember("paused", "yes")
+    ledger.close()
+    go_on(run, 4)
+    ledger = run.open()
+    assert ledger.recall("paused") == ""
+    ledger.close()
+
+
+def test_lives_are_counted_and_the_config_of_each_is_kept(run: RunOnDisk):
+    (run.path / "config.toml").write_text("first")
+    go_on(run, 4)
+    (run.path / "config.toml").write_text("second")
+    go_on(run, 4)
+    assert [(run.path / "lives" / n / "config.toml").read_text() for n in ("1", "2")] == ["first", "second"]
+    assert Origin.load(run.path).in_words() == "life 3, from version 4"
+
+
+# -- forks ---------------------------------------------------------------------------------------------------------
+
+CONFIG = """
+[run]
+name = "small"
+dir = "{folder}"
+num_steps = 7
+[model]
+path = "model"
+[data]
+train = "rows.jsonl"
+"""
+
+
+def bytes_of(folder: Path) -> dict[str, str]:
+    """Every file's digest; what a lock leaves is none of a run's."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".lock"
+    }
+
+
+def forkable(tmp_path: Path) -> RunOnDisk:
+    run = RunOnDisk(tmp_path, steps=4)
+    (run.path / "config.toml").write_text(CONFIG.format(folder=tmp_path / "runs"))
+    return run
+
+
+def test_a_fork_of_a_run_that_lives_changes_nothing_there(tmp_path: Path):
+    run = forkable(tmp_path)
+    with lock_ledger(run.ledger), RunDir(run.path).held():
+        before = bytes_of(run.path)
+        made = fork_run(run.path, 2, "other", ["run.num_steps=9"], NOW)
+        assert bytes_of(run.path) == before
+    text = (made / "config.toml").read_text()
+    assert 'name = "other"' in text
+    assert "num_steps = 9" in text
+    assert made.name.startswith("other-")
+    child = Origin.load(made)
+    assert (child.parent, child.parent_version) == (str(run.path.resolve()), 2)
+    point = choose_point(made, None)
+    assert (point.version, point.is_own_ledger) == (2, False)
+    begin_next_life(RunDir(made), point)
+    assert [kind for kind, _ in origin_events(made)] == ["forked"]
+    assert not (made / "lives").exists()
+    ledger = Ledger(made / LEDGER, run=made.name, fingerprint=DATASET, wall=lambda: 0.0)
+    ledger.rewind(2)
+    assert ledger.newest_version == 2
+    ledger.close()
+    assert bytes_of(run.path) == before
+
+
+def test_a_fork_outlives_the_checkpoint_that_it_came_from(tmp_path: Path):
+    run = forkable(tmp_path)
+    made = fork_run(run.path, 2, "", [], NOW)
+    shutil.rmtree(run.path)
+    newest, _ = newest_whole(made / "checkpoints")
+    assert newest is not None
+    assert newest.version == 2
+    assert choose_point(made, None).version == 2
+
+
+def test_a_fork_of_a_checkpoint_without_a_copy_needs_a_run_that_is_over(tmp_path: Path):
+    run = forkable(tmp_path)
+    for version in range(1, 5):
+        (run.place(version) / RUN_FILE).unlink()
+        (run.place(version) / LEDGER).unlink()
+    with lock_ledger(run.ledger), pytest.raises(LaunchError, match="has no run.json"):
+        fork_run(run.path, None, "", [], NOW)
+    made = fork_run(run.path, None, "", [], NOW)
+    assert choose_point(made, None).is_own_ledger
+    assert states(made / LEDGER) == states(run.ledger)
+
+
+def test_a_fork_of_what_is_no_run_is_told(tmp_path: Path):
+    with pytest.raises(LaunchError, match="is no run directory"):
+        fork_run(tmp_path, None, "", [], NOW)

@@ -1,0 +1,267 @@
+"""A reward function that stops working is left alone for a while: answers wait and none is lost; it is tried again by
+one call at a time; it comes back, or the run ends with the cause. One bad prompt is no outage, a function that never
+worked has none."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from myxa.actors.reward_breaker import TRANSITIONS, Breaker, BreakerState
+from myxa.actors.rewarder import Rewarder
+from myxa.algos.rewards import RewardOutcome
+from myxa.core.completions import Completion
+from myxa.core.config import RewardSettings
+from myxa.core.errors import UserCodeError
+
+S = BreakerState
+
+
+def test_the_whole_way_through_the_table() -> None:
+    breaker = Breaker(after=3, cool_down_s=5.0, max_wait_s=30.0)
+    went = [breaker.state]
+
+    def note(to: BreakerState) -> None:
+        assert breaker.state is to
+        assert to in TRANSITIONS[went[-1]] or to is went[-1]
+        went.append(to)
+
+    assert not breaker.failed(1, 0.0, is_probe=False), "it never worked: the failure counts"
+    breaker.worked(is_probe=False)
+    for group in (1, 1, 1, 2):
+        assert not breaker.failed(group, 1.0, is_probe=False), "one bad prompt is no outage"
+        note(S.CLOSED)
+    assert breaker.failed(3, 10.0, is_probe=False), "the third group: its answer waits too"
+    note(S.OPEN)
+    assert (breaker.may_call(14.9), breaker.wait_s(14.0)) == (False, 1.0)
+    assert breaker.failed(4, 14.9, is_probe=False), "a call that was under way waits with the others"
+    assert breaker.may_call(15.0)
+    note(S.PROBING)
+    assert not breaker.may_call(15.0), "one probe at a time"
+    assert breaker.wait_s(15.0) is None
+    assert breaker.failed(3, 16.0, is_probe=True)
+    note(S.OPEN)
+    assert (breaker.may_call(25.9), breaker.may_call(26.0)) == (False, True), "twice the cool-down"
+    note(S.PROBING)
+    breaker.abandoned(27.0)
+    note(S.OPEN)
+    assert breaker.may_call(27.0), "at once: nobody heard how it ended"
+    note(S.PROBING)
+    breaker.worked(is_probe=True)
+    note(S.CLOSED)
+    for group in (5, 6, 7):
+        breaker.failed(group, 100.0, is_probe=False)
+    note(S.OPEN)
+    assert breaker.wait_s(100.0) == 5.0, "the cool-down starts anew"
+    for now_s in (105.0, 115.0):
+        assert breaker.may_call(now_s)
+        assert breaker.failed(5, now_s, is_probe=True)
+    assert breaker.wait_s(115.0) == 15.0, "the last probe is made when the time is over, not later"
+    assert breaker.may_call(130.0)
+    note(S.PROBING)
+    assert not breaker.failed(5, 130.0, is_probe=True)
+    note(S.GIVEN_UP)
+    assert breaker.num_opened == 2
+
+
+@settings(max_examples=60, stateful_step_count=40, deadline=None)
+class BreakerMachine(RuleBasedStateMachine):
+    """Calls begin and end in any order; time goes on."""
+
+    @initialize(after=st.integers(0, 4))
+    def begin(self, after: int) -> None:
+        self.after = after
+        self.breaker = Breaker(after=after, cool_down_s=2.0, max_wait_s=20.0)
+        self.now_s = 0.0
+        self.under_way: list[tuple[int, bool]] = []
+        self.failed_since: set[int] = set()
+        self.has_worked = False
+        self.was = S.CLOSED
+
+    @rule(lasts_s=st.floats(0.0, 15.0))
+    def wait(self, lasts_s: float) -> None:
+        self.now_s += lasts_s
+
+    @rule(group=st.integers(0, 6))
+    def call(self, group: int) -> None:
+        if self.breaker.may_call(self.now_s):
+            self.under_way.append((group, self.breaker.state is S.PROBING))
+        else:
+            assert self.breaker.state is not S.CLOSED
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data(), works=st.booleans())
+    def end(self, data: st.DataObject, works: bool) -> None:
+        group, is_probe = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
+        was_closed = self.breaker.state is S.CLOSED
+        if works:
+            self.breaker.worked(is_probe=is_probe)
+            if was_closed or is_probe:
+                self.has_worked, self.failed_since = True, set()
+            return
+        is_for_later = self.breaker.failed(group, self.now_s, is_probe=is_probe)
+        assert is_for_later == (self.breaker.state in (S.OPEN, S.PROBING)), "nothing is dropped while there is hope"
+        if was_closed:
+            self.failed_since.add(group)
+            is_outage = bool(self.after) and self.has_worked and len(self.failed_since) >= self.after
+            if not self.has_worked:
+                self.failed_since.clear()
+            assert (self.breaker.state is S.OPEN) == is_outage
+
+    @precondition(lambda self: any(is_probe for _, is_probe in self.under_way))
+    @rule()
+    def abandon(self) -> None:
+        self.under_way = [call for call in self.under_way if not call[1]]
+        self.breaker.abandoned(self.now_s)
+
+    @invariant()
+    def goes_by_the_table(self) -> None:
+        if not hasattr(self, "breaker"):
+            return
+        state = self.breaker.state
+        assert state is self.was or state in TRANSITIONS[self.was], (self.was, state)
+        self.was = state
+        assert sum(is_probe for _, is_probe in self.under_way) == (state is S.PROBING), "one probe, and only then"
+        if state is S.OPEN:
+            assert self.breaker.wait_s(self.now_s) is not None, "there is always a next time"
+        if state is S.GIVEN_UP:
+            assert self.now_s - self.breaker.opened_s >= 20.0
+
+
+TestBreakerMachine = BreakerMachine.TestCase
+
+CODE = """
+broken = False
+calls = []
+
+async def judge(completion):
+    calls.append(completion.group_id)
+    if broken or completion.text == "bad":
+        raise ConnectionError("the judge does not answer")
+    return 1.0
+"""
+
+
+@dataclass
+class Judge:
+    rewarder: Rewarder
+    module: Any
+    told: list[tuple[str, str]] = field(default_factory=list)
+
+    def score(self, group_id: int, text: str = "x") -> asyncio.Task[RewardOutcome]:
+        completion = Completion(group_id=group_id, index=0, messages=(), prompt="?", text=text)
+        return asyncio.ensure_future(self.rewarder.score(completion))
+
+    async def until(self, kind: str) -> str:
+        async with asyncio.timeout(30):
+            while True:
+                for said, text in self.told:
+                    if said == kind:
+                        return text
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> AsyncIterator[Judge]:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "judge.py"
+    file.write_text(CODE)
+    made = Rewarder(RewardSettings(fn=f"{file}:judge", pause_after=3, cool_down_s=0.05, **more))
+    (module,) = [m for m in sys.modules.values() if getattr(m, "__file__", "") == str(file)]
+    judged = Judge(made, module)
+    made.listen(lambda kind, text: judged.told.append((kind, text)))
+    try:
+        yield judged
+    finally:
+        await made.close()
+
+
+@pytest.mark.asyncio
+async def test_answers_wait_while_the_judge_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with judge(tmp_path, monkeypatch) as here:
+        await here.score(0)
+        here.module.broken = True
+        lost = await asyncio.gather(*(here.score(group) for group in (1, 2)), return_exceptions=True)
+        assert all(isinstance(error, UserCodeError) for error in lost), "it may be these two prompts"
+        waiting = [here.score(group) for group in range(3, 40)]
+        said = await here.until("reward-paused")
+        assert "failed for 3 groups in a row and is left alone for 0.05 s; answers wait; last: it raised" in said
+        await asyncio.sleep(0.02)
+        assert not any(task.done() for task in waiting)
+        gauges = here.rewarder.gauges()
+        assert (gauges["reward/is_paused"], gauges["reward/error_rate"]) == (1.0, 0.0)
+        here.module.broken = False
+        assert {outcome.value for outcome in await asyncio.gather(*waiting)} == {1.0}
+        assert "works again after" in await here.until("reward-works-again")
+        assert here.rewarder.too_many_errors == "", "an outage that ended is not held against the run"
+        assert here.rewarder.gauges()["reward/is_paused"] == here.rewarder.gauges()["reward/waiting"] == 0.0
+
+
+@pytest.mark.asyncio
+async def test_a_judge_that_does_not_come_back_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with judge(tmp_path, monkeypatch, max_outage_s=0.4) as here:
+        await here.score(0)
+        here.module.broken = True
+        done = await asyncio.gather(*(here.score(group) for group in range(1, 30)), return_exceptions=True)
+        assert all(isinstance(error, UserCodeError) for error in done)
+        assert await here.until("reward-given-up") == here.rewarder.too_many_errors
+        assert "has not worked for" in here.rewarder.too_many_errors
+        assert "more than reward.max_outage_s = 0.4 allows; last: it raised ConnectionError: the judge does not" in (
+            here.rewarder.too_many_errors
+        )
+        assert any("is not called any more; it last raised ConnectionError" in str(error) for error in done)
+        num_calls = len(here.module.calls)
+        with pytest.raises(UserCodeError):
+            await here.score(99)
+        assert len(here.module.calls) == num_calls, "it is not called any more"
+
+
+@pytest.mark.asyncio
+async def test_a_probe_that_is_cancelled_leaves_the_way_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with judge(tmp_path, monkeypatch) as here:
+        await here.score(0)
+        here.module.broken = True
+        waiting = [here.score(group) for group in (1, 2, 3, 4, 5)]
+        await here.until("reward-paused")
+        for task in waiting[2:4]:
+            task.cancel()
+        here.module.broken = False
+        done = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(one) for one in done[2:]] == [asyncio.CancelledError, asyncio.CancelledError, RewardOutcome]
+
+
+@pytest.mark.asyncio
+async def test_one_bad_prompt_that_is_alone_in_line_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with judge(tmp_path, monkeypatch) as here:
+        await here.score(0)
+        for group in (1, 2):
+            with pytest.raises(UserCodeError):
+                await here.score(group, "bad")
+        with pytest.raises(UserCodeError):
+            await here.score(3, "bad")  # opens, and is the probe twice
+        assert here.module.calls.count(3) == 3
+        assert (await here.score(4)).value == 1.0
+        assert here.rewarder.too_many_errors == ""
+
+
+@pytest.mark.asyncio
+async def test_errors_may_be_zeros_until_there_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with judge(tmp_path, monkeypatch, on_error="zero", max_error_rate=0.5) as here:
+        assert await here.score(1, "bad") == RewardOutcome(0.0)
+        for group in range(2, 20):
+            await here.score(group, "bad")
+        with pytest.raises(UserCodeError):
+            await here.score(20, "bad")
+        assert "failed in 20 of the last 20 calls" in here.rewarder.too_many_errors

@@ -1,0 +1,226 @@
+"""A prompt that fails too often is not drawn again: not in later passes, not by a restarted buffer, not after its file was
+lost. It is shown, and taking its line out sets it free."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_job import Job, audit, events, make_job, metrics  # pyright: ignore[reportMissingImports]
+
+from myxa.actors import buffer_cursor
+from myxa.actors.buffer_cursor import PromptCursor
+from myxa.actors.ledger import Ledger
+from myxa.actors.ledger_states import Row, State
+from myxa.actors.quarantine import QUARANTINED, Quarantine, open_quarantine
+from myxa.core.errors import DataError
+from myxa.core.samples import Message, Prompt
+
+LOG = logging.getLogger("test")
+
+
+class Rows:
+    """`num` rows, for ever or so many times."""
+
+    fingerprint = "rows"
+
+    def __init__(self, num: int, passes: int = 0) -> None:
+        self.num, self.passes = num, passes
+
+    def __len__(self) -> int:
+        return self.num
+
+    def prompt(self, draw: int) -> Prompt | None:
+        pass_index, row = divmod(draw, self.num)
+        if self.passes and pass_index >= self.passes:
+            return None
+        words = (Message(role="user", content="?"),)
+        return Prompt(group_id=draw, row=row, pass_index=pass_index, messages=words, source="rows.jsonl")
+
+    def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
+        return ()
+
+
+class Shop:
+    """Ledger, list and cursor, as a buffer has them."""
+
+    def __init__(self, folder: Path, source: Rows, after: int) -> None:
+        self.ledger = Ledger(folder / "ledger.sqlite", run="r", fingerprint="rows", wall=lambda: 0.0)
+        try:
+            self.quarantine = open_quarantine(folder, source, self.ledger, after, LOG)
+        except DataError:
+            self.ledger.close()
+            raise
+        self.cursor = PromptCursor(source, self.ledger, self.quarantine)
+
+    def draw(self, num_groups: int) -> list[Row]:
+        """As one draw of a rollout actor does it."""
+        new: list[Row] = []
+        while len(new) < num_groups and (drawn := self.cursor.next(new, 2)) is not None:
+            new.append(drawn[0])
+        self.ledger.dispatch(new)
+        return new
+
+    def drop(self, row: Row, reason: str, detail: str = "it raised") -> None:
+        self.ledger.drop([(row.group_id, reason)], detail)
+        self.cursor.failed(row, reason, detail)
+
+    def close(self) -> None:
+        self.ledger.close()
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Any:
+    made: list[Shop] = []
+
+    def open_shop(num_rows: int = 4, after: int = 2, passes: int = 0) -> Shop:
+        if made:
+            made[-1].close()
+        made.append(Shop(tmp_path, Rows(num_rows, passes), after))
+        return made[-1]
+
+    yield open_shop
+    made[-1].close()
+
+
+Open = Callable[..., Shop]
+
+
+def row_numbers(rows: Sequence[Row], num_rows: int = 4) -> list[int]:
+    return [row.draw % num_rows for row in rows]
+
+
+def test_it_is_drawn_no_more_and_every_draw_is_accounted_for(shop: Open, tmp_path: Path) -> None:
+    here = shop()
+    for number in range(2):
+        for row in here.draw(4):
+            here.drop(row, "reward-error" if row.draw % 4 == 2 else "engine-error", f"pass {number}")
+    (news,) = here.cursor.take_news()
+    assert news == (
+        "row 2 of rows.jsonl is not drawn again: reward-error 2 times; the last one: pass 1 -- mend it and take its line "
+        f"out of {tmp_path / 'quarantine.jsonl'}"
+    )
+    assert here.cursor.take_news() == []
+    assert row_numbers(here.draw(4)) == [0, 1], "what comes before it in the same draw is drawn first"
+    assert row_numbers(here.draw(4)) == [3, 0, 1]
+    assert here.ledger.tally.dropped[QUARANTINED] == 1
+    (passed_over,) = [row for row in map(here.ledger.find, range(12)) if row is not None and row.reason == QUARANTINED]
+    assert (passed_over.state, passed_over.attempt, passed_over.draw) == (State.DROPPED, 0, 10)
+    assert len(here.quarantine) == 1
+    (line,) = (tmp_path / "quarantine.jsonl").read_text().splitlines()
+    assert json.loads(line) == {
+        "source": "rows.jsonl", "row": 2, "draw": 6, "reason": "reward-error", "count": 2, "detail": "pass 1",
+    }  # fmt: skip
+    again = shop()  # the ledger checks all its invariants
+    assert len(again.quarantine) == 1
+    again.draw(1)
+    assert 2 not in row_numbers([row for row in again.ledger.rows(State.DISPATCHED) if row.draw >= 8])
+
+
+def test_one_that_ended_its_worker_gets_no_second_chance(shop: Open) -> None:
+    here = shop(after=5)
+    here.drop(here.draw(1)[0], "reward-crash")
+    assert "reward-crash once" in here.cursor.take_news()[0]
+    assert row_numbers([row for _ in range(8) for row in here.draw(1)]) == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def test_a_list_that_was_lost_is_made_anew_from_the_ledger(shop: Open, tmp_path: Path) -> None:
+    here = shop()
+    for row in here.draw(8):
+        here.drop(row, "workflow-error" if row.draw % 4 == 1 else "engine-error")
+    (tmp_path / "quarantine.jsonl").unlink()
+    assert len(shop().quarantine) == 1
+    assert (tmp_path / "quarantine.jsonl").exists()
+
+
+@pytest.mark.parametrize("while_it_runs", [True, False])
+def test_without_its_line_it_is_free_and_has_one_more_try(shop: Open, tmp_path: Path, while_it_runs: bool) -> None:
+    here = shop()
+    for row in here.draw(8):
+        here.drop(row, "reward-error" if row.draw % 4 == 0 else "engine-error")
+    here.cursor.take_news()
+    (tmp_path / "quarantine.jsonl").write_text("\n")
+    here = here if while_it_runs else shop()
+    (row, *_) = here.draw(4)
+    assert row.draw == 8, "row 0 is back"
+    here.drop(row, "reward-error")
+    assert "reward-error 3 times" in here.cursor.take_news()[0]
+
+
+def test_zero_heeds_no_list(shop: Open, tmp_path: Path) -> None:
+    here = shop(after=1)
+    for row in here.draw(4):
+        here.drop(row, "reward-error")
+    here = shop(after=0)
+    assert len(here.draw(4)) == 4
+    assert len((tmp_path / "quarantine.jsonl").read_text().splitlines()) == 4, "it is kept for later"
+
+
+def test_a_data_set_that_is_all_quarantined_ends_the_run(shop: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_cursor, "MAX_PASSED_OVER", 20)
+    here = shop(after=1)
+    for row in here.draw(4):
+        here.drop(row, "reward-error")
+    with pytest.raises(DataError, match="20 prompts in a row are quarantined"):
+        here.draw(4)
+    here = shop(after=1, passes=7)
+    assert here.draw(4) == [], "the data ends first"
+    assert not here.cursor.has_next
+
+
+def test_a_line_that_is_none_is_named(shop: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    here = shop(after=1)
+    here.drop(here.draw(1)[0], "reward-error")
+    file = tmp_path / "quarantine.jsonl"
+    file.write_text(file.read_text() + '{"source": "rows.jsonl", "row"')
+    here.draw(3)
+    assert here.draw(1)[0].draw == 5, "while it runs, the list stays as it was"
+    assert f"{file}:2 is no quarantined prompt" in caplog.text
+    with pytest.raises(DataError, match=r"quarantine\.jsonl:2 is no quarantined prompt: .* take out whole lines"):
+        shop(after=1)
+
+
+def test_a_disk_that_refuses_is_no_reason_to_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = Quarantine(tmp_path / "gone" / "q.jsonl", after=1, prompt_of=Rows(4).prompt, failures=(), log=LOG)
+    prompt = Rows(4).prompt(1)
+    assert prompt is not None
+    made.failed(prompt, 1, "reward-error", "it raised")
+    assert made.holds(prompt)
+    assert "cannot be written" in caplog.text
+
+
+REWARD = """
+import os
+from pathlib import Path
+
+def deadly(completion):
+    if completion.metadata.get("bad"):
+        os._exit(9)
+    return float(len(completion.text) % 3)
+"""
+
+
+@pytest.mark.timeout(240)
+def test_a_run_goes_on_without_the_prompt_that_ends_its_reward(tmp_path: Path) -> None:
+    job: Job = make_job(tmp_path)
+    (tmp_path / "deadly.py").write_text(REWARD)
+    lines = (tmp_path / "data" / "prompts.jsonl").read_text().splitlines()[:8]
+    rows = [json.loads(line) for line in lines]
+    rows[3]["metadata"] = {"bad": True}
+    (tmp_path / "data" / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, said, run_dir = job.run("reward.fn=deadly.py:deadly", "run.num_steps=8", "rollout.max_groups=4")
+    assert code == 0, said
+    (entry,) = [json.loads(line) for line in (run_dir / "quarantine.jsonl").read_text().splitlines()]
+    assert (entry["row"], entry["reason"], entry["count"]) == (3, "reward-crash", 1)
+    (event,) = events(run_dir, "prompt-quarantined")
+    assert "row 3 of " in event["text"]
+    assert "ended its worker process (exit code 9)" in event["text"]
+    ledger = audit(run_dir)
+    assert len(set(ledger.trained)) == len(ledger.trained) == 8 * 4
+    assert ledger.states["DROPPED"] >= 3, "four passes"
+    last = [point["values"] for point in metrics(run_dir) if "buffer/quarantined" in point["values"]][-1]
+    assert last["buffer/quarantined"] == 1.0

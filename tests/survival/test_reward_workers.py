@@ -1,0 +1,209 @@
+"""A reward's worker process may end, hang with the interpreter locked, be killed, or write nonsense: the call ends by its
+deadline with the cause, the next one works, and nothing that the function started is left, whatever session it is in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from myxa.actors import reward_pool
+from myxa.actors.reward_keeper import descendants
+from myxa.actors.rewarder import Rewarder
+from myxa.core.completions import Completion
+from myxa.core.config import RewardSettings
+from myxa.core.errors import DeadlyReward, UserCodeError
+
+CODE = '''
+import os, re, signal, subprocess, sys, time
+from pathlib import Path
+
+SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+
+def act(completion):
+    """Does what the text says."""
+    verb, _, rest = completion.text.partition(" ")
+    if verb == "tools":
+        plain = subprocess.Popen(SLEEP)
+        apart = subprocess.Popen(SLEEP, start_new_session=True)
+        twice = subprocess.check_output(
+            ["sh", "-c", "setsid sh -c 'sleep 600 >/dev/null & echo $!'"], text=True
+        )
+        folder, _, then = rest.partition(" ")
+        Path(folder, "note.part").write_text(f"{plain.pid} {apart.pid} {twice}")
+        Path(folder, "note.part").rename(Path(folder, "note"))
+        verb, rest = then, ""
+    if verb == "hang":
+        time.sleep(600)
+    if verb == "lock":
+        re.match(r"(a+)+$", "a" * 64 + "b")  # holds the interpreter lock for ages
+    if verb == "exit":
+        os._exit(7)
+    if verb == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if verb == "once":
+        if not Path(rest).exists():
+            Path(rest).touch()
+            os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does where memory runs out
+    if verb == "garbage":
+        for number in range(3, 12):
+            try:
+                os.write(number, b"\\x05\\x00\\x00\\x00nonsense")
+            except OSError:
+                pass
+    if verb == "huge":
+        for number in range(3, 12):
+            try:
+                os.write(number, b"\\xff\\xff\\xff\\xff")
+            except OSError:
+                pass
+    if verb == "oom":
+        return float(Path("/proc/self/oom_score_adj").read_text())
+    return 1.0
+'''
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "mine.py"
+    file.write_text(CODE)
+    return f"{file}:act"
+
+
+@asynccontextmanager
+async def rewarder(code: str, **settings: Any) -> AsyncIterator[Rewarder]:
+    made = Rewarder(RewardSettings(fn=code, **settings))
+    try:
+        yield made
+    finally:
+        await made.close()
+        assert made.worker_pids == ()
+        assert descendants(os.getpid()) == [], "neither keeper nor worker nor tool"
+
+
+def answer(text: str) -> Completion:
+    return Completion(group_id=3, index=1, messages=(), prompt="?", text=text)
+
+
+async def failure(of: Rewarder, text: str) -> UserCodeError:
+    with pytest.raises(UserCodeError) as caught:
+        await of.score(answer(text))
+    return caught.value
+
+
+async def until_gone(pids: list[int]) -> None:
+    async with asyncio.timeout(20):
+        while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("verb", "end"), [("exit", "exit code 7"), ("segfault", "signal SIGSEGV")])
+async def test_a_call_that_ends_its_worker_twice_is_deadly(code: str, verb: str, end: str) -> None:
+    async with rewarder(code) as made:
+        error = await failure(made, verb)
+        assert isinstance(error, DeadlyReward)
+        assert f"ended its worker process ({end}) (group 3, sample 1)" in str(error)
+        assert made.num_errors == 1
+        assert (await made.score(answer("fine"))).value == 1.0
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_somebody_kills_costs_nothing(code: str, tmp_path: Path) -> None:
+    async with rewarder(code) as made:
+        assert (await made.score(answer(f"once {tmp_path / 'killed'}"))).value == 1.0
+        assert made.num_errors == 0
+        assert (await made.score(answer("oom"))).value >= 500, "where memory runs out, it goes before the engine"
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_holds_the_interpreter_lock_ends_by_its_deadline(code: str) -> None:
+    async with rewarder(code, timeout_s=1.0) as made:
+        started_s = time.monotonic()
+        error = await failure(made, "lock")
+        assert not isinstance(error, DeadlyReward)
+        assert "took longer than 1 s; its worker process was killed" in str(error)
+        assert time.monotonic() - started_s < 60
+        assert (await made.score(answer("fine"))).value == 1.0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", ["garbage", "huge"])
+async def test_nonsense_in_the_pipe_costs_one_call(code: str, verb: str) -> None:
+    async with rewarder(code) as made:
+        assert "wrote into its worker's own pipe" in str(await failure(made, verb))
+        assert (await made.score(answer("fine"))).value == 1.0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("then", ["hang", "exit", "segfault"])
+async def test_tools_of_a_call_end_with_its_worker(code: str, tmp_path: Path, then: str) -> None:
+    async with rewarder(code, timeout_s=4.0) as made:
+        assert (await made.score(answer("fine"))).value == 1.0
+        await failure(made, f"tools {tmp_path} {then}")
+        tools = [int(word) for word in (tmp_path / "note").read_text().split()]
+        assert len(tools) == 3
+        await until_gone(tools)
+        assert (await made.score(answer("fine"))).value == 1.0
+
+
+@pytest.mark.asyncio
+async def test_a_keeper_that_was_stopped_does_not_keep_the_actor_from_ending(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_pool, "END_TIMEOUT_S", 0.5)
+    async with rewarder(code) as made:
+        await made.score(answer("fine"))
+        (pid,) = made.worker_pids
+        os.kill(psutil.Process(pid).ppid(), signal.SIGSTOP)
+
+
+ACTOR = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from myxa.actors.rewarder import Rewarder
+from myxa.core.completions import Completion
+from myxa.core.config import RewardSettings
+
+async def main(fn, folder):
+    made = Rewarder(RewardSettings(fn=fn))
+    completion = Completion(group_id=0, index=0, messages=(), prompt="", text=f"tools {folder} hang")
+    task = asyncio.ensure_future(made.score(completion))
+    while not Path(folder, "note").exists():
+        await asyncio.sleep(0.02)
+    print(*made.worker_pids, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.asyncio
+async def test_an_actor_that_is_killed_leaves_neither_worker_nor_tools(code: str, tmp_path: Path) -> None:
+    actor = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ACTOR, code, str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(60):
+        out, _ = await actor.communicate()
+    assert actor.returncode == -signal.SIGKILL
+    await until_gone([int(out), *map(int, (tmp_path / "note").read_text().split())])
+
+
+@pytest.mark.asyncio
+async def test_a_pattern_that_backtracks_for_ever_does_not_block_the_actor() -> None:
+    async with rewarder("regex", pattern="(a+)+$", timeout_s=1.0) as made:
+        scoring = asyncio.ensure_future(made.score(answer("a" * 64 + "b")))
+        for _ in range(20):
+            await asyncio.sleep(0.01)  # the loop goes on
+        with pytest.raises(UserCodeError, match="took longer than 1 s; its worker process was killed"):
+            await scoring

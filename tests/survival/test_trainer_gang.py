@@ -1,0 +1,111 @@
+"""A trainer rank that dies or stands still costs time and nothing else: the gang comes back as one, engines go on.
+
+Proved on real runs of two ranks (gloo) and two engines: every prompt is trained exactly once in the lineage that the
+run ends with, no engine is started anew, and the time to the next step is told.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from gang_run import NUM_STEPS, gang_run
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_the_leader_dies_and_there_is_no_checkpoint(tmp_path: Path):
+    """Back to version 0: what was trained is trained again."""
+    with gang_run(tmp_path) as run:
+        run.until_version(4)
+        engines, ranks = run.engines(), (run.rank(0), run.rank(1))
+        at = time.time()
+        os.kill(ranks[0], signal.SIGKILL)
+        print(f"recovered in {run.recovery_s(at):.1f} s")
+        assert run.engines() == engines
+        assert {run.rank(0), run.rank(1)}.isdisjoint(ranks)
+        run.end()
+        assert run.prove() >= 16
+        versions = run.versions()
+        assert versions[-NUM_STEPS:] == list(range(1, NUM_STEPS + 1))
+        assert run.told("trainer-goes-back") == ["to version 0, from the model folder"]
+
+
+@pytest.mark.soak
+def test_a_follower_dies_and_the_newest_checkpoint_is_torn(tmp_path: Path):
+    """Back to the one before, which is whole; the torn one is named."""
+    with gang_run(tmp_path, "trainer.checkpoint_every=2", "trainer.keep_last=3") as run:
+        run.until_version(5)
+        engines, follower = run.engines(), run.rank(1)
+        os.kill(run.rank(0), signal.SIGSTOP)  # it writes no other one meanwhile
+        *_, whole, torn = sorted(folder.parent for folder in run.run_dir.glob("checkpoints/version_*/manifest.json"))
+        with (torn / "rank-00000.safetensors").open("r+b") as file:
+            file.truncate(100)
+        at = time.time()
+        os.kill(follower, signal.SIGKILL)
+        print(f"recovered in {run.recovery_s(at):.1f} s")
+        assert run.engines() == engines
+        run.end()
+        run.prove()
+        start = int(whole.name.removeprefix("version_"))
+        assert run.told("trainer-goes-back") == [f"to version {start}, from {whole}"]
+        (passed_over,) = run.told("checkpoint-passed-over")
+        assert torn.name in passed_over
+        assert run.versions()[start - NUM_STEPS :] == list(range(start + 1, NUM_STEPS + 1))
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.soak)])
+def test_a_rank_stands_still(tmp_path: Path, rank: int):
+    """Its mate waits in a collective, and nobody waits for its ten minutes: who stands still is named and killed."""
+    with gang_run(tmp_path, "trainer.checkpoint_every=2") as run:
+        run.until_version(4)
+        engines, stopped = run.engines(), run.rank(rank)
+        at = time.time()
+        os.kill(stopped, signal.SIGSTOP)
+        print(f"recovered in {run.recovery_s(at):.1f} s")
+        assert run.engines() == engines
+        run.end()
+        run.prove()
+        assert any("gave no sign of life" in text for text in run.told("actor-hung"))
+
+
+def test_a_copy_in_memory_costs_a_step_at_most(tmp_path: Path):
+    """There is no checkpoint, and nothing of the copies is left when the run has ended."""
+    before = set(Path("/dev/shm").iterdir())
+    with gang_run(tmp_path, "trainer.standby_every=1") as run:
+        run.until_version(4)
+        (folder,) = set(Path("/dev/shm").iterdir()) - before
+        assert folder.stat().st_mode & 0o777 == 0o700
+        os.kill(run.rank(0), signal.SIGSTOP)
+        made, kept = run.versions()[-1], sorted(path.name for path in folder.glob("version_*"))
+        at = time.time()
+        os.kill(run.rank(1), signal.SIGKILL)
+        print(f"recovered in {run.recovery_s(at):.1f} s")
+        run.end()
+        run.prove()
+        (back,) = run.told("trainer-goes-back")
+        version = int(back.split()[2].rstrip(","))
+        assert version >= made - 1
+        assert f"version_{version:08d}" in kept
+        assert 1 <= len(kept) <= 2
+        assert run.versions().count(version) == 1
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+@pytest.mark.soak
+def test_the_trainer_dies_where_it_shares_its_device_in_turns(tmp_path: Path):
+    with gang_run(
+        tmp_path, "roles.trainer.count=1", "roles.rollout.count=1", 'memory.share="switch"', "memory.capacity_mb=9",
+        "memory.switch_s=40", "engine.context_length=64", "engine.max_running=4", "trainer.checkpoint_every=2",
+    ) as run:  # fmt: skip
+        run.until_version(5)
+        engines = run.engines()
+        at = time.time()
+        os.kill(run.rank(0), signal.SIGKILL)
+        print(f"recovered in {run.recovery_s(at):.1f} s")
+        assert run.engines() == engines
+        run.end()
+        run.prove()

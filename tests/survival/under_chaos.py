@@ -1,0 +1,155 @@
+"""Runs in which actors are made to fail at labelled points of their lives, and what can be said of such a run afterwards.
+
+Every prompt is to be trained exactly once: one pass over a whole number of batches, no group left out. So the multiset
+of what an undisturbed run trains is known without making one: each draw, once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from run_job import Job, events, make_job  # pyright: ignore[reportMissingImports]
+
+from myxa.actors.ledger_audit import LedgerAudit, audit_ledger
+from myxa.core.chaos import MARKS
+
+BATCH = 4
+REWARD = """
+import asyncio
+
+async def reward(completion):
+    await asyncio.sleep({seconds})  # the processor is for those who start again
+    return float(len(completion.text) % 3)
+"""
+RUN = (
+    "run.chaos=true",
+    "run.num_steps=0",
+    "data.max_passes=1",
+    "rollout.max_groups=4",
+    'reward.fn="patient.py:reward"',
+    "roles.rollout.count=2",
+    *(
+        f"roles.{role}.{setting}"
+        for role in ("coordinator", "buffer", "monitor", "trainer", "rollout")
+        for setting in ("max_restarts=1000", 'when_hung="kill"')
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A fault that was brought about."""
+
+    text: str
+    actor: str
+    pid: int
+    wall_s: float
+
+    @property
+    def role(self) -> str:
+        return self.actor.partition("/")[0]
+
+
+@dataclass(frozen=True)
+class ChaosRun:
+    """How a run under chaos ended."""
+
+    status: int
+    output: str
+    run_dir: Path
+    num_prompts: int
+    strikes: tuple[Strike, ...]
+    seconds: float
+
+    def audit(self) -> LedgerAudit:
+        return audit_ledger(self.run_dir / "ledger.sqlite")
+
+    def said(self, *kinds: str) -> list[dict[str, Any]]:
+        return [event for kind in kinds for event in events(self.run_dir, kind)]
+
+    def logs(self) -> str:
+        """Ends of all logs, for whoever reads a failure."""
+        files = sorted((self.run_dir / "logs").glob("*.log"))
+        return "\n".join(f"== {file.name}\n{file.read_text()[-1500:]}" for file in files)
+
+
+def chaos_job(folder: Path, *, reward_s: float = 0.1) -> Job:
+    """A job whose reward takes its time."""
+    job = make_job(folder)
+    (folder / "patient.py").write_text(REWARD.format(seconds=reward_s))
+    return job
+
+
+def run_under(
+    job: Job,
+    strikes: Sequence[str],
+    *overrides: str,
+    num_steps: int,
+    rest_s: float = 0.0,
+    timeout_s: float = 240,
+    beside: Callable[[Job], None] = lambda _: None,
+) -> ChaosRun:
+    """A run to its own end, with these strikes one after the other; `num_steps` batches of data. `beside`: what
+    somebody does meanwhile."""
+    num_prompts = num_steps * BATCH
+    started = time.monotonic()
+    command = job.command(
+        *RUN, f'data.train="data/prompts.jsonl@[0:{num_prompts}]"', f"chaos.strikes={json.dumps(list(strikes))}",
+        f"chaos.rest_s={rest_s}", *overrides,
+    )  # fmt: skip
+    launcher = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=job.folder, start_new_session=True
+    )
+    try:
+        beside(job)
+        output, _ = launcher.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"the run hangs after {timeout_s:g} s\n{hang_report(job, launcher)}") from None
+    except BaseException:
+        launcher.kill()
+        launcher.communicate()
+        raise
+    run_dir = job.run_dir()
+    seconds = time.monotonic() - started
+    return ChaosRun(launcher.returncode, output, run_dir, num_prompts, struck(run_dir), seconds)
+
+
+def hang_report(job: Job, launcher: subprocess.Popen[str]) -> str:
+    """End a run that does not end, and say what it was about."""
+    run = ChaosRun(0, "", job.run_dir(), 0, struck(job.run_dir()), 0)
+    told = f"{[strike.text for strike in run.strikes]}\n{run.audit()}\n"
+    os.kill(launcher.pid, 9)  # its children go with it
+    output, _ = launcher.communicate()
+    return told + output[-2000:] + run.logs()
+
+
+def struck(run_dir: Path) -> tuple[Strike, ...]:
+    """What was brought about, in order."""
+    notes = [json.loads(path.read_text()) for path in sorted((run_dir / MARKS).glob("*.json"))]
+    return tuple(Strike(note["strike"], note["actor"], note["pid"], note["wall_s"]) for note in notes)
+
+
+def check_lossless(run: ChaosRun, strikes: Sequence[str]) -> None:
+    """It ended by itself, every strike came about, and each prompt was trained once."""
+    assert run.status == 0, f"{run.output[-3000:]}\n{run.logs()}"
+    assert [strike.text for strike in run.strikes] == list(strikes), run.output[-3000:]
+    audit = run.audit()
+    assert audit.problems == ()
+    assert audit.num_draws == run.num_prompts
+    assert audit.trained == Counter(range(run.num_prompts)), (audit.states, audit.dropped)
+
+
+def check_nobody_left(run: ChaosRun) -> None:
+    """No process, socket, or file of the run is there any more."""
+    for strike in run.strikes:
+        assert not Path(f"/proc/{strike.pid}").exists(), f"{strike.actor} (process {strike.pid}) lives on"
+    assert not (run.run_dir / "control.json").exists()
+    assert not list((run.run_dir / "checkpoints").glob(".partial-*"))

@@ -1,0 +1,187 @@
+"""What `myxa top` shows, without a terminal: pictures in, rows out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from myxa.core.activity import ACTIVITY_KINDS
+from myxa.core.errors import ConfigError
+from myxa.core.knobs import ChangeReply, KnobMove, KnobSheet, KnobState, KnobTable, Tunable
+from myxa.launch.control.verb import Arguments
+from myxa.launch.tui import pages, rows
+from myxa.launch.tui.feed import carried_over
+from myxa.launch.tui.tails import log_text, stack_text
+from myxa.launch.views.live_state import Pace
+from myxa.launch.views.picture import Answer, Picture, picture_of
+
+
+def builtins(value: object) -> Any:
+    return msgspec.to_builtins(value)
+
+
+@pytest.fixture
+def picture(seat, planting: ModuleType) -> Picture:
+    nothing = Arguments()
+    answers = {
+        "status": Answer(builtins(seat.status(nothing))),
+        "ps": Answer(seat.ps(nothing)),
+        "get": Answer(builtins(seat.get(nothing))),
+        "why": Answer(seat.why(nothing)),
+        "history": Answer(builtins(seat.history(planting.ListArguments()))),
+    }
+    return picture_of(answers, 0.0)
+
+
+def test_actors_are_listed_by_node_and_role(picture: Picture) -> None:
+    assert [(actor.node, actor.name) for actor in picture.actors] == [
+        (0, "trainer/0"), (0, "trainer/1"), (0, "rollout/0"), (0, "rollout/1"), (0, "buffer"), (0, "coordinator"),
+        (0, "monitor"), (1, "rollout/2"),
+    ]  # fmt: skip
+    assert picture.troubles == ()
+
+
+def test_a_knob_of_many_owners_is_one_row(picture: Picture) -> None:
+    table = {row.name: row for row in rows.knob_rows(picture.knobs)}
+    assert table["concurrency"].cells()[4] == "rollout/* (3)"
+    assert table["log_level"].cells()[4] == "8 actors"
+    assert table["temperature"].cells()[1] == "1 (goes back at step 160)"
+    assert next(iter(table)) in ("clip_low", "lr"), "the trainer's knobs come first"
+    assert list(table)[-1] == "log_level", "what every process has comes last"
+
+
+def test_owners_that_differ_are_told_apart() -> None:
+    knob = Tunable(name="n", kind="int", boundary="step", owner="rollout", help="", unit="groups")
+    sheets = tuple(
+        KnobSheet(
+            owner=f"rollout/{n}", knobs=(KnobState(tunable=knob, value=n + 1, first=1, pending=5 if n else None),)
+        )
+        for n in range(2)
+    )
+    (row,) = rows.knob_rows(KnobTable(sheets=sheets, epoch=1))
+    assert row.cells()[:2] == ("*n", "1 (rollout/0), 2 (rollout/1) groups -> 5")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        ("float", " 1e-4 ", 1e-4),
+        ("int", "7", 7),
+        ("bool", "on", True),
+        ("bool", "False", False),
+        ("choice", "pace", "pace"),
+    ],
+)
+def test_what_is_typed_becomes_the_knobs_own_type(kind: Any, text: str, value: object) -> None:
+    assert rows.parsed_value(Tunable(name="k", kind=kind, boundary="now", owner="buffer", help=""), text) == value
+
+
+@pytest.mark.parametrize(("kind", "text"), [("float", "fast"), ("int", "1.5"), ("int", ""), ("bool", "maybe")])
+def test_what_cannot_be_meant_is_refused_with_the_reason(kind: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"k = .*: must be"):
+        rows.parsed_value(Tunable(name="k", kind=kind, boundary="now", owner="buffer", help=""), text)
+
+
+def test_a_reply_says_where_it_is_in_force() -> None:
+    move = KnobMove(name="lr", owner="trainer/0", old=1e-4, new=2e-4, boundary="step")
+    said = rows.reply_text(ChangeReply(epoch=3, at=41, moves=(move,), warnings=("below the current lag",)))
+    assert said == "change 3: lr 0.0001 -> 0.0002 (trainer/0), in force from step 41 on; below the current lag"
+    assert rows.reply_text(ChangeReply(epoch=0, at=0, moves=(), refused="trainer/0: no")) == "refused: trainer/0: no"
+
+
+def test_lags_of_an_older_step_are_not_shown(picture: Picture) -> None:
+    picture.live.snapshot["metrics"]["lag_hist/7"] = 3.0  # type: ignore[index]  # of an older step: lag/max is 3
+    assert rows.lag_rows(picture.live) == [(0, 14, True), (1, 11, True), (2, 5, True), (3, 2, True), (4, 0, True)]
+
+
+def test_a_lag_above_the_bound_is_marked(picture: Picture) -> None:
+    picture.live.snapshot["metrics"] |= {"lag_hist/5": 1.0, "lag/max": 5.0}  # type: ignore[operator]
+    assert rows.lag_rows(picture.live)[-1] == (5, 1, False)
+
+
+@given(st.dictionaries(st.sampled_from(ACTIVITY_KINDS), st.floats(0, 1)), st.integers(1, 60), st.booleans())
+def test_bars_have_their_width_whatever_the_shares(kinds: dict[Any, float], width: int, is_ascii: bool) -> None:
+    drawn = "".join(letters for letters, _ in rows.bar(kinds, width, is_ascii=is_ascii))
+    assert len(drawn) == width
+    assert not is_ascii or drawn.isascii()
+
+
+@given(st.integers(-5, 1000), st.integers(-5, 1000), st.integers(1, 60))
+def test_gauges_have_their_width(count: int, total: int, width: int) -> None:
+    assert len(rows.gauge(count, total, width)) == width
+
+
+def test_every_page_fits_its_width(picture: Picture) -> None:
+    for width in (46, 60, 120):
+        page = pages.run_page(picture, Pace(), width, is_ascii=True)
+        letters = pages.legend(is_ascii=True).plain.strip()
+        assert [line for line in page.plain.splitlines() if len(line) > width and line.strip() != letters] == []
+
+
+def test_terminal_orders_in_names_and_logs_are_not_obeyed(picture: Picture) -> None:
+    evil = msgspec.structs.replace(picture.live.status, name="run\x1b[2Jx\nx")  # type: ignore[type-var]
+    live = msgspec.to_builtins(evil)
+    told = picture_of({"status": Answer({"status": live}), "why": Answer({"sentence": "a\x1b]0;b\x07"})}, 0.0)
+    console = Console(width=80, file=None, record=True, quiet=True)
+    console.print(pages.run_page(told, Pace(), 80))
+    assert "\x1b" not in rows.title_text(told) + rows.notice_text(told)
+    assert "\x1b" not in log_text({"lines": ["a\x1b[31mb", "c\rd"]})
+    assert log_text({"lines": ["a\x1b[31mb"]}) == "a [31mb"
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("one\ntwo", "one\ntwo"),
+        ({"lines": ["one", "two"]}, "one\ntwo"),
+        ([{"actor": "a", "lines": ["x"]}, {"actor": "b", "text": "y"}], "-- a\nx\n-- b\ny"),
+        ({"stacks": [{"name": "a", "stack": "x"}]}, "-- a\nx"),
+        (None, "the log is empty"),
+        (7, "the log is empty"),
+    ],
+)
+def test_logs_of_any_shape_are_shown(answer: object, text: str) -> None:
+    assert log_text(answer) == text
+    assert stack_text({}) == "no stack was told"
+
+
+def test_nothing_answered_is_a_picture_too() -> None:
+    empty = picture_of({"status": Answer(error="gone -- look there")}, 5.0)
+    assert empty.troubles == ("status: gone -- look there",)
+    assert "starting" in rows.title_text(empty)
+    assert pages.run_page(empty, Pace(), 80).plain
+    assert pages.actor_page(empty, "trainer/0").plain
+
+
+def test_what_is_not_told_any_more_stays_as_it_was(picture: Picture) -> None:
+    nobody = picture_of(
+        {"status": Answer({"run_dir": "/x", "status": None, "buffer": None, "snapshot": {}}), "ps": Answer([])}, 9.0
+    )
+    kept = carried_over(nobody, picture)
+    assert (kept.live.version, kept.live.phase, kept.live.buffer) == (120, "running", picture.live.buffer)
+    assert (kept.actors, kept.knobs, kept.why) == (picture.actors, picture.knobs, picture.why)
+    assert rows.title_text(replace(kept, has_ended=True)).startswith("sort  ended  step 120")
+    assert carried_over(picture, nobody) == picture
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+)
+
+
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(("status", "ps", "get", "history", "why"), JSON)))
+def test_answers_of_any_shape_make_a_picture(answers: dict[str, Any]) -> None:
+    told = picture_of({verb: Answer(result) for verb, result in answers.items()}, 5.0)
+    rows.title_text(told)
+    rows.notice_text(told)
+    rows.knob_rows(told.knobs)
+    rows.history_rows(told.history)
+    pages.run_page(told, Pace(), 60)

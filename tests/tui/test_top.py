@@ -1,0 +1,259 @@
+"""`myxa top` driven by keys, against the real control server over planted answers: what a person would see."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from myxa.core.errors import ConfigError
+from myxa.launch.cli import main
+from myxa.launch.control.live_runs import ControlNote
+from myxa.launch.tui.app import TopApp
+from myxa.launch.tui.feed import Feed, last_word
+
+PATIENCE_S = 20.0
+
+
+def shown(app: TopApp) -> str:
+    """All that is on the screen, as text."""
+    strips = app.screen._compositor.render_strips()
+    return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
+
+
+async def until(pilot: Pilot[None], condition: Callable[[str], bool], what: str) -> str:
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        await pilot.pause()
+        text = shown(pilot.app)  # type: ignore[arg-type]
+        if condition(text):
+            return text
+        assert time.monotonic() < deadline, f"{what} was not seen within {PATIENCE_S:g} s; the screen says:\n{text}"
+        await asyncio.sleep(0.05)
+
+
+async def told(pilot: Pilot[None], words: str) -> None:
+    """A notice came up; on the screen it is wrapped."""
+    await until(pilot, lambda _: any(words in notice.message for notice in pilot.app._notifications), words)
+
+
+async def sees(pilot: Pilot[None], *words: str) -> str:
+    return await until(pilot, lambda text: all(word in " ".join(text.split()) for word in words), " and ".join(words))
+
+
+@contextlib.asynccontextmanager
+async def driven(
+    planting: ModuleType, seat: Any, *, size: tuple[int, int] = (80, 24), only_view: bool = False
+) -> AsyncIterator[tuple[Pilot[None], ControlNote, contextlib.AsyncExitStack]]:
+    """The application on a live seat; closing the stack ends the run under it."""
+    async with contextlib.AsyncExitStack() as stack:
+        note = await stack.enter_async_context(planting.serving(seat))
+        app = TopApp(Feed.of(Path(note.run_dir), only_view=only_view))
+        async with app.run_test(size=size) as pilot:
+            yield pilot, note, stack
+
+
+async def replace_text(pilot: Pilot[None], field: str, text: str) -> None:
+    pilot.app.screen.query_one(field, Input).value = ""
+    await pilot.press(*text)
+
+
+@pytest.mark.asyncio
+async def test_the_run_at_a_glance_in_a_small_terminal(planting, seat) -> None:
+    async with driven(planting, seat) as (pilot, _, _):
+        text = await sees(
+            pilot, "running step 120 of 400", "generation is the bottleneck", "node 1 worker-b", "85 of 96"
+        )
+        lines = text.splitlines()
+        assert len(lines) == 24
+        assert max(map(len, lines)) <= 80
+        assert lines[0].startswith(" sort  running")
+        assert re.search(r"\+ trainer/0 +[█▓]{7,8}", text)
+        assert "q quit" in lines[-1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("size", [(20, 6), (240, 70)])
+async def test_any_size_will_do(planting, seat, size: tuple[int, int]) -> None:
+    async with driven(planting, seat, size=size) as (pilot, _, _):
+        await until(pilot, lambda text: "running" in text, "the run")
+        for page in "123456":
+            await pilot.press(page)
+            await pilot.pause()
+        await pilot.resize_terminal(80, 24)
+        await pilot.press("1")
+        await sees(pilot, "85 of 96")
+
+
+@pytest.mark.asyncio
+async def test_a_wide_terminal_shows_lags_and_engines_too(planting, seat) -> None:
+    async with driven(planting, seat, size=(130, 50)) as (pilot, _, _):
+        text = await sees(pilot, "<- bound", "v120", "v119", "compute 9", "drains")
+        assert re.search(r"lag 0 +█+ +14", text)
+
+
+@pytest.mark.asyncio
+async def test_a_knob_is_turned_with_a_reason(planting, seat) -> None:
+    async with driven(planting, seat) as (pilot, _, _):
+        await pilot.press("3")
+        await sees(pilot, "temperature", "request", "above 0")
+        await pilot.press("down")  # from clip_low to lr
+        await pilot.press("enter")
+        await sees(pilot, "Step size of the optimizer.", "new value", "reason")
+        await replace_text(pilot, "#value", "5e-5")
+        await pilot.press("enter", *"noisy", "enter")
+        await told(pilot, "change 6: lr 0.0001 -> 5e-05 (trainer/0)")
+        record = seat.records[-1]
+        assert (record.reason, record.moves[0].new, seat.values["lr"]) == ("noisy", 5e-5, 5e-5)
+        await sees(pilot, "*lr 5e-05")
+        await pilot.press("4")
+        await sees(pilot, "lr 0.0001 -> 5e-05")
+
+
+@pytest.mark.asyncio
+async def test_what_the_run_refuses_is_shown_with_its_remedy_and_can_be_mended(planting, seat) -> None:
+    async with driven(planting, seat) as (pilot, _, _):
+        await pilot.press("3")
+        await sees(pilot, "max_staleness")
+        await pilot.press("down", "enter")
+        await sees(pilot, "new value")
+        await replace_text(pilot, "#value", "abc")
+        await pilot.press("enter")
+        await sees(pilot, "lr = 'abc': must be a number")
+        await replace_text(pilot, "#value", "-1")
+        await pilot.press("enter", "enter")
+        await sees(pilot, "must be above 0", "lr takes above 0")
+        pilot.app.screen.query_one("#value", Input).focus()
+        await replace_text(pilot, "#value", "1")
+        await pilot.press("enter", "enter")
+        await sees(pilot, "more than 10 times", "here: Ctrl-F")
+        assert seat.values["lr"] == 1e-4
+        await pilot.press("ctrl+f")
+        await told(pilot, "lr 0.0001 -> 1 (trainer/0)")
+        assert seat.values["lr"] == 1.0
+
+
+@pytest.mark.asyncio
+async def test_escape_changes_nothing(planting, seat) -> None:
+    async with driven(planting, seat) as (pilot, _, _):
+        await pilot.press("3")
+        await sees(pilot, "max_staleness")
+        await pilot.press("enter")
+        await sees(pilot, "new value")
+        await replace_text(pilot, "#value", "9")
+        await pilot.press("escape")
+        await until(pilot, lambda text: "new value" not in text, "the end of the window")
+        assert seat.values == planting.FIRST
+        assert len(seat.records) == len(planting.CHANGES if hasattr(planting, "CHANGES") else range(5))
+
+
+@pytest.mark.asyncio
+async def test_through_the_read_only_socket_nothing_can_be_turned(planting, seat) -> None:
+    async with driven(planting, seat, size=(130, 30), only_view=True) as (pilot, _, _):
+        await sees(pilot, "read-only: knobs can be seen, not turned")
+        await pilot.press("3")
+        await sees(pilot, "max_staleness")
+        await pilot.press("enter")
+        await told(pilot, "only the read-only socket is within reach")
+        assert not pilot.app.screen.query("#value")
+        assert len(seat.records) == 5
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_ends_says_so_and_stays_on_the_screen(planting, seat) -> None:
+    async with driven(planting, seat, size=(130, 40)) as (pilot, _, stack):
+        await sees(pilot, "running step 120", "85 of 96")
+        await stack.aclose()
+        await sees(pilot, "the run has ended", "step 120", "85 of 96")
+        await pilot.press("3")
+        await sees(pilot, "max_staleness")
+        await pilot.press("enter")
+        await told(pilot, "nothing can be set any more")
+        await pilot.press("5", "6", "r")
+        await sees(pilot, "the run has ended")
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_finishes_tells_why(planting, seat) -> None:
+    async with driven(planting, seat, size=(130, 40)) as (pilot, _, _):
+        await sees(pilot, "running")
+        seat.phase = "finished"
+        await sees(pilot, "finished", "the run has ended")
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_falls_silent_keeps_its_last_picture_and_comes_back(planting, seat) -> None:
+    async with driven(planting, seat, size=(130, 40)) as (pilot, _, _):
+        await sees(pilot, "running step 120")
+        seat.silent = {"status", "ps", "get", "why", "history"}
+        await sees(pilot, "no answer for", "ask again", "step 120", "85 of 96")
+        seat.silent, seat.version = set(), 121
+        await sees(pilot, "step 121")
+        await until(pilot, lambda text: "no answer" not in text, "the end of the silence")
+
+
+@pytest.mark.asyncio
+async def test_verbs_that_do_not_answer_are_named_and_the_rest_is_shown(planting, seat) -> None:
+    seat.silent = {"ps", "get", "why", "history", "logs", "stack"}
+    async with driven(planting, seat, size=(130, 40)) as (pilot, _, _):
+        text = await sees(pilot, "running step 120", "get: get was not answered in time")
+        assert "trainer/0" in text, "actors are those that the monitor heard of"
+        assert "waits for data" in text, "the sentence is made from the time shares"
+        for page in "23456":
+            await pilot.press(page)
+            await pilot.pause()
+        await sees(pilot, "stack was not answered in time")
+
+
+@pytest.mark.asyncio
+async def test_the_log_and_the_stack_are_those_of_the_chosen_actor(planting, seat) -> None:
+    async with driven(planting, seat, size=(100, 30)) as (pilot, _, _):
+        await sees(pilot, "node 0 worker-a")
+        await pilot.press("5")
+        await sees(pilot, "trainer/0: line 299")
+        await pilot.press("down", "down")
+        text = await sees(pilot, "rollout/0: line 299")
+        assert "\x1b" not in text
+        await pilot.press("6")
+        await sees(pilot, "-- rollout/0", "in step", "loss.backward()")
+        await pilot.press("2")
+        await sees(pilot, "pid 4004", "rollout/tokens_per_s")
+
+
+@pytest.mark.asyncio
+async def test_quitting_does_not_wait_for_a_run_that_hangs(planting, seat) -> None:
+    async with driven(planting, seat) as (pilot, _, _):
+        await sees(pilot, "running")
+        began = time.monotonic()
+        await pilot.press("q")
+        await pilot.pause()
+    assert time.monotonic() - began < PATIENCE_S / 2
+
+
+def test_without_textual_the_pip_line_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("myxa.launch.commands.top.find_spec", lambda name: None)
+    assert main(["top"]) == ConfigError.exit_code
+    assert "pip install 'myxa[tui]'" in capsys.readouterr().err
+
+
+def test_without_a_terminal_the_other_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top"]) == ConfigError.exit_code
+    assert "myxa top needs a terminal" in capsys.readouterr().err
+
+
+def test_the_last_word_is_found_behind_torn_lines(tmp_path: Path) -> None:
+    lines = '{"kind": "run-failed", "text": "rollout/0: out of memory"}\n{"kind": "eval"}\n[1]\n{"kind": "ru'
+    (tmp_path / "events.jsonl").write_text(lines)
+    assert last_word(tmp_path) == "rollout/0: out of memory"
+    assert last_word(tmp_path / "nothing") == ""

@@ -1,0 +1,326 @@
+"""The dashboard over real sockets: what it serves to whom, what it refuses, and that it follows the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+
+from myxa.core.errors import ConfigError
+from myxa.launch.cli import main
+from myxa.launch.control.verb import Verb, VerbTable
+from myxa.launch.tui.feed import Feed
+from myxa.launch.web.dashboard import ASSETS, MAX_ASKS, MAX_WATCHERS, OPERATE_VERBS, Dashboard
+from myxa.launch.web.guard import SECURITY_HEADERS, TOKEN_HEADER, Guard
+
+PATIENCE_S = 20.0
+TOKEN = "the-secret-of-this-test"
+
+
+class Visit:
+    """A client that knows the URL."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.session = session
+        self.base = "http://" + urlsplit(url).netloc
+        self.query = {"token": TOKEN}
+
+    async def get(self, path: str, *, headers: dict[str, str] | None = None, token: bool = True) -> tuple[int, str]:
+        async with self.session.get(self.base + path, headers=headers, params=self.query if token else {}) as answer:
+            return answer.status, await answer.text()
+
+    async def state(self) -> dict[str, Any]:
+        status, text = await self.get("/api/state")
+        assert status == 200, text
+        return json.loads(text)
+
+    async def post(self, path: str, body: object, **headers: str) -> tuple[int, Any]:
+        told = {TOKEN_HEADER: TOKEN, "Content-Type": "application/json"} | {
+            k.replace("_", "-"): v for k, v in headers.items()
+        }
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.session.post(self.base + path, headers=told, data=data) as answer:
+            text = await answer.text()
+            return answer.status, json.loads(text) if text.startswith("{") else text
+
+
+@contextlib.asynccontextmanager
+async def served(
+    planting: ModuleType, seat: Any, *, operate: bool = False, only_view: bool = False
+) -> AsyncIterator[tuple[Visit, contextlib.AsyncExitStack]]:
+    """A dashboard of a live seat; closing the stack ends the run under it."""
+    async with contextlib.AsyncExitStack() as run:
+        note = await run.enter_async_context(planting.serving(seat))
+        feed = Feed.of(Path(note.run_dir), only_view=only_view)
+        async with Dashboard(feed, Guard(TOKEN, may_operate=operate)).serving(0) as url:
+            assert url.endswith(f"/?token={TOKEN}")
+            async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
+                yield Visit(session, url), run
+
+
+@pytest.mark.asyncio
+async def test_the_page_and_its_files_are_served_with_the_strict_headers(planting, seat) -> None:
+    async with served(planting, seat) as (visit, _):
+        for path in ("/", *(f"/assets/{name}" for name in ASSETS), "/api/state", "/nothing", "/assets/../guard.py"):
+            async with visit.session.get(visit.base + path, params=visit.query) as answer:
+                assert answer.status == (404 if "nothing" in path or "guard" in path else 200), path
+                for name, value in SECURITY_HEADERS.items():
+                    assert answer.headers[name] == value, path
+                assert not any(name.lower().startswith("access-control") for name in answer.headers)
+
+
+@pytest.mark.asyncio
+async def test_the_secret_in_the_url_becomes_a_cookie_that_is_not_the_secret(planting, seat) -> None:
+    async with served(planting, seat) as (visit, _):
+        assert (await visit.get("/", token=False))[0] == 401
+        assert (await visit.get("/api/state", token=False))[0] == 401
+        async with visit.session.get(visit.base + "/", params=visit.query) as answer:
+            (cookie,) = answer.cookies.values()
+            assert answer.headers["Set-Cookie"].count("HttpOnly") == 1
+            assert "SameSite=Strict" in answer.headers["Set-Cookie"]
+            assert TOKEN not in cookie.value
+            assert str(urlsplit(visit.base).port) in cookie.key, "cookies are shared by ports: each has its own name"
+        assert (await visit.get("/api/state", token=False))[0] == 200
+
+
+@pytest.mark.asyncio
+async def test_foreign_hosts_and_sites_are_refused(planting, seat) -> None:
+    async with served(planting, seat) as (visit, _):
+        assert (await visit.get("/api/state", headers={"Host": "rebound.example"}))[0] == 421
+        assert (await visit.get("/api/state", headers={"Origin": "http://evil.example"}))[0] == 403
+        assert (await visit.get("/api/state", headers={"Sec-Fetch-Site": "cross-site"}))[0] == 403
+        port = urlsplit(visit.base).port
+        assert (await visit.get("/api/state", headers={"Host": f"localhost:{port}"}))[0] == 200
+
+
+@pytest.mark.asyncio
+async def test_it_listens_on_the_loopback_address_only(planting, seat) -> None:
+    async with served(planting, seat) as (visit, _):
+        assert urlsplit(visit.base).hostname == "127.0.0.1"
+        port = f"{urlsplit(visit.base).port:04X}"
+        lines = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+        listening = re.findall(rf"\d+: ([0-9A-F]+):{port} [0-9A-F]+:0000 0A", lines)
+        assert listening == ["0100007F"]
+
+
+@pytest.mark.asyncio
+async def test_what_it_shows_is_what_the_run_says(planting, seat) -> None:
+    async with served(planting, seat) as (visit, _):
+        told = await visit.state()
+        state, history = told["state"], told["history"]
+        assert (state["name"], state["phase"], state["mayOperate"]) == ("sort", "running", False)
+        assert "generation is the bottleneck" in state["why"]
+        assert {tile["label"]: tile["value"] for tile in state["tiles"]}["step"] == "120"
+        assert [actor["name"] for actor in state["actors"]][:2] == ["trainer/0", "trainer/1"]
+        assert {knob["name"]: knob["value"] for knob in state["knobs"]} == {
+            "lr": "0.0001", "clip_low": "0.2", "max_staleness": "4", "policy": "pace", "temperature": "1", "concurrency": "16",
+            "eval_every": "10", "log_level": "info",
+        }  # fmt: skip
+        assert [change["number"] for change in history["changes"]] == [1, 2, 3, 4, 5]
+        assert {"Reward", "Tokens per second"} <= {chart["title"] for chart in history["charts"]}
+
+
+@pytest.mark.asyncio
+async def test_without_operate_nothing_that_changes_the_run_is_reachable(planting, seat) -> None:
+    async with served(planting, seat) as (visit, _):
+        for verb in OPERATE_VERBS:
+            assert (await visit.post(f"/api/operate/{verb}", {"values": {"lr": 1e-5}}))[0] == 403
+            assert (await visit.get(f"/api/view/{verb}"))[0] == 404
+            assert (await visit.get(f"/api/operate/{verb}"))[0] == 405
+        assert seat.values == planting.FIRST
+        assert len(seat.records) == 5
+
+
+@pytest.mark.asyncio
+async def test_even_with_operate_the_read_only_socket_changes_nothing(planting, seat) -> None:
+    async with served(planting, seat, operate=True, only_view=True) as (visit, _):
+        status, told = await visit.post("/api/operate/set", {"values": {"lr": 1e-5}})
+        assert (status, told["error"]["type"]) == (409, "ConfigError")
+        assert "this socket only shows" in told["error"]["message"]
+        assert not (await visit.state())["state"]["mayOperate"]
+        assert seat.values == planting.FIRST
+
+
+@pytest.mark.asyncio
+async def test_with_operate_and_the_secret_a_knob_is_turned(planting, seat) -> None:
+    async with served(planting, seat, operate=True) as (visit, _):
+        assert (await visit.post("/api/operate/set", {"values": {"lr": 5e-5}}, X_Myxa_Token="wrong"))[0] == 401
+        assert (await visit.post("/api/operate/set", {"values": {"lr": 5e-5}}, Origin="http://evil.example"))[0] == 403
+        assert (await visit.post("/api/operate/set", {"values": {"lr": 5e-5}}, Content_Type="text/plain"))[0] == 415
+        assert seat.values["lr"] == 1e-4
+        status, told = await visit.post("/api/operate/set", {"values": {"lr": 5e-5}, "reason": "noisy"})
+        assert (status, told["result"]["moves"][0]["new"], seat.values["lr"]) == (200, 5e-5, 5e-5)
+        assert seat.records[-1].reason == "noisy"
+
+
+@pytest.mark.asyncio
+async def test_what_the_run_refuses_comes_back_with_its_remedy(planting, seat) -> None:
+    async with served(planting, seat, operate=True) as (visit, _):
+        status, told = await visit.post("/api/operate/set", {"values": {"lr": -1}})
+        assert (status, told["error"]["remedy"]) == (409, "lr takes above 0")
+        for odd in (b"", b"[", b"[]", b"3", b'{"verb": "down", "values": {}}', b'{"timeout_s": 1e9}', b'{"x": 1}'):
+            status, _ = await visit.post("/api/operate/set", odd)
+            assert status in (400, 409), odd
+        assert (await visit.post("/api/operate/down", {}))[0] == 404
+        assert (await visit.post("/api/operate/set", b"{" + b" " * 100_000 + b"}"))[0] == 413
+        assert seat.values == planting.FIRST
+
+
+@pytest.mark.asyncio
+async def test_the_page_is_told_of_every_change_as_it_happens(planting, seat) -> None:
+    async with served(planting, seat, operate=True) as (visit, _), asyncio.timeout(PATIENCE_S):  # noqa: SIM117 - the URL comes first
+        async with visit.session.get(visit.base + "/api/live", params=visit.query) as answer:
+            assert answer.headers["Content-Type"] == "text/event-stream"
+            assert answer.headers["Content-Security-Policy"] == SECURITY_HEADERS["Content-Security-Policy"]
+            seen = {name: json.loads(data) async for name, data in taken(answer, 2)}
+            assert seen["history"]["charts"]
+            assert seen["state"]["phase"] == "running"
+            seat.version = 121
+            async for name, data in taken(answer, 100):
+                if name == "state" and any(t["value"] == "121" for t in json.loads(data)["tiles"]):
+                    break
+            with (seat.run_dir / "events.jsonl").open("a") as file:
+                event = {"source": "a", "wall_s": 1.8e9, "kind": "knob", "text": "new one", "data": {}}
+                file.write(json.dumps(event) + "\n")
+            async for name, data in taken(answer, 100):
+                if name == "history" and json.loads(data)["events"][-1]["text"] == "new one":
+                    break
+
+
+async def taken(answer: aiohttp.ClientResponse, num: int) -> AsyncIterator[tuple[str, str]]:
+    """Server-sent events."""
+    for _ in range(num):
+        block = await answer.content.readuntil(b"\n\n")
+        name, _, data = block.decode().strip().partition("\n")
+        yield name.removeprefix("event: "), data.removeprefix("data: ")
+
+
+@pytest.mark.asyncio
+async def test_watchers_are_limited_and_let_go_at_the_end(planting, seat) -> None:
+    async with served(planting, seat) as (visit, _), contextlib.AsyncExitStack() as pages:
+        for _ in range(MAX_WATCHERS):
+            answer = await pages.enter_async_context(visit.session.get(visit.base + "/api/live", params=visit.query))
+            assert answer.status == 200
+        assert (await visit.get("/api/live"))[0] == 503
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_ends_stays_on_show(planting, seat) -> None:
+    async with served(planting, seat) as (visit, run), asyncio.timeout(PATIENCE_S):
+        await visit.state()
+        await run.aclose()
+        while not (state := (await visit.state())["state"])["hasEnded"]:
+            await asyncio.sleep(0.2)
+        assert "the run has ended" in state["notice"]
+        assert state["actors"]
+        assert not state["mayOperate"]
+
+
+@pytest.mark.asyncio
+async def test_a_run_of_yesterday_is_shown_from_its_files(seat) -> None:
+    dashboard = Dashboard(Feed.of_files(seat.run_dir), Guard(TOKEN))
+    async with dashboard.serving(0) as url, aiohttp.ClientSession() as session:
+        told = await Visit(session, url).state()
+    assert told["state"]["hasEnded"]
+    assert told["state"]["name"] == "sort-planted"
+    assert "trainer/0 waits for data" in told["state"]["why"]
+    assert told["state"]["actors"][0]["parts"], "whose time was told by the files"
+    assert {chart["title"] for chart in told["history"]["charts"]} >= {"Reward", "Loss"}
+    assert {tile["label"] for tile in told["state"]["tiles"]} >= {"step", "training reward"}
+
+
+@pytest.mark.asyncio
+async def test_in_the_launcher_it_takes_no_thread_that_the_answers_need(planting, seat) -> None:
+    """The verb that is asked for reads in a thread of the same loop, as `samples` does."""
+
+    async def read(*_: Any) -> dict[str, Any]:
+        return await asyncio.to_thread(lambda: {"groups": []})
+
+    class Seat:
+        run_dir = seat.run_dir
+
+        def verbs(self) -> VerbTable:
+            others = [verb for verb in seat.verbs() if verb.name != "samples"]
+            arguments = next(verb.arguments for verb in seat.verbs() if verb.name == "samples")
+            return VerbTable([*others, Verb("samples", "view", arguments, "newest groups", run=read)])
+
+    threads = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(threads)
+    async with served(planting, Seat()) as (visit, _), asyncio.timeout(PATIENCE_S):
+        answers = await asyncio.gather(*(visit.get("/api/view/samples") for _ in range(4)))
+        assert answers == [(200, '{"result":{"groups":[]}}')] * 4
+        assert (await visit.state())["state"]["phase"] == "running"
+
+
+@pytest.mark.asyncio
+async def test_questions_to_a_run_that_does_not_answer_are_limited(seat) -> None:
+    is_over = threading.Event()
+
+    class Silent:
+        def ask(self, verb: str, timeout_s: float = 30.0, **arguments: Any) -> Any:
+            assert is_over.wait(PATIENCE_S)
+            return {}
+
+    dashboard = Dashboard(Feed(Silent(), lambda: True, seat.run_dir), Guard(TOKEN))
+    async with dashboard.serving(0) as url, aiohttp.ClientSession() as session:
+        visit = Visit(session, url)
+        asking = [asyncio.create_task(visit.get("/api/view/samples")) for _ in range(MAX_ASKS + 1)]
+        try:
+            done, _ = await asyncio.wait(asking, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+            assert [task.result()[0] for task in done] == [503]
+        finally:
+            is_over.set()
+        assert sorted(status for status, _ in await asyncio.gather(*asking)) == [200] * MAX_ASKS + [503]
+
+
+@pytest.mark.asyncio
+async def test_samples_come_as_the_run_gives_them_and_their_number_is_limited(planting, seat) -> None:
+    async with served(planting, seat) as (visit, _):
+        status, text = await visit.get("/api/view/samples?num_groups=99")
+        groups = json.loads(text)["result"]["groups"]
+        assert (status, len(groups)) == (200, 6)
+        assert planting.HOSTILE in groups[0]["prompt"], "as data: the page shows it as text"
+        seat.silent = {"samples"}
+        status, text = await visit.get("/api/view/samples")
+        assert (status, json.loads(text)["error"]["remedy"]) == (409, "ask again")
+
+
+def test_scripts_make_no_markup_out_of_text() -> None:
+    folder = Path(__file__).parents[2] / "launch" / "web"
+    for path in folder.glob("*.js"):
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", path.read_text()
+        ), path
+    for path in [*folder.glob("*.js"), *folder.glob("*.css"), *folder.glob("*.html")]:
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg|127\.0\.0\.1)|@import|url\(", path.read_text()), path
+    assert not re.search(
+        r"\son\w+=|style=|<script(?! type=\"module\" src=\"/assets/)", (folder / "index.html").read_text()
+    )
+
+
+def test_a_port_that_is_taken_is_said(seat, capsys: pytest.CaptureFixture[str]) -> None:
+    async def twice() -> None:
+        async with Dashboard(Feed.of_files(seat.run_dir), Guard()).serving(0) as url:
+            port = urlsplit(url).port or 0
+            async with Dashboard(Feed.of_files(seat.run_dir), Guard()).serving(port):
+                pass
+
+    with pytest.raises(ConfigError, match="cannot listen on 127.0.0.1") as caught:
+        asyncio.run(twice())
+    assert "another port" in caught.value.remedy
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dashboard", "--run", str(tmp_path)]) == 3
+    assert "is no run directory" in capsys.readouterr().err

@@ -1,0 +1,74 @@
+"""Who may ask the dashboard for what: every rule by itself, without a server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from myxa.launch.web.guard import SECURITY_HEADERS, Ask, Guard
+
+TOKEN = "a-secret-of-some-length"
+VIEW = Guard(TOKEN)
+OPERATE = Guard(TOKEN, may_operate=True)
+LOOK = Ask(method="GET", host="127.0.0.1:4000", query_token=TOKEN)
+TURN = Ask(
+    method="POST", host="127.0.0.1:4000", header_token=TOKEN, origin="http://127.0.0.1:4000", fetch_site="same-origin"
+)
+
+
+def status(guard: Guard, ask: Ask) -> int:
+    refusal = guard.refusal(ask)
+    return 200 if refusal is None else refusal.status
+
+
+def test_the_secret_opens_what_shows_as_query_or_by_its_cookie() -> None:
+    assert status(VIEW, LOOK) == 200
+    assert status(VIEW, replace(LOOK, query_token="", cookie=VIEW.cookie)) == 200
+    assert status(VIEW, replace(LOOK, query_token="")) == 401
+    assert status(VIEW, replace(LOOK, query_token=TOKEN[:-1])) == 401
+    assert status(VIEW, replace(LOOK, query_token="", cookie=TOKEN)) == 401, "the cookie is not the secret"
+    assert status(VIEW, replace(LOOK, query_token="\udcff")) == 401
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:4000", "localhost:9", "LOCALHOST", "[::1]:80", "[::1]", "127.0.0.1"])
+def test_names_of_this_machine_are_served_whatever_the_port(host: str) -> None:
+    assert status(VIEW, replace(LOOK, host=host)) == 200
+
+
+@pytest.mark.parametrize("host", ["", "evil.example", "evil.example:4000", "127.0.0.1.evil.example", "0.0.0.0:4000", "::1", "localhost:x", "localhost:80:80"])  # fmt: skip
+def test_other_names_are_not_served_even_with_the_secret(host: str) -> None:
+    assert status(VIEW, replace(LOOK, host=host)) == 421
+
+
+def test_other_sites_are_not_served() -> None:
+    assert status(VIEW, replace(LOOK, fetch_site="cross-site", fetch_mode="cors")) == 403
+    assert status(VIEW, replace(LOOK, fetch_site="same-site", fetch_mode="no-cors")) == 403, (
+        "another port is another site"
+    )
+    assert status(VIEW, replace(LOOK, origin="http://evil.example")) == 403
+    assert status(VIEW, replace(LOOK, origin="http://127.0.0.1:4001")) == 403
+    assert status(VIEW, replace(LOOK, fetch_site="cross-site", fetch_mode="navigate")) == 200, "a link may be followed"
+    assert status(OPERATE, replace(TURN, fetch_site="cross-site", fetch_mode="navigate")) == 403
+
+
+def test_knobs_are_turned_only_where_that_was_wished_and_with_the_secret_itself() -> None:
+    assert status(OPERATE, TURN) == 200
+    assert status(VIEW, TURN) == 403
+    assert status(OPERATE, replace(TURN, header_token="", query_token=TOKEN)) == 401
+    assert status(OPERATE, replace(TURN, header_token=OPERATE.cookie, cookie=OPERATE.cookie)) == 401
+    assert status(OPERATE, replace(TURN, origin="null")) == 403
+    for method in ("PUT", "DELETE", "OPTIONS", "PATCH"):
+        assert status(OPERATE, replace(TURN, method=method)) == 405
+
+
+def test_each_dashboard_has_its_own_secret() -> None:
+    assert len({Guard().token for _ in range(5)}) == 5
+    assert len(Guard().token) >= 40
+
+
+def test_the_policy_allows_nothing_from_elsewhere() -> None:
+    policy = SECURITY_HEADERS["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    assert not any(name.lower().startswith("access-control") for name in SECURITY_HEADERS)
