@@ -1,7 +1,7 @@
 """Where faults of a run are brought about: one at a time, in series by a seed, and what was done so far.
 
 Works through what `myxa kill` works through: signals, sent by the agents of the nodes. Every act is an event of the run
-and a line of its audit log. Knows the room of the verbs; must not know sockets or the command line.
+and a line of its audit log. Knows a run as the verbs know it; must not know sockets or the command line.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...actors.audit import AUDIT_FILE, AuditLog
 from ...actors.contracts import CoordinatorContract, MonitorContract
@@ -21,12 +21,15 @@ from ...core.config.chaos import FaultName
 from ...core.errors import CallError, ConfigError, MyxaError
 from ...core.knobs import AuditRecord, Operator
 from ...core.messages import Event, Record, Telemetry
+from ...transport.node import Node
+from ..roster import ActorRecord
+from ..run_dir import RunDir
+from ..signalling import send_signal
 from .ballast import Ballast
 from .lots import Lots
 
 if TYPE_CHECKING:
-    from ..control.verb import Room
-    from ..roster import ActorRecord
+    from ..run_supervisor import RunSupervisor
 
 MAX_ACTS = 10_000
 """So many are remembered."""
@@ -44,6 +47,19 @@ class ChaosAct(Record, frozen=True):
     fault: str
     actors: tuple[str, ...]
     detail: str = ""
+
+
+class ChaosRun(Protocol):
+    """The run that is to fail, as its node 0 knows it; the room of the control verbs is one."""
+
+    @property
+    def node(self) -> Node: ...
+    @property
+    def run_dir(self) -> RunDir: ...
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def supervisor(self) -> RunSupervisor: ...
 
 
 class ChaosDesk:
@@ -65,26 +81,22 @@ class ChaosDesk:
         """Whether random faults go on."""
         return self._series is not None and not self._series.done()
 
-    async def strike(self, room: Room, fault: str, meant: Sequence[ActorRecord], for_s: float) -> tuple[str, ...]:
+    async def strike(self, room: ChaosRun, fault: str, meant: Sequence[ActorRecord], for_s: float) -> tuple[str, ...]:
         """Bring one about now: "kill", "stop", "cont", or "delay" for `for_s`. Returns whom it met."""
-        from ..control.process_verbs import send_signal  # verbs know the room, and the room knows this desk
-
-        sent = await send_signal(room, meant, {"kill": "KILL", "cont": "CONT"}.get(fault, "STOP"))
+        sent = await send_signal(room.supervisor, meant, {"kill": "KILL", "cont": "CONT"}.get(fault, "STOP"))
         await self._note(room, ChaosAct(wall_s=room.node.clock.wall(), fault=fault, actors=tuple(sent)))
         if fault == "delay":
             self._begin(self._go_on(room, meant, for_s))
         return tuple(sent)
 
-    async def _go_on(self, room: Room, meant: Sequence[ActorRecord], for_s: float) -> None:
-        from ..control.process_verbs import send_signal
-
+    async def _go_on(self, room: ChaosRun, meant: Sequence[ActorRecord], for_s: float) -> None:
         await asyncio.sleep(for_s)
         try:
-            await send_signal(room, meant, "CONT")
+            await send_signal(room.supervisor, meant, "CONT")
         except MyxaError as error:
             _log.info("what was held up is not there any more: %s", error)
 
-    async def fill_disk(self, room: Room, size_bytes: int, for_s: float) -> int:
+    async def fill_disk(self, room: ChaosRun, size_bytes: int, for_s: float) -> int:
         """Take space of the run directory's file system, on node 0, and give it back later. Returns how much."""
         ballast = Ballast(room.run_dir.path)
         taken = await asyncio.to_thread(ballast.fill, size_bytes)
@@ -93,7 +105,7 @@ class ChaosDesk:
         self._begin(_empty_later(ballast, for_s))
         return taken
 
-    def begin_series(self, room: Room, every_s: float, lots: Lots, delay_s: float) -> None:
+    def begin_series(self, room: ChaosRun, every_s: float, lots: Lots, delay_s: float) -> None:
         """Random faults from now on, instead of those that went on."""
         self.end_series()
         self._series = self._begin(self._go_through(room, every_s, lots, delay_s))
@@ -103,7 +115,7 @@ class ChaosDesk:
         series, self._series = self._series, None
         return series is not None and series.cancel()
 
-    async def _go_through(self, room: Room, every_s: float, lots: Lots, delay_s: float) -> None:
+    async def _go_through(self, room: ChaosRun, every_s: float, lots: Lots, delay_s: float) -> None:
         await self._until_it_runs(room)
         while True:
             await asyncio.sleep(every_s)
@@ -116,7 +128,7 @@ class ChaosDesk:
             except MyxaError as error:
                 _log.info("%s of %s did not come about: %s", lot.fault, lot.actor, error)
 
-    async def _until_it_runs(self, room: Room) -> None:
+    async def _until_it_runs(self, room: ChaosRun) -> None:
         coordinator = with_deadline(room.node.ref(CoordinatorContract, "coordinator"), TELL_S)
         while True:
             with contextlib.suppress(CallError):
@@ -124,7 +136,7 @@ class ChaosDesk:
                     return
             await asyncio.sleep(LOOK_S)
 
-    async def _note(self, room: Room, act: ChaosAct) -> None:
+    async def _note(self, room: ChaosRun, act: ChaosAct) -> None:
         """In memory, in the events, in the audit log; none of them may hold up the next act."""
         self.acts.append(act)
         text = f"{act.fault}: {', '.join(act.actors) or act.detail}"
@@ -146,7 +158,7 @@ class ChaosDesk:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def close(self, room: Room) -> None:
+    async def close(self, room: ChaosRun) -> None:
         """The run is over."""
         tasks = list(self._tasks)
         for task in tasks:
@@ -155,7 +167,7 @@ class ChaosDesk:
         Ballast(room.run_dir.path).empty()
 
 
-async def _tell(room: Room, event: Event) -> None:
+async def _tell(room: ChaosRun, event: Event) -> None:
     """Lossy, as all telemetry."""
     try:
         await with_deadline(room.node.ref(MonitorContract, "monitor"), TELL_S).telemetry(Telemetry(events=(event,)))
@@ -171,13 +183,13 @@ async def _empty_later(ballast: Ballast, for_s: float) -> None:
 
 
 @contextlib.asynccontextmanager
-async def chaos_of(room: Room) -> AsyncGenerator[None]:
+async def chaos_of(desk: ChaosDesk, room: ChaosRun) -> AsyncGenerator[None]:
     """While this lasts, what the table [chaos] says of random faults comes about."""
     settings = room.config.chaos
     faults: tuple[FaultName, ...] = settings.faults_named
     if room.config.run.chaos and settings.every_s:
-        room.chaos.begin_series(room, settings.every_s, Lots(settings.seed, faults, settings.targets), settings.delay_s)
+        desk.begin_series(room, settings.every_s, Lots(settings.seed, faults, settings.targets), settings.delay_s)
     try:
         yield
     finally:
-        await room.chaos.close(room)
+        await desk.close(room)

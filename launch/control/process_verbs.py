@@ -6,7 +6,6 @@ Decides what may be asked of whom; the run supervisor and its rules carry it out
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -20,6 +19,7 @@ from ..actor_spec import ActorSpec
 from ..late_place import check_leaver, staff
 from ..placement import START_ORDER
 from ..roster import ActorRecord
+from ..signalling import send_signal
 from .targets import find_targets, node_of
 from .verb import Arguments, Room, Verb
 
@@ -27,7 +27,6 @@ LOOK_S = 0.1
 MAX_ACTORS = 4096
 BACK_S = 600.0
 """How long a restarted actor may take before the next one is restarted."""
-SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "CONT": signal.SIGCONT}
 
 Target = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
@@ -205,19 +204,7 @@ async def _kill(room: Room, arguments: KillArguments, who: Operator) -> dict[str
     if not meant:
         raise ConfigError(f"{arguments.target!r}: none of them has a process now", remedy="see `myxa ps`")
     supervisor.ctx.log.warning("%s: SIG%s to %s", _why(who, arguments.reason), arguments.signal, arguments.target)
-    return {"signal": arguments.signal, "sent": await send_signal(room, meant, arguments.signal)}
-
-
-async def send_signal(room: Room, meant: Sequence[ActorRecord], name: str) -> list[str]:
-    """Send the signal (of `SIGNALS`) to the processes of these actors and all that they started; returns who got it.
-    Raises LaunchError if a node could not be asked."""
-    sent: list[str] = []
-    for node, names in room.supervisor.crew.by_node([record.name for record in meant]):
-        try:
-            sent += await room.supervisor.agent(node).signal_actors(names, int(SIGNALS[name]))
-        except CallError as error:
-            raise LaunchError(f"node {node} was not asked: {error}; signalled before: {sent}") from error
-    return sent
+    return {"signal": arguments.signal, "sent": await send_signal(room.supervisor, meant, arguments.signal)}
 
 
 # -- common ------------------------------------------------------------------------------------------------------------

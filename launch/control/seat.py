@@ -60,7 +60,7 @@ async def control_seat(room: Room, runtime: Path) -> AsyncGenerator[ControlNote 
                 note = msgspec.structs.replace(note, tcp=remote.open(), tcp_key=remote.public)
             for folder in (runtime, room.run_dir.path):
                 note.save(folder)
-            async with autopilot(room), chaos_of(room), run_dashboard(note, room.config.control.dashboard_port) as url:
+            async with autopilot(room), chaos_of(room.chaos, room), run_dashboard(note, room.config.control.dashboard_port) as url:
                 yield msgspec.structs.replace(note, dashboard=url)  # not in the file: the URL holds a secret
         finally:
             (room.run_dir.path / NOTE).unlink(missing_ok=True)
