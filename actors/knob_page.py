@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from ..algos.filters import GROUP_FILTERS
 from ..core.errors import ConfigError
 from ..core.knobs import Tunable
-from . import process_knobs, rollout_knobs, trainer_knobs
-from .buffer_knobs import BufferLimits, buffer_tunables
-from .coordinator_knobs import COORDINATOR_TUNABLES
+from .buffer.knobs import BufferLimits, buffer_tunables
+from .coordinator.knobs import COORDINATOR_TUNABLES
+from .knobs import process as process_knobs
+from .rollout import knobs as rollout_knobs
+from .trainer import knobs as trainer_knobs
 
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 HEAD = (

@@ -23,7 +23,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from myxa.actors.ledger_audit import audit_ledger
+from myxa.actors.ledger.audit import audit_ledger
 from myxa.launch.demo.run import DemoOptions, warm_up
 
 REWARD_AT_LEAST = 0.85

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from .. import __version__
-from ..actors.contracts import CoordinatorContract, RolloutContract
+from ..actors.contracts.roles import CoordinatorContract, RolloutContract
 from ..core.actor import Actor, with_deadline
 from ..core.config import RunConfig, load_config
 from ..core.errors import BadRequest, CallError, ConfigError, LaunchError, MyxaError, NoSuchMethod
@@ -29,12 +29,12 @@ from ..core.messages import EngineStatus, RunStatus
 from ..core.samples import NO_VERSION
 from ..transport.node import Node
 from .actor_spec import ActorSpec
+from .composition.memory_parts import takes_turns
 from .contracts import SUPERVISOR, SupervisorContract, agent_name
-from .memory_parts import takes_turns
 from .program import build_actor, num_actors
-from .reserved_names import number_of
 from .run_dir import RunDir
 from .run_link import attach_to
+from .supervisor.reserved_names import number_of
 
 LOOK_EVERY_S = 1.0
 """How often the run is asked whether it goes on."""

@@ -21,23 +21,23 @@ from ..core.clock import SystemClock
 from ..core.config import RunConfig, dump_config
 from ..core.errors import CallError, LaunchError
 from ..transport.zeromq.descriptors import raise_limit
-from .agent import Agent
 from .contracts import SUPERVISOR, AgentContract, RunPlan, agent_name
-from .control.seat import control_seat
 from .control.verb import Room
-from .follower import follow, follow_late
-from .launch_options import LaunchOptions, Outcome, agent_options, check_own, facts_of
-from .lead import Ending, Lead
-from .meeting import Meeting, host_meeting
-from .origin import Origin
-from .placement import place as place_actors
-from .race import race
+from .lives.origin import Origin
+from .nodes.agent import Agent
+from .nodes.follower import follow, follow_late
+from .nodes.launch_options import LaunchOptions, Outcome, agent_options, check_own, facts_of
+from .nodes.lead import Ending, Lead
+from .nodes.meeting import Meeting, host_meeting
+from .nodes.race import race
+from .nodes.stop_signals import StopSignals
 from .run_dir import RunDir
-from .run_supervisor import RunPlace, RunSupervisor
 from .run_watch import RunWatch
 from .runtime_dir import RuntimeDir
 from .screen import Screen
-from .stop_signals import StopSignals
+from .seat import control_seat
+from .supervisor.placement import place as place_actors
+from .supervisor.run_supervisor import RunPlace, RunSupervisor
 
 _log = logging.getLogger("myxa.launcher")
 

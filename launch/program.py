@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..actors.canary import BOUNDS, CanaryOptions, precision_of
 from ..actors.models.model_config import ModelConfig
-from ..actors.weight_senders import TrainerSenders
+from ..actors.rollout.weight_senders import TrainerSenders
+from ..actors.trainer.canary import BOUNDS, CanaryOptions, precision_of
 from ..actors.workflows.context import Workflow
 from ..core.actor import Actor
 from ..core.clock import Clock, SystemClock
@@ -25,8 +25,7 @@ from ..core.host import boot_id, parent_mark
 from ..core.messages import SamplingParams
 from ..core.protocols import Engine, WeightSender, WeightWriter
 from .actor_spec import ActorSpec
-from .attached_servers import servers_of
-from .memory_parts import (
+from .composition.memory_parts import (
     lent_memory,
     memory_manager,
     rollout_tenancy,
@@ -35,8 +34,9 @@ from .memory_parts import (
     takes_turns,
     trainer_tenancy,
 )
-from .trainer_backends import make_backend, shard_of_rank
-from .weight_channels import choose_channel, commit_s, is_between_devices, prepare_s
+from .composition.trainer_backends import make_backend, shard_of_rank
+from .composition.weight_channels import choose_channel, commit_s, is_between_devices, prepare_s
+from .supervisor.attached_servers import servers_of
 
 if TYPE_CHECKING:
     from ..actors.engines.weight_route import Routes
@@ -96,9 +96,9 @@ def is_supervised(config: RunConfig) -> bool:
 
 def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.audit import AUDIT_FILE
-    from ..actors.coordinator import Coordinator
-    from ..actors.coordinator_journal import JOURNAL_FILE
-    from ..actors.coordinator_options import CoordinatorOptions
+    from ..actors.coordinator.coordinator import Coordinator
+    from ..actors.coordinator.journal import JOURNAL_FILE
+    from ..actors.coordinator.options import CoordinatorOptions
 
     return Coordinator(
         options=CoordinatorOptions(
@@ -129,12 +129,12 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
 
 
 def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
-    from ..actors.buffer import Buffer
+    from ..actors.buffer.buffer import Buffer
+    from ..actors.buffer.group_filter import load_group_filters
     from ..actors.data.prompts import open_prompts
-    from ..actors.group_filter import load_group_filters
     from ..algos.staleness import Admission
-    from .checkpoint_parts import earlier_ledger
-    from .knob_limits import buffer_limits
+    from .composition.checkpoint_parts import earlier_ledger
+    from .composition.knob_limits import buffer_limits
 
     prompts = open_prompts(config)
     prompts.check_batch(config.algo.batch_size)
@@ -157,7 +157,7 @@ def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> 
 
 
 def _monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
-    from .monitor_parts import make_monitor
+    from .composition.monitor_parts import make_monitor
 
     return make_monitor(spec, config, run_dir, clock)
 
@@ -165,8 +165,8 @@ def _monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
 def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.models.hf_folder import read_config
     from ..actors.models.tokenizer import load_tokenizer
-    from ..actors.rewarder import make_rewarder
-    from ..actors.rollout import Rollout, RolloutOptions
+    from ..actors.rewards.rewarder import make_rewarder
+    from ..actors.rollout.rollout import Rollout, RolloutOptions
 
     model = read_config(config.model.path)
     senders = TrainerSenders()
@@ -284,14 +284,14 @@ def _workflow(config: RunConfig) -> Workflow:
 
 def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.backends.torch_backend.world import Gang
-    from ..actors.leader_options import LeaderOptions
-    from ..actors.standby import StandbyOptions
-    from ..actors.step_plan import PlanOptions
-    from ..actors.trainer import Trainer, TrainerOptions
-    from ..actors.trainer_knobs import step_values
-    from .checkpoint_parts import checkpoint_options
-    from .gang_comms import gang_comms
-    from .gang_start import block_limit_s, gang_start, standby_folder
+    from ..actors.trainer.knobs import step_values
+    from ..actors.trainer.leader_options import LeaderOptions
+    from ..actors.trainer.standby import StandbyOptions
+    from ..actors.trainer.step_plan import PlanOptions
+    from ..actors.trainer.trainer import Trainer, TrainerOptions
+    from .composition.checkpoint_parts import checkpoint_options
+    from .composition.gang_comms import gang_comms
+    from .composition.gang_start import block_limit_s, gang_start, standby_folder
 
     if is_between_devices(choose_channel(config)):  # before anybody looks at what NCCL can do here
         for name, value in NCCL_ENVIRONMENT.items():

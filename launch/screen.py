@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..core.errors import MyxaError
 from .first_failure import FirstFailure
-from .lead import Ending
+from .nodes.lead import Ending
 from .views.live import LiveState, LiveView
 from .views.live_state import clean
 from .views.report import write_report

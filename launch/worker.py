@@ -34,9 +34,9 @@ from ..transport.zeromq.descriptors import raise_limit
 from .actor_spec import ActorSpec
 from .child_env import SPEC_VARIABLE
 from .contracts import process_name
-from .loop_watch import LoopWatch
-from .meeting import attach_worker
-from .process_actor import ProcessActor
+from .inspection.loop_watch import LoopWatch
+from .inspection.process_actor import ProcessActor
+from .nodes.meeting import attach_worker
 from .runtime_dir import ram_folder
 from .worker_spec import WorkerSpec, read_spec
 

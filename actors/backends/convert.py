@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core.errors import ModelError, TrainError
 from ...core.protocols import NamedArray
-from ..checkpoint_folder import Manifest, check_digest, find_checkpoint, read_manifest
+from ..checkpoints.folder import Manifest, check_digest, find_checkpoint, read_manifest
 from ..models.hf_folder import ModelConfig, read_config, write_folder
 from ..models.safetensors_file import open_safetensors
 from .torch_backend.checkpoint import KINDS, check_model

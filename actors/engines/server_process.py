@@ -1,8 +1,8 @@
 """A server that an actor started: its own process group, its own log, noticed at once when it ends.
 
 Knows a command, an environment and a log file; must not know SGLang. The guardian between (`server_guardian.py`) sees
-to it that nothing is left when this process is killed. `launch/child.py` does the like for actors; it reaps on the
-launcher's own loop and may not be imported from here.
+to it that nothing is left when this process is killed. `launch/nodes/child.py` does the like for actors; it reaps on
+the launcher's own loop and may not be imported from here.
 """
 
 from __future__ import annotations

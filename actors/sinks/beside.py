@@ -12,7 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from ...core.messages import Telemetry
 from ...core.sink import Sink, SinkContext
-from ..sink_thread import SinkThread
+from ..monitor.sink_thread import SinkThread
 
 OPEN_S = 10.0
 """How long the start of the run waits for the sink to open or to refuse."""

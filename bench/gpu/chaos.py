@@ -37,7 +37,7 @@ from reverse_task import write_data
 from run_figures import newest_run
 from runs import ends_of_logs, stage
 
-from myxa.actors.ledger_audit import audit_ledger
+from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.models.tiny import PRESETS
 from myxa.core.chaos import MARKS
 from myxa.core.errors import MyxaError

@@ -20,7 +20,7 @@ from typing import Any
 from memory_orders import MANAGER, StandInContract, WorkDone, WorkKind, WorkOrder
 from memory_stages import Stage
 
-from myxa.actors.memory_contracts import MemoryContract
+from myxa.actors.contracts.memory import MemoryContract
 from myxa.core.actor import with_deadline
 from myxa.core.device_memory import LeaseReply, LeaseRequest, MemoryView, Tag
 from myxa.transport.node import Node

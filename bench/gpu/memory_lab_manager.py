@@ -8,7 +8,7 @@ from pathlib import Path
 from memory_figures import GIB, MIB
 from memory_process import run
 
-from myxa.actors.memory_manager import ManagerOptions, MemoryManager
+from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager
 from myxa.core.clock import SystemClock
 from myxa.memory.ledger.arbiter import ArbiterOptions
 from myxa.memory.ledger.journal import Journal

@@ -26,10 +26,10 @@ from runs import stage
 from myxa.actors.backends.torch_backend.world import Gang
 from myxa.core.clock import SystemClock
 from myxa.core.config import load_config
-from myxa.launch.gang_comms import gang_comms
-from myxa.launch.placement import place
+from myxa.launch.composition.gang_comms import gang_comms
+from myxa.launch.composition.trainer_backends import make_backend
 from myxa.launch.program import _weight_sender
-from myxa.launch.trainer_backends import make_backend
+from myxa.launch.supervisor.placement import place
 from myxa.memory.arenas.torch_cache import trim_torch_cache
 
 ENGINES_TURN = ("optimizer", "grads", "params", "frozen")

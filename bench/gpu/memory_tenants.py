@@ -24,8 +24,8 @@ from memory_raw import PlainCopies, synchronise
 from memory_saver import make_saver
 from memory_standins import EngineStandIn, Shape, TrainerStandIn, finish
 
-from myxa.actors.memory_contracts import MemoryContract
-from myxa.actors.tenant import Tenant, TenantOptions
+from myxa.actors.contracts.memory import MemoryContract
+from myxa.actors.tenancy.tenant import Tenant, TenantOptions
 from myxa.core.actor import PeerEvent
 from myxa.core.assets import Moved
 from myxa.core.device_memory import MemoryCommand, MemoryReply, Tag, TagReport, TenantReport

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...actors.audit import AUDIT_FILE, AuditLog
-from ...actors.contracts import CoordinatorContract, MonitorContract
+from ...actors.contracts.roles import CoordinatorContract, MonitorContract
 from ...core.actor import with_deadline
 from ...core.config import RunConfig
 from ...core.config.chaos import FaultName
@@ -22,14 +22,14 @@ from ...core.errors import CallError, ConfigError, MyxaError
 from ...core.knobs import AuditRecord, Operator
 from ...core.messages import Event, Record, Telemetry
 from ...transport.node import Node
-from ..roster import ActorRecord
 from ..run_dir import RunDir
-from ..signalling import send_signal
+from ..supervisor.roster import ActorRecord
+from ..supervisor.signalling import send_signal
 from .ballast import Ballast
 from .lots import Lots
 
 if TYPE_CHECKING:
-    from ..run_supervisor import RunSupervisor
+    from ..supervisor.run_supervisor import RunSupervisor
 
 MAX_ACTS = 10_000
 """So many are remembered."""

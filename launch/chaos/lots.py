@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from ...core.config.chaos import FaultName
 from ...core.errors import ConfigError
-from ..roster import ActorRecord
+from ..supervisor.roster import ActorRecord
 
 
 @dataclass(frozen=True, slots=True)

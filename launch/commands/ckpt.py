@@ -43,7 +43,7 @@ def _ckpt(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from ..checkpoint_list import checkpoints_of
+    from ..lives.checkpoint_list import checkpoints_of
 
     run_dir: Path = options.run_path or Path(find_run(None).run_dir)
     show(options, checkpoints_of(run_dir), _page)

@@ -34,7 +34,7 @@ def port(text: str) -> int:
 def _serve(options: argparse.Namespace) -> int:
     import asyncio
 
-    from ..port import check_port
+    from ..preflight.port import check_port
 
     check_port("--port", options.host, options.port, "choose another one, or 0 for any free one")
     from ...actors.engines.http_server import serve_engine  # the engine needs torch

@@ -28,7 +28,7 @@ def add(verbs: Verbs) -> None:
 def _fork(options: argparse.Namespace) -> int:
     from datetime import datetime
 
-    from ..fork_run import fork_run
+    from ..lives.fork_run import fork_run
 
     if options.nnodes is not None and not options.no_start:
         raise ConfigError(

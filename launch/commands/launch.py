@@ -87,8 +87,8 @@ def options_of_node(options: argparse.Namespace) -> LaunchOptions:
 def _join(options: argparse.Namespace) -> int:
     from ...core.config import load_config
     from ..contracts import LateWish
-    from ..late_meeting import find_meeting
     from ..launcher import LaunchOptions, launch_late
+    from ..nodes.late_meeting import find_meeting
 
     if options.nnodes is not None or options.node_rank is not None:
         raise ConfigError(

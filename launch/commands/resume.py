@@ -15,8 +15,8 @@ from .pause import ASK_S
 from .up import add_common_flags, chosen_by
 
 if TYPE_CHECKING:
-    from ..launch_options import LaunchOptions
-    from ..resume_point import ResumePoint
+    from ..lives.resume_point import ResumePoint
+    from ..nodes.launch_options import LaunchOptions
     from ..run_dir import RunDir
 
 
@@ -85,10 +85,10 @@ def _only_live_run() -> ControlNote:
 
 def start_again(named: Path, options: argparse.Namespace) -> int:
     """A run that is over, from a checkpoint of it; returns the exit status that it ends with."""
-    from ..launch_options import LaunchOptions
-    from ..next_life import no_longer_alive
+    from ..lives.next_life import no_longer_alive
+    from ..lives.resume_point import choose_point
     from ..node_place import find_place
-    from ..resume_point import choose_point
+    from ..nodes.launch_options import LaunchOptions
     from ..run_dir import RunDir
 
     base = LaunchOptions(place=find_place(1, 0, None, {})) if options.nnodes is None else options_of_node(options)
@@ -105,8 +105,8 @@ def _launch(run_dir: RunDir, point: ResumePoint, options: argparse.Namespace, ba
     from ...core.config import load_config
     from ...core.config.dumping import toml_value
     from ..launcher import launch
-    from ..next_life import begin_next_life
-    from ..origin import Origin
+    from ..lives.next_life import begin_next_life
+    from ..lives.origin import Origin
 
     for text in point.passed_over:
         print(f"passed over: {text}", flush=True)

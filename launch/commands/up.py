@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..patience import Patience
+from ..supervisor.patience import Patience
 from .output import Verbs
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Container
 
-from ...actors.contracts import CoordinatorContract
+from ...actors.contracts.roles import CoordinatorContract
 from ...core.actor import with_deadline
 from ...core.errors import MyxaError
 from ...core.knobs import ChangeRequest, Operator

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from ...actors.contracts import CoordinatorContract
+from ...actors.contracts.roles import CoordinatorContract
 from ...core.actor import with_deadline
 from ...core.errors import LaunchError, NoSuchActor, NotSent, PeerDied
 from .verb import Room

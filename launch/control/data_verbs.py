@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ...actors.contracts import BufferContract
+from ...actors.contracts.roles import BufferContract
 from ...core.actor import with_deadline
 from ...core.knobs import Operator
 from ...core.messages import DumpReport, RecentGroup, Record

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ...actors.contracts import BufferContract, CoordinatorContract, MonitorContract
+from ...actors.contracts.roles import BufferContract, CoordinatorContract, MonitorContract
 from ...core.actor import with_deadline
 from ...core.errors import CallError, LaunchError
 from ...core.knobs import KnobState, KnobTable

@@ -13,7 +13,7 @@ from ...core.errors import ConfigError
 from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobSheet, KnobState, KnobTable, KnobValue, Operator
 from ...core.suggestion import nearest, suggest
 from ..config_keys import value_at
-from ..roster import ActorRecord
+from ..supervisor.roster import ActorRecord
 from .coordinator_call import coordinator_call
 from .run_verbs import Reason
 from .targets import find_targets

@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ...core.config import RoleName
-from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
+from ...core.errors import ConfigError, MyxaError
 from ...core.knobs import Operator
 from ...core.suggestion import suggest
 from ..actor_spec import ActorSpec
-from ..late_place import check_leaver, staff
-from ..placement import START_ORDER
-from ..roster import ActorRecord
-from ..signalling import send_signal
+from ..supervisor.late_place import check_leaver, staff
+from ..supervisor.placement import START_ORDER
+from ..supervisor.roster import ActorRecord
+from ..supervisor.signalling import send_signal
 from .targets import find_targets, node_of
 from .verb import Arguments, Room, Verb
 

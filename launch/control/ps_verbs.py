@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from ...actors.contracts import MonitorContract
+from ...actors.contracts.roles import MonitorContract
 from ...core.actor import with_deadline
 from ...core.errors import CallError
 from ...core.knobs import Operator

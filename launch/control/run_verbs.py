@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ...actors.memory_contracts import MemoryContract
+from ...actors.contracts.memory import MemoryContract
 from ...core.actor import with_deadline
 from ...core.device_memory import MemoryView
 from ...core.errors import ConfigError
 from ...core.knobs import Operator
-from ..memory_parts import manager_name, takes_turns
+from ..composition.memory_parts import manager_name, takes_turns
 from .coordinator_call import coordinator_call
 from .verb import Arguments, Room, Verb
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ...core.errors import ConfigError
 from ...core.suggestion import nearest
-from ..roster import ActorRecord
+from ..supervisor.roster import ActorRecord
 
 SHAPES = 'a role ("rollout"), an actor ("rollout/1"), "rollout/*", "node:0" or "all"'
 MAX_SHOWN = 12

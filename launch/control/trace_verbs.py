@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...actors.contracts import MonitorContract
+from ...actors.contracts.roles import MonitorContract
 from ...actors.sinks.chrome_trace import TRACE_FILE
 from ...core.actor import with_deadline
 from ...core.errors import ConfigError

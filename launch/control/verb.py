@@ -18,7 +18,7 @@ from ..run_dir import RunDir
 from .proposals import Proposals
 
 if TYPE_CHECKING:
-    from ..run_supervisor import RunSupervisor
+    from ..supervisor.run_supervisor import RunSupervisor
 
 Access = Literal["view", "operate"]
 """view: changes nothing, also served on the read-only socket; operate: on the control socket only, and audited."""

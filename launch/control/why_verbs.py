@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ...actors.latest import LONGEST_WINDOW_S
+from ...actors.monitor.latest import LONGEST_WINDOW_S
 from ...core.errors import ConfigError
 from ...core.knobs import ChangeReply, ChangeRequest, Operator
 from ...core.messages import Record

@@ -24,10 +24,10 @@ from ... import __file__ as package_file
 from ...core.errors import LaunchError
 from ...memory.communicators.proxy_build import COMPILERS
 from ...memory.host import CGROUP_ROOT, available_bytes
-from ..gpus import look_at_gpus
-from ..interpreters import has_module, module_folder
 from ..node_place import DEFAULT_PORT
-from ..plan.disk import free_at, nearest_folder
+from ..preflight.disk import free_at, nearest_folder
+from ..preflight.gpus import look_at_gpus
+from ..preflight.interpreters import has_module, module_folder
 from ..runtime_dir import short_base
 from .found_runs import find_runs, find_servers
 from .machine_facts import Disk, MachineFacts, Network, Packages, Rights, Room, System, Time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..plan.memory_part import GIB, size_text
+from ..memory_part import GIB, size_text
 from .check import Check, Judge, error, ok, warning
 from .machine_facts import MachineFacts
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.models.model_config import ModelConfig
 from ...core.config import RunConfig
-from .memory_part import Part, count_text
+from ..memory_part import Part, count_text
 from .model_cut import Stage
 
 CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 25}

@@ -16,8 +16,8 @@ from ...actors.data.row_set import open_rows
 from ...core.config import RunConfig
 from ...core.config.source import Source, parse_sources
 from ...core.errors import DataError, MyxaError
-from ..finding import Finding
-from ..interpreters import has_module
+from ..preflight.finding import Finding
+from ..preflight.interpreters import has_module
 
 FIRST_ROWS = 50
 MAX_BYTES = 64 << 20

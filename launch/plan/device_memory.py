@@ -14,10 +14,10 @@ from ...actors.models.model_config import ModelConfig
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, EngineError, MyxaError
 from ..actor_spec import ActorSpec
-from ..finding import Finding
-from ..memory_parts import MIB, takes_turns
+from ..composition.memory_parts import MIB, takes_turns
+from ..memory_part import Part, size_text, total
+from ..preflight.finding import Finding
 from .engine_memory import EngineMemory, embedded_memory, server_memory
-from .memory_part import Part, size_text, total
 from .picture import used_devices
 from .trainer_memory import RankMemory, trainer_memory
 

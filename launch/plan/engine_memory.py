@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from ...actors.models.model_config import ModelConfig
 from ...core.config import RunConfig
 from ...memory.budget import DEFAULT_SHARE, ITEM_BYTES, EngineBudget, plan_engine
-from ..memory_parts import GRAPH_BYTES
-from ..weight_channels import choose_channel, is_between_devices
-from .memory_part import MIB, Part, count_text
+from ..composition.memory_parts import GRAPH_BYTES
+from ..composition.weight_channels import choose_channel, is_between_devices
+from ..memory_part import MIB, Part, count_text
 from .trainer_memory import CONTEXT_BYTES, GROUP_BYTES
 
 SGLANG_SHARE = 0.85

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from ...core.config import RunConfig
 from ...core.errors import ConfigError
-from ..finding import Finding
+from ..preflight.finding import Finding
 from .batch import Batch
 
 LOOPBACKS = frozenset({"127.0.0.1", "localhost", "::1"})

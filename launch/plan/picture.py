@@ -7,7 +7,7 @@ from typing import Any
 
 from ...core.config import RunConfig
 from ..actor_spec import ActorSpec
-from ..memory_parts import takes_turns
+from ..composition.memory_parts import takes_turns
 
 LETTERS = {"coordinator": "C", "buffer": "B", "monitor": "M", "memory": "Y", "trainer": "T", "rollout": "R"}
 CPU = "cpu"

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
+from ..memory_part import count_text, size_text
+from ..preflight.disk import Disk
 from .batch import Batch
 from .device_memory import Load, Memory
-from .disk import Disk
-from .memory_part import count_text, size_text
 from .run_plan import Placement, RunPlan
 from .staleness_plan import STEP_RATIOS, StalenessPlan
 from .starts import Start, command_text

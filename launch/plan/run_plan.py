@@ -14,15 +14,15 @@ from ...core.config import Inspected, RunConfig, inspect_config
 from ...core.errors import ConfigError, MyxaError
 from ...memory.host import available_bytes
 from ..actor_spec import ActorSpec
-from ..finding import Finding, key_of, looked
-from ..gpus import look_at_gpus
-from ..placement import place, placement_problems
-from ..preflight import CHECKS, FIT_CHECKS, NAMED_CHECKS, find_problems, readable_model
+from ..memory_part import GIB
+from ..preflight.disk import Disk, disk_of, free_at
+from ..preflight.finding import Finding, key_of, looked
+from ..preflight.gpus import look_at_gpus
+from ..preflight.preflight import CHECKS, FIT_CHECKS, NAMED_CHECKS, find_problems, readable_model
+from ..supervisor.placement import place, placement_problems
 from .batch import Batch, batch_of
 from .data_glance import batch_findings, glance
 from .device_memory import Capacities, Memory, memory_of
-from .disk import Disk, disk_of, free_at
-from .memory_part import GIB
 from .odd_counts import odd_counts
 from .picture import grid, legend, picture, processes, turns
 from .staleness_plan import StalenessPlan, staleness_findings, staleness_of

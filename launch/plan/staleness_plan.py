@@ -17,7 +17,7 @@ from ...algos.staleness_policy import make_policy
 from ...algos.staleness_sim import Scenario, simulate
 from ...core.config import RunConfig
 from ...core.errors import ConfigError
-from ..finding import Finding
+from ..preflight.finding import Finding
 
 SKEWS = (3.0, 10.0)
 """p99 / p50 of the time of one sample."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from ...core.config import RunConfig
 from ..actor_spec import ActorSpec, GangMeeting
 from ..child_env import SPEC_VARIABLE, child_env, worker_command
+from ..composition.weight_channels import choose_channel
 from ..node_place import DEFAULT_PORT
-from ..weight_channels import choose_channel
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 HIDDEN = "(not shown)"

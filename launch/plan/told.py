@@ -10,7 +10,7 @@ from typing import Literal
 from ...core.config import Inspected
 from ...core.config.problems import Origin, Problem
 from ...core.errors import MyxaError
-from ..finding import Finding
+from ..preflight.finding import Finding
 
 Severity = Literal["error", "warning"]
 PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+): (?P<rest>.*)", re.DOTALL)

@@ -22,11 +22,11 @@ from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.models.model_config import ModelConfig
 from ...core.config import RunConfig
 from ...memory.budget import ITEM_BYTES
-from ..memory_parts import takes_turns
-from ..weight_channels import choose_channel, is_between_devices
+from ..composition.memory_parts import takes_turns
+from ..composition.weight_channels import choose_channel, is_between_devices
+from ..memory_part import GIB, MIB, Part, count_text, total
 from .activation_memory import StepShape, activation_parts, microbatch_tokens
 from .batch import num_micro_batches
-from .memory_part import GIB, MIB, Part, count_text, total
 from .model_cut import Stage, stages, weights_of_stage
 
 CONTEXT_BYTES = int(0.8 * GIB)

@@ -1,4 +1,4 @@
-"""What a tenant does with a command: obey, answer again, or refuse. Sans-IO; `actors/tenant.py` does the work.
+"""What a tenant does with a command: obey, answer again, or refuse. Sans-IO; `actors/tenancy/tenant.py` does the work.
 
 Commands may come twice, late, or out of order. Three rules make that harmless: the same id is carried out once and gets
 the same reply for ever; an epoch older than the newest one seen is answered, not obeyed; one command at a time.

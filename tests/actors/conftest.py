@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myxa.actors.buffer import Buffer
-from myxa.actors.contracts import BufferContract, CoordinatorContract, RolloutContract
-from myxa.actors.group_filter import load_group_filters
+from myxa.actors.buffer.buffer import Buffer
+from myxa.actors.buffer.group_filter import load_group_filters
+from myxa.actors.contracts.roles import BufferContract, CoordinatorContract, RolloutContract
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
-from myxa.actors.monitor import Monitor
-from myxa.actors.rewarder import FixedReward
-from myxa.actors.rollout import Rollout, RolloutOptions
+from myxa.actors.monitor.monitor import Monitor
+from myxa.actors.rewards.rewarder import FixedReward
+from myxa.actors.rollout.rollout import Rollout, RolloutOptions
 from myxa.actors.workflows import single_turn
 from myxa.algos.staleness import Admission
 from myxa.core.clock import SystemClock

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from myxa.actors import adopter as module
-from myxa.actors.adopter import Adopter, AdoptionLimits
-from myxa.actors.adoption import Adoption
-from myxa.actors.contracts import RolloutContract, TrainerContract
+from myxa.actors.contracts.roles import RolloutContract, TrainerContract
+from myxa.actors.coordinator import adopter as module
+from myxa.actors.coordinator.adopter import Adopter, AdoptionLimits
+from myxa.actors.coordinator.adoption import Adoption
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock

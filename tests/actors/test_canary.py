@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from myxa.actors.canary import BOUNDS, ORDER, CanaryOptions, as_train_samples, judge, precision_of
+from myxa.actors.trainer.canary import BOUNDS, ORDER, CanaryOptions, as_train_samples, judge, precision_of
 from myxa.core.samples import Sample
 
 

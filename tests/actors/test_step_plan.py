@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from myxa.actors.step_plan import Batch, PlanOptions, batch_metrics, plan_step
+from myxa.actors.trainer.step_plan import Batch, PlanOptions, batch_metrics, plan_step
 from myxa.core.samples import NO_VERSION, Group, Message, Prompt, Sample
 
 

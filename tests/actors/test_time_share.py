@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from myxa.actors.adoption import Adoption
-from myxa.actors.contracts import RolloutContract
-from myxa.actors.memory_contracts import MemoryContract
-from myxa.actors.time_share import ROLLOUT_TAGS, TRAINER_TAGS, TimeShare, TimeShareOptions
-from myxa.actors.workspace_room import WorkspaceRoom
+from myxa.actors.contracts.memory import MemoryContract
+from myxa.actors.contracts.roles import RolloutContract
+from myxa.actors.coordinator.adoption import Adoption
+from myxa.actors.tenancy.time_share import ROLLOUT_TAGS, TRAINER_TAGS, TimeShare, TimeShareOptions
+from myxa.actors.tenancy.workspace_room import WorkspaceRoom
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import Actor, PeerEvent
 from myxa.core.clock import SystemClock

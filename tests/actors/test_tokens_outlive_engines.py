@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.ledger_payload import decode_partial
+from myxa.actors.ledger.payload import decode_partial
 from myxa.core.errors import EngineError
 from myxa.core.protocols import Delta, GenerateRequest
 
@@ -59,8 +59,8 @@ async def test_a_group_whose_stream_broke_goes_on_with_all_its_members_tokens(
 async def test_a_group_that_breaks_every_stream_is_given_up_by_name(
     tmp_path: Path, data_floor: Maker, gate_engine: Maker, until: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("myxa.actors.group_pull.MAX_ATTEMPTS", 2)
-    monkeypatch.setattr("myxa.actors.group_pull.LOSS_S", 0.05)
+    monkeypatch.setattr("myxa.actors.rollout.group_pull.MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("myxa.actors.rollout.group_pull.LOSS_S", 0.05)
     async with data_floor(tmp_path) as floor:
         engine = breaking(gate_engine(), times=1000)
         engine.gate.set()

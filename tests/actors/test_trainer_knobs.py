@@ -8,8 +8,8 @@ import pydantic
 import pytest
 
 from myxa.actors.backends.torch_backend.settings import KNOBS
-from myxa.actors.step_plan import PlanOptions
-from myxa.actors.trainer_knobs import LEADER_TUNABLES, STEP_TUNABLES, TUNABLES, TrainerKnobs, step_values
+from myxa.actors.trainer.knobs import LEADER_TUNABLES, STEP_TUNABLES, TUNABLES, TrainerKnobs, step_values
+from myxa.actors.trainer.step_plan import PlanOptions
 from myxa.core.config import AlgoConfig, GuardSettings, OptimizerConfig, RunSettings, TrainerConfig
 from myxa.core.errors import ConfigError
 

@@ -20,7 +20,7 @@ import numpy as np
 from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.backends.torch_backend.world import Gang
-from myxa.actors.step_plan import PlanOptions, plan_step
+from myxa.actors.trainer.step_plan import PlanOptions, plan_step
 from myxa.core.config import AlgoConfig, OptimizerConfig, TrainerConfig
 from myxa.core.errors import MyxaError
 from myxa.core.samples import Group, Message, Prompt, Sample, TrainShard

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
-from myxa.actors.checkpoint_folder import (
+from myxa.actors.checkpoints.folder import (
     find_checkpoint,
     list_checkpoints,
     newest_checkpoint,
@@ -194,5 +194,5 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, backends: Backe
 
 
 def test_looking_for_checkpoints_needs_no_torch() -> None:
-    code = "import sys, myxa.actors.checkpoint_folder; sys.exit('torch' in sys.modules)"
+    code = "import sys, myxa.actors.checkpoints.folder; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -23,7 +23,7 @@ from myxa.actors.backends.convert import convert
 from myxa.actors.backends.megatron.layout import ParallelLayout
 from myxa.actors.backends.megatron.settings import MegatronRankSettings, check_routing, check_settings
 from myxa.actors.backends.megatron.verbatim import check_tables
-from myxa.actors.checkpoint_folder import find_checkpoint, read_manifest
+from myxa.actors.checkpoints.folder import find_checkpoint, read_manifest
 from myxa.actors.models.hf_folder import TOKENIZER_FILES, open_weights, read_config
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.config import MegatronSettings, TrainerConfig

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myxa.actors.checkpoint_folder import list_checkpoints
+from myxa.actors.checkpoints.folder import list_checkpoints
 
 ALGO = {"kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.05}
 WHITENED = {"kind": "reinforce_pp", "batch_size": 6, "minibatches": 2, "kl_coef": 0.1, "kl_in": "reward"}

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myxa.actors.buffer import Buffer
-from myxa.actors.buffer_knobs import BufferLimits
-from myxa.actors.contracts import BufferContract, DataContract
-from myxa.actors.group_filter import GroupFilters
-from myxa.actors.monitor import Monitor
+from myxa.actors.buffer.buffer import Buffer
+from myxa.actors.buffer.group_filter import GroupFilters
+from myxa.actors.buffer.knobs import BufferLimits
+from myxa.actors.contracts.roles import BufferContract, DataContract
+from myxa.actors.monitor.monitor import Monitor
 from myxa.algos.filters import GROUP_FILTERS, keep_all
 from myxa.algos.staleness import Admission
 from myxa.core.clock import Clock

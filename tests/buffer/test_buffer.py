@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from myxa.actors.contracts import MonitorContract
+from myxa.actors.contracts.roles import MonitorContract
 from myxa.algos.filters import zero_variance
 from myxa.algos.staleness import STALE_AFTER_RETUNE
 from myxa.core.actor import with_deadline

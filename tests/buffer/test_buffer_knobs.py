@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from myxa.actors.buffer_knobs import BufferLimits
-from myxa.actors.contracts import MonitorContract
+from myxa.actors.buffer.knobs import BufferLimits
+from myxa.actors.contracts.roles import MonitorContract
 from myxa.algos.staleness import STALE_AFTER_RETUNE
 from myxa.core.config import RunConfig
 from myxa.core.errors import BadRequest

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.buffer_store import REATTACH_S
+from myxa.actors.buffer.store import REATTACH_S
 from myxa.core.clock import ManualClock
 from myxa.core.errors import LedgerError
 from myxa.core.messages import GroupReturned

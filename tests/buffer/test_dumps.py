@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from myxa.actors import group_dump, recent_groups
-from myxa.actors.group_dump import DumpedGroup, read_groups, read_header
+from myxa.actors.buffer import group_dump, recent_groups
+from myxa.actors.buffer.group_dump import DumpedGroup, read_groups, read_header
 from myxa.core.errors import BadRequest, DataError
 from myxa.core.messages import DumpReport, GroupReturned
 from myxa.core.samples import Group, Sample

@@ -15,11 +15,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from myxa.actors.buffer_knobs import BufferKnobs, BufferLimits
-from myxa.actors.buffer_settings import BufferValues, LiveSettings
-from myxa.actors.buffer_store import BufferStore
-from myxa.actors.ledger import Ledger
-from myxa.actors.ledger_states import OPEN, State
+from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits
+from myxa.actors.buffer.settings import BufferValues, LiveSettings
+from myxa.actors.buffer.store import BufferStore
+from myxa.actors.ledger.ledger import Ledger
+from myxa.actors.ledger.states import OPEN, State
 from myxa.algos.filters import GROUP_FILTERS
 from myxa.algos.staleness import Admission
 from myxa.core.clock import SystemClock

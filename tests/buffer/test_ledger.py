@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from myxa.actors.ledger import Ledger
-from myxa.actors.ledger_states import AT_REST, LEFTOVER, REWIND, TRANSITIONS, Row, State, check_path
+from myxa.actors.ledger.ledger import Ledger
+from myxa.actors.ledger.states import AT_REST, LEFTOVER, REWIND, TRANSITIONS, Row, State, check_path
 from myxa.algos.staleness import STALE
 from myxa.core.errors import LedgerError
 

@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from myxa.actors.ledger import Ledger
-from myxa.actors.ledger_states import State
+from myxa.actors.ledger.ledger import Ledger
+from myxa.actors.ledger.states import State
 
 SEED = 907
 NUM_KILLS = 6

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from myxa.actors.ledger import Ledger
-from myxa.actors.ledger_states import LEFTOVER, REDRAWN, Row, State
+from myxa.actors.ledger.ledger import Ledger
+from myxa.actors.ledger.states import LEFTOVER, REDRAWN, Row, State
 from myxa.algos.staleness import STALE
 from myxa.core.errors import LedgerError
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from myxa.actors.data import open_prompts
-from myxa.actors.rewarder import Rewarder
+from myxa.actors.rewards.rewarder import Rewarder
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings, RunConfig, load_config
 from myxa.core.errors import MyxaError

@@ -8,8 +8,8 @@ import pytest
 
 from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError
-from myxa.launch.memory_parts import Planned, manager_name, pool_bytes, start_timeout_s, takes_turns
-from myxa.launch.placement import place
+from myxa.launch.composition.memory_parts import Planned, manager_name, pool_bytes, start_timeout_s, takes_turns
+from myxa.launch.supervisor.placement import place
 
 HEAD = '[model]\npath = "m"\n[data]\ntrain = "t.jsonl"\n'
 ON_HOST = '[memory]\nshare = "switch"\ncapacity_mb = 64\n'

@@ -17,14 +17,14 @@ from control_room import Bench, ask, control_bench, http
 
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import AuditRecord, KnobState, Operator, Tunable
-from myxa.launch import agent as agent_module
-from myxa.launch.agent import Agent, AgentOptions
 from myxa.launch.contracts import LogRequest
 from myxa.launch.control import why_verbs
 from myxa.launch.control.connection import Limits
 from myxa.launch.control.desk import MAX_AT_ONCE
 from myxa.launch.control.evidence import Evidence
 from myxa.launch.control.verb import Room
+from myxa.launch.nodes import agent as agent_module
+from myxa.launch.nodes.agent import Agent, AgentOptions
 from myxa.launch.run_dir import RunDir
 from myxa.launch.views.advice import Facts
 

@@ -35,7 +35,7 @@ from myxa.launch.doctor.machine_facts import (
     System,
     Time,
 )
-from myxa.launch.gpus import Gpu, Gpus
+from myxa.launch.preflight.gpus import Gpu, Gpus
 from myxa.launch.worker_spec import WorkerSpec, write_spec
 
 GIB = 1 << 30

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from saver_server import SaverServer, saver_server, token
 
-from myxa.actors.engine_turn import EngineTurn
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.engines.embedded.lent_memory import LentMemory
 from myxa.actors.engines.sglang import SglangEngine, SglangOptions
@@ -23,6 +22,7 @@ from myxa.actors.engines.sglang_args import OptionSchema, ServerSchema
 from myxa.actors.engines.sglang_launched import LaunchedSglang, SglangLaunch, server_values
 from myxa.actors.engines.sglang_memory import hide_megatron, saver_env
 from myxa.actors.models.tokenizer import load_tokenizer
+from myxa.actors.rollout.engine_turn import EngineTurn
 from myxa.actors.workflows.episode import Episode, ModelAccess
 from myxa.core.clock import SystemClock
 from myxa.core.device_memory import TagReport

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from myxa.actors.canary import BOUNDS
 from myxa.actors.engines import sglang_probe
 from myxa.actors.engines.sglang_args import ServerSchema, check_sizes, check_table, command_line
 from myxa.actors.engines.sglang_launched import DEFAULTS, SglangLaunch, server_env, server_values
+from myxa.actors.trainer.canary import BOUNDS
 from myxa.core.config.sglang import OWNED
 from myxa.core.errors import ConfigError
 

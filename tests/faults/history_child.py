@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "buffer"))
 import msgspec
 from put_history import Journal
 
-from myxa.actors.contracts import BufferContract
+from myxa.actors.contracts.roles import BufferContract
 from myxa.core.actor import Actor, with_deadline
 from myxa.core.errors import CallError
 from myxa.core.lifeline import die_with_parent

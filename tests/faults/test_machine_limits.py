@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from depot import Depot, DepotContract
 
-from myxa.actors.ledger import Ledger
-from myxa.actors.ledger_states import State
+from myxa.actors.ledger.ledger import Ledger
+from myxa.actors.ledger.states import State
 from myxa.core.errors import RemoteError
 from myxa.transport.inbound import Delivery
 from myxa.transport.node import Node

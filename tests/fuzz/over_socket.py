@@ -26,7 +26,7 @@ from mutations import ENVELOPE_MUTATIONS, Corpus, as_messages
 from raw_peers import ONE_SHOT, Attack
 from victim import State, WitnessContract
 
-from myxa.actors.contracts import BufferContract
+from myxa.actors.contracts.roles import BufferContract
 from myxa.core.errors import CallError
 from myxa.core.handlers import handlers_of
 from myxa.core.ids import PeerKey

@@ -28,17 +28,17 @@ import pytest
 from rich.console import Console
 from run_job import Job, audit, events, make_job
 
-from myxa.actors.contracts import BufferContract, CoordinatorContract
-from myxa.actors.drought import NUM_BATCHES, Drought
-from myxa.actors.error_budget import GroupBudget
+from myxa.actors.buffer.drought import NUM_BATCHES, Drought
+from myxa.actors.contracts.roles import BufferContract, CoordinatorContract
+from myxa.actors.rewards.error_budget import GroupBudget
 from myxa.core.config import load_config
 from myxa.core.errors import DataError, EngineError, MyxaError, RewardError, UserCodeError
 from myxa.core.messages import BufferStats, RunStatus
 from myxa.launch.cli import main
 from myxa.launch.first_failure import FirstFailure
-from myxa.launch.placement import place
 from myxa.launch.program import build_actor
 from myxa.launch.run_dir import RunDir
+from myxa.launch.supervisor.placement import place
 from myxa.launch.views.live import LiveState, LiveView
 from myxa.transport.node import InprocNetwork, Node
 

@@ -12,14 +12,14 @@ import numpy as np
 
 from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.backend import TorchBackend
-from myxa.actors.canary import CanaryOptions
-from myxa.actors.checkpoints import CheckpointOptions
-from myxa.actors.contracts import BufferContract, CoordinatorContract, TrainerContract
-from myxa.actors.leader_options import LeaderOptions
-from myxa.actors.start_point import StartPoint
-from myxa.actors.step_plan import PlanOptions
-from myxa.actors.trainer import Trainer, TrainerOptions
-from myxa.actors.trainer_knobs import step_values
+from myxa.actors.contracts.roles import BufferContract, CoordinatorContract, TrainerContract
+from myxa.actors.trainer.canary import CanaryOptions
+from myxa.actors.trainer.checkpoints import CheckpointOptions
+from myxa.actors.trainer.knobs import step_values
+from myxa.actors.trainer.leader_options import LeaderOptions
+from myxa.actors.trainer.start_point import StartPoint
+from myxa.actors.trainer.step_plan import PlanOptions
+from myxa.actors.trainer.trainer import Trainer, TrainerOptions
 from myxa.actors.weights.channel import make_writer
 from myxa.core.clock import SystemClock
 from myxa.core.config import AlgoConfig, OptimizerConfig

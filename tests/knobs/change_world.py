@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from myxa.actors.knob_change import (
+from myxa.actors.coordinator.knob_change import (
     Abort,
     ChangeEvent,
     ChangeMachine,
@@ -24,9 +24,9 @@ from myxa.actors.knob_change import (
     Unanswered,
     Voted,
 )
-from myxa.actors.knob_decisions import Decisions
-from myxa.actors.knob_owner import Knob, KnobOwner
-from myxa.actors.knob_plan import Roster, plan_change
+from myxa.actors.coordinator.knob_decisions import Decisions
+from myxa.actors.coordinator.knob_plan import Roster, plan_change
+from myxa.actors.knobs.owner import Knob, KnobOwner
 from myxa.core.clock import ManualClock
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import ChangeRequest, KnobValue, Operator, Tunable
@@ -170,7 +170,7 @@ class World:
         if not plan.moves:
             return "nothing"
         self.epoch += 1
-        from myxa.actors.knob_change import ChangeOptions
+        from myxa.actors.coordinator.knob_change import ChangeOptions
 
         options = ChangeOptions(not_before=not_before if plan.numbered else 0)
         self.machine, self.plan = ChangeMachine(self.epoch, plan.values, options), plan

@@ -15,11 +15,11 @@ from typing import Any
 
 from knob_maker import Desk, make_desk
 
-from myxa.actors.contracts import CoordinatorContract, TrainerContract
-from myxa.actors.coordinator import Coordinator
-from myxa.actors.coordinator_options import CoordinatorOptions
-from myxa.actors.knob_owner import OwnsKnobs
-from myxa.actors.monitor import Monitor
+from myxa.actors.contracts.roles import CoordinatorContract, TrainerContract
+from myxa.actors.coordinator.coordinator import Coordinator
+from myxa.actors.coordinator.options import CoordinatorOptions
+from myxa.actors.knobs.owner import OwnsKnobs
+from myxa.actors.monitor.monitor import Monitor
 from myxa.core.clock import SystemClock
 from myxa.core.knobs import ChangeReply, ChangeRequest, KnobValue, LiveKnobs, Operator
 from myxa.core.messages import StepReport, WeightManifest

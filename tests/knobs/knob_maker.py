@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from myxa.actors.knob_owner import Knob, KnobOwner
+from myxa.actors.knobs.owner import Knob, KnobOwner
 from myxa.core.activity import TelemetryBuffer
 from myxa.core.clock import Clock, ManualClock
 from myxa.core.knobs import KnobValue, Tunable

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from knob_maker import Desk, make_desk
 
-from myxa.actors.knob_joining import catch_up
-from myxa.actors.knob_owner import OwnsKnobs
-from myxa.actors.reporting_in import ReportingIn
+from myxa.actors.knobs.joining import catch_up
+from myxa.actors.knobs.owner import OwnsKnobs
+from myxa.actors.rollout.reporting_in import ReportingIn
 from myxa.core.actor import PeerEvent
 from myxa.core.clock import SystemClock
 from myxa.core.knobs import KnobChange, KnobCommit, KnobVote

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from knob_maker import Desk, make_desk
 
-from myxa.actors.knob_decisions import Decisions
-from myxa.actors.knob_expiry import Expiries
-from myxa.actors.knob_plan import ChangePlan, Roster, plan_change
+from myxa.actors.coordinator.knob_decisions import Decisions
+from myxa.actors.coordinator.knob_expiry import Expiries
+from myxa.actors.coordinator.knob_plan import ChangePlan, Roster, plan_change
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import ChangeRequest, KnobCommit, KnobValue, Operator
 

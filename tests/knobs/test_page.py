@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from myxa.actors.knob_contracts import KnobsContract
+from myxa.actors.contracts.knobs import KnobsContract
 from myxa.actors.knob_page import declared, render_table, renewed
 from myxa.core.config import RunConfig
 from myxa.core.config.fields import walk

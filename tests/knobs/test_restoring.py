@@ -13,11 +13,11 @@ from coordinator_room import WHO, Room, open_room, until
 from knob_maker import FIRST, Desk, make_desk
 
 from myxa.actors.audit import read_audit
-from myxa.actors.buffer_knobs import BufferKnobs, BufferLimits
-from myxa.actors.buffer_settings import BufferValues, LiveSettings, Terms
-from myxa.actors.contracts import CoordinatorContract, RolloutContract
-from myxa.actors.knob_owner import OwnsKnobs
-from myxa.actors.ledger import Ledger
+from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits
+from myxa.actors.buffer.settings import BufferValues, LiveSettings, Terms
+from myxa.actors.contracts.roles import CoordinatorContract, RolloutContract
+from myxa.actors.knobs.owner import OwnsKnobs
+from myxa.actors.ledger.ledger import Ledger
 from myxa.algos.staleness import Admission
 from myxa.core.clock import SystemClock
 from myxa.core.errors import LedgerError

@@ -11,10 +11,10 @@ import pytest
 from coordinator_room import Room, open_room, until
 from knob_maker import Desk, make_desk
 
-from myxa.actors.buffer import Buffer
-from myxa.actors.group_filter import GroupFilters
-from myxa.actors.knob_owner import OwnsKnobs
-from myxa.actors.monitor import Monitor
+from myxa.actors.buffer.buffer import Buffer
+from myxa.actors.buffer.group_filter import GroupFilters
+from myxa.actors.knobs.owner import OwnsKnobs
+from myxa.actors.monitor.monitor import Monitor
 from myxa.algos.filters import GROUP_FILTERS
 from myxa.algos.staleness import Admission
 from myxa.core.clock import SystemClock

@@ -24,7 +24,7 @@ from myxa.actors.models.hf_folder import read_config
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.core.config import load_config
 from myxa.launch.actor_spec import ActorSpec
-from myxa.launch.placement import place
+from myxa.launch.supervisor.placement import place
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "bench" / "gpu"

@@ -10,7 +10,7 @@ import pytest
 
 from myxa.core.errors import ConfigError, LaunchError
 from myxa.launch.control.client import ControlClient
-from myxa.launch.late_meeting import find_meeting
+from myxa.launch.nodes.late_meeting import find_meeting
 from myxa.transport.address import Rendezvous
 from myxa.transport.node import JobKey
 from myxa.transport.wire import Endpoints

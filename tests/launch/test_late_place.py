@@ -10,12 +10,12 @@ from myxa.core.child_states import ChildState
 from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError
 from myxa.launch.actor_spec import ActorSpec
-from myxa.launch.attached_servers import servers_of
 from myxa.launch.contracts import NameReply
-from myxa.launch.late_place import Present, check_distance, check_leaver, staff, staff_node
-from myxa.launch.placement import place
-from myxa.launch.reserved_names import HELD_S, ReservedNames
-from myxa.launch.roster import ActorRecord
+from myxa.launch.supervisor.attached_servers import servers_of
+from myxa.launch.supervisor.late_place import Present, check_distance, check_leaver, staff, staff_node
+from myxa.launch.supervisor.placement import place
+from myxa.launch.supervisor.reserved_names import HELD_S, ReservedNames
+from myxa.launch.supervisor.roster import ActorRecord
 
 GPUS = ('roles.rollout.kind="sglang"', 'roles.rollout.devices="0-3"', 'roles.trainer.devices="4-7"',
         "roles.rollout.count=2", 'weights.channel="nccl"')  # fmt: skip

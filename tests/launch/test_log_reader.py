@@ -9,7 +9,7 @@ import pytest
 
 from myxa.core.errors import ConfigError
 from myxa.launch.contracts import LogChunk, LogRequest
-from myxa.launch.log_reader import CHUNK_BYTES, MAX_LINE, read_log
+from myxa.launch.nodes.log_reader import CHUNK_BYTES, MAX_LINE, read_log
 from myxa.launch.run_dir import RunDir
 
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from myxa.launch import loop_watch
-from myxa.launch.loop_watch import LoopWatch
+from myxa.launch.inspection import loop_watch
+from myxa.launch.inspection.loop_watch import LoopWatch
 
 pytestmark = pytest.mark.asyncio
 

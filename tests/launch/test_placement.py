@@ -10,7 +10,7 @@ from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError
 from myxa.launch.actor_spec import GangMeeting, RankSpec
 from myxa.launch.child_env import child_env
-from myxa.launch.placement import place
+from myxa.launch.supervisor.placement import place
 
 
 def config(tmp_path: Path, *overrides: str) -> RunConfig:

@@ -18,8 +18,8 @@ import uvloop
 
 from myxa.core.errors import LaunchError
 from myxa.core.lifeline import die_with_parent
-from myxa.launch.child import Child, start_child
 from myxa.launch.first_failure import FirstFailure, read_tail
+from myxa.launch.nodes.child import Child, start_child
 from myxa.launch.run_dir import RunDir
 from myxa.launch.runtime_dir import RuntimeDir
 

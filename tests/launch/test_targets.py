@@ -9,7 +9,7 @@ import pytest
 from myxa.core.config import RoleName
 from myxa.core.errors import ConfigError
 from myxa.launch.control.targets import find_one, find_targets
-from myxa.launch.roster import ActorRecord
+from myxa.launch.supervisor.roster import ActorRecord
 
 ROSTER = tuple(
     ActorRecord(name=name, role=cast("RoleName", role), node=node, host="h", state="up", attempt=0)

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from myxa.core.config import RunConfig
-from myxa.launch.weight_channels import choose_channel, commit_s, is_between_devices, prepare_s
+from myxa.launch.composition.weight_channels import choose_channel, commit_s, is_between_devices, prepare_s
 
 
 def config(

@@ -12,7 +12,7 @@ import os
 import time
 from pathlib import Path
 
-from myxa.actors.contracts import (
+from myxa.actors.contracts.roles import (
     BufferContract,
     CoordinatorContract,
     MonitorContract,

@@ -14,7 +14,7 @@ from typing import Any
 
 from manager_toys import CAPACITY, TAGS, MortalManager, ToyContract
 
-from myxa.actors.memory_contracts import MemoryContract
+from myxa.actors.contracts.memory import MemoryContract
 from myxa.core.actor import with_deadline
 from myxa.core.device_memory import LeaseReply, LeaseRequest, MemoryView
 from myxa.core.errors import CallError

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from myxa.actors.memory_contracts import MemoryContract, TenantContract
-from myxa.actors.memory_manager import ManagerOptions, MemoryManager
+from myxa.actors.contracts.memory import MemoryContract, TenantContract
 from myxa.actors.own_thread import in_own_thread
-from myxa.actors.tenant import Tenant, TenantOptions
+from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager
+from myxa.actors.tenancy.tenant import Tenant, TenantOptions
 from myxa.core.actor import PeerEvent
 from myxa.core.clock import SystemClock
 from myxa.core.device_memory import MemoryCommand, MemoryReply, Tag, TagPolicy, TagReport, TenantReport

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from myxa.actors.own_thread import in_own_thread
-from myxa.actors.tenant import Tenant, TenantOptions
+from myxa.actors.tenancy.tenant import Tenant, TenantOptions
 from myxa.core.assets import Moved
 from myxa.core.clock import SystemClock
 from myxa.core.device_memory import CommandKind, MemoryCommand, MemoryReply, Tag, TagReport

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from myxa.actors.latest import Latest
+from myxa.actors.monitor.latest import Latest
 from myxa.core.messages import MetricPoint, Telemetry
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from myxa.actors.monitor import Monitor
+from myxa.actors.monitor.monitor import Monitor
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink
 from myxa.actors.sinks.jsonl import JsonlSink
 from myxa.actors.sinks.prometheus import PrometheusSink

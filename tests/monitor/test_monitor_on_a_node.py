@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from myxa.actors.contracts import MonitorContract
-from myxa.actors.monitor import Monitor
+from myxa.actors.contracts.roles import MonitorContract
+from myxa.actors.monitor.monitor import Monitor
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink
 from myxa.actors.sinks.jsonl import JsonlSink
 from myxa.actors.telemetry import report_forever

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from myxa.actors.sink_thread import SinkThread
+from myxa.actors.monitor.sink_thread import SinkThread
 from myxa.core.clock import SystemClock
 from myxa.core.errors import LaunchError
 from myxa.core.messages import Event, Telemetry

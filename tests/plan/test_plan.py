@@ -14,10 +14,10 @@ from planned import RUN, Site, plan
 from myxa.core.config import load_config
 from myxa.launch.child_env import child_env
 from myxa.launch.cli import main
-from myxa.launch.placement import place
 from myxa.launch.plan.data_glance import MAX_BYTES
-from myxa.launch.plan.disk import FEW_BYTES, disk_findings, disk_of
 from myxa.launch.plan.staleness_plan import scaled_scenario, staleness_findings, staleness_of
+from myxa.launch.preflight.disk import FEW_BYTES, disk_findings, disk_of
+from myxa.launch.supervisor.placement import place
 
 LINE = {line: number for number, line in enumerate(RUN.splitlines(), 1)}
 

@@ -32,9 +32,9 @@ from myxa.launch.doctor.machine_facts import (
     System,
     Time,
 )
-from myxa.launch.gpus import Gpu, Gpus
-from myxa.launch.plan.memory_part import GIB, total
+from myxa.launch.memory_part import GIB, total
 from myxa.launch.plan.trainer_memory import trainer_memory
+from myxa.launch.preflight.gpus import Gpu, Gpus
 
 FILE = Path(__file__).parents[2] / "docs" / "plan.md"
 CASES = (

@@ -14,15 +14,15 @@ import pytest
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, MyxaError, UserCodeError
 from myxa.launch.actor_spec import ActorSpec
-from myxa.launch.finding import Finding, key_of, looked
-from myxa.launch.gpus import Gpu, Gpus, look_at_gpus
-from myxa.launch.interpreters import Installed, ask_interpreters, folder_of_sglang
-from myxa.launch.package_needs import package_findings
-from myxa.launch.placement import place
 from myxa.launch.plan.data_glance import glance
-from myxa.launch.preflight import check_node, device_findings
-from myxa.launch.sglang_names import name_findings, server_arguments, sglang_findings
-from myxa.launch.user_functions import function_findings
+from myxa.launch.preflight.finding import Finding, key_of, looked
+from myxa.launch.preflight.gpus import Gpu, Gpus, look_at_gpus
+from myxa.launch.preflight.interpreters import Installed, ask_interpreters, folder_of_sglang
+from myxa.launch.preflight.package_needs import package_findings
+from myxa.launch.preflight.preflight import check_node, device_findings
+from myxa.launch.preflight.sglang_names import name_findings, server_arguments, sglang_findings
+from myxa.launch.preflight.user_functions import function_findings
+from myxa.launch.supervisor.placement import place
 
 ALL = ("torch", "megatron.core", "pynvml", "torch_memory_saver", "sglang", "math_verify", "pyarrow")
 
@@ -267,7 +267,7 @@ def test_what_is_raised_is_a_finding_and_anything_else_is_a_bug() -> None:
 
 
 def test_warnings_do_not_stop_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from myxa.launch import preflight
+    from myxa.launch.preflight import preflight
 
     def warns(*_: object) -> list[Finding]:
         return [Finding("run.dir", ConfigError("hm"), is_warning=True)]

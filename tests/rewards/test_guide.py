@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from myxa.actors.data import open_prompts
-from myxa.actors.rewarder import Rewarder
+from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.user_code import GROUP_FILTER, WORKFLOW, load_function
 from myxa.algos.rewards import BUILTINS, RewardOutcome
 from myxa.core.completions import Completion

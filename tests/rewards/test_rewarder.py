@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from myxa.actors import rewarder as rewarder_module
-from myxa.actors.error_budget import ErrorBudget
-from myxa.actors.rewarder import FixedReward, Rewarder, make_rewarder
+from myxa.actors.rewards import rewarder as rewarder_module
+from myxa.actors.rewards.error_budget import ErrorBudget
+from myxa.actors.rewards.rewarder import FixedReward, Rewarder, make_rewarder
 from myxa.algos.rewards import RewardOutcome
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings, RunConfig

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from myxa.actors.buffer import Buffer
-from myxa.actors.contracts import BufferContract
-from myxa.actors.group_filter import GroupFilters
+from myxa.actors.buffer.buffer import Buffer
+from myxa.actors.buffer.group_filter import GroupFilters
+from myxa.actors.contracts.roles import BufferContract
 from myxa.algos.filters import keep_all
 from myxa.algos.staleness import Admission
 from myxa.core.actor import Actor, with_deadline

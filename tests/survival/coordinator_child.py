@@ -10,8 +10,8 @@ import logging
 import sys
 from pathlib import Path
 
-from myxa.actors.coordinator import Coordinator
-from myxa.actors.coordinator_options import CoordinatorOptions
+from myxa.actors.coordinator.coordinator import Coordinator
+from myxa.actors.coordinator.options import CoordinatorOptions
 from myxa.core.chaos import Nemesis, Plan, arm, parse_strike
 from myxa.core.clock import SystemClock
 from myxa.core.host import parent_mark

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 from run_job import Job, make_job, until  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.ledger_audit import LedgerAudit, audit_ledger
+from myxa.actors.ledger.audit import LedgerAudit, audit_ledger
 from myxa.launch.control.client import ControlClient
 
 PACE_S = 1.5

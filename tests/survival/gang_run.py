@@ -13,7 +13,7 @@ from pathlib import Path
 
 from run_job import Job, events, make_job, metrics, until, worker_pids  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.ledger_audit import audit_ledger
+from myxa.actors.ledger.audit import audit_ledger
 
 NUM_PROMPTS = 60
 BATCH = 4

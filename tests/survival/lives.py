@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 from run_job import Job, make_job, metrics, until  # pyright: ignore[reportMissingImports]
 
-from myxa.launch.origin import Origin
+from myxa.launch.lives.origin import Origin
 
 REWARD = """
 import asyncio

@@ -15,7 +15,7 @@ from myxa.core.config import RoleName
 from myxa.core.errors import ConfigError
 from myxa.launch.chaos.ballast import BALLAST, Ballast
 from myxa.launch.chaos.lots import Lots
-from myxa.launch.roster import ActorRecord
+from myxa.launch.supervisor.roster import ActorRecord
 
 MIB = 1 << 20
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from checkpoint_maker import RunOnDisk, add_run_part, make_checkpoint
 
-from myxa.actors import folder_swap
-from myxa.actors.checkpoint_folder import (
+from myxa.actors.checkpoints import folder_swap
+from myxa.actors.checkpoints.folder import (
     MANIFEST,
     find_checkpoint,
     list_checkpoints,
@@ -21,8 +21,8 @@ from myxa.actors.checkpoint_folder import (
     newest_whole,
     rank_file,
 )
-from myxa.actors.checkpoints import CheckpointOptions, Checkpoints
-from myxa.actors.folder_swap import put_in_place
+from myxa.actors.checkpoints.folder_swap import put_in_place
+from myxa.actors.trainer.checkpoints import CheckpointOptions, Checkpoints
 from myxa.core.errors import TrainError
 
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from myxa.actors.audit import read_audit
-from myxa.actors.audit_desk import AuditDesk
-from myxa.actors.coordinator_journal import CoordinatorJournal, Kept, KnobsKept, PauseKept, RunKept
-from myxa.actors.knob_book import KnobBook
-from myxa.actors.knob_order import AUTO, Order
-from myxa.actors.knob_plan import ChangePlan
+from myxa.actors.coordinator.audit_desk import AuditDesk
+from myxa.actors.coordinator.journal import CoordinatorJournal, Kept, KnobsKept, PauseKept, RunKept
+from myxa.actors.coordinator.knob_book import KnobBook
+from myxa.actors.coordinator.knob_order import AUTO, Order
+from myxa.actors.coordinator.knob_plan import ChangePlan
 from myxa.core.clock import ManualClock
 from myxa.core.errors import ConfigError, LedgerError
 from myxa.core.knobs import KnobCommit, LiveKnob

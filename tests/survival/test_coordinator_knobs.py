@@ -136,7 +136,7 @@ async def test_killed_at_random_moments_owners_agree_and_the_audit_log_says_on_w
 
 async def _values(room: Anew, owner: str) -> dict[str, object]:
     """What an owner says itself: there is no coordinator to ask."""
-    from myxa.actors.contracts import RolloutContract
+    from myxa.actors.contracts.roles import RolloutContract
 
     sheet = await room.node.ref(RolloutContract, owner).knobs()
     return {state.tunable.name: state.value for state in sheet.knobs}

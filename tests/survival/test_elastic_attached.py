@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from run_job import Job, audit, events, make_job, until  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.ledger_audit import audit_ledger
+from myxa.actors.ledger.audit import audit_ledger
 from myxa.launch.control.client import ControlClient
 
 pytestmark = pytest.mark.timeout(300)

@@ -18,7 +18,7 @@ from lives import Lives, make_lives
 from run_job import until  # pyright: ignore[reportMissingImports]
 from under_chaos import struck
 
-from myxa.actors.ledger_audit import LedgerAudit, audit_ledger
+from myxa.actors.ledger.audit import LedgerAudit, audit_ledger
 from myxa.launch.demo.sort_task import write_rows
 
 AT = (

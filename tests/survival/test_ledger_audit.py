@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from myxa.actors.ledger import Ledger
-from myxa.actors.ledger_audit import audit_ledger
-from myxa.actors.ledger_states import Row, State
+from myxa.actors.ledger.audit import audit_ledger
+from myxa.actors.ledger.ledger import Ledger
+from myxa.actors.ledger.states import Row, State
 from myxa.core.errors import LedgerError
 
 

@@ -23,7 +23,7 @@ from fleet import fleet_in
 from live import live_run  # pyright: ignore[reportMissingImports]
 from run_job import audit, events, make_job, metrics, until, worker_pids  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.ledger_audit import audit_ledger
+from myxa.actors.ledger.audit import audit_ledger
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from myxa.actors.ranks import Ranks
-from myxa.actors.trainer_contract import TrainerContract
+from myxa.actors.contracts.trainer import TrainerContract
+from myxa.actors.trainer.ranks import Ranks
 from myxa.core.activity import TelemetryBuffer
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock

@@ -13,7 +13,7 @@ from lives import BATCH, NUM_PROMPTS, Consumed, Lives, consumed, make_lives
 from run_job import events  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.audit import verify_audit
-from myxa.launch.origin import Origin
+from myxa.launch.lives.origin import Origin
 
 pytestmark = pytest.mark.timeout(400)
 NUM_KILLS = 5

@@ -12,10 +12,10 @@ from live import Live, live_run  # pyright: ignore[reportMissingImports]
 from lives import consumed
 from run_job import events, metrics, until  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.checkpoint_folder import look_at
-from myxa.actors.ledger_resume import read_facts
-from myxa.actors.run_part import ledger_in, read_run_part
-from myxa.launch.origin import Origin
+from myxa.actors.checkpoints.folder import look_at
+from myxa.actors.checkpoints.run_part import ledger_in, read_run_part
+from myxa.actors.ledger.resume import read_facts
+from myxa.launch.lives.origin import Origin
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 from checkpoint_maker import DATASET, RunOnDisk, make_checkpoint, states
 
-from myxa.actors.checkpoint_folder import newest_whole
-from myxa.actors.ledger import Ledger
-from myxa.actors.ledger_file import lock_ledger
-from myxa.actors.ledger_resume import LEDGER
-from myxa.actors.run_part import RUN_FILE
+from myxa.actors.checkpoints.folder import newest_whole
+from myxa.actors.checkpoints.run_part import RUN_FILE
+from myxa.actors.ledger.file import lock_ledger
+from myxa.actors.ledger.ledger import Ledger
+from myxa.actors.ledger.resume import LEDGER
 from myxa.core.errors import LaunchError
-from myxa.launch import next_life
-from myxa.launch.fork_run import fork_run
-from myxa.launch.next_life import begin_next_life, no_longer_alive
-from myxa.launch.origin import Origin, origin_events
-from myxa.launch.resume_point import OWN_LEDGER, choose_point
+from myxa.launch.lives import next_life
+from myxa.launch.lives.fork_run import fork_run
+from myxa.launch.lives.next_life import begin_next_life, no_longer_alive
+from myxa.launch.lives.origin import Origin, origin_events
+from myxa.launch.lives.resume_point import OWN_LEDGER, choose_point
 from myxa.launch.run_dir import RunDir
 
 NOW = datetime(2030, 1, 1)

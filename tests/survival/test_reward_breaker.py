@@ -17,8 +17,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from myxa.actors.reward_breaker import TRANSITIONS, Breaker, BreakerState
-from myxa.actors.rewarder import Rewarder
+from myxa.actors.rewards.breaker import TRANSITIONS, Breaker, BreakerState
+from myxa.actors.rewards.rewarder import Rewarder
 from myxa.algos.rewards import RewardOutcome
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from run_job import Job, audit, events, make_job, metrics  # pyright: ignore[reportMissingImports]
 
-from myxa.actors import buffer_cursor
-from myxa.actors.buffer_cursor import PromptCursor
-from myxa.actors.ledger import Ledger
-from myxa.actors.ledger_states import Row, State
-from myxa.actors.quarantine import QUARANTINED, Quarantine, open_quarantine
+from myxa.actors.buffer import cursor as buffer_cursor
+from myxa.actors.buffer.cursor import PromptCursor
+from myxa.actors.buffer.quarantine import QUARANTINED, Quarantine, open_quarantine
+from myxa.actors.ledger.ledger import Ledger
+from myxa.actors.ledger.states import Row, State
 from myxa.core.errors import DataError
 from myxa.core.samples import Message, Prompt
 

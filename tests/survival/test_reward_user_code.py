@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from myxa.actors import user_call
-from myxa.actors.group_runner import GroupRunner, Partial, drop_reason
-from myxa.actors.rewarder import Rewarder
+from myxa.actors.rewards.rewarder import Rewarder
+from myxa.actors.rollout.group_runner import GroupRunner, Partial, drop_reason
 from myxa.actors.user_call import TookTooLong, UserRaised, within
 from myxa.actors.workflows.context import WorkflowContext
 from myxa.actors.workflows.episode import Interrupted, ModelAccess

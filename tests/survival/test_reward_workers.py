@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from myxa.actors import reward_pool
-from myxa.actors.reward_keeper import descendants
-from myxa.actors.rewarder import Rewarder
+from myxa.actors.rewards import pool as reward_pool
+from myxa.actors.rewards.keeper import descendants
+from myxa.actors.rewards.rewarder import Rewarder
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 from myxa.core.errors import DeadlyReward, UserCodeError

@@ -18,7 +18,7 @@ from typing import Any
 
 from run_job import Job, events, make_job  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.ledger_audit import LedgerAudit, audit_ledger
+from myxa.actors.ledger.audit import LedgerAudit, audit_ledger
 from myxa.core.chaos import MARKS
 
 BATCH = 4

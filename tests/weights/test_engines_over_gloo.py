@@ -15,8 +15,8 @@ from model_tensors import tensors_of
 from weight_lab import CONTEXT, VOCAB, InProcess, Server, engine_of, greedy, sending, serving, started
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
-from myxa.actors.manifest_parts import join_parts
 from myxa.actors.models.tiny import make_tiny_model
+from myxa.actors.trainer.manifest_parts import join_parts
 from myxa.actors.weights.sender import DeviceWeightSender
 from myxa.core.errors import EngineError
 from myxa.core.host import boot_id

@@ -12,13 +12,13 @@ from model_tensors import tensors_of
 from torch import Tensor
 from weight_lab import CONTEXT, VOCAB, engine_of, greedy, serving, started
 
-from myxa.actors.checkpoints import CheckpointOptions
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
-from myxa.actors.leader_options import LeaderOptions
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.actors.step_plan import PlanOptions
-from myxa.actors.trainer import Trainer, TrainerOptions
-from myxa.actors.weight_senders import TrainerSenders
+from myxa.actors.rollout.weight_senders import TrainerSenders
+from myxa.actors.trainer.checkpoints import CheckpointOptions
+from myxa.actors.trainer.leader_options import LeaderOptions
+from myxa.actors.trainer.step_plan import PlanOptions
+from myxa.actors.trainer.trainer import Trainer, TrainerOptions
 from myxa.actors.weights.sender import DeviceWeightSender
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ....core.chaos import reached
 from ....core.errors import TrainError
 from ....core.file_entry import FileEntry, describe_file
-from ...checkpoint_folder import (
+from ...checkpoints.folder import (
     FORMAT,
     Manifest,
     begin,

@@ -21,7 +21,7 @@ from ....core.chaos import reached
 from ....core.errors import TrainError
 from ....core.file_entry import FileEntry, describe_file
 from ....core.protocols import NamedArray
-from ...checkpoint_folder import (
+from ...checkpoints.folder import (
     FORMAT,
     Manifest,
     begin,

@@ -1,0 +1,397 @@
+"""The buffer role: hands out prompts, takes finished groups, forms batches; the ledger behind it survives everything.
+
+Who waits for whom: `draw` and `claim` are long polls that hold until something changes, until their own time is over
+or shortly before the caller's deadline; everything else answers at once. Decisions are made in `store.py`,
+which never waits. Knows contracts, ledger and admission; knows no concrete dataset, engine or trainer, and no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from ...algos.staleness import Admission
+from ...core.activity import ActivityMeter, TelemetryBuffer
+from ...core.actor import MailboxPolicy, PeerEvent
+from ...core.chaos import reached
+from ...core.errors import BadRequest, DataError, LedgerError, UserCodeError
+from ...core.file_entry import FileEntry
+from ...core.knobs import KnobValue
+from ...core.messages import (
+    Assignment,
+    BufferStats,
+    Claim,
+    DrawBlock,
+    DrawReply,
+    DrawRequest,
+    DumpReport,
+    GroupDropped,
+    GroupReturned,
+    PutResult,
+    RecentGroup,
+    SamplingParams,
+)
+from ...core.protocols import PromptSource
+from ...core.samples import Group, Prompt
+from ..contracts.roles import BufferContract, DataContract, MonitorContract
+from ..engine_versions import EngineVersions
+from ..knobs.joining import catch_up
+from ..knobs.owner import OwnsKnobs
+from ..knobs.process import process_knobs
+from ..ledger.copy import copy_ledger
+from ..ledger.ledger import Ledger
+from ..ledger.resume import continue_ledger
+from ..own_thread import in_own_thread
+from ..telemetry import ReportPace, report_forever
+from .dumps import BufferDumps
+from .gauges import buffer_gauges
+from .group_filter import GroupFilters
+from .knobs import BufferKnobs, BufferLimits
+from .long_poll import LongPolls
+from .quarantine import open_quarantine
+from .recent_groups import RecentGroups
+from .settings import BufferValues, LiveSettings
+from .store import BufferStore
+
+CANARY_ID = -1_000_000
+"""Group id of the first canary prompt; the others follow downwards, far from held-out prompts."""
+
+
+class Buffer(OwnsKnobs, BufferContract, DataContract):
+    """Prompt cursor, ledger, finished groups, admission; and the held-out prompts."""
+
+    mailbox = MailboxPolicy(size=4096)
+
+    def __init__(
+        self,
+        *,
+        source: PromptSource,
+        ledger_path: Path,
+        run: str,
+        admission: Admission,
+        num_samples: int,
+        sampling: SamplingParams,
+        group_filter: GroupFilters,
+        limits: BufferLimits | None = None,
+        resume_from: Path | None = None,
+    ) -> None:
+        """`num_samples`, `sampling`, `admission` and the chosen filter are what the run file says; knobs change them
+        within `limits`. `resume_from`: ledger of an earlier run that this one goes on from; it is copied to
+        `ledger_path` unless that exists already."""
+        self._source = source
+        self._ledger_path = ledger_path
+        self._run = run
+        self._admission = admission
+        self._num_samples = num_samples
+        self._sampling = sampling
+        self._filters = group_filter
+        self._limits = limits or BufferLimits()
+        self._resume_from = resume_from
+        self._versions = EngineVersions()
+        self._ledger: Ledger | None = None
+        self._draw_wait_s = 0.0
+        self._claim_wait_s = 0.0
+
+    # ---- life
+
+    async def on_start(self) -> None:
+        """Open the ledger. Raises LedgerError if it is in use, damaged or of another run or dataset, CallError when the
+        coordinator of a run that goes on does not say which knobs are in force."""
+        clock = self.ctx.clock
+        if self._resume_from is not None:
+            continue_ledger(self._resume_from, self._ledger_path, self._run)
+        self._ledger = ledger = Ledger(
+            self._ledger_path, run=self._run, fingerprint=self._source.fingerprint, wall=clock.wall
+        )
+        self._dumps = BufferDumps(
+            self._ledger_path,
+            self._run,
+            version=lambda: ledger.newest_version,
+            spawn=self.ctx.spawn,
+            tell=self._tell,
+            clock=clock,
+            log=self.ctx.log,
+        )
+        values = BufferValues.first(self._admission, self._sampling, self._num_samples, self._filters.chosen)
+        settings = LiveSettings(ledger, self._admission, values, self._sampling)
+        self._store = BufferStore(
+            source=self._source,
+            ledger=ledger,
+            admission=self._admission,
+            settings=settings,
+            filters=self._filters.by_name,
+            log=self.ctx.log,
+            started_s=clock.monotonic(),
+            quarantine=open_quarantine(
+                self._ledger_path.parent, self._source, ledger, self._limits.quarantine_after, self.ctx.log
+            ),
+        )
+        self._meter = ActivityMeter(self.ctx.name, clock)
+        self._telemetry = TelemetryBuffer(self.ctx.name, clock, meter=self._meter)
+        self._book_waiting()
+        self._polls = LongPolls(self.ctx)
+        self._recent = RecentGroups(ledger)
+        self._pace = ReportPace()
+        self.knob_owner = BufferKnobs(
+            self.ctx.name,
+            settings,
+            self._admission,
+            filters=tuple(self._filters.by_name),
+            limits=self._limits,
+            retune=self._retune,
+            stands_at=lambda: self._store.ledger.next_step - 1,
+            clock=clock,
+            telemetry=self._telemetry,
+        )
+        self.knob_owner.add(process_knobs(self._pace))
+        await catch_up(self.ctx, self.knob_owner)  # before the first draw: what was decided, but never came here
+        self.ctx.watch("rollout/")
+        send = self.ctx.ref(MonitorContract, "monitor").telemetry
+        self.ctx.spawn(report_forever(self._telemetry, send, self._pace), name="buffer-telemetry")
+        self.ctx.spawn(self._gauge_forever(), name="buffer-gauges")
+
+    async def on_stop(self, why: str) -> None:
+        if self._ledger is not None:
+            self._dumps.close()
+            self._ledger.close()
+
+    async def on_peer(self, event: PeerEvent) -> None:
+        """The groups of a rollout actor that died go back."""
+        if event.kind == "down":
+            await self.rollout_gone(event.name, event.epoch)
+        elif event.kind == "restarted":
+            await self.rollout_gone(event.name, event.epoch - 1)
+
+    # ---- rollout actors
+
+    async def draw(self, request: DrawRequest) -> DrawReply:
+        if request.version < 0:
+            raise BadRequest(
+                f"{request.rollout} draws for version {request.version}", remedy="draw once the engine serves a version"
+            )
+        with self._at_work("draw"):
+            self._store.hear(request)
+            self._versions.drawing(request.rollout, request.epoch, request.version, self._newest)
+        until_s, lineage = self._polls.until_s(request.wait_s), self._versions.lineage
+        while True:
+            assignments, blocked_by = self._draw_now(request, lineage)
+            is_news = request.blocked_by is not None and blocked_by != request.blocked_by
+            if assignments or is_news or blocked_by == "finished" or request.max_groups < 1:
+                return DrawReply(assignments=tuple(assignments), blocked_by=blocked_by)
+            waited_s = await self._polls.wait(until_s)
+            self._draw_wait_s += waited_s or 0.0
+            if waited_s is None:
+                return DrawReply(blocked_by=blocked_by)
+
+    @property
+    def _newest(self) -> int:
+        return self._store.admission.newest_version
+
+    def _draw_now(self, request: DrawRequest, lineage: int) -> tuple[list[Assignment], DrawBlock]:
+        store = self._store
+        started_s, wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
+        with self._at_work("draw"):
+            served = self._versions.serving(request.rollout, request.epoch, request.version, lineage, self._newest)
+            version, is_undone = served.version, served.is_undone
+            assignments = [] if store.is_finished else store.draw(request, version, started_s, is_undone=is_undone)
+            if assignments:
+                reached("buffer.dispatch")
+                ids = [assignment.prompt.group_id for assignment in assignments]
+                self._telemetry.hop("dispatch", ids, wall_s, self.ctx.clock.monotonic() - started_s)
+                return assignments, ""
+            return [], store.why_no_work(version) if request.max_groups > 0 or store.is_finished else ""
+
+    async def put_group(self, group: Group, attempt: int, rollout: str) -> PutResult:
+        reached("buffer.put")
+        with self._at_work("put"):
+            result = self._store.put(group, attempt, rollout)
+        if result.outcome in ("duplicate", "stale-attempt"):
+            self.ctx.log.info("group %d from %s: %s, %s", group.group_id, rollout, result.outcome, result.reason)
+        self._recent.add(group, attempt, rollout, result, self.ctx.clock.wall())
+        self._mind_drought()
+        self._polls.ring()
+        return result
+
+    async def adopted(self, rollout: str, epoch: int, version: int) -> None:
+        if self._versions.adopted(rollout, epoch, version, self._newest):
+            self._polls.ring()
+
+    async def drop_group(self, dropped: GroupDropped) -> None:
+        with self._at_work("drop"):
+            is_done = self._store.give_up(
+                dropped.group_id, dropped.attempt, dropped.rollout, dropped.reason, dropped.detail
+            )
+        if is_done:
+            self.ctx.log.warning("group %d dropped by %s: %s", dropped.group_id, dropped.rollout, dropped.detail)
+            for text in self._store.cursor.take_news():
+                self._tell("prompt-quarantined", text)
+        self._mind_drought()
+        self._polls.ring()
+
+    def _mind_drought(self) -> None:
+        drought = self._store.drought
+        if (error := drought.verdict) is not None:
+            self.ctx.fail(error)
+        elif text := drought.news():
+            self._tell("all-left-out", text)
+
+    async def return_group(self, returned: GroupReturned) -> None:
+        with self._at_work("return"):
+            self._store.take_back(returned)
+        self._polls.ring()
+
+    async def rollout_gone(self, rollout: str, epoch: int) -> int:
+        with self._at_work("gone"):
+            num_groups = self._store.gone(rollout, epoch)
+        if num_groups:
+            self._tell("groups-requeued", f"{rollout} (epoch {epoch}) is gone: {num_groups} groups go elsewhere")
+        self._polls.ring()
+        return num_groups
+
+    # ---- the trainer
+
+    async def claim(self, step: int, wait_s: float, blocked_by: str | None = None) -> Claim:
+        until_s = self._polls.until_s(wait_s)
+        while True:
+            found = self._claim_now(step)
+            is_news = blocked_by is not None and found.blocked_by != blocked_by
+            if found.groups or found.finished or is_news:
+                return found
+            waited_s = await self._polls.wait(until_s)
+            self._claim_wait_s += waited_s or 0.0
+            if waited_s is None:
+                return found
+
+    def _claim_now(self, step: int) -> Claim:
+        started_s, wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
+        is_new = not self._store.ledger.claim_of(step)
+        if is_new and not self._store.settings.serves(step):
+            return Claim(step=step, blocked_by="paused")
+        with self._at_work("claim"):
+            groups = self._store.claim(step)
+        if groups is not None:
+            reached("buffer.claim")
+            ids = [meta.group_id for meta in groups]
+            self._telemetry.hop("claim", ids, wall_s, self.ctx.clock.monotonic() - started_s)
+            if is_new:
+                self._dumps.claimed(ids)
+            self._polls.ring()
+            return Claim(step=step, groups=groups)
+        if not self._store.is_finished:
+            return Claim(step=step, blocked_by="wait-data")
+        reason = self._store.inventory()
+        self._tell("data-finished", f"no whole batch is left for step {step}: {reason}")
+        self._polls.ring()
+        return Claim(step=step, finished=True, reason=reason)
+
+    async def fetch(self, group_ids: tuple[int, ...]) -> tuple[Group, ...]:
+        with self._at_work("fetch"):
+            return self._store.fetch(group_ids)
+
+    async def trained(self, step: int) -> None:
+        reached("buffer.trained")
+        with self._at_work("trained"):
+            self._store.trained(step)
+        self._polls.ring()
+
+    async def durable(self, version: int) -> None:
+        reached("buffer.durable")
+        with self._at_work("durable"):
+            self._store.ledger.durable(version)
+
+    async def snapshot(self, path: str, version: int) -> FileEntry:
+        newest = self._store.ledger.newest_version
+        if newest < version:
+            raise LedgerError(f"the ledger is asked for as of version {version}, but stands at {newest}")
+        return await in_own_thread(lambda: copy_ledger(self._ledger_path, Path(path)), "copy ledger")
+
+    async def rewind(self, version: int) -> int:
+        with self._at_work("rewind"):
+            num_groups = self._store.rewind(version)
+            self._versions.rewound(version)
+        self._tell("rewind", f"training goes on from version {version}; {num_groups} groups are ready again")
+        self._polls.ring()
+        return num_groups
+
+    # ---- the operator
+
+    def _retune(self, values: Mapping[str, KnobValue], epoch: int) -> None:
+        with self._at_work("retune"):
+            overdue = self._store.retune(values, epoch)
+        words = ", ".join(f"{name} {value}" for name, value in values.items())
+        self._tell("retuned", f"{words}; {len(overdue)} groups dropped")
+        self._polls.ring()
+
+    async def set_paused(self, is_paused: bool, until_step: int | None = None) -> int:
+        settings, next_step = self._store.settings, self._store.ledger.next_step
+        settings.pause(is_paused, until_step)
+        self._book_waiting()
+        self._polls.ring()
+        return max(next_step, settings.until_step or 0)
+
+    def _book_waiting(self) -> None:
+        """What the time between two messages counts as."""
+        is_resting = not self._store.settings.serves(self._store.ledger.next_step)
+        self._meter.switch(*(("paused", "paused") if is_resting else ("wait-data", "messages")))
+
+    async def recent(self, num_groups: int) -> tuple[RecentGroup, ...]:
+        return self._recent.newest(num_groups)
+
+    async def dump(self, max_bytes: int) -> DumpReport:
+        return await self._dumps.whole(max_bytes)
+
+    async def dump_next(self, num_groups: int, max_bytes: int) -> DumpReport:
+        return await self._dumps.begin_next(num_groups, max_bytes)
+
+    async def dumps(self) -> tuple[DumpReport, ...]:
+        return self._dumps.reports()
+
+    async def stop_drawing(self) -> None:
+        self._store.settings.stop()
+        self._polls.ring()
+
+    async def stats(self) -> BufferStats:
+        return self._store.stats()
+
+    async def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
+        return self._source.eval_prompts(max(limit, 0))
+
+    async def canary_prompts(self, limit: int) -> tuple[Prompt, ...]:
+        drawn = (self._source.prompt(draw) for draw in range(max(limit, 0)))
+        return tuple(
+            msgspec.structs.replace(prompt, group_id=CANARY_ID - draw)
+            for draw, prompt in enumerate(drawn)
+            if prompt is not None
+        )
+
+    # ---- telling
+
+    @contextmanager
+    def _at_work(self, name: str) -> Generator[None]:
+        """Account for the time; an error that no retry can mend ends the run with its own cause, not the caller's."""
+        with self._meter.working(name):
+            try:
+                yield
+            except (DataError, UserCodeError) as error:
+                self.ctx.fail(error)
+                raise
+            except LedgerError as error:
+                if self._store.ledger.is_broken:
+                    self.ctx.fail(error)
+                raise
+
+    def _tell(self, kind: str, text: str) -> None:
+        self.ctx.log.info("%s: %s", kind, text)
+        self._telemetry.event(kind, text)
+
+    async def _gauge_forever(self) -> None:
+        """What the monitor shows, as often as the actor reports."""
+        while True:
+            await self._pace.pause()
+            self._book_waiting()
+            values = buffer_gauges(self._store)
+            values |= {"buffer/draw_wait_s": self._draw_wait_s, "buffer/claim_wait_s": self._claim_wait_s}
+            self._telemetry.metric(-1, values)

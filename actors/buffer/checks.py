@@ -1,0 +1,75 @@
+"""Does a finished group say what was asked for? Pure functions from records to a sentence or None.
+
+An engine or workflow that lies must cost its group and nothing else: no check here raises. Token ids are compared with
+the vocabulary where the vocabulary is known, at the rollout actor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...core.samples import Group, Prompt, Sample, check_sample
+
+_DTYPES = {
+    "prompt_ids": np.int32,
+    "response_ids": np.int32,
+    "logprobs": np.float32,
+    "loss_mask": np.uint8,
+    "versions": np.int32,
+}
+
+
+def wrong_in_group(group: Group, prompt: Prompt, num_samples: int) -> str | None:
+    """What is wrong with a group that answers `prompt`; None if nothing is."""
+    if (group.prompt.row, group.prompt.pass_index) != (prompt.row, prompt.pass_index):
+        return f"answers row {group.prompt.row} of pass {group.prompt.pass_index}, asked was row {prompt.row}"
+    if len(group.samples) != num_samples:
+        return f"has {len(group.samples)} samples, {num_samples} were asked for"
+    if sorted(sample.index for sample in group.samples) != list(range(num_samples)):
+        return f"its members are numbered {[sample.index for sample in group.samples]}, not 0 to {num_samples - 1}"
+    return _wrong_in_rewards(group, num_samples) or wrong_in_samples(group.samples, prompt.group_id)
+
+
+def wrong_in_partial(partial: Sequence[Sample], group_id: int, num_samples: int) -> str | None:
+    """What is wrong with unfinished samples; None if nothing is."""
+    indexes = [sample.index for sample in partial]
+    if len(set(indexes)) != len(indexes) or not all(0 <= i < num_samples for i in indexes):
+        return f"its members are numbered {indexes}, of {num_samples}"
+    return wrong_in_samples(partial, group_id)
+
+
+def wrong_in_samples(samples: Sequence[Sample], group_id: int) -> str | None:
+    """The first inconsistency of any sample; None if there is none."""
+    for sample in samples:
+        if sample.group_id != group_id:
+            return f"sample {sample.index} belongs to group {sample.group_id}"
+        for name, dtype in _DTYPES.items():
+            array = getattr(sample, name)
+            if array.ndim != 1 or array.dtype != dtype:
+                return f"sample {sample.index}: {name} is {array.dtype}{list(array.shape)}, not {np.dtype(dtype)}[n]"
+        if sample.loss_mask.size and int(sample.loss_mask.max()) > 1:
+            return (
+                f"sample {sample.index}: the loss mask holds {int(sample.loss_mask.max())}, only 0 and 1 have a meaning"
+            )
+        try:
+            check_sample(sample)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def num_response_tokens(group: Group) -> int:
+    """Response tokens of all members."""
+    return sum(int(sample.response_ids.size) for sample in group.samples)
+
+
+def _wrong_in_rewards(group: Group, num_samples: int) -> str | None:
+    if group.rewards.shape != (num_samples,) or group.rewards.dtype != np.float32:
+        return f"has rewards {group.rewards.dtype}{list(group.rewards.shape)}, not float32[{num_samples}]"
+    if not bool(np.isfinite(group.rewards).all()):
+        return f"has a reward that is not a number: {group.rewards.tolist()}"
+    if group.reward_parts and len(group.reward_parts) != num_samples:
+        return f"has reward parts of {len(group.reward_parts)} samples, not {num_samples}"
+    return None

@@ -1,0 +1,22 @@
+"""What the monitor shows of the buffer: its counts as metrics. Knows the store."""
+
+from __future__ import annotations
+
+from ..ledger.states import State
+from .store import BufferStore
+
+
+def buffer_gauges(store: BufferStore) -> dict[str, float]:
+    """Counts of groups now, and what became of the others so far."""
+    stats = store.stats()
+    values = {
+        "buffer/ready": float(store.admission.num_ready),
+        "buffer/under_way": float(stats.states.get(State.DISPATCHED, 0)),
+        "buffer/requeued": float(stats.states.get(State.REQUEUED, 0)),
+        "buffer/slots_used": float(stats.slots_used),
+        "buffer/slots_total": float(stats.slots_total),
+        "buffer/drawn": float(stats.drawn),
+        "buffer/quarantined": float(len(store.cursor.quarantine or ())),
+    }
+    values |= {f"buffer/dropped/{reason}": float(count) for reason, count in stats.dropped.items()}
+    return values | {f"buffer/mean_tokens/{name}": mean for name, mean in stats.mean_tokens.items()}

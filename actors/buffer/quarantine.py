@@ -1,0 +1,172 @@
+"""Prompts that are not drawn again: reward or workflow failed for them too often, or they ended a reward's worker.
+
+    quarantine.jsonl    one line per prompt, in the run directory; a line that is taken out sets its prompt free
+
+The failures themselves are counted in the ledger (dropped groups and their reasons), so a lost file is made anew, and a
+prompt that was set free gets one more try before it is listed again. Knows one small file and rows; must not know
+admission, messages or what a reward is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from ...core.errors import DataError
+from ...core.protocols import PromptSource
+from ...core.samples import Prompt
+from ..ledger.ledger import Ledger
+
+_FILE = "quarantine.jsonl"
+QUARANTINED = "quarantined"
+"""Reason of groups that were drawn and given up at once."""
+DEADLY = "reward-crash"
+COUNTED = ("reward-error", DEADLY, "workflow-error")
+"""Reasons for which a group was dropped that are held against its prompt."""
+MAX_DETAIL = 500
+
+Failure = tuple[int, str]
+"""Draw number and reason of a dropped group."""
+
+
+class QuarantinedPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the file. Fields that a person adds are kept out of harm's way, not refused."""
+
+    source: str
+    row: int
+    draw: int
+    """The draw that brought it here."""
+    reason: str
+    count: int
+    """Failures so far."""
+    detail: str = ""
+    """What was said of the last one."""
+
+
+class Quarantine:
+    """The list. One per buffer; `after` = 0 keeps no list and heeds none."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        after: int,
+        prompt_of: Callable[[int], Prompt | None],
+        failures: Iterable[Failure],
+        log: logging.Logger,
+    ) -> None:
+        """`after`: failures of one prompt. `prompt_of`: what a draw brings. `failures`: those that the ledger knows.
+
+        Raises DataError naming the line of the file that cannot be read.
+        """
+        self._path = path
+        self._after = after
+        self._log = log
+        self._counts: Counter[tuple[str, int]] = Counter()
+        self._listed: dict[tuple[str, int], QuarantinedPrompt] = {}
+        self._news: list[str] = []
+        self._read_at_ns = 0
+        if not after:
+            return
+        is_known = path.exists()
+        for draw, reason in failures:
+            prompt = prompt_of(draw)
+            if prompt is not None:
+                self._note(prompt, draw, reason, "", may_list=not is_known)
+        if is_known:
+            self._read()
+        elif self._listed:
+            self._write()
+
+    def __len__(self) -> int:
+        return len(self._listed)
+
+    def failed(self, prompt: Prompt, draw: int, reason: str, detail: str) -> None:
+        """A group of that prompt was dropped; the prompt is listed if that was once too often."""
+        if not self._after or reason not in COUNTED:
+            return
+        self._refresh()
+        entry = self._note(prompt, draw, reason, detail, may_list=True)
+        if entry is None:
+            return
+        self._write()
+        times = "once" if entry.count == 1 else f"{entry.count} times"
+        self._news.append(
+            f"row {entry.row} of {entry.source} is not drawn again: {entry.reason} {times}; the last one: "
+            f"{entry.detail} -- mend it and take its line out of {self._path}"
+        )
+
+    def take_news(self) -> list[str]:
+        """What was listed since the last look, in words."""
+        news, self._news = self._news, []
+        return news
+
+    def holds(self, prompt: Prompt) -> bool:
+        """Whether it is on the list. A person may have taken it out of the file a moment ago."""
+        if (prompt.source, prompt.row) in self._listed:
+            self._refresh()
+        return (prompt.source, prompt.row) in self._listed
+
+    def _note(self, prompt: Prompt, draw: int, reason: str, detail: str, *, may_list: bool) -> QuarantinedPrompt | None:
+        key = (prompt.source, prompt.row)
+        self._counts[key] += 1
+        is_too_many = self._counts[key] >= self._after or reason == DEADLY
+        if not (may_list and is_too_many) or key in self._listed:
+            return None
+        self._listed[key] = entry = QuarantinedPrompt(
+            source=prompt.source,
+            row=prompt.row,
+            draw=draw,
+            reason=reason,
+            count=self._counts[key],
+            detail=detail[:MAX_DETAIL],
+        )
+        return entry
+
+    # ---- the file
+
+    def _refresh(self) -> None:
+        """Read again what somebody else has written. A line that is torn by an editor is told, not fatal."""
+        try:
+            if self._path.stat().st_mtime_ns != self._read_at_ns:
+                self._read()
+        except FileNotFoundError:
+            return
+        except (OSError, DataError) as error:
+            self._log.warning("%s; the list stays as it was", error)
+
+    def _read(self) -> None:
+        at_ns = self._path.stat().st_mtime_ns
+        listed: dict[tuple[str, int], QuarantinedPrompt] = {}
+        for number, line in enumerate(self._path.read_bytes().splitlines(), start=1):
+            if not line.strip():
+                continue
+            try:
+                entry = msgspec.json.decode(line, type=QuarantinedPrompt)
+            except msgspec.DecodeError as error:
+                raise DataError(
+                    f"{self._path}:{number} is no quarantined prompt: {error}",
+                    remedy="take out whole lines only; an empty file sets all prompts free",
+                ) from error
+            listed[(entry.source, entry.row)] = entry
+        self._listed, self._read_at_ns = listed, at_ns
+
+    def _write(self) -> None:
+        """The whole list beside its place, then renamed. A disk that refuses is told: the ledger still knows."""
+        beside = self._path.with_name(f"{self._path.name}.part")
+        try:
+            beside.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in self._listed.values()))
+            beside.replace(self._path)
+            self._read_at_ns = self._path.stat().st_mtime_ns
+        except OSError as error:
+            self._log.warning("%s cannot be written: %s", self._path, error)
+
+
+def open_quarantine(folder: Path, source: PromptSource, ledger: Ledger, after: int, log: logging.Logger) -> Quarantine:
+    """The list of the run in that folder. Raises DataError if its file cannot be read."""
+    failures = ledger.given_up(COUNTED)
+    return Quarantine(folder / _FILE, after=after, prompt_of=source.prompt, failures=failures, log=log)

@@ -1,0 +1,176 @@
+"""What may be changed in a buffer while the run goes on, and must outlive its process: its knobs, paused, stopping.
+
+A change is kept in the ledger beside what the run file said when it was made, with the epoch it was made under: a
+restarted buffer goes on with the change, a run file that was edited since wins over it. Knows ledger and admission
+only; who may change what, and when, is for `knobs.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from ...algos.staleness import Admission, Overdue
+from ...core.errors import LedgerError
+from ...core.knobs import KnobValue
+from ...core.messages import Record, SamplingParams
+from ..ledger.ledger import Ledger
+
+_KNOBS, _PAUSED, _STOPPING = "knobs", "paused", "stopping"
+_ADMISSION = ("max_staleness", "on_stale", "window")
+_TOGETHER = (_ADMISSION, ("num_samples", "group_filter"))
+"""Values that are judged together: an edit of one in the run file takes back the changes of all of them."""
+
+
+class BufferValues(Record, frozen=True):
+    """Every knob of the buffer, by the knob's name."""
+
+    max_staleness: int
+    on_stale: str
+    """Name of the staleness policy."""
+    window: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    num_samples: int
+    group_filter: str
+
+    @classmethod
+    def first(cls, admission: Admission, sampling: SamplingParams, num_samples: int, group_filter: str) -> BufferValues:
+        """As the run file says them."""
+        return cls(
+            max_staleness=admission.max_staleness,
+            on_stale=admission.policy,
+            window=admission.window,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_new_tokens=sampling.max_new_tokens,
+            num_samples=num_samples,
+            group_filter=group_filter,
+        )
+
+
+class Terms(Record, frozen=True):
+    """What a group is dispatched under, for as long as it lives: one sample has one temperature, wherever and however
+    often it is continued."""
+
+    knobs: int
+    """Epoch of the live knobs."""
+    sampling: SamplingParams
+
+
+class _Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """The values in force, and those of the run file at that time."""
+
+    epochs: dict[str, int]
+    first: dict[str, KnobValue]
+    values: dict[str, KnobValue]
+
+
+class LiveSettings:
+    """The switches of one buffer. Applies what an earlier process of this run was told."""
+
+    def __init__(self, ledger: Ledger, admission: Admission, first: BufferValues, sampling: SamplingParams) -> None:
+        """`first`: what the run file says; `sampling`: what of it no knob changes."""
+        self._ledger = ledger
+        self._admission = admission
+        self._sampling = sampling
+        self.first = first
+        self.values = first
+        """In force now."""
+        self.epochs: dict[str, int] = {}
+        """Knob -> epoch of the change that made its value."""
+        self.is_stopping = bool(ledger.recall(_STOPPING))
+        """No new prompts are wanted."""
+        paused = ledger.recall(_PAUSED)
+        self.is_paused = bool(paused)
+        """No work is handed out and no batch formed, but for steps below `until_step`."""
+        self.until_step = int(paused) if paused.isdecimal() else None
+        self._recall_knobs(ledger.recall(_KNOBS))
+
+    def _recall_knobs(self, text: str) -> None:
+        if not text:
+            return
+        try:
+            kept = msgspec.json.decode(text, type=_Kept)
+            now = msgspec.structs.asdict(self.first)
+            edited = {name for name, value in now.items() if kept.first.get(name) != value}
+            edited.update(name for names in _TOGETHER for name in names if not edited.isdisjoint(names))
+            held = {name: value for name, value in kept.values.items() if name in now and name not in edited}
+            values = msgspec.convert(now | held, BufferValues)
+        except msgspec.MsgspecError as error:
+            raise LedgerError(f"the ledger's live settings are damaged: {error}") from error
+        self._admission.retune(max_staleness=values.max_staleness, policy=values.on_stale, window=values.window)
+        self.values = values
+        self.epochs = {name: kept.epochs.get(name, 0) for name in held}
+
+    # ---- knobs
+
+    def change(self, values: Mapping[str, KnobValue], epoch: int) -> tuple[Overdue, ...]:
+        """Other values from now on, kept before they are used; returns what is too old for a new bound.
+
+        Raises ConfigError, and changes nothing, for a bound, policy and window that do not go together.
+        """
+        new = msgspec.structs.replace(self.values, **values)
+        overdue: tuple[Overdue, ...] = ()
+        if any(getattr(new, name) != getattr(self.values, name) for name in _ADMISSION):
+            overdue = self._admission.retune(max_staleness=new.max_staleness, policy=new.on_stale, window=new.window)
+        self.values = new
+        self.epochs |= dict.fromkeys(values, epoch)
+        asdict = msgspec.structs.asdict
+        kept = _Kept(epochs=self.epochs, first=asdict(self.first), values=asdict(new))
+        self._ledger.remember(_KNOBS, msgspec.json.encode(kept).decode())
+        return overdue
+
+    @property
+    def epoch(self) -> int:
+        """Of the newest change of a knob; 0: none yet."""
+        return max(self.epochs.values(), default=0)
+
+    def newest_epoch_kept(self) -> int:
+        """Of the groups in the ledger, of earlier runs too. Raises LedgerError when it cannot be told."""
+        try:
+            kept = [msgspec.json.decode(text, type=Terms).knobs for text in self._ledger.all_terms()]
+        except msgspec.MsgspecError as error:
+            raise LedgerError(f"the terms of groups in the ledger are damaged: {error}") from error
+        return max(self.epoch, *kept, 0)
+
+    @property
+    def terms(self) -> Terms:
+        """What groups are dispatched under now."""
+        values = self.values
+        sampling = msgspec.structs.replace(
+            self._sampling,
+            temperature=values.temperature,
+            top_p=values.top_p,
+            top_k=values.top_k,
+            max_new_tokens=values.max_new_tokens,
+        )
+        return Terms(knobs=self.epoch, sampling=sampling)
+
+    @property
+    def first_terms(self) -> Terms:
+        """What groups were dispatched under before ledgers kept terms."""
+        return Terms(knobs=0, sampling=self._sampling)
+
+    # ---- pausing and stopping
+
+    def pause(self, is_paused: bool, until_step: int | None = None) -> None:
+        """Stop or go on handing out work; steps below `until_step` are served all the same."""
+        until_step = until_step if is_paused else None
+        text = "yes" if until_step is None else str(until_step)
+        self._ledger.remember(_PAUSED, text if is_paused else "")
+        self.is_paused, self.until_step = is_paused, until_step
+
+    def serves(self, step: int) -> bool:
+        """May a batch be formed for `step`, and work be handed out for it?"""
+        return not self.is_paused or (self.until_step is not None and step < self.until_step)
+
+    def stop(self, is_stopping: bool = True) -> None:
+        """No new prompts; False after a rewind."""
+        if is_stopping != self.is_stopping:
+            self._ledger.remember(_STOPPING, "yes" if is_stopping else "")
+        self.is_stopping = is_stopping

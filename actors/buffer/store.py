@@ -1,0 +1,396 @@
+"""What the buffer decides, without waiting for anybody: the ledger, admission and the prompt source in step.
+
+Every method is one event. The ledger is written first and admission follows; where admission has to answer first
+(draw, claim) and the ledger then cannot be written, admission is rebuilt from the ledger. Knows no actor, no message
+loop, no clock but the one it is told.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...algos.filters import GroupFilter
+from ...algos.staleness import Admission, LinePlace, Overdue, Stage
+from ...core.errors import LedgerError, UserCodeError
+from ...core.knobs import KnobValue
+from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupMeta, GroupReturned, PutResult
+from ...core.protocols import PromptSource
+from ...core.samples import NO_VERSION, Group, Prompt, Sample
+from ..ledger.ledger import Ledger
+from ..ledger.payload import encode
+from ..ledger.states import LEFTOVER, OPEN, Row, State
+from .checks import num_response_tokens, wrong_in_group, wrong_in_partial
+from .cursor import PromptCursor
+from .drought import Drought
+from .payloads import Payloads, oldest_version
+from .quarantine import Quarantine
+from .settings import LiveSettings
+
+INVALID = "invalid-samples"
+"""Reason of groups whose records contradict each other or the assignment."""
+
+REATTACH_S = 10.0
+"""After a restart of the buffer, for so long a group waits for the actor that still has it in hand."""
+
+_STAGES = {State.DISPATCHED: Stage.UNDER_WAY, State.REQUEUED: Stage.WAITING, State.READY: Stage.READY}
+
+
+class BufferStore:
+    """All state of the buffer. Raises LedgerError, DataError, UserCodeError; never for what a rollout actor sends."""
+
+    def __init__(
+        self,
+        *,
+        source: PromptSource,
+        ledger: Ledger,
+        admission: Admission,
+        settings: LiveSettings,
+        filters: Mapping[str, GroupFilter],
+        log: logging.Logger,
+        started_s: float,
+        quarantine: Quarantine | None = None,
+    ) -> None:
+        """`filters`: group filters by name; the settings say which one judges."""
+        self.ledger = ledger
+        self.admission = admission
+        self.settings = settings
+        self.payloads = Payloads(ledger, settings)
+        self.cursor = PromptCursor(source, ledger, quarantine)
+        self._filters = filters
+        self._log = log
+        self._reattach_until_s = started_s + REATTACH_S
+        self.is_finished = False
+        """No batch will ever come again."""
+        self.drought = Drought(admission.batch_size)
+        self._rebuild()
+
+    # ---- drawing
+
+    def hear(self, request: DrawRequest) -> None:
+        """What a rollout actor says of itself in a draw: which incarnation it is and which groups it has in hand."""
+        holding = request.holding
+        lost: list[Row] = []
+        kept: list[Row] = []
+        for row in self._owned_by(request.rollout):
+            if row.epoch < request.epoch:
+                lost.append(row)
+            elif holding is not None and row.epoch == request.epoch:
+                if row.group_id not in holding:
+                    lost.append(row)
+                elif row.state is State.REQUEUED:
+                    kept.append(row)
+        self._requeue(lost, f"{request.rollout} does not have it")
+        if kept:
+            self.ledger.reattach([row.group_id for row in kept])
+            for row in kept:
+                self.admission.dispatched(row.group_id, row.version)
+
+    def draw(self, request: DrawRequest, version: int, now_s: float, *, is_undone: bool = False) -> list[Assignment]:
+        """Groups for an engine that serves `version`: first what was handed back, then new draws. `is_undone`: it only
+        counts as serving it; see `engine_versions.py`."""
+        if not self.settings.serves(self.ledger.next_step):
+            return []
+        again: list[Row] = []
+        new: list[tuple[Row, Prompt]] = []
+        num_samples = self.settings.values.num_samples
+        try:
+            for row in self._redispatchable(request.rollout, now_s):
+                if len(again) < request.max_groups and self.admission.may_dispatch(version, row.group_id):
+                    self.admission.dispatched(row.group_id, version, is_undone=is_undone)
+                    again.append(row)
+            while len(again) + len(new) < request.max_groups and self.admission.may_dispatch(version):
+                wants_new = not self.settings.is_stopping and not self._has_enough
+                drawn = self.cursor.next([row for row, _ in new], num_samples) if wants_new else None
+                if drawn is None:
+                    break
+                self.admission.dispatched(drawn[0].group_id, version, is_undone=is_undone)
+                new.append(drawn)
+            return self._dispatch(again, new, request, min(version, self.admission.newest_version))
+        except BaseException:
+            self._rebuild()
+            raise
+
+    def _dispatch(
+        self, again: list[Row], new: list[tuple[Row, Prompt]], request: DrawRequest, version: int
+    ) -> list[Assignment]:
+        if not (again or new):
+            return []
+        partials = {row.group_id: self.payloads.partial(row.group_id) for row in again}
+        theirs = {"rollout": request.rollout, "epoch": request.epoch}
+        started = [replace(row, **theirs, version=self.admission.version_of(row.group_id)) for row in again]
+        number = self.payloads.number_terms(self.settings.terms) if new else 0
+        fresh = [replace(row, **theirs, version=version, terms=number) for row, _ in new]
+        prompts = {row.group_id: self.cursor.prompt_of(row) for row in again}
+        prompts |= {row.group_id: prompt for row, prompt in new}
+        self.ledger.dispatch(fresh, started)
+        terms = {row.group_id: self.payloads.terms_of(row) for row in (*started, *fresh)}
+        return [
+            Assignment(
+                prompt=prompts[row.group_id],
+                attempt=self._row(row.group_id).attempt,
+                num_samples=row.num_samples,
+                sampling=terms[row.group_id].sampling,
+                partial=partials.get(row.group_id, ()),
+                knobs=terms[row.group_id].knobs,
+            )
+            for row in (*started, *fresh)
+        ]
+
+    def why_no_work(self, version: int) -> DrawBlock:
+        """Why an engine that serves `version` got nothing just now."""
+        if self.is_finished:
+            return "finished"
+        if not self.settings.serves(self.ledger.next_step) or self._has_enough:
+            return "paused"
+        if not (self.may_draw or self.ledger.rows(State.REQUEUED)):
+            return "data-exhausted"
+        is_behind = version < self.admission.newest_version
+        return "weights" if is_behind and self.admission.may_dispatch(self.admission.newest_version) else "staleness"
+
+    @property
+    def _has_enough(self) -> bool:
+        """Paused, but for some steps: is all that they need drawn?"""
+        until = self.settings.until_step
+        if until is None:
+            return False
+        return self.admission.num_open >= (until - self.ledger.next_step) * self.admission.batch_size
+
+    def _redispatchable(self, rollout: str, now_s: float) -> Iterable[Row]:
+        for row in self.ledger.rows(State.REQUEUED):
+            is_somebodys = row.rollout and row.rollout != rollout and now_s < self._reattach_until_s
+            if not is_somebodys:
+                yield row
+
+    # ---- what comes back
+
+    def put(self, group: Group, attempt: int, rollout: str) -> PutResult:
+        """A finished group; only the attempt and actor that have it now are heard."""
+        group_id = group.group_id
+        row = self.ledger.find(group_id)
+        if row is None:
+            return PutResult(outcome="stale-attempt", reason=f"group {group_id} was never drawn")
+        is_theirs = (row.attempt, row.rollout) == (attempt, rollout)
+        if row.state not in (State.DISPATCHED, State.REQUEUED) or not is_theirs:
+            return self._answer_again(row, group, is_theirs)
+        reason, detail = self._refusal(group, row)
+        num_tokens = num_response_tokens(group)
+        if reason is None:
+            try:
+                payload = encode(group)
+            except ValueError as error:
+                reason, detail = INVALID, str(error)
+            else:
+                return self._keep(group, payload, num_tokens, row.version)
+        self.ledger.refuse(group_id, reason, detail=detail, num_tokens=num_tokens)
+        self.admission.filtered(group_id)
+        self.drought.left_out(reason, detail)
+        return PutResult(outcome="filtered", reason=detail or reason)
+
+    def _keep(self, group: Group, payload: bytes, num_tokens: int, announced: int) -> PutResult:
+        group_id, stamp = group.group_id, group.oldest_version()
+        version = announced if stamp == NO_VERSION else self.admission.counted(group_id, stamp)
+        self.ledger.finish(group_id, payload, version=version, num_tokens=num_tokens)
+        self.admission.ready(group_id, version)
+        self.drought.kept()
+        self.payloads.keep_meta(group, version)
+        return PutResult(outcome="ready")
+
+    def _answer_again(self, row: Row, group: Group, is_theirs: bool) -> PutResult:
+        if row.state is State.DROPPED and row.num_tokens < 0:
+            self.ledger.note_length(row.group_id, num_response_tokens(group))
+            return PutResult(outcome="stale-attempt", reason=f"was dropped meanwhile: {row.reason}")
+        if is_theirs:
+            return PutResult(outcome="duplicate", reason=f"is {row.state}")
+        return PutResult(outcome="stale-attempt", reason=f"is {row.state} in attempt {row.attempt} of {row.rollout!r}")
+
+    def _refusal(self, group: Group, row: Row) -> tuple[str | None, str]:
+        wrong = wrong_in_group(group, self.cursor.prompt_of(row), row.num_samples)
+        if wrong is not None:
+            self._log.warning("group %d of %s is dropped: %s", row.group_id, row.rollout, wrong)
+            return INVALID, wrong
+        try:
+            verdict: Any = self._filters[self.settings.values.group_filter](group)
+        except UserCodeError:
+            raise
+        except Exception as error:
+            raise UserCodeError(
+                f"the group filter raised {type(error).__name__} for group {row.group_id}: {error}",
+                remedy="mend algo.group_filter; it gets a Group and returns a reason to leave it out, or None",
+            ) from error
+        if verdict is not None and not isinstance(verdict, str):
+            raise UserCodeError(
+                f"the group filter returned {type(verdict).__name__} for group {row.group_id}",
+                remedy="return a reason to leave the group out, or None",
+            )
+        return verdict or None, ""
+
+    def give_up(self, group_id: int, attempt: int, rollout: str, reason: str, detail: str) -> bool:
+        """A rollout actor gives a group up; False if it is not (any more) its to give up."""
+        row = self._held(group_id, attempt, rollout)
+        if row is None:
+            return False
+        self.ledger.drop([(group_id, reason)], detail)
+        self.admission.filtered(group_id)
+        self.drought.left_out(reason, detail)
+        self.cursor.failed(row, reason, detail)
+        return True
+
+    def take_back(self, returned: GroupReturned) -> bool:
+        """A rollout actor hands a group back with the tokens it has, or tells those and goes on; False if it is not
+        (any more) its to hand back."""
+        group_id, rollout, partial = returned.group_id, returned.rollout, returned.partial
+        row = self._held(group_id, returned.attempt, rollout)
+        if row is None or returned.goes_on:
+            return row is not None and self.payloads.save_partial(row, partial)
+        wrong = wrong_in_partial(partial, group_id, row.num_samples)
+        if wrong is not None:
+            self._log.warning("group %d of %s starts again from its prompt: %s", group_id, rollout, wrong)
+        self._requeue([row], f"handed back by {rollout}", partial if wrong is None else ())
+        return True
+
+    def gone(self, rollout: str, epoch: int) -> int:
+        """An incarnation (and every older one) of a rollout actor ended; returns how many groups it had."""
+        rows = [row for row in self._owned_by(rollout) if row.epoch <= epoch]
+        self._requeue(rows, f"{rollout} (epoch {epoch}) is gone")
+        return len(rows)
+
+    def _requeue(self, rows: list[Row], detail: str, partial: tuple[Sample, ...] = ()) -> None:
+        if not rows:
+            return
+        data = encode(partial) if partial else None
+        held = {row.group_id: partial or self.payloads.partial(row.group_id) for row in rows}
+        stamps = {group_id: oldest_version(samples, NO_VERSION) for group_id, samples in held.items()}
+        oldest = {group_id: self.admission.counted(group_id, stamp) for group_id, stamp in stamps.items()}
+        self.ledger.requeue([(row.group_id, data, oldest[row.group_id]) for row in rows], detail)
+        for row in rows:
+            self.admission.requeued(row.group_id, oldest[row.group_id])
+
+    # ---- training
+
+    def claim(self, step: int) -> tuple[GroupMeta, ...] | None:
+        """The batch of `step`, now or again; None while it cannot be formed. Sets `is_finished` when it never will."""
+        held = self.ledger.claim_of(step)
+        if held:
+            return tuple(self.payloads.meta_of(row) for row in held)
+        if step != self.ledger.next_step:
+            raise LedgerError(
+                f"step {step} asks for a batch, but the next step is {self.ledger.next_step}",
+                remedy="a trainer that starts from a checkpoint first calls rewind with its version",
+            )
+        if self.is_finished:
+            return None
+        try:
+            selection = self.admission.select(step)
+            self._drop_overdue(selection.overdue)
+            if selection.claim is not None:
+                self.ledger.claim(step, selection.claim)
+                return tuple(self.payloads.meta_of(row) for row in self.ledger.claim_of(step))
+        except BaseException:
+            self._rebuild()
+            raise
+        if self.admission.num_open < self.admission.batch_size and not self.may_draw:
+            self._finish()
+        return None
+
+    def fetch(self, group_ids: Iterable[int]) -> tuple[Group, ...]:
+        """Payloads in the order asked for. Raises LedgerError naming the first group that has none."""
+        return tuple(self.payloads.group(group_id) for group_id in group_ids)
+
+    def trained(self, step: int) -> bool:
+        """The batch of `step` was trained; False if that was known."""
+        held = self.ledger.claim_of(step)
+        if not self.ledger.trained(step):
+            return False
+        self.admission.trained(step)
+        for row in held:
+            self.payloads.forget(row.group_id)
+        return True
+
+    def rewind(self, version: int) -> int:
+        """Training goes on from `version`; returns how many groups are READY again."""
+        num_ready = self.ledger.rewind(version)
+        self.is_finished = False
+        self.settings.stop(False)
+        self.payloads.forget_all()
+        self._rebuild()
+        return num_ready
+
+    def retune(self, values: Mapping[str, KnobValue], epoch: int) -> tuple[Overdue, ...]:
+        """Other values of knobs from now on; returns what had to be dropped for them."""
+        overdue = self.settings.change(values, epoch)
+        self._drop_overdue(overdue)
+        return overdue
+
+    def _finish(self) -> None:
+        leftovers = self.ledger.rows(*OPEN)
+        self.ledger.drop([(row.group_id, LEFTOVER) for row in leftovers], "no whole batch can be formed any more")
+        for row in leftovers:
+            self.admission.filtered(row.group_id)
+            self.payloads.forget(row.group_id)
+        self.is_finished = True
+
+    def _drop_overdue(self, overdue: tuple[Overdue, ...]) -> None:
+        if overdue:
+            self.ledger.drop([(item.group_id, item.reason) for item in overdue])
+        for item in overdue:
+            self.payloads.forget(item.group_id)
+
+    # ---- facts
+
+    def inventory(self) -> str:
+        """What became of the data, in words."""
+        dropped = self.ledger.tally.dropped
+        reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items())
+        left_out = f", {sum(dropped.values())} groups left out ({reasons})" if dropped else ""
+        return f"{self.ledger.next_draw} prompts drawn{left_out}"
+
+    def stats(self) -> BufferStats:
+        """Counts by state and what admission allows now."""
+        tally, states = self.ledger.tally, self.ledger.tally.states
+        return BufferStats(
+            states=states,
+            drawn=self.ledger.next_draw,
+            trained=states.get(State.TRAINED, 0) + states.get(State.DURABLE, 0),
+            dropped=tally.dropped,
+            slots_total=self.admission.slots_total,
+            slots_used=self.admission.slots_used,
+            max_staleness=self.admission.max_staleness,
+            policy=self.admission.policy,
+            mean_tokens=tally.mean_tokens,
+            complaint=self.drought.complaint,
+        )
+
+    @property
+    def may_draw(self) -> bool:
+        """Is there, or may there come, a prompt that nobody has got?"""
+        return not self.settings.is_stopping and self.cursor.has_next
+
+    # ---- inside
+
+    def _rebuild(self) -> None:
+        """Admission from the ledger: at the start, after a rewind, and when the ledger could not be written."""
+        places = [
+            LinePlace(row.group_id, row.version, _STAGES.get(row.state, Stage.TAKEN)) for row in self.ledger.line()
+        ]
+        overdue = self.admission.restore(
+            places, next_step=self.ledger.next_step, newest_version=self.ledger.newest_version
+        )
+        self._drop_overdue(overdue)
+
+    def _row(self, group_id: int) -> Row:
+        row = self.ledger.find(group_id)
+        if row is None:
+            raise LedgerError(f"group {group_id} was never drawn")
+        return row
+
+    def _owned_by(self, rollout: str) -> list[Row]:
+        return [row for row in self.ledger.rows(State.DISPATCHED, State.REQUEUED) if row.rollout == rollout]
+
+    def _held(self, group_id: int, attempt: int, rollout: str) -> Row | None:
+        row = self.ledger.find(group_id)
+        if row is None or row.state not in (State.DISPATCHED, State.REQUEUED):
+            return None
+        return row if (row.attempt, row.rollout) == (attempt, rollout) else None

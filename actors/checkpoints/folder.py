@@ -1,0 +1,267 @@
+"""Checkpoints as folders: the manifest that makes one complete, listing them, finding the newest whole one.
+
+    version_00000040/
+        rank-00000.safetensors   weights, optimizer state and RNG state of rank 0 (its shards)
+        rank-00001.safetensors   ... (other trainers keep other files here)
+        manifest.json            written last: names, sizes and digests of the files, model, counters, `extra`
+        ledger.sqlite, run.json  added by the run (`run_part.py`)
+
+A folder is written beside its place under a hidden name and moved there when complete; a manifest that is missing or
+does not fit its files marks a torn one. Knows files; no torch, so launcher and coordinator may import it.
+
+Library considered: torch.distributed.checkpoint. Not used: its metadata file is a pickle, which runs code of whoever
+wrote it, and it has no digests.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...core.chaos import reached
+from ...core.errors import TrainError
+from ...core.file_entry import FileEntry, describe_file, sync_folder
+from .folder_swap import GONE, OLD, old_of, put_in_place
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+GROWING = ".partial-"
+"""How the names of what is being written begin."""
+MAX_MANIFEST_BYTES = 64 << 20
+READERS = 8
+"""Threads that compute digests at the same time."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a checkpoint holds."""
+
+    format: int
+    model: dict[str, Any]
+    """Sizes that weights of another model would not share."""
+    world_size: int
+    num_updates: int
+    """Optimizer updates since the beginning of the run."""
+    files: tuple[FileEntry, ...]
+    """backend "torch": one per rank, in their order."""
+    extra: dict[str, Any]
+    """The caller's own JSON values."""
+    backend: str = "torch"
+    """Which trainer can read it."""
+    layout: dict[str, Any] = {}
+    """How its ranks shared the model, where that is of interest."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """One folder that is, or was meant to be, a checkpoint."""
+
+    path: Path
+    num_updates: int
+    """-1 if torn."""
+    extra: dict[str, Any]
+    problem: str
+    """Why it cannot be used; empty if it can."""
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.problem
+
+    @property
+    def version(self) -> int:
+        """Of the weights; as the folder's name says it where the manifest does not. -1: nobody knows."""
+        told = self.extra.get("version")
+        return told if isinstance(told, int) else version_in(self.path)
+
+
+def rank_file(rank: int) -> str:
+    """File name of a rank's part."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def version_in(folder: Path) -> int:
+    """The version that a folder's name says; -1 if it says none."""
+    number = folder.name.removeprefix(OLD).removeprefix("version_")
+    return int(number) if number.isdecimal() else -1
+
+
+def partial_of(folder: Path) -> Path:
+    """Where a checkpoint grows before it is complete."""
+    return folder.with_name(GROWING + folder.name)
+
+
+def sweep(holder: Path) -> None:
+    """Delete what crashes left half written or half deleted, while nothing is being written there."""
+    for path in [*holder.glob(f"{GROWING}*"), *holder.glob(f"{GONE}*"), *holder.glob(f"{OLD}*")]:
+        if path.is_file():
+            path.unlink(missing_ok=True)
+        elif not path.name.startswith(OLD) or not _is_meant(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def begin(folder: Path) -> Path:
+    """Make an empty place to write to. Raises TrainError if the disk refuses."""
+    fresh = partial_of(folder)
+    try:
+        if fresh.exists():
+            shutil.rmtree(fresh)
+        fresh.mkdir(parents=True)
+    except OSError as error:
+        raise TrainError(f"cannot make checkpoint folder {fresh}: {error}", remedy="check disk and rights") from error
+    return fresh
+
+
+def commit(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest into the partial folder and move it to its place; an older checkpoint of that name is found
+    there until then. Raises TrainError if the disk refuses."""
+    fresh = partial_of(folder)
+    reached("trainer.manifest_commit")
+    try:
+        path = fresh / MANIFEST
+        with path.open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(fresh)
+        put_in_place(fresh, folder)
+    except OSError as error:
+        raise TrainError(f"cannot commit checkpoint {folder}: {error}", remedy="check disk and rights") from error
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest, after a look at the sizes of the files it names. Raises TrainError saying what is torn."""
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise _torn(folder, f"{MANIFEST} is larger than any honest one")
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except FileNotFoundError as error:
+        raise _torn(folder, f"{MANIFEST} is missing: it was never completed") from error
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _torn(folder, f"{MANIFEST} cannot be read: {error}") from error
+    if manifest.format != FORMAT:
+        raise TrainError(
+            f"checkpoint {folder} has format {manifest.format}, this program reads {FORMAT}",
+            remedy="use the version that wrote it",
+        )
+    names = [f.name for f in manifest.files]
+    if manifest.backend == "torch" and names != [rank_file(r) for r in range(manifest.world_size)]:
+        raise _torn(folder, f"{MANIFEST} names other files than those of {manifest.world_size} ranks")
+    if any(name in ("", ".", "..") or Path(name).name != name for name in names):
+        raise _torn(folder, f"{MANIFEST} names files outside the folder")
+    for entry in manifest.files:
+        file = folder / entry.name
+        size = file.stat().st_size if file.is_file() else -1
+        if size != entry.num_bytes:
+            what = "is missing" if size < 0 else f"has {size} bytes instead of {entry.num_bytes}"
+            raise _torn(folder, f"{entry.name} {what}")
+    return manifest
+
+
+def check_digest(folder: Path, entry: FileEntry) -> None:
+    """Raise TrainError if a file's bytes are not those that were written."""
+    try:
+        found = describe_file(folder / entry.name)
+    except OSError as error:
+        raise _torn(folder, f"{entry.name} cannot be read: {error}") from error
+    if found.sha256 != entry.sha256:
+        raise _torn(folder, f"the bytes of {entry.name} have changed")
+
+
+def check_whole(folder: Path) -> Manifest:
+    """The manifest, after a look at every byte of the files that it names. Raises TrainError saying what is wrong."""
+    manifest = read_manifest(folder)
+    with ThreadPoolExecutor(READERS, thread_name_prefix="digest") as pool:
+        for _ in pool.map(partial(check_digest, folder), manifest.files):
+            pass
+    return manifest
+
+
+def list_checkpoints(folder: str | Path) -> tuple[CheckpointInfo, ...]:
+    """All checkpoints in `folder`, oldest first; torn ones come first and say why in `problem`.
+
+    Sizes are checked, digests only when one is loaded. A folder that does not exist holds none.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        return ()
+    infos = [look_at(path) for path in sorted(root.iterdir()) if path.is_dir() and _is_meant(path)]
+    return tuple(sorted(infos, key=lambda info: (info.num_updates, info.path.name)))
+
+
+def _is_meant(path: Path) -> bool:
+    """Whether a folder is to be looked at. A crash while one took another's place may have left the older one only."""
+    if path.name.startswith(OLD):
+        return not path.with_name(path.name.removeprefix(OLD)).exists()
+    return not path.name.startswith(".")
+
+
+def newest_checkpoint(folder: str | Path) -> tuple[CheckpointInfo | None, tuple[CheckpointInfo, ...]]:
+    """(newest complete checkpoint or None, the torn ones that were passed over). Sizes are checked, not digests."""
+    infos = list_checkpoints(folder)
+    complete = [info for info in infos if info.is_complete]
+    return (complete[-1] if complete else None), tuple(info for info in infos if not info.is_complete)
+
+
+def newest_whole(folder: str | Path) -> tuple[CheckpointInfo | None, tuple[CheckpointInfo, ...]]:
+    """(newest checkpoint of which every byte is as it was written, or None; those that were passed over for it, newest
+    first, with the reason in `problem`)."""
+    passed: list[CheckpointInfo] = []
+    for info in whole_ones(folder):
+        if info.is_complete:
+            return info, tuple(passed)
+        passed.append(info)
+    return None, tuple(passed)
+
+
+def whole_ones(folder: str | Path, version: int | None = None) -> Iterator[CheckpointInfo]:
+    """All checkpoints, or those of `version`, newest version first; each is looked at in every byte, but only when it
+    is asked for."""
+    found = [info for info in list_checkpoints(folder) if version in (None, info.version)]
+    for info in sorted(found, key=lambda info: (info.version, info.num_updates), reverse=True):
+        if info.is_complete:
+            try:
+                check_whole(info.path)
+            except TrainError as error:
+                yield replace(info, problem=error.message)
+                continue
+        yield info
+
+
+def find_checkpoint(place: str | Path) -> Path:
+    """The checkpoint meant by `trainer.resume`: a checkpoint folder itself, or the newest whole one in a folder of
+    checkpoints or in a run directory. Raises TrainError naming what was found instead."""
+    root = Path(place)
+    if (root / MANIFEST).exists() or (root / rank_file(0)).exists():
+        return root
+    if not root.exists() and old_of(root).exists():
+        return old_of(root)
+    holder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
+    newest, passed = newest_whole(holder)
+    if newest is None:
+        found = "; ".join(f"{info.path.name}: {info.problem}" for info in passed) or "nothing"
+        raise TrainError(
+            f"no complete checkpoint in {holder} ({found})",
+            remedy="name a checkpoint, or a run made with trainer.checkpoint_every above 0",
+        )
+    return newest.path
+
+
+def look_at(path: Path) -> CheckpointInfo:
+    """What a folder is, as far as its manifest and the sizes of its files tell."""
+    try:
+        manifest = read_manifest(path)
+    except TrainError as error:
+        return CheckpointInfo(path=path, num_updates=-1, extra={}, problem=error.message)
+    return CheckpointInfo(path=path, num_updates=manifest.num_updates, extra=manifest.extra, problem="")
+
+
+def _torn(folder: Path, why: str) -> TrainError:
+    return TrainError(f"checkpoint {folder} is torn: {why}", remedy="use an older one")

@@ -1,0 +1,96 @@
+"""The run's part of a checkpoint: with the trainer's it is all that a run needs to go on, here or as another run.
+
+    version_00000040/
+        ...                the trainer's files and their manifest.json (`folder.py`)
+        ledger.sqlite      the ledger at one moment at which everything trained up to version 40 was in it
+        run.json           written last: names, sizes and digests of all files, the run, its version, live knobs
+
+A checkpoint without a run.json is whole for the trainer: its run goes on from it as long as the run's own ledger is
+there. Knows files; must not know who writes the others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from ...core.errors import TrainError
+from ...core.file_entry import FileEntry, describe_file, write_durably
+from ...core.knobs import LiveKnobs
+from ..ledger.resume import LEDGER
+
+RUN_FILE = "run.json"
+FORMAT = 1
+MAX_BYTES = 64 << 20
+_REMEDY = "use an older checkpoint, or the run's own ledger"
+
+
+class RunPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What run.json says."""
+
+    format: int = FORMAT
+    run: str
+    """Name of the run directory that wrote it."""
+    version: int
+    files: tuple[FileEntry, ...]
+    """Of the whole folder, this file left out."""
+    knobs: LiveKnobs
+    is_kept: bool = False
+    """Whether it stays for ever (`trainer.keep_every`)."""
+
+
+def write_run_part(folder: Path, part: RunPart, ledger: Path, trainers: tuple[FileEntry, ...]) -> None:
+    """Move the copy of the ledger, which `part.files` describes, into the folder, and write run.json. `trainers`: the
+    files of the trainer's manifest. Raises TrainError if the disk refuses."""
+    try:
+        ledger.replace(folder / LEDGER)
+        own = describe_file(folder / "manifest.json")
+        whole = msgspec.structs.replace(part, files=(*trainers, own, *part.files))
+        write_durably(folder / RUN_FILE, msgspec.json.format(msgspec.json.encode(whole), indent=2))
+    except OSError as error:
+        raise TrainError(
+            f"cannot write the run's part of checkpoint {folder}: {error}", remedy="check disk and rights"
+        ) from error
+
+
+def read_run_part(folder: Path) -> RunPart:
+    """What the folder's run.json says. Raises TrainError if there is none, or it cannot be read."""
+    path = folder / RUN_FILE
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise TrainError(f"{path} is larger than any honest one", remedy=_REMEDY)
+        part = msgspec.json.decode(path.read_bytes(), type=RunPart)
+    except FileNotFoundError as error:
+        raise TrainError(f"{folder} has no {RUN_FILE}: the run ended while it was written", remedy=_REMEDY) from error
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TrainError(f"{path} cannot be read: {error}", remedy=_REMEDY) from error
+    if part.format != FORMAT:
+        raise TrainError(f"{path} has format {part.format}, this program reads {FORMAT}", remedy="use what wrote it")
+    return part
+
+
+def ledger_in(folder: Path) -> Path:
+    """The checkpoint's copy of the ledger, every byte as it was written. Raises TrainError saying what is wrong."""
+    part = read_run_part(folder)
+    entry = next((entry for entry in part.files if entry.name == LEDGER), None)
+    if entry is None:
+        raise TrainError(f"{folder / RUN_FILE} names no {LEDGER}", remedy=_REMEDY)
+    path = folder / LEDGER
+    try:
+        found = describe_file(path)
+    except OSError as error:
+        raise TrainError(f"{path} cannot be read: {error}", remedy=_REMEDY) from error
+    if found != entry:
+        raise TrainError(
+            f"{path} has changed: {found.num_bytes} bytes instead of {entry.num_bytes}, or others", remedy=_REMEDY
+        )
+    return path
+
+
+def is_kept(folder: Path) -> bool:
+    """Whether the folder says that it stays for ever. One that cannot be read does not."""
+    try:
+        return read_run_part(folder).is_kept
+    except TrainError:
+        return False

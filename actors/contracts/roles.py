@@ -1,0 +1,268 @@
+"""What each role answers to: the typed handlers other roles may call. References are typed by these classes.
+
+A contract only declares; the role class derives from it and implements every handler. Deadlines are defaults
+and may be shortened per call with `with_deadline(ref, seconds)`. The contracts of rollout actors and of trainer
+ranks have files of their own; they are found here too.
+"""
+
+from __future__ import annotations
+
+from ...core.actor import Actor
+from ...core.file_entry import FileEntry
+from ...core.handlers import call, cast, durable_put
+from ...core.knobs import KnobsInForce, LiveKnobs
+from ...core.messages import (
+    BufferStats,
+    CanaryAnswers,
+    Claim,
+    DrawReply,
+    DrawRequest,
+    DumpReport,
+    EngineStatus,
+    GroupDropped,
+    GroupReturned,
+    PutResult,
+    RecentGroup,
+    RunStatus,
+    StepReport,
+    Telemetry,
+    WeightManifest,
+)
+from ...core.samples import Group, Prompt
+from .knobs import ConductContract, KnobsContract
+from .rollout import RolloutContract
+from .trainer import TrainerContract
+
+__all__ = [
+    "BufferContract",
+    "CoordinatorContract",
+    "DataContract",
+    "MonitorContract",
+    "RolloutContract",
+    "TrainerContract",
+]
+
+
+class BufferContract(KnobsContract):
+    """Prompt cursor, ledger, finished groups, admission."""
+
+    @call(deadline=60, reentrant=True)
+    async def draw(self, request: DrawRequest) -> DrawReply:
+        """Long poll for work; admission by the staleness policy happens here."""
+        raise NotImplementedError
+
+    @durable_put(key="group.prompt.group_id", deadline=60)
+    async def put_group(self, group: Group, attempt: int, rollout: str) -> PutResult:
+        """A finished group with rewards. Effectively once."""
+        raise NotImplementedError
+
+    @call(deadline=10)
+    async def adopted(self, rollout: str, epoch: int, version: int) -> None:
+        """An engine serves that version now; a draw of that rollout that is waiting is judged by it."""
+        raise NotImplementedError
+
+    @call(deadline=30)
+    async def drop_group(self, dropped: GroupDropped) -> None:
+        """A group that will never be finished."""
+        raise NotImplementedError
+
+    @call(deadline=30)
+    async def return_group(self, returned: GroupReturned) -> None:
+        """A group to be continued elsewhere."""
+        raise NotImplementedError
+
+    @call(deadline=30)
+    async def rollout_gone(self, rollout: str, epoch: int) -> int:
+        """All groups assigned to that incarnation go back to REQUEUED; returns how many."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True)
+    async def claim(self, step: int, wait_s: float, blocked_by: str | None = None) -> Claim:
+        """Long poll for a whole batch to train from version `step`. Claiming a step again returns the same groups.
+        `blocked_by`: the reason for having none that the caller knows; another one is told at once."""
+        raise NotImplementedError
+
+    @call(deadline=60)
+    async def fetch(self, group_ids: tuple[int, ...]) -> tuple[Group, ...]:
+        """Payloads of claimed groups, in the order asked for."""
+        raise NotImplementedError
+
+    @call(deadline=30)
+    async def trained(self, step: int) -> None:
+        """The claim of `step` was trained; version `step + 1` exists. Idempotent."""
+        raise NotImplementedError
+
+    @call(deadline=30)
+    async def durable(self, version: int) -> None:
+        """A checkpoint covers everything trained up to `version`; payloads before it may go. Idempotent."""
+        raise NotImplementedError
+
+    @call(deadline=600, reentrant=True)
+    async def snapshot(self, path: str, version: int) -> FileEntry:
+        """Copy the ledger to a new file, durably and as of one moment, while work goes on; everything trained up to
+        `version` is in it. Returns name, size and digest."""
+        raise NotImplementedError
+
+    @call(deadline=30)
+    async def rewind(self, version: int) -> int:
+        """The trainer restarted from the checkpoint of `version`: groups trained after it are READY again."""
+        raise NotImplementedError
+
+    @call(deadline=10)
+    async def set_paused(self, is_paused: bool, until_step: int | None = None) -> int:
+        """Stop or go on handing out work. Paused with `until_step`: claims of steps below it are still served, and work
+        for them handed out; None: nothing more at once, but a step that was claimed already is answered again. Returns
+        the version that the trainer will rest at: `until_step`, or the first step without a claim if that is later."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True, safe=True)
+    async def recent(self, num_groups: int) -> tuple[RecentGroup, ...]:
+        """The groups that were finished last, newest first; at most so many, fewer if they are long."""
+        raise NotImplementedError
+
+    @call(deadline=1800, reentrant=True)
+    async def dump(self, max_bytes: int) -> DumpReport:
+        """Write all untrained groups, with tokens, into a file of the run directory; answered once it is written."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def dump_next(self, num_groups: int, max_bytes: int) -> DumpReport:
+        """Write the next groups that are claimed for training into a file of the run directory, as they are claimed.
+        Answered at once. Refused while an earlier one is not whole yet, unless `num_groups` is 0, which ends that."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True, safe=True)
+    async def dumps(self) -> tuple[DumpReport, ...]:
+        """The newest dumps that this process of the buffer was asked for, oldest first."""
+        raise NotImplementedError
+
+    @call(deadline=10)
+    async def stop_drawing(self) -> None:
+        """No new prompts; claims end with `finished` once a whole batch cannot be formed any more."""
+        raise NotImplementedError
+
+    @call(deadline=10)
+    async def stats(self) -> BufferStats:
+        """Counts by state."""
+        raise NotImplementedError
+
+
+class CoordinatorContract(KnobsContract, ConductContract):
+    """Run state machine, version clock, adoption of weights, evaluation, the end of the run."""
+
+    @call(deadline=60, reentrant=True)
+    async def version_made(self, manifest: WeightManifest | None, report: StepReport) -> None:
+        """The trainer made a version: adopt it on the engines, one after another."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def rollout_ready(self, status: EngineStatus, epoch: int) -> None:
+        """An engine serves and may be given weights."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def weights_lost(self, rollout: str, epoch: int) -> None:
+        """The engine is well, but its weights left the device: it is given the next version that is offered."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def weights_offered(self, manifest: WeightManifest) -> None:
+        """A version that was made before can be read again, for engines that have none."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def trainer_ready(
+        self,
+        version: int,
+        manifest: WeightManifest | None,
+        facts: dict[str, str],
+        live: LiveKnobs | None = None,
+        is_leading: bool = False,
+    ) -> None:
+        """The gang is up at `version`. `live`: values that were in force when the checkpoint that it goes on from was
+        written; they are put into force again before the leader is let go. `is_leading`: the leader's loop goes on
+        already, and this only tells a coordinator that was started anew where it stands."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True, safe=True)
+    async def live_knobs(self) -> LiveKnobs:
+        """What was decided while the run went on: what a checkpoint holds of the knobs."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True, safe=True)
+    async def knobs_in_force(self, owner: str) -> KnobsInForce:
+        """What an owner that was started anew must use before it gets, or gives, any work."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def trainer_finished(self, version: int, reason: str) -> None:
+        """The leader's loop ended (all steps done, or no more data)."""
+        raise NotImplementedError
+
+    @call(deadline=300, reentrant=True)
+    async def canary(self, version: int) -> CanaryAnswers:
+        """Have the canary prompts answered by an engine that serves `version`; waits until one does."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def pause(self, reason: str) -> None:
+        """Nothing is generated or trained any more until an operator resumes the run; the reason is told."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def rollout_leaving(self, rollout: str, reason: str) -> None:
+        """That actor is about to be ended on purpose: no weights, evaluation or canary go to it any more."""
+        raise NotImplementedError
+
+    @cast
+    async def actor_failed(self, name: str, error: str) -> None:
+        """An actor hit an error that ends the run."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def status(self) -> RunStatus:
+        """Where the run stands."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def stop(self, reason: str) -> None:
+        """End the run in good order."""
+        raise NotImplementedError
+
+
+class DataContract(Actor):
+    """Anything that hands out held-out prompts (the buffer does)."""
+
+    @call(deadline=30)
+    async def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
+        """The evaluation set, at most `limit` prompts."""
+        raise NotImplementedError
+
+    @call(deadline=30)
+    async def canary_prompts(self, limit: int) -> tuple[Prompt, ...]:
+        """The first prompts of the training data, at most `limit`; group ids are negative, they are no draws."""
+        raise NotImplementedError
+
+
+class MonitorContract(KnobsContract):
+    """Sinks for metrics, events and spans. Lossy: training never waits for it."""
+
+    @cast
+    async def telemetry(self, bundle: Telemetry) -> None:
+        """Take a bundle."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def snapshot(self) -> dict[str, dict[str, float]]:
+        """Latest values per source, and time shares per actor under `time/<actor>`."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True, safe=True)
+    async def shares(self, window_s: float) -> dict[str, dict[str, float]]:
+        """Actor -> kind of activity, or "kind/name", -> share of its time over the last `window_s` seconds."""
+        raise NotImplementedError
+
+    @call(deadline=60)
+    async def finish(self) -> str:
+        """Flush all sinks, close the trace; returns the run directory."""
+        raise NotImplementedError

@@ -1,0 +1,228 @@
+"""Brings engines to new weight versions, some at a time, as `adoption.py` decides; fences those that cannot follow.
+
+    prepare -> commit    each has a deadline, and a shorter one for standing still: who stands is asked how far it is
+    refused, and whole   it goes on with what it served, and is asked again: what cannot be read is not its fault
+    anything else        it is named, fenced and built anew; the others go on
+
+Knows contracts. Part of the coordinator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ...core.activity import ActivityMeter, TelemetryBuffer
+from ...core.actor import ActorContext, with_deadline
+from ...core.chaos import reached
+from ...core.clock import Clock
+from ...core.errors import CallError, Draining, EngineError, MyxaError, NoSuchActor, PeerDied
+from ...core.messages import WeightAck
+from ...core.weight_channel import WeightProgress
+from ..contracts.roles import RolloutContract, TrainerContract
+from .adoption import Adopt, Adoption
+from .stall import Stall
+
+LOOK_S = 1.0
+"""Between two questions how far an engine is, and two looks for engines that may begin."""
+MAX_REFUSALS = 5
+"""In a row; after the next one it is fenced, or left alone. A trainer that is away is not held against the engine."""
+RETRY_S = 1.0
+"""Before an engine that refused is asked again; doubled each time up to `RETRY_LIMIT_S`."""
+RETRY_LIMIT_S = 4.0
+
+RELEASE_S = 10.0
+"""For the trainer to hear that a version may go."""
+
+Phase = Literal["prepare", "commit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptionLimits:
+    """Deadlines of one engine's adoption."""
+
+    prepare_s: float
+    commit_s: float
+    stall_s: float = 20.0
+    """Without any progress; 0: the phases' deadlines only."""
+
+
+class StandsStill(Exception):
+    """An engine made no progress for too long; says where it stands."""
+
+
+class Adopter:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        ctx: ActorContext,
+        adoption: Adoption,
+        *,
+        limits: AdoptionLimits,
+        on_adopted: Callable[[str, int], None],
+        meter: ActivityMeter,
+        telemetry: TelemetryBuffer,
+        clock: Clock,
+    ) -> None:
+        """`on_adopted`: an engine serves a version now (name, version)."""
+        self._ctx = ctx
+        self._adoption = adoption
+        self._limits = limits
+        self._on_adopted = on_adopted
+        self._meter = meter
+        self._telemetry = telemetry
+        self._clock = clock
+        self._leader = ctx.ref(TrainerContract, "trainer/0")
+        self._turn = asyncio.Lock()
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._adopted = asyncio.Event()
+        self._unreleased: set[tuple[int, int]] = set()
+        """Lineage and version of what the trainer was not told yet that nobody needs."""
+        self._is_releasing = False
+
+    async def adopt_pending(self) -> None:
+        """As many engines at once as may, until all serve the newest version or are fenced; versions that nobody needs
+        any more are let go on the way."""
+        async with self._turn:
+            while True:
+                while (instruction := self._adoption.next()) is not None:
+                    name = f"adopt-{instruction.engine}-{instruction.manifest.version}"
+                    self._under_way.add(self._ctx.spawn(self._bring(instruction), name=name))
+                if not self._under_way:
+                    break
+                with self._meter.during("wait-weights", f"adopt {self._adoption.newest}"):
+                    done, _ = await asyncio.wait(self._under_way, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                self._under_way -= done
+                if done:
+                    self._release()
+            self._release()
+
+    async def engines_at(self, version: int | None) -> list[str]:
+        """Engines that serve exactly that version (None: any). Raises EngineError when none comes to it in time."""
+        try:
+            async with asyncio.timeout(self._limits.prepare_s + self._limits.commit_s):
+                while not (ready := self._adoption.engines_at(version)):
+                    self._adopted.clear()
+                    await self._adopted.wait()
+        except TimeoutError as err:
+            what = "a version" if version is None else f"version {version}"
+            raise EngineError(f"no engine came to {what} in time", remedy="see the engines' logs") from err
+        return ready
+
+    def look_again(self) -> None:
+        """An engine reported in: it may serve already what somebody waits for."""
+        self._adopted.set()
+
+    async def fence(self, name: str, reason: str) -> None:
+        """Have an engine end and be built anew; the others go on."""
+        self._telemetry.event("engine-fenced", f"{name}: {reason}")
+        self._ctx.log.error("%s is fenced: %s", name, reason)
+        try:
+            await self._ctx.ref(RolloutContract, name).fence(reason)
+        except CallError as err:
+            self._ctx.log.info("%s could not be told: %s", name, err)
+
+    # -- one engine
+
+    async def _bring(self, instruction: Adopt) -> None:
+        """Prepare and commit one engine; what becomes of it is told to the bookkeeping."""
+        name, epoch, version = instruction.engine, instruction.epoch, instruction.manifest.version
+        reached("coordinator.adopt")
+        started_s = self._clock.monotonic()
+        phase: Phase = "prepare"
+        engine = self._ctx.ref(RolloutContract, name)
+        try:
+            prepare = with_deadline(engine, self._limits.prepare_s).prepare_weights(instruction.manifest)
+            ack = await self._watched(name, self._limits.prepare_s, prepare)
+            if ack.accepted:
+                phase = "commit"
+                commit = with_deadline(engine, self._limits.commit_s).commit_weights(version)
+                ack = await self._watched(name, self._limits.commit_s, commit)
+        except (Draining, NoSuchActor, PeerDied) as err:
+            text = f"{name} (epoch {epoch}) left during {phase}: {err.message}"
+            self._ctx.log.info("engine-left: %s", text)
+            self._telemetry.event("engine-left", text)
+            self._adoption.gone(name, epoch)
+            return
+        except (CallError, StandsStill) as err:
+            await self._give_up(instruction, f"{phase} of version {version}: {err}")
+            return
+        if ack.accepted:
+            self._adoption.adopted(name, epoch, version)
+            self._adopted.set()
+            self._on_adopted(name, version)
+            self._telemetry.metric(version, {"weights/adopt_s": self._clock.monotonic() - started_s})
+        elif ack.is_whole:
+            await self._put_off(instruction, f"{phase} of version {version} refused: {ack.reason}")
+        else:
+            await self._give_up(instruction, f"{phase} of version {version} refused: {ack.reason}")
+
+    async def _watched(self, name: str, limit_s: float, work: Awaitable[WeightAck]) -> WeightAck:
+        """The engine's answer. Raises StandsStill, and what the call raises."""
+        stall = Stall(self._limits.stall_s, self._clock.monotonic())
+        try:
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self._watch(name, stall))
+                try:
+                    async with asyncio.timeout(limit_s):
+                        ack = await work
+                except TimeoutError as err:
+                    raise StandsStill(f"was not done after {limit_s:g} s: {stall.at}") from err
+                watch.cancel()
+                return ack
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _watch(self, name: str, stall: Stall) -> None:
+        """Asks how far it is, from time to time. Raises StandsStill."""
+        engine = with_deadline(self._ctx.ref(RolloutContract, name), LOOK_S)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            progress: WeightProgress | None = None
+            try:
+                progress = await engine.weight_progress()
+            except CallError as err:
+                self._ctx.log.debug("%s does not say how far it is: %s", name, err)
+            if stall.heard(progress, self._clock.monotonic()):
+                raise StandsStill(f"no progress for {self._limits.stall_s:g} s: {stall.at}")
+
+    async def _put_off(self, instruction: Adopt, reason: str) -> None:
+        """Ask again after a while. One that refuses too often what others could take, or serves nothing anyway, is
+        fenced; if nobody could take it, it was published badly, and all wait for something newer."""
+        name, epoch, version = instruction.engine, instruction.epoch, instruction.manifest.version
+        num_refusals = self._adoption.put_off(name, epoch)
+        self._telemetry.event("weights-refused", f"{name}: {reason}")
+        self._ctx.log.warning("weights-refused: %s: %s", name, reason)
+        if num_refusals > MAX_REFUSALS and self._ctx.peers("trainer/0"):
+            if name not in self._adoption.serving or self._adoption.engines_at(version):
+                await self._give_up(instruction, f"{reason} ({num_refusals} refusals in a row)")
+            return
+        await asyncio.sleep(min(RETRY_LIMIT_S, RETRY_S * 2 ** max(num_refusals - 1, 0)))
+        self._adoption.ask_again(name, epoch)
+
+    async def _give_up(self, instruction: Adopt, reason: str) -> None:
+        self._adoption.fenced(instruction.engine, instruction.epoch)
+        await self.fence(instruction.engine, reason)
+
+    def _release(self) -> None:
+        """Have the trainer told which versions nobody needs. On the side: one that stands still must not hold up the
+        engines. What it did not hear is told again the next time."""
+        self._unreleased |= {(self._adoption.lineage, version) for version in self._adoption.releasable()}
+        if self._unreleased and not self._is_releasing:
+            self._is_releasing = True
+            self._ctx.spawn(self._tell_released(), name="release-weights")
+
+    async def _tell_released(self) -> None:
+        try:
+            while self._unreleased:
+                of, version = told = min(self._unreleased)
+                if of == self._adoption.lineage:  # else the trainer went back, and the number may mean other weights
+                    await with_deadline(self._leader, RELEASE_S).release_weights(version)
+                self._unreleased.discard(told)
+        except MyxaError as err:
+            self._ctx.log.warning("the trainer was not told which versions may go: %s", err)
+        finally:
+            self._is_releasing = False

@@ -1,0 +1,397 @@
+"""The coordinator role: run state machine, version clock, adoption of weights, evaluation, knobs, the end of the run.
+
+It moves no data and admits no sample: rollout, buffer and trainer go on without it, up to the admission limit. The
+phases of a run are in `run_state`; the launcher reads them here, and ends the processes of one that is over.
+
+It may die at any time. What only it knows is in its journal before it is told to anybody; where the trainer stands and
+what engines serve they tell its next incarnation, which goes on in the same phase:
+
+    start -> journal -> owners, buffer are told what is decided -> trainer and engines report in -> as before
+
+What it does beside that is done by parts: `adopter`, `evaluator`, `knob_conductor` (live knobs), `conduct` (pause).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ...core.activity import ActivityMeter, TelemetryBuffer
+from ...core.actor import MailboxPolicy, PeerEvent
+from ...core.chaos import reached
+from ...core.clock import Clock
+from ...core.errors import LaunchError, MyxaError
+from ...core.knobs import LiveKnobs
+from ...core.messages import EngineStatus, RunPhase, RunStatus, StepReport, WeightManifest
+from ..contracts.roles import MonitorContract
+from ..knobs.owner import KnobOwner
+from ..knobs.process import process_knobs
+from ..telemetry import ReportPace, report_forever
+from .adopter import Adopter, AdoptionLimits
+from .adoption import Adoption
+from .audit_desk import AuditDesk
+from .conduct import Conduct
+from .engine_fleet import EngineFleet
+from .evaluator import Evaluator
+from .journal import CoordinatorJournal, Kept
+from .knob_conductor import KnobConductor, Surroundings
+from .knob_restoring import restore
+from .knobs import LiveOptions, coordinator_knobs
+from .leader_rein import LeaderRein
+from .operator_handlers import OperatorHandlers
+from .options import CoordinatorOptions
+from .owner_return import OTHER_OWNERS, OwnerReturn
+from .reattachment import Reattachment
+from .run_state import RunState
+from .wall_clock import WallClock
+
+
+class Coordinator(OperatorHandlers):
+    """See the module's head."""
+
+    mailbox = MailboxPolicy(size=4096)
+
+    def __init__(self, *, options: CoordinatorOptions, clock: Clock) -> None:
+        self._options = options
+        self._clock = clock
+        self._live = LiveOptions.of(options)
+        self._state = RunState()
+        self._journal = CoordinatorJournal(options.journal_path, options.launch)
+        self._adoption = Adoption(keeps_newest=not options.takes_turns, at_once=options.adopt_at_once)
+        self._changed = asyncio.Event()
+        self._trainer_is_up = asyncio.Event()
+        self._restored: LiveKnobs | None = None
+
+    # -- life
+
+    async def on_start(self) -> None:
+        """Raises ConfigError for a journal that was damaged."""
+        self.meter = ActivityMeter(self.ctx.name, self._clock)
+        self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self.meter)
+        self.meter.switch("other", "start")
+        kept, ignored = self._journal.load()
+        if kept is not None:
+            self._state = RunState.of(kept.run)
+        self._wall = WallClock(self._state, self._clock)
+        self._make_parts()
+        pace = ReportPace()
+        self.knob_owner = KnobOwner(
+            self.ctx.name,
+            coordinator_knobs(
+                self._live, age_s=self._wall.age_s, on_wall_clock=self._wall.move, adoption=self._adoption
+            ),
+            stands_at=lambda: self._state.version,
+            clock=self._clock,
+            telemetry=self._telemetry,
+        )
+        self.knob_owner.add(process_knobs(pace))
+        self._journal.make = self._to_keep
+        if kept is not None:
+            self._take_up(kept)
+        if ignored:
+            self._event("journal-ignored", ignored)
+        for prefix in ("rollout/", *OTHER_OWNERS):
+            self.ctx.watch(prefix)
+        send = self.ctx.ref(MonitorContract, "monitor").telemetry
+        self.ctx.spawn(report_forever(self._telemetry, send, pace), name="coordinator-telemetry")
+        self.ctx.spawn(self._run(is_anew=kept is not None), name="coordinator-run")
+
+    def _make_parts(self) -> None:
+        options = self._options
+        desk = AuditDesk(options.audit_path, self._version, self._clock)
+        self.fleet = EngineFleet(
+            self._state,
+            self._adoption,
+            serves=options.has_engines,
+            keep=self._keep,
+            tell=self._event,
+            on_change=self._changed.set,
+        )
+        self._adopter = Adopter(
+            self.ctx,
+            self._adoption,
+            limits=AdoptionLimits(prepare_s=options.prepare_s, commit_s=options.commit_s, stall_s=options.stall_s),
+            on_adopted=self.fleet.adopted,
+            meter=self.meter,
+            telemetry=self._telemetry,
+            clock=self._clock,
+        )
+        self.evaluator = Evaluator(
+            self.ctx,
+            options,
+            self._live,
+            self._adoption,
+            self._adopter,
+            self.meter,
+            self._telemetry,
+            self._state,
+            self._keep,
+        )
+        self.conduct = Conduct(
+            self.ctx,
+            desk,
+            self._journal,
+            version=self._version,
+            evaluate=self._evaluate_now,
+            meter=self.meter,
+            telemetry=self._telemetry,
+        )
+        around = Surroundings(
+            own=self, engines=lambda: self.fleet.present, version=self._version, on_broken=self._owner_is_broken
+        )
+        self.conductor = KnobConductor(self.ctx, around, desk, self._journal, self._telemetry, self._clock)
+        self.fleet.conductor, self.fleet.adopter = self.conductor, self._adopter
+        self._owners = OwnerReturn(self.ctx, self.conductor, self._event, self._owner_is_broken)
+        self._rein = LeaderRein(self.ctx, self._state, self._owners, self._clock)
+        self._return = Reattachment(self.ctx, self._state, self._owners, self.conduct, self._event)
+
+    async def on_peer(self, event: PeerEvent) -> None:
+        if event.name.startswith(OTHER_OWNERS):
+            if event.kind in ("up", "restarted"):
+                self.ctx.spawn(self._owners.told(event.name), name=f"knobs-for-{event.name}")
+                if event.name == "buffer" and self.conduct.is_paused:
+                    self.ctx.spawn(self._return.tell_pause(), name="pause-for-buffer")
+        elif event.kind in ("down", "restarted"):
+            self.fleet.gone(event)
+
+    async def _run(self, *, is_anew: bool) -> None:
+        if is_anew:
+            await self._return.run(self.fleet.present)
+            self._go_on()
+        self.conductor.begin()
+        if self._state.is_over:
+            return
+        if self._state.phase == "starting":
+            await self._keep()
+            await self._start_run()
+        self.ctx.spawn(self._wall.run(lambda: self._live.max_wall_s, self.stop), name="wall-clock")
+        await self._adopt_forever()
+
+    # -- from one incarnation to the next
+
+    def _to_keep(self) -> Kept:
+        return Kept(
+            launch=self._options.launch,
+            run=self._state.kept(),
+            pause=self.conduct.kept(),
+            knobs=self.conductor.kept(),
+        )
+
+    async def _keep(self) -> None:
+        """What others told; a disk that refuses is told, and asked again with the next news."""
+        try:
+            await self._journal.keep()
+        except MyxaError as error:
+            self._event("journal-not-written", str(error))
+
+    def _take_up(self, kept: Kept) -> None:
+        state = self._state
+        self._event("coordinator-restarted", f"the run is {state.phase}, version {state.version}")
+        self.conductor.take_up(kept.knobs)
+        self.conduct.take_up(kept.pause)
+        self.knob_owner.take_over(self.conductor.commits_for(self.ctx.name))
+        if state.has_stale_engines:
+            self._adoption.rewound()
+
+    def _go_on(self) -> None:
+        """An evaluation that the end of an earlier incarnation cut off; at start and end it comes anyway."""
+        if self._state.phase == "running" and not self.conduct.paused:
+            self.meter.switch("wait-data", "orders")
+        if self._state.evaluating >= 0:
+            self._event("eval-repeated", f"the evaluation at version {self._state.evaluating} was cut off")
+            if self._state.phase == "running":
+                self.ctx.spawn(self._evaluate(), name="evaluate-again")
+
+    # -- start
+
+    async def _start_run(self) -> None:
+        """Restore knobs, bring one engine to the trainer's version, evaluate once, let the leader go."""
+        try:
+            async with asyncio.timeout(self._options.start_timeout_s):
+                await self._trainer_is_up.wait()
+                await self._restore_knobs()
+                while self._state.phase == "starting" and self._options.has_engines and not self._adoption.serving:
+                    self._changed.clear()
+                    await self.fleet.adopt()
+                    if not self._adoption.serving:
+                        await self._changed.wait()
+        except TimeoutError as err:
+            missing = "trainer/0" if not self._trainer_is_up.is_set() else "any rollout actor with a serving engine"
+            raise LaunchError(
+                f"{missing} was not ready within {self._options.start_timeout_s:g} s",
+                remedy="see its log; a model that does not load or a missing package is the usual cause",
+            ) from err
+        self.meter.switch("wait-data", "orders")
+        if self._options.eval_at_start:
+            await self._evaluate()
+        self._wall.start()
+        if self._state.phase == "starting":
+            await self._move("running")
+            self._rein.let_go()
+
+    async def _restore_knobs(self) -> None:
+        """Before any engine has weights and draws; with the first of them, which says what knobs such actors have."""
+        is_needed = self._options.has_engines or (self._restored is not None and self._restored.knobs)
+        while self._state.phase == "starting" and is_needed and not self.fleet.present:
+            self._changed.clear()
+            await self._changed.wait()
+        if self._state.phase == "starting" and not self._state.has_restored:
+            await restore(self.conductor, self._restored, self._state.version, self._event)
+            self._state.has_restored = True
+            await self._keep()
+
+    def _version(self) -> int:
+        return self._state.known_version
+
+    # -- weights
+
+    async def _adopt_forever(self) -> None:
+        while self._state.phase in ("running", "draining"):
+            self._changed.clear()  # before: what happens meanwhile is looked at again
+            await self.fleet.adopt()
+            if self._state.leader_reason is not None:
+                await self._end(self._state.leader_reason)
+                return
+            await self._changed.wait()
+
+    # -- told by others
+
+    async def rollout_ready(self, status: EngineStatus, epoch: int) -> None:
+        await self.fleet.ready(status, epoch)
+        self._return.heard(status.rollout)
+
+    async def trainer_ready(
+        self,
+        version: int,
+        manifest: WeightManifest | None,
+        facts: dict[str, str],
+        live: LiveKnobs | None = None,
+        is_leading: bool = False,
+    ) -> None:
+        reached("coordinator.ready")
+        if self._state.phase == "starting":
+            self._state.version, self._restored = version, live
+            self._event("trainer-ready", f"version {version}", **facts)
+        elif is_leading:
+            self._state.version = max(self._state.version, version)
+            self._event("trainer-ready", f"goes on from version {version}")
+            await self._rein.tell_stop()
+        else:
+            await self._rewind(version)
+        if manifest is not None:
+            self.fleet.offered(manifest)
+        await self._keep()
+        self._trainer_is_up.set()
+        self._return.heard("trainer/0")
+        self._changed.set()
+        if self._state.phase == "running" and not is_leading:
+            self._rein.let_go()
+
+    async def _rewind(self, version: int) -> None:
+        """The gang was started anew in mid-run, and stands where its newest checkpoint was written. Engines go on with
+        what they have, until they adopt a version that was published since."""
+        before, self._state.version = self._state.version, version
+        self.fleet.rewound()
+        self.conductor.rewound(before, version)
+        self.evaluator.rewound()
+        is_back = version != before or self._trainer_is_up.is_set()
+        self._event(
+            "trainer-restarted" if is_back else "trainer-ready", f"goes on from version {version}, had come to {before}"
+        )
+
+    async def version_made(self, manifest: WeightManifest | None, report: StepReport) -> None:
+        reached("coordinator.version_made")
+        before = self._state.version
+        self._state.version = max(before, report.version)
+        if manifest is not None:
+            self.fleet.offered(manifest)
+        self._changed.set()
+        if report.version <= before:
+            return  # told again, since it was not heard whether it arrived
+        if self.conductor.version_made(before, report.version):
+            await self._keep()  # what is in force stays so when the trainer is thrown back
+        self.conduct.version_made(report.version)
+        every = self._live.eval_every
+        if every and report.version % every == 0 and report.version != self._num_steps():
+            self.ctx.spawn(self._evaluate(), name=f"evaluate-{report.version}")
+
+    def _num_steps(self) -> int:
+        """The trainer's own knob, as it was decided last."""
+        return int(self.conductor.newest("num_steps", self._options.num_steps))
+
+    async def trainer_finished(self, version: int, reason: str) -> None:
+        self._state.leader_reason = reason
+        await self._keep()
+        self._changed.set()
+
+    async def actor_failed(self, name: str, error: str) -> None:
+        self._state.error = self._state.error or f"{name}: {error}"
+        self._state.reason = self._state.error
+        if not self._state.is_over:
+            await self._move("failed")
+        self._changed.set()
+
+    async def stop(self, reason: str) -> None:
+        self._state.reason = self._state.reason or reason
+        if self._state.phase == "starting":
+            self._state.leader_reason = reason
+            await self._move("draining")
+            self._changed.set()
+        elif not self._state.is_over:
+            self._state.stop_reason = self._state.stop_reason or reason
+            await self._keep()
+            await self._rein.tell_stop()
+
+    # -- evaluation
+
+    async def _evaluate(self) -> None:
+        result = await self.evaluator.attempt()
+        if result is not None:
+            await self._mind_reward(result.mean_reward)
+
+    async def _evaluate_now(self) -> float:
+        reward = (await self.evaluator.evaluate()).mean_reward
+        await self._mind_reward(reward)
+        return reward
+
+    async def _mind_reward(self, reward: float) -> None:
+        target = self._live.stop_reward
+        if target and reward >= target and self._state.phase == "running":
+            await self.stop(f"held-out reward {reward:.3f} reached run.stop_reward = {target:g}")
+
+    # -- knobs
+
+    async def _owner_is_broken(self, owner: str, why: str) -> None:
+        if owner.startswith("rollout/"):
+            await self._adopter.fence(owner, why)
+        else:
+            await self.actor_failed(owner, why)
+
+    # -- the end
+
+    async def _end(self, reason: str) -> None:
+        if self._state.phase == "running":
+            await self._move("draining")
+        self._state.reason = self._state.reason or reason
+        await self.fleet.adopt()
+        await self._evaluate()
+        if self._state.phase == "draining":
+            await self._move("finished")
+
+    async def _move(self, phase: RunPhase) -> None:
+        """Told to nobody before it is kept."""
+        before = self._state.phase
+        self._state.move(phase)
+        await self._keep()
+        self._event("phase", f"{before} -> {phase}")
+        if phase == "finished":
+            self._event("run-ended", self._state.reason)
+        elif phase == "failed":
+            self._event("run-failed", self._state.error)
+
+    async def status(self) -> RunStatus:
+        engines = tuple(self.fleet.present.values())
+        return self._state.status(self._options.name, self._num_steps(), engines, self.conduct.paused)
+
+    def _event(self, kind: str, text: str, **data: str) -> None:
+        self.ctx.log.info("%s: %s", kind, text)
+        self._telemetry.event(kind, text, **data)

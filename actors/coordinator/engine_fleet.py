@@ -1,0 +1,103 @@
+"""The engines of a run as the coordinator knows them: who reported in, what each serves, who is behind after a rewind.
+
+Part of the coordinator. Which engine adopts what and when is judged in `adoption`, and done by `adopter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from ...core.actor import PeerEvent
+from ...core.chaos import reached
+from ...core.messages import EngineStatus, WeightManifest
+from .adopter import Adopter
+from .adoption import Adoption
+from .knob_conductor import KnobConductor
+from .run_state import RunState
+
+
+class EngineFleet:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        state: RunState,
+        adoption: Adoption,
+        *,
+        serves: bool,
+        keep: Callable[[], Awaitable[None]],
+        tell: Callable[[str, str], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        """`serves` False: the rollout actors have no engines. `keep`: puts `state` into the journal; `tell`: an event,
+        its kind and text; `on_change`: there may be something to adopt. `conductor` and `adopter` are set later."""
+        self.conductor: KnobConductor
+        self.adopter: Adopter
+        self.present: dict[str, EngineStatus] = {}
+        """Rollout actors that reported in to this incarnation, and how they stood."""
+        self._state = state
+        self._adoption = adoption
+        self._serves = serves
+        self._keep = keep
+        self._tell = tell
+        self._on_change = on_change
+
+    async def ready(self, status: EngineStatus, epoch: int) -> None:
+        """An actor reports in; with a version if an earlier incarnation had it serve one."""
+        reached("coordinator.ready")
+        name = status.rollout
+        await self.conductor.until_decided()
+        self.present[name] = status  # from here on it is asked about every change
+        await self.conductor.joined(name)
+        if self._serves:
+            self._adoption.joined(name, epoch, status.version)
+            self.adopter.look_again()
+        if name not in self._state.engines:
+            self._state.engines.add(name)
+            await self._keep()
+        self._tell("engine-joined", f"{name} (epoch {epoch})")
+        self._on_change()
+
+    async def leaving(self, rollout: str, reason: str) -> None:
+        """It ends on purpose."""
+        if rollout in self._state.engines:
+            self._state.engines.discard(rollout)
+            await self._keep()
+        if self.present.pop(rollout, None) is not None:
+            self._adoption.gone(rollout, self._adoption.epoch_of(rollout))
+            self._tell("engine-left", f"{rollout}: {reason}")
+            self._on_change()
+
+    def gone(self, event: PeerEvent) -> None:
+        """An incarnation of one ended."""
+        if event.name in self.present:
+            self._tell("engine-gone", f"{event.name} (epoch {event.epoch}): {event.reason}")
+            self._adoption.gone(event.name, event.epoch)
+            self.present.pop(event.name, None)
+            self._on_change()
+
+    def lost(self, rollout: str, epoch: int) -> None:
+        """It is well, but its weights left the device."""
+        self._adoption.lost(rollout, epoch)
+
+    def offered(self, manifest: WeightManifest) -> None:
+        """A version can be read (again)."""
+        self._adoption.published(manifest)
+        self._on_change()
+
+    def rewound(self) -> None:
+        """The trainer goes on from an older version; numbers above it come again and mean other weights."""
+        self._state.has_stale_engines = self._serves
+        self._adoption.rewound()
+
+    def adopted(self, name: str, version: int) -> None:
+        """It serves that version now."""
+        if name in self.present:
+            self.present[name] = EngineStatus(rollout=name, version=version, running=0, waiting=0)
+
+    async def adopt(self) -> None:
+        """Bring everybody to the newest version."""
+        await self.adopter.adopt_pending()
+        if self._state.has_stale_engines and set(self._adoption.serving) <= set(self._adoption.engines_at(None)):
+            self._state.has_stale_engines = False
+            await self._keep()

@@ -1,0 +1,136 @@
+"""Held-out reward beside training, and canary answers for the trainer's comparison. Part of the coordinator.
+
+Knows contracts; an engine answers, the buffer has the prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from ...core.activity import ActivityMeter, TelemetryBuffer
+from ...core.actor import ActorContext
+from ...core.errors import ConfigError, EngineError, MyxaError
+from ...core.messages import CanaryAnswers, EvalRequest, EvalResult
+from ...core.patience import until_answered
+from ..contracts.roles import DataContract, RolloutContract
+from .adopter import Adopter
+from .adoption import Adoption
+from .knobs import LiveOptions
+from .options import CoordinatorOptions
+from .run_state import RunState
+
+
+class Evaluator:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        ctx: ActorContext,
+        options: CoordinatorOptions,
+        live: LiveOptions,
+        adoption: Adoption,
+        adopter: Adopter,
+        meter: ActivityMeter,
+        telemetry: TelemetryBuffer,
+        state: RunState,
+        keep: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`keep`: puts `state` into the journal, where an evaluation that is cut off is found."""
+        self._ctx = ctx
+        self._options = options
+        self._live = live
+        self._adoption = adoption
+        self._adopter = adopter
+        self._meter = meter
+        self._telemetry = telemetry
+        self._turn = asyncio.Lock()
+        self._asked: dict[str, int] = {}
+        """Rollout actor -> version at which the canary was last put to it."""
+        self._state = state
+        self._keep = keep
+        self._rewound = asyncio.Event()
+
+    async def attempt(self) -> EvalResult | None:
+        """If there is something to evaluate on; a failure is told, not fatal."""
+        if not self._live.eval_prompts or not (self._options.takes_turns or self._adoption.serving):
+            return None
+        try:
+            return await self.evaluate()
+        except MyxaError as err:
+            self._telemetry.event("eval-failed", str(err))
+            self._ctx.log.exception("evaluation")
+            return None
+
+    async def evaluate(self) -> EvalResult:
+        """On the engine that serves the newest version; one at a time. Raises ConfigError without held-out prompts,
+        EngineError and CallError when no engine answers."""
+        live = self._live
+        if not live.eval_prompts:
+            raise ConfigError("this run has no held-out prompts", remedy="name them in the run file as eval.data")
+        async with self._turn:
+            self._state.evaluating = self._state.known_version
+            await self._keep()
+            try:
+                with self._meter.during("wait-data", "evaluation"):
+                    result = await self._ask(live)
+                self._state.eval_reward = result.mean_reward
+            finally:
+                self._state.evaluating = -1
+            await self._keep()
+        self._telemetry.metric(result.newest_version, {"eval/reward": result.mean_reward})
+        text = (
+            f"held-out reward {result.mean_reward:.3f} over {result.num_samples} samples "
+            f"(versions {result.oldest_version} to {result.newest_version})"
+        )
+        self._ctx.log.info("eval: %s", text)
+        self._telemetry.event("eval", text)
+        return result
+
+    async def _ask(self, live: LiveOptions) -> EvalResult:
+        buffer = self._ctx.ref(DataContract, "buffer")
+        ready = await self._adopter.engines_at(None)
+        name = max(ready, key=lambda n: self._adoption.serving.get(n, -1))
+        prompts = await until_answered(
+            lambda: buffer.eval_prompts(live.eval_prompts), who="buffer", clock=self._ctx.clock, log=self._ctx.log
+        )
+        request = EvalRequest(prompts=prompts, num_samples=live.eval_samples, sampling=live.eval_sampling)
+        return await self._ctx.ref(RolloutContract, name).evaluate(request)
+
+    def rewound(self) -> None:
+        """The trainer goes on from an older version: nobody comes to those it had made since."""
+        self._rewound.set()
+        self._rewound = asyncio.Event()
+
+    async def canary(self, version: int) -> CanaryAnswers:
+        """The canary prompts, answered by an engine that serves `version`; a second one is asked if the first fails."""
+        prompts = await self._ctx.ref(DataContract, "buffer").canary_prompts(self._options.canary_prompts)
+        request = EvalRequest(prompts=prompts, num_samples=1, sampling=self._options.canary_sampling)
+        try:
+            return await self._ask_canary(version, request)
+        except MyxaError as err:
+            self._ctx.log.warning("canary of version %d: %s; another engine is asked", version, err)
+        return await self._ask_canary(version, request)
+
+    async def _ask_canary(self, version: int, request: EvalRequest) -> CanaryAnswers:
+        ready = await self._engines_at(version)
+        name = min(ready, key=lambda n: (self._asked.get(n, -1), n))
+        self._asked[name] = version
+        return await self._ctx.ref(RolloutContract, name).answer(request)
+
+    async def _engines_at(self, version: int) -> list[str]:
+        """As the adopter's; ends at once when the version will not come any more."""
+        loop = asyncio.get_running_loop()  # not the actor's scope: an engine that does not come fails the caller only
+        undone = loop.create_task(self._rewound.wait())
+        ready = loop.create_task(self._adopter.engines_at(version))
+        try:
+            await asyncio.wait((undone, ready), return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                return ready.result()
+            raise EngineError(
+                f"version {version} was undone: the trainer went on from an older one",
+                remedy="ask for one that it made since",
+            )
+        finally:
+            undone.cancel()
+            ready.cancel()

@@ -1,0 +1,171 @@
+"""What a coordinator that is started anew must know and nobody else can tell it: a small file in the run directory.
+
+    coordinator.journal     digest of the rest, end of line, one JSON record
+
+The file is replaced as a whole and made durable before anybody is told what it says. All else (where the trainer
+stands, what engines serve) actors tell the new coordinator themselves. A journal of an earlier launch in the same
+directory is not used. Knows files and records; must not know messages or what its owner does with them.
+
+Written by hand: `sqlitedict` or `diskcache` keep a database, where one record that is replaced is all that is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from ...core.errors import ConfigError, LedgerError
+from ...core.knobs import AuditRecord, LiveKnob
+from ...core.messages import Record, RunPhase
+from ..own_thread import in_own_thread
+from .knob_decisions import Decided
+from .knob_expiry import Expiry
+
+JOURNAL_FILE = "coordinator.journal"
+MAX_BYTES = 64 << 20
+_DIGEST_BYTES = 32
+
+
+class RunKept(Record, frozen=True):
+    """Where the run stands."""
+
+    phase: RunPhase = "starting"
+    version: int = -1
+    """Newest version that was known when this was written; the trainer tells better."""
+    started_wall_s: float = 0.0
+    """When the leader was let go for the first time; 0: it was not yet."""
+    error: str = ""
+    reason: str = ""
+    leader_reason: str | None = None
+    """Why the leader's loop ended, once it has."""
+    stop_reason: str = ""
+    """Why the leader was told to end; empty: it was not."""
+    eval_reward: float | None = None
+    """Of the newest evaluation."""
+    evaluating: int = -1
+    """Version at which an evaluation began that is not through; -1: none."""
+    engines: tuple[str, ...] = ()
+    """Rollout actors that had reported in."""
+    has_restored: bool = False
+    """Knobs of the checkpoint that the run goes on from are among the decisions."""
+    has_stale_engines: bool = False
+    """The trainer went on from an older version, and engines may still serve numbers that were undone."""
+
+
+class PauseKept(Record, frozen=True):
+    """What an operator asked the buffer to hold back; see `BufferContract.set_paused`."""
+
+    is_paused: bool = False
+    until_step: int | None = None
+    reason: str = ""
+
+
+class KnobsKept(Record, frozen=True):
+    """Decisions about knobs."""
+
+    asked: int = 0
+    """Newest epoch that owners may have been asked about."""
+    undecided: str = ""
+    """In words, what they were asked about while it was open; empty: nothing is open."""
+    epoch: int = 0
+    """Of the newest change that was decided."""
+    past: tuple[Decided, ...] = ()
+    live: tuple[LiveKnob, ...] = ()
+    reverts: tuple[Expiry, ...] = ()
+    """`due_s` is wall time here."""
+    record: AuditRecord | None = None
+    """Of the newest decision: it may not have come into the audit log any more."""
+
+
+class Kept(Record, frozen=True):
+    """All of it."""
+
+    launch: str
+    """Names the launcher of this run: another one's journal is no word of this run."""
+    run: RunKept = RunKept()
+    pause: PauseKept = PauseKept()
+    knobs: KnobsKept = KnobsKept()
+
+
+class CoordinatorJournal:
+    """See the module's head. Cheap to make; holds nothing open."""
+
+    def __init__(self, path: Path, launch: str) -> None:
+        self.path = path
+        self.launch = launch
+        self.make: Callable[[], Kept] = lambda: Kept(launch=launch)
+        """What is to be kept now; set by the owner."""
+        self._turn = asyncio.Lock()
+
+    def load(self) -> tuple[Kept | None, str]:
+        """What an earlier incarnation kept, or None and why there is nothing (empty for a first start). Blocking.
+
+        Raises ConfigError, since nothing that is tried again mends it, for a file that is not as it was written.
+        """
+        try:
+            data = _read(self.path)
+        except FileNotFoundError:
+            return None, ""
+        except OSError as error:
+            raise self._damage(error.strerror or str(error)) from error
+        digest, _, body = data.partition(b"\n")
+        if digest != _digest(body):
+            raise self._damage("its digest does not fit")
+        try:
+            kept = msgspec.json.decode(body, type=Kept)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise self._damage(str(error)) from error
+        if kept.launch != self.launch:
+            return None, f"{self.path} was written under another launcher: it is not used"
+        return kept, ""
+
+    async def keep(self) -> None:
+        """What `make` gives is durable once this returns. Raises LedgerError when it cannot be written; then the file
+        is as it was."""
+        async with self._turn:
+            body = msgspec.json.encode(self.make())
+            try:
+                await in_own_thread(lambda: _replace(self.path, _digest(body) + b"\n" + body), "journal")
+            except OSError as error:
+                raise LedgerError(
+                    f"{self.path}: {error.strerror or error}", remedy="check disk and rights of the run directory"
+                ) from error
+
+    def _damage(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"{self.path} cannot be used: {what}",
+            remedy="the run cannot go on without it; `myxa resume` goes on from the last checkpoint",
+        )
+
+
+def _digest(body: bytes) -> bytes:
+    return blake2b(body, digest_size=_DIGEST_BYTES).hexdigest().encode()
+
+
+def _read(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError(0, "it is no file")
+        if facts.st_size > MAX_BYTES:
+            raise OSError(0, f"{facts.st_size} bytes are more than any journal has")
+        return file.read(MAX_BYTES)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """The file has the old content or the new one, whatever happens."""
+    beside = path.with_name(f".{path.name}.new")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(descriptor)
+    beside.replace(path)
+    # The folder is not synced: after a crash of the whole machine the journal is of an earlier launch.

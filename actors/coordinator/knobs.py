@@ -1,0 +1,156 @@
+"""Live knobs of the coordinator: when to evaluate and on how much, and what ends the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from ...core.knobs import KnobValue, Tunable
+from ...core.messages import SamplingParams
+from ..knobs.owner import Knob
+from .adoption import Adoption
+from .options import CoordinatorOptions
+
+COORDINATOR_TUNABLES: tuple[Tunable, ...] = (
+    Tunable(
+        name="eval_every",
+        kind="int",
+        boundary="now",
+        owner="coordinator",
+        key="eval.every",
+        unit="steps",
+        low=0,
+        help="Training steps between evaluations; 0: none.",
+    ),
+    Tunable(
+        name="eval_prompts",
+        kind="int",
+        boundary="now",
+        owner="coordinator",
+        key="eval.num_prompts",
+        unit="prompts",
+        low=1,
+        help="Held-out prompts of one evaluation.",
+    ),
+    Tunable(
+        name="eval_samples",
+        kind="int",
+        boundary="now",
+        owner="coordinator",
+        key="eval.num_samples",
+        unit="answers",
+        low=1,
+        high=1024,
+        help="Answers per held-out prompt.",
+    ),
+    Tunable(
+        name="eval_temperature",
+        kind="float",
+        boundary="now",
+        owner="coordinator",
+        key="eval.temperature",
+        low=0,
+        high=10,
+        help="Sampling temperature of evaluations; 0: greedy.",
+    ),
+    Tunable(
+        name="stop_reward",
+        kind="float",
+        boundary="now",
+        owner="coordinator",
+        key="run.stop_reward",
+        help="The run ends once an evaluation gives this mean reward; 0: it does not.",
+    ),
+    Tunable(
+        name="max_wall_s",
+        kind="float",
+        boundary="now",
+        owner="coordinator",
+        key="run.max_wall_s",
+        unit="s",
+        low=0,
+        help="The run ends after so much time; 0: it does not.",
+    ),
+    Tunable(
+        name="adopt_at_once",
+        kind="int",
+        boundary="now",
+        owner="coordinator",
+        key="weights.adopt_at_once",
+        unit="engines",
+        low=1,
+        help="Engines that bring a new weight version in at the same time; those that do already are left to it.",
+    ),
+)
+
+
+@dataclass(slots=True)
+class LiveOptions:
+    """What the coordinator uses now."""
+
+    eval_every: int
+    eval_prompts: int
+    """0: there is no evaluation set."""
+    eval_samples: int
+    eval_sampling: SamplingParams
+    stop_reward: float
+    max_wall_s: float
+
+    @classmethod
+    def of(cls, options: CoordinatorOptions) -> LiveOptions:
+        """As the run file says."""
+        return cls(
+            eval_every=options.eval_every,
+            eval_prompts=options.eval_prompts,
+            eval_samples=options.eval_samples,
+            eval_sampling=options.eval_sampling,
+            stop_reward=options.stop_reward,
+            max_wall_s=options.max_wall_s,
+        )
+
+    @property
+    def eval_temperature(self) -> float:
+        return self.eval_sampling.temperature
+
+    @eval_temperature.setter
+    def eval_temperature(self, value: float) -> None:
+        self.eval_sampling = msgspec.structs.replace(self.eval_sampling, temperature=value)
+
+
+def coordinator_knobs(
+    live: LiveOptions, *, age_s: Callable[[], float], on_wall_clock: Callable[[], None], adoption: Adoption
+) -> tuple[Knob, ...]:
+    """`age_s`: for how long the run has trained. `on_wall_clock`: called when its end by time was moved. `adoption`
+    keeps the number of engines that adopt at once."""
+    has_eval = live.eval_prompts > 0
+
+    def judge(name: str) -> Callable[[KnobValue], str] | None:
+        if name == "max_wall_s":
+            return lambda value: _judge_end(float(value), age_s())
+        if not has_eval and name in ("eval_every", "eval_prompts", "eval_samples", "eval_temperature", "stop_reward"):
+            return lambda _: f"{name}: this run has no held-out prompts; eval.data in the run file names them"
+        return None
+
+    def held(name: str) -> tuple[object, str]:
+        return (adoption, "at_once") if name == "adopt_at_once" else (live, name)
+
+    def use(name: str) -> Callable[[KnobValue], None]:
+        def put(value: KnobValue) -> None:
+            setattr(*held(name), value)
+            if name == "max_wall_s":
+                on_wall_clock()
+
+        return put
+
+    def read(name: str) -> Callable[[], KnobValue]:
+        return lambda: getattr(*held(name))
+
+    return tuple(Knob(t, read(t.name), use(t.name), judge(t.name)) for t in COORDINATOR_TUNABLES)
+
+
+def _judge_end(max_wall_s: float, age_s: float) -> str:
+    if 0 < max_wall_s <= age_s:
+        return f"max_wall_s = {max_wall_s:g}: the run is {age_s:.0f} s old and would end at once; `myxa down` ends it"
+    return ""

@@ -1,0 +1,240 @@
+"""The ledger's SQLite file: schema, identity, one writer, invariants. Knows rows; knows no rules of the run.
+
+Crash safety: WAL with synchronous=NORMAL survives the death of the process at any moment; a power cut may lose the
+newest transactions, never the order of the older ones. The file must lie on a local disk (WAL needs shared memory).
+Hand-written over the standard library's sqlite3: SQLAlchemy was considered and adds a layer to four statements.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field, fields
+from pathlib import Path
+from typing import IO, Any
+
+from ...core.errors import LedgerError
+from .states import AT_REST, REWIND, TRANSITIONS, Row, State
+
+FORMAT = "1"
+
+LIVE = "live/"
+"""Prefix of the keys of settings that were changed while the run went on."""
+
+_COLUMNS = tuple(f.name for f in fields(Row))
+_SCHEMA = f"""
+CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE groups(
+  {", ".join(f"{name} {'INTEGER PRIMARY KEY' if name == 'group_id' else 'NOT NULL'}" for name in _COLUMNS)});
+CREATE INDEX groups_by_state ON groups(state, step);
+CREATE TABLE payloads(group_id INTEGER PRIMARY KEY, is_whole INTEGER NOT NULL, data BLOB NOT NULL);
+CREATE TABLE transitions(
+  seq INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, from_state TEXT NOT NULL, to_state TEXT NOT NULL,
+  attempt INTEGER NOT NULL, wall_s REAL NOT NULL, detail TEXT NOT NULL);
+CREATE INDEX transitions_by_group ON transitions(group_id, seq);
+"""
+_TERMS = "CREATE TABLE IF NOT EXISTS terms(id INTEGER PRIMARY KEY, data TEXT NOT NULL UNIQUE)"
+
+_INVARIANTS: tuple[tuple[str, str], ...] = (
+    ("is at rest in a passing state", f"state NOT IN ({', '.join(repr(str(s)) for s in sorted(AT_REST))})"),
+    (
+        "has no whole payload",
+        "state IN ('READY', 'CLAIMED', 'TRAINED') AND group_id NOT IN (SELECT group_id FROM payloads WHERE is_whole)",
+    ),
+    ("has a step although it was not claimed", "step >= 0 AND state NOT IN ('CLAIMED', 'TRAINED', 'DURABLE')"),
+    ("has no step although it was claimed", "step < 0 AND state IN ('CLAIMED', 'TRAINED', 'DURABLE')"),
+    ("is dropped without a reason, or has one and is not dropped", "(state = 'DROPPED') != (reason != '')"),
+    ("was dispatched by nobody", "attempt < 1 AND reason != 'quarantined'"),
+    (
+        "is durable without a checkpoint that covers it",
+        "state = 'DURABLE' AND step >= (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'durable_version')",
+    ),
+    (
+        "repeats a draw that was not dropped",
+        "redraw_of >= 0 AND (redraw_of, draw) NOT IN (SELECT group_id, draw FROM groups WHERE state = 'DROPPED')",
+    ),
+    ("was dispatched under unknown terms", "terms != 0 AND terms NOT IN (SELECT id FROM terms)"),
+    (
+        "is in another state than its last transition says",
+        "state IS NOT (SELECT to_state FROM transitions WHERE group_id = groups.group_id ORDER BY seq DESC LIMIT 1)",
+    ),
+)
+
+
+@dataclass(slots=True)
+class Change:
+    """What one transaction writes."""
+
+    rows: dict[int, Row] = field(default_factory=dict[int, Row])
+    transitions: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+    payloads: list[tuple[int, bool, bytes]] = field(default_factory=list[tuple[int, bool, bytes]])
+    freed: list[tuple[int]] = field(default_factory=list[tuple[int]])
+    meta: dict[str, str] = field(default_factory=dict[str, str])
+
+
+class LedgerFile:
+    """An open, locked ledger. All failures of SQLite become LedgerError with the path."""
+
+    def __init__(self, path: Path, identity: dict[str, str]) -> None:
+        """Open or create. Raises LedgerError if it is in use, damaged, of another format, run or dataset."""
+        self.path = path
+        self.is_broken = False
+        """A write failed; what was promised before it holds, but nothing more can be promised."""
+        self._lock = lock_ledger(path)
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._prepare(identity)
+        except sqlite3.Error as error:
+            self._lock.close()
+            raise LedgerError(f"{path} cannot be used as a ledger: {error}", remedy="is it another file?") from error
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def close(self) -> None:
+        """Release file and lock; never raises."""
+        self._db.close()
+        self._lock.close()
+
+    def _prepare(self, identity: dict[str, str]) -> None:
+        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000"):
+            self._db.execute(f"PRAGMA {pragma}")
+        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+            if self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
+                raise LedgerError(f"{self.path} is a database of something else", remedy="name another ledger file")
+            names = {"format": FORMAT, "base_version": "0", "durable_version": "0", "payload_floor": "0"} | identity
+            self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA}")
+            self._db.executemany("INSERT INTO meta VALUES (?, ?)", names.items())
+            self._db.execute(_TERMS)
+            self._db.execute("COMMIT")
+            return
+        known = self.meta()
+        for key, wanted in {"format": FORMAT, **identity}.items():
+            if known.get(key) != wanted:
+                raise LedgerError(
+                    f"{self.path} belongs to another {key}: {known.get(key)!r}, this run has {wanted!r}",
+                    remedy="resume with the run's own files, or start a run with an empty directory",
+                )
+        self._db.execute(_TERMS)  # ledgers from before there were terms
+        if "terms" not in {column[1] for column in self._db.execute("PRAGMA table_info(groups)")}:
+            self._db.execute("ALTER TABLE groups ADD COLUMN terms NOT NULL DEFAULT 0")
+
+    # ---- reading
+
+    def query(self, sql: str, *args: Any) -> list[tuple[Any, ...]]:
+        """Rows of a SELECT."""
+        try:
+            return self._db.execute(sql, args).fetchall()
+        except sqlite3.Error as error:
+            raise LedgerError(f"{self.path} cannot be read: {error}") from error
+
+    def meta(self) -> dict[str, str]:
+        """The run's identity and marks."""
+        return dict(self.query("SELECT key, value FROM meta"))
+
+    def rows(self, where: str, *args: Any) -> list[Row]:
+        """Groups in order of id."""
+        found = self.query(f"SELECT {', '.join(_COLUMNS)} FROM groups WHERE {where} ORDER BY group_id", *args)
+        return [_row(dict(zip(_COLUMNS, values, strict=True))) for values in found]
+
+    def terms(self) -> dict[int, str]:
+        """All terms by number."""
+        return dict(self.query("SELECT id, data FROM terms"))
+
+    def add_terms(self, data: str) -> int:
+        """The number of these terms, new or known. Raises LedgerError if the file cannot be written."""
+        try:
+            self._db.execute("INSERT OR IGNORE INTO terms(data) VALUES (?)", (data,))
+        except sqlite3.Error as error:
+            self.is_broken = True
+            raise self._unwritable(error) from error
+        return int(self.query("SELECT id FROM terms WHERE data = ?", data)[0][0])
+
+    def payload(self, group_id: int) -> tuple[bool, bytes] | None:
+        """(is it a whole group, bytes), or None."""
+        found = self.query("SELECT is_whole, data FROM payloads WHERE group_id = ?", group_id)
+        return (bool(found[0][0]), found[0][1]) if found else None
+
+    # ---- writing
+
+    def commit(self, change: Change) -> None:
+        """Write all of it or nothing. Raises LedgerError, and then nothing is written."""
+        row_marks = ", ".join("?" * len(_COLUMNS))
+        batches: tuple[tuple[str, Sequence[Any]], ...] = (
+            (f"INSERT OR REPLACE INTO groups VALUES ({row_marks})", [astuple(r) for r in change.rows.values()]),
+            ("INSERT INTO transitions VALUES (NULL, ?, ?, ?, ?, ?, ?)", change.transitions),
+            ("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", change.payloads),
+            ("DELETE FROM payloads WHERE group_id = ?", change.freed),
+            ("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(change.meta.items())),
+        )
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                for sql, values in batches:
+                    if values:
+                        self._db.executemany(sql, values)
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            self.is_broken = True
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: sqlite3.Error) -> LedgerError:
+        return LedgerError(
+            f"{self.path} cannot be written: {error}", remedy="is the disk full or the file system read-only?"
+        )
+
+    # ---- checking
+
+    def check(self) -> None:
+        """Raise LedgerError naming the first broken invariant and a group that breaks it."""
+        for text, where in _INVARIANTS:
+            self._forbid(text, f"SELECT group_id, state FROM groups WHERE {where} LIMIT 1")
+        self._forbid(
+            "has a gap in its transitions",
+            "SELECT group_id, from_state FROM (SELECT group_id, from_state, LAG(to_state, 1, 'DRAWN') OVER "
+            "(PARTITION BY group_id ORDER BY seq) AS before FROM transitions) WHERE from_state != before LIMIT 1",
+        )
+        for source, target in self.query("SELECT DISTINCT from_state, to_state FROM transitions"):
+            if not any(target in table.get(State(source), ()) for table in (TRANSITIONS, REWIND)):
+                raise LedgerError(f"{self.path} is damaged: it records a transition from {source} to {target}")
+        self._forbid(
+            "repeats the same dropped group as another",
+            "SELECT redraw_of, 'redrawn' FROM groups WHERE redraw_of >= 0 GROUP BY redraw_of HAVING COUNT(*) > 1",
+        )
+        first, distinct, highest = self.query(
+            "SELECT SUM(redraw_of < 0), COUNT(DISTINCT draw), COALESCE(MAX(draw), -1) FROM groups"
+        )[0]
+        if not (first or 0) == distinct == highest + 1:
+            raise LedgerError(
+                f"{self.path} is damaged: draws up to {highest}, of which {distinct} are known and {first} drawn once"
+            )
+
+    def _forbid(self, text: str, sql: str) -> None:
+        broken = self.query(sql)
+        if broken:
+            group_id, state = broken[0]
+            raise LedgerError(f"{self.path} is damaged: group {group_id} ({state}) {text}")
+
+
+def lock_ledger(path: Path) -> IO[str]:
+    """Hold `<path>.lock` as long as the process lives: one writer, and a killed one leaves nothing behind."""
+    try:
+        handle = path.with_name(path.name + ".lock").open("w")
+    except OSError as error:
+        raise LedgerError(f"{path} cannot be opened: {error}", remedy="does the run directory exist?") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        handle.close()
+        raise LedgerError(f"{path} is in use by another process", remedy="end the other buffer first") from error
+    return handle
+
+
+def _row(values: dict[str, Any]) -> Row:
+    values["state"] = State(values["state"])
+    return Row(**values)

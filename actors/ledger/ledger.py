@@ -1,0 +1,381 @@
+"""The ledger: the only truth about where every drawn prompt is, from draw to durable checkpoint.
+
+Each verb is one transaction that walks groups along the transition table (`states.py`); a verb that breaks it
+raises LedgerError and changes nothing. Draw numbers, group ids, the next step and the newest version are derived from
+the rows. Groups that can still move are mirrored in memory; what is dropped or durable stays in the file alone.
+
+Knows rows and payload bytes. Must not know admission, messages, sockets, or what a sample is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ...core.errors import LedgerError
+from .file import LIVE, Change, LedgerFile
+from .states import LEFTOVER, OPEN, REDRAWN, REWIND, TRANSITIONS, Row, State, check_path
+from .tally import Tally
+
+_FINISH = (State.FINISHED, State.REWARDED, State.READY)
+_REFUSE = (State.FINISHED, State.REWARDED, State.DROPPED)
+
+
+class Ledger:
+    """An open ledger of one run over one dataset."""
+
+    def __init__(self, path: Path, *, run: str, fingerprint: str, wall: Callable[[], float]) -> None:
+        """Open or create the file, check it and requeue what was under way when the last buffer ended.
+
+        `run`: name of the run; `fingerprint`: of the prompt source; `wall`: seconds since the epoch, for the record.
+        Raises LedgerError if the file is in use, damaged, or of another run or dataset.
+        """
+        self._file = LedgerFile(path, {"run": run, "dataset": fingerprint})
+        try:
+            self._wall = wall
+            self._file.check()
+            self._load()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        """Release the file; never raises."""
+        self._file.close()
+
+    def _load(self) -> None:
+        meta = self._file.meta()
+        self._base = int(meta["base_version"])
+        self._durable = int(meta["durable_version"])
+        self._floor = int(meta["payload_floor"])
+        movable = self._file.rows("state NOT IN (?, ?)", State.DROPPED, State.DURABLE)
+        self._rows: dict[State, dict[int, Row]] = {state: {} for state in State}
+        for row in movable:
+            self._rows[row.state][row.group_id] = row
+        query = self._file.query
+        self._next_id, self._next_draw = query(
+            "SELECT COALESCE(MAX(group_id), -1) + 1, COALESCE(MAX(draw), -1) + 1 FROM groups"
+        )[0]
+        newest = query("SELECT COALESCE(MAX(step), -1) + 1 FROM groups WHERE state IN ('TRAINED', 'DURABLE')")[0][0]
+        claimed = query("SELECT COALESCE(MAX(step), -1) + 1 FROM groups WHERE state = 'CLAIMED'")[0][0]
+        self._newest = max(self._base, newest)
+        self._next_step = max(self._newest, claimed)
+        self._tally = Tally(query(Tally.SQL))
+        again = self._file.rows(
+            f"state = 'DROPPED' AND reason IN ({', '.join('?' * len(REDRAWN))}) "
+            "AND group_id NOT IN (SELECT redraw_of FROM groups)",
+            *sorted(REDRAWN),
+        )
+        self._redraws = {row.group_id: row.draw for row in again}
+        self._terms = self._file.terms()
+        change = Change()
+        for row in movable:
+            if row.state is State.DISPATCHED:
+                self._move(change, row, (State.REQUEUED,), detail="the buffer was restarted")
+        self._commit(change)
+
+    # ---- facts
+
+    @property
+    def next_group_id(self) -> int:
+        """Id of the next group."""
+        return self._next_id
+
+    @property
+    def next_draw(self) -> int:
+        """The cursor: the first draw of the prompt source that nobody got yet."""
+        return self._next_draw
+
+    @property
+    def next_step(self) -> int:
+        """The first step without a claim."""
+        return self._next_step
+
+    @property
+    def newest_version(self) -> int:
+        """The newest version that was trained."""
+        return self._newest
+
+    @property
+    def is_broken(self) -> bool:
+        """The file could not be written (disk full, read-only): the run cannot go on."""
+        return self._file.is_broken
+
+    @property
+    def tally(self) -> Tally:
+        """Counts by state and reason."""
+        return self._tally
+
+    def redraw(self, besides: Collection[int] = ()) -> tuple[int, int] | None:
+        """(dropped group, its draw number) of the first prompt that is to be drawn once more, `besides` left out."""
+        return next((item for item in self._redraws.items() if item[0] not in besides), None)
+
+    def find(self, group_id: int) -> Row | None:
+        """Where a group is; None if it was never drawn."""
+        for rows in self._rows.values():
+            if group_id in rows:
+                return rows[group_id]
+        if not 0 <= group_id < self._next_id:
+            return None
+        return next(iter(self._file.rows("group_id = ?", group_id)), None)
+
+    def given_up(self, reasons: Sequence[str]) -> list[tuple[int, str]]:
+        """(draw, reason) of all groups that were dropped for one of these reasons."""
+        marks = ", ".join("?" * len(reasons))
+        found = self._file.query(
+            f"SELECT draw, reason FROM groups WHERE state = 'DROPPED' AND reason IN ({marks}) ORDER BY group_id",
+            *reasons,
+        )
+        return [(int(draw), str(reason)) for draw, reason in found]
+
+    def rows(self, *states: State) -> list[Row]:
+        """Groups in these states (not DROPPED, not DURABLE), oldest first."""
+        found = (row for state in states for row in self._rows[state].values())
+        return sorted(found, key=lambda row: row.group_id)
+
+    def claim_of(self, step: int) -> list[Row]:
+        """Groups claimed for a step and not trained yet, oldest first."""
+        return [row for row in self.rows(State.CLAIMED) if row.step == step]
+
+    def line(self) -> list[Row]:
+        """What admission has to know after a restart: groups that are not dropped, from the oldest open one on."""
+        oldest = min((group_id for state in OPEN for group_id in self._rows[state]), default=None)
+        return [] if oldest is None else self._file.rows("group_id >= ? AND state != ?", oldest, State.DROPPED)
+
+    def payload(self, group_id: int) -> bytes | None:
+        """Bytes of a whole group (READY and later), else of its unfinished samples; None if there are none."""
+        found = self._file.payload(group_id)
+        return None if found is None else found[1]
+
+    def terms(self, number: int) -> str:
+        """Terms that groups were dispatched under (`Row.terms`); empty for 0."""
+        return self._terms.get(number, "")
+
+    def all_terms(self) -> tuple[str, ...]:
+        """Every terms that groups were dispatched under, also in a run that this one goes on from."""
+        return tuple(self._terms.values())
+
+    def number_terms(self, data: str) -> int:
+        """The number under which these terms are kept, for the rows of `dispatch`."""
+        number = next((known for known, text in reversed(self._terms.items()) if text == data), 0)
+        if not number:
+            number = self._file.add_terms(data)
+            self._terms[number] = data
+        return number
+
+    def recall(self, key: str) -> str:
+        """What was remembered under that key; empty if nothing was."""
+        return self._file.meta().get(LIVE + key, "")
+
+    def remember(self, key: str, value: str) -> None:
+        """Keep a setting for the next process of this run (not for a run that goes on from this one)."""
+        self._file.commit(Change(meta={LIVE + key: value}))
+
+    # ---- the life of a group
+
+    def dispatch(self, new: Sequence[Row] = (), again: Sequence[Row] = ()) -> None:
+        """Groups start: new draws (ids in sequence), and requeued ones. Attempts are counted here.
+
+        The given rows say `rollout`, `epoch` and `version` (lower bound of the oldest token); a new one that has a
+        reason is given up at once.
+        """
+        change = Change()
+        for offset, row in enumerate(new):
+            if row.group_id != self._next_id + offset:
+                raise LedgerError(f"group {row.group_id} is drawn, but the next id is {self._next_id + offset}")
+            if row.reason:
+                self._move(change, row, (State.DROPPED,))
+            else:
+                self._move(change, replace(row, attempt=1), (State.DISPATCHED,), detail=row.rollout)
+        for row in again:
+            at = self._get(row.group_id)
+            wanted = replace(at, rollout=row.rollout, epoch=row.epoch, version=row.version, attempt=at.attempt + 1)
+            self._move(change, wanted, (State.DISPATCHED,), detail=row.rollout)
+        self._commit(change)
+        for row in new:
+            self._redraws.pop(row.redraw_of, None)
+
+    def reattach(self, group_ids: Iterable[int]) -> None:
+        """The buffer was restarted, and the actors that had these groups still have them: the attempt goes on."""
+        change = Change()
+        for group_id in group_ids:
+            self._move(change, self._get(group_id), (State.DISPATCHED,), detail="still in hand")
+        self._commit(change)
+
+    def finish(self, group_id: int, payload: bytes, *, version: int, num_tokens: int) -> None:
+        """A whole group with rewards arrived and is kept. `version`: of its oldest token, -1 if no engine took part."""
+        change = Change()
+        change.payloads.append((group_id, True, payload))
+        self._move(change, replace(self._get(group_id), version=version, num_tokens=num_tokens), _FINISH)
+        self._commit(change)
+
+    def refuse(self, group_id: int, reason: str, *, detail: str, num_tokens: int) -> None:
+        """A whole group arrived and is not kept: filtered, or its samples are wrong."""
+        change = Change()
+        change.freed.append((group_id,))
+        row = replace(self._get(group_id), reason=_named(reason), num_tokens=num_tokens)
+        self._move(change, row, _REFUSE, detail=detail)
+        self._commit(change)
+
+    def drop(self, reasons: Iterable[tuple[int, str]], detail: str = "") -> None:
+        """Groups are given up unfinished or too old. Leftovers keep their payload: the run may be continued."""
+        change = Change()
+        for group_id, reason in reasons:
+            row = self._get(group_id)
+            if reason != LEFTOVER:
+                change.freed.append((group_id,))
+            self._move(change, replace(row, reason=_named(reason)), (State.DROPPED,), detail=detail)
+        self._commit(change)
+
+    def note_length(self, group_id: int, num_tokens: int) -> None:
+        """Length of a group that was dropped under way, learnt when it arrived too late; for the bias report."""
+        row = self.find(group_id)
+        if row is not None and row.state is State.DROPPED and row.num_tokens < 0:
+            change = Change()
+            change.rows[group_id] = replace(row, num_tokens=num_tokens)
+            self._commit(change)
+
+    def requeue(self, returned: Iterable[tuple[int, bytes | None, int]], detail: str) -> None:
+        """Groups go back: (group, unfinished samples or None to keep the ones known, version of the oldest token)."""
+        change = Change()
+        for group_id, partial, version in returned:
+            if partial is not None:
+                change.payloads.append((group_id, False, partial))
+            row = replace(self._get(group_id), rollout="", epoch=-1, version=version)
+            path = () if row.state is State.REQUEUED else (State.REQUEUED,)  # after a restart only the owner goes
+            self._move(change, row, path, detail=detail)
+        self._commit(change)
+
+    def save_partial(self, group_id: int, partial: bytes) -> None:
+        """Unfinished samples of a group that is under way, for whoever goes on with it should its actor die."""
+        self._file.commit(Change(payloads=[(group_id, False, partial)]))
+
+    def claim(self, step: int, group_ids: Sequence[int]) -> None:
+        """A batch is formed."""
+        if step != self._next_step:
+            raise LedgerError(f"step {step} is claimed, but the next step is {self._next_step}")
+        change = Change()
+        for group_id in group_ids:
+            self._move(change, replace(self._get(group_id), step=step), (State.CLAIMED,), detail=f"step {step}")
+        self._commit(change)
+        self._next_step = step + 1
+
+    def trained(self, step: int) -> bool:
+        """The batch of `step` was trained. False if that was known. Raises LedgerError if it was never claimed."""
+        if step < self._newest:
+            return False
+        if step != self._newest or step >= self._next_step:
+            raise LedgerError(
+                f"step {step} was trained, but claimed are {self._newest} to {self._next_step - 1}",
+                remedy="claim a step before training it; after a restart of the trainer call rewind",
+            )
+        change = Change()
+        for row in self.claim_of(step):
+            self._move(change, row, (State.TRAINED,), detail=f"version {step + 1}")
+        self._commit(change)
+        self._newest = step + 1
+        return True
+
+    def durable(self, version: int) -> int:
+        """A checkpoint covers version `version`. Returns how many groups became durable.
+
+        Payloads go one checkpoint later: the newest one may turn out to be damaged.
+        """
+        if version > self._newest:
+            raise LedgerError(f"a checkpoint of version {version} is reported, but the newest is {self._newest}")
+        if version <= self._durable:
+            return 0
+        change = Change(meta={"durable_version": str(version), "payload_floor": str(self._durable)})
+        for row in self.rows(State.TRAINED):
+            if row.step < version:
+                self._move(change, row, (State.DURABLE,), detail=f"checkpoint {version}")
+        covered = self._file.query("SELECT group_id FROM groups WHERE state = 'DURABLE' AND step < ?", self._durable)
+        change.freed.extend((group_id,) for (group_id,) in covered)
+        num_durable = len(change.rows)
+        self._commit(change)
+        self._floor, self._durable = self._durable, version
+        return num_durable
+
+    def rewind(self, version: int) -> int:
+        """Training goes on from `version`: what was trained after it is READY again. Returns how many groups that is.
+
+        Claims of earlier steps count as trained (the checkpoint holds them), a claim of step `version` stays, later
+        ones are dissolved. What was left over at an earlier end of the run comes back. Raises LedgerError if payloads
+        of groups trained after `version` are gone.
+        """
+        if version < self._floor:
+            raise LedgerError(
+                f"cannot go back to version {version}: groups trained up to version {self._floor} are given away",
+                remedy="resume from a newer checkpoint, or start a new run",
+            )
+        change = Change(meta={"base_version": str(version), "durable_version": str(min(self._durable, version))})
+        back = f"rewind to {version}"
+        for row in self._file.rows("state IN ('CLAIMED', 'TRAINED', 'DURABLE') OR reason = ?", LEFTOVER):
+            self._rewind_row(change, row, version, back)
+        num_ready = sum(row.state is State.READY for row in change.rows.values())
+        for row in [*self.rows(*OPEN), *change.rows.values()]:
+            if row.state in OPEN and row.version > version:  # stamps of versions that are undone
+                change.rows[row.group_id] = replace(row, version=version)
+        self._commit(change)
+        self._base = self._newest = version
+        self._durable = min(self._durable, version)
+        self._next_step = version + 1 if self.claim_of(version) else version
+        return num_ready
+
+    def _rewind_row(self, change: Change, row: Row, version: int, back: str) -> None:
+        if row.state is State.DROPPED:
+            found = self._file.payload(row.group_id)
+            to = State.READY if found is not None and found[0] else State.REQUEUED
+            self._move(change, replace(row, reason="", rollout="", epoch=-1), (to,), detail=back, table=REWIND)
+        elif row.state is State.CLAIMED and row.step < version:
+            self._move(change, row, (State.TRAINED,), detail=f"known from the checkpoint of {version}", table=REWIND)
+        elif row.step > version or (row.step == version and row.state is not State.CLAIMED):
+            self._move(change, replace(row, step=-1), (State.READY,), detail=back, table=REWIND)
+
+    # ---- inside
+
+    def _get(self, group_id: int) -> Row:
+        row = self.find(group_id)
+        if row is None:
+            raise LedgerError(f"group {group_id} was never drawn")
+        return row
+
+    def _move(
+        self,
+        change: Change,
+        row: Row,
+        path: tuple[State, ...],
+        detail: str = "",
+        table: Mapping[State, frozenset[State]] = TRANSITIONS,
+    ) -> None:
+        check_path(row, path, table)
+        now = self._wall()
+        at = row.state
+        for to in path:
+            change.transitions.append((row.group_id, at, to, row.attempt, now, detail))
+            at = to
+        change.rows[row.group_id] = replace(row, state=at)
+
+    def _commit(self, change: Change) -> None:
+        if not (change.rows or change.meta):
+            return
+        before = {group_id: self.find(group_id) for group_id in change.rows}
+        self._file.commit(change)
+        for group_id, row in change.rows.items():
+            self._mirror(before[group_id], row)
+
+    def _mirror(self, before: Row | None, row: Row) -> None:
+        self._tally.change(before, row)
+        if before is not None:
+            self._rows[before.state].pop(row.group_id, None)
+        if row.state not in (State.DROPPED, State.DURABLE):
+            self._rows[row.state][row.group_id] = row
+        if row.reason in REDRAWN and before is not None and not before.reason:
+            self._redraws[row.group_id] = row.draw
+        self._next_id = max(self._next_id, row.group_id + 1)
+        self._next_draw = max(self._next_draw, row.draw + 1)
+
+
+def _named(reason: str) -> str:
+    return reason or "unnamed"

@@ -1,0 +1,106 @@
+"""The life of a sample as a table: which state may follow which. Knows no file and no clock."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...algos.staleness import STALE, STALE_AFTER_RETUNE, STALE_STAMP
+from ...core.errors import LedgerError
+
+
+class State(enum.StrEnum):
+    """Where a drawn prompt is. Every group is in exactly one of them."""
+
+    DRAWN = "DRAWN"
+    DISPATCHED = "DISPATCHED"
+    REQUEUED = "REQUEUED"
+    FINISHED = "FINISHED"
+    REWARDED = "REWARDED"
+    READY = "READY"
+    CLAIMED = "CLAIMED"
+    TRAINED = "TRAINED"
+    DURABLE = "DURABLE"
+    DROPPED = "DROPPED"
+
+
+_S = State
+
+TRANSITIONS: Mapping[State, frozenset[State]] = {
+    # DROPPED: its prompt is quarantined, so nobody gets it.
+    _S.DRAWN: frozenset({_S.DISPATCHED, _S.DROPPED}),
+    _S.DISPATCHED: frozenset({_S.FINISHED, _S.REQUEUED, _S.DROPPED}),
+    # FINISHED: the buffer was restarted meanwhile, and the first worker delivers before anybody else got the group.
+    _S.REQUEUED: frozenset({_S.DISPATCHED, _S.FINISHED, _S.DROPPED}),
+    _S.FINISHED: frozenset({_S.REWARDED}),
+    _S.REWARDED: frozenset({_S.READY, _S.DROPPED}),
+    _S.READY: frozenset({_S.CLAIMED, _S.DROPPED}),
+    _S.CLAIMED: frozenset({_S.TRAINED}),
+    _S.TRAINED: frozenset({_S.DURABLE}),
+    _S.DURABLE: frozenset(),
+    _S.DROPPED: frozenset(),
+}
+"""Forward: what the verbs of a running run do."""
+
+REWIND: Mapping[State, frozenset[State]] = {
+    _S.CLAIMED: frozenset({_S.TRAINED, _S.READY}),
+    _S.TRAINED: frozenset({_S.READY}),
+    # The newest checkpoint turned out to be damaged and the trainer went back to the one before.
+    _S.DURABLE: frozenset({_S.READY}),
+    # Only what was left over at the end of a run that is now continued.
+    _S.DROPPED: frozenset({_S.READY, _S.REQUEUED}),
+}
+"""Backward: what a rewind to a checkpoint does, and nothing else may do."""
+
+AT_REST = frozenset(State) - {State.DRAWN, State.FINISHED, State.REWARDED}
+"""States in which a group may be found between two transactions."""
+
+OPEN = (State.DISPATCHED, State.REQUEUED, State.READY)
+"""Drawn and neither given up nor claimed."""
+
+LEFTOVER = "leftover"
+"""Not enough groups were left for a whole batch when the run ended."""
+
+REDRAWN = frozenset({STALE, STALE_AFTER_RETUNE, STALE_STAMP})
+"""Reasons for which the prompt is drawn once more: nothing was wrong with it, only its tokens grew old."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One group in the ledger. -1 stands for "none" in numbers."""
+
+    group_id: int
+    draw: int
+    """Number of the draw from the prompt source; differs from `group_id` once a prompt had to be drawn again."""
+    redraw_of: int
+    """The dropped group whose prompt this one repeats."""
+    num_samples: int
+    state: State = State.DRAWN
+    attempt: int = 0
+    """Counts dispatches; fences puts."""
+    rollout: str = ""
+    """Who has or had it; empty once that incarnation is known to be gone."""
+    epoch: int = -1
+    version: int = -1
+    """Of the oldest token; while it is under way, what the engine served when it started there."""
+    step: int = -1
+    """Claimed for, or trained in, this step (which made version `step + 1`)."""
+    reason: str = ""
+    num_tokens: int = -1
+    """Response tokens of all members, once known."""
+    terms: int = 0
+    """Under which terms it was dispatched first, as the ledger numbers them; 0: before ledgers kept terms."""
+
+
+def check_path(row: Row, path: tuple[State, ...], table: Mapping[State, frozenset[State]] = TRANSITIONS) -> None:
+    """Raise LedgerError naming group, from and to unless every hop of the path is in the table."""
+    at = row.state
+    for to in path:
+        allowed = table.get(at, frozenset())
+        if to not in allowed:
+            raise LedgerError(
+                f"group {row.group_id} (attempt {row.attempt}) cannot go from {at} to {to}",
+                remedy=f"from {at} it may go to {', '.join(sorted(allowed)) or 'nowhere'}",
+            )
+        at = to

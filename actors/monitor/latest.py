@@ -1,0 +1,178 @@
+"""The monitor's picture of the run: latest values, time shares, short curves.
+
+Knows: telemetry bundles, in the order in which they arrived. Must not know: sinks, files, the event loop, clocks.
+Memory is bounded: names, sources and points per curve are all capped, whatever the senders do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from ...core.activity import ACTIVITY_KINDS
+from ...core.messages import MetricPoint, Telemetry
+
+TIME_PREFIX = "time/"
+CURVES = ("reward/mean", "eval/reward", "lag/max", "train/loss")
+"""Metrics of which the picture keeps a curve over the whole run, for the live view."""
+
+LONGEST_WINDOW_S = 600.0
+"""Shares can be asked for over so many of the last seconds at most."""
+
+_SPACING_S = 2.0
+_MAX_SOURCES = 1024
+_MAX_NAMES = 4096
+_MAX_POINTS = 480
+
+
+class _Curve:
+    """step -> value over the whole run, evenly spaced: when full, only multiples of twice the stride stay."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, float] = {}
+        self._newest: tuple[int, float] | None = None
+        self._stride = 1
+
+    def put(self, step: int, value: float) -> None:
+        if self._newest is None or step >= self._newest[0]:
+            self._newest = (step, value)
+        if step % self._stride == 0:
+            self._kept[step] = value
+        while len(self._kept) > _MAX_POINTS:
+            self._stride *= 2
+            self._kept = {s: v for s, v in self._kept.items() if s % self._stride == 0}
+
+    def points(self) -> dict[str, float]:
+        """Step (as text) -> value, by step; the newest is always there."""
+        points = dict(self._kept)
+        if self._newest is not None:
+            points[self._newest[0]] = self._newest[1]
+        return {str(step): points[step] for step in sorted(points)}
+
+
+class _TimeShares:
+    """Shares from cumulative seconds per kind; survives lost bundles and restarts of the actor."""
+
+    def __init__(self, keep_s: float, spacing_s: float) -> None:
+        """Points are kept for `keep_s`, not closer than `spacing_s` but for the newest."""
+        self._keep_s = keep_s
+        self._spacing_s = spacing_s
+        self._recent: deque[tuple[float, Mapping[str, float]]] = deque()
+        self._before: dict[str, float] = {}
+        """Totals of earlier incarnations."""
+
+    def put(self, wall_s: float, totals: Mapping[str, float]) -> None:
+        if self._recent and _sum(totals) < _sum(self._recent[-1][1]):
+            last = self._recent[-1][1]  # the meter began again at 0: a new incarnation
+            for key, seconds in last.items():
+                self._before[key] = self._before.get(key, 0.0) + seconds
+            self._recent.clear()
+        if len(self._recent) > 1 and self._recent[-1][0] < self._recent[-2][0] + self._spacing_s:
+            self._recent.pop()
+        self._recent.append((wall_s, totals))
+        while len(self._recent) > 2 and self._recent[1][0] < wall_s - self._keep_s:
+            self._recent.popleft()
+
+    def recent(self, window_s: float) -> dict[str, float]:
+        """Shares over about the last window that was heard of; since the actor's start where that is shorter."""
+        if len(self._recent) < 2:
+            return _normalised(self._recent[-1][1]) if self._recent else {}
+        newest_s, last = self._recent[-1]
+        older = [totals for wall_s, totals in self._recent if wall_s <= newest_s - window_s]
+        first = older[-1] if older else self._recent[0][1]
+        return _normalised({key: seconds - first.get(key, 0.0) for key, seconds in last.items()})
+
+    def total(self) -> dict[str, float]:
+        """Shares over the whole run, earlier incarnations included."""
+        seconds = dict(self._before)
+        for _, totals in list(self._recent)[-1:]:
+            for key, value in totals.items():
+                seconds[key] = seconds.get(key, 0.0) + value
+        return _normalised(seconds)
+
+
+def _sum(totals: Mapping[str, float]) -> float:
+    return sum(totals.get(kind, 0.0) for kind in ACTIVITY_KINDS)
+
+
+def _normalised(seconds: Mapping[str, float]) -> dict[str, float]:
+    total = _sum(seconds)
+    if total <= 0.0:
+        return {}
+    return {key: value / total for key, value in seconds.items() if value > 0.0 or key in ACTIVITY_KINDS}
+
+
+class Latest:
+    """Folds bundles into what `snapshot` answers."""
+
+    def __init__(self, window_s: float = 60.0) -> None:
+        self._window_s = window_s
+        self._values: dict[str, dict[str, float]] = {}
+        self._merged: dict[str, tuple[int, float]] = {}
+        self._time: dict[str, _TimeShares] = {}
+        self._heard_wall_s: dict[str, float] = {}
+        self._curves: dict[str, _Curve] = {name: _Curve() for name in CURVES}
+        self.num_bundles = 0
+        self.num_dropped = 0
+        """Records that senders had to throw away."""
+        self.num_refused = 0
+        """Values that were not kept because there are too many names or sources."""
+
+    def apply(self, bundle: Telemetry) -> None:
+        """Fold one bundle in."""
+        self.num_bundles += 1
+        self.num_dropped += bundle.dropped
+        for point in bundle.metrics:
+            self._apply_point(point)
+
+    def _apply_point(self, point: MetricPoint) -> None:
+        if point.source not in self._values and len(self._values) >= _MAX_SOURCES:
+            self.num_refused += len(point.values)
+            return
+        self._heard_wall_s[point.source] = point.wall_s
+        values = self._values.setdefault(point.source, {})
+        seconds: dict[str, float] = {}
+        for name, value in point.values.items():
+            if name.startswith(TIME_PREFIX):
+                seconds[name.removeprefix(TIME_PREFIX)] = value
+            elif name in values or len(values) < _MAX_NAMES:
+                values[name] = value
+                self._merge(name, point.step, value)
+            else:
+                self.num_refused += 1
+        if seconds:
+            time = self._time.get(point.source)
+            if time is None:
+                time = self._time[point.source] = _TimeShares(LONGEST_WINDOW_S, _SPACING_S)
+            time.put(point.wall_s, seconds)
+
+    def _merge(self, name: str, step: int, value: float) -> None:
+        if name not in self._merged or self._merged[name][0] <= step or step < 0:
+            self._merged[name] = (step, value)
+        if name in self._curves and step >= 0:
+            self._curves[name].put(step, value)
+
+    def shares(self, window_s: float) -> dict[str, dict[str, float]]:
+        """Actor -> kind, or "kind/name", -> share of its time over the last `window_s` seconds."""
+        window_s = min(max(window_s, 0.0), LONGEST_WINDOW_S)
+        return {source: time.recent(window_s) for source, time in self._time.items()}
+
+    def snapshot(self, now_wall_s: float) -> dict[str, dict[str, float]]:
+        """`metrics`: newest value by name over all sources; `<source>`: its own latest values; `time/<source>`: shares
+        over the last window, with parts such as "wait-data/reward"; `time_total/<source>`: the same over the run;
+        `curve/<metric>`: step (as text) -> value; `age_s`: seconds since each source was heard; `monitor`: counts."""
+        view: dict[str, dict[str, float]] = {source: dict(values) for source, values in self._values.items() if values}
+        view["metrics"] = {name: value for name, (_, value) in self._merged.items()}
+        for source, time in self._time.items():
+            view[f"time/{source}"] = time.recent(self._window_s)
+            view[f"time_total/{source}"] = time.total()
+        for name, curve in self._curves.items():
+            if points := curve.points():
+                view[f"curve/{name}"] = points
+        view["age_s"] = {source: max(0.0, now_wall_s - wall_s) for source, wall_s in self._heard_wall_s.items()}
+        view["monitor"] = {
+            "bundles": float(self.num_bundles),
+            "dropped": float(self.num_dropped),
+            "refused": float(self.num_refused),
+        }
+        return view

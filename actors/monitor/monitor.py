@@ -1,0 +1,190 @@
+"""The monitor: takes telemetry from every actor, keeps a picture of the run, feeds the sinks.
+
+Knows: bundles, `Sink` objects that it was given. Must not know: concrete sinks, files, formats.
+Nothing here is needed for training: actors send lossy casts, sinks live in a thread of their own, and a monitor that
+is slow or dead costs telemetry only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+
+from ...core.activity import ActivityMeter, TelemetryBuffer
+from ...core.chaos import reached
+from ...core.clock import Clock, SystemClock
+from ...core.errors import CallError
+from ...core.messages import Event, MetricPoint, Span, Telemetry
+from ...core.sink import Sink
+from ..contracts.roles import MonitorContract
+from ..knobs.joining import catch_up
+from ..knobs.owner import KnobOwner, OwnsKnobs
+from ..knobs.process import process_knobs
+from ..telemetry import ReportPace
+from .latest import TIME_PREFIX, Latest
+from .sink_thread import SinkThread
+
+_CLOSE_S = 8.0
+"""Below the time that a node gives an actor's `on_stop`."""
+_JOIN_S = 5.0
+"""How long telemetry waits for the coordinator's word on the knobs; it tells them again to whoever registers."""
+_REPORT_DROPS_S = 10.0
+_NAME = "monitor"
+
+_log = logging.getLogger(__name__)
+
+
+class Monitor(OwnsKnobs, MonitorContract):
+    """Fans telemetry out to sinks; answers `snapshot`."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        sinks: Sequence[Sink],
+        *,
+        run_name: str = "",
+        clock: Clock | None = None,
+        time_every_s: float = 10.0,
+        written_until_wall_s: float = 0.0,
+    ) -> None:
+        """`time_every_s`: how often the cumulative times of one actor go to the sinks (they arrive every second;
+        writing them all would make metrics.jsonl mostly that). `written_until_wall_s`: when the monitor before this one
+        wrote last; 0: there was none."""
+        self._run_dir = run_dir
+        self._run_name = run_name or run_dir.name
+        self._clock: Clock = clock or SystemClock()
+        self._latest = Latest()
+        self._time_every_s = time_every_s
+        self._time_written_s: dict[str, float] = {}
+        self._held_times: dict[str, MetricPoint] = {}
+        self._drops_told = 0
+        self._drops_told_s = self._clock.monotonic()
+        self._meter = ActivityMeter(_NAME, self._clock)
+        self._meter.switch("other", "start")
+        self._own = TelemetryBuffer(_NAME, self._clock, meter=self._meter)
+        self._own_told_s = self._clock.monotonic()
+        self._pace = ReportPace()
+        self._written_until_wall_s = written_until_wall_s
+        self.knob_owner = KnobOwner(
+            _NAME, process_knobs(self._pace), stands_at=lambda: -1, clock=self._clock, telemetry=self._own
+        )
+        self._sinks = SinkThread(sinks, run_dir=run_dir, run_name=self._run_name, clock=self._clock)
+
+    async def on_start(self) -> None:
+        """Open the sinks. Raises LaunchError or ConfigError when one refuses, e.g. a port in use."""
+        await asyncio.wait_for(asyncio.wrap_future(self._sinks.start()), timeout=60.0)
+        self._mark_gap()
+        await self._catch_up()
+        self._meter.switch("wait-data", "messages")
+
+    def _mark_gap(self) -> None:
+        """What was told while there was no monitor is lost: whoever reads curves and trace must see where."""
+        since_s, now_s = self._written_until_wall_s, self._clock.wall()
+        if since_s:
+            text = f"nothing was written for {now_s - since_s:.1f} s: there was no monitor"
+            event = Event(
+                source=_NAME, wall_s=now_s, kind="telemetry-gap", text=text, data={"since_s": since_s, "until_s": now_s}
+            )
+            span = Span(
+                source=_NAME, name="no monitor", activity="other", start_wall_s=since_s,
+                duration_s=max(0.0, now_s - since_s), track="gap",
+            )  # fmt: skip
+            self._sinks.put(Telemetry(events=(event,), spans=(span,)))
+
+    async def _catch_up(self) -> None:
+        try:
+            async with asyncio.timeout(_JOIN_S):
+                await catch_up(self.ctx, self.knob_owner)
+        except (CallError, TimeoutError) as error:
+            _log.warning("coordinator has not said within %g s which knobs are in force: %s", _JOIN_S, error)
+
+    async def on_stop(self, why: str) -> None:
+        """Write what waits and close the files, whatever the reason."""
+        self._tell_own()
+        self._write_held()
+        await self._until(self._sinks.stop())
+        self._sinks.join()
+
+    async def telemetry(self, bundle: Telemetry) -> None:
+        """Take a bundle."""
+        reached("monitor.telemetry")
+        with self._meter.working("fold"):
+            self._take(bundle)
+        if self._clock.monotonic() >= self._own_told_s + self._pace.every_s:
+            self._tell_own()
+        self._tell_drops()
+
+    def _take(self, bundle: Telemetry) -> None:
+        self._latest.apply(bundle)
+        self._sinks.put(self._thinned(bundle))
+
+    def _tell_own(self) -> None:
+        """What this actor has to say of itself goes the way of all bundles, without a message; but for its spans, which
+        would be one for every bundle."""
+        self._own_told_s = self._clock.monotonic()
+        self._take(msgspec.structs.replace(self._own.drain(), spans=()))
+
+    async def snapshot(self) -> dict[str, dict[str, float]]:
+        """See `Latest.snapshot`; under `monitor` also the bundles that the sinks were too slow for."""
+        view = self._latest.snapshot(self._clock.wall())
+        view["monitor"]["bundles_refused"] = float(self._sinks.num_dropped)
+        view["monitor"]["sinks"] = float(len(self._sinks.active))
+        return view
+
+    async def shares(self, window_s: float) -> dict[str, dict[str, float]]:
+        """See `Latest.shares`."""
+        return self._latest.shares(window_s)
+
+    async def finish(self) -> str:
+        """Everything told so far is in the files, and they are whole; returns the run directory. The sinks stay open:
+        the last words of actors that stop after this call are still written, and `on_stop` closes."""
+        self._write_held()
+        await self._until(self._sinks.flush())
+        return str(self._run_dir)
+
+    def _write_held(self) -> None:
+        if self._held_times:
+            self._sinks.put(Telemetry(metrics=tuple(self._held_times.values())))
+            self._held_times.clear()
+
+    async def _until(self, written: Future[None]) -> None:
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(written), timeout=_CLOSE_S)
+        except TimeoutError:
+            _log.warning("the sinks %s did not write within %.0f s", ", ".join(self._sinks.active), _CLOSE_S)
+
+    def _thinned(self, bundle: Telemetry) -> Telemetry:
+        """Hold time totals back that come more often than `time_every_s`; the last ones are written by `finish`."""
+        if not any(_is_time(point) for point in bundle.metrics):
+            return bundle
+        now = self._clock.monotonic()
+        kept: list[MetricPoint] = []
+        for point in bundle.metrics:
+            if _is_time(point) and now < self._time_written_s.get(point.source, -1e18) + self._time_every_s:
+                self._held_times[point.source] = point
+                continue
+            if _is_time(point):
+                self._time_written_s[point.source] = now
+                self._held_times.pop(point.source, None)
+            kept.append(point)
+        return msgspec.structs.replace(bundle, metrics=tuple(kept))
+
+    def _tell_drops(self) -> None:
+        """One event for losses since the last one, at most every few seconds."""
+        dropped = self._latest.num_dropped + self._sinks.num_dropped
+        now = self._clock.monotonic()
+        if dropped == self._drops_told or now < self._drops_told_s + _REPORT_DROPS_S:
+            return
+        text = f"{dropped - self._drops_told} telemetry records or bundles were lost (senders or sinks too slow)"
+        self._drops_told, self._drops_told_s = dropped, now
+        event = Event(source="monitor", wall_s=self._clock.wall(), kind="telemetry-dropped", text=text)
+        self._sinks.put(Telemetry(events=(event,)))
+
+
+def _is_time(point: MetricPoint) -> bool:
+    return any(name.startswith(TIME_PREFIX) for name in point.values)

@@ -1,0 +1,210 @@
+"""One thread that feeds all sinks, so that no disk, socket or library can hold the monitor's loop up.
+
+Knows: the `Sink` protocol, a bounded queue. Must not know: any concrete sink, the event loop, sockets.
+
+    put(bundle) -> bounded queue -> thread: write to every sink -> flush at least every `flush_s`
+
+A sink that raises is switched off with one event; the others go on. The thread is a daemon: a sink that hangs in the
+kernel costs its data, never the end of the process. `concurrent.futures` was considered: its workers are joined at
+interpreter exit, so a hanging sink would hang the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from ...core.clock import Clock
+from ...core.errors import ConfigError, LaunchError
+from ...core.messages import Event, Telemetry
+from ...core.sink import Sink, SinkContext
+
+_log = logging.getLogger(__name__)
+
+
+class SinkThread:
+    """Owns the sinks from `start` to `stop`."""
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        *,
+        run_dir: Path,
+        run_name: str,
+        clock: Clock,
+        source: str = "monitor",
+        flush_s: float = 0.5,
+        max_bundles: int = 4096,
+        emit: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """`emit`: where events about these sinks and of them are told; None: to these sinks themselves."""
+        self._sinks = list(sinks)
+        self._opened: list[Sink] = []
+        self._source = source
+        self._clock = clock
+        self._flush_s = flush_s
+        self._max_bundles = max_bundles
+        self._queue: queue.SimpleQueue[Telemetry | Future[None] | None] = queue.SimpleQueue()
+        self._events: deque[Event] = deque()
+        """Appended to by any thread, taken from by ours."""
+        self._emit = emit or self._tell
+        self._context = SinkContext(run_dir=run_dir, run_name=run_name, clock=clock, emit=self._emit)
+        self._opening: Future[None] = Future()
+        self._ending: Future[None] = Future()
+        self._thread: threading.Thread | None = None
+        self.num_dropped = 0
+        """Bundles refused because the sinks were too slow."""
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """Names of the sinks that still work."""
+        return tuple(sink.name for sink in self._sinks)
+
+    def start(self) -> Future[None]:
+        """Open all sinks in the thread. The future raises the ConfigError or LaunchError of a sink that refuses."""
+        if self._thread is None:
+            # Marked as running, neither future can be cancelled by an awaiting task that gives up.
+            self._opening.set_running_or_notify_cancel()
+            self._ending.set_running_or_notify_cancel()
+            self._thread = threading.Thread(target=self._run, name="myxa-sinks", daemon=True)
+            self._thread.start()
+        return self._opening
+
+    def put(self, bundle: Telemetry) -> bool:
+        """Queue a bundle; False (and counted) when the sinks are too far behind or have been stopped."""
+        if self._queue.qsize() >= self._max_bundles or self._ending.done():
+            self.num_dropped += 1
+            return False
+        self._queue.put(bundle)
+        return True
+
+    def flush(self) -> Future[None]:
+        """The future ends when everything put so far has been written and flushed, or can never be."""
+        flushed: Future[None] = Future()
+        flushed.set_running_or_notify_cancel()
+        if self._thread is None or self._ending.done():
+            flushed.set_result(None)
+        else:
+            self._queue.put(flushed)
+            if self._ending.done():  # it ended in between
+                self._release()
+        return flushed
+
+    def stop(self) -> Future[None]:
+        """Write what waits, close every sink. The future ends when all of it is done; calling again is harmless."""
+        if self._thread is None:
+            if not self._ending.done():
+                self._ending.set_result(None)
+        else:
+            self._queue.put(None)
+        return self._ending
+
+    def join(self, timeout_s: float = 1.0) -> None:
+        """After the future of `stop` has ended: see the thread itself off."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._open_all()
+        except (ConfigError, LaunchError) as error:
+            self._close_all()
+            self._end()
+            self._opening.set_exception(error)
+            return
+        self._opening.set_result(None)
+        try:
+            self._pump()
+        finally:
+            self._close_all()
+            self._end()
+
+    def _end(self) -> None:
+        """From now on nothing is taken; whoever waits for a flush is let go."""
+        self._ending.set_result(None)
+        self._release()
+
+    def _release(self) -> None:
+        while not self._queue.empty():
+            with contextlib.suppress(queue.Empty):  # the other side may have been faster
+                if isinstance(item := self._queue.get_nowait(), Future):
+                    item.set_result(None)
+
+    def _open_all(self) -> None:
+        for sink in list(self._sinks):
+            try:
+                sink.open(self._context)
+            except (ConfigError, LaunchError):
+                raise
+            except Exception as error:  # noqa: BLE001 - foreign code; the run is worth more than this sink
+                self._disable(sink, "cannot be opened", error)
+            else:
+                self._opened.append(sink)
+
+    def _pump(self) -> None:
+        """Until the end mark: wait for bundles, write them, flush when something is unflushed for `flush_s` of real
+        time (the thread really waits, so an injected clock would not do)."""
+        deadline: float | None = time.monotonic() + self._flush_s if self._write_own_events() else None
+        while True:
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                item = self._queue.get(timeout=timeout) if timeout != 0.0 else self._queue.get_nowait()
+            except queue.Empty:
+                self._each("flush", lambda sink: sink.flush())
+                deadline = time.monotonic() + self._flush_s if self._write_own_events() else None
+                continue
+            if item is None:
+                return
+            if isinstance(item, Future):
+                self._each("flush", lambda sink: sink.flush())
+                item.set_result(None)
+                continue
+            self._write(item)
+            now = time.monotonic()
+            if deadline is None:
+                deadline = now + self._flush_s
+            elif now >= deadline:  # a steady stream must not postpone the flush
+                self._each("flush", lambda sink: sink.flush())
+                deadline = now + self._flush_s
+
+    def _write(self, bundle: Telemetry) -> None:
+        self._each("write", lambda sink: sink.write(bundle))
+        self._write_own_events()
+
+    def _write_own_events(self) -> bool:
+        """Pass on what sinks emitted; True if there was anything."""
+        has_events = bool(self._events)
+        while self._events and self._sinks:
+            bundle = Telemetry(events=(self._events.popleft(),))
+            self._each("write", lambda sink, bundle=bundle: sink.write(bundle))
+        return has_events
+
+    def _each(self, what: str, action: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                action(sink)
+            except Exception as error:  # noqa: BLE001 - foreign code; the other sinks must go on
+                self._disable(sink, f"failed to {what}", error)
+
+    def _disable(self, sink: Sink, what: str, error: Exception) -> None:
+        self._sinks.remove(sink)
+        _log.warning("sink %s %s and is off from now on: %r", sink.name, what, error)
+        self._emit("sink-disabled", f"sink {sink.name} {what} and is off from now on: {type(error).__name__}: {error}")
+
+    def _tell(self, kind: str, text: str) -> None:
+        self._events.append(Event(source=self._source, wall_s=self._clock.wall(), kind=kind, text=text))
+
+    def _close_all(self) -> None:
+        for sink in self._opened:
+            try:
+                sink.close()
+            except Exception as error:  # noqa: BLE001 - the others must be closed too
+                _log.warning("sink %s failed to close: %r", sink.name, error)
+        self._opened.clear()

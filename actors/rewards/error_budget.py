@@ -1,0 +1,71 @@
+"""How many failures are too many: a share of the last calls, or groups, once there were enough of them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ...core.errors import EngineError, MyxaError, RewardError, UserCodeError
+
+MIN_CALLS = 20
+WINDOW_CALLS = 100
+"""Only the last calls count, so that a service that breaks late is noticed as soon as one that never worked."""
+
+
+class ErrorBudget:
+    """Counts calls. Pure: no clock, no IO."""
+
+    def __init__(self, max_rate: float) -> None:
+        self.max_rate = max_rate
+        """The allowed share."""
+        self._recent: deque[bool] = deque(maxlen=WINDOW_CALLS)
+        self.num_calls = 0
+        self.num_errors = 0
+
+    def note(self, *, has_failed: bool) -> None:
+        """One more call."""
+        self._recent.append(has_failed)
+        self.num_calls += 1
+        self.num_errors += has_failed
+
+    @property
+    def recent(self) -> tuple[int, int]:
+        """Failures among the last calls, and how many those are."""
+        return sum(self._recent), len(self._recent)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether more than the allowed share failed."""
+        failed, calls = self.recent
+        return calls >= MIN_CALLS and failed / calls > self.max_rate
+
+
+class GroupBudget:
+    """Counts groups that were lost to a workflow or an engine. Rewards have a budget of their own, and a prompt that
+    does not fit is no failure of either."""
+
+    def __init__(self, max_rate: float) -> None:
+        self._budget = ErrorBudget(max_rate)
+
+    @property
+    def max_rate(self) -> float:
+        """The allowed share."""
+        return self._budget.max_rate
+
+    @max_rate.setter
+    def max_rate(self, max_rate: float) -> None:
+        self._budget.max_rate = max_rate
+
+    def note(self, error: MyxaError | None) -> None:
+        """One more group, lost to `error` or finished. Raises an error of the same kind once there are too many."""
+        if isinstance(error, RewardError) or not isinstance(error, EngineError | UserCodeError | None):
+            return
+        self._budget.note(has_failed=error is not None)
+        if error is None or not self._budget.is_spent:
+            return
+        failed, groups = self._budget.recent
+        kind = EngineError if isinstance(error, EngineError) else UserCodeError
+        raise kind(
+            f"{failed} of the last {groups} groups were lost, more than reward.max_error_rate = {self.max_rate:g} "
+            f"allows; the last one: {error.message}",
+            remedy=error.remedy,
+        )

@@ -1,0 +1,275 @@
+"""Judges completions inside a rollout actor: built-ins at once, async functions in the loop, others in processes.
+
+| function | `reward.workers = 0` | `reward.workers = n` |
+|---|---|---|
+| exact, numeric, format without a pattern | in the loop | n processes |
+| regex, format with a pattern | up to 4 processes; with `isolate = false` in the loop | n processes |
+| math | 1 process | n processes |
+| your own `async def` | in the loop | n processes |
+| your own `def` | up to 4 processes; with `isolate = false` in threads | n processes |
+
+Calls that fail in a row are an outage until shown otherwise: they wait at a gate (`gate.py`) and are repeated.
+Knows how a function is run and what counts as a failure. Must not know groups' fates or other actors.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ...algos.rewards import RewardOutcome
+from ...core.completions import Completion
+from ...core.config import RewardSettings, RunConfig
+from ...core.errors import DeadlyReward, MyxaError, UserCodeError
+from ..user_call import TookTooLong, UserRaised, within
+from .breaker import Breaker, BreakerState
+from .call import BadReward, RewardFn, await_reward, call_reward, load_reward, raised
+from .error_budget import ErrorBudget
+from .gate import GaveUp, RewardGate, Tell
+from .pool import RewardPool
+from .protocol import WorkerSpec
+from .threads import BlockingCalls, ThreadsBusy
+
+MAX_THREADS = 8
+MAX_WORKERS = 4
+"""Processes for a function that should have some and was given no number; started as they are needed."""
+MAX_PROBES = 2
+"""Failed probes with one completion, before it is the completion that is blamed."""
+REMEDY = "mend the function or the row; reward.max_error_rate says how many failures a run bears"
+
+
+class RunReward(Protocol):
+    """One way to run a reward function. Raises BadReward when it fails."""
+
+    async def __call__(self, completion: Completion) -> RewardOutcome: ...
+
+
+class Rewarder:
+    """One per rollout actor; `score` may be called concurrently."""
+
+    def __init__(self, settings: RewardSettings) -> None:
+        """Load the function. Raises ConfigError or UserCodeError."""
+        self._settings = settings
+        self._reward = load_reward(settings.fn, pattern=settings.pattern, args=settings.args)
+        self._budget = ErrorBudget(settings.max_error_rate)
+        self._gate = RewardGate(
+            Breaker(after=settings.pause_after, cool_down_s=settings.cool_down_s, max_wait_s=settings.max_outage_s)
+        )
+        self.num_errors = 0
+        """Failed calls so far."""
+        self._in_doubt = 0
+        """Failures in a row that are not held against the function yet: it may be an outage."""
+        self._tell: Tell = _tell_nobody
+        self._pool: RewardPool | None = None
+        self._fatal = ""
+        self._last_error = ""
+        self._run = self._way_to_run(self._reward)
+
+    def _way_to_run(self, reward: RewardFn) -> RunReward:
+        if num_workers := self._num_workers(reward):
+            spec = WorkerSpec(fn=self._settings.fn, pattern=self._settings.pattern, args=self._settings.args)
+            self._pool = RewardPool(num_workers, spec)
+            return self._in_process
+        if reward.is_async:
+            return self._in_loop
+        if reward.is_light:
+            return self._at_once
+        self._threads = BlockingCalls[RewardOutcome](MAX_THREADS, "reward")
+        return self._in_thread
+
+    def _num_workers(self, reward: RewardFn) -> int:
+        settings = self._settings
+        if settings.workers or reward.needs_process:
+            return max(settings.workers, 1)
+        is_harmless = reward.is_async or (reward.is_light and not settings.pattern)
+        return MAX_WORKERS if settings.isolate and not is_harmless else 0
+
+    def listen(self, tell: Tell) -> None:
+        """Whom to tell when calls stop and go on."""
+        self._tell = tell
+
+    async def score(self, completion: Completion) -> RewardOutcome:
+        """The reward of one completion, after a while if the function is out of order.
+
+        Raises UserCodeError naming function, group, sample and cause, DeadlyReward if the call ended its worker.
+        """
+        if completion.is_truncated and self._settings.truncated == "zero":
+            return RewardOutcome(0.0)
+        num_failed, is_probe = 0, False
+        while True:
+            try:
+                is_probe = await self._gate.enter()
+                outcome = await self._run(completion)
+            except GaveUp:
+                raise self._failure(f"is not called any more; it last {self._last_error}", completion) from None
+            except BadReward as bad:
+                num_failed += 1
+                if self._failed(bad, completion, is_probe=is_probe) and num_failed <= MAX_PROBES:
+                    is_probe = False
+                    continue
+                if self._settings.on_error == "zero" and not self.too_many_errors:
+                    return RewardOutcome(0.0)
+                raise self._failure(str(bad), completion, is_deadly=bad.is_deadly) from bad
+            except MyxaError as error:
+                self._abandon(is_probe)
+                self.num_errors += 1
+                self._budget.note(has_failed=True)
+                self._fatal = str(error)
+                raise
+            except BaseException:
+                self._abandon(is_probe)
+                raise
+            self._worked(is_probe=is_probe)
+            return outcome
+
+    def _failure(self, words: str, completion: Completion, *, is_deadly: bool = False) -> UserCodeError:
+        return (DeadlyReward if is_deadly else UserCodeError)(
+            f'reward function "{self._reward.name}" {words} (group {completion.group_id}, sample {completion.index})',
+            remedy=REMEDY,
+        )
+
+    def _worked(self, *, is_probe: bool) -> None:
+        breaker = self._gate.breaker
+        if is_probe:
+            waited_s = self._gate.open_for_s
+            self._tell(
+                "reward-works-again", f'reward function "{self._reward.name}" works again after {waited_s:.0f} s'
+            )
+        self._gate.worked(is_probe=is_probe)
+        if breaker.state is BreakerState.CLOSED:
+            for _ in range(self._in_doubt):  # it was no outage: they count
+                self._budget.note(has_failed=True)
+            self._in_doubt = 0
+        self._budget.note(has_failed=False)
+
+    def _failed(self, bad: BadReward, completion: Completion, *, is_probe: bool) -> bool:
+        """Book it; True if the call is to be repeated later."""
+        breaker = self._gate.breaker
+        self.num_errors += 1
+        self._last_error = str(bad)
+        is_in_doubt, num_opened = breaker.is_in_doubt, breaker.num_opened
+        is_for_later = self._gate.failed(completion.group_id, is_probe=is_probe)
+        if breaker.num_opened > num_opened:
+            self._in_doubt = 0
+            self._tell(
+                "reward-paused",
+                f'reward function "{self._reward.name}" failed for {self._settings.pause_after} groups in a row and is '
+                f"left alone for {self._settings.cool_down_s:g} s; answers wait; last: it {bad}",
+            )
+        elif is_in_doubt:
+            self._in_doubt += 1
+        elif breaker.state is BreakerState.GIVEN_UP and is_probe:
+            self._fatal = (
+                f'reward function "{self._reward.name}" has not worked for {self._gate.open_for_s:.0f} s, more than '
+                f"reward.max_outage_s = {self._settings.max_outage_s:g} allows; last: it {bad}"
+            )
+            self._tell("reward-given-up", self._fatal)
+        elif breaker.state is BreakerState.CLOSED:
+            self._budget.note(has_failed=True)
+        return is_for_later
+
+    def _abandon(self, is_probe: bool) -> None:
+        if is_probe:
+            self._gate.abandoned()
+
+    def gauges(self) -> dict[str, float]:
+        """What the monitor shows of it."""
+        failed, calls = self._budget.recent
+        is_paused = self._gate.breaker.state is not BreakerState.CLOSED
+        return {
+            "reward/num_errors": float(self.num_errors),
+            "reward/error_rate": failed / max(calls, 1),
+            "reward/is_paused": float(is_paused),
+            "reward/waiting": float(self._gate.num_waiting),
+            "reward/workers": float(len(self.worker_pids)),
+        }
+
+    def allow(self, max_error_rate: float) -> None:
+        """Another share of failed calls from now on."""
+        self._budget.max_rate = max_error_rate
+
+    @property
+    def too_many_errors(self) -> str:
+        """Empty, or the sentence that ends the run."""
+        if self._fatal:
+            return self._fatal
+        if not self._budget.is_spent:
+            return ""
+        failed, calls = self._budget.recent
+        return (
+            f'reward function "{self._reward.name}" failed in {failed} of the last {calls} calls, more than '
+            f"reward.max_error_rate = {self._budget.max_rate:g} allows; last: {self._last_error}"
+        )
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Worker processes now alive."""
+        return self._pool.pids if self._pool is not None else ()
+
+    async def close(self) -> None:
+        """End all worker processes; nothing of them is left afterwards."""
+        if self._pool is not None:
+            await self._pool.close()
+
+    async def _at_once(self, completion: Completion) -> RewardOutcome:
+        return call_reward(self._reward, completion)
+
+    async def _in_loop(self, completion: Completion) -> RewardOutcome:
+        try:
+            return await within(await_reward(self._reward, completion), self._settings.timeout_s)
+        except TookTooLong as late:
+            more = ", and goes on although it was cancelled; with reward.workers it would be stopped"
+            raise BadReward(f"took longer than {self._settings.timeout_s:g} s{more if late.goes_on else ''}") from None
+        except UserRaised as error:
+            raise raised(error.cause) from error
+
+    async def _in_thread(self, completion: Completion) -> RewardOutcome:
+        try:
+            return await self._threads.run(lambda: call_reward(self._reward, completion), self._settings.timeout_s)
+        except TimeoutError:
+            raise BadReward(
+                f"took longer than {self._settings.timeout_s:g} s in a thread, which cannot be stopped; "
+                "with reward.workers it would be"
+            ) from None
+        except ThreadsBusy:
+            raise BadReward(
+                f"could not be called: all {MAX_THREADS} threads hang in earlier calls; use reward.workers"
+            ) from None
+
+    async def _in_process(self, completion: Completion) -> RewardOutcome:
+        assert self._pool is not None
+        return await self._pool.score(completion, self._settings.timeout_s)
+
+
+def _tell_nobody(kind: str, text: str) -> None:
+    """Until somebody listens."""
+
+
+class FixedReward:
+    """The same reward for everything: what demonstrations get in supervised fine-tuning."""
+
+    num_errors = 0
+    too_many_errors = ""
+
+    def __init__(self, value: float = 1.0) -> None:
+        self._outcome = RewardOutcome(value)
+
+    async def score(self, completion: Completion) -> RewardOutcome:
+        return self._outcome
+
+    def allow(self, max_error_rate: float) -> None:
+        """Nothing to fail."""
+
+    def listen(self, tell: Tell) -> None:
+        """Nothing to tell."""
+
+    def gauges(self) -> dict[str, float]:
+        """Nothing to show."""
+        return {}
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+def make_rewarder(config: RunConfig) -> Rewarder | FixedReward:
+    """What judges the samples of this run. Raises ConfigError or UserCodeError when the function cannot be loaded."""
+    return FixedReward() if config.algo.kind == "sft" else Rewarder(config.reward)

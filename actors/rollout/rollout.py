@@ -1,0 +1,390 @@
+"""The rollout role: pulls groups from the buffer, has them generated and rewarded, hands them back.
+
+Knows the contracts of buffer, coordinator and engine; knows no concrete engine. Who waits for whom:
+
+    groups         see `group_pull.py`
+    weight update  prepare (beside the old weights) -> commit (between two tokens); generation goes on meanwhile
+
+An actor serves nothing before its first commit: the coordinator brings every engine to the trainer's version first,
+so that what an engine calls version v is what the trainer calls version v, whatever folder it was started from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from ...core.activity import ActivityMeter, TelemetryBuffer
+from ...core.actor import MailboxPolicy, PeerEvent
+from ...core.clock import Clock
+from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
+from ...core.errors import CallError, EngineError, EngineLied
+from ...core.flow_sampling import Hop
+from ...core.knobs import KnobChange, KnobVote
+from ...core.messages import (
+    CanaryAnswers,
+    EngineStatus,
+    EvalRequest,
+    EvalResult,
+    SamplingParams,
+    WeightAck,
+    WeightManifest,
+)
+from ...core.protocols import Engine, PausesAsTold, Tokenizer
+from ...core.samples import NO_VERSION
+from ...core.weight_channel import WeightProgress
+from ..contracts.roles import BufferContract, MonitorContract, RolloutContract
+from ..engine_versions import ALWAYS_NEWEST
+from ..knobs.owner import KnobOwner, OwnsKnobs
+from ..knobs.process import process_knobs
+from ..telemetry import ReportPace, report_forever
+from ..workflows.context import Workflow
+from ..workflows.episode import Generate, ModelAccess
+from .canary_answer import answer_canary
+from .engine_weights import EngineWeights
+from .evaluation import evaluate
+from .gauges import gauge_forever
+from .group_handover import GroupHandover
+from .group_pull import GroupPull
+from .group_runner import GroupRunner, NoEngine, PooledScorer
+from .knobs import RolloutLive, crowding, rollout_knobs
+from .reporting_in import ReportingIn
+from .stream_checks import StreamChecks
+from .tenant import RolloutTenant, Tenancy, require
+from .time_booking import RolloutTime
+
+START_LIMIT_S = 600.0  # an engine that loads a model may hold the interpreter lock for so long
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutOptions:
+    """Plain settings of the role."""
+
+    max_groups: int
+    """Groups in flight at most."""
+    max_turns: int
+    context_length: int
+    """0: the engine's own."""
+    report_s: float = 1.0
+    workflow_timeout_s: float = 600.0
+    max_error_rate: float = 0.1
+    """Share of groups that may be lost to the workflow or the engine."""
+    save_partials_s: float = 5.0
+    """How often tokens so far are told to the buffer; 0: never."""
+    through_router: bool = False
+    """Requests may be answered by a server that has not loaded the newest version yet."""
+
+
+class Rollout(OwnsKnobs, RolloutContract):
+    """One engine and the groups that use it. See the module's head."""
+
+    mailbox = MailboxPolicy(size=4096)
+
+    def __init__(
+        self,
+        *,
+        engine: Engine | None,
+        workflow: Workflow,
+        scorer: PooledScorer,
+        tokenizer: Tokenizer,
+        options: RolloutOptions,
+        clock: Clock,
+        tenancy: Tenancy | None = None,
+    ) -> None:
+        """`tenancy`: where the engine shares its device with a trainer in turns."""
+        self._engine = engine
+        self._workflow = workflow
+        self._scorer = scorer
+        self._tokenizer = tokenizer
+        self._options = options
+        self._clock = clock
+        self._version = NO_VERSION
+        self._serving = asyncio.Event()
+        self._tenancy = tenancy
+        self._tenant: RolloutTenant | None = None
+        self._runner: GroupRunner | None = None
+        self._max_running = 0
+        self._is_given_up = False
+        self._live = RolloutLive(
+            concurrency=options.max_groups,
+            workflow_timeout_s=options.workflow_timeout_s,
+            max_error_rate=options.max_error_rate,
+            pause_mode=engine.pause_mode if isinstance(engine, PausesAsTold) else None,
+        )
+
+    # -- life
+
+    async def on_start(self) -> None:
+        self._meter = ActivityMeter(self.ctx.name, self._clock)
+        self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
+        self._buffer = self.ctx.ref(BufferContract, "buffer")
+        self._reporting = ReportingIn(self.ctx, self._report)
+        self._handover = GroupHandover(
+            self.ctx.name,
+            self._buffer,
+            scorer=self._scorer,
+            max_error_rate=self._options.max_error_rate,
+            telemetry=self._telemetry,
+            clock=self._clock,
+            log=self.ctx.log,
+        )
+        self._checks = StreamChecks(self.ctx.name, may_be_older=self._options.through_router, on_lie=self._on_lie)
+        self._weights_turn = asyncio.Lock()
+        """A coordinator that died may have left a step of an adoption that still runs when the next one asks."""
+        self._weights = EngineWeights(self.ctx.name, self._engine, self._checks, self._telemetry, self._clock)
+        self._meter.switch("other", "start")
+        self._time = RolloutTime(self._meter, has_turn=self._tenancy is None)
+        self._pull = GroupPull(
+            self.ctx,
+            self._buffer,
+            self._handover,
+            self._time,
+            max_groups=self._live.concurrency,
+            save_s=self._options.save_partials_s if self._engine is not None else 0.0,
+        )
+        self._own_knobs()
+        send = self.ctx.ref(MonitorContract, "monitor").telemetry
+        self.ctx.spawn(report_forever(self._telemetry, send, self._pace), name="rollout-telemetry")
+        self.ctx.spawn(self._run(), name="rollout-run")
+
+    def _own_knobs(self) -> None:
+        """Before the engine is up: an operator may ask at any time."""
+        self._pace = ReportPace(self._options.report_s)
+        self.knob_owner = KnobOwner(
+            self.ctx.name,
+            rollout_knobs(self._live, self._apply),
+            stands_at=lambda: self._version,
+            clock=self._clock,
+            telemetry=self._telemetry,
+        )
+        self.knob_owner.add(process_knobs(self._pace))
+
+    def _apply(self) -> None:
+        """Put the live values where they act; what is not there yet gets them when it comes."""
+        live = self._live
+        self._pull.resize(live.concurrency)
+        self._handover.allow(live.max_error_rate)
+        if self._runner is not None:
+            self._runner.timeout_s = live.workflow_timeout_s
+        if live.pause_mode is not None and isinstance(self._engine, PausesAsTold):
+            self._engine.pause_mode = live.pause_mode
+
+    async def prepare_knobs(self, change: KnobChange) -> KnobVote:
+        vote = self.knob_owner.prepare(change)
+        wanted = change.values.get("concurrency")
+        if not vote.accepted or wanted is None:
+            return vote
+        return replace(vote, reason=crowding(int(wanted), self._pull.num_samples, self._max_running))
+
+    async def _run(self) -> None:
+        """Start the engine, report in, then pull work until told to stop."""
+        vocab_size: int | None = None
+        context_length = self._options.context_length or 1 << 30
+        generate = NoEngine().generate
+        if self._engine is not None:
+            generate = await self._wait_for_room(self._engine)
+            with self.ctx.busy(START_LIMIT_S, "starts its engine"):
+                info = await self._engine.start()
+            if self._tenant is not None:
+                await self._tenant.loaded()
+            vocab_size = info.vocab_size
+            context_length = min(context_length, info.context_length)
+            self._max_running = info.max_running
+            self._checks.vocab_size = info.vocab_size
+            generate = self._checks.watch(generate)
+            self.ctx.spawn(self._watch(self._engine), name="engine-watch")
+        self._runner = runner = GroupRunner(
+            workflow=self._workflow,
+            scorer=self._scorer,
+            tokenizer=self._tokenizer,
+            model=ModelAccess(
+                generate=generate,
+                sampling=SamplingParams(),
+                context_length=context_length,
+                request_prefix=f"{self.ctx.name}.{self.ctx.epoch}.",
+                goes_on=lambda: not self._pull.is_draining,
+            ),
+            max_turns=self._options.max_turns,
+            clock=self._clock,
+            on_load=self._time.load,
+            on_hop=self._tell_hop,
+            vocab_size=vocab_size,
+        )
+        self._apply()
+        if self._engine is None:
+            self._version = ALWAYS_NEWEST
+            self._serving.set()
+        gauges = gauge_forever(
+            self._telemetry,
+            runner.stats,
+            self._handover.counts,
+            status=self.status,
+            room=self._room,
+            pace=self._pace,
+            has_engine=self._engine is not None,
+            clock=self._clock,
+            log=self.ctx.log,
+        )
+        self.ctx.spawn(gauges, name="rollout-gauges")
+        self._meter.switch("wait-weights", "first weights")
+        await self._reporting.run("buffer")
+        if self._tenant is not None:
+            self._tenant.joined()
+        await self._serving.wait()
+        await self._pull.run(runner, lambda: self._version)
+
+    async def _wait_for_room(self, engine: Engine) -> Generate:
+        """How requests reach the engine; where it takes turns, only once there is room for it to load."""
+        if self._tenancy is None:
+            return engine.generate
+        self._meter.switch("wait-memory", "room to load")
+        self._tenant = RolloutTenant(
+            self.ctx,
+            engine,
+            self._tenancy,
+            telemetry=self._telemetry,
+            clock=self._clock,
+            on_change=self._time.turn,
+        )
+        await self._tenant.until_room()
+        self._meter.switch("other", "start")
+        return self._tenant.turn.generate
+
+    async def on_peer(self, event: PeerEvent) -> None:
+        self._reporting.on_peer(event)
+        if self._tenant is not None:
+            await self._tenant.on_peer(event)
+
+    async def on_stop(self, why: str) -> None:
+        tasks = self._pull.end()
+        if self._tenant is not None:
+            self._tenant.turn.end()
+        for task in tasks:
+            task.cancel()
+        await self._scorer.close()
+        if self._engine is not None:
+            await self._engine.close()
+
+    # -- weights
+
+    async def prepare_weights(self, manifest: WeightManifest) -> WeightAck:
+        async with self._weights_turn:
+            return await self._weights.prepare(manifest)
+
+    async def commit_weights(self, version: int) -> WeightAck:
+        async with self._weights_turn:
+            ack = await self._weights.commit(version)
+        if not ack.accepted:
+            return ack
+        self._version = version
+        if self._tenant is not None:
+            self._tenant.has_weights = True
+        self._serving.set()
+        self._telemetry.event("weights-adopted", f"serves version {version}", version=version)
+        try:
+            await self._buffer.adopted(self.ctx.name, self.ctx.epoch, version)
+        except CallError as err:
+            self.ctx.log.warning("buffer was not told of version %d: %s (the next draw tells it)", version, err)
+        return ack
+
+    async def weight_progress(self) -> WeightProgress:
+        return self._weights.progress()
+
+    async def fence(self, reason: str) -> None:
+        error = EngineError(f"{self.ctx.name} was fenced: {reason}", remedy="it is restarted with new weights")
+        self.ctx.spawn(self._give_engine_up(error), name="fenced")
+
+    # -- an engine that is of no more use
+
+    async def _watch(self, engine: Engine) -> None:
+        try:
+            await engine.until_lost()
+        except EngineError as err:
+            await self._give_engine_up(err)
+
+    def _on_lie(self, lie: EngineLied) -> None:
+        self._handover.counts.num_lies += 1
+        self._telemetry.event("engine-lied", lie.message)
+        self.ctx.spawn(self._give_engine_up(lie), name="lied")
+
+    async def _give_engine_up(self, error: EngineError) -> None:
+        """Its groups go elsewhere with their tokens; then this actor fails, and is built anew."""
+        if self._is_given_up:
+            return
+        self._is_given_up = True
+        num_groups = await self._pull.hand_back()
+        self.ctx.log.error("the engine is given up, %d groups go elsewhere: %s", num_groups, error)
+        raise error
+
+    # -- memory
+
+    async def load_engine(self) -> None:
+        await require(self._tenant, self.ctx.name).load()
+
+    async def memory_command(self, command: MemoryCommand) -> MemoryReply:
+        return await require(self._tenant, self.ctx.name).command(command)
+
+    async def memory_report(self) -> TenantReport | None:
+        return None if self._tenant is None else self._tenant.report()
+
+    # -- questions
+
+    async def evaluate(self, request: EvalRequest) -> EvalResult:
+        return await evaluate(
+            self._ready_runner(), request, name=self.ctx.name, version=self._version, log=self.ctx.log
+        )
+
+    async def answer(self, request: EvalRequest) -> CanaryAnswers:
+        prefix = f"{self.ctx.name}.{self.ctx.epoch}.canary{self._version}."
+        with self._meter.working("canary"):
+            model = self._ready_runner().model
+            return await answer_canary(model, self._tokenizer, request, name=self.ctx.name, prefix=prefix)
+
+    async def status(self) -> EngineStatus:
+        running, waiting = 0, 0
+        if self._engine is not None and self._serving.is_set():
+            info = await self._engine.info()
+            running, waiting = info.running, info.waiting
+        return EngineStatus(
+            rollout=self.ctx.name,
+            version=self._version,
+            running=running,
+            waiting=waiting,
+            draining=self._pull.is_draining,
+        )
+
+    async def _report(self) -> EngineStatus:
+        """For a coordinator that must know what needs to be handed over."""
+        status = await self.status()
+        is_bare = self._tenant is not None and not self._tenant.has_weights
+        return replace(status, version=NO_VERSION) if is_bare else status
+
+    async def drain(self) -> int:
+        tasks = self._pull.end()
+        if self._tenant is not None:
+            self._tenant.turn.end()
+        if self._engine is not None and tasks:
+            await self._engine.abort()
+        if tasks:
+            await asyncio.wait(tasks, timeout=30)
+        return len(tasks)
+
+    def _ready_runner(self) -> GroupRunner:
+        if self._runner is None:
+            raise EngineError(f"{self.ctx.name} has no engine yet", remedy="ask again once it serves")
+        return self._runner
+
+    # -- telling
+
+    def _room(self) -> dict[str, float]:
+        return {
+            "rollout/in_flight": float(self._pull.num_groups),
+            "rollout/concurrency": float(self._pull.max_groups),
+            "rollout/max_running": float(self._max_running),
+            **self._scorer.gauges(),
+        }
+
+    def _tell_hop(self, hop: Hop, group_id: int, began_wall_s: float, lasted_s: float) -> None:
+        self._telemetry.hop(hop, (group_id,), began_wall_s, lasted_s)

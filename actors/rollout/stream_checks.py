@@ -1,0 +1,136 @@
+"""Does an engine tell the truth? Every piece of every stream is looked at before a token of it is used.
+
+    as many log-probs and stamps as tokens; token ids of the vocabulary; log-probs that are such
+    no more tokens than were asked for; nothing after the end; the token that stopped it is the last one
+    stamps of versions that this engine was told to serve since the request was sent, in their order
+
+The first piece that fails ends the stream with EngineLied; the tokens before it are sound. Knows which versions the
+actor had the engine load (a trainer that went back makes numbers go down: order counts, not size). What it cannot see:
+tokens that are missing or doubled with plausible numbers; the clients count those where the wire does
+(`engines/sglang_wire.HeldTokens`), and the canary compares log-probs with the trainer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+
+import numpy as np
+
+from ...core.errors import EngineLied
+from ...core.protocols import Delta, GenerateRequest
+from ..workflows.episode import Generate
+
+MAX_LOGPROB = 1e-3
+"""Rounding may put a certain token's a little above 0."""
+
+
+class StreamChecks:
+    """Of one engine. See the module's head."""
+
+    def __init__(self, place: str, *, may_be_older: bool, on_lie: Callable[[EngineLied], None]) -> None:
+        """`may_be_older`: behind a router a server may answer that has not loaded the newest version yet. `on_lie` is
+        called for each lie, before the stream ends with it."""
+        self._place = place
+        self.vocab_size = 1 << 31
+        """Of the model; to be set once the engine tells it."""
+        self._may_be_older = may_be_older
+        self._on_lie = on_lie
+        self._told: list[int] = []
+        self._num_served = 0
+        """Of `_told`: the last one may still be loading."""
+
+    def loading(self, version: int) -> None:
+        """The engine is told to serve `version`: its stamps may say so from now on."""
+        self._told.append(version)
+
+    def loaded(self) -> None:
+        """It serves what it was told last: requests that are sent from now on are answered by that."""
+        self._num_served = len(self._told)
+
+    def kept(self) -> None:
+        """It did not load what it was told last, and goes on with what it had."""
+        del self._told[self._num_served :]
+
+    def watch(self, generate: Generate) -> Generate:
+        """The same, with every stream looked at."""
+
+        async def watched(request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+            stream = _Stream(request, 0 if self._may_be_older else max(self._num_served - 1, 0))
+            async for delta in generate(request):
+                wrong = stream.wrong(delta, self.vocab_size, self._told)
+                if wrong:
+                    lie = EngineLied(
+                        f"{self._place}: request {request.request_id!r}, after {stream.num_tokens} tokens: {wrong}",
+                        remedy="the engine is built anew; if it lies again, see the canary (guard) and its versions",
+                    )
+                    self._on_lie(lie)
+                    raise lie
+                yield delta
+
+        return watched
+
+
+class _Stream:
+    """One request's answer, as far as it has come."""
+
+    def __init__(self, request: GenerateRequest, first: int) -> None:
+        """`first`: place, among the versions told, of the one that served when the request was sent."""
+        self._limit = request.sampling.max_new_tokens
+        self._at = first
+        self.num_tokens = 0
+        self._is_over = False
+
+    def wrong(self, delta: Delta, vocab_size: int, told: list[int]) -> str:
+        """What is wrong with the next piece; empty if nothing is."""
+        if self._is_over:
+            return "it goes on after its end"
+        self._is_over = delta.finish is not None
+        found = _wrong_shapes(delta) or _wrong_values(delta, vocab_size) or self._wrong_stamps(delta, told)
+        if found:
+            return found
+        if self.num_tokens + delta.output_ids.size > self._limit:
+            return f"{self.num_tokens + delta.output_ids.size} tokens came, {self._limit} were asked for"
+        is_stopped = delta.finish == "stop" and delta.matched is not None and delta.output_ids.size > 0
+        if is_stopped and int(delta.output_ids[-1]) != delta.matched:
+            return f"it says that token {delta.matched} stopped it, the last one is {int(delta.output_ids[-1])}"
+        self.num_tokens += delta.output_ids.size
+        return ""
+
+    def _wrong_stamps(self, delta: Delta, told: list[int]) -> str:
+        previous = None
+        for stamp in delta.versions.tolist():
+            if stamp == previous:
+                continue
+            previous = stamp
+            try:
+                self._at = told.index(stamp, self._at)
+            except ValueError:
+                since = told[self._at :]
+                return (
+                    f"it is stamped with weight version {stamp}; it was told to serve {since or 'none'}, in that order"
+                )
+        return ""
+
+
+def _wrong_shapes(delta: Delta) -> str:
+    num_tokens = delta.output_ids.shape
+    if len(num_tokens) != 1:
+        return f"its token ids have shape {list(num_tokens)}"
+    for name in ("logprobs", "versions"):
+        if getattr(delta, name).shape != num_tokens:
+            return f"{getattr(delta, name).size} {name} came for {delta.output_ids.size} tokens"
+    return ""
+
+
+def _wrong_values(delta: Delta, vocab_size: int) -> str:
+    ids, logprobs = delta.output_ids, delta.logprobs
+    if not ids.size:
+        return ""
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        return f"token id {int(outside[0])} lies outside the vocabulary of {vocab_size}"
+    if not bool(np.isfinite(logprobs).all()):
+        return "a log-prob is NaN or infinite"
+    if float(logprobs.max()) > MAX_LOGPROB:
+        return f"a log-prob is {float(logprobs.max()):g}, above 0"
+    return ""

@@ -1,0 +1,309 @@
+"""The memory manager: one actor a node that decides who has the memory of its devices, and measures before it gives.
+
+Decisions are `memory/ledger`'s, which does no IO; here they are carried out: commands go to tenants by reference, each
+written to the journal before; devices are measured in a thread; processes are watched by pidfd, so that a death is
+known from the kernel. The manager holds no device memory and no context, and moves no bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+
+from ...core.activity import ActivityMeter, TelemetryBuffer
+from ...core.actor import MailboxPolicy, PeerEvent, with_deadline
+from ...core.assets import DeviceMeter, DeviceReading
+from ...core.clock import Clock
+from ...core.device_memory import LeaseReply, LeaseRequest, MemoryView, TenantReport
+from ...core.errors import CallError, MemoryFault, MyxaError
+from ...memory.ledger.arbiter import Arbiter, ArbiterOptions
+from ...memory.ledger.book import check_report
+from ...memory.ledger.instructions import Answer, Ask, Fence, Instruction, Measure, PhaseEnded, Send, Told
+from ...memory.ledger.journal import Journal
+from ...memory.ledger.timeline import Timeline
+from ..contracts.memory import MemoryContract, TenantContract
+from ..contracts.roles import MonitorContract
+from ..own_thread import in_own_thread
+from ..telemetry import report_forever
+from .process_watch import ProcessWatch
+
+_QUIET_KINDS = frozenset({"state"})
+"""For the timeline only; an event for each would drown the others."""
+_ANSWER_SLACK_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerOptions:
+    """Plain settings of the role."""
+
+    arbiter: ArbiterOptions = field(default_factory=ArbiterOptions)
+    host_pool_bytes: int = 0
+    """Of all tenants' host copies together; 0: no limit. For people; the limit is `arbiter.switch.host_limit_bytes`."""
+    ask_s: float = 5.0
+    """For a tenant to report."""
+    measure_s: float = 20.0
+    """For all devices of one measurement."""
+
+
+class MemoryManager(MemoryContract):
+    """See the module's head."""
+
+    mailbox = MailboxPolicy(size=4096)
+
+    def __init__(self, *, meter: DeviceMeter, journal: Journal, options: ManagerOptions, clock: Clock) -> None:
+        self._meter_of_devices = meter
+        self._journal = journal
+        self._options = options
+        self._clock = clock
+        self._arbiter = Arbiter(options.arbiter, last_epoch=journal.last_epoch, known=journal.known)
+        self._timeline = Timeline()
+        self._waiting: dict[str, list[asyncio.Future[LeaseReply]]] = {}
+        self._processes: dict[tuple[str, int], set[int]] = {}
+        """(tenant, epoch) -> its processes that have not ended."""
+        self._watched: set[str] = set()
+        self._poked = asyncio.Event()
+        self._measuring: set[tuple[str, tuple[str, ...]]] = set()
+
+    # -- life
+
+    async def on_start(self) -> None:
+        self._meter = ActivityMeter(self.ctx.name, self._clock)
+        self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
+        self._meter.switch("wait-data", "orders")
+        self._watch = ProcessWatch(self._process_ended)
+        send = self.ctx.ref(MonitorContract, "monitor").telemetry
+        self.ctx.spawn(report_forever(self._telemetry, send), name="memory-telemetry")
+        if self._arbiter.epoch:
+            self._journal.epoch(self._arbiter.epoch)
+        for report in self._journal.known:
+            self._watch_processes(report)
+        self._tell_interrupted()
+        self.ctx.spawn(self._tick_forever(), name="memory-ticks")
+
+    def _tell_interrupted(self) -> None:
+        for tenant, command in self._journal.commands.items():
+            text = f"last told by the manager before this one: {command.kind} of epoch {command.epoch}"
+            self._timeline.add(self._clock.wall(), "", tenant, text)
+
+    async def on_stop(self, why: str) -> None:
+        self._watch.close()
+        self._journal.close()
+        for futures in self._waiting.values():
+            for future in futures:
+                future.cancel()
+
+    async def on_peer(self, event: PeerEvent) -> None:
+        """The registry's word that a tenant left. Its processes may live on: their end is seen by pidfd alone."""
+        if event.kind not in ("down", "restarted") or event.name not in self._watched:
+            return
+        known = self._arbiter.incarnation(event.name)
+        if known is None or known.is_dead:
+            return
+        epoch = known.report.epoch
+        if event.kind == "restarted" and epoch >= event.epoch:
+            return
+        reason = f"it left: {event.reason or event.kind}"
+        left = self._processes.get((event.name, epoch), set())
+        now = self._clock.monotonic()
+        if left <= {os.getpid()}:
+            self._do(self._arbiter.died(event.name, epoch, reason, now))
+        else:
+            self._do(self._arbiter.unreachable(event.name, epoch, reason, now))
+
+    # -- what others ask
+
+    async def register(self, report: TenantReport) -> int:
+        check_report(report)
+        self._do(self._arbiter.registered(report, self._clock.monotonic()))
+        self._heard(report)
+        return self._arbiter.epoch
+
+    async def changed(self, report: TenantReport) -> None:
+        check_report(report)
+        self._do(self._arbiter.reported(report, self._clock.monotonic()))
+        self._heard(report)
+
+    async def lease(self, request: LeaseRequest) -> LeaseReply:
+        future: asyncio.Future[LeaseReply] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(request.request_id, []).append(future)
+        self._do(self._arbiter.leased(request, self._clock.monotonic()))
+        try:
+            async with asyncio.timeout(request.deadline_s + _ANSWER_SLACK_S):
+                return await future
+        except TimeoutError as error:
+            raise MemoryFault(
+                f"{self.ctx.name} came to no end of {request.request_id} within {request.deadline_s:g} s",
+                remedy="see its log; this is a bug of the manager",
+            ) from error
+
+    async def view(self) -> MemoryView:
+        book = self._arbiter.book
+        return MemoryView(
+            manager=self.ctx.name,
+            epoch=self._arbiter.epoch,
+            switching=self._arbiter.switching,
+            devices=tuple(book.view(device) for device in sorted(book.devices)),
+            host_pool_bytes=self._options.host_pool_bytes or self._options.arbiter.switch.host_limit_bytes,
+            host_pool_used_bytes=book.host_bytes(),
+            timeline=self._timeline.rows,
+        )
+
+    # -- instructions
+
+    def _do(self, instructions: list[Instruction]) -> None:
+        """Carry them out, in order; what takes time is spawned."""
+        with self._meter.working("decide"):
+            for instruction in instructions:
+                self._do_one(instruction)
+        self._poked.set()
+
+    def _do_one(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Send):
+            self._journal.command(instruction.tenant, instruction.command)
+            self.ctx.spawn(self._send(instruction), name=instruction.command.command_id)
+        elif isinstance(instruction, Measure):
+            self._begin_measure(instruction)
+        elif isinstance(instruction, Ask):
+            self.ctx.spawn(self._ask(instruction.tenant), name=f"ask {instruction.tenant}")
+        elif isinstance(instruction, Answer):
+            self._answer(instruction)
+        else:
+            self._tell(instruction)
+
+    async def _tick_forever(self) -> None:
+        while True:
+            now = self._clock.monotonic()
+            self._do(self._arbiter.tick(now))
+            self._poked.clear()
+            wait_s = self._arbiter.wakes_at() - self._clock.monotonic()
+            if wait_s > 0:
+                try:
+                    async with asyncio.timeout(min(wait_s, 60.0)):
+                        await self._poked.wait()
+                except TimeoutError:
+                    continue
+            await asyncio.sleep(0.001)
+
+    async def _send(self, send: Send) -> None:
+        tenant = with_deadline(self.ctx.ref(TenantContract, send.tenant), send.command.deadline_s + 1.0)
+        try:
+            reply = await tenant.memory_command(send.command)
+        except CallError as error:
+            self.ctx.log.info("%s: %s", send.command.command_id, error)
+            self._do(self._arbiter.unanswered(send.command.command_id, self._clock.monotonic()))
+            return
+        self._do(self._arbiter.replied(reply, self._clock.monotonic()))
+        self._heard(reply.report)
+
+    async def _ask(self, name: str) -> None:
+        try:
+            tenant = with_deadline(self.ctx.ref(TenantContract, name), self._options.ask_s)
+            report = await tenant.memory_report()
+        except CallError as error:
+            self.ctx.log.info("%s does not report: %s", name, error)
+            return
+        if report is not None:
+            self._do(self._arbiter.reported(report, self._clock.monotonic()))
+            self._heard(report)
+
+    def _begin_measure(self, measure: Measure) -> None:
+        key = (measure.key, measure.devices)
+        if key not in self._measuring:  # a device that hangs is not asked again until it has answered
+            self._measuring.add(key)
+            self.ctx.spawn(self._measure(measure), name=f"measure for {measure.key}")
+
+    async def _measure(self, measure: Measure) -> None:
+        book, meter = self._arbiter.book, self._meter_of_devices
+        try:
+            await asyncio.sleep(measure.after_s)
+            pids = {device: {p for t in book.on(device) for p in t.report.pids} for device in measure.devices}
+
+            def read() -> dict[str, DeviceReading]:
+                return {device: meter.measure(device, pids[device]) for device in measure.devices}
+
+            async with asyncio.timeout(self._options.measure_s):
+                readings = await in_own_thread(read, "measure devices")
+        except (MyxaError, TimeoutError) as error:
+            self.ctx.log.warning("%s could not be measured: %s", ", ".join(measure.devices), error)
+            await asyncio.sleep(0.5)
+            return
+        finally:
+            self._measuring.discard((measure.key, measure.devices))
+        self._do(self._arbiter.measured(measure.key, readings, self._clock.monotonic()))
+
+    def _answer(self, answer: Answer) -> None:
+        for future in self._waiting.pop(answer.request_id, []):
+            if not future.done():
+                future.set_result(answer.reply)
+        reply = answer.reply
+        values = {f"memory/{phase}_s": seconds for phase, seconds in reply.seconds.items()}
+        values |= {
+            "memory/copied_bytes": float(reply.copied_bytes),
+            "memory/dropped_bytes": float(reply.dropped_bytes),
+            "memory/refused": float(not reply.granted),
+        }
+        self._telemetry.metric(-1, values)
+        if not reply.granted:
+            self.ctx.log.warning("%s: %s", answer.request_id, reply.reason)
+
+    def _tell(self, instruction: Told | PhaseEnded | Fence) -> None:
+        if isinstance(instruction, Told):
+            self._timeline.add(
+                self._clock.wall(), instruction.device, instruction.tenant, f"{instruction.kind}: {instruction.text}"
+            )
+            if instruction.kind == "proven free":
+                self._journal.gone(instruction.tenant)
+            if instruction.kind not in _QUIET_KINDS:
+                place = " ".join(word for word in (instruction.device, instruction.tenant) if word)
+                self._telemetry.event(f"memory-{instruction.kind.replace(' ', '-')}", f"{place}: {instruction.text}")
+        elif isinstance(instruction, PhaseEnded):
+            age_s = self._clock.monotonic() - instruction.started_s
+            spent_s = instruction.ended_s - instruction.started_s
+            for device in instruction.devices or ("",):
+                self._telemetry.span(
+                    instruction.phase,
+                    "other",
+                    self._clock.wall() - age_s,
+                    spent_s,
+                    track=f"memory {device}",
+                    lease=instruction.switch,
+                )
+        else:
+            self.ctx.log.warning(
+                "%s (epoch %d) is fenced: %s", instruction.tenant, instruction.epoch, instruction.reason
+            )
+
+    # -- processes
+
+    def _heard(self, report: TenantReport) -> None:
+        """A report is in the books: note it, watch the tenant's name and processes. One that came after the end of its
+        processes has brought a dead tenant into the books: it is declared dead right away."""
+        if report.tenant not in self._watched:
+            self._watched.add(report.tenant)
+            self.ctx.watch(report.tenant)
+        self._journal.report(report)
+        self._watch_processes(report)
+
+    def _watch_processes(self, report: TenantReport) -> None:
+        key = (report.tenant, report.epoch)
+        is_new = key not in self._processes
+        living = self._processes.setdefault(key, set())
+        for pid, started_at in zip(report.pids, report.started_at, strict=False):
+            if pid not in living and self._watch.watch(pid, started_at):
+                living.add(pid)
+        if is_new and not living:
+            self.ctx.log.warning("%s: none of its processes %s is there", report.tenant, report.pids)
+            self._ended(key)
+
+    def _process_ended(self, pid: int) -> None:
+        for key, living in list(self._processes.items()):
+            if pid in living:
+                living.discard(pid)
+                if not living:
+                    self._ended(key)
+
+    def _ended(self, key: tuple[str, int]) -> None:
+        self._processes.pop(key, None)
+        tenant, epoch = key
+        self._do(self._arbiter.died(tenant, epoch, "its processes ended", self._clock.monotonic()))

@@ -1,0 +1,296 @@
+"""The tenant's side of leases, for any actor that holds device memory: one object that a role hands its commands to.
+
+    drain     the gate closes and what runs is waited for            (never the actor's own business to know why)
+    release   communicators first, then the stores' tags, in the thread that the role names
+    restore   the stores' tags, then communicators
+    commit    the gate opens
+
+Knows gates, stores and communicators by their protocols; what may be obeyed is `TenantMachine`'s business. Tags that
+are planned but not loaded yet are leased like others: their bytes are reserved, and no store is called for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ...core.activity import TelemetryBuffer
+from ...core.actor import PeerEvent
+from ...core.assets import AssetStore
+from ...core.clock import Clock
+from ...core.device_memory import MemoryCommand, MemoryReply, Tag, TagPolicy, TenantReport, TenantState
+from ...core.errors import MyxaError
+from ...core.host import start_time
+from ...core.patience import until_answered
+from ...memory.communicators.residency import CommResidency
+from ...memory.ledger.tenant_machine import TenantMachine
+from ...memory.ledger.tenant_states import resting_state
+from ..contracts.memory import MemoryContract
+from .tenant_assets import Carried, TenantAssets
+
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+REOPEN_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class Gate(Protocol):
+    """What stops an actor's use of its device, and lets it go on. Both may be called again in the same position."""
+
+    async def quiesce(self) -> None:
+        """Admit nothing, finish what runs, synchronise. Cancelled at the deadline; then `resume` is called."""
+        ...
+
+    async def resume(self) -> None:
+        """Admit again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantOptions:
+    """Who it is."""
+
+    name: str
+    """Actor name."""
+    epoch: int
+    """Of the process incarnation."""
+    gang: str
+    device: str
+    """UUID of the GPU, or "host:<n>"."""
+    planned: dict[Tag, tuple[int, TagPolicy]] = field(default_factory=dict[Tag, tuple[int, TagPolicy]])
+    """Bytes and policy of tags that are going to be loaded: estimates, until `loaded`."""
+
+
+class Tenant:
+    """See the module's head. One per actor, made and used on its loop."""
+
+    def __init__(
+        self,
+        *,
+        options: TenantOptions,
+        stores: Sequence[AssetStore],
+        gate: Gate,
+        in_thread: InThread,
+        clock: Clock,
+        comms: CommResidency | None = None,
+        pids: Callable[[], tuple[int, ...]] | None = None,
+        residue: Callable[[], int] | None = None,
+        telemetry: TelemetryBuffer | None = None,
+    ) -> None:
+        """`in_thread`: runs blocking work off the loop, one piece at a time. `pids`: whose memory this is, default this
+        process. `residue`: bytes that stay on the device when every tag has left, default 0."""
+        self._options = options
+        self._gate = gate
+        self._in_thread = in_thread
+        self._clock = clock
+        self._pids = pids or (lambda: (os.getpid(),))
+        self._residue = residue or (lambda: 0)
+        self._telemetry = telemetry
+        self._machine = TenantMachine(options.name)
+        self._assets = TenantAssets(options.planned, stores, comms)
+        self._sequence = 0
+        self._manager: MemoryContract | None = None
+        self._free = asyncio.Condition()
+        self._tasks: dict[str, asyncio.Task[MemoryReply]] = {}
+
+    # -- who it is
+
+    @property
+    def state(self) -> str:
+        """Where it stands in its life."""
+        return self._machine.state
+
+    @property
+    def is_planned(self) -> bool:
+        """Something is leased that was not loaded yet."""
+        return bool(self._assets.planned)
+
+    def add_store(self, store: AssetStore) -> None:
+        """More memory, found after the tenant was made."""
+        self._assets.stores.append(store)
+
+    def add_comms(self, comms: CommResidency) -> None:
+        """Communicators that may leave the device, as tag "nccl"."""
+        self._assets.comms = comms
+
+    def report(self) -> TenantReport:
+        """How it stands now. While a command works on the memory: how it stood before."""
+        pids = self._pids() or (os.getpid(),)
+        tags = self._assets.tags(is_busy=self._machine.running is not None)
+        self._sequence += 1
+        return TenantReport(
+            tenant=self._options.name,
+            epoch=self._options.epoch,
+            gang=self._options.gang,
+            device=self._options.device,
+            pids=pids,
+            started_at=tuple(start_time(pid) for pid in pids),
+            state=self._machine.state,
+            tags=tags,
+            switch_epoch=self._machine.done_epoch,
+            residue_bytes=self._residue(),
+            reserved_bytes=self._assets.reserved_bytes,
+            comm_epoch=self._assets.comm_epoch,
+            sequence=self._sequence,
+        )
+
+    async def join(self, manager: MemoryContract) -> None:
+        """Register; waits for a manager that is being started. Raises CallError when there is none."""
+        self._manager = manager
+        who = f"memory manager of {self._options.name}"
+        await until_answered(lambda: manager.register(self.report()), who=who, clock=self._clock, log=_log)
+
+    async def on_peer(self, event: PeerEvent) -> None:
+        """A manager that was restarted is told again, if the event is of one."""
+        target = getattr(self._manager, "ref_target", "")
+        if self._manager is not None and event.name == target and event.kind in ("up", "restarted"):
+            await self.join(self._manager)
+
+    async def loaded(self) -> None:
+        """Everything planned is there: from now on the stores' own numbers count."""
+        await self._in_thread(self._assets.survey_comms)
+        self._assets.planned.clear()
+        if self._machine.state == "granted" and self._machine.running is None:
+            self._machine.rest("quiesced")
+        await self.changed()
+
+    async def changed(self) -> None:
+        """Tags are larger, smaller or others than before."""
+        if self._manager is not None:
+            try:
+                await self._manager.changed(self.report())
+            except MyxaError as error:
+                _log.warning("%s: the memory manager was not told: %s", self._options.name, error)
+
+    # -- commands
+
+    async def command(self, command: MemoryCommand) -> MemoryReply:
+        """Obey, answer again, or refuse. A caller that goes away does not end what it began."""
+        if command.tenant_epoch not in (0, self._options.epoch):
+            reason = f"meant for epoch {command.tenant_epoch} of {self._options.name}, this is {self._options.epoch}"
+            return self._reply(command, reason=reason)
+        task = self._tasks.get(command.command_id)
+        if task is None:
+            # A command belongs to the tenant, not to the call that brought it: it is kept here until it is over.
+            task = asyncio.ensure_future(self._obey(command))  # noqa: TID251
+            self._tasks[command.command_id] = task
+            task.add_done_callback(lambda _: self._tasks.pop(command.command_id, None))
+        return await asyncio.shield(task)
+
+    async def _obey(self, command: MemoryCommand) -> MemoryReply:
+        async with self._free:
+            while (verdict := self._machine.decide(command)).do in ("wait", "join"):
+                await self._free.wait()
+        if verdict.do == "again" and verdict.reply is not None:
+            return verdict.reply
+        if verdict.do == "refuse":
+            reply = self._reply(command, reason=verdict.reason)
+            self._machine.remember(reply)
+            return reply
+        started, wall_s = self._clock.monotonic(), self._clock.wall()
+        reply = self._reply(command, reason="it was ended in the middle")
+        try:
+            reply = await self._carry_out(command)
+        finally:
+            self._machine.finished(reply)
+            async with self._free:
+                self._free.notify_all()
+            self._span(command, wall_s, self._clock.monotonic() - started)
+        return reply
+
+    async def _carry_out(self, command: MemoryCommand) -> MemoryReply:
+        work = {"drain": self._drain, "release": self._release, "restore": self._restore, "commit": self._commit}
+        try:
+            return await work[command.kind](command)
+        except MyxaError as error:
+            self._rest()
+            return self._reply(command, reason=str(error))
+        except Exception as error:  # noqa: BLE001 -- a store of somebody else's making: the manager has to hear of it all the same
+            _log.exception("%s: %s", self._options.name, command.command_id)
+            self._rest()
+            return self._reply(command, reason=f"{type(error).__name__}: {error}")
+
+    def _rest(self) -> None:
+        """Where a tenant with a closed gate is after something failed."""
+        if self._machine.state in ("releasing", "restoring"):
+            self._machine.rest(self._rested())
+
+    def _rested(self) -> TenantState:
+        rested = resting_state(self._assets.tags(is_busy=False))
+        return "granted" if rested == "quiesced" and self._assets.is_granted else rested
+
+    async def _drain(self, command: MemoryCommand) -> MemoryReply:
+        if self._machine.state != "draining":
+            return self._reply(command)
+        started = self._clock.monotonic()
+        try:
+            async with asyncio.timeout(command.deadline_s):
+                await self._gate.quiesce()
+        except TimeoutError:
+            await self._go_on()
+            return self._reply(command, reason=f"what runs did not end within {command.deadline_s:.1f} s")
+        except BaseException:
+            await self._go_on()
+            raise
+        self._machine.rest("quiesced")
+        return self._reply(command, seconds={"drain": self._clock.monotonic() - started})
+
+    async def _go_on(self) -> None:
+        """After a drain that failed: open the gate; if it cannot be, it is closed, and a commit opens it later."""
+        try:
+            async with asyncio.timeout(REOPEN_S):
+                await self._gate.resume()
+        except Exception:  # noqa: BLE001 -- whatever a gate of somebody else's making raises
+            _log.exception("%s: the gate does not open", self._options.name)
+            self._machine.rest("quiesced")
+        else:
+            self._machine.rest("active")
+
+    async def _release(self, command: MemoryCommand) -> MemoryReply:
+        moved = await self._in_thread(lambda: self._assets.release(command))
+        self._machine.rest(self._rested())
+        return self._reply(command, moved=moved)
+
+    async def _restore(self, command: MemoryCommand) -> MemoryReply:
+        moved = await self._in_thread(lambda: self._assets.restore(command))
+        self._machine.rest(self._rested())
+        return self._reply(command, moved=moved)
+
+    async def _commit(self, command: MemoryCommand) -> MemoryReply:
+        if self._machine.state != "active":
+            await self._gate.resume()
+            self._machine.rest("active")
+        return self._reply(command)
+
+    def _reply(
+        self,
+        command: MemoryCommand,
+        *,
+        reason: str = "",
+        moved: Carried | None = None,
+        seconds: Mapping[str, float] | None = None,
+    ) -> MemoryReply:
+        if self._machine.running is command:
+            self._machine.done_epoch = max(self._machine.done_epoch, command.epoch if not reason else 0)
+            self._assets.refresh()
+        return MemoryReply(
+            command_id=command.command_id,
+            report=self.report(),
+            accepted=not reason,
+            reason=reason,
+            copied_bytes=0 if moved is None else moved.copied_bytes,
+            dropped_bytes=0 if moved is None else moved.dropped_bytes,
+            seconds=dict(seconds or {}) if moved is None else moved.seconds,
+        )
+
+    def _span(self, command: MemoryCommand, wall_s: float, seconds: float) -> None:
+        if self._telemetry is not None:
+            tags = ", ".join(command.tags)
+            self._telemetry.span(
+                command.kind, "wait-memory", wall_s, seconds, track="memory", epoch=command.epoch, tags=tags
+            )

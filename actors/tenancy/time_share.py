@@ -1,0 +1,194 @@
+"""Trainer and engines on the same devices, in turns, as the leader asks for it: one lease for each change of hands.
+
+    set_up    the trainer's gang may load
+    take      the trainer has the device: engines stand still, their requests wait with the tokens they have
+    offer     the engines' weights have room again, engines that were not loaded yet load; nothing generates
+    give      the engines have the device: requests go on
+
+Between `offer` and `give` the weights are handed over on the device as in any other run. Knows the manager's contract
+and what a turn costs; decides nothing about bytes: what has to leave, and how, is the manager's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from ...core.activity import ActivityMeter, TelemetryBuffer
+from ...core.actor import ActorContext, PeerEvent, with_deadline
+from ...core.clock import Clock
+from ...core.device_memory import LeaseRequest, Tag
+from ...core.errors import CallError, LeaseRefused
+from ...core.patience import until_answered
+from ..contracts.memory import MemoryContract
+from ..contracts.roles import RolloutContract, TrainerContract
+
+OFFERS = 3
+AGAIN_S = 1.0
+"""For the registry to hear that an actor is gone."""
+TRAINER, ROLLOUT = "trainer", "rollout"
+TRAINER_TAGS: tuple[Tag, ...] = ("params", "grads", "optimizer", "frozen", "workspace", "nccl")
+ROLLOUT_TAGS: tuple[Tag, ...] = ("weights", "kv_cache", "cuda_graph")
+
+
+@dataclass(frozen=True, slots=True)
+class TimeShareOptions:
+    """Plain settings."""
+
+    manager: str
+    """Actor name of the memory manager."""
+    trainers: tuple[str, ...]
+    """Trainer ranks on these devices."""
+    rollouts: tuple[str, ...]
+    """Rollout actors on them."""
+    switch_s: float
+    """How long one lease may take."""
+    start_s: float
+    """How long an engine may take to load."""
+
+
+class TimeShare:
+    """See the module's head. One per leader."""
+
+    def __init__(
+        self,
+        ctx: ActorContext,
+        options: TimeShareOptions,
+        meter: ActivityMeter,
+        telemetry: TelemetryBuffer,
+        clock: Clock,
+    ) -> None:
+        self._ctx = ctx
+        self._options = options
+        self._meter = meter
+        self._telemetry = telemetry
+        self._clock = clock
+        self._manager = with_deadline(ctx.ref(MemoryContract, options.manager), options.switch_s + 10.0)
+        self._rollouts = ctx.group(RolloutContract, options.rollouts)
+        self._num_asked = 0
+        self._loaded: set[tuple[str, int]] = set()
+        """Rollout actors, with the epoch of their process, whose engines were told to load. What a tenant's state says
+        is not enough: room may have been granted to one that has not loaded."""
+        self._has_newcomers = False
+        self._switch_s = 0.0
+        self._copied_bytes = 0
+        self._exposed_s = 0.0
+        self._idle_since: float | None = None
+
+    async def set_up(self) -> None:
+        """Room for the trainer; to be called before anything is loaded."""
+        await self._ctx.wait_for(self._options.manager, *self._options.trainers, timeout_s=self._options.start_s)
+        ranks = self._ctx.group(TrainerContract, self._options.trainers)
+        await ranks.options(deadline_s=self._options.start_s).all(TrainerContract.memory_report)  # they are registered
+        await self._lease(TRAINER, TRAINER_TAGS, is_active=True, quiet=())
+
+    async def take(self) -> None:
+        """The trainer's turn."""
+        self._idles()
+        await self._lease(TRAINER, TRAINER_TAGS, is_active=True, quiet=(ROLLOUT,))
+        self._works()
+
+    def trained(self) -> None:
+        """The trainer is done: until `give` nobody computes."""
+        self._idles()
+
+    async def offer(self) -> None:
+        """Room for the engines' weights, on top of what the trainer still holds if that fits. Engines that were not
+        loaded yet need all of their room at once, and load. One that dies meanwhile is waited for."""
+        await self._insist(self._offer)
+
+    async def give(self) -> None:
+        """The engines' turn. One that died since the offer is waited for: it stands without weights until the next."""
+        await self._insist(lambda: self._lease(ROLLOUT, ROLLOUT_TAGS, is_active=True, quiet=(TRAINER,)))
+        self._works()
+
+    async def _insist(self, ask: Callable[[], Awaitable[None]]) -> None:
+        """Ask once all engines are there, and again when one left or the lease was refused for it."""
+        for attempt in range(OFFERS):
+            await self._ctx.wait_for(*self._options.rollouts, timeout_s=self._options.start_s)
+            try:
+                await ask()
+            except (CallError, LeaseRefused) as err:
+                if attempt + 1 == OFFERS:
+                    raise
+                self._ctx.log.warning("the engines' turn: %s; trying again", err)
+                await asyncio.sleep(AGAIN_S)
+            else:
+                return
+
+    async def _offer(self) -> None:
+        self._has_newcomers = False  # before looking: who comes later sets it again
+        reports = await self._rollouts.all(RolloutContract.memory_report)
+        empty = {
+            name: report.epoch
+            for name, report in reports.items()
+            if report is not None and (name, report.epoch) not in self._loaded
+        }
+        tags = ROLLOUT_TAGS if empty else ("weights",)
+        await self._lease(ROLLOUT, tags, is_active=False, quiet=(TRAINER,))
+        if empty:
+            with self._meter.during("wait-memory", "engines load"):
+                group = self._ctx.group(RolloutContract, list(empty))
+                await group.options(deadline_s=self._options.start_s).all(RolloutContract.load_engine)
+            self._loaded |= set(empty.items())
+
+    # -- engines that come anew
+
+    def on_peer(self, event: PeerEvent) -> None:
+        """A rollout actor that was started again has an engine to load and weights to be given."""
+        if event.kind in ("up", "restarted") and event.name in self._options.rollouts:
+            self._has_newcomers = True
+
+    @property
+    def has_newcomers(self) -> bool:
+        """Whether an engine waits to be let in."""
+        return self._has_newcomers
+
+    # -- leases
+
+    async def _lease(self, gang: str, tags: tuple[Tag, ...], *, is_active: bool, quiet: tuple[str, ...]) -> None:
+        self._num_asked += 1
+        request = LeaseRequest(
+            gang=gang,
+            tags=tags,
+            is_active=is_active,
+            quiet=quiet,
+            deadline_s=self._options.switch_s,
+            request_id=f"{self._ctx.name}.{self._ctx.epoch}.{self._num_asked}",
+        )
+        started = self._clock.monotonic()
+        with self._meter.during("wait-memory", f"lease {gang}"):
+            reply = await until_answered(
+                lambda: self._manager.lease(request), who=self._options.manager, clock=self._clock, log=self._ctx.log
+            )
+        self._switch_s += self._clock.monotonic() - started
+        self._copied_bytes += reply.copied_bytes
+        if not reply.granted:
+            held = "; ".join(f"{h.tenant or 'nobody known'} {h.tag} {h.num_bytes:,} ({h.state})" for h in reply.holders)
+            self._telemetry.event("lease-refused", f"{gang}: {reply.reason}")
+            raise LeaseRefused(
+                f"{gang} cannot have {', '.join(tags)}: {reply.reason}" + (f" [{held}]" if held else ""),
+                remedy="see `myxa mem`; lower what the engine or the trainer takes, or free the device",
+            )
+
+    # -- what it costs
+
+    def _idles(self) -> None:
+        if self._idle_since is None:
+            self._idle_since = self._clock.monotonic()
+
+    def _works(self) -> None:
+        if self._idle_since is not None:
+            self._exposed_s += self._clock.monotonic() - self._idle_since
+            self._idle_since = None
+
+    def metrics(self) -> dict[str, float]:
+        """Of the time since the last call: in leases, with nobody computing, bytes copied between device and host."""
+        values = {
+            "memory/switch_s": self._switch_s,
+            "memory/exposed_s": self._exposed_s,
+            "memory/copied_bytes": float(self._copied_bytes),
+        }
+        self._switch_s, self._exposed_s, self._copied_bytes = 0.0, 0.0, 0
+        return values

@@ -1,0 +1,43 @@
+"""What of the run, beside the trainer, belongs to a checkpoint: asked of buffer and coordinator, which may restart."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import MyxaError, TrainError
+from ...core.file_entry import FileEntry
+from ...core.knobs import LiveKnobs
+from ..contracts.roles import BufferContract, CoordinatorContract
+
+
+class RunSide:
+    """Knows both by their contracts."""
+
+    def __init__(
+        self,
+        buffer: BufferContract,
+        coordinator: CoordinatorContract,
+        ask: Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]],
+    ) -> None:
+        """`ask(who, send)` repeats what is sent while `who` is away."""
+        self._buffer = buffer
+        self._coordinator = coordinator
+        self._ask = ask
+
+    async def copy_ledger(self, path: Path, version: int) -> FileEntry:
+        """Durably, with everything in it that was trained up to `version`. Raises TrainError if it cannot be made."""
+        try:
+            return await self._ask("buffer", lambda: self._buffer.snapshot(str(path), version))
+        except MyxaError as error:
+            message = f"checkpoint {version} lacks its copy of the ledger: {error.message}"
+            raise TrainError(message, remedy=error.remedy or "see the log of buffer") from error
+
+    async def live_knobs(self) -> LiveKnobs:
+        """What was decided so far. Raises CallError if the coordinator does not come back."""
+        return await self._ask("coordinator", self._coordinator.live_knobs)
+
+    async def durable(self, version: int) -> None:
+        """The buffer may give away what only older checkpoints need. Raises CallError if it does not come back."""
+        await self._ask("buffer", lambda: self._buffer.durable(version))

@@ -1,0 +1,226 @@
+"""The trainer's live knobs: declarations, values in force, and what steps and plans take of them.
+
+The leader (trainer/0) owns them for all ranks: what ranks use travels with every shard, so all of them use it in the
+same step. Knows declarations and sections of the run file. Must not know ranks, messages or tensors: whether values go
+together is the training backend's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...core.config import AlgoConfig, OptimizerConfig
+from ...core.knobs import Boundary, KnobKind, KnobSheet, KnobValue, Tunable
+from ..knobs.owner import Knob
+from .step_plan import PlanOptions
+
+OWNER = "trainer"
+
+
+def _knob(name: str, key: str, kind: KnobKind, text: str, *, boundary: Boundary = "step", **limits: Any) -> Tunable:
+    return Tunable(name=name, key=key, kind=kind, help=text, boundary=boundary, owner=OWNER, **limits)
+
+
+_ABOVE_0: dict[str, Any] = {"low": 0.0, "is_low_open": True}
+
+STEP_TUNABLES: tuple[Tunable, ...] = (
+    _knob("lr", "optimizer.lr", "float", "Learning rate at the top of the schedule.", guard_factor=10, **_ABOVE_0),
+    _knob("weight_decay", "optimizer.weight_decay", "float", "Decoupled weight decay of matrices.", low=0.0),
+    _knob(
+        "max_grad_norm",
+        "optimizer.max_grad_norm",
+        "float",
+        "Global gradient norm above which gradients are scaled down.",
+        **_ABOVE_0,
+    ),
+    _knob(
+        "min_lr_ratio",
+        "optimizer.min_lr_ratio",
+        "float",
+        "Share of lr at which the schedules cosine and linear end.",
+        low=0.0,
+        high=1.0,
+    ),
+    _knob(
+        "decay_steps",
+        "optimizer.decay_steps",
+        "int",
+        "Optimizer updates at which the schedules cosine and linear end; 0 = at the end of the run.",
+        unit="updates",
+        low=0,
+    ),
+    _knob("clip_low", "algo.clip_low", "float", "The ratio is clipped below at 1 - clip_low.", **_ABOVE_0),
+    _knob("clip_high", "algo.clip_high", "float", "The ratio is clipped above at 1 + clip_high.", **_ABOVE_0),
+    _knob(
+        "dual_clip",
+        "algo.dual_clip",
+        "float",
+        "Bound (above 1) on the loss of negative advantages, for the ppo and gspo losses; 0 = off.",
+        low=0.0,
+    ),
+    _knob(
+        "tis_cap",
+        "algo.tis_cap",
+        "float",
+        "Upper bound of the importance weight of tis, icepop and decoupled.",
+        **_ABOVE_0,
+    ),
+    _knob("mis_low", "algo.mis_low", "float", "Lower bound of the importance weight of mis and icepop.", **_ABOVE_0),
+    _knob("mis_high", "algo.mis_high", "float", "Upper bound of the importance weight of mis.", **_ABOVE_0),
+    _knob(
+        "kl_coef",
+        "algo.kl_coef",
+        "float",
+        "Weight of the KL term towards the initial model; above 0 only in a run that began so and keeps that model.",
+        low=0.0,
+    ),
+    _knob("entropy_coef", "algo.entropy_coef", "float", "Weight of the entropy bonus; 0 = off.", low=0.0),
+    _knob(
+        "minibatches",
+        "algo.minibatches",
+        "int",
+        "Optimizer updates per step; divides algo.batch_size.",
+        unit="updates",
+        low=1,
+    ),
+)
+"""What ranks use in a step; names are those of the fields of the run file's sections."""
+
+LEADER_TUNABLES: tuple[Tunable, ...] = (
+    _knob(
+        "num_steps",
+        "run.num_steps",
+        "int",
+        "Training steps of the whole run; 0 = until the data ends or the run is stopped, where the run file says so. A "
+        "schedule's end does not move with it: see decay_steps.",
+        unit="steps",
+        low=0,
+    ),
+    _knob(
+        "max_tokens_per_microbatch",
+        "trainer.max_tokens_per_microbatch",
+        "int",
+        "Tokens (prompt and answer, all samples) in one forward pass; more is faster and takes more memory.",
+        unit="tokens",
+        low=1,
+    ),
+    _knob(
+        "checkpoint_every",
+        "trainer.checkpoint_every",
+        "int",
+        "Steps between checkpoints; 0 = none during the run.",
+        unit="steps",
+        low=0,
+    ),
+    _knob(
+        "keep_last",
+        "trainer.keep_last",
+        "int",
+        "Checkpoints kept; older ones are deleted when the next one is there.",
+        unit="checkpoints",
+        low=1,
+    ),
+    _knob(
+        "guard_every",
+        "guard.every",
+        "int",
+        "Weight versions between two comparisons of an engine with the trainer; 0 = never.",
+        unit="versions",
+        low=0,
+    ),
+    _knob(
+        "weights_every",
+        "",
+        "int",
+        "Steps between two weight versions that engines are given; the last one, and one that engines must have to go "
+        "on, is given whenever it is made. Samples grow older by up to so many steps less one.",
+        boundary="weights",
+        unit="steps",
+        low=1,
+        high=1000,
+    ),
+)
+"""What the leader uses by itself."""
+
+TUNABLES = STEP_TUNABLES + LEADER_TUNABLES
+_OF_RANKS = frozenset(t.name for t in STEP_TUNABLES)
+
+
+def step_values(algo: AlgoConfig, optimizer: OptimizerConfig) -> dict[str, KnobValue]:
+    """First values of the knobs that ranks use, from the run file."""
+    sections = {"algo": algo, "optimizer": optimizer}
+    return {t.name: getattr(sections[t.key.partition(".")[0]], t.name) for t in STEP_TUNABLES}
+
+
+class TrainerKnobs:
+    """Values in force. A knob exists where it has a first value."""
+
+    def __init__(self, first: Mapping[str, KnobValue]) -> None:
+        """`first`: what the run file says."""
+        self._first = dict(first)
+        self._values = dict(first)
+        self._moved: set[str] = set()
+        self.is_at_end = False
+        """The run makes no more steps."""
+
+    def knobs(self) -> tuple[Knob, ...]:
+        """For the owner."""
+        return tuple(self._knob(t) for t in TUNABLES if t.name in self._first)
+
+    def _knob(self, tunable: Tunable) -> Knob:
+        name = tunable.name
+
+        def use(value: KnobValue) -> None:
+            self._values[name] = value
+            self._moved.add(name)
+
+        return Knob(tunable, lambda: self._values[name], use)
+
+    def count(self, name: str, otherwise: int = 0) -> int:
+        """A whole number in force; `otherwise` where there is no such knob."""
+        return int(self._values.get(name, otherwise))
+
+    def refuses_end(self, values: Mapping[str, KnobValue], earliest: int) -> str:
+        """Why the run cannot end with `num_steps`, if that is among the values; the step from version `earliest` is the
+        first that could know of it."""
+        wanted = values.get("num_steps")
+        if wanted is not None and self.is_at_end:
+            return f"num_steps = {wanted}: the last step is made and the run ends; go on with trainer.resume"
+        if wanted == 0 and self._first["num_steps"]:
+            return "num_steps = 0: a run that was to end would go on for ever"
+        if wanted and int(wanted) <= earliest:
+            return f"num_steps = {wanted}: the trainer makes version {earliest + 1} next"
+        return ""
+
+    # -- what takes values
+
+    def for_step(self) -> dict[str, float]:
+        """What ranks must know: the values that are not the run file's, which they have."""
+        return of_ranks({name: v for name, v in self._values.items() if v != self._first[name]})
+
+    def planned(self, options: PlanOptions) -> PlanOptions:
+        """The plan's options with live values put in."""
+        minibatches, max_tokens = (
+            int(self._values.get(name, given))
+            for name, given in (("minibatches", options.minibatches), ("max_tokens_per_microbatch", options.max_tokens))
+        )
+        if (minibatches, max_tokens) == (options.minibatches, options.max_tokens):
+            return options
+        return replace(options, minibatches=minibatches, max_tokens=max_tokens)
+
+    def metrics(self) -> dict[str, float]:
+        """Knobs that were ever changed, as they are now."""
+        return {f"knob/{name}": float(self._values[name]) for name in sorted(self._moved)}
+
+
+def after(sheet: KnobSheet, values: Mapping[str, KnobValue]) -> dict[str, KnobValue]:
+    """Everything as it will be once `values`, and all that waits for its boundary, are in force."""
+    pending = {s.tunable.name: s.value if s.pending is None else s.pending for s in sheet.knobs}
+    return pending | dict(values)
+
+
+def of_ranks(values: Mapping[str, KnobValue]) -> dict[str, float]:
+    """The part of it that travels with a shard."""
+    return {name: float(value) for name, value in values.items() if name in _OF_RANKS}

@@ -1,0 +1,371 @@
+"""The leader's loop: claim -> plan -> train on all ranks -> publish -> report; one pass makes one weight version.
+
+    waits for the buffer (wait-data, or paused), for the ranks (wait-data while its own is done), and, before
+    publishing, for engines that still read old weights (wait-weights); every wait is a call with a deadline or an
+    event that the coordinator sets
+    knobs change between a claim and its plan (boundary "step") and before publishing (boundary "weights"); what was
+    decided for the step after the last one is used too, since it may have moved the end
+
+Runs inside the trainer actor of rank 0, and speaks to all ranks, itself included, by their contract. The hard
+staleness bound is checked here once more before a step: a batch that breaks it stops the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from ...core.activity import ActivityMeter, TelemetryBuffer
+from ...core.actor import ActorContext, PeerEvent
+from ...core.chaos import reached
+from ...core.clock import Clock
+from ...core.errors import DataError
+from ...core.knobs import LiveKnobs
+from ...core.messages import Claim, GroupMeta, StepReport, WeightManifest
+from ...core.patience import until_answered
+from ..contracts.roles import BufferContract, CoordinatorContract, TrainerContract
+from ..knobs.owner import KnobOwner
+from ..ledger.states import State
+from ..tenancy.time_share import TimeShare
+from .canary_guard import Guard
+from .checkpoint_orders import CheckpointOrders
+from .checkpoint_side import RunSide
+from .checkpoints import Checkpoints
+from .knobs import TrainerKnobs
+from .leader_options import LeaderOptions
+from .publishing import Publisher
+from .ranks import Ranks
+from .standby import Standby
+from .standing import Standing
+from .step_plan import Batch, batch_metrics, plan_step
+
+T = TypeVar("T")
+
+CLAIM_WAIT_S = 2.0
+"""Also how long a request to write something, or to stop, may wait for one that waits for data."""
+HELD_BACK_WAIT_S = 0.25
+"""The same while engines lack the newest version: they may have to be given it before there can be a batch."""
+KNOBS_DECIDED_S = 60.0
+"""How long the coordinator may take to decide a change that was prepared here."""
+
+
+class Leader:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        ctx: ActorContext,
+        options: LeaderOptions,
+        meter: ActivityMeter,
+        telemetry: TelemetryBuffer,
+        clock: Clock,
+        owner: KnobOwner,
+        knobs: TrainerKnobs,
+        share: TimeShare | None = None,
+    ) -> None:
+        """`owner` holds changes of `knobs` until their boundary. `share`: where the ranks and the engines have the
+        devices in turns."""
+        self._owner = owner
+        self._knobs = knobs
+        self._share = share
+        self._ctx = ctx
+        self._options = options
+        self._meter = meter
+        self._telemetry = telemetry
+        self._clock = clock
+        self._ranks = Ranks(
+            ctx,
+            options.world_size,
+            shard_of_rank=options.shard_of_rank,
+            step_timeout_s=options.step_timeout_s,
+            telemetry=telemetry,
+            clock=clock,
+        )
+        self._together = self._ranks.together
+        self._buffer = ctx.ref(BufferContract, "buffer")
+        self._coordinator = ctx.ref(CoordinatorContract, "coordinator")
+        self._guard = Guard(ctx, options.guard, self._together, meter, telemetry)
+        self._written = -1
+        """Version that was written as the run's last: in a checkpoint and exported, as far as that was asked for."""
+        side = RunSide(self._buffer, self._coordinator, self._ask)
+        self._checkpoints = Checkpoints(ctx, options.checkpoints, self._together, side, meter, telemetry, clock)
+        self._orders = CheckpointOrders(self._checkpoints, self._together, options.run_dir, meter, ctx.log)
+        self._publisher = Publisher(ctx, self._together, options.max_unreleased, meter)
+        self._standby = Standby(options.standby, self._together, meter, telemetry, side.live_knobs)
+        self._standing = Standing(ctx, self._publisher, self._ask)
+        self.stands_at = -1
+        """Number of the boundary that was passed last; see `KnobOwner`."""
+        self._may_go = asyncio.Event()
+        self._stop_reason = ""
+        self._inventory = ""
+
+    # -- told by the coordinator
+
+    def go(self, start_version: int) -> None:
+        """Start stepping. The version is the coordinator's view and must be ours."""
+        self._ctx.log.info("the coordinator lets the loop start at version %d", start_version)
+        self._standing.is_leading = True
+        self._may_go.set()
+
+    def stop(self, reason: str) -> None:
+        """End after the step in hand."""
+        self._stop_reason = self._stop_reason or reason
+        self._may_go.set()
+
+    async def released(self, version: int) -> None:
+        """No engine reads `version` any more."""
+        await self._publisher.released(version)
+
+    async def write_now(self, *, export: bool) -> str:
+        """Have a checkpoint or an export written between two steps; returns the folder."""
+        return await self._orders.ask(is_export=export)
+
+    # -- the loop
+
+    def on_peer(self, event: PeerEvent) -> None:
+        """The coordinator may be a new one."""
+        self._standing.on_peer(event)
+
+    async def run(
+        self, version: int, facts: dict[str, str], live: LiveKnobs | None = None, *, is_restart: bool = False
+    ) -> None:
+        """From set-up to the end of the run. `live`: knobs as the checkpoint that it goes on from holds them.
+        `is_restart`: the gang was here before, so what was trained after `version` is undone."""
+        self.stands_at = version - 1
+        await self._ctx.wait_for("coordinator", "buffer", *self._ranks.names, timeout_s=self._options.setup_timeout_s)
+        if version > 0 or is_restart:
+            await self._ask("buffer", lambda: self._buffer.rewind(version))
+        manifest = await self._publisher.publish(version) if self._options.publishes else None
+        async with self._engines_turn(version):
+            await self._standing.ready(version, manifest, facts, live)
+        with self._meter.during("other", "start, first engine"):
+            await self._may_go.wait()
+        self._meter.switch("compute", "lead")
+        start_version = version
+        await self._compare(version)
+        reason = ""
+        while not await self._is_end(version):
+            batch = await self._next_batch(version)
+            if batch is None:
+                reason = self._stop_reason or self._end_of_data(version)
+                break
+            version = await self._step(version, batch)
+            await self._compare(version)
+            if self._stop_reason:
+                reason = self._stop_reason
+                break
+        await self._finish(version, start_version, reason or f"all {version} steps done")
+        self._meter.switch("wait-data", "end of the run")
+
+    @property
+    def _last(self) -> int:
+        """The version that ends the run, as far as knobs are in force."""
+        return self._knobs.count("num_steps") or sys.maxsize
+
+    async def _is_end(self, version: int) -> bool:
+        """Whether no step is made from `version`. What was decided for that step is used before this is said; after it
+        the end moves no more, and a change that would move it is refused."""
+        if version >= self._last and not self._knobs.is_at_end:
+            await self._pass_step(version)
+            self._knobs.is_at_end = version >= self._last
+        return self._knobs.is_at_end
+
+    async def _compare(self, version: int) -> None:
+        """With an engine, when that is due and engines were given `version`; the trainer stands at it meanwhile."""
+        if version == self._publisher.newest and not self._stop_reason and version < self._last:
+            await self._guard.check(version, lambda: self._trainers_turn(version))
+
+    async def _next_batch(self, version: int) -> Batch | None:
+        """Wait for a whole batch; None when there is none to come or the run was told to stop."""
+        blocked_by = "wait-data"
+        while not self._stop_reason:
+            with self._meter.during("paused" if blocked_by == "paused" else "wait-data", f"claim {version}"):
+                claim = await self._claim(version, blocked_by)
+                if claim.groups:
+                    reached("trainer.claim")
+                    return await self._fetch(claim.groups)
+            if claim.finished:
+                self._inventory = claim.reason
+                return None
+            blocked_by = claim.blocked_by or "wait-data"
+            await self._between_claims(version, blocked_by)
+        return None
+
+    async def _claim(self, version: int, blocked_by: str) -> Claim:
+        lacks = self._options.publishes and self._publisher.newest < version
+        wait_s = HELD_BACK_WAIT_S if lacks and blocked_by != "paused" else CLAIM_WAIT_S
+        return await self._ask("buffer", lambda: self._buffer.claim(version, wait_s, blocked_by))
+
+    async def _between_claims(self, version: int, blocked_by: str) -> None:
+        """There is no batch yet: what else can be done while the trainer stands at `version`."""
+        newcomers = self._share is not None and self._share.has_newcomers
+        if newcomers or self._orders.are_waiting:
+            async with self._trainers_turn(version):
+                await self._orders.serve(version)
+                if newcomers:
+                    self._ctx.log.info("version %d is handed over again, to engines that came anew", version)
+        if blocked_by != "paused":
+            await self._give_held_back(version)
+
+    async def _fetch(self, metas: Sequence[GroupMeta]) -> Batch:
+        group_ids = tuple(meta.group_id for meta in metas)
+        groups = await self._ask("buffer", lambda: self._buffer.fetch(group_ids))
+        return Batch(groups, {meta.group_id: meta.oldest_version for meta in metas})
+
+    def _end_of_data(self, version: int) -> str:
+        """Why the loop ends now. A run that could not make a single step did not do what it was started for."""
+        if version == 0:
+            raise DataError(
+                f"the data ended before the first batch was whole ({self._inventory})",
+                remedy="lower algo.batch_size, raise data.max_passes, or see why groups were left out",
+            )
+        return f"no more data after {version} steps"
+
+    async def _step(self, version: int, batch: Batch) -> int:
+        """One optimizer step (or several mini-batches), told to buffer, engines and people."""
+        started = self._clock.monotonic()
+        await self._pass_step(version)
+        with self._meter.during("compute", f"plan {version}"):
+            metrics, lags = batch_metrics(version, batch)
+            shards = plan_step(version, batch.groups, self._knobs.planned(self._options.plan))
+        if self._share is not None:
+            await self._share.take()
+        with self._meter.during("wait-data", "ranks"):
+            metrics.update(await self._ranks.train(shards, self._knobs.for_step()))
+        metrics.update(self._knobs.metrics())
+        metrics["knobs/epoch"] = float(self._owner.epoch)
+        made = self._standing.version = version + 1
+        reached("trainer.trained")
+        with self._meter.during("wait-data", "tell buffer"):
+            await self._ask("buffer", lambda: self._buffer.trained(version))
+        await self._is_end(made)  # before anything is written or published as the run's last
+        if self._share is not None:
+            await self._write_if_due(made)
+            self._share.trained()
+        publish_started = self._clock.monotonic()
+        manifest = await self._publish_if_due(made)
+        metrics["weights/publish_s"] = self._clock.monotonic() - publish_started
+        metrics["leader/step_wall_s"] = self._clock.monotonic() - started
+        report = StepReport(
+            step=version,
+            version=made,
+            metrics=metrics,
+            lags=lags,
+            group_ids=tuple(g.group_id for g in batch.groups),
+        )
+        self._telemetry.metric(made, metrics)
+        async with self._engines_turn(made):
+            with self._meter.during("wait-weights", "tell coordinator"):
+                await self._ask("coordinator", lambda: self._coordinator.version_made(manifest, report))
+        if self._share is None:
+            await self._write_if_due(made)
+        else:
+            self._telemetry.metric(made, self._share.metrics())
+        return made
+
+    # -- knobs
+
+    async def _pass_step(self, version: int) -> None:
+        """What was decided for the step from `version` is in force from here on."""
+        with self._meter.during("wait-data", "knobs"):
+            used = await self._owner.pass_boundary("step", version, KNOBS_DECIDED_S)
+        if used:
+            self._checkpoints.every = self._knobs.count("checkpoint_every")
+            self._checkpoints.keep_last = self._knobs.count("keep_last")
+            if self._options.publishes:
+                self._guard.every = self._knobs.count("guard_every")
+        self.stands_at = version
+
+    # -- weights
+
+    async def _publish_if_due(self, made: int) -> WeightManifest | None:
+        """None where engines go on with what they have. The last version is never held back."""
+        if not self._options.publishes:
+            return None
+        with self._meter.during("wait-weights", "knobs"):
+            await self._owner.pass_boundary("weights", made, KNOBS_DECIDED_S)
+        is_due = made - self._publisher.newest >= self._knobs.count("weights_every", 1)
+        return await self._publisher.publish(made) if is_due or made >= self._last else None
+
+    async def _give_held_back(self, version: int) -> None:
+        """No batch, nothing under way, and engines lack `version`: no group may start before they have it."""
+        if not self._options.publishes or self._publisher.newest == version:
+            return
+        stats = await self._ask("buffer", self._buffer.stats)
+        if not stats.states.get(State.DISPATCHED, 0):
+            await self._offer(version)
+            await self._compare(version)
+
+    async def _offer(self, version: int) -> None:
+        manifest = await self._publisher.publish(version)
+        await self._ask("coordinator", lambda: self._coordinator.weights_offered(manifest))
+
+    async def _finish(self, version: int, start_version: int, reason: str) -> None:
+        self._orders.close(reason)
+        self._knobs.is_at_end = True
+        if self._options.publishes and self._publisher.newest < version:
+            await self._offer(version)
+        if self._written != version:
+            is_wanted = self._checkpoints.every > 0 or (self._checkpoints.at_stop and bool(self._stop_reason))
+            is_new = is_wanted and (version > start_version or self._checkpoints.lacks(version))
+            if is_new or self._checkpoints.is_pending or self._options.export_at_end:
+                async with self._trainers_turn(version):
+                    await self._write_last(version, is_new=is_new)
+        await self._standing.finished(version, reason)
+
+    async def _write_last(self, version: int, *, is_new: bool) -> None:
+        """What is left of a run: a whole checkpoint, the exported model."""
+        if is_new:
+            await self._checkpoints.save(version)
+        await self._checkpoints.settle()
+        if self._options.export_at_end:
+            folder = str(Path(self._options.run_dir) / "export")
+            with self._meter.during("compute", "finish"):
+                await self._together.all(TrainerContract.export_hf, folder)
+        self._written = version
+
+    async def _write_if_due(self, version: int) -> None:
+        """Checkpoints; where engines have the device next, also what is written at the end if this is it."""
+        await self._checkpoints.at_boundary()
+        if self._share is not None and version >= self._last:
+            await self._write_last(version, is_new=self._checkpoints.every > 0)
+        elif self._checkpoints.is_due(version):
+            await self._checkpoints.save(version)
+        elif self._standby.is_due(version) and not self._checkpoints.is_pending:
+            await self._standby.copy(version)
+        await self._orders.serve(version)
+
+    # -- turns on a device that engines share
+
+    @asynccontextmanager
+    async def _engines_turn(self, version: int) -> AsyncGenerator[None]:
+        """Around telling that `version` was published: before, engines have room for it; after, once all of them took
+        it, their turn. Nothing but the telling where they have devices of their own."""
+        if self._share is None:
+            yield
+            return
+        await self._share.offer()
+        yield
+        await self._publisher.await_release(version)
+        await self._share.give()
+
+    @asynccontextmanager
+    async def _trainers_turn(self, version: int) -> AsyncGenerator[None]:
+        """The ranks compute inside, between two steps; then `version`, which may have left the engines, is handed over
+        again."""
+        if self._share is None:
+            yield
+            return
+        await self._share.take()
+        yield
+        self._share.trained()
+        manifest = await self._publisher.publish(version)
+        async with self._engines_turn(version):
+            await self._ask("coordinator", lambda: self._coordinator.weights_offered(manifest))
+
+    async def _ask(self, who: str, send: Callable[[], Awaitable[T]]) -> T:
+        return await until_answered(send, who=who, clock=self._clock, log=self._ctx.log)

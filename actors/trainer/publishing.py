@@ -1,0 +1,87 @@
+"""The leader's side of weight versions: every rank publishes its part, engines let go, the ranks may forget.
+
+    publish    all ranks gather and write or stage a version; first, room is made: not too many at once are kept
+    released   no engine reads a version any more; ranks beside the leader's that published a part of it are told
+
+Knows ranks by their contract. Must not know channels, engines or which versions are worth publishing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ...core.activity import ActivityMeter
+from ...core.actor import ActorContext
+from ...core.actor_group import ActorGroup
+from ...core.errors import TrainError
+from ...core.messages import WeightManifest
+from ..contracts.roles import TrainerContract
+from .manifest_parts import join_parts
+
+RELEASE_DEADLINE_S = 300.0
+
+
+class Publisher:
+    """See the module's head. One per leader."""
+
+    def __init__(
+        self, ctx: ActorContext, ranks: ActorGroup[TrainerContract], max_unreleased: int, meter: ActivityMeter
+    ) -> None:
+        """`ranks` fail fast together. `max_unreleased`: versions that engines may still be reading; one more waits."""
+        self._ctx = ctx
+        self._ranks = ranks
+        self._max_unreleased = max_unreleased
+        self._meter = meter
+        self._unreleased: dict[int, tuple[str, ...]] = {}
+        """Version -> ranks that published it."""
+        self._release_seen = asyncio.Event()
+        self.newest = -1
+        """Version that was published last; -1: none."""
+        self._manifest: WeightManifest | None = None
+
+    async def publish(self, version: int) -> WeightManifest:
+        """Where engines find `version`. Raises TrainError when no rank gathered it, or nobody lets go of older ones."""
+        if len(self._unreleased) >= self._max_unreleased:
+            await self.await_release(version, at_most=self._max_unreleased - 1)
+        with self._meter.during("wait-weights", f"publish others {version}"):
+            parts = await self._ranks.all(TrainerContract.publish, version)
+        manifest = join_parts(parts)
+        if manifest is None:
+            raise TrainError(f"no rank gathered weights for version {version}", remedy="see the log of trainer/0")
+        self._unreleased[version] = tuple(name for name, part in parts.items() if part is not None)
+        self.newest, self._manifest = version, manifest
+        return manifest
+
+    @property
+    def readable(self) -> WeightManifest | None:
+        """The newest version, if it was not released yet."""
+        return self._manifest if self.newest in self._unreleased else None
+
+    async def release_older(self) -> None:
+        """Whoever was to say that nobody reads the versions before the newest one is gone."""
+        own = self._ctx.ref(TrainerContract, self._ctx.name)
+        for version in sorted(self._unreleased):
+            if version < self.newest:
+                await own.release_weights(version)
+
+    async def released(self, version: int) -> None:
+        """No engine reads `version` any more."""
+        others = [name for name in self._unreleased.pop(version, ()) if name != self._ctx.name]
+        self._release_seen.set()
+        if others:
+            await self._ctx.group(TrainerContract, others).all(TrainerContract.release_weights, version)
+
+    async def await_release(self, version: int, at_most: int = 0) -> None:
+        """Wait, for the sake of `version`, until the engines let go of all published versions but `at_most`."""
+        try:
+            with self._meter.during("wait-weights", f"release for {version}"):
+                async with asyncio.timeout(RELEASE_DEADLINE_S):
+                    while len(self._unreleased) > at_most:
+                        self._release_seen.clear()
+                        await self._release_seen.wait()
+        except TimeoutError as err:
+            raise TrainError(
+                f"the coordinator did not release any of the versions {sorted(self._unreleased)} "
+                f"within {RELEASE_DEADLINE_S:g} s",
+                remedy="an engine is stuck in a weight update; see the coordinator's log for its name",
+            ) from err

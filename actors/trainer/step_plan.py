@@ -1,0 +1,139 @@
+"""From claimed groups to one shard per trainer rank: advantages, balance, micro-batches. Pure; runs on the leader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...algos.baselines import group_advantages
+from ...algos.packing import plan_shards
+from ...core.samples import Group, TrainSample, TrainShard
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What shapes a step."""
+
+    kind: str
+    """Algorithm, e.g. "grpo": decides the group-level advantage."""
+    normalise_std: bool
+    num_ranks: int
+    max_tokens: int
+    """Tokens (P + R) a micro-batch may hold; a single longer sample sits alone."""
+    minibatches: int
+    """Optimizer steps per batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step trains on."""
+
+    groups: Sequence[Group]
+    oldest: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Group id -> version of its oldest token as the buffer counts it, which is not its stamp where the weights of that
+    version were undone by a restart of the trainer; a group that is not named counts by its stamps."""
+
+    def oldest_version(self, group: Group) -> int:
+        """Negative: no engine took part in it."""
+        stamp = group.oldest_version()
+        return min(stamp, self.oldest.get(group.group_id, stamp))
+
+
+def plan_step(step: int, groups: Sequence[Group], options: PlanOptions) -> tuple[TrainShard, ...]:
+    """One shard per rank, covering every sample exactly once.
+
+    Advantages are normalised inside each group by its id, so groups of unequal size are safe. Raises ValueError
+    for an empty batch.
+    """
+    if not groups:
+        raise ValueError(f"step {step}: no groups to train on")
+    flat = [(g, i) for g in groups for i in range(len(g.samples))]
+    rewards = np.asarray([float(g.rewards[i]) for g, i in flat], dtype=np.float32)
+    group_ids = np.asarray([g.group_id for g, _ in flat], dtype=np.int64)
+    advantages = group_advantages(options.kind, rewards, group_ids, normalise_std=options.normalise_std)
+    samples = [_train_sample(g, i, float(advantage)) for (g, i), advantage in zip(flat, advantages, strict=True)]
+    plan = plan_shards(
+        [len(s.token_ids) for s in samples],
+        options.num_ranks,
+        options.max_tokens,
+        options.minibatches,
+        [s.group_id for s in samples],
+    )
+    loss_tokens = [float(s.loss_mask.sum()) for s in samples]
+    num_minibatches = len(plan[0])
+    members = [[i for rank in plan for micro in rank[m] for i in micro] for m in range(num_minibatches)]
+    tokens = tuple(sum(loss_tokens[i] for i in part) for part in members)
+    counts = tuple(float(sum(1 for i in part if loss_tokens[i] > 0)) for part in members)
+    return tuple(_shard(step, rank, samples, tokens, counts) for rank in plan)
+
+
+def _train_sample(group: Group, i: int, advantage: float) -> TrainSample:
+    sample = group.samples[i]
+    return TrainSample(
+        group_id=group.group_id,
+        index=sample.index,
+        token_ids=np.concatenate([sample.prompt_ids, sample.response_ids]),
+        prompt_len=len(sample.prompt_ids),
+        loss_mask=sample.loss_mask,
+        logprobs=sample.logprobs,
+        versions=sample.versions,
+        reward=float(group.rewards[i]),
+        advantage=advantage,
+        temperature=sample.temperature or 1.0,  # engines tell log-probs of greedy tokens at temperature 1
+    )
+
+
+def _shard(
+    step: int,
+    rank_plan: Sequence[Sequence[Sequence[int]]],
+    samples: Sequence[TrainSample],
+    tokens: tuple[float, ...],
+    counts: tuple[float, ...],
+) -> TrainShard:
+    """Renumber one rank's part of the plan to indexes into its own samples."""
+    mine = [i for minibatch in rank_plan for micro in minibatch for i in micro]
+    local = {i: k for k, i in enumerate(mine)}
+    return TrainShard(
+        step=step,
+        samples=tuple(samples[i] for i in mine),
+        minibatches=tuple(tuple(tuple(local[i] for i in micro) for micro in minibatch) for minibatch in rank_plan),
+        minibatch_tokens=tokens,
+        minibatch_samples=counts,
+    )
+
+
+def batch_metrics(step: int, batch: Batch) -> tuple[dict[str, float], tuple[int, ...]]:
+    """Reward, length, lag and knob facts of a batch, and the lag of every group (-1: no engine took part).
+
+    Demonstrations alone have no reward to tell of: every one of them counts 1.
+    """
+    groups = batch.groups
+    rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
+    spread = [float(np.ptp(g.rewards)) for g in groups]
+    lengths = [len(s.response_ids) for g in groups for s in g.samples]
+    cut = [s.finish == "length" for g in groups for s in g.samples]
+    temperatures = [s.temperature for g in groups for s in g.samples]
+    oldest = [batch.oldest_version(group) for group in groups]
+    lags = tuple(step - version if version >= 0 else -1 for version in oldest)
+    known = [lag for lag in lags if lag >= 0] or [0]
+    metrics = {
+        "lag/max": float(max(known)),
+        "lag/mean": float(np.mean(known)),
+        "lag/min": float(min(known)),
+        "batch/num_groups": float(len(groups)),
+        "batch/response_tokens_mean": float(np.mean(lengths)),
+        "batch/truncated_fraction": float(np.mean(cut)),
+        "batch/temperature_min": min(temperatures),
+        "batch/temperature_max": max(temperatures),
+        "batch/knobs_min": float(min(g.knobs for g in groups)),
+        "batch/knobs_max": float(max(g.knobs for g in groups)),
+    }
+    if any(lag >= 0 for lag in lags):
+        metrics["reward/mean"] = float(rewards.mean())
+        metrics["reward/std"] = float(rewards.std())
+        metrics["reward/zero_std_groups"] = float(sum(s == 0.0 for s in spread))
+    for lag in range(max(known) + 1):  # zeros too: who shows the newest values must not see those of an older step
+        metrics[f"lag_hist/{lag}"] = float(known.count(lag))
+    return metrics, lags

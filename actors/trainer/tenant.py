@@ -1,0 +1,125 @@
+"""A trainer rank's side of taking turns: registered before anything is loaded, its backend's memory leased by tag.
+
+    join -> (room is made) -> set-up -> loaded -> train -> (the engines' turn) -> (its turn) -> train -> ...
+
+Knows the tenant's side of leases and the backend's thread; must not know what the memory is made of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...core.activity import TelemetryBuffer
+from ...core.actor import ActorContext, PeerEvent
+from ...core.assets import AssetStore
+from ...core.clock import Clock
+from ...core.device_memory import MemoryCommand, MemoryReply, Tag, TagPolicy, TenantReport
+from ...memory.communicators.residency import CommResidency
+from ..contracts.memory import MemoryContract
+from ..tenancy.tenant import Tenant, TenantOptions
+from ..tenancy.time_share import TRAINER, TimeShareOptions
+from ..tenancy.workspace_room import WORKSPACE, WorkspaceRoom
+
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerTenancy:
+    """Where the rank's memory lies, and who leases it."""
+
+    device: str
+    planned: Mapping[Tag, tuple[int, TagPolicy]]
+    """What the rank is going to hold: bytes and how they leave."""
+    share: TimeShareOptions
+    comms: Callable[[], CommResidency | None] = field(default=lambda: None)
+    """Makes what releases communicators, in the backend's thread after set-up; None: they stay."""
+
+
+class BackendTurn:
+    """The gate of a backend's thread: closed, nothing that computes is begun; what runs is waited for."""
+
+    def __init__(self, in_thread: InThread) -> None:
+        self._in_thread = in_thread
+        self._gate = asyncio.Event()
+
+    async def quiesce(self) -> None:
+        """Begin nothing more; returns when the thread is idle."""
+        self._gate.clear()
+        await self._in_thread(int)
+
+    async def resume(self) -> None:
+        """Go on."""
+        self._gate.set()
+
+    async def wait(self) -> None:
+        """For the turn."""
+        while not self._gate.is_set():  # it may be closed again before this wakes up
+            await self._gate.wait()
+
+
+class TrainerTenant:
+    """See the module's head. To be made on the actor's loop."""
+
+    def __init__(
+        self,
+        ctx: ActorContext,
+        tenancy: TrainerTenancy,
+        in_thread: InThread,
+        *,
+        telemetry: TelemetryBuffer,
+        clock: Clock,
+    ) -> None:
+        """`in_thread`: runs work in the backend's thread, in order."""
+        self._ctx = ctx
+        self._tenancy = tenancy
+        self._in_thread = in_thread
+        self._has_joined = asyncio.Event()
+        self._turn = BackendTurn(in_thread)
+        self._tenant = Tenant(
+            options=TenantOptions(
+                name=ctx.name, epoch=ctx.epoch, gang=TRAINER, device=tenancy.device, planned=dict(tenancy.planned)
+            ),
+            stores=(),
+            gate=self._turn,
+            in_thread=in_thread,
+            clock=clock,
+            telemetry=telemetry,
+        )
+
+    async def join(self) -> None:
+        """Register with the manager."""
+        manager = self._tenancy.share.manager
+        self._ctx.watch(manager)
+        await self._tenant.join(self._ctx.ref(MemoryContract, manager))
+        self._has_joined.set()
+
+    async def until_turn(self) -> None:
+        """Until this rank may compute."""
+        await self._turn.wait()
+
+    async def loaded(self, store: AssetStore | None) -> None:
+        """The backend is set up, and its memory is `store`."""
+        if store is not None:
+            self._tenant.add_store(store)
+        if WORKSPACE in self._tenancy.planned:
+            self._tenant.add_store(WorkspaceRoom(self._tenancy.planned[WORKSPACE][0]))
+        comms = await self._in_thread(self._tenancy.comms)
+        if comms is not None:
+            self._tenant.add_comms(comms)
+        await self._tenant.loaded()
+
+    async def on_peer(self, event: PeerEvent) -> None:
+        """The manager may be another one now."""
+        await self._tenant.on_peer(event)
+
+    async def command(self, command: MemoryCommand) -> MemoryReply:
+        """One step of a switch."""
+        return await self._tenant.command(command)
+
+    async def report(self) -> TenantReport:
+        """How the rank's memory stands, once the manager knows of it."""
+        await self._has_joined.wait()
+        return self._tenant.report()

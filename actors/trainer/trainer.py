@@ -1,0 +1,364 @@
+"""The trainer role: a gang of ranks around one `TrainBackend` each; rank 0 leads (see `leader.py`).
+
+A rank does what the leader asks, one call at a time, in one worker thread: collectives need one order on all ranks,
+and the event loop stays free to answer. Weights leave through a `WeightWriter` (files, shared memory) or through a
+`WeightSender` (device to device), beside that thread: engines that take them never wait for a training step. Knows
+these protocols and `TrainBackend`; knows no engine and no concrete backend. Version v exists when all ranks finished
+the optimizer step that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from ...core.activity import ActivityMeter, TelemetryBuffer
+from ...core.actor import MailboxPolicy, PeerEvent
+from ...core.chaos import reached
+from ...core.clock import Clock
+from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
+from ...core.errors import TrainError
+from ...core.knobs import KnobChange, KnobValue, KnobVote, LiveKnobs
+from ...core.messages import Scores, WeightManifest
+from ...core.protocols import PendingSave, TrainBackend, WeightSender, WeightWriter
+from ...core.samples import TrainSample, TrainShard
+from ..contracts.roles import MonitorContract
+from ..knobs.owner import KnobOwner, OwnsKnobs
+from ..knobs.process import process_knobs
+from ..own_thread import in_own_thread
+from ..telemetry import ReportPace, report_forever
+from ..tenancy.time_share import TimeShare
+from .knobs import after, of_ranks
+from .leader import Leader
+from .leader_options import LeaderOptions
+from .sending import SendsWeights
+from .start_point import FindStart, StartPoint, anew
+from .tenant import TrainerTenancy, TrainerTenant
+
+T = TypeVar("T")
+
+CLOSE_S = 2.0
+"""How long the end waits for a call in hand: it may hang in a collective, whose other ranks are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerOptions:
+    """Plain settings of the role."""
+
+    rank: int
+    leader: LeaderOptions
+    block_limit_s: float = 600.0
+    """Setting up, the first step (kernels are compiled) and writing files may hold the interpreter lock for so long; a
+    rank that hangs there is noticed that much later."""
+
+
+class Trainer(OwnsKnobs, SendsWeights):
+    """One rank. See the module's head."""
+
+    mailbox = MailboxPolicy(size=256)
+
+    def __init__(
+        self,
+        *,
+        backend: TrainBackend,
+        writer: WeightWriter | None,
+        options: TrainerOptions,
+        clock: Clock,
+        sender: WeightSender | None = None,
+        tenancy: TrainerTenancy | None = None,
+        find_start: FindStart = anew,
+    ) -> None:
+        """Versions go to `sender` if there is one, else to `writer`. `tenancy`: where the rank shares its device with
+        an engine in turns. `find_start`: tells where it begins; called in a thread."""
+        self._backend = backend
+        self._writer = writer
+        self._sender = sender
+        self._options = options
+        self._find_start = find_start
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="backend")
+        self._weights_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+        self._is_set_up = asyncio.Event()
+        self._leader: Leader | None = None
+        self._tenancy = tenancy
+        self._tenant: TrainerTenant | None = None
+        self._share: TimeShare | None = None
+        self._version = 0
+        self._has_trained = False
+        self._knobs = options.leader.knobs(takes_turns=tenancy is not None)
+        self._live: LiveKnobs | None = None
+        """Of the checkpoint that the run goes on from."""
+        self._pending_save: PendingSave | None = None
+        self._saving: asyncio.Task[TrainError | None] | None = None
+
+    # -- life
+
+    async def on_start(self) -> None:
+        self._meter = ActivityMeter(self.ctx.name, self._clock)
+        self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
+        self._meter.switch("other", "start")
+        self.knob_owner = self._own_knobs(pace := ReportPace())
+        send = self.ctx.ref(MonitorContract, "monitor").telemetry
+        self.ctx.spawn(report_forever(self._telemetry, send, pace), name="trainer-telemetry")
+        self.ctx.spawn(self._run(), name="trainer-run")
+
+    def _own_knobs(self, pace: ReportPace) -> KnobOwner:
+        """Rank 0 owns the trainer's for all ranks; every process has its own beside."""
+        owner = KnobOwner(
+            self.ctx.name,
+            () if self._options.rank else self._knobs.knobs(),
+            stands_at=lambda: -1 if self._leader is None else self._leader.stands_at,
+            clock=self._clock,
+            telemetry=self._telemetry,
+        )
+        owner.add(process_knobs(pace))
+        return owner
+
+    async def _run(self) -> None:
+        """Model, optimizer, process group; rank 0 then leads until the run is over."""
+        share = await self._wait_for_room()
+        with self._blocking("sets up its backend"):
+            facts = await self._in_thread(self._backend.setup)
+            start = await self._restore()
+        if self._tenant is not None:
+            await self._tenant.loaded(self._backend.memory())
+        self.ctx.log.info("rank %d is ready at version %d: %s", self._options.rank, self._version, facts)
+        self._is_set_up.set()
+        if self._options.rank == 0:
+            self._leader = Leader(
+                self.ctx,
+                self._options.leader,
+                self._meter,
+                self._telemetry,
+                self._clock,
+                self.knob_owner,
+                self._knobs,
+                share,
+            )
+            self.ctx.watch("coordinator")
+            told = {key: str(value) for key, value in facts.items()}
+            await self._leader.run(self._version, told, self._live, is_restart=start.is_restart)
+
+    async def _restore(self) -> StartPoint:
+        """The state that this attempt begins with."""
+        start = await self._in_thread(self._find_start)
+        if self._options.rank == 0:
+            for text in start.passed_over:
+                self._telemetry.event("checkpoint-passed-over", text)
+                self.ctx.log.error("a checkpoint is not whole and is passed over: %s", text)
+        if start.checkpoint:
+            extra = await self._in_thread(lambda: self._backend.load(start.checkpoint))
+            self._version = int(extra["version"])
+            self._live = _live_knobs(extra)
+        if start.is_restart and self._options.rank == 0:
+            place = start.checkpoint or "the model folder"
+            self._telemetry.event("trainer-goes-back", f"to version {self._version}, from {place}")
+        return start
+
+    async def _wait_for_room(self) -> TimeShare | None:
+        """Where the device is shared in turns: nothing is loaded before this rank has it. The leader asks for all."""
+        if self._tenancy is None:
+            return None
+        self._meter.switch("wait-memory", "room to load")
+        self._tenant = TrainerTenant(
+            self.ctx, self._tenancy, self._in_thread, telemetry=self._telemetry, clock=self._clock
+        )
+        await self._tenant.join()
+        share = None
+        if self._options.rank == 0:
+            share = TimeShare(self.ctx, self._tenancy.share, self._meter, self._telemetry, self._clock)
+            self.ctx.watch("rollout/")
+            self._share = share
+            await share.set_up()
+        await self._tenant.until_turn()
+        self._meter.switch("other", "start")
+        return share
+
+    async def on_peer(self, event: PeerEvent) -> None:
+        if self._tenant is not None:
+            await self._tenant.on_peer(event)
+        if self._share is not None:
+            self._share.on_peer(event)
+        if self._leader is not None:
+            self._leader.on_peer(event)
+
+    async def on_stop(self, why: str) -> None:
+        if self._leader is not None:
+            self._leader.stop(why)
+        if self._sender is not None:
+            self._sender.close()
+        closing = asyncio.get_running_loop().run_in_executor(self._thread, self._backend.close)
+        done, _ = await asyncio.wait([closing], timeout=CLOSE_S)
+        self._thread.shutdown(wait=bool(done), cancel_futures=True)
+        self._weights_thread.shutdown(wait=True, cancel_futures=True)
+        if self._writer is not None:
+            self._writer.close()
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _beside(self, work: Callable[[], T]) -> T:
+        """Work on published weights: it does not wait for a training step."""
+        return await asyncio.get_running_loop().run_in_executor(self._weights_thread, work)
+
+    def _blocking(self, why: str, *, when: bool = True) -> AbstractContextManager[None]:
+        return self.ctx.busy(self._options.block_limit_s, why) if when else nullcontext()
+
+    # -- what every rank answers
+
+    async def _until_turn(self) -> None:
+        await self._is_set_up.wait()
+        if self._tenant is not None:
+            await self._tenant.until_turn()
+
+    async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> dict[str, float]:
+        await self._until_turn()
+        is_first, self._has_trained = not self._has_trained, True
+        if is_first and self._options.rank:
+            self._meter.switch("wait-data", "next step")
+        with self._meter.during("compute", f"train {shard.step}"), self._blocking("first step", when=is_first):
+            stats = await self._in_thread(lambda: self._backend.train(shard, knobs))
+        self._version = shard.step + 1
+        return stats.metrics
+
+    async def score(self, samples: tuple[TrainSample, ...]) -> Scores:
+        await self._until_turn()
+        with self._meter.during("compute", "score"), self._blocking("first scores", when=not self._has_trained):
+            parts = await self._in_thread(lambda: self._backend.score(samples))
+        return Scores(logprobs=np.concatenate([np.asarray(part, dtype=np.float32) for part in parts]))
+
+    async def publish(self, version: int) -> WeightManifest | None:
+        await self._is_set_up.wait()
+        with self._meter.during("compute", f"publish {version}", makes_version=version):
+            reached("trainer.publish")
+            sender, writer = self._sender, self._writer
+            if sender is not None:
+                return await self._in_thread(lambda: sender.publish(version, self._backend.export_device))
+            tensors = await self._in_thread(self._backend.export_weights)
+            if self._options.rank != 0 or writer is None:
+                return None
+            return await self._beside(lambda: writer.publish(version, tensors))
+
+    def _extra(self, live: LiveKnobs) -> dict[str, Any]:
+        return {"version": self._version, "knobs": msgspec.json.decode(msgspec.json.encode(live))}
+
+    async def save_checkpoint(self, folder: str, live: LiveKnobs) -> None:
+        extra = self._extra(live)
+        with self._meter.during("compute", "checkpoint"), self._blocking("writes a checkpoint"):
+            await self._in_thread(lambda: self._backend.save(folder, extra))
+        self._telemetry.event("checkpoint", f"version {self._version} saved to {folder}")
+
+    async def begin_checkpoint(self, folder: str, live: LiveKnobs) -> None:
+        extra = self._extra(live)
+        with self._meter.during("compute", "copy checkpoint"), self._blocking("copies a checkpoint"):
+            pending = await self._in_thread(lambda: self._backend.begin_save(folder, extra))
+        self._pending_save = pending
+        self._saving = self.ctx.spawn(_attempt(pending.write, "write checkpoint"), name="write-checkpoint")
+
+    async def checkpoint_written(self) -> None:
+        error = await asyncio.shield(self._require_save()[1])
+        if error is not None:
+            raise error
+
+    async def finish_checkpoint(self) -> None:
+        await self.checkpoint_written()
+        pending, _ = self._require_save()
+        with self._meter.during("compute", "finish checkpoint"), self._blocking("finishes a checkpoint"):
+            await self._in_thread(pending.finish)
+        self._telemetry.event("checkpoint", "saved beside training")
+        self._pending_save = self._saving = None
+
+    def _require_save(self) -> tuple[PendingSave, asyncio.Task[TrainError | None]]:
+        if self._pending_save is None or self._saving is None:
+            raise TrainError(f"{self.ctx.name} is writing no checkpoint", remedy="begin one first")
+        return self._pending_save, self._saving
+
+    async def export_hf(self, folder: str) -> None:
+        with self._meter.during("compute", "export"), self._blocking("exports the model"):
+            await self._in_thread(lambda: self._backend.export_hf(folder))
+
+    # -- memory
+
+    async def memory_command(self, command: MemoryCommand) -> MemoryReply:
+        if self._tenant is None:
+            raise TrainError(f"{self.ctx.name} has its device for itself", remedy='set memory.share = "switch"')
+        return await self._tenant.command(command)
+
+    async def memory_report(self) -> TenantReport | None:
+        return None if self._tenant is None else await self._tenant.report()
+
+    # -- what only the leader answers
+
+    def _require_leader(self) -> Leader:
+        if self._leader is None:
+            raise TrainError(
+                f"{self.ctx.name} does not lead" if self._options.rank else f"{self.ctx.name} is still setting up",
+                remedy="ask trainer/0" if self._options.rank else "ask again once trainer_ready was told",
+            )
+        return self._leader
+
+    async def release_weights(self, version: int) -> None:
+        sender, writer = self._sender, self._writer
+        if sender is not None:
+            sender.release(version)
+        elif writer is not None:
+            await self._beside(lambda: writer.release(version))
+        if self._options.rank == 0:
+            await self._require_leader().released(version)
+
+    async def run_leader(self, start_version: int) -> None:
+        self._require_leader().go(start_version)
+
+    async def stop_leader(self, reason: str) -> None:
+        self._require_leader().stop(reason)
+
+    async def prepare_knobs(self, change: KnobChange) -> KnobVote:
+        vote = await super().prepare_knobs(change)
+        if not vote.accepted or not (reason := self._refusal(change.values, vote.earliest)):
+            return vote
+        self.knob_owner.abort(change.epoch)
+        return KnobVote(owner=self.ctx.name, accepted=False, reason=reason)
+
+    def _refusal(self, values: dict[str, KnobValue], earliest: int) -> str:
+        """Why values do not go together, with one another or with what is in force or waits to be. `earliest`: the step
+        that would be the first to use them."""
+        if reason := self._knobs.refuses_end(values, earliest):
+            return reason
+        saves = bool(values.get("checkpoint_every"))
+        if not saves and not of_ranks(values):
+            return ""
+        return self._backend.judge_knobs(of_ranks(after(self.knob_owner.sheet(), values)), saves=saves)
+
+    async def checkpoint_at_boundary(self, export: bool) -> str:
+        leader = self._require_leader()
+        if not export and (reason := self._backend.judge_knobs({}, saves=True)):
+            raise TrainError(f"no checkpoint can be written: {reason}", remedy="export the model instead")
+        return await leader.write_now(export=export)
+
+
+def _live_knobs(extra: dict[str, Any]) -> LiveKnobs | None:
+    """The knobs in a checkpoint. Raises TrainError when what is there cannot be read."""
+    if "knobs" not in extra:
+        return None
+    try:
+        return msgspec.convert(extra["knobs"], LiveKnobs)
+    except msgspec.ValidationError as error:
+        raise TrainError(
+            f"the checkpoint's live knobs cannot be read: {error}", remedy="it was written by another version of myxa"
+        ) from error
+
+
+async def _attempt(work: Callable[[], None], name: str) -> TrainError | None:
+    """What went wrong, for whoever asks; the actor itself goes on."""
+    try:
+        await in_own_thread(work, name)
+    except Exception as error:  # noqa: BLE001 -- a library writes there: whatever it raises is told with the checkpoint
+        return TrainError(f"could not {name}: {error}", remedy="check disk and rights; an older checkpoint stays whole")
+    return None

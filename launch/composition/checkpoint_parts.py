@@ -1,0 +1,53 @@
+"""What the composition root needs for checkpoints: their options, and the ledger that a resumed run begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...actors.checkpoints.folder import find_checkpoint, look_at
+from ...actors.checkpoints.run_part import ledger_in
+from ...actors.ledger.resume import LEDGER, read_facts
+from ...actors.trainer.checkpoints import CheckpointOptions
+from ...core.config import RunConfig
+from ...core.errors import LedgerError, TrainError
+from ..actor_spec import ActorSpec
+from ..lives.origin import origin_events
+
+
+def checkpoint_options(spec: ActorSpec, config: RunConfig, run_dir: Path) -> CheckpointOptions:
+    """How the leader writes them."""
+    trainer = config.trainer
+    return CheckpointOptions(
+        run_dir=str(run_dir),
+        every=trainer.checkpoint_every,
+        keep_last=trainer.keep_last,
+        keep_every=trainer.keep_every,
+        at_stop=trainer.checkpoint_at_stop and not config.megatron.offload_optimizer,
+        is_async=trainer.async_save,
+        origin=() if spec.attempt else origin_events(run_dir),
+    )
+
+
+def earlier_ledger(config: RunConfig, run_dir: Path) -> Path | None:
+    """The ledger that the run's is copied from; None if it begins with an empty one, or has one already.
+
+    With `trainer.resume`: that of the run that wrote the checkpoint, if it is over and can go back so far, else the
+    copy in the checkpoint. Raises TrainError if there is neither.
+    """
+    if not config.trainer.resume or (run_dir / LEDGER).exists():
+        return None
+    checkpoint = find_checkpoint(config.trainer.resume)
+    own = checkpoint.parent.parent / LEDGER
+    try:
+        reason = read_facts(own).why_not(look_at(checkpoint).version)
+    except LedgerError as error:
+        reason = error.message
+    if not reason:
+        return own
+    try:
+        return ledger_in(checkpoint)
+    except TrainError as error:
+        raise TrainError(
+            f"{checkpoint} has no ledger to go on with: {error.message}; and of its run's own: {reason}",
+            remedy="resume from another checkpoint",
+        ) from error

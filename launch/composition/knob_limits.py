@@ -1,0 +1,18 @@
+"""What a run file allows its live knobs, beyond what is possible at all. Knows the configuration and the roles."""
+
+from __future__ import annotations
+
+from ...actors.buffer.knobs import MAX_TOKENS, BufferLimits
+from ...core.config import COMPARING_KINDS, RunConfig
+
+
+def buffer_limits(config: RunConfig) -> BufferLimits:
+    """The same bounds that the run file itself is checked by."""
+    context_length, quarantine_after = config.engine.context_length, config.reward.quarantine_after
+    if config.algo.kind == "sft":
+        return BufferLimits(max_samples=1, quarantine_after=quarantine_after)
+    return BufferLimits(
+        min_samples=2 if config.algo.kind in COMPARING_KINDS else 1,
+        max_new_tokens=context_length - 1 if context_length else MAX_TOKENS,
+        quarantine_after=quarantine_after,
+    )

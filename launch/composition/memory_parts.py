@@ -1,0 +1,236 @@
+"""What runs whose trainer and engines take turns on a device are made of. Part of the composition root: beside
+`program.py` and `trainer_backends.py`, the only place that names concrete classes. Imports them where they are built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...actors.models.model_config import ModelConfig
+from ...core.actor import Actor
+from ...core.clock import Clock
+from ...core.config import RunConfig
+from ...core.device_memory import Tag, TagPolicy, TagReport
+from ...core.errors import ConfigError
+from ...core.protocols import Engine, EngineMemory
+from ...memory.budget import ITEM_BYTES
+from ..actor_spec import ActorSpec
+
+if TYPE_CHECKING:
+    from ...actors.backends.megatron.residence import Housing, MegatronResidence
+    from ...actors.backends.torch_backend.residence import TorchResidence
+    from ...actors.engines.embedded.lent_memory import LentMemory
+    from ...actors.rollout.tenant import Tenancy
+    from ...actors.tenancy.time_share import TimeShareOptions
+    from ...actors.trainer.tenant import TrainerTenancy
+    from ...memory.arenas.arena import Arena
+    from .gang_comms import MakeComms
+
+MIB = 1 << 20
+GIB = 1 << 30
+HOST_DEVICE = "host:0"
+"""What stands for a GPU in runs on the CPU."""
+HOST_CHUNK_BYTES = 4 * MIB
+POOL_SLACK = 1.05
+"""Of what is planned: tensors are padded, and sizes rounded up."""
+START_SLACK_S = 120.0
+"""For the processes themselves to start."""
+
+GRAPH_BYTES = 2 * GIB
+"""Of captured graphs and workspaces: an estimate until the server tells."""
+
+Planned = Mapping[Tag, tuple[int, TagPolicy]]
+
+
+def takes_turns(config: RunConfig) -> bool:
+    """Whether trainer and engines have their devices in turns."""
+    return config.memory.share == "switch"
+
+
+def manager_name(config: RunConfig) -> str:
+    """Actor name of the memory manager."""
+    return f"memory/{config.roles.memory.nodes[0]}"
+
+
+def device_of(spec: ActorSpec) -> str:
+    """The name under which the actor's device is leased. Raises ConfigError for a GPU that is not there."""
+    if not spec.devices:
+        return HOST_DEVICE
+    from ...memory.gpu_facts import gpu_uuid
+
+    return gpu_uuid(spec.devices[0])
+
+
+def share_options(config: RunConfig) -> TimeShareOptions:
+    """What the leader is told of taking turns."""
+    from ...actors.tenancy.time_share import TimeShareOptions
+
+    return TimeShareOptions(
+        manager=manager_name(config),
+        trainers=tuple(f"trainer/{rank}" for rank in range(config.roles.trainer.count)),
+        rollouts=tuple(f"rollout/{index}" for index in range(config.roles.rollout.count)),
+        switch_s=config.memory.switch_s,
+        start_s=config.engine.start_s + START_SLACK_S,
+    )
+
+
+def start_timeout_s(config: RunConfig) -> float:
+    """How long the coordinator waits for the trainer and the first engine; in turns they load one after the other."""
+    waited = max(300.0, config.engine.start_s + 60.0)
+    return waited + config.engine.start_s + 3 * config.memory.switch_s if takes_turns(config) else waited
+
+
+def memory_manager(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
+    """The manager of one node's devices. It imports no torch."""
+    from ...actors.tenancy.memory_manager import ManagerOptions, MemoryManager
+    from ...memory.ledger.arbiter import ArbiterOptions
+    from ...memory.ledger.journal import Journal
+    from ...memory.meters import DeviceMeters
+
+    on_gpus = bool(config.roles.trainer.device_ids)
+    limits = (
+        ArbiterOptions(reserve_bytes=config.memory.reserve_mb * MIB)
+        if on_gpus
+        else ArbiterOptions(reserve_bytes=0, margin_bytes=0)
+    )
+    return MemoryManager(
+        meter=DeviceMeters({} if on_gpus else {HOST_DEVICE: config.memory.capacity_mb * MIB}),
+        journal=Journal(run_dir / f"{spec.name.replace('/', '.')}.jsonl"),
+        options=ManagerOptions(arbiter=limits),
+        clock=clock,
+    )
+
+
+# -- the trainer -------------------------------------------------------------------------------------------------------
+
+
+def trainer_tenancy(spec: ActorSpec, config: RunConfig, comms: MakeComms) -> TrainerTenancy | None:
+    """The rank as a tenant; None where it has its device for itself."""
+    if not takes_turns(config):
+        return None
+    from ...actors.tenancy.workspace_room import WORKSPACE
+    from ...actors.trainer.tenant import TrainerTenancy
+
+    planned = dict(trainer_plan(spec, config))
+    if config.memory.workspace_mb:
+        planned[WORKSPACE] = (config.memory.workspace_mb * MIB, "discard")
+    return TrainerTenancy(device=device_of(spec), planned=planned, share=share_options(config), comms=comms)
+
+
+def trainer_plan(spec: ActorSpec, config: RunConfig) -> Planned:
+    """What the rank is going to hold, by tag."""
+    from ...actors.models.hf_folder import read_config
+
+    num_parameters = read_config(config.model.path).num_parameters
+    if spec.kind == "megatron":
+        from ...actors.backends.megatron.residence import planned as planned_by_megatron
+
+        world_size = config.roles.trainer.count
+        return planned_by_megatron(
+            num_parameters, config.megatron, config.trainer, world_size, has_reference=config.algo.kl_coef > 0
+        )
+    from ...actors.backends.torch_backend.residence import planned
+
+    return planned(num_parameters, has_reference=config.algo.kl_coef > 0)
+
+
+def torch_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> TorchResidence | None:
+    """Memory for the torch trainer that can leave its device; None where it stays."""
+    if not takes_turns(config):
+        return None
+    from ...actors.backends.torch_backend.residence import TorchResidence
+
+    return TorchResidence(make_arena(spec, config, pool_bytes(config, trainer_plan(spec, config)), clock), clock)
+
+
+def megatron_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> MegatronResidence | None:
+    """Memory for the Megatron trainer that can leave its device; None where it stays."""
+    if not takes_turns(config):
+        return None
+    from ...actors.backends.megatron.residence import MegatronResidence, rebuilds_params
+
+    uses_saver = config.memory.backend == "torch_memory_saver"
+
+    def open_housing(local_gpu: int) -> Housing:
+        if uses_saver:
+            from ...memory.arenas.torch_saver import TorchSaver
+            from .megatron_housing import SaverHousing
+
+            return SaverHousing(TorchSaver(clock, ordinal=local_gpu))
+        from ...memory.arenas.cuda_vmm import open_cuda
+        from .megatron_housing import ArenaHousing
+
+        return ArenaHousing(open_cuda(local_gpu, pool_bytes(config, trainer_plan(spec, config)), clock))
+
+    # torch-memory-saver copies blindly and cannot say what is there: nothing is rebuilt over it.
+    rebuilds = rebuilds_params(config.megatron, config.trainer, "backup" if uses_saver else config.memory.params)
+    return MegatronResidence(open_housing, config.megatron, rebuilds=rebuilds, clock=clock)
+
+
+def pool_bytes(config: RunConfig, plan: Planned) -> int:
+    """Of the host, for what leaves the device."""
+    if config.memory.host_pool_gb:
+        return int(config.memory.host_pool_gb * GIB)
+    return int(sum(size for size, policy in plan.values() if policy == "backup") * POOL_SLACK) + 64 * MIB
+
+
+def make_arena(spec: ActorSpec, config: RunConfig, num_bytes: int, clock: Clock) -> Arena:
+    """An arena on the actor's device with so much host memory."""
+    if spec.devices:
+        from ...memory.arenas.cuda_vmm import open_cuda
+
+        return open_cuda(spec.rank.local_rank if spec.rank else 0, num_bytes, clock).arena
+    from ...memory.arenas.arena import Arena
+    from ...memory.arenas.host_pool import HostPool
+    from ...memory.arenas.host_vmm import HostVmmDriver
+
+    driver = HostVmmDriver(HOST_DEVICE, config.memory.capacity_mb * MIB)
+    return Arena(driver, HostPool(num_bytes), clock, chunk_bytes=HOST_CHUNK_BYTES)
+
+
+# -- the engines -------------------------------------------------------------------------------------------------------
+
+
+def lent_memory(spec: ActorSpec, config: RunConfig, clock: Clock) -> LentMemory | None:
+    """Memory for the embedded engine that can leave its device; None where it stays."""
+    if not takes_turns(config):
+        return None
+    from ...actors.engines.embedded.lent_memory import LentMemory
+
+    return LentMemory(make_arena(spec, config, 0, clock))
+
+
+def rollout_tenancy(spec: ActorSpec, config: RunConfig, engine: Engine | None) -> Tenancy | None:
+    """The engine as a tenant; None where it has its device for itself. Raises ConfigError for engines that cannot
+    give their memory back."""
+    if not takes_turns(config):
+        return None
+    if not isinstance(engine, EngineMemory):
+        raise ConfigError(f"{spec.name}: this kind of engine keeps its memory", remedy='set memory.share = "none"')
+    from ...actors.rollout.tenant import Tenancy
+
+    return Tenancy(memory=engine, device=device_of(spec), manager=manager_name(config))
+
+
+def sglang_plan(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> tuple[TagReport, ...] | None:
+    """What a launched server is going to hold on each GPU, as far as can be said before it is started; None where its
+    memory is its own. Raises ConfigError when [sglang] does not say how much it may take."""
+    if not takes_turns(config):
+        return None
+    share = config.sglang.get("mem_fraction_static")
+    if not isinstance(share, int | float):
+        raise ConfigError(
+            'memory.share = "switch": [sglang] does not set mem_fraction_static',
+            remedy="set it: the share of the GPU that weights and cache take while the engine has its turn, e.g. 0.85",
+        )
+    from ...memory.gpu_facts import gpu_capacity
+
+    num_gpus = max(1, len(spec.devices))
+    weights = ITEM_BYTES[config.engine.dtype] * model.num_parameters // num_gpus
+    static = int(gpu_capacity(spec.devices[0]) * float(share))
+    sizes: dict[Tag, int] = {"weights": weights, "kv_cache": max(0, static - weights), "cuda_graph": GRAPH_BYTES}
+    return tuple(
+        TagReport(tag=tag, num_bytes=size, policy="discard", backing="discarded") for tag, size in sizes.items()
+    )

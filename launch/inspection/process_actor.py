@@ -1,0 +1,97 @@
+"""What every actor's process answers for itself, beside its actor: stacks, facts, profiles. Costs nothing until asked.
+
+Knows the process it is in and the run directory. Must not know the actor it stands beside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from ...actors.own_thread import in_own_thread
+from ...core.errors import ConfigError
+from ..contracts import ProcessContract, ProcessFacts, ProfileOrder, ProfileReply, StackReply
+from .live_stacks import task_stacks, thread_stacks
+from .memory_profile import cuda_bytes, trace_memory
+from .stack_sampler import sample_stacks
+from .torch_profile import profile_torch
+
+MAX_PROFILE_S = 600.0
+NUM_TOP = 10
+
+Profiler = Callable[[Path], tuple[int, tuple[str, ...]]]
+"""Blocks, writes that file, returns the number of samples and where most was seen."""
+
+
+class ProcessActor(ProcessContract):
+    """Beside the actor `name` on node number `node`."""
+
+    def __init__(self, name: str, node: int, run_dir: Path) -> None:
+        self._name = name
+        self._node = node
+        self._folder = run_dir / "profiles"
+        self._is_profiling = False
+
+    async def stacks(self) -> StackReply:
+        text = f"{task_stacks(asyncio.get_running_loop())}\n{thread_stacks()}"
+        return StackReply(name=self._name, pid=os.getpid(), text=text, how="process")
+
+    async def facts(self) -> ProcessFacts:
+        process = psutil.Process()
+        return ProcessFacts(
+            name=self._name,
+            pid=process.pid,
+            rss_bytes=int(process.memory_info().rss),
+            num_fds=process.num_fds(),
+            num_threads=threading.active_count(),
+            num_tasks=len(asyncio.all_tasks()),
+            num_objects=len(gc.get_objects()),
+            gc_collections=tuple(int(stats["collections"]) for stats in gc.get_stats()),
+            cuda_bytes=cuda_bytes(),
+        )
+
+    async def profile(self, order: ProfileOrder) -> ProfileReply:
+        if not 0.05 <= order.duration_s <= MAX_PROFILE_S:
+            raise ConfigError(f"a profile of {order.duration_s:g} s", remedy=f"choose 0.05 to {MAX_PROFILE_S:g} s")
+        if not 0.001 <= order.interval_s <= 1.0:
+            raise ConfigError(f"a look every {order.interval_s:g} s", remedy="choose 0.001 to 1 s")
+        if self._is_profiling:
+            raise ConfigError(f"{self._name} is being profiled already", remedy="wait until that has ended")
+        self._is_profiling = True
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path, work = self._chosen(order)
+            num_samples, top = await in_own_thread(partial(work, path), name=f"profile {order.kind}")
+        finally:
+            self._is_profiling = False
+        return ProfileReply(name=self._name, node=self._node, path=str(path), num_samples=num_samples, top=top)
+
+    def _chosen(self, order: ProfileOrder) -> tuple[Path, Profiler]:
+        match order.kind:
+            case "stacks":
+                return self._path("speedscope.json"), partial(self._sample, order)
+            case "memory":
+                return self._path("memory.txt"), partial(trace_memory, order.duration_s)
+            case "torch":
+                return self._path("torch.json"), partial(profile_torch, order.duration_s)
+
+    def _sample(self, order: ProfileOrder, path: Path) -> tuple[int, tuple[str, ...]]:
+        seen = sample_stacks(order.duration_s, order.interval_s)
+        seen.write(path, f"{self._name}, {seen.duration_s:.1f} s")
+        return seen.num_looks, seen.top(NUM_TOP)
+
+    def _path(self, ending: str) -> Path:
+        """A new file; two within a second are told apart."""
+        stem = f"{self._name.replace('/', '.')}.{time.strftime('%Y%m%d-%H%M%S')}"
+        number = 1
+        while (path := self._folder / f"{stem}{f'-{number}' if number > 1 else ''}.{ending}").exists():
+            number += 1
+        return path

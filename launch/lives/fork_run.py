@@ -1,0 +1,75 @@
+"""Make the directory of a run that begins where a checkpoint of another run stands. The other run is only read.
+
+    config.toml                the other run's, with what is to be different
+    checkpoints/version_...    the checkpoint; its files are shared with the other run by hard links, where they can be
+    origin.json                which run and version
+
+The checkpoint holds a copy of the ledger, so that nothing is asked of a run that lives. One without (of an older
+version of myxa, or cut off at its end) needs a run that is over, whose ledger is copied. Knows files.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from ...actors.checkpoints.folder import partial_of, read_manifest
+from ...actors.ledger.resume import LEDGER, adopt_copy
+from ...core.config import dump_config, load_config
+from ...core.errors import LaunchError, TrainError
+from ..run_dir import RunDir
+from .origin import Origin
+from .resume_point import CHECKPOINTS, ResumePoint, choose_point
+
+
+def fork_run(parent: Path, version: int | None, name: str, overrides: Sequence[str], now: datetime) -> Path:
+    """Returns the new run directory. Raises LaunchError if there is nothing to begin from, ConfigError for what does
+    not go together."""
+    if not (parent / "config.toml").is_file():
+        raise LaunchError(f"{parent} is no run directory", remedy="name the folder that `myxa up` printed")
+    parent = parent.resolve()
+    point = _choose(parent, version)
+    named = [f"run.name={name}"] if name else []
+    config = load_config(parent / "config.toml", [*overrides, *named, 'trainer.resume=""'])
+    run_dir = RunDir.create(config.run.dir, config.run.name, now)
+    try:
+        share(point.checkpoint, run_dir.path / CHECKPOINTS / point.place.name)
+        if point.is_own_ledger:
+            adopt_copy(point.ledger, run_dir.path / LEDGER, run_dir.path.name)
+        run_dir.config.write_text(dump_config(config), encoding="utf-8")
+        program = Origin.load(parent).program
+        Origin(program=program, parent=str(parent), parent_version=point.version, lives=()).save(run_dir.path)
+    except (OSError, TrainError) as error:
+        shutil.rmtree(run_dir.path, ignore_errors=True)
+        raise LaunchError(
+            f"version {point.version} of {parent} could not be taken over: {error}",
+            remedy="it may have been deleted meanwhile (trainer.keep_last): try again, or name another with --from",
+        ) from error
+    return run_dir.path
+
+
+def _choose(parent: Path, version: int | None) -> ResumePoint:
+    try:
+        return choose_point(parent, version, needs_copy=True)
+    except LaunchError as error:
+        try:
+            return choose_point(parent, version)
+        except LaunchError:
+            raise error from None
+
+
+def share(checkpoint: Path, place: Path) -> None:
+    """The same files under another name; nobody ever writes into a checkpoint's files. Raises OSError or TrainError if
+    the checkpoint goes meanwhile."""
+    growing = partial_of(place)
+    growing.mkdir(parents=True)
+    for file in checkpoint.iterdir():
+        try:
+            os.link(file, growing / file.name)
+        except OSError:  # another file system, or one without links
+            shutil.copy2(file, growing / file.name)
+    read_manifest(growing)
+    growing.replace(place)

@@ -1,0 +1,74 @@
+"""Where a run comes from: the run that it was forked from, and its own lives, one for each time that it was started.
+
+Knows `origin.json`, which lies in the run directory. Must not know how a life is chosen or begun.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from ...core.errors import LaunchError
+from ...core.file_entry import write_durably
+from ..worker_spec import DEFAULT_PROGRAM
+
+ORIGIN = "origin.json"
+
+
+class Life(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of the run."""
+
+    version: int = 0
+    """It began from; 0: the model folder, or what `trainer.resume` named."""
+    ledger: str = ""
+    """Which ledger it went on with, in words."""
+    passed_over: tuple[str, ...] = ()
+    """Checkpoints that could not be used, newest first, each with the reason."""
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """What origin.json says."""
+
+    program: str = DEFAULT_PROGRAM
+    """Composition root that it was started with."""
+    parent: str = ""
+    """Run directory that it was forked from; empty: from none."""
+    parent_version: int = -1
+    lives: tuple[Life, ...] = (Life(),)
+
+    def save(self, run_dir: Path) -> None:
+        """Write it in one step. Raises LaunchError if the disk refuses."""
+        try:
+            write_durably(run_dir / ORIGIN, msgspec.json.format(msgspec.json.encode(self), indent=2))
+        except OSError as error:
+            raise LaunchError(f"{run_dir / ORIGIN} cannot be written: {error.strerror}", remedy="check disk") from error
+
+    @classmethod
+    def load(cls, run_dir: Path) -> Origin:
+        """What `save` wrote; that of a first life where there is nothing, or nothing that can be read."""
+        try:
+            return msgspec.json.decode((run_dir / ORIGIN).read_bytes(), type=cls)
+        except (OSError, msgspec.MsgspecError):
+            return cls()
+
+    def in_words(self) -> str:
+        """Parent and lives; empty for a run that was started once, from nothing."""
+        words: list[str] = []
+        if self.parent:
+            words.append(f"forked from version {self.parent_version} of {self.parent}")
+        if len(self.lives) > 1:
+            words.append(f"life {len(self.lives)}, from version {self.lives[-1].version}")
+        return "; ".join(words)
+
+
+def origin_events(run_dir: Path) -> tuple[tuple[str, str], ...]:
+    """Kinds and texts of what is to be told at the beginning of this life."""
+    origin = Origin.load(run_dir)
+    life = origin.lives[-1]
+    told = [("checkpoint-passed-over", text) for text in life.passed_over]
+    if len(origin.lives) > 1:
+        told.append(("resumed", f"life {len(origin.lives)} goes on from version {life.version} with {life.ledger}"))
+    elif origin.parent:
+        told.append(("forked", f"from version {origin.parent_version} of {origin.parent}, with {life.ledger}"))
+    return tuple(told)

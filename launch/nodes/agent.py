@@ -1,0 +1,275 @@
+"""A node's agent: starts processes, watches them, ends them. Decides nothing; the run supervisor on node 0 does.
+
+Knows children, log files and the run-time directory. Must not know policies, roles or what a run is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...core.actor import with_deadline
+from ...core.errors import CallError, ConfigError, LaunchError, NoSuchActor, PeerDied
+from ...core.patience import until_answered
+from ..actor_spec import GangMeeting
+from ..child_env import child_env, worker_command
+from ..contracts import (
+    SUPERVISOR,
+    AgentContract,
+    ChildEnd,
+    LogChunk,
+    LogRequest,
+    RunPlan,
+    StackReply,
+    StartOrder,
+    StartReply,
+    SupervisorContract,
+)
+from ..first_failure import read_tail
+from ..run_dir import RunDir
+from ..worker_spec import DEFAULT_PROGRAM, WorkerSpec, write_spec
+from .child import Child, start_child
+from .log_reader import read_log
+from .outside_stacks import spied_stacks, written_stacks
+from .process_time import tell_process_time
+
+PING_S = 1.0
+KeyFor = Callable[[str], Awaitable[str]]
+
+LOOK_AGAIN_S = 1.0
+"""Stacks found out from outside are told again for so long instead of being looked for."""
+STACKS_S = 0.5
+"""How long a process that hangs may take to write down where it hangs."""
+SIGNALS = frozenset({signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT})
+"""What an operator may send."""
+KILL_S = 5.0
+"""How long a process may take to vanish after SIGKILL (longer: it hangs in the kernel)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """What a node's agent works with."""
+
+    node: int
+    address: str
+    """Under which the other nodes reach this one."""
+    runtime_dir: Path
+    config_text: str
+    """Resolved configuration as TOML."""
+    rdzv_path: str
+    """File that tells workers how to reach the registry."""
+    lost_s: float = 20.0
+    """How long node 0 may be silent before this node gives the run up."""
+    program: str = DEFAULT_PROGRAM
+    must_share: bool = False
+    """Whether the run directory has to be there already, as on the other nodes."""
+    key_for: KeyFor | None = None
+    """Makes the key of a process that is to be started and tells the registry of it; None: no process needs one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """How this node's launcher is to exit."""
+
+    exit_code: int
+    reason: str
+
+
+ExitSeen = Callable[[ChildEnd], Awaitable[None]]
+
+
+class Agent(AgentContract):
+    """See the module's head. `exit_seen` hears of every end before the supervisor does."""
+
+    def __init__(self, options: AgentOptions, exit_seen: ExitSeen) -> None:
+        self.left: asyncio.Future[Farewell] = asyncio.get_running_loop().create_future()
+        """Set once the run is over."""
+        self._options = options
+        self._exit_seen = exit_seen
+        self._plan: RunPlan | None = None
+        self._run_dir: RunDir | None = None
+        self._children: dict[str, Child] = {}
+        self._is_stopped = False
+        self._looking = asyncio.Lock()
+        self._last_look: dict[tuple[str, bool], tuple[float, int, StackReply]] = {}
+        """(actor, by py-spy) -> when it was looked at, which process, what was seen."""
+
+    @property
+    def children(self) -> tuple[Child, ...]:
+        """Processes that run now."""
+        return tuple(self._children.values())
+
+    async def on_start(self) -> None:
+        """Node 0's own agent ends with node 0; the others must find out."""
+        if self._options.node != 0:
+            self.ctx.spawn(self._mind_node_0(), name="mind node 0")
+        self.ctx.spawn(tell_process_time(self.ctx), name="tell process time")
+
+    async def _mind_node_0(self) -> None:
+        supervisor = with_deadline(self.ctx.ref(SupervisorContract, SUPERVISOR), self._options.lost_s)
+        heard_s = self.ctx.clock.monotonic()
+        while True:
+            await asyncio.sleep(PING_S)
+            try:
+                await supervisor.ping(self._options.node)
+                heard_s = self.ctx.clock.monotonic()
+            except CallError as error:
+                silent_s = self.ctx.clock.monotonic() - heard_s
+                if isinstance(error, (PeerDied, NoSuchActor)) or silent_s > self._options.lost_s:
+                    reason = f"node 0 is gone ({error})"
+                    await self.leave(LaunchError.exit_code, reason)
+                    return
+
+    async def on_stop(self, why: str) -> None:
+        """Nothing may outlive the launcher."""
+        self._is_stopped = True
+        await self.kill_all()
+
+    async def prepare(self, plan: RunPlan) -> None:
+        if self._options.must_share and not RunDir(Path(plan.run_dir)).config.exists():
+            raise LaunchError(
+                f"{plan.run_dir} is not there on {socket.gethostname()}: weights travel through it",
+                remedy="have run.dir on a file system that all nodes share",
+            )
+        self._plan = plan
+        self._run_dir = RunDir.join(plan.run_dir)
+        self._run_dir.post_config(self._options.config_text)
+
+    async def start_actor(self, order: StartOrder) -> StartReply:
+        if self._plan is None or self._run_dir is None:
+            raise LaunchError(f"{self.ctx.name} is not prepared", remedy="this is a bug; report it")
+        name = order.actor.name
+        try:
+            key = await self._options.key_for(name) if self._options.key_for is not None else ""
+        except CallError as error:
+            return StartReply(problem=f"{name} has no key: {error}")
+        if name in self._children:
+            raise LaunchError(f"{name} runs already as attempt {self._children[name].attempt}")
+        log_path = self._run_dir.new_log(name, order.attempt)
+        try:
+            self._children[name] = self._start(order, self._plan, self._run_dir, log_path, key)
+        except LaunchError as error:
+            log_path.write_text(f"{error}\n", encoding="utf-8")
+            return StartReply(problem=str(error))
+        self.ctx.log.info("%s: attempt %d is process %d", name, order.attempt, self._children[name].pid)
+        return StartReply(pid=self._children[name].pid)
+
+    def _start(self, order: StartOrder, plan: RunPlan, run_dir: RunDir, log_path: Path, key: str) -> Child:
+        spec = WorkerSpec(
+            actor=order.actor,
+            attempt=order.attempt,
+            launcher_pid=os.getpid(),
+            config_path=str(run_dir.config),
+            run_dir=plan.run_dir,
+            socket_dir=str(self._options.runtime_dir),
+            rdzv_path=self._options.rdzv_path,
+            key=key,
+            program=self._options.program,
+        )
+        env = child_env(
+            os.environ,
+            order.actor,
+            spec_path=str(write_spec(spec, self._options.runtime_dir)),
+            run_id=plan.run_id,
+            attempt=order.attempt,
+            meeting=order.meeting,
+        )
+        command = worker_command(order.actor)
+        return start_child(
+            order.actor.name, order.attempt, command, env=env, log_path=log_path, told=self._on_child_end
+        )
+
+    def _on_child_end(self, child: Child, status: int) -> None:
+        self._children.pop(child.name, None)
+        end = ChildEnd(
+            name=child.name,
+            attempt=child.attempt,
+            status=status,
+            node=self._options.node,
+            log_path=str(child.log_path),
+            pid=child.pid,
+            tail=read_tail(child.log_path),
+        )
+        if not self._is_stopped:
+            self.ctx.spawn(self._tell(end), name=f"end of {child.name}")
+
+    async def _tell(self, end: ChildEnd) -> None:
+        await self._exit_seen(end)
+        supervisor = self.ctx.ref(SupervisorContract, SUPERVISOR)
+        await until_answered(
+            lambda: supervisor.child_ended(end), who=SUPERVISOR, clock=self.ctx.clock, log=self.ctx.log
+        )
+
+    async def end_actors(self, names: tuple[str, ...], grace_s: float) -> None:
+        children = [self._children[name] for name in names if name in self._children]
+        if grace_s > 0:
+            for child in children:
+                child.ask_to_end()
+        hung = await _still_there(children, grace_s) if grace_s > 0 else children
+        for child in hung:
+            if grace_s > 0:
+                self.ctx.log.warning("%s did not end within %g s and is killed", child.name, grace_s)
+            child.kill()
+        for child in await _still_there(hung, KILL_S):
+            self.ctx.log.error("%s (process %d) survives SIGKILL: it hangs in the kernel", child.name, child.pid)
+
+    async def kill_hung(self, names: tuple[str, ...]) -> None:
+        children = [self._children[name] for name in names if name in self._children]
+        for child in children:
+            child.ask_for_stacks()
+        for child in await _still_there(children, STACKS_S):
+            child.kill()
+        await _still_there(children, KILL_S)
+
+    async def signal_actors(self, names: tuple[str, ...], signal_number: int) -> tuple[str, ...]:
+        if signal_number not in SIGNALS:
+            raise ConfigError(f"signal {signal_number} is not sent", remedy=f"one of {sorted(SIGNALS)}")
+        children = [self._children[name] for name in names if name in self._children]
+        for child in children:
+            self.ctx.log.info("%s: an operator sends signal %d", child.name, signal_number)
+            child.send(signal_number)
+        return tuple(child.name for child in children)
+
+    async def read_log(self, request: LogRequest) -> LogChunk:
+        if self._run_dir is None:
+            raise LaunchError(f"{self.ctx.name} is not prepared", remedy="try again when the run goes on")
+        # In a thread: it may look through megabytes on a slow disk, and this process serves the run meanwhile.
+        return await asyncio.to_thread(read_log, self._run_dir, self._options.node, request)
+
+    async def stacks_from_outside(self, name: str, py_spy: bool) -> StackReply:
+        child = self._children.get(name)
+        if child is None:
+            raise ConfigError(f"{name} has no process on node {self._options.node}", remedy="see `myxa ps`")
+        async with self._looking:  # who only looks must not be able to keep a process, or this node, busy
+            at, pid, held = self._last_look.get((name, py_spy), (0.0, 0, None))
+            if held is None or pid != child.pid or self.ctx.clock.monotonic() - at > LOOK_AGAIN_S:
+                held = await (spied_stacks(child) if py_spy else written_stacks(child))
+                self._last_look[name, py_spy] = self.ctx.clock.monotonic(), child.pid, held
+            return held
+
+    async def kill_all(self) -> None:
+        """End all children at once."""
+        for child in self.children:
+            child.kill()
+        await _still_there(self.children, KILL_S)
+
+    async def meeting_place(self) -> GangMeeting:
+        family = socket.AF_INET6 if ":" in self._options.address else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.bind(("", 0))
+            return GangMeeting(address=self._options.address, port=int(probe.getsockname()[1]))
+
+    async def leave(self, exit_code: int, reason: str) -> None:
+        if not self.left.done():
+            self.left.set_result(Farewell(exit_code, reason))
+
+
+async def _still_there(children: Sequence[Child], timeout_s: float) -> list[Child]:
+    """Those that have not ended within that time."""
+    ended = await asyncio.gather(*(child.wait(timeout_s) for child in children))
+    return [child for child, has_ended in zip(children, ended, strict=True) if not has_ended]

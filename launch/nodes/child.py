@@ -1,0 +1,136 @@
+"""One attempt of one actor as a process: started in its own session, watched by pidfd, ended with all it started.
+
+Knows a command, an environment and a log file. Must not know roles, policies or messages.
+asyncio's own subprocess support was considered: it reaps by SIGCHLD or a thread and hands the status out only after
+the process id is free again, so what a dead child left in its process group could not be killed safely.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ...core.errors import LaunchError
+
+ExitTold = Callable[["Child", int], None]
+
+
+class Child:
+    """A running process. `told(child, status)` is called once, on the loop, when it has ended and was reaped."""
+
+    def __init__(
+        self, name: str, attempt: int, log_path: Path, process: subprocess.Popen[bytes], told: ExitTold
+    ) -> None:
+        self.name = name
+        self.attempt = attempt
+        self.log_path = log_path
+        self.status: int | None = None
+        """Return code as `subprocess` gives it (negative: signal), None while it runs."""
+        self._process = process
+        self._told = told
+        self._is_asked = False
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self._pidfd = os.pidfd_open(process.pid)
+        self._loop.add_reader(self._pidfd, self._reap)
+
+    @property
+    def pid(self) -> int:
+        """Process id, also of its session and process group."""
+        return self._process.pid
+
+    def ask_to_end(self) -> None:
+        """SIGTERM, once: a second one could hit a process that has begun to end and dropped its handler."""
+        if self.status is None and not self._is_asked:
+            self._is_asked = True
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
+
+    def ask_for_stacks(self) -> None:
+        """SIGQUIT: a worker writes the stacks of all its threads into its log, even if its loop hangs (worker.py)."""
+        if self.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGQUIT)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was stopped (SIGSTOP) and does nothing until SIGCONT."""
+        return _proc_field(self.pid, "State")[:1] in ("T", "t")
+
+    @property
+    def writes_stacks(self) -> bool:
+        """Whether `ask_for_stacks` is safe: before the worker has its handler in place, SIGQUIT would end it."""
+        return bool(int(_proc_field(self.pid, "SigCgt") or "0", 16) >> (signal.SIGQUIT - 1) & 1)
+
+    def send(self, number: int) -> None:
+        """A signal to the process and everything in its group."""
+        if self.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        """End the process and everything in its group at once."""
+        self.send(signal.SIGKILL)
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Whether it ended within that time."""
+        try:
+            await asyncio.wait_for(self._ended.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        # The zombie still holds the process id, so the group cannot be anybody else's: end what it left behind.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.status = self._process.wait()
+        os.close(self._pidfd)
+        self._ended.set()
+        self._told(self, self.status)
+
+
+def _proc_field(pid: int, name: str) -> str:
+    """A line of /proc/<pid>/status; empty if the process is gone."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith(f"{name}:")), "")
+
+
+def start_child(
+    name: str,
+    attempt: int,
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    log_path: Path,
+    told: ExitTold,
+) -> Child:
+    """Start a process with standard output and error in `log_path` (made new) and no input.
+
+    Raises LaunchError when the program cannot be started.
+    """
+    with log_path.open("wb") as log:
+        try:
+            process = subprocess.Popen(
+                list(command),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"{name} cannot be started: {command[0]}: {error.strerror}",
+                remedy="check the role's `python` in the run file",
+            ) from error
+    return Child(name, attempt, log_path=log_path, process=process, told=told)

@@ -1,0 +1,88 @@
+"""How a node's part of a run is launched, how it ended, and what a node says of itself. Plain records."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ... import __version__
+from ...core.config import RunConfig
+from ...core.host import boot_id
+from ..actor_spec import ActorSpec
+from ..composition.weight_channels import choose_channel
+from ..contracts import LateWish, NodeFacts
+from ..node_place import NodePlace
+from ..preflight.preflight import check_node
+from ..run_dir import RunDir
+from ..supervisor.patience import Patience
+from ..worker_spec import DEFAULT_PROGRAM
+from .agent import AgentOptions
+from .meeting import Meeting
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """How to launch; what to launch is the run's configuration."""
+
+    place: NodePlace
+    rdzv_file: Path | None = None
+    job_key: Path | None = None
+    program: str = DEFAULT_PROGRAM
+    is_quiet: bool = False
+    patience: Patience = field(default_factory=Patience)
+    run_dir: RunDir | None = None
+    """A directory that is there already, and held by whoever names it; None: a new one is made."""
+    prepare: Callable[[], object] | None = None
+    """What is left to do there once this node is known to be able to take part."""
+    next_steps: tuple[str, ...] = ()
+    """What to suggest at a good end."""
+    late: LateWish | None = None
+    """Set on a node that comes to a run that goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the run ended, as this node's launcher saw it."""
+
+    exit_code: int
+    reason: str
+    run_dir: Path | None = None
+
+
+def check_own(config: RunConfig, actors: Sequence[ActorSpec], options: LaunchOptions, node: int) -> None:
+    """Whether this node has what its actors need. Somebody's own composition root may need none of what ours needs.
+    Raises what `check_node` raises."""
+    if options.program == DEFAULT_PROGRAM:
+        check_node(config, [actor for actor in actors if actor.node == node])
+
+
+def facts_of(place: NodePlace, text: str, late: LateWish | None = None) -> NodeFacts:
+    """How this node introduces itself."""
+    return NodeFacts(
+        node=place.rank,
+        num_nodes=place.num_nodes,
+        version=__version__,
+        config=text,
+        host=socket.gethostname(),
+        machine=boot_id(),
+        late=late,
+    )
+
+
+def agent_options(
+    options: LaunchOptions, place: NodePlace, meeting: Meeting, runtime_dir: Path, config: RunConfig, text: str
+) -> AgentOptions:
+    """What this node's agent works with; `text`: the same configuration as TOML."""
+    return AgentOptions(
+        node=place.rank,
+        address=meeting.address,
+        runtime_dir=runtime_dir,
+        config_text=text,
+        rdzv_path=str(meeting.rdzv_path),
+        lost_s=options.patience.lost_s,
+        program=options.program,
+        key_for=None if place.is_alone else meeting.key_for,
+        must_share=options.late is not None and choose_channel(config) == "disk",
+    )

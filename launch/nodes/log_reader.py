@@ -1,0 +1,98 @@
+"""Reads logs of this node in bounded pieces: the last lines, then whatever is added, attempt after attempt.
+
+Knows the run directory's names. A library that follows files (`watchfiles`, inotify) was considered: a log is asked for
+by somebody who is elsewhere, twice a second, and a look at its size is all that costs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...core.errors import ConfigError
+from ..contracts import LogChunk, LogRequest
+from ..run_dir import RunDir
+
+CHUNK_BYTES = 128 * 1024
+"""Read by one request at most."""
+TAIL_BYTES = 4 * 1024 * 1024
+"""Looked through from the end for the last lines that hold a text."""
+MAX_LINES = 10_000
+MAX_LINE = 4000
+"""Characters of a line; the rest is cut off."""
+
+
+def read_log(run_dir: RunDir, node: int, request: LogRequest) -> LogChunk:
+    """See `AgentContract.read_log`. Raises ConfigError for a log that is not there."""
+    path = _newest(run_dir, node, request)
+    if request.file == path.name:
+        return _go_on(path, request, path)
+    if request.file:  # a new attempt has begun; the old file first, to its end
+        old = run_dir.logs / Path(request.file).name
+        chunk = _go_on(old, request, path) if old.is_file() else None
+        if chunk is not None and chunk.offset > request.offset:
+            return chunk
+        return _go_on(path, LogRequest(name=request.name, grep=request.grep), path)
+    return _tail(path, request)
+
+
+def _newest(run_dir: RunDir, node: int, request: LogRequest) -> Path:
+    stem = request.name.replace("/", ".")
+    if request.name == "launcher":
+        path = run_dir.logs / f"launcher.{node}.log"
+    elif request.engine:
+        path = run_dir.logs / f"{stem}.sglang.log"
+    else:
+        path = run_dir.logs / "latest" / f"{stem}.log"
+    try:
+        path = path.resolve()
+        is_ours = path.parent == run_dir.logs.resolve() and path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        is_ours = False
+    if not is_ours:
+        name = request.name[:64]
+        what = f"the server of {name!r}" if request.engine else repr(name)
+        raise ConfigError(f"{what} has no log on node {node}", remedy=f"see {run_dir.logs} there")
+    return path
+
+
+def _go_on(path: Path, request: LogRequest, newest: Path) -> LogChunk:
+    """Whole lines from the place that was told."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        start = request.offset if request.offset <= size else 0
+        file.seek(start)
+        data = file.read(CHUNK_BYTES)
+    end = data.rfind(b"\n") + 1
+    if end == 0 and (len(data) == CHUNK_BYTES or path != newest):  # one endless line; or nobody will end it
+        end = len(data)
+    lines = _lines(data[:end], request.grep)
+    is_more = start + end < size or path != newest
+    return LogChunk(name=request.name, file=path.name, offset=start + end, lines=tuple(lines), is_more=is_more)
+
+
+def _tail(path: Path, request: LogRequest) -> LogChunk:
+    """The last lines; a last one that is not ended yet is left for later."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        start = max(0, size - TAIL_BYTES)
+        file.seek(start)
+        data = file.read(TAIL_BYTES)
+    end = data.rfind(b"\n") + 1
+    lines = _lines(data[:end], request.grep)
+    wanted = min(max(request.num_lines, 0), MAX_LINES)
+    kept = _fitting(lines[-wanted:] if wanted else [])
+    return LogChunk(name=request.name, file=path.name, offset=start + end, lines=tuple(kept))
+
+
+def _fitting(lines: list[str]) -> list[str]:
+    """The last of these that together are no more than one answer should be."""
+    room, first = CHUNK_BYTES, len(lines)
+    while first > 0 and room >= len(lines[first - 1]):
+        first -= 1
+        room -= len(lines[first])
+    return lines[first:]
+
+
+def _lines(data: bytes, grep: str) -> list[str]:
+    lines = data.decode("utf-8", errors="replace").splitlines()
+    return [line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]} ..." for line in lines if grep in line]

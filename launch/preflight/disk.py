@@ -1,0 +1,102 @@
+"""What a run will write, and whether there is room for it. The sizes are pure; one function asks the file system.
+
+    checkpoint, torch       12 bytes a parameter: float32 masters and two moments
+    checkpoint, megatron    bfloat16: 2 + 4 + 8 = 14 (weights, masters, moments); float32: 12
+    export                  bytes of trainer.dtype a parameter
+    weights by disk         bytes of trainer.dtype a parameter, for each version in flight (three)
+
+While a checkpoint is written the older ones are still there: keep_last + 1 of them. Logs, metrics, traces and the
+ledger are not counted: a few MB for every thousand steps.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...actors.models.model_config import ModelConfig
+from ...core.config import RunConfig
+from ...core.errors import ConfigError
+from ...memory.budget import ITEM_BYTES
+from ..composition.weight_channels import choose_channel
+from ..memory_part import Part, count_text, size_text, total
+from .finding import Finding
+
+VERSIONS_ON_DISK = 3
+FEW_BYTES = 256 << 20
+"""For logs and metrics: with less than this free nobody should begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """Needed and free bytes at `run.dir`."""
+
+    folder: str
+    parts: tuple[Part, ...]
+    free_bytes: int | None
+    """None: not asked."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """At the fullest moment."""
+        return total(self.parts)
+
+
+def checkpoint_bytes(config: RunConfig, model: ModelConfig) -> int:
+    """Of one checkpoint, all ranks together."""
+    item = ITEM_BYTES[config.trainer.dtype]
+    has_masters = config.roles.trainer.kind == "megatron" and item == 2
+    return (14 if has_masters else 12) * model.num_parameters
+
+
+def written(config: RunConfig, model: ModelConfig) -> Iterator[Part]:
+    """Everything large that the run writes."""
+    num, item = count_text(model.num_parameters), ITEM_BYTES[config.trainer.dtype]
+    if config.trainer.checkpoint_every:
+        one = checkpoint_bytes(config, model)
+        kept = config.trainer.keep_last + 1
+        if config.run.num_steps:
+            kept = min(kept, max(1, config.run.num_steps // config.trainer.checkpoint_every))
+        each = one // model.num_parameters
+        yield Part("checkpoints", kept * one, f"{kept} at a time x {each} B x {num} = {size_text(one)} each")
+    if config.trainer.export_at_end:
+        yield Part("export", item * model.num_parameters, f"{config.trainer.dtype} {item} B x {num}")
+    if choose_channel(config) == "disk" and config.algo.kind != "sft":
+        how = f"{VERSIONS_ON_DISK} versions x {item} B x {num}"
+        yield Part("weight versions", VERSIONS_ON_DISK * item * model.num_parameters, how)
+
+
+def disk_of(config: RunConfig, model: ModelConfig, free_bytes: int | None) -> Disk:
+    """Needed and free."""
+    return Disk(config.run.dir, tuple(written(config, model)), free_bytes)
+
+
+def nearest_folder(folder: str) -> Path:
+    """What is there of a path: itself, or the nearest above it."""
+    path = Path(folder).absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def free_at(folder: str) -> int | None:
+    """Bytes that are free where `folder` is or will be made; None if that cannot be asked."""
+    try:
+        return shutil.disk_usage(nearest_folder(folder)).free
+    except OSError:
+        return None
+
+
+def disk_findings(disk: Disk) -> Iterator[Finding]:
+    """A disk without room for what will be written."""
+    if disk.free_bytes is None or disk.free_bytes >= disk.needed_bytes + FEW_BYTES:
+        return
+    parts = ", ".join(f"{part.name} {size_text(part.num_bytes)}" for part in disk.parts) or "logs and metrics"
+    error = ConfigError(
+        f"run.dir: {size_text(disk.free_bytes)} are free at {disk.folder}, the run will write "
+        f"{size_text(disk.needed_bytes + FEW_BYTES)} ({parts})",
+        remedy="set run.dir to another disk, or lower trainer.keep_last",
+    )
+    yield Finding("run.dir", error)

@@ -1,0 +1,54 @@
+"""One thing that is wrong, or doubtful, with a run that has not started: which key of the run file it is about, and the
+error that an actor would raise. Knows errors and names of keys; must not know who looks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import ParamSpec
+
+from ...core.config import RunConfig
+from ...core.config.fields import walk
+from ...core.errors import MyxaError
+
+P = ParamSpec("P")
+
+KEY = re.compile(r"[a-z_]+(?:\.[A-Za-z0-9_]+)+")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A problem, or a warning."""
+
+    key: str
+    """Dotted path in the run file; empty: about no key of it."""
+    error: MyxaError
+    is_warning: bool = False
+    """The run can start, but will hardly be what was meant."""
+
+
+def looked(key: str, look: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Iterator[Finding]:
+    """What `look` raises, as a finding about the key that its message begins with, else about `key`."""
+    try:
+        look(*args, **kwargs)
+    except MyxaError as error:
+        yield Finding(key_of(error.message) or key, error)
+
+
+def key_of(message: str) -> str:
+    """The key of the run file that a message begins with (`megatron.tp = 4: does not ...`), also one of a free table;
+    or nothing."""
+    match = KEY.match(message)
+    if match is None:
+        return ""
+    parts = match[0].split(".")
+    prefixes = (".".join(parts[:length]) for length in range(2, len(parts) + 1))
+    return match[0] if any(prefix in _known_keys() for prefix in prefixes) else ""
+
+
+@cache
+def _known_keys() -> frozenset[str]:
+    return frozenset(".".join(path) for path, _ in walk(RunConfig))

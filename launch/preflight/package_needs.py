@@ -1,0 +1,89 @@
+"""Which packages the actors of a run need in their interpreters. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ...actors.backends.megatron.verbatim import check_tables
+from ...core.config import RunConfig
+from ...core.config.source import parse_sources
+from ...core.errors import ConfigError, MyxaError
+from ..actor_spec import ActorSpec
+from .finding import Finding, looked
+from .interpreters import Answer, Installed
+
+
+class Need(NamedTuple):
+    """A module that an actor cannot do without."""
+
+    module: str
+    what: str
+    """Follows the module's name in the message, and says who needs it."""
+    remedy: str = "install it there"
+
+
+def package_findings(
+    config: RunConfig, actors: Sequence[ActorSpec], answers: Mapping[str, Answer]
+) -> Iterator[Finding]:
+    """What is missing where, one finding per role and module; interpreters that cannot be used at all."""
+    told: set[str] = set()
+    for actor in actors:
+        answer = answers.get(actor.role)
+        if actor.role in told or answer is None:
+            continue
+        told.add(actor.role)
+        key = f"roles.{actor.role}.python"
+        if isinstance(answer, MyxaError):
+            yield Finding(key, answer)
+        else:
+            yield from _missing(config, actor, answer, key)
+
+
+def _missing(config: RunConfig, actor: ActorSpec, installed: Installed, key: str) -> Iterator[Finding]:
+    place = f"{key}: {installed.python or sys.executable}"
+    for need in needs(config, actor):
+        if need.module not in installed.folders:
+            yield Finding(key, ConfigError(f'{place} has no module "{need.module}", {need.what}', remedy=need.remedy))
+    core = installed.folders.get("megatron.core")
+    if actor.role == "trainer" and actor.kind == "megatron" and core:
+        settings = config.megatron
+        tables = {"model": settings.model, "ddp": settings.ddp, "optimizer": settings.optimizer}
+        yield from looked("megatron", check_tables, tables, Path(core))
+
+
+def needs(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
+    """The modules that this actor needs beside myxa's own dependencies."""
+    for role, found in (("trainer", _of_trainer), ("rollout", _of_rollout), ("buffer", _of_buffer)):
+        if actor.role == role:
+            yield from found(config, actor)
+    shares = config.memory.share == "switch" and bool(config.roles.trainer.device_ids)
+    if shares and actor.role in ("trainer", "rollout", "memory"):
+        yield Need("pynvml", 'which memory.share = "switch" needs on GPUs', "install nvidia-ml-py there (extra gpu)")
+
+
+def _of_trainer(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
+    yield Need("torch", "which every trainer needs")
+    if actor.kind == "megatron":
+        what = 'which roles.trainer.kind = "megatron" needs'
+        yield Need("megatron.core", what, "install megatron-core there")
+    if config.memory.share == "switch" and config.memory.backend == "torch_memory_saver":
+        what = 'which memory.backend = "torch_memory_saver" needs'
+        yield Need("torch_memory_saver", what, "install torch-memory-saver there (extra gpu)")
+
+
+def _of_rollout(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
+    if config.algo.kind == "sft":
+        return
+    if actor.kind == "embedded":
+        yield Need("torch", "which every rollout needs")
+    if config.reward.fn == "math":
+        yield Need("math_verify", 'which reward.fn = "math" needs', "install math-verify there (extra math)")
+
+
+def _of_buffer(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
+    sources = (*parse_sources(config.data.train), *parse_sources(config.eval.data))
+    if any(source.path.endswith(".parquet") for source in sources):
+        yield Need("pyarrow", "which parquet files need", "install pyarrow there (extra parquet)")

@@ -1,0 +1,271 @@
+"""What can be seen to be wrong before a process is started: interpreters, packages, model folder, functions, data
+files, devices, ports.
+
+Everything here is checked again by the actor that needs it; but a message after a second, without a run directory and
+without processes, is worth more than the same message after torch was imported five times. Each node looks at what its
+own actors will need; `myxa plan` looks at the same and more. No torch; knows folders and files, must not know actors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ...actors.backends.megatron.layout import ParallelLayout
+from ...actors.checkpoints.folder import find_checkpoint
+from ...actors.data.row_file import check_data_file
+from ...actors.models.hf_folder import find_tokenizer, open_weights, read_config
+from ...actors.models.model_config import ModelConfig
+from ...core.config import RunConfig
+from ...core.config.source import parse_sources
+from ...core.errors import ConfigError, MyxaError, TrainError
+from ..actor_spec import ActorSpec
+from .disk import disk_findings, disk_of, free_at, nearest_folder
+from .finding import Finding, looked
+from .gpus import Gpus, look_at_gpus
+from .interpreters import ask_interpreters
+from .package_needs import package_findings
+from .port import check_port
+from .sglang_names import sglang_findings
+from .user_functions import function_findings
+
+Check = Callable[[RunConfig, Sequence[ActorSpec]], Iterator[Finding]]
+
+LOOPBACK = "127.0.0.1"
+
+
+def check_node(config: RunConfig, actors: Iterable[ActorSpec]) -> None:
+    """Raise what is wrong for these actors of this node: one error as it is, several as one of the first one's kind."""
+    errors = [found.error for found in find_problems(config, actors) if not found.is_warning]
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        lines = "\n".join(f"  {error}" for error in errors)
+        raise type(errors[0])(f"the run cannot start: {len(errors)} problems\n{lines}")
+
+
+def find_problems(
+    config: RunConfig, actors: Iterable[ActorSpec], checks: Sequence[Check] | None = None
+) -> Iterator[Finding]:
+    """Everything that is wrong for these actors of this node. `checks`: all of them, unless said otherwise."""
+    mine = tuple(actors)
+    for check in CHECKS if checks is None else checks:
+        yield from check(config, mine)
+
+
+def _check_interpreters(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+    answers = ask_interpreters(actors)
+    yield from package_findings(config, actors, answers)
+    yield from sglang_findings(config, actors, answers)
+
+
+def _check_model(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+    roles = {actor.role for actor in actors}
+    if not roles & {"trainer", "rollout"}:
+        return
+    try:
+        model = read_config(config.model.path)
+    except MyxaError as error:
+        yield Finding("model.path", error)
+        return
+    if "rollout" in roles:
+        yield from looked("model.path", find_tokenizer, config.model.path)
+    yield from looked("model.path", _check_weights, config.model.path, model)
+    if config.weights.served_folder:
+        yield from looked("weights.served_folder", _check_served, config.weights.served_folder)
+
+
+def _check_fit(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+    """Whether trainer and engine can run a model of this kind, cut like this."""
+    model = readable_model(config)
+    if model is None:
+        return
+    kinds = {(actor.role, actor.kind) for actor in actors}
+    if any(role == "rollout" for role, _ in kinds):
+        yield from looked("engine.context_length", _check_context, config, model.context_length)
+    if ("trainer", "torch") in kinds:
+        yield from looked("model.path", model.require_plain, "the torch trainer")
+    if ("rollout", "embedded") in kinds and config.algo.kind != "sft":
+        yield from looked("model.path", model.require_plain, "the embedded engine")
+    if ("trainer", "megatron") in kinds:
+        yield from looked("megatron", _check_layout, config, model)
+        if config.megatron.routing_replay:
+            yield from looked("megatron.routing_replay", _check_replay, config, model)
+
+
+def readable_model(config: RunConfig) -> ModelConfig | None:
+    """The model's config; None where it cannot be read, which `_check_model` tells."""
+    try:
+        return read_config(config.model.path)
+    except MyxaError:
+        return None
+
+
+def _check_weights(path: str, model: ModelConfig) -> None:
+    with open_weights(path, model):
+        pass
+
+
+def _check_served(path: str) -> None:
+    try:
+        read_config(path)
+    except MyxaError as error:
+        raise ConfigError(
+            f"weights.served_folder: {error.message}", remedy="name the folder that the servers were started with"
+        ) from error
+
+
+def _check_layout(config: RunConfig, model: ModelConfig) -> None:
+    ParallelLayout.of(config.megatron).check_model(model, config.megatron.model)
+
+
+def _check_replay(config: RunConfig, model: ModelConfig) -> None:
+    """As `check_routing` of the backend, which imports torch."""
+    if not model.num_experts:
+        raise ConfigError(
+            f"megatron.routing_replay = true: a {model.model_type} model has no experts", remedy="leave it out"
+        )
+    if config.megatron.recompute != "none":
+        raise ConfigError(
+            f'megatron.recompute = "{config.megatron.recompute}" would choose experts a second time, against '
+            "megatron.routing_replay",
+            remedy='set megatron.recompute = "none", or leave routing_replay out',
+        )
+
+
+def _check_context(config: RunConfig, model_context: int) -> None:
+    if config.algo.kind == "sft":
+        return
+    length, max_new = config.engine.context_length, config.rollout.max_new_tokens
+    if length > model_context:
+        raise ConfigError(
+            f"engine.context_length = {length}: {config.model.path} was made for at most {model_context} tokens",
+            remedy="lower it, or set it to 0 for the model's own",
+        )
+    if max_new >= (length or model_context):
+        raise ConfigError(
+            f"rollout.max_new_tokens = {max_new}: leaves no room for a prompt in the context of "
+            f"{length or model_context} tokens of {config.model.path}",
+            remedy="lower it",
+        )
+
+
+def _check_resume(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+    if config.trainer.resume and any(actor.role == "trainer" for actor in actors):
+        yield from looked("trainer.resume", _find_checkpoint, config.trainer.resume)
+
+
+def _find_checkpoint(path: str) -> None:
+    try:
+        find_checkpoint(path)
+    except TrainError as error:
+        raise ConfigError(f"trainer.resume: {error.message}", remedy=error.remedy) from error
+
+
+def _check_functions(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+    rollouts = [actor for actor in actors if actor.role in ("rollout", "buffer")]
+    if rollouts:
+        sees_modules = not any(actor.python or "PYTHONPATH" in actor.env for actor in rollouts)
+        yield from function_findings(config, sees_modules=sees_modules)
+
+
+def _check_data(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+    if not any(actor.role == "buffer" for actor in actors):
+        return
+    for key, value in (("data.train", config.data.train), ("eval.data", config.eval.data)):
+        for source in parse_sources(value):
+            yield from looked(key, check_data_file, source.path, key)
+
+
+def _check_devices(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+    if any(actor.visible_devices for actor in actors):
+        yield from device_findings(actors, look_at_gpus())
+
+
+def device_findings(actors: Sequence[ActorSpec], gpus: Gpus) -> Iterator[Finding]:
+    """Roles that name GPUs which this machine does not have."""
+    told: set[str] = set()
+    for actor in actors:
+        beyond = [number for number in actor.visible_devices if number >= len(gpus.found)]
+        if not beyond or actor.role in told:
+            continue
+        told.add(actor.role)
+        have = f"{len(gpus.found)}" if gpus.source else f"none that can be seen ({gpus.trouble})"
+        key = f"roles.{actor.role}.devices"
+        error = ConfigError(
+            f"{key} names GPU {', '.join(map(str, beyond))}, and this machine has {have}",
+            remedy='see nvidia-smi; GPUs count from 0, "cpu" is none',
+        )
+        yield Finding(key, error, is_warning=not gpus.source)
+
+
+def _check_key(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+    rollouts = [actor for actor in actors if actor.role == "rollout"]
+    name = config.engine.key_env
+    if name and rollouts and not (os.environ.get(name) or rollouts[0].env.get(name)):
+        error = ConfigError(
+            f'engine.key_env = "{name}": that variable is not set where the rollout actors run',
+            remedy="set it in the environment of `myxa up`",
+        )
+        yield Finding("engine.key_env", error)
+
+
+def _check_ports(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+    ports = (("monitor", "monitor.prometheus_port", config.monitor.prometheus_port),
+             ("coordinator", "control.dashboard_port", config.control.dashboard_port))  # fmt: skip
+    remedy = "set another one, 0 (any free port) or -1 (off)"
+    for role, key, port in ports:
+        if port > 0 and any(actor.role == role for actor in actors):
+            yield from looked(key, check_port, f"{key} = {port}", LOOPBACK, port, remedy)
+
+
+def _check_control(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+    if not config.control.tcp or not actors:
+        return
+    for name, how in (
+        ("key_file", "make one with `myxa control keygen FILE`"),
+        ("allow_file", 'write one: a line like "operate KEY NAME" for each key that may come in'),
+    ):
+        path = str(getattr(config.control, name))
+        if path and not Path(path).is_file():
+            error = ConfigError(f"control.{name}: there is no file {path}", remedy=how)
+            yield Finding(f"control.{name}", error)
+
+
+def _check_run_dir(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+    """Node 0 makes the run directory there, and the folders above it that are not there yet."""
+    if not any(actor.role == "coordinator" for actor in actors):
+        return
+    folder = nearest_folder(config.run.dir)
+    why = "is no folder" if not folder.is_dir() else "" if os.access(folder, os.W_OK | os.X_OK) else "is not writable"
+    if why:
+        yield Finding("run.dir", ConfigError(f"run.dir: {folder} {why}", remedy="set run.dir to a folder of yours"))
+
+
+def _check_disk(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+    """Where the first trainer rank writes."""
+    if any(actor.role == "trainer" and actor.index == 0 for actor in actors):
+        model = readable_model(config)
+        if model is not None:
+            yield from disk_findings(disk_of(config, model, free_at(config.run.dir)))
+
+
+CHECKS: tuple[Check, ...] = (
+    _check_interpreters,
+    _check_devices,
+    _check_model,
+    _check_fit,
+    _check_resume,
+    _check_functions,
+    _check_data,
+    _check_key,
+    _check_ports,
+    _check_control,
+    _check_run_dir,
+    _check_disk,
+)
+NAMED_CHECKS: tuple[Check, ...] = (_check_model, _check_resume, _check_functions, _check_data, _check_control)
+"""Of the files that a run file names, each by itself."""
+FIT_CHECKS: tuple[Check, ...] = (_check_fit,)
+"""Of what the model's config and the run file come to, on whatever machine."""

@@ -1,0 +1,177 @@
+"""Whether the functions that a run file names are there, seen from their source text: no code of the user is run.
+
+What can only be seen by importing (a name made at run time, a signature that a decorator changes) is left to the actor
+that loads the function. Knows syntax trees; the messages are those of `actors/user_code.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import NamedTuple
+
+from ...actors.user_code import GROUP_FILTER, REWARD, WORKFLOW, Expected
+from ...core.config import RunConfig
+from ...core.errors import ConfigError, UserCodeError
+from ...core.suggestion import suggest
+from .finding import Finding, looked
+
+MAX_SOURCE_BYTES = 8 << 20
+MAKERS = frozenset({"globals", "vars", "setattr", "exec"})
+"""What a module can give itself names with."""
+
+
+class Named(NamedTuple):
+    """A name in the run file and what it must be."""
+
+    name: str
+    expected: Expected
+    num_extra: int
+    """Named arguments that the function gets besides."""
+
+
+def function_findings(config: RunConfig, *, sees_modules: bool = True) -> Iterator[Finding]:
+    """What is wrong with each named function. `sees_modules`: whether this process finds the modules that the rollout
+    actors find; else only files are looked at."""
+    for named in _named(config):
+        where, colon, _ = named.name.rpartition(":")
+        if colon and (sees_modules or where.endswith(".py")):
+            yield from looked(named.expected.key, check_function, named)
+
+
+def _named(config: RunConfig) -> tuple[Named, ...]:
+    return (
+        Named(config.rollout.workflow, WORKFLOW, 0),
+        Named(config.reward.fn, REWARD, len(config.reward.args)),
+        Named(config.algo.group_filter, GROUP_FILTER, 0),
+    )
+
+
+def check_function(named: Named) -> None:
+    """Raise ConfigError or UserCodeError for what is certainly wrong."""
+    where, _, attr = named.name.rpartition(":")
+    key = named.expected.key
+    path = _file(where, key) if where.endswith(".py") else _module_file(where, key)
+    if path is None:  # a module that is not made of source text
+        return
+    tree = _parsed(path, where, key)
+    found = _definition(tree, attr.partition(".")[0])
+    if found is None:
+        if "." in attr or _makes_names(tree):  # a submodule is an attribute once somebody imported it
+            return
+        known = [name for name in _names(tree) if not name.startswith("_")]
+        raise ConfigError(f'{key}: {where} has no "{attr}"', remedy=suggest(attr, known))
+    if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) and not found.decorator_list and "." not in attr:
+        _check_definition(named, found)
+
+
+def _file(where: str, key: str) -> Path:
+    path = Path(where).absolute()
+    if not path.is_file():
+        raise ConfigError(f"{key}: there is no file {path}", remedy="check the path before the colon")
+    return path
+
+
+def _module_file(where: str, key: str) -> Path | None:
+    """The module's source, found without importing the packages around it; None if it is not made of source text."""
+    parts = where.split(".")
+    places: list[str] | None = None
+    origin: str | None = None
+    for length in range(1, len(parts) + 1):
+        name = ".".join(parts[:length])
+        spec = _found(name, places)
+        if spec is None:
+            raise ConfigError(
+                f'{key}: there is no module "{name}"',
+                remedy="install it, or name the file itself: path/to/file.py:function",
+            )
+        places = list(spec.submodule_search_locations or ())
+        origin = spec.origin
+    return Path(origin) if origin and origin.endswith(".py") else None
+
+
+def _found(name: str, places: list[str] | None) -> ModuleSpec | None:
+    """As an actor would find it: by every finder there is, and in the current folder, which actors search too."""
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, places)
+        if spec is not None:
+            return spec
+    return PathFinder.find_spec(name, [str(Path.cwd())]) if places is None else None
+
+
+def _parsed(path: Path, where: str, key: str) -> ast.Module:
+    try:
+        if path.stat().st_size > MAX_SOURCE_BYTES:
+            return ast.Module([], [])
+        return ast.parse(path.read_bytes(), filename=str(path))
+    except SyntaxError as error:
+        raise UserCodeError(
+            f"{key}: importing {where} raised {type(error).__name__}: {error.msg} ({path}:{error.lineno})",
+            remedy="mend it; `python -c 'import ...'` shows more",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error}", remedy="name a readable .py file") from error
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Of the module's own level, those under `if`, `try` and `with` too."""
+    for node in body:
+        yield node
+        for name in ("body", "orelse", "finalbody"):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield from _statements(getattr(node, name, []))
+        for handler in getattr(node, "handlers", []):
+            yield from _statements(handler.body)
+
+
+def _bound(node: ast.stmt) -> list[str]:
+    """Names that a statement binds."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [inner.id for target in targets for inner in ast.walk(target) if isinstance(inner, ast.Name)]
+
+
+def _names(tree: ast.Module) -> list[str]:
+    return [name for node in _statements(tree.body) for name in _bound(node)]
+
+
+def _definition(tree: ast.Module, name: str) -> ast.stmt | None:
+    found = [node for node in _statements(tree.body) if name in _bound(node)]
+    return found[-1] if found else None
+
+
+def _makes_names(tree: ast.Module) -> bool:
+    """Whether names may come from where this does not see them."""
+    if not tree.body:  # empty, or too large to be looked at
+        return True
+    nodes = list(ast.walk(tree))
+    return any(
+        (isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names))
+        or (isinstance(node, ast.Name) and node.id in MAKERS)
+        or (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
+        for node in nodes
+    )
+
+
+def _check_definition(named: Named, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+    expected, args = named.expected, node.args
+    if expected.must_be_async and not isinstance(node, ast.AsyncFunctionDef):
+        raise ConfigError(
+            f'{expected.key} = "{named.name}" is not an async function',
+            remedy=f"it must look like: {expected.signature}",
+        )
+    num_positional = len(args.posonlyargs) + len(args.args)
+    num_needed = num_positional - len(args.defaults)
+    takes = args.vararg is not None or num_positional >= expected.num_args
+    if takes and num_needed <= expected.num_args + named.num_extra:
+        return
+    raise ConfigError(
+        f'{expected.key} = "{named.name}" takes {num_needed} values, and gets {expected.num_args}',
+        remedy=f"it must look like: {expected.signature}",
+    )

@@ -1,0 +1,95 @@
+"""The operator's seat of a run: opens the control sockets, leaves a note where they are, takes both away at the end.
+
+The launcher of node 0 has it open from the moment that the registry is there until the last process ended, so that
+`myxa ps` and `myxa logs` also work while the run starts and while it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import logging
+import os
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import msgspec
+
+from ..actors.audit import AUDIT_FILE, AuditLog
+from ..core.config import RunConfig
+from ..core.errors import ConfigError
+from .chaos.desk import chaos_of
+from .control.autopilot import autopilot
+from .control.desk import Desk
+from .control.live_runs import NOTE, ControlNote
+from .control.server import ControlServer
+from .control.tcp import TcpServer
+from .control.verb import Room
+from .control.verbs import all_verbs
+from .runtime_dir import RuntimeDir
+from .web.in_run import run_dashboard
+
+CONTROL_SOCKET = "control.sock"
+VIEW_SOCKET = "view.sock"
+_log = logging.getLogger("myxa.control")
+
+
+@contextlib.asynccontextmanager
+async def control_seat(room: Room, runtime: Path) -> AsyncGenerator[ControlNote | None]:
+    """While this lasts, the run can be spoken to; None: the run file says that it shall not.
+
+    Raises ConfigError and LaunchError if the sockets cannot be made as the run file says.
+    """
+    if not room.config.control.socket:
+        yield None
+        return
+    desk = Desk(room, all_verbs(), AuditLog(room.run_dir.path / AUDIT_FILE).append)
+    with contextlib.ExitStack() as stack:
+        gid, view_folder = _view_place(room.config, runtime, stack)
+        note = ControlNote(
+            run_dir=str(room.run_dir.path.resolve()),
+            control=str(runtime / CONTROL_SOCKET),
+            view=str(view_folder / VIEW_SOCKET),
+            pid=os.getpid(),
+        )
+        server = ControlServer(desk, Path(note.control), Path(note.view), view_gid=gid)
+        remote = TcpServer(desk, room.config) if room.config.control.tcp else None
+        try:
+            await server.open()
+            if remote is not None:
+                note = msgspec.structs.replace(note, tcp=remote.open(), tcp_key=remote.public)
+            for folder in (runtime, room.run_dir.path):
+                note.save(folder)
+            async with (
+                autopilot(room),
+                chaos_of(room.chaos, room),
+                run_dashboard(note, room.config.control.dashboard_port) as url,
+            ):
+                yield msgspec.structs.replace(note, dashboard=url)  # not in the file: the URL holds a secret
+        finally:
+            (room.run_dir.path / NOTE).unlink(missing_ok=True)
+            if remote is not None:
+                await remote.close()
+            await server.close()
+
+
+def _view_place(config: RunConfig, runtime: Path, stack: contextlib.ExitStack) -> tuple[int, Path]:
+    """The group that may look (-1: none), and the folder of the socket for it."""
+    group = config.control.view_group
+    if not group:
+        return -1, runtime
+    try:
+        gid = grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ConfigError(
+            f"control.view_group: there is no group {group!r} here", remedy="see `getent group`"
+        ) from None
+    folder = stack.enter_context(RuntimeDir()).path
+    try:
+        os.chown(folder, -1, gid)
+        folder.chmod(0o750)
+    except OSError as error:
+        raise ConfigError(
+            f"control.view_group: {folder} cannot be given to {group!r}: {error.strerror}", remedy="be a member of it"
+        ) from error
+    return gid, folder

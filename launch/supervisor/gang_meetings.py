@@ -1,0 +1,29 @@
+"""Where the ranks of a gang meet: an address and a port of the node of its first rank, new for every common attempt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from ..actor_spec import ActorSpec, GangMeeting
+
+
+class GangMeetings:
+    """Asks the node of rank 0 once per rendezvous; all ranks of an attempt get the same answer."""
+
+    def __init__(self, actors: Sequence[ActorSpec], ask: Callable[[int], Awaitable[GangMeeting]]) -> None:
+        self._ask = ask
+        self._hosts = {a.rank.gang: a.node for a in reversed(actors) if a.rank is not None}
+        self._held: dict[str, tuple[int, GangMeeting]] = {}
+        self._lock = asyncio.Lock()
+
+    async def of(self, actor: ActorSpec, attempt: int) -> GangMeeting | None:
+        """The meeting place of that attempt; None for an actor that is no rank. Raises what asking raises."""
+        if actor.rank is None:
+            return None
+        gang = actor.rank.gang
+        async with self._lock:
+            held = self._held.get(gang)
+            if held is None or held[0] != attempt:
+                held = self._held[gang] = attempt, await self._ask(self._hosts[gang])
+            return held[1]
