@@ -32,9 +32,10 @@ export OMP_NUM_THREADS ?= 1
 demo: $(STAMP)
 	@$(BIN)/myxa demo
 
-# Two workers: most tests wait for processes most of the time.
+# More workers than cores: most tests wait for processes most of the time. The longest files begin first.
+WORKERS ?= 4
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 soak: $(STAMP)
 	@$(BIN)/python -m pytest $(TESTS) -m soak --timeout=1800

@@ -1,8 +1,9 @@
 """Sending an actor's telemetry to the monitor without ever holding the actor up.
 
 Knows: the buffer and a callable that sends. Must not know: how a message travels, what the monitor does with it.
-The rule of the house: training never waits for the monitor and never fails because of it. A bundle that cannot be sent
-is counted as dropped and the count travels with the next bundle that can.
+The rule of the house: training never waits for the monitor and never fails because of it. A bundle that does not get
+through is kept for the next time, as far as the buffer's bound allows; what that bound pushes out is counted, and the
+count travels with the next bundle that gets through.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from ..core.activity import TelemetryBuffer
+from ..core.errors import CallError
 from ..core.messages import Telemetry
 
 SendTelemetry = Callable[[Telemetry], Awaitable[None]]
@@ -54,7 +56,8 @@ class ReportPace:
 
 
 async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s: float = 5.0) -> bool:
-    """Send everything that waits; False if a bundle was lost (the rest stays buffered). Raises only CancelledError."""
+    """Send everything that waits; False if a bundle did not get through: it waits again, unless no monitor could ever
+    take it. Raises only CancelledError."""
     while True:
         bundle = buffer.drain()
         if not (bundle.metrics or bundle.events or bundle.spans or bundle.dropped):
@@ -65,6 +68,10 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
         except asyncio.CancelledError:
             buffer.put_back(bundle)  # for the last words; told twice, at worst, rather than never
             raise
+        except (CallError, TimeoutError) as error:
+            buffer.put_back(bundle)
+            _log.debug("%s: a telemetry bundle waits for a monitor: %r", buffer.source, error)
+            return False
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the monitor, the actor must go on
             buffer.lost(bundle)
             _log.debug("%s: a telemetry bundle was lost: %r", buffer.source, error)
@@ -90,12 +97,11 @@ async def report_forever(
     finally:
         if buffer.meter is not None:
             buffer.meter.close_span()
-        if is_reachable:
-            await report_once(buffer, send, timeout_s=LAST_WORDS_S)
+        await report_once(buffer, send, timeout_s=LAST_WORDS_S)  # also to a monitor that was away: it may be back
 
 
 def _tell(buffer: TelemetryBuffer, *, is_reachable: bool) -> None:
     if is_reachable:
         _log.info("%s: the monitor answers again; %d records lost so far", buffer.source, buffer.num_lost)
     else:
-        _log.warning("%s: the monitor cannot be reached; telemetry is dropped, work goes on", buffer.source)
+        _log.warning("%s: the monitor cannot be reached; telemetry waits, as far as there is room", buffer.source)

@@ -21,7 +21,7 @@ import contextlib
 import math
 import re
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -310,11 +310,19 @@ class TelemetryBuffer:
         self._num_dropped += count + bundle.dropped
 
     def put_back(self, bundle: Telemetry) -> None:
-        """A drained bundle was not sent and will be tried again: it comes first in the next one."""
+        """A drained bundle was not sent and will be tried again: it comes first in the next one. The oldest records go,
+        counted, where there are more than may wait."""
         self._num_dropped += bundle.dropped
-        self._metrics.extendleft(reversed(bundle.metrics))
-        self._events.extendleft(reversed(bundle.events))
-        self._spans.extendleft(reversed(bundle.spans))
+        self._return(self._metrics, bundle.metrics)
+        self._return(self._events, bundle.events)
+        self._return(self._spans, bundle.spans)
+
+    def _return(self, queue: deque[Any], records: Sequence[MetricPoint | Event | Span]) -> None:
+        room = max(0, self._max_records - len(queue))
+        num_lost = max(0, len(records) - room)
+        queue.extendleft(reversed(records[num_lost:]))
+        self._num_dropped += num_lost
+        self.num_lost += num_lost
 
     def _take_from_meter(self) -> None:
         if self.meter is None:

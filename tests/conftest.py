@@ -22,16 +22,13 @@ from types import ModuleType
 import psutil
 import pytest
 from hypothesis import settings
+from own_segments import own_segments
 
 MARK = "MYXA_TEST_SESSION"
 PATIENCE_S = 10.0
 GPU = Path(__file__).resolve().parents[1] / "bench" / "gpu"
 KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Python's own helpers: one of each per process, they end with it."""
-
-
-SEGMENTS = ("myxa", "psm_")
-"""How names in /dev/shm begin that could be ours; other programs of the machine have theirs there too."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,6 +42,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     folder = tempfile.mkdtemp(prefix="t-", dir=os.environ["PYTEST_DEBUG_TEMPROOT"])
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+
+
+LONGEST_FIRST = ("survival", "knobs", "integration", "backends", "control", "simulation", "launch", "monitor")
+"""Folders whose files take longest: begun first, so that no worker has one left when the others are done."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.parent.name, len(places)))
 
 
 def is_xdist_worker() -> bool:
@@ -71,7 +77,7 @@ def left_threads() -> set[str]:
 
 
 def left_files() -> set[str]:
-    segments = {f"segment /dev/shm/{name}" for name in _names(Path("/dev/shm")) if name.startswith(SEGMENTS)}
+    segments = {f"segment /dev/shm/{name}" for name in own_segments()}
     return segments | {f"{tempfile.gettempdir()}/{name}" for name in _names(Path(tempfile.gettempdir()))}
 
 

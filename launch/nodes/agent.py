@@ -37,6 +37,7 @@ from .child import Child, start_child
 from .log_reader import read_log
 from .outside_stacks import spied_stacks, written_stacks
 from .process_time import tell_process_time
+from .quiet_port import quiet_port
 
 PING_S = 1.0
 KeyFor = Callable[[str], Awaitable[str]]
@@ -260,9 +261,7 @@ class Agent(AgentContract):
 
     async def meeting_place(self) -> GangMeeting:
         family = socket.AF_INET6 if ":" in self._options.address else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.bind(("", 0))
-            return GangMeeting(address=self._options.address, port=int(probe.getsockname()[1]))
+        return GangMeeting(address=self._options.address, port=quiet_port(family))
 
     async def leave(self, exit_code: int, reason: str) -> None:
         if not self.left.done():

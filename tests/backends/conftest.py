@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import torch
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.models.tiny import make_tiny_model
+from myxa.launch.nodes.quiet_port import quiet_port
 
 PROGRAM = Path(__file__).with_name("gang_rank.py")
 FORKED = Path(__file__).with_name("forked_ranks.py")
@@ -28,6 +28,8 @@ gang_rank = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(gang_rank)
 
 RANK_TIMEOUT_S = 90
+LOAD_S = 30
+"""Time for imports before a gang's own limit begins to count, and for its end."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -73,12 +75,6 @@ def backends(model: Path) -> Iterator[Callable[..., TorchBackend]]:
         backend.close()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tuple[int, str]]]:
     """Runs one process per command to its end: [(exit status, output)]. None outlives the call."""
@@ -112,10 +108,8 @@ def ranks(
         num_ranks: int, program: Path, *arguments: str, timeout_s: float = RANK_TIMEOUT_S
     ) -> list[tuple[int, str]]:
         folder = tmp_path_factory.mktemp("ranks")
-        ((status, output),) = programs(
-            [[sys.executable, "-W", "ignore", str(FORKED), str(num_ranks), str(folder), str(program), *arguments]],
-            timeout_s,
-        )
+        command = [sys.executable, "-W", "ignore", str(FORKED), str(num_ranks), str(timeout_s), str(folder)]
+        ((status, output),) = programs([[*command, str(program), *arguments]], timeout_s + LOAD_S)
         assert status == 0, f"{program.name} cannot be loaded:\n{output}"
         return [
             (int((folder / f"rank{r}.status").read_text()), (folder / f"rank{r}.log").read_text(errors="replace"))
@@ -136,7 +130,7 @@ def run_gang(
         spec = {
             "model": str(model),
             "out": str(out),
-            "port": free_port(),
+            "port": quiet_port(),
             "num_ranks": num_ranks,
             "algo": algo,
             "optimizer": {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2},

@@ -1,17 +1,20 @@
 """Several ranks of one program that share the time of its imports; a program for the tests.
 
-    python forked_ranks.py NUM_RANKS FOLDER PROGRAM [ARGUMENT ...]
+    python forked_ranks.py NUM_RANKS LIMIT_S FOLDER PROGRAM [ARGUMENT ...]
 
 Loads PROGRAM as a module, calls its `preload()` (imports only: torch's threads and process groups do not survive a fork),
 forks, and runs it as `__main__` in each child with the rank as last argument. What rank r says goes to FOLDER/rank<r>.log,
-its exit status to FOLDER/rank<r>.status. The ranks end with this process.
+its exit status to FOLDER/rank<r>.status. A rank that is not done within LIMIT_S says where it is and ends; when one
+fails, the others are given GRACE_S, for they may wait for it for ever. The ranks end with this process.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import os
 import runpy
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -19,8 +22,10 @@ from typing import NoReturn
 
 from myxa.core.lifeline import die_with_parent
 
+GRACE_S = 10
 
-def rank_of(program: Path, arguments: list[str], rank: int, log: Path, parent: int) -> NoReturn:
+
+def rank_of(program: Path, arguments: list[str], rank: int, log: Path, parent: int, limit_s: float) -> NoReturn:
     """The child."""
     status = 1
     try:
@@ -28,6 +33,8 @@ def rank_of(program: Path, arguments: list[str], rank: int, log: Path, parent: i
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(out, 1)
         os.dup2(out, 2)
+        faulthandler.enable()
+        faulthandler.dump_traceback_later(limit_s, exit=True)
         sys.argv = [str(program), *arguments, str(rank)]
         runpy.run_path(str(program), run_name="__main__")
         status = 0
@@ -42,7 +49,7 @@ def rank_of(program: Path, arguments: list[str], rank: int, log: Path, parent: i
 
 
 def main() -> None:
-    num_ranks, folder, program = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+    num_ranks, limit_s, folder, program = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     warnings.filterwarnings("ignore")
     sys.path.insert(0, str(program.parent))
     spec = importlib.util.spec_from_file_location(program.stem, program)
@@ -57,12 +64,21 @@ def main() -> None:
     for rank in range(num_ranks):
         child = os.fork()
         if child == 0:
-            rank_of(program, sys.argv[4:], rank, folder / f"rank{rank}.log", parent)
+            rank_of(program, sys.argv[5:], rank, folder / f"rank{rank}.log", parent, limit_s)
         ranks[child] = rank
+
+    def end_all(signum: int, frame: object) -> None:
+        for child in ranks:
+            os.kill(child, signal.SIGABRT)  # faulthandler prints the stacks
+
+    signal.signal(signal.SIGALRM, end_all)
     while ranks:
         child, status = os.wait()
         rank = ranks.pop(child)
-        (folder / f"rank{rank}.status").write_text(str(os.waitstatus_to_exitcode(status)))
+        code = os.waitstatus_to_exitcode(status)
+        (folder / f"rank{rank}.status").write_text(str(code))
+        if code != 0:
+            signal.alarm(GRACE_S)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Real processes over gloo; one set of 1, of 2 and of 4, each going through its li
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+
+from myxa.launch.nodes.quiet_port import quiet_port
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -185,12 +186,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made | {half.name: half, false.name: false}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def name_of(model: str, layout: dict[str, Any]) -> str:
     return " ".join([model, *(f"{key}{int(value)}" for key, value in layout.items())])
 
@@ -228,7 +223,7 @@ def outcomes(
             )
         out = tmp_path_factory.mktemp(f"ranks{num_ranks}")
         place = out / "spec.json"
-        spec = {"num_ranks": num_ranks, "port": free_port(), "cases": cases, "out": str(out)}
+        spec = {"num_ranks": num_ranks, "port": quiet_port(), "cases": cases, "out": str(out)}
         place.write_text(json.dumps(spec))
         ended = ranks(num_ranks, RANK, str(place), timeout_s=280)
         for rank, (status, output) in enumerate(ended):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from myxa.actors.backends.megatron.residence import planned, rebuilds_params
 from myxa.core.config import MegatronSettings, TrainerConfig
 from myxa.core.errors import ConfigError
+from myxa.launch.nodes.quiet_port import quiet_port
 
 PROGRAM = Path(__file__).with_name("megatron_moving.py")
 TIMEOUT_S = 120
@@ -25,19 +25,13 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def runs(
     model: Path, tmp_path_factory: pytest.TempPathFactory, ranks: Callable[..., list[tuple[int, str]]]
 ) -> Callable[[str], list[dict[str, Any]]]:
     """What two ranks told of a case, staying ("False") and moving ("True")."""
     out = tmp_path_factory.mktemp("moving")
-    cases = [{**case, "ports": [free_port(), free_port()], "model": str(model)} for case in CASES]
+    cases = [{**case, "ports": [quiet_port(), quiet_port()], "model": str(model)} for case in CASES]
     spec = {"out": str(out), "num_ranks": 2, "algo": GRPO, "optimizer": OPTIMIZER, "cases": cases}
     place = out / "spec.json"
     place.write_text(json.dumps(spec))

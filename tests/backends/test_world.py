@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from socket import socket
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import torch
 from myxa.actors.backends.torch_backend.tally import Tally
 from myxa.actors.backends.torch_backend.world import Gang, World
 from myxa.core.errors import LaunchError
+from myxa.launch.nodes.quiet_port import quiet_port
 
 Programs = Callable[..., list[tuple[int, str]]]
 
@@ -32,7 +32,7 @@ def done(text):
 
 
 def gang(programs: Programs, place: Path, body: str, size: int, timeout_s: int) -> list[tuple[int, str]]:
-    rest = [str(size), str(free_port()), str(timeout_s), str(place)]
+    rest = [str(size), str(quiet_port()), str(timeout_s), str(place)]
     return programs([[sys.executable, "-c", HEAD + body, str(rank), *rest] for rank in range(size)])
 
 
@@ -44,18 +44,12 @@ except MyxaError as error:
 """
 
 
-def free_port() -> int:
-    with socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.parametrize(
     ("rank", "cause"), [(0, "waited up to 1 s at .*; not there: rank 1, 2"), (1, "does not reach rank 0 at")]
 )
 def test_ranks_that_never_come_are_named(rank: int, cause: str) -> None:
     with pytest.raises(LaunchError, match=cause):
-        World.join(Gang(rank, 3, "127.0.0.1", free_port(), timeout_s=1), torch.device("cpu"))
+        World.join(Gang(rank, 3, "127.0.0.1", quiet_port(), timeout_s=1), torch.device("cpu"))
 
 
 def test_agreed_errors_leave_the_gang_whole_and_one_rank_s_own_ends_it_at_once(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from own_segments import own_segments
 from run_job import Job, audit, events, is_alive, metrics, until, worker_pids
 
 pytestmark = pytest.mark.timeout(180)
@@ -72,7 +73,7 @@ def test_two_engines_and_two_ranks(job: Job) -> None:
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_and_leaves_nothing(job: Job, sig: signal.Signals) -> None:
-    shm_before = set(Path("/dev/shm").iterdir())
+    segments = own_segments()
     process = job.start("run.num_steps=100000")
     try:
         until(lambda: _steps(job) >= 2, "the second step")
@@ -88,7 +89,7 @@ def test_a_signal_ends_the_run_and_leaves_nothing(job: Job, sig: signal.Signals)
     assert process.returncode in (0, 130, 143), said
     assert not is_alive(pids)
     assert not [s for s in sockets if os.path.exists(str(s))]
-    assert set(Path("/dev/shm").iterdir()) <= shm_before
+    assert own_segments() <= segments
     assert len(audit(job.run_dir()).trained) == len(set(audit(job.run_dir()).trained))
 
 

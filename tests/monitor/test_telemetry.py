@@ -34,19 +34,61 @@ class Receiver:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("mode", ["dead", "hangs", "broken"])
-async def test_a_bundle_that_cannot_be_sent_is_counted(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["dead", "hangs"])
+async def test_what_does_not_get_through_waits_for_the_next_time(mode: str) -> None:
     buffer, receiver = TelemetryBuffer("trainer/0", SystemClock()), Receiver()
     receiver.mode = mode
     buffer.metric(1, {"train/loss": 1.0})
     buffer.event("note", "something")
     assert not await report_once(buffer, receiver, timeout_s=0.05)
+    receiver.mode = "up"
+    buffer.metric(2, {"train/loss": 2.0})
+    assert await report_once(buffer, receiver)
+    assert [(len(b.metrics), len(b.events), b.dropped) for b in receiver.bundles] == [(2, 1, 0)]
+    assert await report_once(buffer, receiver)
+    assert len(receiver.bundles) == 1  # nothing to say, nothing sent
+
+
+@pytest.mark.asyncio
+async def test_what_waits_is_bounded_and_what_goes_is_counted() -> None:
+    buffer, receiver = TelemetryBuffer("trainer/0", SystemClock(), max_records=10), Receiver()
+    receiver.mode = "dead"
+    for step in range(25):
+        buffer.metric(step, {"train/loss": 1.0})
+        assert not await report_once(buffer, receiver)
+    receiver.mode = "up"
+    assert await report_once(buffer, receiver)
+    (bundle,) = receiver.bundles
+    assert [point.step for point in bundle.metrics] == list(range(15, 25))
+    assert bundle.dropped == buffer.num_lost == 15
+
+
+@pytest.mark.asyncio
+async def test_a_bundle_that_nobody_could_ever_take_is_counted_and_does_not_stand_in_the_way() -> None:
+    buffer, receiver = TelemetryBuffer("trainer/0", SystemClock()), Receiver()
+    receiver.mode = "broken"
+    buffer.metric(1, {"train/loss": 1.0})
+    buffer.event("note", "something")
+    assert not await report_once(buffer, receiver)
     assert buffer.num_lost == 2
     receiver.mode = "up"
     assert await report_once(buffer, receiver)
     assert [bundle.dropped for bundle in receiver.bundles] == [2]
-    assert await report_once(buffer, receiver)
-    assert len(receiver.bundles) == 1  # nothing to say, nothing sent
+
+
+@pytest.mark.asyncio
+async def test_the_last_words_reach_a_monitor_that_was_away_until_then() -> None:
+    buffer, receiver = TelemetryBuffer("trainer/0", SystemClock()), Receiver()
+    receiver.mode = "dead"
+    task = asyncio.create_task(report_forever(buffer, receiver, 0.001))
+    buffer.metric(1, {"train/loss": 1.0})
+    while not receiver.num_calls:
+        await asyncio.sleep(0.001)
+    receiver.mode = "up"
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [point.step for bundle in receiver.bundles for point in bundle.metrics] == [1]
 
 
 @pytest.mark.asyncio
@@ -111,7 +153,7 @@ async def test_a_hanging_monitor_does_not_hold_a_stopping_actor_up() -> None:
     async with asyncio.timeout(20):
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert buffer.num_lost == 1
+    assert len(buffer) == 1
 
 
 @pytest.mark.asyncio

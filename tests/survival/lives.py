@@ -25,7 +25,7 @@ REWARD = """
 import asyncio
 
 async def reward(completion):
-    await asyncio.sleep(0.2)  # the run is to last, and the processor is for others too
+    await asyncio.sleep({patience_s})  # the run is to last, and the processor is for others too
     return float(len(completion.text) % 3)
 """
 NUM_PROMPTS, BATCH = 64, 4
@@ -163,8 +163,8 @@ FLAGS = (
 )
 
 
-def make_lives(folder: Path, *overrides: str) -> Lives:
-    """A job in `folder`, not started."""
+def make_lives(folder: Path, *overrides: str, patience_s: float = 0.2) -> Lives:
+    """A job in `folder`, not started; its reward takes that long."""
     job = make_job(folder)
-    (folder / "patient.py").write_text(REWARD)
+    (folder / "patient.py").write_text(REWARD.format(patience_s=patience_s))
     return Lives(job, overrides)

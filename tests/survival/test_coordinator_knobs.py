@@ -114,7 +114,7 @@ async def test_killed_at_random_moments_owners_agree_and_the_audit_log_says_on_w
     lot = random.Random(seed)
     async with open_anew(tmp_path) as room:
         value = 8
-        for number in range(4):
+        for number in range(3):
             wanted = 20 + number
             change = asyncio.ensure_future(_outcome(room.change(room=wanted, lr=1e-3 + 1e-5 * wanted)))
             await asyncio.sleep(lot.random() * 0.08)

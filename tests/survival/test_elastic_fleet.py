@@ -15,7 +15,7 @@ import pytest
 from fleet import Fleet, fleet_in
 from run_job import events, until  # pyright: ignore[reportMissingImports]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
 
 
 def check_ledger(fleet: Fleet) -> None:

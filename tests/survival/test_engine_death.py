@@ -79,6 +79,7 @@ def test_the_groups_of_a_dead_engine_go_on_with_the_tokens_they_had(tmp_path: Pa
         until(lambda: process.poll() is not None or any((tmp_path / "runs").glob("*/ledger.sqlite")), "a ledger")
         assert process.poll() is None, process.communicate()[0]
         run_dir = job.run_dir()
+        until(lambda: query(run_dir, "SELECT 1 FROM sqlite_master WHERE name = 'payloads'"), "the ledger's tables")
         until(
             lambda: any(num_tokens(partial) >= ENOUGH for partial in saved(run_dir, "rollout/0").values()),
             "saved tokens of rollout/0",

@@ -52,6 +52,7 @@ def check_each_once(lives: Lives, num_prompts: int) -> None:
     assert found.trained == Counter(range(num_prompts))
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "lives", [("run.chaos=true", "chaos.rest_s=2", f"chaos.strikes={json.dumps(AT)}")], indirect=True

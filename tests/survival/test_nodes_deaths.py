@@ -130,6 +130,7 @@ def dispatched(run_dir: Path) -> int:
     return int(count)
 
 
+@pytest.mark.soak
 def test_with_node_0_all_nodes_end_and_what_is_on_the_disk_is_whole(tmp_path: Path):
     with fleet_in(tmp_path, "roles.rollout.count=1", "trainer.checkpoint_every=1") as fleet:
         late = fleet.join(1)
