@@ -66,7 +66,8 @@ async def serve(spec: WorkerSpec) -> None:
     node = await attach_worker(spec)
     watch = _watch_for_users_code(spec.actor, config, lambda: node.busy_s)
     try:
-        beside = ProcessActor(spec.actor.name, spec.actor.node, Path(spec.run_dir))
+        cut_off = node.cut_off if config.run.chaos else None
+        beside = ProcessActor(spec.actor.name, spec.actor.node, Path(spec.run_dir), cut_off)
         await node.start(beside, name=process_name(spec.actor.name))
         await node.start(actor, name=spec.actor.name)
         watch.start()

@@ -39,6 +39,7 @@ from .security import JobKey, KeyPair
 from .session.session import Session
 from .session.wheel import TICK_S
 from .tensors.tensors import Tensors
+from .troubles import count_troubles
 from .turn_budget import TURN_S, TurnBudget
 
 A = TypeVar("A")
@@ -336,17 +337,15 @@ class Node:
 
     def counters(self) -> dict[str, int]:
         """What was dropped, refused or repeated, for a monitor: all zero in a healthy run."""
-        session = self._session
-        return {
-            **self._opened.counters,
-            **session.counters,
-            "arrays_lost": self.tensors.porter.num_by["lost"],
-            "late_answers": session.calls.num_late,
-            "casts_refused": session.calls.num_casts_refused,
-            "puts_replayed": session.serving.num_replayed,
-            "calls_wrong": session.serving.num_wrong,
-            "rejoins_refused": self._registry.num_refused if self._registry is not None else 0,
-        }
+        return count_troubles(self._opened, self._session, self.tensors, self._registry)
+
+    def cut_off(self, name: str, for_s: float) -> None:
+        """A drill: for so long nothing that this process sends reaches the one that hosts that actor; 0: it does again.
+        Both sides must be told for a network that is gone. Raises NoSuchActor."""
+        location = self._mirror.directory.find(name)
+        if location is None:
+            raise self._mirror.directory.missing(name)
+        self._opened.cut_off(location.node.node_id, for_s)
 
     def peer_unreachable(self, key: PeerKey, why: str) -> None:
         _log.warning("%s: gave up %s: %s", self.name, key, why)

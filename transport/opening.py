@@ -41,6 +41,12 @@ class Opened:
         """Connections that were refused, by reason."""
         return dict(self.transport.counters) if isinstance(self.transport, ZmqTransport) else {}
 
+    def cut_off(self, node_id: int, for_s: float) -> None:
+        """See `ZmqTransport.cut_off`. Raises LaunchError for a transport inside one process: its network is told."""
+        if not isinstance(self.transport, ZmqTransport):
+            raise LaunchError("only connections of ZeroMQ can be cut here", remedy="tell the in-process network")
+        self.transport.cut_off(node_id, for_s)
+
     async def close(self, linger_s: float) -> None:
         """Close the transport and remove the directory, if we made it."""
         await self.transport.close(linger_s)

@@ -24,7 +24,7 @@ from ..actor_spec import ActorSpec
 MODULES = ("torch", "megatron.core", "pynvml", "torch_memory_saver", "sglang", "math_verify", "pyarrow")
 """Whose presence is looked at."""
 PROBE = (
-    "import json, myxa, myxa.launch.worker; from myxa.launch.interpreters import folders;"
+    "import json, myxa, myxa.launch.worker; from myxa.launch.preflight.interpreters import folders;"
     "print(); print(json.dumps([myxa.__version__, folders()]))"
 )
 SGLANG_PROBE = (

@@ -253,11 +253,15 @@ class Outbox:
 
     # -- the connection
 
+    def interrupt(self, why: str) -> None:
+        """The network is gone, as far as this connection knows; attempts to make it again go on."""
+        self._on_broken(why)
+
     def _connect(self) -> None:
         self._state = OutboxState.CONNECTING
         try:
             self._socket = self._make_socket()
-        except LaunchError as error:  # no descriptors are left
+        except LaunchError as error:  # no descriptors are left, or a drill
             self._loop.call_soon(self._on_broken, str(error))
             return
         self._monitor = self._socket.get_monitor_socket(MONITORED)

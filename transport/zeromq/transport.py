@@ -24,6 +24,7 @@ from ..session.guard import Guard
 from ..turn_budget import TurnBudget
 from ..wire import Endpoints, Lane, Parcel, Sink
 from .bulk_thread import lower_bulk_thread, thread_ids
+from .cuts import Cuts
 from .departures import Departures
 from .handshakes import HandshakeWatch
 from .inbox import Inbox
@@ -84,6 +85,7 @@ class ZmqTransport:
         self._watches: list[HandshakeWatch] = []
         self._paths: list[Path] = []
         self._peers: dict[PeerKey, _Peer] = {}
+        self._cuts = Cuts()
         self._lingering: set[Outbox] = set()
         self._all_closed = asyncio.Event()
         self._sink: Sink | None = None
@@ -188,6 +190,15 @@ class ZmqTransport:
                 self._all_closed.clear()
                 outbox.close(linger_s)
 
+    def cut_off(self, node_id: int, for_s: float) -> None:
+        """A drill: for so long nothing that this process sends gets to that node (see `cuts.py`)."""
+        self._cuts.make(node_id, for_s)
+        for peer, known in self._peers.items():
+            if why := self._cuts.why_not(peer):
+                for outbox in known.outboxes:
+                    if outbox is not None and peer.node_id == node_id:
+                        outbox.interrupt(why)
+
     def forget(self, source: bytes, lane: Lane) -> None:
         for inbox_lane, inbox in self._inboxes:
             if inbox_lane is lane:
@@ -197,12 +208,14 @@ class ZmqTransport:
         outbox = known.outboxes[lane]
         if outbox is None:
             endpoint = self._address(peer, known.endpoints, lane)
-            make = functools.partial(self._make_outbox, endpoint, known, lane)
+            make = functools.partial(self._make_outbox, endpoint, peer, known, lane)
             events = _Events(self, peer, lane)
             outbox = known.outboxes[lane] = events.outbox = Outbox(endpoint, make, events, self._departures)
         return outbox
 
-    def _make_outbox(self, endpoint: str, known: _Peer, lane: Lane) -> Socket:
+    def _make_outbox(self, endpoint: str, peer: PeerKey, known: _Peer, lane: Lane) -> Socket:
+        if why := self._cuts.why_not(peer):
+            raise LaunchError(why)
         keys = self._keys if endpoint.startswith("tcp:") else None
         if keys is None:
             return make_outbox(self._context, lane, None)
