@@ -1,31 +1,38 @@
-"""Which version every rollout actor serves, as far as the trainer's present lineage knows it. Pure.
+"""Which weights every rollout actor serves, and what they are worth in the trainer's present lineage. Pure.
 
-A trainer that went back to version r made the versions above r undone: an engine that still serves one of them counts
-as serving r, whatever number it tells, until it tells that it adopted another one. Its number alone says nothing: the
-trainer makes the same numbers again.
+A trainer that goes back to version r undoes the versions above r and makes the same numbers again, of other weights.
+Who made a version is therefore told with it: its lineage is the epoch of the trainer's leader that published it.
 
-    draw(v)      says what was served when the draw was sent; it may be older than the newest `adopted`
-    adopted(v)   an engine took v; above the newest version that there is: one that is undone
+    draw(v, lineage)       says what was served when the draw was sent; it may be older than the newest `adopted`
+    adopted(v, lineage)    an engine took v
+    rewound(r, lineage)    that leader begins at r: of what earlier ones made, whatever is above r counts as r
+
+Rewinds are kept by the owner of this book for its next process; what engines serve they tell again with every draw.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-NONE = -1
 ALWAYS_NEWEST = (1 << 31) - 1
 """What an actor without an engine announces: its samples carry no version, so no age ever holds them back."""
 
 
-@dataclass(slots=True)
-class _Engine:
-    epoch: int
+@dataclass(frozen=True, slots=True, order=True)
+class Weights:
+    """What an engine serves; the greater is the later."""
+
+    lineage: int
     version: int
-    """Told last of those that count; NONE: nothing yet."""
-    undone: int = NONE
-    """The undone version that it serves; NONE: it serves none."""
-    worth: int = NONE
-    """What that counts as: the oldest version that the trainer went back to since."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """The leader with the epoch `lineage` began at `version`."""
+
+    lineage: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,66 +47,40 @@ class Served:
 class EngineVersions:
     """See the module's head. One per buffer."""
 
-    def __init__(self) -> None:
-        self._engines: dict[str, _Engine] = {}
-        self._base: int | None = None
-        """The version that the trainer went back to last, as far as this process saw it."""
-        self.lineage = 0
-        """Counts how often the trainer went back."""
+    def __init__(self, rewinds: Iterable[Rewind] = ()) -> None:
+        """`rewinds`: those that an earlier process of the buffer knew."""
+        self._engines: dict[str, tuple[int, Weights]] = {}
+        """Rollout actor -> its newest incarnation, and the latest weights that it told."""
+        self._rewinds = tuple(rewinds)
 
-    def drawing(self, rollout: str, epoch: int, version: int, newest: int) -> None:
-        """A draw came in. `newest`: version that there is."""
-        engine = self._of(rollout, epoch)
-        if engine is None or version in (engine.undone, ALWAYS_NEWEST):
-            return
-        if version > newest:
-            engine.undone, engine.worth = version, self._base_of(newest)
-        elif engine.undone == NONE:
-            engine.version = max(engine.version, version)
-        else:
-            engine.version, engine.undone = version, NONE
+    @property
+    def rewinds(self) -> tuple[Rewind, ...]:
+        """Those that may still matter, oldest first."""
+        return self._rewinds
 
-    def adopted(self, rollout: str, epoch: int, version: int, newest: int) -> bool:
-        """An engine serves `version` from now on; whether that is news."""
-        engine = self._of(rollout, epoch)
-        if engine is None or version == ALWAYS_NEWEST:
+    def told(self, rollout: str, epoch: int, weights: Weights) -> bool:
+        """An engine serves these weights, or did when it said so; whether that is news."""
+        known_epoch, known = self._engines.get(rollout, (-1, None))
+        is_old = epoch < known_epoch or (epoch == known_epoch and known is not None and weights <= known)
+        if is_old or weights.version == ALWAYS_NEWEST:
             return False
-        before = (engine.version, engine.undone)
-        if version > newest:
-            engine.undone, engine.worth = version, self._base_of(newest)
-        else:
-            engine.version, engine.undone = version, NONE
-        return (engine.version, engine.undone) != before
+        self._engines[rollout] = (epoch, weights)
+        return True
 
-    def rewound(self, version: int) -> None:
-        """The trainer went back to `version`."""
-        self.lineage += 1
-        self._base = version
-        for engine in self._engines.values():
-            if engine.undone != NONE:
-                engine.worth = min(engine.worth, version)
-            elif engine.version > version:
-                engine.undone, engine.worth = engine.version, version
-            engine.version = min(engine.version, version)
+    def rewound(self, version: int, lineage: int) -> None:
+        """The leader with that epoch begins at `version`. What an earlier rewind to the same version or a later one
+        says is said by this one too; one of a greater epoch is of an earlier launch, whose engines are gone."""
+        kept = [one for one in self._rewinds if one.lineage < lineage and one.version < version]
+        self._rewinds = (*kept, Rewind(lineage, version))
 
-    def serving(self, rollout: str, epoch: int, told: int, lineage: int, newest: int) -> Served:
-        """By which version a draw that told `told` in `lineage` is judged now."""
-        if told == ALWAYS_NEWEST:
+    def serving(self, rollout: str, epoch: int, told: Weights, newest: int) -> Served:
+        """By which version a draw that told this is judged now. `newest`: version that there is."""
+        if told.version == ALWAYS_NEWEST:
             return Served(newest)
-        engine = self._engines.get(rollout)
-        if engine is None or engine.epoch != epoch:
-            return Served(self._base_of(newest), is_undone=True) if told > newest else Served(told)
-        if engine.undone != NONE:
-            return Served(engine.worth, is_undone=True)
-        return Served(max(told, engine.version) if lineage == self.lineage else engine.version)
-
-    def _base_of(self, newest: int) -> int:
-        """What a version counts as that was undone before we knew of it."""
-        return newest if self._base is None else min(self._base, newest)
-
-    def _of(self, rollout: str, epoch: int) -> _Engine | None:
-        """None: that incarnation is over."""
-        engine = self._engines.get(rollout)
-        if engine is None or engine.epoch < epoch:
-            engine = self._engines[rollout] = _Engine(epoch, NONE)
-        return engine if engine.epoch == epoch else None
+        known_epoch, known = self._engines.get(rollout, (-1, told))
+        weights = max(told, known) if known_epoch == epoch else told
+        undone_to = [one.version for one in self._rewinds if one.lineage > weights.lineage]
+        worth = min(undone_to, default=weights.version)
+        if worth < weights.version:
+            return Served(worth, is_undone=True)
+        return Served(newest, is_undone=True) if weights.version > newest else Served(weights.version)

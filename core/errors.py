@@ -12,6 +12,7 @@ MyxaError
 │   ├── RequestRefused       the request itself cannot be served; repeating it is useless
 │   └── WeightsRefused       it did not take a weight version and goes on with the old one, whole
 ├── TrainError               a training step or checkpoint failed
+│   └── TornCheckpoint       a checkpoint is not as it was written; an older one may be
 ├── StalenessError           a group would break the staleness bound (a bug if ever seen)
 ├── LedgerError              an illegal transition in the life of a sample
 ├── MemoryFault              device memory could not leave, come back, or be had
@@ -26,6 +27,7 @@ MyxaError
     ├── NotExecuted          the callee refused it; repeating it is safe
     │   ├── Overloaded       its mailbox is full; `.retry_after_s` says when to come back
     │   ├── Draining         it is shutting down; `.retry_after_s` as above
+    │   ├── NotReady         it is only coming up, and tells when it is there
     │   ├── NoSuchActor      nobody of that name is known
     │   ├── NoSuchMethod     that actor has no such handler
     │   ├── BadRequest       the arguments do not fit the handler's types
@@ -112,6 +114,10 @@ class TrainError(MyxaError):
     """A training step or a checkpoint failed."""
 
 
+class TornCheckpoint(TrainError):
+    """A checkpoint is not as it was written, or cannot be read; an older one may do."""
+
+
 class StalenessError(MyxaError):
     """A group would break the staleness bound. Seeing it means a bug in the admission policy."""
 
@@ -181,6 +187,10 @@ class Draining(NotExecuted):
     def __init__(self, message: str, *, retry_after_s: float = 0.5, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.retry_after_s = retry_after_s
+
+
+class NotReady(NotExecuted):
+    """The callee is only coming up; it tells when it is there."""
 
 
 class NoSuchActor(NotExecuted):

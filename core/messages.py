@@ -70,6 +70,8 @@ class DrawRequest(Record, frozen=True):
     blocked_by: DrawBlock | None = None
     """The reason for having no work that it knows: as soon as there is another one the call is answered. None: held
     whatever the reason."""
+    lineage: int = 0
+    """Of the weights that its engine serves (`WeightManifest.lineage`)."""
 
 
 class DrawReply(Record, frozen=True):
@@ -139,6 +141,11 @@ class WeightManifest(Record, frozen=True):
     """Digest of the bytes (shm: transport/shm.py; nccl, cuda_ipc: one per sender, with commas between)."""
     host: str
     """Boot id of the publishing host: shm is readable only there."""
+    lineage: int = 0
+    """Epoch of the trainer's leader that published it: one that was started anew makes the same numbers again, and they
+    mean other weights."""
+    attempt: int = 0
+    """How often that leader had published it before: the same weights, in bytes that are written anew."""
 
 
 class StepReport(Record, frozen=True):
@@ -332,3 +339,5 @@ class GroupReturned(Record, frozen=True):
     partial: tuple[Sample, ...] = ()
     goes_on: bool = False
     """It is not handed back: these are its tokens so far, for others to go on from if this actor dies."""
+    has_died: bool = False
+    """Its engine failed with it in hand, and it may be why."""

@@ -225,7 +225,12 @@ class TrainBackend(Protocol):
         ...
 
     def load(self, folder: str) -> dict[str, Any]:
-        """Restore a checkpoint; returns `extra`. Collective. Raises TrainError if it is torn or of another model."""
+        """Restore a checkpoint; returns `extra`. Collective. Raises TornCheckpoint on every rank if it is not as it was
+        written, TrainError if it is of another model."""
+        ...
+
+    def exchange(self, text: str) -> tuple[str, ...]:
+        """What every rank says, in the order of ranks, on every rank. Collective."""
         ...
 
     def export_hf(self, folder: str) -> None:

@@ -16,46 +16,17 @@ failures and cost no budget; who can hand work back (`Drain`) does so before it 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 from .child_states import ChildState, ChildStates, SupervisionError
 from .exit_status import BUDGET_SPENT, HOPELESS, describe_status
 from .restart_budget import Backoff, RestartBudget
+from .supervision_ending import Ending
 from .supervision_orders import Done, Drain, End, FailRun, GangRound, GiveUp, Instruction, Kill, Restart, Retired
 from .supervision_tree import BranchSpec, ChildSpec, Member, SupervisionTree, leaves_of
 
-Health = Literal["suspect", "hung", "recovered"]
-
-
-@dataclass(slots=True, eq=False)
-class _Ending:
-    """Children that have to be gone before something is done."""
-
-    then: Literal["restart", "renew", "retire", "give up", "over"]
-    stages: list[tuple[str, ...]]
-    """Not told yet, the next one first."""
-    reason: str
-    branch: BranchSpec | None = None
-    """Whose restart it is."""
-    current: tuple[str, ...] = ()
-    scope: frozenset[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.scope = frozenset(name for stage in self.stages for name in stage)
-
-    @property
-    def grace_s(self) -> float:
-        """Ranks whose mate has failed have nothing to finish, and may hang in a collective with it."""
-        is_broken_gang = self.then == "restart" and self.branch is not None and self.branch.strategy == "gang"
-        return 0.5 if is_broken_gang else math.inf
-
-    @property
-    def is_gentle(self) -> bool:
-        """Whether work is handed back first."""
-        return self.then in ("renew", "retire")
+Health = Literal["suspect", "hung", "recovered", "given up"]
 
 
 class Supervisor:
@@ -68,7 +39,9 @@ class Supervisor:
         self._backoff = backoff or Backoff()
         self._budgets = {b.name: RestartBudget(b.max_restarts, b.period_s) for b in self._tree.branches}
         self._attempts = dict.fromkeys(self._tree.children, 0)
-        self._endings: list[_Ending] = []
+        self._unproven: set[str] = set()
+        """Started again after a failure, and not seen at work since."""
+        self._endings: list[Ending] = []
         """Their scopes do not overlap: a larger one swallows those within it."""
         self._given_up: set[int] = set()
         self._retiring: set[str] = set()
@@ -136,6 +109,10 @@ class Supervisor:
         for each in self._tree.branches:
             self._budgets.setdefault(each.name, RestartBudget(each.max_restarts, each.period_s))
 
+    def check_retire(self, child: str) -> None:
+        """Raises SupervisionError if `retire` would."""
+        self._tree.seat(child)
+
     def retire(self, child: str, reason: str, now: float) -> list[Instruction]:
         """Have it end for good; `Retired` when it is gone. Its end, however it comes, is no failure. May be repeated.
         Raises SupervisionError for a rank of a gang."""
@@ -146,7 +123,7 @@ class Supervisor:
         wider = self._ending_of(child)
         if wider is not None and len(wider.scope) > 1:
             return []  # it ends with the others, and stays away when they come back
-        return self._begin(_Ending("retire", [(child,)], reason), now)
+        return self._begin(Ending("retire", [(child,)], reason), now)
 
     def renew(self, child: str, reason: str, now: float) -> list[Instruction]:
         """Have it, or its whole gang, end and start again. Raises SupervisionError for one that left or is leaving."""
@@ -158,7 +135,7 @@ class Supervisor:
         scope = self._tree.leaves(branch) if branch is not None and is_gang else (child,)
         if wider is not None and (self._is_over() or wider.scope > set(scope)):
             return []  # it ends anyway, and starts again with the others if they do
-        return self._begin(_Ending("renew", [scope[::-1]], reason), now)
+        return self._begin(Ending("renew", [scope[::-1]], reason), now)
 
     def on_drained(self, child: str, now: float) -> list[Instruction]:
         """It has handed its work back, or could not. It may be late."""
@@ -181,6 +158,22 @@ class Supervisor:
         """The child answers."""
         self._states.move(child, "up")
 
+    def on_work(self, child: str, now: float) -> None:
+        """The child does what it is there for, as somebody has seen; to answer is not enough, for it may still load
+        what it will fail of. From now on the restarts that led to this grow old. May be repeated, and be late."""
+        if child not in self._tree.children or self._states[child] != "up":
+            return
+        self._unproven.discard(child)
+        member: Member = self._tree.children[child]
+        while (branch := self._tree.above(member)) is not None:
+            budget = self._budgets[branch.name]
+            if budget.has_unproven and not self._waits_for_work(branch):
+                budget.prove(now)
+            member = branch
+
+    def _waits_for_work(self, branch: BranchSpec) -> bool:
+        return any(not self._states.is_over(name) for name in self._unproven.intersection(self._tree.leaves(branch)))
+
     def on_exit(self, child: str, status: int, now: float) -> list[Instruction]:
         """The child's process ended."""
         spec = self._spec(child)
@@ -199,24 +192,26 @@ class Supervisor:
         return self._mourn(spec, what, now)
 
     def on_health(self, child: str, health: Health, why: str, now: float) -> list[Instruction]:
-        """What the failure detector thinks of it. It may be late: of a child that is not up it is of no interest."""
-        spec = self._spec(child)
+        """What the failure detector thinks of it; "given up": for all others it is over, though its process lives. It
+        may be late: of a child that is not up it is of no interest."""
+        spec, is_lost = self._spec(child), health == "given up"
         if health == "recovered" and self._states[child] == "hung":
             self._states.move(child, "recover")
-        if health == "hung" and self._states[child] == "draining":
+        if (health == "hung" or is_lost) and self._states[child] == "draining":
             return self.on_drained(child, now)  # it will hand nothing back
-        if health != "hung" or self._states[child] != "up":
+        if health == "hung" and self._states[child] == "up":
+            self._states.move(child, "hang")
+        elif not is_lost or self._states[child] not in ("up", "hung"):
             return []
-        self._states.move(child, "hang")
-        if spec.when_hung == "wait" or self._ending_of(child) is not None:
+        if (spec.when_hung == "wait" and not is_lost) or self._ending_of(child) is not None:
             return []
-        what = f"{child} hangs ({why})"
+        what = f"{child} is given up by the others ({why})" if is_lost else f"{child} hangs ({why})"
         self._states.move(child, "end")
         kill: list[Instruction] = [Kill((child,), what)]
         return kill + self._mourn(spec, f"{what}, was killed", now)
 
     def on_lost(self, culprit: str, children: Sequence[str], reason: str, now: float) -> list[Instruction]:
-        """A whole node is gone with these children; none of them can be started again."""
+        """A whole node is gone with these children, or one of them cannot be ended: none can be started again."""
         for child in children:
             if self._states.is_alive(child):
                 self._states.move(child, "exit")
@@ -237,7 +232,7 @@ class Supervisor:
         final = next((e for e in self._endings if e.then == "over"), None)
         if final is not None:
             return self._go_on(final, now)
-        return self._begin(_Ending("over", list(self._tree.all_stages(self._tree.root)), reason), now)
+        return self._begin(Ending("over", list(self._tree.all_stages(self._tree.root)), reason), now)
 
     # -- judging -----------------------------------------------------------------------------------------------
 
@@ -252,7 +247,7 @@ class Supervisor:
                 return self._begin(self._restart(branch, member, what), now)
             if branch.max_restarts or member is child:
                 whose = "its" if member is child else f"{branch.name}'s"
-                what = f"{what} and {whose} budget of {budget} is spent"
+                what = f"{what} and {whose} budget of {budget.words(now)} is spent"
             if self._can_do_without(branch, member):
                 return self._give_up(branch, member, what, now)
             member = branch
@@ -280,7 +275,7 @@ class Supervisor:
     def _give_up(self, branch: BranchSpec, member: Member, what: str, now: float) -> list[Instruction]:
         self._given_up.add(id(member))
         news = GiveUp(member.name, what, self._num_left(branch, member), self._tree.needed(branch, member))
-        return [news, *self._begin(_Ending("give up", list(self._tree.all_stages(member)), what), now)]
+        return [news, *self._begin(Ending("give up", list(self._tree.all_stages(member)), what), now)]
 
     def _fail(self, culprit: str, reason: str, exit_code: int, now: float) -> list[Instruction]:
         self._verdict = FailRun(culprit, reason, exit_code)
@@ -290,14 +285,14 @@ class Supervisor:
 
     # -- ending, and what comes after ----------------------------------------------------------------------------
 
-    def _restart(self, branch: BranchSpec, failed: Member, what: str) -> _Ending:
+    def _restart(self, branch: BranchSpec, failed: Member, what: str) -> Ending:
         """Whom that concerns; members that were given up stay out of it."""
         members = [member for branch in self._tree.branches for member in self._tree.members(branch)]
         out = {name for each in members if id(each) in self._given_up for name in self._tree.leaves(each)}
         stages = (tuple(n for n in stage if n not in out) for stage in self._tree.stages(branch, failed))
-        return _Ending("restart", [stage for stage in stages if stage], what, branch)
+        return Ending("restart", [stage for stage in stages if stage], what, branch)
 
-    def _begin(self, ending: _Ending, now: float) -> list[Instruction]:
+    def _begin(self, ending: Ending, now: float) -> list[Instruction]:
         for other in [e for e in self._endings if e.scope <= ending.scope]:
             self._endings.remove(other)
             if other.branch is not None:
@@ -305,7 +300,7 @@ class Supervisor:
         self._endings.append(ending)
         return self._go_on(ending, now)
 
-    def _go_on(self, ending: _Ending, now: float) -> list[Instruction]:
+    def _go_on(self, ending: Ending, now: float) -> list[Instruction]:
         """Tell the next stage, or do what all this was for."""
         told: list[Instruction] = []
         self._close(ending)
@@ -316,7 +311,7 @@ class Supervisor:
             told += self._tell(ending)
         return told
 
-    def _tell(self, ending: _Ending) -> list[Instruction]:
+    def _tell(self, ending: Ending) -> list[Instruction]:
         """The current stage: who is up and may hand work back does that first."""
         names = [name for name in self._states.alive(ending.current) if self._states[name] != "ending"]
         gentle = tuple(n for n in names if ending.is_gentle and self._states[n] in ("up", "draining"))
@@ -330,7 +325,7 @@ class Supervisor:
         told: list[Instruction] = [Drain(drained, ending.reason)] if drained else []
         return told + ([End(rest, graces, ending.reason)] if rest else [])
 
-    def _close(self, ending: _Ending) -> None:
+    def _close(self, ending: Ending) -> None:
         """Children that have no process and will have none are done with."""
         if ending.then in ("restart", "renew"):
             return
@@ -338,7 +333,7 @@ class Supervisor:
             if not self._states.is_alive(name) and not self._states.is_over(name):
                 self._states.move(name, "give-up" if ending.then == "give up" else "settle")
 
-    def _finish(self, ending: _Ending, now: float) -> list[Instruction]:
+    def _finish(self, ending: Ending, now: float) -> list[Instruction]:
         if ending.then == "over":
             return [Done()]
         self._endings.remove(ending)
@@ -352,11 +347,12 @@ class Supervisor:
             return told + self._farewell()
         return [*told, self._again(children, ending, now)]
 
-    def _again(self, children: tuple[str, ...], ending: _Ending, now: float) -> Restart:
+    def _again(self, children: tuple[str, ...], ending: Ending, now: float) -> Restart:
         delay, payer = 0.0, ""
         if ending.branch is not None:
             payer = ending.branch.name
             delay = self._budgets[payer].spend(now, self._backoff, self._lot())
+            self._unproven.update(children)
         for name in children:
             self._states.move(name, "retry")
             self._attempts[name] += 1
@@ -379,6 +375,7 @@ class Supervisor:
             if isinstance(each, BranchSpec):
                 del self._budgets[each.name]
         self._retiring.discard(child)
+        self._unproven.discard(child)
         self._states.remove(child)
 
     def _farewell(self) -> list[Instruction]:
@@ -388,7 +385,7 @@ class Supervisor:
         attempt = self._attempts[self._tree.leaves(gang)[0]]
         return GangRound(gang.name, attempt, f"{gang.name}.{attempt}")
 
-    def _ending_of(self, child: str) -> _Ending | None:
+    def _ending_of(self, child: str) -> Ending | None:
         return next((ending for ending in self._endings if child in ending.scope), None)
 
     def _is_over(self) -> bool:

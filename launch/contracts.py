@@ -46,6 +46,8 @@ class NodeFacts(_Record, frozen=True, kw_only=True):
     """The running system (boot id): what it shares with others of the same is memory, not only files."""
     late: LateWish | None = None
     """Set by a node that comes to a run that goes on; its number is the one that `enlist` gave it."""
+    nonce: str = ""
+    """Of one launcher, by lot: who asks again because the answer was lost is not taken for a second node."""
 
 
 class EnlistReply(_Record, frozen=True, kw_only=True):
@@ -75,6 +77,8 @@ class RunPlan(_Record, frozen=True, kw_only=True):
 
     run_id: str
     run_dir: str
+    config: str
+    """The run's configuration as TOML, as node 0 resolved it: with the checkpoint that all begin from."""
 
 
 class StartOrder(_Record, frozen=True, kw_only=True):
@@ -92,6 +96,8 @@ class StartReply(_Record, frozen=True, kw_only=True):
     """Of the process; 0: it could not be started."""
     problem: str = ""
     """Why not."""
+    status: int = 0
+    """With a problem: the exit status that it counts as. 2: another attempt would end the same way."""
 
 
 class NameReply(_Record, frozen=True, kw_only=True):
@@ -206,12 +212,12 @@ class AgentContract(Actor):
 
     @call(deadline=60)
     async def start_actor(self, order: StartOrder) -> StartReply:
-        """Start a process."""
+        """Start a process. Whatever is in the way of it is in the reply."""
         raise NotImplementedError
 
     @call(deadline=120, reentrant=True)
     async def end_actors(self, names: tuple[str, ...], grace_s: float) -> None:
-        """SIGTERM, and SIGKILL after `grace_s` (0: at once); answered when all have ended."""
+        """SIGTERM, and SIGKILL after `grace_s` (0: at once); answered when all have ended, or should have."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
@@ -263,6 +269,12 @@ class ProcessContract(Actor):
         """Profile for so long, then write a file into the run directory. One profile at a time."""
         raise NotImplementedError
 
+    @call(deadline=10, reentrant=True)
+    async def cut_off(self, actors: tuple[str, ...], for_s: float) -> tuple[str, ...]:
+        """A drill: for so long nothing that this process sends reaches those that host these actors. Returns those that
+        it knew. Raises ConfigError in a run that is not to be made to fail."""
+        raise NotImplementedError
+
 
 def process_name(actor: str) -> str:
     """Under which name an actor's process answers for itself."""
@@ -274,12 +286,13 @@ class SupervisorContract(Actor):
 
     @call(deadline=30)
     async def join(self, facts: NodeFacts) -> JoinReply:
-        """A node is here."""
+        """A node is here. May be repeated by the same launcher."""
         raise NotImplementedError
 
     @call(deadline=30)
     async def enlist(self, facts: NodeFacts) -> EnlistReply:
-        """A node wants to come to the run as it goes on: its number, or why it may not. It then joins."""
+        """A node wants to come to the run as it goes on: its number, or why it may not. It then joins. May be repeated
+        by the same launcher."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
@@ -294,8 +307,9 @@ class SupervisorContract(Actor):
         raise NotImplementedError
 
     @call(deadline=5, reentrant=True)
-    async def ping(self, node: int) -> None:
-        """That node's launcher lives. An answer says that this one does."""
+    async def ping(self, node: int) -> bool:
+        """That node's launcher lives. An answer says that this one does, and whether the run still counts on that node;
+        if not, it was taken for lost, and has to end what it runs."""
         raise NotImplementedError
 
     @call(deadline=30)

@@ -26,7 +26,7 @@ from .control.verb import Room
 from .lives.origin import Origin
 from .nodes.agent import Agent
 from .nodes.follower import follow, follow_late
-from .nodes.launch_options import LaunchOptions, Outcome, agent_options, check_own, facts_of
+from .nodes.launch_options import LaunchOptions, Outcome, agent_options, check_own, facts_of, with_start
 from .nodes.lead import Ending, Lead
 from .nodes.meeting import Meeting, host_meeting
 from .nodes.race import race
@@ -63,9 +63,10 @@ def launch_late(config: RunConfig | None, options: LaunchOptions) -> Outcome:
 
 
 async def _lead(config: RunConfig, options: LaunchOptions) -> Outcome:
+    """Nodes compare what they were told; what they run is that, from the checkpoint that this node chose."""
     actors = place_actors(config, options.place.num_nodes)
     check_own(config, actors, options, 0)
-    text = dump_config(config)
+    text, config = dump_config(config), with_start(config, options)
     with RuntimeDir() as runtime, contextlib.ExitStack() as stack:
         async with host_meeting(options.place, runtime.path, options.job_key, options.rdzv_file) as meeting:
             run_dir = stack.enter_context(_run_dir(config, options))
@@ -76,7 +77,7 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> Outcome:
                     num_nodes=options.place.num_nodes,
                     version=__version__,
                     config=text,
-                    plan=RunPlan(run_id=run_dir.path.name, run_dir=str(run_dir.path)),
+                    plan=RunPlan(run_id=run_dir.path.name, run_dir=str(run_dir.path), config=dump_config(config)),
                     run=config,
                     max_nodes=options.place.max_nodes,
                 )
@@ -111,7 +112,7 @@ async def _conduct(
 ) -> Ending:
     supervisor = room.supervisor
     clock = SystemClock()
-    own = agent_options(options, options.place, meeting, runtime.path, room.config, text)
+    own = agent_options(options, options.place, meeting, runtime.path, room.config)
     agent = Agent(own, meeting.exit_seen)
     await meeting.node.start(supervisor, name=SUPERVISOR)
     await meeting.node.start(agent, name=agent_name(0))

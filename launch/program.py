@@ -291,7 +291,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     from ..actors.trainer.trainer import Trainer, TrainerOptions
     from .composition.checkpoint_parts import checkpoint_options
     from .composition.gang_comms import gang_comms
-    from .composition.gang_start import block_limit_s, gang_start, standby_folder
+    from .composition.gang_start import GangStart, block_limit_s, standby_folder
 
     if is_between_devices(choose_channel(config)):  # before anybody looks at what NCCL can do here
         for name, value in NCCL_ENVIRONMENT.items():
@@ -333,7 +333,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         options=options,
         clock=clock,
         tenancy=trainer_tenancy(spec, config, comms),
-        find_start=partial(gang_start, spec, config, run_dir),
+        start=GangStart(spec, config, run_dir),
     )
 
 

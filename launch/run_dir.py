@@ -26,8 +26,9 @@ class RunDir:
     path: Path
 
     @classmethod
-    def create(cls, parent: str, name: str, now: datetime) -> RunDir:
-        """Make `<parent>/<name>-<stamp>` and point `<parent>/latest` at it. Raises LaunchError if that fails."""
+    def create(cls, parent: str, name: str, now: datetime, *, is_announced: bool = True) -> RunDir:
+        """Make `<parent>/<name>-<stamp>` and point `<parent>/latest` at it, unless the caller does (`is_latest`).
+        Raises LaunchError if that fails."""
         stamp = now.strftime("%Y%m%d-%H%M%S")
         base = Path(parent)
         for suffix in ("", *(f"-{n}" for n in range(2, 100))):
@@ -39,7 +40,8 @@ class RunDir:
             except OSError as error:
                 raise LaunchError(f"{path} cannot be made: {error.strerror}", remedy="set run.dir") from error
             run_dir = cls.join(str(path))
-            run_dir.is_latest()
+            if is_announced:
+                run_dir.is_latest()
             return run_dir
         raise LaunchError(f"{base} holds a hundred runs of this second", remedy="set run.dir")
 

@@ -22,7 +22,7 @@ from types import ModuleType
 import psutil
 import pytest
 from hypothesis import settings
-from own_segments import own_segments
+from own_segments import own_segments  # pyright: ignore[reportMissingImports]
 
 MARK = "MYXA_TEST_SESSION"
 PATIENCE_S = 10.0

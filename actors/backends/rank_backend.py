@@ -64,6 +64,8 @@ class _World(Protocol):
 
     def together(self, what: str) -> AbstractContextManager[None]: ...
 
+    def exchange(self, text: str) -> tuple[str, ...]: ...
+
     def close(self) -> None: ...
 
 
@@ -228,6 +230,13 @@ class RankBackend(Generic[C, P]):
         if self._home is not None:
             self._home.written()
         return extra
+
+    def exchange(self, text: str) -> tuple[str, ...]:
+        """What every rank says, in the order of ranks, on every rank. Collective."""
+        if self._parts is None:
+            raise TrainError(f"trainer rank {self._config.gang.rank} is not set up", remedy="call setup() first")
+        with self._parts.world.phase("agree with the other ranks"):
+            return self._parts.world.exchange(text)
 
     def memory(self) -> AssetStore | None:
         """See `core.protocols.TrainBackend`."""

@@ -35,9 +35,9 @@ from ...core.messages import (
     SamplingParams,
 )
 from ...core.protocols import PromptSource
-from ...core.samples import Group, Prompt
-from ..contracts.roles import BufferContract, DataContract, MonitorContract
-from ..engine_versions import EngineVersions
+from ...core.samples import Group
+from ..contracts.roles import BufferContract, MonitorContract
+from ..engine_versions import EngineVersions, Rewind, Weights
 from ..knobs.joining import catch_up
 from ..knobs.owner import OwnsKnobs
 from ..knobs.process import process_knobs
@@ -47,8 +47,9 @@ from ..ledger.resume import continue_ledger
 from ..own_thread import in_own_thread
 from ..telemetry import ReportPace, report_forever
 from .dumps import BufferDumps
-from .gauges import buffer_gauges
+from .gauges import buffer_gauges, inventory
 from .group_filter import GroupFilters
+from .held_out import HeldOutPrompts
 from .knobs import BufferKnobs, BufferLimits
 from .long_poll import LongPolls
 from .quarantine import open_quarantine
@@ -56,11 +57,10 @@ from .recent_groups import RecentGroups
 from .settings import BufferValues, LiveSettings
 from .store import BufferStore
 
-CANARY_ID = -1_000_000
-"""Group id of the first canary prompt; the others follow downwards, far from held-out prompts."""
+_REWINDS = "rewinds"
 
 
-class Buffer(OwnsKnobs, BufferContract, DataContract):
+class Buffer(OwnsKnobs, HeldOutPrompts, BufferContract):
     """Prompt cursor, ledger, finished groups, admission; and the held-out prompts."""
 
     mailbox = MailboxPolicy(size=4096)
@@ -90,7 +90,6 @@ class Buffer(OwnsKnobs, BufferContract, DataContract):
         self._filters = group_filter
         self._limits = limits or BufferLimits()
         self._resume_from = resume_from
-        self._versions = EngineVersions()
         self._ledger: Ledger | None = None
         self._draw_wait_s = 0.0
         self._claim_wait_s = 0.0
@@ -106,6 +105,7 @@ class Buffer(OwnsKnobs, BufferContract, DataContract):
         self._ledger = ledger = Ledger(
             self._ledger_path, run=self._run, fingerprint=self._source.fingerprint, wall=clock.wall
         )
+        self._versions = EngineVersions(msgspec.json.decode(ledger.recall(_REWINDS) or "[]", type=tuple[Rewind, ...]))
         self._dumps = BufferDumps(
             self._ledger_path,
             self._run,
@@ -128,6 +128,7 @@ class Buffer(OwnsKnobs, BufferContract, DataContract):
             quarantine=open_quarantine(
                 self._ledger_path.parent, self._source, ledger, self._limits.quarantine_after, self.ctx.log
             ),
+            max_deaths=self._limits.max_deaths,
         )
         self._meter = ActivityMeter(self.ctx.name, clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, clock, meter=self._meter)
@@ -174,10 +175,11 @@ class Buffer(OwnsKnobs, BufferContract, DataContract):
             )
         with self._at_work("draw"):
             self._store.hear(request)
-            self._versions.drawing(request.rollout, request.epoch, request.version, self._newest)
-        until_s, lineage = self._polls.until_s(request.wait_s), self._versions.lineage
+            self._mind_losses()
+            self._versions.told(request.rollout, request.epoch, Weights(request.lineage, request.version))
+        until_s = self._polls.until_s(request.wait_s)
         while True:
-            assignments, blocked_by = self._draw_now(request, lineage)
+            assignments, blocked_by = self._draw_now(request)
             is_news = request.blocked_by is not None and blocked_by != request.blocked_by
             if assignments or is_news or blocked_by == "finished" or request.max_groups < 1:
                 return DrawReply(assignments=tuple(assignments), blocked_by=blocked_by)
@@ -190,11 +192,12 @@ class Buffer(OwnsKnobs, BufferContract, DataContract):
     def _newest(self) -> int:
         return self._store.admission.newest_version
 
-    def _draw_now(self, request: DrawRequest, lineage: int) -> tuple[list[Assignment], DrawBlock]:
+    def _draw_now(self, request: DrawRequest) -> tuple[list[Assignment], DrawBlock]:
         store = self._store
         started_s, wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
         with self._at_work("draw"):
-            served = self._versions.serving(request.rollout, request.epoch, request.version, lineage, self._newest)
+            told = Weights(request.lineage, request.version)
+            served = self._versions.serving(request.rollout, request.epoch, told, self._newest)
             version, is_undone = served.version, served.is_undone
             assignments = [] if store.is_finished else store.draw(request, version, started_s, is_undone=is_undone)
             if assignments:
@@ -211,12 +214,12 @@ class Buffer(OwnsKnobs, BufferContract, DataContract):
         if result.outcome in ("duplicate", "stale-attempt"):
             self.ctx.log.info("group %d from %s: %s, %s", group.group_id, rollout, result.outcome, result.reason)
         self._recent.add(group, attempt, rollout, result, self.ctx.clock.wall())
-        self._mind_drought()
+        self._mind_losses()
         self._polls.ring()
         return result
 
-    async def adopted(self, rollout: str, epoch: int, version: int) -> None:
-        if self._versions.adopted(rollout, epoch, version, self._newest):
+    async def adopted(self, rollout: str, epoch: int, version: int, lineage: int) -> None:
+        if self._versions.told(rollout, epoch, Weights(lineage, version)):
             self._polls.ring()
 
     async def drop_group(self, dropped: GroupDropped) -> None:
@@ -226,12 +229,14 @@ class Buffer(OwnsKnobs, BufferContract, DataContract):
             )
         if is_done:
             self.ctx.log.warning("group %d dropped by %s: %s", dropped.group_id, dropped.rollout, dropped.detail)
-            for text in self._store.cursor.take_news():
-                self._tell("prompt-quarantined", text)
-        self._mind_drought()
+        self._mind_losses()
         self._polls.ring()
 
-    def _mind_drought(self) -> None:
+    def _mind_losses(self) -> None:
+        for text in self._store.suspects.take_news():
+            self._tell("group-suspected", text)
+        for text in self._store.cursor.take_news():
+            self._tell("prompt-quarantined", text)
         drought = self._store.drought
         if (error := drought.verdict) is not None:
             self.ctx.fail(error)
@@ -240,7 +245,8 @@ class Buffer(OwnsKnobs, BufferContract, DataContract):
 
     async def return_group(self, returned: GroupReturned) -> None:
         with self._at_work("return"):
-            self._store.take_back(returned)
+            self._store.take_back(returned, self.ctx.clock.monotonic())
+        self._mind_losses()
         self._polls.ring()
 
     async def rollout_gone(self, rollout: str, epoch: int) -> int:
@@ -248,6 +254,7 @@ class Buffer(OwnsKnobs, BufferContract, DataContract):
             num_groups = self._store.gone(rollout, epoch)
         if num_groups:
             self._tell("groups-requeued", f"{rollout} (epoch {epoch}) is gone: {num_groups} groups go elsewhere")
+        self._mind_losses()
         self._polls.ring()
         return num_groups
 
@@ -282,7 +289,7 @@ class Buffer(OwnsKnobs, BufferContract, DataContract):
             return Claim(step=step, groups=groups)
         if not self._store.is_finished:
             return Claim(step=step, blocked_by="wait-data")
-        reason = self._store.inventory()
+        reason = inventory(self._store)
         self._tell("data-finished", f"no whole batch is left for step {step}: {reason}")
         self._polls.ring()
         return Claim(step=step, finished=True, reason=reason)
@@ -308,10 +315,11 @@ class Buffer(OwnsKnobs, BufferContract, DataContract):
             raise LedgerError(f"the ledger is asked for as of version {version}, but stands at {newest}")
         return await in_own_thread(lambda: copy_ledger(self._ledger_path, Path(path)), "copy ledger")
 
-    async def rewind(self, version: int) -> int:
+    async def rewind(self, version: int, lineage: int) -> int:
         with self._at_work("rewind"):
             num_groups = self._store.rewind(version)
-            self._versions.rewound(version)
+            self._versions.rewound(version, lineage)
+            self._store.ledger.remember(_REWINDS, msgspec.json.encode(self._versions.rewinds).decode())
         self._tell("rewind", f"training goes on from version {version}; {num_groups} groups are ready again")
         self._polls.ring()
         return num_groups
@@ -327,7 +335,8 @@ class Buffer(OwnsKnobs, BufferContract, DataContract):
 
     async def set_paused(self, is_paused: bool, until_step: int | None = None) -> int:
         settings, next_step = self._store.settings, self._store.ledger.next_step
-        settings.pause(is_paused, until_step)
+        with self._at_work("pause"):
+            settings.pause(is_paused, until_step)
         self._book_waiting()
         self._polls.ring()
         return max(next_step, settings.until_step or 0)
@@ -350,22 +359,12 @@ class Buffer(OwnsKnobs, BufferContract, DataContract):
         return self._dumps.reports()
 
     async def stop_drawing(self) -> None:
-        self._store.settings.stop()
+        with self._at_work("stop"):
+            self._store.settings.stop()
         self._polls.ring()
 
     async def stats(self) -> BufferStats:
         return self._store.stats()
-
-    async def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
-        return self._source.eval_prompts(max(limit, 0))
-
-    async def canary_prompts(self, limit: int) -> tuple[Prompt, ...]:
-        drawn = (self._source.prompt(draw) for draw in range(max(limit, 0)))
-        return tuple(
-            msgspec.structs.replace(prompt, group_id=CANARY_ID - draw)
-            for draw, prompt in enumerate(drawn)
-            if prompt is not None
-        )
 
     # ---- telling
 

@@ -1,16 +1,22 @@
 """Does a finished group say what was asked for? Pure functions from records to a sentence or None.
 
-An engine or workflow that lies must cost its group and nothing else: no check here raises. Token ids are compared with
-the vocabulary where the vocabulary is known, at the rollout actor.
+An engine or workflow that lies must cost its group and nothing else: only a user's filter that fails is raised. Token
+ids are compared with the vocabulary where the vocabulary is known, at the rollout actor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from ...algos.filters import GroupFilter
+from ...core.errors import UserCodeError
 from ...core.samples import Group, Prompt, Sample, check_sample
+
+INVALID = "invalid-samples"
+"""Reason of groups whose records contradict each other or the assignment."""
 
 _DTYPES = {
     "prompt_ids": np.int32,
@@ -60,9 +66,37 @@ def wrong_in_samples(samples: Sequence[Sample], group_id: int) -> str | None:
     return None
 
 
+def refusal(group: Group, prompt: Prompt, num_samples: int, group_filter: GroupFilter) -> tuple[str | None, str]:
+    """Why a whole group is not kept, and more of it in words; None if it is. Raises UserCodeError for a filter that
+    fails."""
+    wrong = wrong_in_group(group, prompt, num_samples)
+    if wrong is not None:
+        return INVALID, wrong
+    try:
+        verdict: Any = group_filter(group)
+    except UserCodeError:
+        raise
+    except Exception as error:
+        raise UserCodeError(
+            f"the group filter raised {type(error).__name__} for group {prompt.group_id}: {error}",
+            remedy="mend algo.group_filter; it gets a Group and returns a reason to leave it out, or None",
+        ) from error
+    if verdict is not None and not isinstance(verdict, str):
+        raise UserCodeError(
+            f"the group filter returned {type(verdict).__name__} for group {prompt.group_id}",
+            remedy="return a reason to leave the group out, or None",
+        )
+    return verdict or None, ""
+
+
 def num_response_tokens(group: Group) -> int:
     """Response tokens of all members."""
-    return sum(int(sample.response_ids.size) for sample in group.samples)
+    return num_tokens_of(group.samples)
+
+
+def num_tokens_of(samples: Sequence[Sample]) -> int:
+    """Response tokens of so many samples."""
+    return sum(int(sample.response_ids.size) for sample in samples)
 
 
 def _wrong_in_rewards(group: Group, num_samples: int) -> str | None:

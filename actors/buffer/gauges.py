@@ -20,3 +20,11 @@ def buffer_gauges(store: BufferStore) -> dict[str, float]:
     }
     values |= {f"buffer/dropped/{reason}": float(count) for reason, count in stats.dropped.items()}
     return values | {f"buffer/mean_tokens/{name}": mean for name, mean in stats.mean_tokens.items()}
+
+
+def inventory(store: BufferStore) -> str:
+    """What became of the data, in words."""
+    dropped = store.ledger.tally.dropped
+    reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items())
+    left_out = f", {sum(dropped.values())} groups left out ({reasons})" if dropped else ""
+    return f"{store.ledger.next_draw} prompts drawn{left_out}"

@@ -38,6 +38,8 @@ class BufferLimits:
     max_new_tokens: int = MAX_TOKENS
     quarantine_after: int = 3
     """Failures of one prompt, after which it is not drawn again; 0: never."""
+    max_deaths: int = 3
+    """Of rollout actors or engines, that one group may bring about."""
 
 
 class BufferKnobs(KnobOwner):

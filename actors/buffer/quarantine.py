@@ -1,15 +1,19 @@
-"""Prompts that are not drawn again: reward or workflow failed for them too often, or they ended a reward's worker.
+"""Prompts that are not drawn again: reward or workflow failed for them too often, or they ended a reward's worker, or
+one rollout actor after another.
 
     quarantine.jsonl    one line per prompt, in the run directory; a line that is taken out sets its prompt free
 
-The failures themselves are counted in the ledger (dropped groups and their reasons), so a lost file is made anew, and a
-prompt that was set free gets one more try before it is listed again. Knows one small file and rows; must not know
-admission, messages or what a reward is.
+The failures themselves are counted in the ledger (dropped groups and their reasons), so a file that is lost, or cannot
+be read when the buffer starts, is made anew, and a prompt that was set free gets one more try before it is listed
+again. The file is only ever added to, a line at a time: what a person writes into it stays. Knows one small file and
+rows; must not know admission, messages or what a reward is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,15 +21,18 @@ from pathlib import Path
 import msgspec
 
 from ...core.errors import DataError
+from ...core.file_entry import sync_folder
 from ...core.protocols import PromptSource
 from ...core.samples import Prompt
 from ..ledger.ledger import Ledger
+from .suspects import POISON
 
 _FILE = "quarantine.jsonl"
 QUARANTINED = "quarantined"
 """Reason of groups that were drawn and given up at once."""
-DEADLY = "reward-crash"
-COUNTED = ("reward-error", DEADLY, "workflow-error")
+AT_ONCE = ("reward-crash", POISON)
+"""Of these, one time is enough: it ended a process, and more than once."""
+COUNTED = ("reward-error", "workflow-error", *AT_ONCE)
 """Reasons for which a group was dropped that are held against its prompt."""
 MAX_DETAIL = 500
 
@@ -34,7 +41,7 @@ Failure = tuple[int, str]
 
 
 class QuarantinedPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the file. Fields that a person adds are kept out of harm's way, not refused."""
+    """One line of the file. Fields that a person adds are not refused."""
 
     source: str
     row: int
@@ -59,10 +66,7 @@ class Quarantine:
         failures: Iterable[Failure],
         log: logging.Logger,
     ) -> None:
-        """`after`: failures of one prompt. `prompt_of`: what a draw brings. `failures`: those that the ledger knows.
-
-        Raises DataError naming the line of the file that cannot be read.
-        """
+        """`after`: failures of one prompt. `prompt_of`: what a draw brings. `failures`: those that the ledger knows."""
         self._path = path
         self._after = after
         self._log = log
@@ -72,15 +76,13 @@ class Quarantine:
         self._read_at_ns = 0
         if not after:
             return
-        is_known = path.exists()
+        is_known = self._found()
         for draw, reason in failures:
             prompt = prompt_of(draw)
             if prompt is not None:
                 self._note(prompt, draw, reason, "", may_list=not is_known)
-        if is_known:
-            self._read()
-        elif self._listed:
-            self._write()
+        if not is_known:
+            self._append(*self._listed.values())
 
     def __len__(self) -> int:
         return len(self._listed)
@@ -93,7 +95,7 @@ class Quarantine:
         entry = self._note(prompt, draw, reason, detail, may_list=True)
         if entry is None:
             return
-        self._write()
+        self._append(entry)
         times = "once" if entry.count == 1 else f"{entry.count} times"
         self._news.append(
             f"row {entry.row} of {entry.source} is not drawn again: {entry.reason} {times}; the last one: "
@@ -114,7 +116,7 @@ class Quarantine:
     def _note(self, prompt: Prompt, draw: int, reason: str, detail: str, *, may_list: bool) -> QuarantinedPrompt | None:
         key = (prompt.source, prompt.row)
         self._counts[key] += 1
-        is_too_many = self._counts[key] >= self._after or reason == DEADLY
+        is_too_many = self._counts[key] >= self._after or reason in AT_ONCE
         if not (may_list and is_too_many) or key in self._listed:
             return None
         self._listed[key] = entry = QuarantinedPrompt(
@@ -128,6 +130,23 @@ class Quarantine:
         return entry
 
     # ---- the file
+
+    def _found(self) -> bool:
+        """At the start: whether there is a list, and it was read. One that cannot be (a machine that lost its power, a
+        slip of the editor) is put aside for whoever wrote in it."""
+        try:
+            self._read()
+        except FileNotFoundError:
+            return False
+        except (OSError, DataError) as error:
+            aside = self._path.with_name(f"{self._path.name}.bad")
+            text = f"{error}; it is now {aside.name}, and a new one was made of what the ledger counted"
+            self._log.warning("%s", text)
+            self._news.append(text)
+            with contextlib.suppress(OSError):
+                self._path.replace(aside)
+            return False
+        return True
 
     def _refresh(self) -> None:
         """Read again what somebody else has written. A line that is torn by an editor is told, not fatal."""
@@ -155,18 +174,38 @@ class Quarantine:
             listed[(entry.source, entry.row)] = entry
         self._listed, self._read_at_ns = listed, at_ns
 
-    def _write(self) -> None:
-        """The whole list beside its place, then renamed. A disk that refuses is told: the ledger still knows."""
-        beside = self._path.with_name(f"{self._path.name}.part")
+    def _append(self, *entries: QuarantinedPrompt) -> None:
+        """Durably. A disk that refuses is told: the ledger still knows."""
+        if not entries:
+            return
         try:
-            beside.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in self._listed.values()))
-            beside.replace(self._path)
-            self._read_at_ns = self._path.stat().st_mtime_ns
+            self._add(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
+            self._refresh()
         except OSError as error:
             self._log.warning("%s cannot be written: %s", self._path, error)
 
+    def _add(self, lines: bytes) -> None:
+        """To the file that bears the name when it is done: an editor may have put another in its place meanwhile."""
+        while True:
+            with self._path.open("a+b", buffering=0) as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(size - 1, 0))
+                is_torn = file.read(1) not in (b"", b"\n")
+                left = memoryview(b"\n" + lines if is_torn else lines)
+                try:
+                    while left:
+                        left = left[file.write(left) :]
+                except OSError:
+                    file.truncate(size)
+                    raise
+                os.fsync(file.fileno())
+                sync_folder(self._path.parent)
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
+                        return
+
 
 def open_quarantine(folder: Path, source: PromptSource, ledger: Ledger, after: int, log: logging.Logger) -> Quarantine:
-    """The list of the run in that folder. Raises DataError if its file cannot be read."""
+    """The list of the run in that folder."""
     failures = ledger.given_up(COUNTED)
     return Quarantine(folder / _FILE, after=after, prompt_of=source.prompt, failures=failures, log=log)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from ...algos.filters import GroupFilter
 from ...algos.staleness import Admission, LinePlace, Overdue, Stage
-from ...core.errors import LedgerError, UserCodeError
+from ...core.errors import LedgerError
 from ...core.knobs import KnobValue
 from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupMeta, GroupReturned, PutResult
 from ...core.protocols import PromptSource
@@ -22,15 +21,13 @@ from ...core.samples import NO_VERSION, Group, Prompt, Sample
 from ..ledger.ledger import Ledger
 from ..ledger.payload import encode
 from ..ledger.states import LEFTOVER, OPEN, Row, State
-from .checks import num_response_tokens, wrong_in_group, wrong_in_partial
+from .checks import INVALID, num_response_tokens, num_tokens_of, refusal, wrong_in_partial
 from .cursor import PromptCursor
 from .drought import Drought
 from .payloads import Payloads, oldest_version
 from .quarantine import Quarantine
 from .settings import LiveSettings
-
-INVALID = "invalid-samples"
-"""Reason of groups whose records contradict each other or the assignment."""
+from .suspects import POISON, Suspects
 
 REATTACH_S = 10.0
 """After a restart of the buffer, for so long a group waits for the actor that still has it in hand."""
@@ -52,13 +49,16 @@ class BufferStore:
         log: logging.Logger,
         started_s: float,
         quarantine: Quarantine | None = None,
+        max_deaths: int = 3,
     ) -> None:
-        """`filters`: group filters by name; the settings say which one judges."""
+        """`filters`: group filters by name; the settings say which one judges. `max_deaths`: of actors, that one group
+        may bring about (`suspects.py`)."""
         self.ledger = ledger
         self.admission = admission
         self.settings = settings
         self.payloads = Payloads(ledger, settings)
         self.cursor = PromptCursor(source, ledger, quarantine)
+        self.suspects = Suspects(ledger, max_deaths)
         self._filters = filters
         self._log = log
         self._reattach_until_s = started_s + REATTACH_S
@@ -71,18 +71,13 @@ class BufferStore:
 
     def hear(self, request: DrawRequest) -> None:
         """What a rollout actor says of itself in a draw: which incarnation it is and which groups it has in hand."""
-        holding = request.holding
-        lost: list[Row] = []
-        kept: list[Row] = []
-        for row in self._owned_by(request.rollout):
-            if row.epoch < request.epoch:
-                lost.append(row)
-            elif holding is not None and row.epoch == request.epoch:
-                if row.group_id not in holding:
-                    lost.append(row)
-                elif row.state is State.REQUEUED:
-                    kept.append(row)
-        self._requeue(lost, f"{request.rollout} does not have it")
+        owned, holding = self._owned_by(request.rollout), request.holding
+        self._died([row for row in owned if row.epoch < request.epoch], f"{request.rollout} was started anew")
+        if holding is None:
+            return
+        now = [row for row in owned if row.epoch == request.epoch]
+        self._requeue([row for row in now if row.group_id not in holding], f"{request.rollout} does not have it")
+        kept = [row for row in now if row.group_id in holding and row.state is State.REQUEUED]
         if kept:
             self.ledger.reattach([row.group_id for row in kept])
             for row in kept:
@@ -97,17 +92,20 @@ class BufferStore:
         new: list[tuple[Row, Prompt]] = []
         num_samples = self.settings.values.num_samples
         try:
-            for row in self._redispatchable(request.rollout, now_s):
-                if len(again) < request.max_groups and self.admission.may_dispatch(version, row.group_id):
+            waiting, max_groups = self._turn(request, version, now_s)
+            for row in waiting:
+                if len(again) < max_groups and self.admission.may_dispatch(version, row.group_id):
                     self.admission.dispatched(row.group_id, version, is_undone=is_undone)
                     again.append(row)
-            while len(again) + len(new) < request.max_groups and self.admission.may_dispatch(version):
+            while len(again) + len(new) < max_groups and self.admission.may_dispatch(version):
                 wants_new = not self.settings.is_stopping and not self._has_enough
                 drawn = self.cursor.next([row for row, _ in new], num_samples) if wants_new else None
                 if drawn is None:
                     break
                 self.admission.dispatched(drawn[0].group_id, version, is_undone=is_undone)
                 new.append(drawn)
+            group_ids = [row.group_id for row in (*again, *(row for row, _ in new))]
+            self.suspects.dispatched((request.rollout, request.epoch), group_ids, now_s)
             return self._dispatch(again, new, request, min(version, self.admission.newest_version))
         except BaseException:
             self._rebuild()
@@ -158,11 +156,21 @@ class BufferStore:
             return False
         return self.admission.num_open >= (until - self.ledger.next_step) * self.admission.batch_size
 
-    def _redispatchable(self, rollout: str, now_s: float) -> Iterable[Row]:
-        for row in self.ledger.rows(State.REQUEUED):
-            is_somebodys = row.rollout and row.rollout != rollout and now_s < self._reattach_until_s
-            if not is_somebodys:
-                yield row
+    def _turn(self, request: DrawRequest, version: int, now_s: float) -> tuple[list[Row], int]:
+        """Groups handed back that this actor may get, and how many groups in all."""
+        rollout = request.rollout
+        waiting = {
+            row.group_id: row
+            for row in self.ledger.rows(State.REQUEUED)
+            if row.rollout in ("", rollout) or now_s >= self._reattach_until_s
+            if self.admission.may_dispatch(version, row.group_id)
+        }
+        holding = {row.group_id for row in self.ledger.rows(State.DISPATCHED) if row.rollout == rollout}
+        holding.update(request.holding or ())
+        allowed, max_groups = self.suspects.turn(
+            (rollout, request.epoch), holding, list(waiting), request.max_groups, now_s
+        )
+        return [waiting[group_id] for group_id in allowed], max_groups
 
     # ---- what comes back
 
@@ -175,7 +183,11 @@ class BufferStore:
         is_theirs = (row.attempt, row.rollout) == (attempt, rollout)
         if row.state not in (State.DISPATCHED, State.REQUEUED) or not is_theirs:
             return self._answer_again(row, group, is_theirs)
-        reason, detail = self._refusal(group, row)
+        self.suspects.finished((rollout, row.epoch))
+        group_filter = self._filters[self.settings.values.group_filter]
+        reason, detail = refusal(group, self.cursor.prompt_of(row), row.num_samples, group_filter)
+        if reason == INVALID:
+            self._log.warning("group %d of %s is dropped: %s", group_id, rollout, detail)
         num_tokens = num_response_tokens(group)
         if reason is None:
             try:
@@ -206,56 +218,53 @@ class BufferStore:
             return PutResult(outcome="duplicate", reason=f"is {row.state}")
         return PutResult(outcome="stale-attempt", reason=f"is {row.state} in attempt {row.attempt} of {row.rollout!r}")
 
-    def _refusal(self, group: Group, row: Row) -> tuple[str | None, str]:
-        wrong = wrong_in_group(group, self.cursor.prompt_of(row), row.num_samples)
-        if wrong is not None:
-            self._log.warning("group %d of %s is dropped: %s", row.group_id, row.rollout, wrong)
-            return INVALID, wrong
-        try:
-            verdict: Any = self._filters[self.settings.values.group_filter](group)
-        except UserCodeError:
-            raise
-        except Exception as error:
-            raise UserCodeError(
-                f"the group filter raised {type(error).__name__} for group {row.group_id}: {error}",
-                remedy="mend algo.group_filter; it gets a Group and returns a reason to leave it out, or None",
-            ) from error
-        if verdict is not None and not isinstance(verdict, str):
-            raise UserCodeError(
-                f"the group filter returned {type(verdict).__name__} for group {row.group_id}",
-                remedy="return a reason to leave the group out, or None",
-            )
-        return verdict or None, ""
-
     def give_up(self, group_id: int, attempt: int, rollout: str, reason: str, detail: str) -> bool:
         """A rollout actor gives a group up; False if it is not (any more) its to give up."""
         row = self._held(group_id, attempt, rollout)
         if row is None:
             return False
-        self.ledger.drop([(group_id, reason)], detail)
-        self.admission.filtered(group_id)
-        self.drought.left_out(reason, detail)
-        self.cursor.failed(row, reason, detail)
+        self._give_up(row, reason, detail)
         return True
 
-    def take_back(self, returned: GroupReturned) -> bool:
+    def _give_up(self, row: Row, reason: str, detail: str) -> None:
+        self.ledger.drop([(row.group_id, reason)], detail)
+        self.admission.filtered(row.group_id)
+        self.drought.left_out(reason, detail)
+        self.cursor.failed(row, reason, detail)
+
+    def take_back(self, returned: GroupReturned, now_s: float) -> bool:
         """A rollout actor hands a group back with the tokens it has, or tells those and goes on; False if it is not
         (any more) its to hand back."""
         group_id, rollout, partial = returned.group_id, returned.rollout, returned.partial
         row = self._held(group_id, returned.attempt, rollout)
-        if row is None or returned.goes_on:
-            return row is not None and self.payloads.save_partial(row, partial)
+        if row is None:
+            return False
+        is_counted = group_id in self.suspects
+        if is_counted and num_tokens_of(partial) > num_tokens_of(self.payloads.partial(group_id)):
+            self.suspects.brought_tokens(group_id)
+        if returned.goes_on:
+            return self.payloads.save_partial(row, partial)
         wrong = wrong_in_partial(partial, group_id, row.num_samples)
         if wrong is not None:
             self._log.warning("group %d of %s starts again from its prompt: %s", group_id, rollout, wrong)
-        self._requeue([row], f"handed back by {rollout}", partial if wrong is None else ())
+        if returned.has_died:
+            self.suspects.broke((rollout, row.epoch), now_s)
+        take = self._died if returned.has_died else self._requeue
+        take([row], f"handed back by {rollout}", partial if wrong is None else ())
         return True
 
     def gone(self, rollout: str, epoch: int) -> int:
         """An incarnation (and every older one) of a rollout actor ended; returns how many groups it had."""
         rows = [row for row in self._owned_by(rollout) if row.epoch <= epoch]
-        self._requeue(rows, f"{rollout} (epoch {epoch}) is gone")
+        self._died(rows, f"{rollout} (epoch {epoch}) is gone")
         return len(rows)
+
+    def _died(self, rows: list[Row], detail: str, partial: tuple[Sample, ...] = ()) -> None:
+        """Their actor or engine ended with them in hand. If the buffer did too meanwhile, that says nothing of them."""
+        self._requeue(rows, detail, partial)
+        in_hand = {row.group_id: row for row in rows if row.state is State.DISPATCHED}
+        for group_id in self.suspects.died(in_hand) if in_hand else ():
+            self._give_up(in_hand[group_id], POISON, self.suspects.why())
 
     def _requeue(self, rows: list[Row], detail: str, partial: tuple[Sample, ...] = ()) -> None:
         if not rows:
@@ -339,13 +348,6 @@ class BufferStore:
             self.payloads.forget(item.group_id)
 
     # ---- facts
-
-    def inventory(self) -> str:
-        """What became of the data, in words."""
-        dropped = self.ledger.tally.dropped
-        reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items())
-        left_out = f", {sum(dropped.values())} groups left out ({reasons})" if dropped else ""
-        return f"{self.ledger.next_draw} prompts drawn{left_out}"
 
     def stats(self) -> BufferStats:
         """Counts by state and what admission allows now."""

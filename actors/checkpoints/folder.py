@@ -15,6 +15,7 @@ wrote it, and it has no digests.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from typing import Any
 import msgspec
 
 from ...core.chaos import reached
-from ...core.errors import TrainError
+from ...core.errors import TornCheckpoint, TrainError
 from ...core.file_entry import FileEntry, describe_file, sync_folder
 from .folder_swap import GONE, OLD, old_of, put_in_place
 
@@ -79,6 +80,12 @@ class CheckpointInfo:
         """Of the weights; as the folder's name says it where the manifest does not. -1: nobody knows."""
         told = self.extra.get("version")
         return told if isinstance(told, int) else version_in(self.path)
+
+    @property
+    def writer(self) -> tuple[int, int] | None:
+        """Life of the run and attempt of its gang that wrote it. None: it does not say, as older ones do not."""
+        life, attempt = self.extra.get("life"), self.extra.get("attempt")
+        return (life, attempt) if isinstance(life, int) and isinstance(attempt, int) else None
 
 
 def rank_file(rank: int) -> str:
@@ -136,7 +143,8 @@ def commit(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, after a look at the sizes of the files it names. Raises TrainError saying what is torn."""
+    """The manifest, after a look at the sizes of the files it names. Raises TornCheckpoint saying what is wrong, and
+    TrainError for one of another format."""
     path = folder / MANIFEST
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
@@ -166,7 +174,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_digest(folder: Path, entry: FileEntry) -> None:
-    """Raise TrainError if a file's bytes are not those that were written."""
+    """Raise TornCheckpoint if a file's bytes are not those that were written."""
     try:
         found = describe_file(folder / entry.name)
     except OSError as error:
@@ -178,16 +186,30 @@ def check_digest(folder: Path, entry: FileEntry) -> None:
 def check_whole(folder: Path) -> Manifest:
     """The manifest, after a look at every byte of the files that it names. Raises TrainError saying what is wrong."""
     manifest = read_manifest(folder)
-    with ThreadPoolExecutor(READERS, thread_name_prefix="digest") as pool:
-        for _ in pool.map(partial(check_digest, folder), manifest.files):
-            pass
+    check_share(folder, manifest, 0, 1)
     return manifest
+
+
+def check_share(folder: Path, manifest: Manifest, reader: int, num_readers: int) -> None:
+    """Look at every byte of this reader's share of the files: all readers' shares together are all files. Raises
+    TornCheckpoint."""
+    with ThreadPoolExecutor(READERS, thread_name_prefix="digest") as pool:
+        for _ in pool.map(partial(check_digest, folder), manifest.files[reader::num_readers]):
+            pass
+
+
+def digest_of_manifest(folder: Path) -> str:
+    """By which readers know that they look at the same checkpoint. Raises TornCheckpoint if it cannot be read."""
+    try:
+        return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    except OSError as error:
+        raise _torn(folder, f"{MANIFEST} cannot be read: {error}") from error
 
 
 def list_checkpoints(folder: str | Path) -> tuple[CheckpointInfo, ...]:
     """All checkpoints in `folder`, oldest first; torn ones come first and say why in `problem`.
 
-    Sizes are checked, digests only when one is loaded. A folder that does not exist holds none.
+    Sizes are checked, digests are not. A folder that does not exist holds none.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -235,16 +257,19 @@ def whole_ones(folder: str | Path, version: int | None = None) -> Iterator[Check
         yield info
 
 
-def find_checkpoint(place: str | Path) -> Path:
-    """The checkpoint meant by `trainer.resume`: a checkpoint folder itself, or the newest whole one in a folder of
-    checkpoints or in a run directory. Raises TrainError naming what was found instead."""
+def find_checkpoint(place: str | Path, *, reads_all: bool = True) -> Path:
+    """The checkpoint meant by `trainer.resume`: a checkpoint folder itself, which is not looked into, or the newest
+    whole one in a folder of checkpoints or in a run directory; `reads_all` False: as far as sizes tell.
+
+    Raises TrainError naming what was found instead.
+    """
     root = Path(place)
     if (root / MANIFEST).exists() or (root / rank_file(0)).exists():
         return root
     if not root.exists() and old_of(root).exists():
         return old_of(root)
     holder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
-    newest, passed = newest_whole(holder)
+    newest, passed = (newest_whole if reads_all else newest_checkpoint)(holder)
     if newest is None:
         found = "; ".join(f"{info.path.name}: {info.problem}" for info in passed) or "nothing"
         raise TrainError(
@@ -263,5 +288,5 @@ def look_at(path: Path) -> CheckpointInfo:
     return CheckpointInfo(path=path, num_updates=manifest.num_updates, extra=manifest.extra, problem="")
 
 
-def _torn(folder: Path, why: str) -> TrainError:
-    return TrainError(f"checkpoint {folder} is torn: {why}", remedy="use an older one")
+def _torn(folder: Path, why: str) -> TornCheckpoint:
+    return TornCheckpoint(f"checkpoint {folder} is torn: {why}", remedy="use an older one")

@@ -57,8 +57,9 @@ class BufferContract(KnobsContract):
         raise NotImplementedError
 
     @call(deadline=10)
-    async def adopted(self, rollout: str, epoch: int, version: int) -> None:
-        """An engine serves that version now; a draw of that rollout that is waiting is judged by it."""
+    async def adopted(self, rollout: str, epoch: int, version: int, lineage: int) -> None:
+        """An engine serves that version of that lineage (`WeightManifest.lineage`) now; a draw of that rollout that is
+        waiting is judged by it."""
         raise NotImplementedError
 
     @call(deadline=30)
@@ -104,8 +105,9 @@ class BufferContract(KnobsContract):
         raise NotImplementedError
 
     @call(deadline=30)
-    async def rewind(self, version: int) -> int:
-        """The trainer restarted from the checkpoint of `version`: groups trained after it are READY again."""
+    async def rewind(self, version: int, lineage: int) -> int:
+        """The trainer restarted from the checkpoint of `version`, with a leader of the epoch `lineage`: groups trained
+        after it are READY again, and versions above it that earlier leaders made are undone."""
         raise NotImplementedError
 
     @call(deadline=10)

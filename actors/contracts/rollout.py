@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.handlers import call, cast
+from ...core.handlers import call
 from ...core.messages import CanaryAnswers, EngineStatus, EvalRequest, EvalResult, WeightAck, WeightManifest
 from ...core.weight_channel import WeightProgress
 from .knobs import KnobsContract
@@ -42,9 +42,10 @@ class RolloutContract(TenantContract, KnobsContract):
         """Engine version and load."""
         raise NotImplementedError
 
-    @cast
-    async def fence(self, reason: str) -> None:
-        """The engine missed a deadline or serves the wrong weights: the actor fails and is built anew."""
+    @call(deadline=10, reentrant=True)
+    async def fence(self, epoch: int, reason: str) -> bool:
+        """The engine missed a deadline or serves the wrong weights: the actor fails and is built anew. May be told
+        again. False: that was another incarnation, this one goes on."""
         raise NotImplementedError
 
     @call(deadline=900, reentrant=True)

@@ -71,6 +71,12 @@ class TrainerContract(TenantContract, KnobsContract):
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
+    async def publish_again(self, version: int) -> None:
+        """Leader only: no engine can take that version as it was published. If it is still the newest one, its bytes
+        are written anew as soon as the trainer waits for data."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
     async def weight_plan(self, request: PlanRequest) -> PlanReply:
         """How a version that this rank sends is cut into buckets."""
         raise NotImplementedError

@@ -18,7 +18,7 @@ from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext, with_deadline
 from ...core.chaos import reached
 from ...core.clock import Clock
-from ...core.errors import CallError, Draining, EngineError, MyxaError, NoSuchActor, PeerDied
+from ...core.errors import CallError, Draining, EngineError, MyxaError, NoSuchActor, PeerDied, RemoteError
 from ...core.messages import WeightAck
 from ...core.weight_channel import WeightProgress
 from ..contracts.roles import RolloutContract, TrainerContract
@@ -28,9 +28,11 @@ from .stall import Stall
 LOOK_S = 1.0
 """Between two questions how far an engine is, and two looks for engines that may begin."""
 MAX_REFUSALS = 5
-"""In a row; after the next one it is fenced, or left alone. A trainer that is away is not held against the engine."""
+"""In a row; after the next one it is fenced, if others could take what it refuses; else it is asked again as before,
+but nobody waits for it any more. A trainer that is away is not held against the engine."""
 RETRY_S = 1.0
-"""Before an engine that refused is asked again; doubled each time up to `RETRY_LIMIT_S`."""
+"""Before an engine that refused is asked again, doubled each time up to `RETRY_LIMIT_S`; and before anything that was
+not heard is told again."""
 RETRY_LIMIT_S = 4.0
 
 RELEASE_S = 10.0
@@ -62,16 +64,19 @@ class Adopter:
         adoption: Adoption,
         *,
         limits: AdoptionLimits,
-        on_adopted: Callable[[str, int], None],
+        on_adopted: Callable[[str, int, int], None],
+        on_work: Callable[[], None],
         meter: ActivityMeter,
         telemetry: TelemetryBuffer,
         clock: Clock,
     ) -> None:
-        """`on_adopted`: an engine serves a version now (name, version)."""
+        """`on_adopted`: an engine serves a version now (name, epoch, version). `on_work`: `adopt_pending` has something
+        to do again, of which nobody but the adopter knows."""
         self._ctx = ctx
         self._adoption = adoption
         self._limits = limits
         self._on_adopted = on_adopted
+        self._on_work = on_work
         self._meter = meter
         self._telemetry = telemetry
         self._clock = clock
@@ -82,11 +87,15 @@ class Adopter:
         self._unreleased: set[tuple[int, int]] = set()
         """Lineage and version of what the trainer was not told yet that nobody needs."""
         self._is_releasing = False
+        self._to_ask: set[tuple[str, int]] = set()
+        """Engines (name, epoch) that refused too often: asked once in every round, so that a round has an end."""
 
     async def adopt_pending(self) -> None:
         """As many engines at once as may, until all serve the newest version or are fenced; versions that nobody needs
         any more are let go on the way."""
         async with self._turn:
+            while self._to_ask:
+                self._adoption.ask_again(*self._to_ask.pop())
             while True:
                 while (instruction := self._adoption.next()) is not None:
                     name = f"adopt-{instruction.engine}-{instruction.manifest.version}"
@@ -116,14 +125,27 @@ class Adopter:
         """An engine reported in: it may serve already what somebody waits for."""
         self._adopted.set()
 
-    async def fence(self, name: str, reason: str) -> None:
-        """Have an engine end and be built anew; the others go on."""
+    def fence(self, name: str, epoch: int, reason: str) -> None:
+        """Have that incarnation of an engine end and be built anew; the others go on, and nobody waits for it."""
+        self._adoption.fenced(name, epoch)
         self._telemetry.event("engine-fenced", f"{name}: {reason}")
-        self._ctx.log.error("%s is fenced: %s", name, reason)
-        try:
-            await self._ctx.ref(RolloutContract, name).fence(reason)
-        except CallError as err:
-            self._ctx.log.info("%s could not be told: %s", name, err)
+        self._ctx.log.error("%s (epoch %d) is fenced: %s", name, epoch, reason)
+        self._ctx.spawn(self._tell_fenced(name, epoch, reason), name=f"fence-{name}")
+
+    async def _tell_fenced(self, name: str, epoch: int, reason: str) -> None:
+        """Until it has heard, or is gone: one that lives on unheard would get no weights ever again."""
+        engine = self._ctx.ref(RolloutContract, name)
+        while True:
+            try:
+                await engine.fence(epoch, reason)
+            except (Draining, NoSuchActor, PeerDied, RemoteError) as err:
+                self._ctx.log.info("%s (epoch %d) ends by itself, or is gone: %s", name, epoch, err)
+                return
+            except CallError as err:
+                self._ctx.log.warning("%s was not told that it is fenced: %s; it is told again", name, err)
+                await asyncio.sleep(RETRY_S)
+            else:
+                return
 
     # -- one engine
 
@@ -148,17 +170,19 @@ class Adopter:
             self._adoption.gone(name, epoch)
             return
         except (CallError, StandsStill) as err:
-            await self._give_up(instruction, f"{phase} of version {version}: {err}")
+            self.fence(name, epoch, f"{phase} of version {version}: {err}")
             return
         if ack.accepted:
-            self._adoption.adopted(name, epoch, version)
+            if not self._adoption.adopted(name, epoch, version):
+                return  # that incarnation is over, or was fenced meanwhile
             self._adopted.set()
-            self._on_adopted(name, version)
+            self._on_adopted(name, epoch, version)
             self._telemetry.metric(version, {"weights/adopt_s": self._clock.monotonic() - started_s})
         elif ack.is_whole:
             await self._put_off(instruction, f"{phase} of version {version} refused: {ack.reason}")
         else:
-            await self._give_up(instruction, f"{phase} of version {version} refused: {ack.reason}")
+            self._doubt(version)
+            self.fence(name, epoch, f"{phase} of version {version} refused: {ack.reason}")
 
     async def _watched(self, name: str, limit_s: float, work: Awaitable[WeightAck]) -> WeightAck:
         """The engine's answer. Raises StandsStill, and what the call raises."""
@@ -191,38 +215,63 @@ class Adopter:
 
     async def _put_off(self, instruction: Adopt, reason: str) -> None:
         """Ask again after a while. One that refuses too often what others could take, or serves nothing anyway, is
-        fenced; if nobody could take it, it was published badly, and all wait for something newer."""
+        fenced; if nobody could take it, it may have been published badly: the trainer is asked to do that anew, and the
+        engine to take it, but it is not waited for."""
         name, epoch, version = instruction.engine, instruction.epoch, instruction.manifest.version
         num_refusals = self._adoption.put_off(name, epoch)
         self._telemetry.event("weights-refused", f"{name}: {reason}")
         self._ctx.log.warning("weights-refused: %s: %s", name, reason)
-        if num_refusals > MAX_REFUSALS and self._ctx.peers("trainer/0"):
-            if name not in self._adoption.serving or self._adoption.engines_at(version):
-                await self._give_up(instruction, f"{reason} ({num_refusals} refusals in a row)")
+        pause_s = min(RETRY_LIMIT_S, RETRY_S * 2 ** max(num_refusals - 1, 0))
+        if num_refusals <= MAX_REFUSALS or not self._ctx.peers("trainer/0"):
+            await asyncio.sleep(pause_s)
+            self._adoption.ask_again(name, epoch)
             return
-        await asyncio.sleep(min(RETRY_LIMIT_S, RETRY_S * 2 ** max(num_refusals - 1, 0)))
-        self._adoption.ask_again(name, epoch)
+        self._doubt(version)
+        if name not in self._adoption.serving or self._adoption.engines_at(version):
+            self.fence(name, epoch, f"{reason} ({num_refusals} refusals in a row)")
+        else:
+            self._ctx.spawn(self._ask_later(name, epoch, pause_s), name=f"ask-again-{name}")
 
-    async def _give_up(self, instruction: Adopt, reason: str) -> None:
-        self._adoption.fenced(instruction.engine, instruction.epoch)
-        await self.fence(instruction.engine, reason)
+    def _doubt(self, version: int) -> None:
+        """An engine is given up, or not waited for, over `version`. If none has it, its publication may be at fault."""
+        if not self._adoption.engines_at(version):
+            self._ctx.spawn(self._have_published_again(version), name=f"publish-again-{version}")
+
+    async def _have_published_again(self, version: int) -> None:
+        try:
+            await with_deadline(self._leader, RELEASE_S).publish_again(version)
+        except MyxaError as err:
+            self._ctx.log.warning("the trainer was not asked to publish version %d again: %s", version, err)
+
+    async def _ask_later(self, name: str, epoch: int, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+        self._to_ask.add((name, epoch))
+        self._on_work()
 
     def _release(self) -> None:
         """Have the trainer told which versions nobody needs. On the side: one that stands still must not hold up the
-        engines. What it did not hear is told again the next time."""
+        engines."""
         self._unreleased |= {(self._adoption.lineage, version) for version in self._adoption.releasable()}
         if self._unreleased and not self._is_releasing:
             self._is_releasing = True
             self._ctx.spawn(self._tell_released(), name="release-weights")
 
     async def _tell_released(self) -> None:
+        """Until it has heard: it may wait for just this before it makes another version, and then nothing else would
+        ever happen that could remind us."""
+        pause_s = RETRY_S
         try:
             while self._unreleased:
                 of, version = told = min(self._unreleased)
-                if of == self._adoption.lineage:  # else the trainer went back, and the number may mean other weights
-                    await with_deadline(self._leader, RELEASE_S).release_weights(version)
+                # Else the trainer went back, and the number may mean other weights; or it was offered again meanwhile.
+                if of == self._adoption.lineage and not self._adoption.holds(version):
+                    try:
+                        await with_deadline(self._leader, RELEASE_S).release_weights(version)
+                    except MyxaError as err:
+                        self._ctx.log.warning("the trainer was not told that version %d may go: %s", version, err)
+                        await asyncio.sleep(pause_s)
+                        pause_s = min(2 * pause_s, RETRY_LIMIT_S)
+                        continue
                 self._unreleased.discard(told)
-        except MyxaError as err:
-            self._ctx.log.warning("the trainer was not told which versions may go: %s", err)
         finally:
             self._is_releasing = False

@@ -117,9 +117,20 @@ class Adoption:
         ]
 
     def published(self, manifest: WeightManifest) -> None:
-        """A new version can be read. An older or equal one is ignored (a repeated message)."""
-        if manifest.version > self.newest:
-            self._manifests[manifest.version] = manifest
+        """A new version can be read. An older one is ignored, and the same one again (a repeated message). The newest
+        number with another manifest was published anew, since nobody could take it, or by a gang that was started again
+        before it had made any other: what engines refused is forgotten."""
+        if manifest.version < self.newest or manifest == self._manifests.get(manifest.version):
+            return
+        if manifest.version in self._manifests:
+            for engine in self._engines.values():
+                if self._waits(engine):
+                    engine.is_put_off, engine.num_refusals = False, 0
+        self._manifests[manifest.version] = manifest
+
+    def holds(self, version: int) -> bool:
+        """Whether that version was published and can still be read."""
+        return version in self._manifests
 
     def rewound(self) -> None:
         """The trainer goes on from an older state, in a new process: what was published before cannot be read any more
@@ -169,21 +180,22 @@ class Adoption:
         engine.target, engine.target_lineage, engine.is_put_off = newest, self._lineage, False
         return Adopt(engine=name, epoch=engine.epoch, manifest=self._manifests[newest])
 
-    def adopted(self, engine: str, epoch: int, version: int) -> None:
-        """The engine serves `version`. A dead incarnation's word has no effect."""
+    def adopted(self, engine: str, epoch: int, version: int) -> bool:
+        """The engine serves `version`. The word of a dead or fenced incarnation has no effect: False."""
         known = self._engines.get(engine)
-        if known is None or known.epoch != epoch:
-            return
+        if known is None or known.epoch != epoch or known.state is EngineState.FENCED:
+            return False
         known.move(engine, EngineState.SERVING)
         known.version = version
         known.lineage = known.target_lineage
         known.num_refusals = 0
+        return True
 
     def put_off(self, engine: str, epoch: int) -> int:
         """The engine refused and goes on with what it served before; it gets nothing until `ask_again`, or until there
-        is something newer. Returns how often it refused since it adopted last; 0 for a dead incarnation."""
+        is something newer. Returns how often it refused since it adopted last; 0 for a dead or fenced incarnation."""
         known = self._engines.get(engine)
-        if known is None or known.epoch != epoch:
+        if known is None or known.epoch != epoch or known.state is EngineState.FENCED:
             return 0
         known.move(engine, EngineState.SERVING if known.version >= 0 else EngineState.JOINED)
         known.is_put_off = True
@@ -206,7 +218,7 @@ class Adoption:
     def fenced(self, engine: str, epoch: int) -> None:
         """The engine missed a deadline or refused: it gets nothing more."""
         known = self._engines.get(engine)
-        if known is None or known.epoch != epoch:
+        if known is None or known.epoch != epoch or known.state is EngineState.FENCED:
             return
         known.move(engine, EngineState.FENCED)
 

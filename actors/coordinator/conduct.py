@@ -1,21 +1,26 @@
 """The operator's hand on the run beside knobs: pause, go on, count steps, write a checkpoint, evaluate; all recorded.
 
 Part of the coordinator. Knows contracts. The buffer is what stops and lets go: nothing is drawn or claimed while it is
-paused, a step that was claimed is trained to its end, and the trainer rests before the next. What is held back is in
-the journal before the buffer hears of it; an incarnation of either that is started anew is told again.
+paused, a step that was claimed is trained to its end, and the trainer rests before the next.
+
+    journal -> audit log -> buffer      if one fails, it is as before, and the buffer is told so: it may have heard
+
+What has begun goes to its end, whatever becomes of who asked for it. An incarnation of either side that is started anew
+is told again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext
-from ...core.errors import ConfigError, MyxaError
+from ...core.errors import CallError, ConfigError, LedgerError, MyxaError, NotExecuted, RemoteError
 from ...core.knobs import AuditRecord, Operator
 from ...core.patience import until_answered
 from ..contracts.roles import BufferContract, TrainerContract
@@ -27,6 +32,29 @@ T = TypeVar("T")
 MAX_STEPS = 1_000_000
 TELL_S = 20.0
 """For how long a buffer that is away is waited for; less than an operator's call has."""
+TELL_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Deed:
+    """Something that is asked for, as the audit log has it."""
+
+    verb: str
+    who: Operator
+    reason: str
+    arguments: dict[str, Any]
+
+    def record(self, result: str, detail: str = "") -> AuditRecord:
+        return AuditRecord(
+            number=0,
+            wall_s=0.0,
+            verb=self.verb,
+            who=self.who,
+            arguments=self.arguments,
+            result=result,
+            detail=detail,
+            reason=self.reason,
+        )
 
 
 class Conduct:
@@ -55,6 +83,8 @@ class Conduct:
         self._leader = ctx.ref(TrainerContract, "trainer/0")
         self._turn = asyncio.Lock()
         self._now = PauseKept()
+        self._is_untold = False
+        """The buffer may have heard of something that was taken back."""
 
     def kept(self) -> PauseKept:
         """For the journal."""
@@ -67,14 +97,32 @@ class Conduct:
             self._meter.switch("paused", "paused")
 
     async def tell_again(self) -> None:
-        """The buffer, or this incarnation, was started anew: it holds back what this one says."""
-        async with self._turn:
-            await self._tell_buffer()
+        """The buffer holds back what this one says, whichever of the two was started anew, or did not hear: it is told
+        until it has answered or is gone. Who takes its place is told anew."""
+        while True:
+            try:
+                async with self._turn:
+                    await self._tell_buffer()
+                    self._is_untold = False
+            except MyxaError as error:
+                self._tell("pause-not-told", f"{error}; told again when the buffer answers")
+                if not isinstance(error, CallError) or isinstance(error, NotExecuted | RemoteError):
+                    return  # it has answered
+            else:
+                return
+            await asyncio.sleep(TELL_AGAIN_S)
+            if not self._ctx.peers("buffer"):
+                return
 
     @property
     def is_paused(self) -> bool:
         """Whether the buffer hands nothing out, or nothing after `until_step`."""
         return self._now.is_paused
+
+    @property
+    def must_tell(self) -> bool:
+        """Whether a buffer that comes up may hold back something else than this one says."""
+        return self.is_paused or self._is_untold
 
     @property
     def until_step(self) -> int | None:
@@ -94,41 +142,43 @@ class Conduct:
 
     async def pause(self, who: Operator, reason: str) -> int:
         """Returns the version that the trainer will rest at."""
+        deed = _Deed("pause", who, reason, {})
 
         async def work() -> int:
             async with self._turn:
-                rests_at = await self._put(PauseKept(is_paused=True, reason=reason or _by(who)))
+                rests_at = await self._change(deed, PauseKept(is_paused=True, reason=reason or _by(who)))
             self._stands(f"at version {rests_at}: {self._now.reason}")
             return rests_at
 
-        return await self._recorded("pause", who, reason, {}, work)
+        return await self._carried_out(deed, work)
 
     async def resume(self, who: Operator, reason: str) -> None:
         """Nothing happens to a run that is not paused."""
+        deed = _Deed("resume", who, reason, {})
 
         async def work() -> None:
             async with self._turn:
-                await self._put(PauseKept())
+                await self._change(deed, PauseKept())
             self._meter.switch("wait-data", "orders")
             self._tell("run-resumed", reason or _by(who))
 
-        await self._recorded("resume", who, reason, {}, work)
+        await self._carried_out(deed, work)
 
     async def step(self, who: Operator, reason: str, num_steps: int) -> int:
         """So many more steps; returns the version at which the run will pause. Raises ConfigError for no number."""
         if not 0 < num_steps <= MAX_STEPS:
             raise ConfigError(f"{num_steps} steps", remedy=f"a number from 1 to {MAX_STEPS}")
+        deed = _Deed("step", who, reason, {"num_steps": num_steps})
 
         async def work() -> int:
             wanted = PauseKept(is_paused=True, reason=reason or _by(who))
             async with self._turn:
-                until = await self._put(wanted) + num_steps
-                await self._put(msgspec.structs.replace(wanted, until_step=until))
+                until = await self._change(deed, wanted, num_steps)
             self._meter.switch("wait-data", "orders")
             self._tell("run-stepping", f"to version {until}: {self._now.reason}")
             return until
 
-        return await self._recorded("step", who, reason, {"num_steps": num_steps}, work)
+        return await self._carried_out(deed, work)
 
     async def checkpoint(self, who: Operator, reason: str, *, export: bool) -> str:
         """Returns the folder once it is written."""
@@ -136,26 +186,40 @@ class Conduct:
         async def work() -> str:
             return await self._leader.checkpoint_at_boundary(export)
 
-        return await self._recorded("ckpt", who, reason, {"export": export}, work)
+        return await self._carried_out(_Deed("ckpt", who, reason, {"export": export}), work, is_recorded=False)
 
     async def evaluate(self, who: Operator, reason: str) -> float:
         """Held-out reward, beside training."""
-        return await self._recorded("eval", who, reason, {}, self._evaluate)
+        return await self._carried_out(_Deed("eval", who, reason, {}), self._evaluate, is_recorded=False)
 
     async def history(self, limit: int) -> tuple[AuditRecord, ...]:
         """The newest records of the audit log."""
         return await self._desk.newest(min(limit, 1000))
 
-    async def _put(self, wanted: PauseKept) -> int:
-        """Durable first, then told; returns where the trainer rests. It is as before if either fails."""
-        before, self._now = self._now, wanted
+    async def _change(self, deed: _Deed, wanted: PauseKept, num_steps: int = 0) -> int:
+        """Durable, recorded, then told; returns where the trainer rests, `num_steps` after where it would by `wanted`.
+        It is as before if any of it fails."""
+        before = self._now
         try:
+            if num_steps:  # where it stands is certain once nothing more begins
+                self._now = wanted
+                await self._journal.keep()
+                wanted = msgspec.structs.replace(wanted, until_step=await self._tell_buffer() + num_steps)
+            self._now = wanted
             await self._journal.keep()
+            await self._desk.write(deed.record("done", str(wanted.until_step or "")))
             return await self._tell_buffer()
         except MyxaError:
-            self._now = before
-            await self._journal.keep()
+            await self._take_back(before)
             raise
+
+    async def _take_back(self, before: PauseKept) -> None:
+        self._now, self._is_untold = before, True
+        try:
+            await self._journal.keep()
+        except MyxaError as error:
+            self._tell("journal-not-written", str(error))
+        self._ctx.spawn(self.tell_again(), name="pause-taken-back")
 
     async def _tell_buffer(self) -> int:
         now = self._now
@@ -175,30 +239,33 @@ class Conduct:
         self._ctx.log.info("%s: %s", kind, text)
         self._telemetry.event(kind, text)
 
-    async def _recorded(
-        self, verb: str, who: Operator, reason: str, arguments: dict[str, Any], work: Callable[[], Awaitable[T]]
-    ) -> T:
-        """Do it and note what came of it."""
+    async def _carried_out(self, deed: _Deed, work: Callable[[], Awaitable[T]], *, is_recorded: bool = True) -> T:
+        """To its end, although nobody may wait for it any more. `is_recorded`: `work` does that before it acts."""
+        task = self._ctx.spawn(self._attempt(deed, work, is_recorded=is_recorded), name=f"conduct-{deed.verb}")
+        outcome = await asyncio.shield(task)
+        if isinstance(outcome, MyxaError):
+            raise outcome
+        return outcome
+
+    async def _attempt(self, deed: _Deed, work: Callable[[], Awaitable[T]], *, is_recorded: bool) -> T | MyxaError:
+        """What it gave, or why it failed: the actor itself goes on."""
         try:
             done = await work()
         except MyxaError as error:
-            await self._desk.write(_record(verb, who, reason, arguments, "failed", str(error)))
-            raise
-        await self._desk.write(_record(verb, who, reason, arguments, "done", "" if done is None else str(done)))
+            await self._record_failure(deed, error)
+            return error
+        if not is_recorded:
+            try:
+                await self._desk.write(deed.record("done", str(done)))
+            except MyxaError as error:
+                return LedgerError(f"{deed.verb} was done ({done}), but could not be recorded: {error}")
         return done
 
-
-def _record(verb: str, who: Operator, reason: str, arguments: dict[str, Any], result: str, detail: str) -> AuditRecord:
-    return AuditRecord(
-        number=0,
-        wall_s=0.0,
-        verb=verb,
-        who=who,
-        arguments=arguments,
-        result=result,
-        detail=detail,
-        reason=reason,
-    )
+    async def _record_failure(self, deed: _Deed, error: MyxaError) -> None:
+        try:
+            await self._desk.write(deed.record("failed", str(error)))
+        except MyxaError as another:
+            self._tell("audit-incomplete", f"that {deed.verb} failed was not recorded: {another}")
 
 
 def _by(who: Operator) -> str:

@@ -3,8 +3,8 @@
 It moves no data and admits no sample: rollout, buffer and trainer go on without it, up to the admission limit. The
 phases of a run are in `run_state`; the launcher reads them here, and ends the processes of one that is over.
 
-It may die at any time. What only it knows is in its journal before it is told to anybody; where the trainer stands and
-what engines serve they tell its next incarnation, which goes on in the same phase:
+It may die at any time. What only it knows (phase, knobs, pause) is in its journal before anybody acts on it; where the
+trainer stands and what engines serve they tell its next incarnation, which goes on in the same phase:
 
     start -> journal -> owners, buffer are told what is decided -> trainer and engines report in -> as before
 
@@ -19,9 +19,9 @@ from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import MailboxPolicy, PeerEvent
 from ...core.chaos import reached
 from ...core.clock import Clock
-from ...core.errors import LaunchError, MyxaError
+from ...core.errors import MyxaError
 from ...core.knobs import LiveKnobs
-from ...core.messages import EngineStatus, RunPhase, RunStatus, StepReport, WeightManifest
+from ...core.messages import EngineStatus, RunStatus, StepReport, WeightManifest
 from ..contracts.roles import MonitorContract
 from ..knobs.owner import KnobOwner
 from ..knobs.process import process_knobs
@@ -40,6 +40,7 @@ from .leader_rein import LeaderRein
 from .operator_handlers import OperatorHandlers
 from .options import CoordinatorOptions
 from .owner_return import OTHER_OWNERS, OwnerReturn
+from .phase_moves import PhaseMoves
 from .reattachment import Reattachment
 from .run_state import RunState
 from .wall_clock import WallClock
@@ -70,8 +71,9 @@ class Coordinator(OperatorHandlers):
         self.meter.switch("other", "start")
         kept, ignored = self._journal.load()
         if kept is not None:
-            self._state = RunState.of(kept.run)
+            self._state = kept.run
         self._wall = WallClock(self._state, self._clock)
+        self._phases = PhaseMoves(self.ctx, self._state, self._journal, self._event, self._changed.set)
         self._make_parts()
         pace = ReportPace()
         self.knob_owner = KnobOwner(
@@ -111,20 +113,14 @@ class Coordinator(OperatorHandlers):
             self._adoption,
             limits=AdoptionLimits(prepare_s=options.prepare_s, commit_s=options.commit_s, stall_s=options.stall_s),
             on_adopted=self.fleet.adopted,
+            on_work=self._changed.set,
             meter=self.meter,
             telemetry=self._telemetry,
             clock=self._clock,
         )
+        state, telemetry = self._state, self._telemetry
         self.evaluator = Evaluator(
-            self.ctx,
-            options,
-            self._live,
-            self._adoption,
-            self._adopter,
-            self.meter,
-            self._telemetry,
-            self._state,
-            self._keep,
+            self.ctx, options, self._live, self._adoption, self._adopter, self.meter, telemetry, state, self._keep
         )
         self.conduct = Conduct(
             self.ctx,
@@ -148,8 +144,8 @@ class Coordinator(OperatorHandlers):
         if event.name.startswith(OTHER_OWNERS):
             if event.kind in ("up", "restarted"):
                 self.ctx.spawn(self._owners.told(event.name), name=f"knobs-for-{event.name}")
-                if event.name == "buffer" and self.conduct.is_paused:
-                    self.ctx.spawn(self._return.tell_pause(), name="pause-for-buffer")
+                if event.name == "buffer" and self.conduct.must_tell:
+                    self.ctx.spawn(self.conduct.tell_again(), name="pause-for-buffer")
         elif event.kind in ("down", "restarted"):
             self.fleet.gone(event)
 
@@ -171,7 +167,7 @@ class Coordinator(OperatorHandlers):
     def _to_keep(self) -> Kept:
         return Kept(
             launch=self._options.launch,
-            run=self._state.kept(),
+            run=self._phases.kept(),
             pause=self.conduct.kept(),
             knobs=self.conductor.kept(),
         )
@@ -214,19 +210,21 @@ class Coordinator(OperatorHandlers):
                     await self.fleet.adopt()
                     if not self._adoption.serving:
                         await self._changed.wait()
-        except TimeoutError as err:
-            missing = "trainer/0" if not self._trainer_is_up.is_set() else "any rollout actor with a serving engine"
-            raise LaunchError(
-                f"{missing} was not ready within {self._options.start_timeout_s:g} s",
-                remedy="see its log; a model that does not load or a missing package is the usual cause",
-            ) from err
+        except TimeoutError:
+            # Another attempt of this actor would wait as long for the same: the run has failed, not its coordinator.
+            is_up = self._trainer_is_up.is_set()
+            missing = "no rollout actor had an engine that serves" if is_up else "it was not ready"
+            usual = "see its log; a model that does not load or a missing package is the usual cause"
+            why = f"{missing} within {self._options.start_timeout_s:g} s -- {usual}"
+            await self.actor_failed("rollout" if is_up else "trainer/0", why)
+            return
         self.meter.switch("wait-data", "orders")
-        if self._options.eval_at_start:
+        if self._options.eval_at_start and self._state.phase == "starting":
             await self._evaluate()
-        self._wall.start()
         if self._state.phase == "starting":
-            await self._move("running")
-            self._rein.let_go()
+            self._wall.start()
+            if await self._phases.to("running"):
+                self._rein.let_go()
 
     async def _restore_knobs(self) -> None:
         """Before any engine has weights and draws; with the first of them, which says what knobs such actors have."""
@@ -268,13 +266,16 @@ class Coordinator(OperatorHandlers):
         is_leading: bool = False,
     ) -> None:
         reached("coordinator.ready")
-        if self._state.phase == "starting":
-            self._state.version, self._restored = version, live
-            self._event("trainer-ready", f"version {version}", **facts)
-        elif is_leading:
+        is_again = self._trainer_is_up.is_set()
+        if is_leading:
             self._state.version = max(self._state.version, version)
             self._event("trainer-ready", f"goes on from version {version}")
-            await self._rein.tell_stop()
+            await self._already_leads()
+        elif self._state.phase == "starting":
+            if is_again and version != self._state.version:
+                self.fleet.rewound()
+            self._state.version, self._restored = version, live
+            self._event("trainer-ready", f"version {version}", **facts)
         else:
             await self._rewind(version)
         if manifest is not None:
@@ -285,6 +286,15 @@ class Coordinator(OperatorHandlers):
         self._changed.set()
         if self._state.phase == "running" and not is_leading:
             self._rein.let_go()
+        elif self._state.phase == "starting" and self._state.has_restored and is_again:
+            self.ctx.spawn(self.fleet.adopt(), name="adopt-again")  # the start may wait for engines at its weights
+
+    async def _already_leads(self) -> None:
+        """The trainer's loop goes on, whatever the journal says: nothing of a start is done again."""
+        if self._state.phase == "starting":
+            self._wall.start()
+            await self._phases.to("running")
+        self._rein.tell_stop()
 
     async def _rewind(self, version: int) -> None:
         """The gang was started anew in mid-run, and stands where its newest checkpoint was written. Engines go on with
@@ -324,22 +334,21 @@ class Coordinator(OperatorHandlers):
         self._changed.set()
 
     async def actor_failed(self, name: str, error: str) -> None:
-        self._state.error = self._state.error or f"{name}: {error}"
-        self._state.reason = self._state.error
+        self._state.reason = self._state.error = self._state.error or f"{name}: {error}"
         if not self._state.is_over:
-            await self._move("failed")
-        self._changed.set()
+            await self._phases.to("failed")
 
     async def stop(self, reason: str) -> None:
         self._state.reason = self._state.reason or reason
         if self._state.phase == "starting":
             self._state.leader_reason = reason
-            await self._move("draining")
-            self._changed.set()
+            await self._phases.to("draining")
         elif not self._state.is_over:
             self._state.stop_reason = self._state.stop_reason or reason
-            await self._keep()
-            await self._rein.tell_stop()
+            try:
+                await self._keep()
+            finally:  # whoever asked may go meanwhile
+                self._rein.tell_stop()
 
     # -- evaluation
 
@@ -362,7 +371,7 @@ class Coordinator(OperatorHandlers):
 
     async def _owner_is_broken(self, owner: str, why: str) -> None:
         if owner.startswith("rollout/"):
-            await self._adopter.fence(owner, why)
+            self.fleet.fence(owner, why)
         else:
             await self.actor_failed(owner, why)
 
@@ -370,23 +379,12 @@ class Coordinator(OperatorHandlers):
 
     async def _end(self, reason: str) -> None:
         if self._state.phase == "running":
-            await self._move("draining")
+            await self._phases.to("draining")
         self._state.reason = self._state.reason or reason
         await self.fleet.adopt()
         await self._evaluate()
         if self._state.phase == "draining":
-            await self._move("finished")
-
-    async def _move(self, phase: RunPhase) -> None:
-        """Told to nobody before it is kept."""
-        before = self._state.phase
-        self._state.move(phase)
-        await self._keep()
-        self._event("phase", f"{before} -> {phase}")
-        if phase == "finished":
-            self._event("run-ended", self._state.reason)
-        elif phase == "failed":
-            self._event("run-failed", self._state.error)
+            await self._phases.to("finished")
 
     async def status(self) -> RunStatus:
         engines = tuple(self.fleet.present.values())

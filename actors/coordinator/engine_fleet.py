@@ -35,6 +35,8 @@ class EngineFleet:
         self.adopter: Adopter
         self.present: dict[str, EngineStatus] = {}
         """Rollout actors that reported in to this incarnation, and how they stood."""
+        self._epochs: dict[str, int] = {}
+        """Incarnation of each that is present."""
         self._state = state
         self._adoption = adoption
         self._serves = serves
@@ -47,8 +49,12 @@ class EngineFleet:
         reached("coordinator.ready")
         name = status.rollout
         await self.conductor.until_decided()
-        self.present[name] = status  # from here on it is asked about every change
+        if epoch < self._epochs.get(name, epoch):
+            return  # its successor was faster
+        self.present[name], self._epochs[name] = status, epoch  # from here on it is asked about every change
         await self.conductor.joined(name)
+        if self._epochs.get(name) != epoch:
+            return  # it ended meanwhile
         if self._serves:
             self._adoption.joined(name, epoch, status.version)
             self.adopter.look_again()
@@ -64,17 +70,25 @@ class EngineFleet:
             self._state.engines.discard(rollout)
             await self._keep()
         if self.present.pop(rollout, None) is not None:
+            self._epochs.pop(rollout)
             self._adoption.gone(rollout, self._adoption.epoch_of(rollout))
             self._tell("engine-left", f"{rollout}: {reason}")
             self._on_change()
 
     def gone(self, event: PeerEvent) -> None:
-        """An incarnation of one ended."""
-        if event.name in self.present:
-            self._tell("engine-gone", f"{event.name} (epoch {event.epoch}): {event.reason}")
-            self._adoption.gone(event.name, event.epoch)
-            self.present.pop(event.name, None)
+        """An incarnation of one ended; the next one may have reported in before this was heard."""
+        name, ended = event.name, event.epoch - 1 if event.kind == "restarted" else event.epoch
+        if name in self.present and self._epochs[name] <= ended:
+            self._tell("engine-gone", f"{name} (epoch {self._epochs[name]}): {event.reason}")
+            self._adoption.gone(name, ended)
+            self.present.pop(name)
+            self._epochs.pop(name)
             self._on_change()
+
+    def fence(self, rollout: str, why: str) -> None:
+        """Have the incarnation that is present end and be built anew."""
+        if rollout in self._epochs:
+            self.adopter.fence(rollout, self._epochs[rollout], why)
 
     def lost(self, rollout: str, epoch: int) -> None:
         """It is well, but its weights left the device."""
@@ -90,9 +104,9 @@ class EngineFleet:
         self._state.has_stale_engines = self._serves
         self._adoption.rewound()
 
-    def adopted(self, name: str, version: int) -> None:
-        """It serves that version now."""
-        if name in self.present:
+    def adopted(self, name: str, epoch: int, version: int) -> None:
+        """That incarnation serves that version now."""
+        if self._epochs.get(name) == epoch:
             self.present[name] = EngineStatus(rollout=name, version=version, running=0, waiting=0)
 
     async def adopt(self) -> None:

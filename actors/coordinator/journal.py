@@ -2,9 +2,10 @@
 
     coordinator.journal     digest of the rest, end of line, one JSON record
 
-The file is replaced as a whole and made durable before anybody is told what it says. All else (where the trainer
-stands, what engines serve) actors tell the new coordinator themselves. A journal of an earlier launch in the same
-directory is not used. Knows files and records; must not know messages or what its owner does with them.
+The file is replaced as a whole and made durable before anybody is told what it says, by one writer at a time, which
+goes on although nobody waits for it any more. All else (where the trainer stands, what engines serve) actors tell the
+new coordinator themselves. A journal of an earlier launch in the same directory is not used. Knows files and records;
+must not know messages or what its owner does with them.
 
 Written by hand: `sqlitedict` or `diskcache` keep a database, where one record that is replaced is all that is needed.
 """
@@ -22,40 +23,15 @@ import msgspec
 
 from ...core.errors import ConfigError, LedgerError
 from ...core.knobs import AuditRecord, LiveKnob
-from ...core.messages import Record, RunPhase
+from ...core.messages import Record
 from ..own_thread import in_own_thread
 from .knob_decisions import Decided
 from .knob_expiry import Expiry
+from .run_state import RunState
 
 JOURNAL_FILE = "coordinator.journal"
 MAX_BYTES = 64 << 20
 _DIGEST_BYTES = 32
-
-
-class RunKept(Record, frozen=True):
-    """Where the run stands."""
-
-    phase: RunPhase = "starting"
-    version: int = -1
-    """Newest version that was known when this was written; the trainer tells better."""
-    started_wall_s: float = 0.0
-    """When the leader was let go for the first time; 0: it was not yet."""
-    error: str = ""
-    reason: str = ""
-    leader_reason: str | None = None
-    """Why the leader's loop ended, once it has."""
-    stop_reason: str = ""
-    """Why the leader was told to end; empty: it was not."""
-    eval_reward: float | None = None
-    """Of the newest evaluation."""
-    evaluating: int = -1
-    """Version at which an evaluation began that is not through; -1: none."""
-    engines: tuple[str, ...] = ()
-    """Rollout actors that had reported in."""
-    has_restored: bool = False
-    """Knobs of the checkpoint that the run goes on from are among the decisions."""
-    has_stale_engines: bool = False
-    """The trainer went on from an older version, and engines may still serve numbers that were undone."""
 
 
 class PauseKept(Record, frozen=True):
@@ -88,7 +64,7 @@ class Kept(Record, frozen=True):
 
     launch: str
     """Names the launcher of this run: another one's journal is no word of this run."""
-    run: RunKept = RunKept()
+    run: RunState = msgspec.field(default_factory=RunState)
     pause: PauseKept = PauseKept()
     knobs: KnobsKept = KnobsKept()
 
@@ -102,6 +78,9 @@ class CoordinatorJournal:
         self.make: Callable[[], Kept] = lambda: Kept(launch=launch)
         """What is to be kept now; set by the owner."""
         self._turn = asyncio.Lock()
+        self._next: asyncio.Task[None] | None = None
+        """Waits for the write before it: whoever keeps something meanwhile is served by it too."""
+        self._writing: set[asyncio.Task[None]] = set()
 
     def load(self) -> tuple[Kept | None, str]:
         """What an earlier incarnation kept, or None and why there is nothing (empty for a first start). Blocking.
@@ -127,8 +106,16 @@ class CoordinatorJournal:
 
     async def keep(self) -> None:
         """What `make` gives is durable once this returns. Raises LedgerError when it cannot be written; then the file
-        is as it was."""
+        is as it was. Whoever asked may go meanwhile: the write goes on to its end, and the next one begins after it."""
+        if self._next is None:
+            self._next = task = asyncio.get_running_loop().create_task(self._write(), name="coordinator journal")
+            self._writing.add(task)
+            task.add_done_callback(self._written)
+        await asyncio.shield(self._next)
+
+    async def _write(self) -> None:
         async with self._turn:
+            self._next = None  # what changes from here on is for the next one
             body = msgspec.json.encode(self.make())
             try:
                 await in_own_thread(lambda: _replace(self.path, _digest(body) + b"\n" + body), "journal")
@@ -136,6 +123,13 @@ class CoordinatorJournal:
                 raise LedgerError(
                     f"{self.path}: {error.strerror or error}", remedy="check disk and rights of the run directory"
                 ) from error
+
+    def _written(self, task: asyncio.Task[None]) -> None:
+        self._writing.discard(task)
+        if self._next is task:  # it was cancelled before it began
+            self._next = None
+        if not task.cancelled():
+            task.exception()  # told to those who still wait; if nobody does, it is nobody's
 
     def _damage(self, what: str) -> ConfigError:
         return ConfigError(

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable, Collection
 
 from ...core.actor import ActorContext
-from ...core.errors import CallError
 from .conduct import Conduct
 from .owner_return import OwnerReturn
 from .run_state import RunState
@@ -52,7 +51,7 @@ class Reattachment:
         began_s = self._ctx.clock.monotonic()
         for name in self._owners.others():
             self._ctx.spawn(self._owners.told(name), name=f"knobs-for-{name}")
-        self._ctx.spawn(self.tell_pause(), name="pause-again")
+        self._ctx.spawn(self._conduct.tell_again(), name="pause-again")
         try:
             async with asyncio.timeout(REJOIN_S):
                 while self._missing() and not self._state.is_over:
@@ -67,10 +66,3 @@ class Reattachment:
     def _missing(self) -> list[str]:
         engines = sorted(self._wanted.intersection(self._ctx.peers("rollout/")))
         return ["trainer/0", *engines] if self._is_trainer_wanted else engines
-
-    async def tell_pause(self) -> None:
-        """The buffer holds back what an operator asked for, whichever of the two was started anew."""
-        try:
-            await self._conduct.tell_again()
-        except CallError as error:
-            self._tell("pause-not-told", f"{error}; told again when the buffer comes back")

@@ -8,11 +8,10 @@ finished / failed
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...core.errors import LaunchError
 from ...core.messages import EngineStatus, RunPhase, RunStatus
-from .journal import RunKept
 
 _ALLOWED: dict[RunPhase, frozenset[RunPhase]] = {
     "starting": frozenset({"running", "draining", "failed"}),
@@ -25,56 +24,29 @@ _ALLOWED: dict[RunPhase, frozenset[RunPhase]] = {
 
 @dataclass(slots=True)
 class RunState:
-    """See the module's head. Fields as in `RunKept`."""
+    """See the module's head. All of it is kept in the journal."""
 
     phase: RunPhase = "starting"
     version: int = -1
+    """Newest version that is known; the trainer tells better."""
     started_wall_s: float = 0.0
+    """When the leader was let go for the first time; 0: it was not yet."""
     error: str = ""
     reason: str = ""
     leader_reason: str | None = None
+    """Why the leader's loop ended, once it has."""
     stop_reason: str = ""
+    """Why the leader is told to end; empty: it is not."""
     eval_reward: float | None = None
+    """Of the newest evaluation."""
     evaluating: int = -1
+    """Version at which an evaluation began that is not through; -1: none."""
     engines: set[str] = field(default_factory=set[str])
     """Rollout actors that reported in and did not leave, in an earlier incarnation too."""
     has_restored: bool = False
+    """Knobs of the checkpoint that the run goes on from are among the decisions."""
     has_stale_engines: bool = False
-
-    @classmethod
-    def of(cls, kept: RunKept) -> RunState:
-        """As an earlier incarnation left it."""
-        return cls(
-            phase=kept.phase,
-            version=kept.version,
-            started_wall_s=kept.started_wall_s,
-            error=kept.error,
-            reason=kept.reason,
-            leader_reason=kept.leader_reason,
-            stop_reason=kept.stop_reason,
-            eval_reward=kept.eval_reward,
-            evaluating=kept.evaluating,
-            engines=set(kept.engines),
-            has_restored=kept.has_restored,
-            has_stale_engines=kept.has_stale_engines,
-        )
-
-    def kept(self) -> RunKept:
-        """For the journal."""
-        return RunKept(
-            phase=self.phase,
-            version=self.version,
-            started_wall_s=self.started_wall_s,
-            error=self.error,
-            reason=self.reason,
-            leader_reason=self.leader_reason,
-            stop_reason=self.stop_reason,
-            eval_reward=self.eval_reward,
-            evaluating=self.evaluating,
-            engines=tuple(sorted(self.engines)),
-            has_restored=self.has_restored,
-            has_stale_engines=self.has_stale_engines,
-        )
+    """The trainer went on from an older version, and engines may still serve numbers that were undone."""
 
     @property
     def is_over(self) -> bool:
@@ -100,8 +72,38 @@ class RunState:
             paused=paused,
         )
 
-    def move(self, phase: RunPhase) -> None:
-        """Raises LaunchError for a step that no run takes."""
-        if phase not in _ALLOWED[self.phase]:
-            raise LaunchError(f"the run cannot go from {self.phase} to {phase}", remedy="this is a bug; report it")
-        self.phase = phase
+
+class NextPhase:
+    """A phase that a run is to enter: kept first, entered then."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._coming: RunPhase | None = None
+
+    def kept(self) -> RunState:
+        """What the journal is to say."""
+        return replace(self._state, phase=self._coming or self._state.phase, engines=set(self._state.engines))
+
+    def propose(self, phase: RunPhase) -> bool:
+        """The journal says so from now on; once it does, `arrive`. False: another proposal, under way, goes before it.
+        Raises LaunchError for a step that no run takes."""
+        if phase not in _ALLOWED[self._state.phase]:
+            raise LaunchError(
+                f"the run cannot go from {self._state.phase} to {phase}", remedy="this is a bug; report it"
+            )
+        if self._coming is not None and phase not in _ALLOWED[self._coming]:
+            return False
+        self._coming = phase
+        return True
+
+    def arrive(self, phase: RunPhase) -> bool:
+        """What was proposed is so; False: something else was proposed since."""
+        if self._coming != phase:
+            return False
+        self._state.phase, self._coming = phase, None
+        return True
+
+    def withdraw(self, phase: RunPhase) -> None:
+        """What was proposed will not be, unless something else was since."""
+        if self._coming == phase:
+            self._coming = None

@@ -1,13 +1,10 @@
 """Several servers behind one rollout actor, as one `Engine`: requests are shared out, weights go to all of them.
 
-    JOINING    answers, but has not been given a version since it (re)joined: gets weights, no requests
-    SERVING    has the pool's version: gets requests and weights
-    FENCED     failed, or lost its weights: gets nothing; it is asked from time to time whether it is well again
-
-A server that fails is fenced by name and the others go on; requests that it had go on elsewhere with the tokens they
-have. It comes back with the next weight version, never with the weights it happens to have. The pool is lost when its
-last server is. sglang-router was considered: it routes, but does not know of versions and fences nobody for them; it
-can be put in front for requests (`engine.router`).
+A server (`pool_server.py`) that fails is fenced by name and the others go on; requests that it had go on elsewhere with
+the tokens they have. It comes back with the next weight version, never with the weights it happens to have. A version
+that none of them could take, while what they serve is whole, costs no server: all serve on what they had. The pool is
+lost when its last server is. sglang-router was considered: it routes, but does not know of versions and fences nobody
+for them; it can be put in front for requests (`engine.router`).
 """
 
 from __future__ import annotations
@@ -16,70 +13,36 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from enum import Enum
-from typing import Protocol
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from ...core.errors import EngineError, RequestRefused
+from ...core.errors import EngineError, RequestRefused, WeightsRefused
 from ...core.messages import WeightManifest
-from ...core.protocols import Delta, Engine, EngineInfo, GenerateRequest, PauseMode, TellsProgress
+from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from ...core.samples import F32, I32
 from ...core.weight_channel import WeightProgress
 from .engine_choice import Choice
+from .pool_server import Member, MemberState, PoolServer
 
 RETRY_S = 5.0
 """Between two attempts to reach a fenced server."""
 _log = logging.getLogger("myxa.pool")
 
 
-class Member(Engine, TellsProgress, Protocol):
-    """A client of one server."""
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """How a call to one server went."""
 
-    def cut(self) -> None:
-        """End all streams at once; their readers get an EngineError."""
-        ...
+    server: PoolServer
+    client: Member
+    """It may be the server's no more, if that was fenced meanwhile."""
+    error: EngineError | None
 
-
-class MemberState(Enum):
-    """See the module's head."""
-
-    JOINING = "joining"
-    SERVING = "serving"
-    FENCED = "fenced"
-
-
-_ALLOWED: Mapping[MemberState, frozenset[MemberState]] = {
-    MemberState.JOINING: frozenset({MemberState.SERVING, MemberState.FENCED}),
-    MemberState.SERVING: frozenset({MemberState.SERVING, MemberState.FENCED}),
-    MemberState.FENCED: frozenset({MemberState.JOINING}),
-}
-
-
-class _Server:
-    """One place in the pool; its client is built anew each time it comes back."""
-
-    def __init__(self, name: str, make: Callable[[], Member]) -> None:
-        self.name = name
-        self.make = make
-        self.client: Member | None = None
-        self.state = MemberState.FENCED
-        self.reason = "was not started"
-        self.info: EngineInfo | None = None
-        self.num_running = 0
-        self.is_fenced = asyncio.Event()
-        self.is_fenced.set()
-
-    def move(self, to: MemberState) -> None:
-        if to not in _ALLOWED[self.state]:
-            raise ValueError(f"{self.name} cannot go from {self.state.value} to {to.value}")
-        self.state = to
-
-    def require(self) -> Member:
-        if self.client is None:
-            raise EngineError(f"{self.name} is fenced: {self.reason}", remedy="it comes back with the next version")
-        return self.client
+    @property
+    def is_done(self) -> bool:
+        return self.error is None and self.server.client is self.client
 
 
 class EnginePool:
@@ -91,12 +54,14 @@ class EnginePool:
             raise ValueError("a pool needs at least one server")
         self._name = name
         self._retry_s = retry_s
-        self._servers = [_Server(address, make) for address, make in makers.items()]
+        self._servers = [PoolServer(address, make) for address, make in makers.items()]
         self._choice = Choice()
-        self._prepared: tuple[int, tuple[_Server, ...]] = (-1, ())
+        self._prepared: tuple[int, tuple[_Try, ...]] = (-1, ())
         self._coming = 0
         """Version that was committed last, or is being: it may be older than the one before."""
         self._all_lost = asyncio.Event()
+        self._closings: set[asyncio.Future[None]] = set()
+        """Clients of fenced servers, on their way out."""
 
     # -- life
 
@@ -109,7 +74,7 @@ class EnginePool:
         self._require_some()
         return await self.info()
 
-    async def _join(self, server: _Server) -> None:
+    async def _join(self, server: PoolServer) -> None:
         client = server.make()
         try:
             info = await client.start()
@@ -120,27 +85,26 @@ class EnginePool:
             server.reason = err.message
             _log.warning("%s: %s cannot be reached: %s", self._name, server.name, err)
             return
-        server.client, server.info = client, info
-        server.is_fenced.clear()
-        server.move(MemberState.JOINING)
+        server.joined(client, info)
 
-    async def _fence(self, server: _Server, client: Member, why: EngineError) -> None:
+    def _fence(self, server: PoolServer, client: Member, why: EngineError) -> None:
         """Nothing more for that client of the server; its requests go elsewhere."""
         if server.client is not client:
             return  # it was fenced before
-        server.move(MemberState.FENCED)
-        server.client, server.reason = None, why.message
-        server.is_fenced.set()
+        server.fenced(why.message)
         _log.error("%s: %s is fenced: %s", self._name, server.name, why)
         if not self._serving():
             self._all_lost.set()
         client.cut()
-        await client.close()
+        # Closing belongs to the pool: whoever noticed the failure may be cancelled before it is over.
+        closing = asyncio.ensure_future(client.close())  # noqa: TID251 -- awaited in `close`
+        self._closings.add(closing)
+        closing.add_done_callback(self._closings.discard)
 
-    def _serving(self) -> list[_Server]:
+    def _serving(self) -> list[PoolServer]:
         return [server for server in self._servers if server.state is MemberState.SERVING]
 
-    def _require_some(self) -> list[_Server]:
+    def _require_some(self) -> list[PoolServer]:
         serving = self._serving()
         if not serving:
             reasons = "; ".join(f"{server.name}: {server.reason}" for server in self._servers)
@@ -158,7 +122,7 @@ class EnginePool:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _watch(self, server: _Server) -> None:
+    async def _watch(self, server: PoolServer) -> None:
         while True:
             client = server.client
             if client is None:
@@ -175,15 +139,16 @@ class EnginePool:
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
 
-    async def _fence_when_lost(self, server: _Server, client: Member) -> None:
+    async def _fence_when_lost(self, server: PoolServer, client: Member) -> None:
         try:
             await client.until_lost()
         except EngineError as err:
-            await self._fence(server, client, err)
+            self._fence(server, client, err)
 
     async def close(self) -> None:
         """Close all clients. Never raises."""
-        await asyncio.gather(*(server.client.close() for server in self._servers if server.client is not None))
+        clients = [server.client for server in self._servers if server.client is not None]
+        await asyncio.gather(*(client.close() for client in clients), *self._closings)
 
     # -- requests
 
@@ -216,20 +181,20 @@ class EnginePool:
                 return
         raise failures[-1]
 
-    def _choose(self, request: GenerateRequest) -> tuple[_Server, Member]:
+    def _choose(self, request: GenerateRequest) -> tuple[PoolServer, Member]:
         serving = {server.name: server for server in self._require_some()}
         name = self._choice.pick(request.session, {name: server.num_running for name, server in serving.items()})
         return serving[name], serving[name].require()
 
-    async def _doubt(self, server: _Server, client: Member, why: EngineError) -> None:
+    async def _doubt(self, server: PoolServer, client: Member, why: EngineError) -> None:
         """A stream broke: the request's fault, or the server's? A server that is well can tell its version."""
         try:
             info = await client.info()
         except EngineError:
-            await self._fence(server, client, why)
+            self._fence(server, client, why)
             return
         if server.info is not None and info.version < min(server.info.version, self._coming):
-            await self._fence(server, client, why)
+            self._fence(server, client, why)
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all, wherever they run."""
@@ -248,51 +213,80 @@ class EnginePool:
         await self._each(self._require_some(), act)
         self._require_some()
 
-    async def _each(self, servers: list[_Server], act: Callable[[Member], Awaitable[object]]) -> tuple[_Server, ...]:
-        """Those on which it succeeded; the others are fenced."""
+    async def _each(self, servers: list[PoolServer], act: Callable[[Member], Awaitable[object]]) -> None:
+        """On all of them; those on which it failed are fenced."""
+        for one in await self._tried(servers, act):
+            if one.error is not None:
+                self._fence(one.server, one.client, one.error)
 
-        async def one(server: _Server) -> bool:
-            client = server.client
-            if client is None:
-                return False
+    async def _tried(self, servers: list[PoolServer], act: Callable[[Member], Awaitable[object]]) -> list[_Try]:
+        """How it went on each of them that is not fenced."""
+
+        async def one(server: PoolServer, client: Member) -> _Try:
             try:
                 await act(client)
             except EngineError as err:
-                await self._fence(server, client, err)
-                return False
-            return server.client is client
+                return _Try(server, client, err)
+            return _Try(server, client, None)
 
-        done = await asyncio.gather(*(one(server) for server in servers))
-        return tuple(server for server, is_done in zip(servers, done, strict=True) if is_done)
+        asked = [(server, server.client) for server in servers]
+        return await asyncio.gather(*(one(server, client) for server, client in asked if client is not None))
 
     # -- weights
 
     async def prepare_weights(self, manifest: WeightManifest) -> None:
-        """On all servers that answer. Raises EngineError when it succeeds on none."""
-        answering = [server for server in self._servers if server.client is not None]
-        ready = await self._each(answering, lambda client: client.prepare_weights(manifest))
-        self._prepared = (manifest.version, ready)
+        """On all servers that answer. Raises EngineError when it succeeds on none.
+
+        A server that could not is fenced only if it does not answer either: what it serves is whole, and the fault may
+        be the trainer's, or the bytes'.
+        """
+        self._prepared = (-1, ())
+        tried = await self._tried(self._servers, lambda client: client.prepare_weights(manifest))
+        failed = [(one, one.error) for one in tried if one.error is not None]
+        await asyncio.gather(*(self._doubt(one.server, one.client, why) for one, why in failed))
+        ready = tuple(one for one in tried if one.is_done)
         if not ready:
             self._require_some()
+            raise EngineError(
+                f"{self._name}: no server of the pool could prepare version {manifest.version}: "
+                + "; ".join(f"{one.server.name}: {why.message}" for one, why in failed),
+                remedy=failed[0][1].remedy if failed else "see the servers' logs",
+            )
+        self._prepared = (manifest.version, ready)
 
     async def commit_weights(self, version: int) -> None:
-        """On all servers that prepared it; those that fail are fenced. Raises EngineError when it succeeds on none."""
-        prepared, servers = self._prepared
+        """On all servers that prepared it. Once some took it, those that serve another one are fenced.
+
+        Raises WeightsRefused when none took it and some go on with the old one, whole; EngineError when none does.
+        """
+        prepared, ready = self._prepared
         if prepared != version:
             raise EngineError(
                 f"{self._name}: version {version} cannot be committed, the pool prepared {prepared}",
                 remedy="call prepare_weights with its manifest first",
             )
         self._prepared, self._coming = (-1, ()), version
-        done = await self._each(list(servers), lambda client: client.commit_weights(version))
-        for server in done:
-            server.move(MemberState.SERVING)
-            server.info = None if server.info is None else msgspec.structs.replace(server.info, version=version)
-        for server in self._serving():
-            if server not in done and server.client is not None:
-                why = EngineError(f"{server.name} has not prepared version {version}", remedy="it comes back later")
-                await self._fence(server, server.client, why)
+        servers = [one.server for one in ready if one.is_done]  # not those that were fenced and are back
+        tried = await self._tried(servers, lambda client: client.commit_weights(version))
+        taken = [one.server for one in tried if one.is_done]
+        for server in taken:
+            server.adopted(version)
+        for one in tried:
+            if one.error is not None and not isinstance(one.error, WeightsRefused):
+                self._fence(one.server, one.client, one.error)
+        refusals = {one.server.name: one.error for one in tried if isinstance(one.error, WeightsRefused)}
+        if taken:
+            for server in self._serving():
+                if server not in taken and server.client is not None:
+                    why = EngineError(f"{server.name} has not prepared version {version}", remedy="it comes back later")
+                    self._fence(server, server.client, refusals.get(server.name, why))
         self._require_some()
+        if not taken:
+            raise WeightsRefused(
+                f"{self._name}: no server of the pool took version {version}, those left serve what they had: "
+                + ("; ".join(why.message for why in refusals.values()) or "those that prepared it are fenced"),
+                remedy="see the servers' logs",
+            )
 
     def weight_progress(self) -> WeightProgress:
         """Of all servers together; named is the one that has come least far."""

@@ -26,6 +26,8 @@ GRACE_S = 2.0
 """Between SIGTERM and SIGKILL: a server has nothing to lose, and its actor has five seconds to end."""
 CLOSE_S = 5.0
 """For the guardian to end; it is killed after that."""
+START_S = 60.0
+"""For the guardian to start the server's program: an interpreter and a few imports, from a disk that may be slow."""
 TAIL_LINES = 12
 TAIL_BYTES = 8192
 
@@ -121,14 +123,37 @@ async def start_server(what: ServerCommand) -> ServerProcess:
         "grace_s": GRACE_S,
     }
     guardian.stdin.write(json.dumps(task).encode() + b"\n")
-    told = _parse(await guardian.stdout.readline())
-    if "pid" not in told:
-        await guardian.wait()
+    try:
+        async with asyncio.timeout(START_S):
+            told = _parse(await guardian.stdout.readline())
+            if "pid" in told:
+                return ServerProcess(what, guardian, int(told["pid"]))
+            await guardian.wait()
+    except BaseException as err:
+        await _let_go(guardian)
+        if not isinstance(err, TimeoutError):
+            raise
         raise LaunchError(
-            f"{what.name}: its server cannot be started: {told.get('failed', 'its guardian ended')}",
-            remedy="check engine.python, or the role's `python`, in the run file",
-        )
-    return ServerProcess(what, guardian, int(told["pid"]))
+            f"{what.name}: {what.command[0]} was not started within {START_S:g} s",
+            remedy="does the disk answer that the interpreters are on?",
+        ) from err
+    raise LaunchError(
+        f"{what.name}: its server cannot be started: {told.get('failed', 'its guardian ended')}",
+        remedy="check engine.python, or the role's `python`, in the run file",
+    )
+
+
+async def _let_go(guardian: Process) -> None:
+    """End a guardian nobody has heard of yet; whatever it has started ends with it."""
+    assert guardian.stdin is not None
+    guardian.stdin.close()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_S):
+            await guardian.wait()
+            return
+    with contextlib.suppress(ProcessLookupError):
+        guardian.kill()
+    await guardian.wait()
 
 
 async def _how_it_ends(guardian: Process, pid: int) -> str:

@@ -7,7 +7,8 @@ Knows the wire format of generation and what is the same for all weight channels
 
 How bytes travel is the routes' (`weight_route.py`), who started the server is the launcher's (`sglang_launched.py`).
 The pause comes first because SGLang's update otherwise waits until all running requests have ended. A server whose
-weights may be torn, because loading them failed half-way, is never let go on.
+weights may be torn goes on with the next whole version and not before: because loading them failed half-way, or because
+it stood paused when this client came, whose earlier life may have died in a commit.
 
 Version stamps are the server's; tokens are held back until theirs is certain (`sglang_wire.HeldTokens`).
 """
@@ -15,8 +16,8 @@ Version stamps are the server's; tokens are held back until theirs is certain (`
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import AsyncGenerator, Collection, Sequence
+import logging
+from collections.abc import AsyncGenerator, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -30,13 +31,15 @@ from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from ...core.weight_channel import WeightProgress
 from .embedded.request import check_request
 from .head_start import HeadStart
-from .open_request import OpenRequest
-from .sglang_http import SglangHttp
+from .open_request import OpenRequests
+from .server_silence import Silence
+from .sglang_http import Look, SglangHttp
 from .sglang_memory import SglangMemory
 from .sglang_wire import DONE, HeldTokens, Lines, read_chunk, request_body, version_number, whole_number
 from .weight_route import Routes, WeightRoute, folder_routes
 
 MAX_LINE_BYTES = 256 << 20
+_log = logging.getLogger("myxa.sglang")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +105,7 @@ class SglangEngine:
         """Why the server's weights are of no version; empty when they are."""
         self._lost = asyncio.Event()
         """The server is not the one that was given weights."""
-        self._open: list[OpenRequest] = []
-        self._self_id = uuid.uuid4().hex[:8]
-        """Tells this client from others of the server, and from an earlier life of its own."""
-        self._num_sent = 0
+        self._open = OpenRequests(self._place, options.call_s)
 
     @property
     def _place(self) -> str:
@@ -119,7 +119,9 @@ class SglangEngine:
             raise EngineError(f"{self._place}: was started before", remedy="build a new one")
         self._http.open()
         try:
-            await self._http.until_healthy(self._options.start_s)
+            if not await self._http.until_there(self._options.start_s):
+                self._torn = "it stood paused when this client came, and what is in it may be of no version"
+                _log.warning("%s: %s; it goes on with the first version that it is given", self._place, self._torn)
         except EngineError:
             await self.close()
             raise
@@ -137,18 +139,21 @@ class SglangEngine:
 
     async def until_lost(self) -> None:
         """Look at the server's health from time to time; raises EngineError once it was silent for too long."""
-        silent_s = 0.0
-        while silent_s < self._options.lost_after_s:
+        clock = asyncio.get_running_loop().time
+        silence = Silence(self._options.lost_after_s, self._options.health_every_s, clock())
+        while not silence.is_over(clock()):
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._options.health_every_s):
+                async with asyncio.timeout(silence.wait_s(clock())):
                     await self._lost.wait()
                 raise EngineError(f"{self._place}: {self._torn}", remedy="restart the server, or leave it to this run")
             async with self._looking:
-                stands = self._is_paused or self._is_parked or self._committing.locked()
-                is_well = await self._http.is_healthy(path="/model_info" if stands else "/health")
-            silent_s = 0.0 if is_well else silent_s + self._options.health_every_s
+                stands = self._is_paused or self._is_parked or self._torn or self._committing.locked()
+                path = "/model_info" if stands else "/health"
+                found = await self._http.look(path, within_s=silence.look_s(clock()))
+            silence.looked(clock(), is_well=found is Look.WELL)
         raise EngineError(
-            f"{self._place}: no healthy answer for {silent_s:g} s", remedy="see the server's log; restart it"
+            f"{self._place}: no healthy answer for {silence.lasts_s(clock()):.0f} s",
+            remedy="see the server's log; restart it",
         )
 
     async def close(self) -> None:
@@ -160,9 +165,7 @@ class SglangEngine:
 
     def cut(self) -> None:
         """End all streams here and now: whoever reads them gets an EngineError. For a server that is lost."""
-        for one in self._open:
-            if one.answer is not None:
-                one.answer.close()  # wakes its reader, which closing the session does not
+        self._open.cut()
 
     # -- requests
 
@@ -178,38 +181,33 @@ class SglangEngine:
         sent_version, num_commits = self._version, len(self._commits)
         tokens = HeldTokens(place, sent_version)
         lines = Lines(MAX_LINE_BYTES, place)
-        self._num_sent += 1
-        mine = OpenRequest(request.request_id, f"{self._self_id}.{self._num_sent}")
-        self._open.append(mine)
         try:
-            body = request_body(request, mine.rid, self._version)
-            async with self._http.session.post(
-                self._generate_url, data=body, headers=self._http.headers, timeout=timeout
-            ) as answer:
-                mine.answer = answer
-                mine.has_arrived.set()
-                if answer.status != 200:
-                    raise await self._refused(answer, place)
-                async for data in answer.content.iter_any():
-                    for payload in lines.feed(data):
-                        if payload == DONE:
-                            break
-                        delta = tokens.add(read_chunk(payload, place))
-                        if delta is not None:
-                            self._check_stamps(delta, sent_version, num_commits, place)
-                            yield delta
-                            if delta.finish is not None:
-                                return
-                    if mine.is_aborted:  # the abort came before the request was known to the scheduler
-                        await self._http.post("/abort_request", {"rid": mine.rid})
+            with self._open.sent(request.request_id) as mine:
+                body = request_body(request, mine.rid, self._version)
+                async with self._http.session.post(
+                    self._generate_url, data=body, headers=self._http.headers, timeout=timeout
+                ) as answer:
+                    mine.answer = answer
+                    mine.has_arrived.set()
+                    if answer.status != 200:
+                        raise await self._refused(answer, place)
+                    async for data in answer.content.iter_any():
+                        for payload in lines.feed(data):
+                            if payload == DONE:
+                                break
+                            delta = tokens.add(read_chunk(payload, place))
+                            if delta is not None:
+                                self._check_stamps(delta, sent_version, num_commits, place)
+                                yield delta
+                                if delta.finish is not None:
+                                    return
+                        if mine.is_aborted:  # the abort came before the request was known to the scheduler
+                            await self._http.post("/abort_request", {"rid": mine.rid})
         except (aiohttp.ClientError, TimeoutError) as err:
             raise EngineError(
                 f"{place}: the stream broke after {tokens.num_tokens} tokens ({type(err).__name__}: {err})",
                 remedy="see the server's log",
             ) from err
-        finally:
-            mine.has_arrived.set()
-            self._open.remove(mine)
         raise EngineError(
             f"{place}: the stream ended after {tokens.num_tokens} tokens without a finish reason",
             remedy="see the server's log; it may have been stopped",
@@ -240,15 +238,15 @@ class SglangEngine:
             async with self._committing:
                 pass
         if self._torn:
-            raise EngineError(f"{place}: {self._torn}", remedy="restart the server")
+            raise EngineError(f"{place}: {self._torn}", remedy="give it a version, or restart the server")
         await self._head_start.over()
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all; their streams end with finish "abort"."""
-        meant = [one for one in self._open if request_id in (None, one.request_id)]
+        meant = self._open.named(request_id)
         for one in meant:
             one.is_aborted = True
-        await self._arrived(meant)
+        await self._open.arrived(meant)
         for body in [{"abort_all": True}] if request_id is None else [{"rid": one.rid} for one in meant]:
             await self._http.post("/abort_request", body)
 
@@ -258,26 +256,18 @@ class SglangEngine:
         self._is_paused = True
 
     async def _stand_still(self, mode: PauseMode) -> None:
-        await self._arrived(self._open)
+        await self._open.arrived(self._open.named(None))
         await self._http.post("/pause_generation", {"mode": mode})
 
-    async def _arrived(self, streams: Sequence[OpenRequest]) -> None:
-        """Wait until the server has these requests: what it has not seen it can neither abort nor pause."""
-        try:
-            async with asyncio.timeout(self._options.call_s):
-                for one in list(streams):
-                    await one.has_arrived.wait()
-        except TimeoutError as err:
-            raise EngineError(
-                f"{self._place}: did not answer {len(streams)} requests within {self._options.call_s:g} s",
-                remedy="see the server's log",
-            ) from err
-
     async def resume(self) -> None:
-        """Go on after a pause."""
+        """Go on after a pause. A server whose weights may be torn, or are being loaded, does so when they are whole."""
+        if not self._torn:
+            await self._go_on()
+        self._is_paused = False
+
+    async def _go_on(self) -> None:
         await self._http.post("/continue_generation", {"torch_empty_cache": False})  # it costs milliseconds
         self._head_start.begin()
-        self._is_paused = False
 
     # -- weights
 
@@ -309,20 +299,22 @@ class SglangEngine:
                     remedy="call prepare_weights with its manifest first",
                 )
             self._prepared = None
-            self._commits.append(version)
             if not self._is_paused:
                 await self._stand_still(self.pause_mode)
-            self._torn = f"version {version} was being loaded and did not arrive whole"
+            self._commits.append(version)
+            before, self._torn = self._torn, f"version {version} was being loaded and did not arrive whole"
             try:
                 if not await self._route(manifest).load(manifest):
                     await self._verify(manifest)
                 self._version, self._torn = version, ""
-            except WeightsRefused:
-                self._torn = ""
+            except WeightsRefused as err:
+                self._torn = before
+                if before:  # the old weights are back, and they are of no version
+                    raise EngineError(f"{err.message}; {before}", remedy=err.remedy) from err
                 raise
             finally:
                 if not self._is_paused and not self._torn:
-                    await self.resume()
+                    await self._go_on()
 
     async def _verify(self, manifest: WeightManifest) -> None:
         served = await self._served_version()
@@ -373,16 +365,16 @@ class SglangEngine:
 
     async def info(self) -> EngineInfo:
         """Current state; `running` counts this client's requests that the server has, `waiting` those on their way.
-        `version` is -1 while the server has a name instead of a number."""
-        num_arrived = sum(one.has_arrived.is_set() for one in self._open)
+        `version` is -1 while the server has a name instead of a number, and while its weights may be of none."""
+        served = await self._served_version()
         return EngineInfo(
             kind="sglang",
             vocab_size=self._options.vocab_size,
             context_length=self._context_length,
             max_running=self._max_running,
-            version=await self._served_version(),
-            running=num_arrived,
-            waiting=len(self._open) - num_arrived,
+            version=-1 if self._torn and not self._committing.locked() else served,
+            running=self._open.num_arrived,
+            waiting=len(self._open) - self._open.num_arrived,
         )
 
     async def _served_version(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
+from enum import Enum
 from typing import Any, cast
 
 import aiohttp
@@ -16,13 +17,21 @@ import msgspec
 import orjson
 
 from ...core.errors import EngineError, RequestRefused
+from .server_silence import LOOK_S
 
 JSON_HEADERS = {"Content-Type": "application/json"}
-HEALTH_S = 10.0
-"""Deadline of one look at `/health`."""
+CLOSE_S = 2.0
 KEEPALIVE_S = 2.0
 """An idle connection is not used again after so long. The server (uvicorn) closes it after 5 s: a request sent in that
 moment is lost, and nobody can say whether a POST was heard."""
+
+
+class Look(Enum):
+    """What a GET has met."""
+
+    WELL = "answers 200"
+    UNWELL = "answers something else, or nobody is there"
+    SILENT = "does not answer in time"
 
 
 class SglangHttp:
@@ -56,30 +65,41 @@ class SglangHttp:
         self._session = aiohttp.ClientSession(connector=connector, raise_for_status=False)
 
     async def close(self) -> None:
-        """End all connections. Never raises."""
+        """End all connections. Never raises, never waits long: a server that stands still reads nothing, and what was
+        written to it would keep its connections open."""
         if self._session is not None:
-            await self._session.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await self._session.close()
 
-    async def is_healthy(self, within_s: float = HEALTH_S, *, path: str = "/health") -> bool:
-        """Whether `/health` answers 200; a server that loads, hangs or is gone does not. Nor does one that is paused,
-        for it generates a token for the answer: ask it by another `path`."""
-        with suppress(aiohttp.ClientError, TimeoutError):
+    async def look(self, path: str = "/health", *, within_s: float = LOOK_S) -> Look:
+        """Whether it answers. `/health` is answered by generating a token: a server that loads is unwell, one that
+        hangs is silent, and so is one that is paused: ask that by another path."""
+        try:
             timeout = aiohttp.ClientTimeout(total=within_s)
             async with self.session.get(self.url + path, headers=self.headers, timeout=timeout) as answer:
-                return answer.status == 200
-        return False
+                return Look.WELL if answer.status == 200 else Look.UNWELL
+        except TimeoutError:  # some of aiohttp's are both
+            return Look.SILENT
+        except aiohttp.ClientError:
+            return Look.UNWELL
 
-    async def until_healthy(self, within_s: float) -> None:
-        """Wait for a server that is loading. Raises EngineError when it is not well in time."""
+    async def until_there(self, within_s: float) -> bool:
+        """Wait for a server that is loading; False: it is there and stands, for somebody has paused it. Raises
+        EngineError when it is not there in time."""
+        look_s = min(LOOK_S, within_s / 3)
         try:
             async with asyncio.timeout(within_s):
-                while not await self.is_healthy():
+                while (found := await self.look(within_s=look_s)) is not Look.WELL:
+                    if found is Look.SILENT and await self.look("/model_info", within_s=look_s) is Look.WELL:
+                        return False
                     await asyncio.sleep(0.2)
         except TimeoutError as err:
             raise EngineError(
                 f"{self.place}: no healthy answer within {within_s:g} s",
                 remedy="start the server, or mend engine.attach",
             ) from err
+        return True
 
     async def get(self, path: str) -> Mapping[str, Any]:
         """The object a GET answers with; {} for plain text. Raises EngineError."""

@@ -2,7 +2,8 @@
 
 Knows processes, ports, keys and the environment SGLang wants; generation and weights are the client's (`sglang.py`).
 The server listens on loopback, asks for a key that was made for it, and dies with the actor, however that ends. Its
-end is noticed at once: `until_lost` raises, the actor fails and is restarted with a new server.
+end is noticed at once, that it was stopped (SIGSTOP) after two seconds, silence of one that runs after a minute:
+`until_lost` raises, the actor fails and is restarted with a new server.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .sglang import SglangEngine, SglangOptions
 from .sglang_args import MODULE, ServerSchema, check_sizes, check_table, command_line
 from .sglang_memory import SAVER_FIELDS, hide_megatron, saver_env
 from .sglang_schema import read_schema
+from .stopped_process import until_stopped
 from .weight_route import Routes, folder_routes
 
 T = TypeVar("T")
@@ -165,13 +167,21 @@ class LaunchedSglang:
             raise _PortTaken(death.message, remedy=death.remedy)
         raise death
 
+    async def _fail_when_stopped(self, server: ServerProcess) -> None:
+        pid = await until_stopped(server.pid)
+        raise EngineError(
+            f"{self._options.name}: process {pid} of its server was stopped (SIGSTOP) and does nothing",
+            remedy="its work goes on elsewhere; to look at a server that stands, attach a debugger",
+        )
+
     async def until_lost(self) -> None:
-        """Waits; raises EngineError as soon as the server ended, or when it was silent for too long."""
+        """Waits; raises EngineError as soon as the server ended, when it is stopped, or was silent for too long."""
         server, client = self._server, self._running()
         assert server is not None
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._fail_when_ended(server, "while it served"))
+                group.create_task(self._fail_when_stopped(server))
                 group.create_task(client.until_lost())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -180,10 +190,8 @@ class LaunchedSglang:
         """End the server and everything it started. Never raises."""
         client, self._client = self._client, None
         server, self._server = self._server, None
-        if client is not None:
-            await client.close()
-        if server is not None:
-            await server.close()
+        # At the same time: the client has something to tell a server that may be deaf, and this one is ended anyway.
+        await asyncio.gather(*(one.close() for one in (client, server) if one is not None))
 
     @property
     def pause_mode(self) -> PauseMode:

@@ -16,28 +16,22 @@ Knows SGLang's routes and the `WeightSenders` protocol; must not know torch or t
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from ...core.errors import CallError, EngineError, MyxaError, RequestRefused
+from ...core.errors import EngineError, MyxaError, RequestRefused
 from ...core.messages import WeightManifest
 from ...core.protocols import WeightSenders
-from ...core.weight_channel import Bucket, JoinRequest, PlanReply, PlanRequest, SampleRequest, SendOrder, ShareRequest
+from ...core.weight_channel import JoinRequest, SendOrder, ShareRequest
 from ..weights.beacon import Beacon
-from .sglang_wire import version_number
-from .weight_bodies import BucketBody, bucket_bodies, check_sample, sampled_names, tensor_body
+from .sender_plans import SenderPlans
+from .weight_bodies import tensor_body
 from .weight_route import FolderRoute, Routes, ServerControl, WeightRoute, announces
 
 T = TypeVar("T")
-
-NUM_SAMPLED = 4
-"""Tensors looked at by one verification, and values of each."""
-SAMPLED_VALUES = 64
-_log = logging.getLogger("myxa.weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,89 +61,6 @@ def device_routes(senders: WeightSenders, options: DeviceRouteOptions) -> Routes
     return routes
 
 
-@dataclass(slots=True)
-class _Known:
-    """What is known of one sender's plan."""
-
-    fingerprint: str
-    digests: tuple[str, ...]
-    """Of the buckets of the version asked about last."""
-    buckets: tuple[Bucket, ...]
-    bodies: tuple[BucketBody, ...]
-
-
-class _Plans:
-    """Plans of the senders, asked for with every version, transferred once; and the look at what arrived."""
-
-    def __init__(self, server: ServerControl, senders: WeightSenders, options: DeviceRouteOptions) -> None:
-        self._server = server
-        self._senders = senders
-        self._options = options
-        self._known: dict[str, _Known] = {}
-        self._num_ranks = 0
-        self._loaded = -1
-        """The version that was loaded last, by us and whole."""
-        self._num_loaded = 0
-        self._can_be_read = True
-
-    def of(self, sender: str) -> _Known:
-        return self._known[sender]
-
-    async def ask(self, sender: str, version: int, channel: str = "") -> PlanReply:
-        """The sender's plan is known afterwards."""
-        known = self._known.get(sender)
-        reply = await self._senders.plan(
-            sender, PlanRequest(version=version, known=known.fingerprint if known else "", channel=channel)
-        )
-        if known is None or known.fingerprint != reply.fingerprint:
-            known = self._known[sender] = _Known(reply.fingerprint, (), reply.buckets, bucket_bodies(reply.buckets))
-        known.digests = tuple(reply.digest.split("."))
-        return reply
-
-    async def num_ranks(self) -> int:
-        """Processes of the server that take part: its tensor-parallel ranks."""
-        if not self._num_ranks:
-            facts = await self._server.get("/server_info")
-            found = facts.get("tp_size", 1)
-            self._num_ranks = found if isinstance(found, int) and found > 0 else 1
-        return self._num_ranks
-
-    async def is_same_server(self) -> bool:
-        """Whether the server still is the incarnation that we loaded: a new one does not announce our version."""
-        served = version_number((await self._server.get("/model_info")).get("weight_version"))
-        return self._loaded >= 0 and served == self._loaded
-
-    def loaded(self, version: int) -> None:
-        self._loaded = version
-        self._num_loaded += 1
-
-    async def verify(self, senders: Iterable[str]) -> None:
-        """Read some of the loaded version back, while tokens flow. Raises EngineError when it is not what was sent.
-
-        SGLang 0.5.17 can read weights back for models of the Llama class alone; from a server that cannot, nothing more
-        is asked.
-        """
-        every = self._options.verify_every
-        if not every or self._loaded < 0 or self._num_loaded % every or not self._can_be_read:
-            return
-        for sender in senders:
-            known = self._known.get(sender)
-            names = sampled_names(known.buckets, self._loaded, NUM_SAMPLED) if known else ()
-            request = SampleRequest(version=self._loaded, names=names, num_values=SAMPLED_VALUES)
-            try:
-                sent = (await self._senders.sample(sender, request)).values
-                for name, values in zip(names, sent, strict=True):
-                    body = {"name": name, "truncate_size": len(values)}
-                    served = await self._server.ask("/get_weights_by_name", body)
-                    check_sample(f"{self._server.place}: version {self._loaded}", name, values, served)
-            except RequestRefused as err:
-                _log.warning("weights.verify_every: %s cannot tell its weights: %s", self._server.place, err.message)
-                self._can_be_read = False
-                return
-            except CallError as err:  # released meanwhile; the next version is looked at instead
-                _log.info("version %d was not verified: %s", self._loaded, err)
-
-
 class GroupRoute:
     """Channel "nccl": broadcasts in a process group (gloo where there is no GPU)."""
 
@@ -157,9 +68,10 @@ class GroupRoute:
         self._server = server
         self._senders = senders
         self._options = options
-        self._plans = _Plans(server, senders, options)
+        self._plans = SenderPlans(server, senders, verify_every=options.verify_every)
         self._channels: dict[str, str] = {}
         """Sender -> channel that stands."""
+        self._leavings: set[asyncio.Future[bool]] = set()
         self.beacon = Beacon()
 
     async def prepare(self, manifest: WeightManifest) -> None:
@@ -211,7 +123,14 @@ class GroupRoute:
             )
             _require(answer, self._server.place, f"join with {sender}")
         except BaseException as err:
-            await self._senders.leave(sender, channel, f"{self._server.place} could not join: {err}")
+            # The server may have joined, or be about to: both sides are told, even if whoever waits is cancelled again.
+            self._channels[sender] = channel
+            leaving = asyncio.ensure_future(  # noqa: TID251 -- awaited here, or in `close`
+                self._leave([sender], f"{self._server.place} could not join: {err}")
+            )
+            self._leavings.add(leaving)
+            leaving.add_done_callback(self._leavings.discard)
+            await asyncio.shield(leaving)
             raise
         self._channels[sender] = channel
 
@@ -294,6 +213,7 @@ class GroupRoute:
     async def close(self) -> None:
         """See the protocol."""
         await self._leave(list(self._channels), f"{self._server.place} is not used any more")
+        await asyncio.gather(*self._leavings)
 
 
 class HandleRoute:
@@ -303,7 +223,7 @@ class HandleRoute:
         self._server = server
         self._senders = senders
         self._options = options
-        self._plans = _Plans(server, senders, options)
+        self._plans = SenderPlans(server, senders, verify_every=options.verify_every)
         self._bodies: list[dict[str, Any]] = []
         self.beacon = Beacon()
 
@@ -382,10 +302,12 @@ def _require(answer: Mapping[str, Any], place: str, what: str, *, digest: str = 
 
 
 async def _together(jobs: Iterable[Awaitable[T]]) -> list[T]:
-    """All at once, answers in their order; the first error ends the others and is raised as it is."""
+    """All at once, answers in their order; the first error ends the others, and is raised as it is once they have
+    ended."""
     running = [asyncio.ensure_future(job) for job in jobs]  # noqa: TID251 -- awaited here, below
     try:
         return await asyncio.gather(*running)
     finally:
         for one in running:
             one.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

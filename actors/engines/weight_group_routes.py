@@ -98,30 +98,47 @@ class WeightGroups:
             raise EngineError(
                 "this engine computes on the CPU: backend nccl is not for it", remedy='send backend "gloo"'
             )
-        if body.group_name in self._groups or body.world_size < 2 or not 0 < body.rank_offset < body.world_size:
+        name = body.group_name
+        if name in self._pulses or body.world_size < 2 or not 0 < body.rank_offset < body.world_size:
             raise EngineError(
                 f"group {body.group_name!r} is there already, or rank {body.rank_offset} is not of {body.world_size}",
                 remedy="every group needs a name of its own; the sender is rank 0",
             )
 
+        pulse = self._pulses[name] = threading.Event()
+
         def build() -> ChannelGroup:
             store = find_store(body.master_address, body.master_port, body.world_size, GROUP_S)
             device = torch.device("cpu")
-            return ChannelGroup.join(store, body.group_name, body.rank_offset, body.world_size, device, GROUP_S)
+            group = ChannelGroup.join(store, name, body.rank_offset, body.world_size, device, GROUP_S)
+            if pulse.is_set():
+                group.abort()
+            return group
 
         try:
-            self._groups[body.group_name] = await in_own_thread(build, f"join {body.group_name}")
-        except (RuntimeError, ValueError) as err:
-            raise EngineError(f"group {body.group_name!r} did not meet: {err}", remedy="is the sender alive?") from err
-        self._pulses[body.group_name] = threading.Event()
+            group = await in_own_thread(build, f"join {name}")
+        except BaseException as err:
+            self._drop(name)
+            if not isinstance(err, RuntimeError | ValueError):
+                raise
+            raise EngineError(f"group {name!r} did not meet: {err}", remedy="is the sender alive?") from err
+        if pulse.is_set():
+            raise EngineError(f"group {name!r} was left while it met", remedy="join under another name")
+        self._groups[name] = group
 
     def leave(self, name: str) -> None:
-        """Raises EngineError for a group that is not there."""
-        group = self._groups.pop(name, None)
-        if group is None:
+        """A group that still meets is left once it has met. Raises EngineError for one that is not there."""
+        if not self._drop(name):
             raise EngineError(f"group {name!r} does not exist", remedy="it was destroyed before")
-        self._pulses.pop(name).set()
-        group.abort()
+
+    def _drop(self, name: str) -> bool:
+        """End it, and whatever is under way in it; whether it was there."""
+        pulse, group = self._pulses.pop(name, None), self._groups.pop(name, None)
+        if pulse is not None:
+            pulse.set()
+        if group is not None:
+            group.abort()
+        return pulse is not None
 
     async def receive(self, body: DistributedBody) -> str:
         """Take the tensors in; returns the digest of a flattened bucket ("" for single tensors). One request at a time,
@@ -150,10 +167,11 @@ class WeightGroups:
                 digest = await in_own_thread(work, f"receive {body.group_name}")
             except (RuntimeError, MyxaError) as err:
                 self._forget()
-                self._groups.pop(body.group_name, None)
+                self._drop(body.group_name)
                 raise EngineError(f"reception through {body.group_name!r} failed: {err}", remedy="join anew") from err
-            except asyncio.CancelledError:
+            except asyncio.CancelledError:  # its thread goes on to receive what nobody asked for
                 self._forget()
+                self._drop(body.group_name)
                 raise
             self._lent.append(buffer)
             raw = cast("npt.NDArray[np.uint8]", buffer.numpy()).data
@@ -192,8 +210,8 @@ class WeightGroups:
 
     async def close(self) -> None:
         """Leave all groups."""
-        for name in list(self._groups):
-            self.leave(name)
+        for name in list(self._pulses):
+            self._drop(name)
 
 
 def _specs(body: DistributedBody) -> Sequence[TensorSpec]:

@@ -18,7 +18,11 @@ from ...core.errors import LedgerError
 from .states import AT_REST, REDRAWN, REWIND, TRANSITIONS, State
 
 _DONE = (State.TRAINED, State.DURABLE)
-_GROUPS = "SELECT group_id, draw, redraw_of, state, step, reason FROM groups ORDER BY group_id"
+_WITH_PAYLOAD = (State.READY, State.CLAIMED, State.TRAINED)
+_GROUPS = (
+    "SELECT group_id, draw, redraw_of, state, step, reason, "
+    "group_id IN (SELECT group_id FROM payloads WHERE is_whole) FROM groups ORDER BY group_id"
+)
 _MOVES = "SELECT group_id, from_state, to_state FROM transitions ORDER BY seq"
 
 BUSY_S = 10.0
@@ -37,10 +41,13 @@ class LedgerAudit:
     """Draw -> how often it counts as trained in the lineage that the ledger ends with."""
     dropped: dict[str, int]
     """Reason -> groups."""
+    num_waiting: int
+    """Draws whose group was given up for its age and that are not drawn again yet: none once the data has run out."""
     num_rewound: int
     """Times that a group's training was undone."""
     problems: tuple[str, ...]
-    """What is wrong, one sentence each; empty: every prompt is in exactly one state, and none was trained twice."""
+    """What is wrong, one sentence each; empty: every draw is in one group, or was given up, or waits to be drawn again
+    (`num_waiting`); none was trained twice; and what may still be trained is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,8 @@ class _Group:
     state: str
     step: int
     reason: str
+    has_payload: int
+    """Whether all of it is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +76,22 @@ def audit_ledger(path: Path) -> LedgerAudit:
             db.execute("BEGIN")  # one moment of a run that may go on
             groups = [_Group(*values) for values in db.execute(_GROUPS)]
             moves = [_Move(*values) for values in db.execute(_MOVES)]
-    except sqlite3.Error as error:
+            marks = dict(db.execute("SELECT key, value FROM meta"))
+            durable, floor = int(marks["durable_version"]), int(marks["payload_floor"])
+    except (sqlite3.Error, KeyError, ValueError) as error:
         raise LedgerError(f"{path} cannot be read as a ledger: {error}", remedy="name a run's ledger.sqlite") from error
     done = [group for group in groups if group.state in _DONE]
     known = {str(state): state for state in State}
+    again = {group.redraw_of for group in groups}
+    problems = (*_row_problems(groups), *_draw_problems(groups), *_step_problems(done), *_walk(groups, moves))
     return LedgerAudit(
         num_draws=len({group.draw for group in groups}),
         states=dict(Counter(known[group.state] for group in groups if group.state in known)),
         trained=Counter(group.draw for group in done),
         dropped=dict(Counter(group.reason for group in groups if group.state == State.DROPPED)),
+        num_waiting=sum(group.reason in REDRAWN and group.group_id not in again for group in groups),
         num_rewound=sum(move.came_from in _DONE and move.went_to == State.READY for move in moves),
-        problems=(*_row_problems(groups), *_draw_problems(groups), *_step_problems(done), *_walk(groups, moves)),
+        problems=(*problems, *_payload_problems(groups, durable, floor)),
     )
 
 
@@ -90,7 +104,8 @@ def _row_problems(groups: Sequence[_Group]) -> Iterator[str]:
 
 
 def _draw_problems(groups: Sequence[_Group]) -> Iterator[str]:
-    """Every draw up to the cursor has exactly one group that was not given up to be drawn again."""
+    """Every draw up to the cursor was taken once, again only after its group was given up, and is in one group at most
+    that was not."""
     by_id = {group.group_id: group for group in groups}
     draws = sorted({group.draw for group in groups})
     if draws != list(range(len(draws))):
@@ -116,6 +131,17 @@ def _step_problems(done: Sequence[_Group]) -> Iterator[str]:
     for draw, count in Counter(group.draw for group in done).items():
         if count > 1:
             yield f"draw {draw} was trained {count} times"
+
+
+def _payload_problems(groups: Sequence[_Group], durable: int, floor: int) -> Iterator[str]:
+    """What a trainer may still ask for is there, after going back to the oldest checkpoint that it may go back to as
+    well; and what counts as durable is covered by one."""
+    for group in groups:
+        is_kept = group.state in _WITH_PAYLOAD or (group.state == State.DURABLE and group.step >= floor)
+        if is_kept and not group.has_payload:
+            yield f"group {group.group_id} is {group.state} (step {group.step}), and its samples are gone"
+        if group.state == State.DURABLE and group.step >= durable:
+            yield f"group {group.group_id} of step {group.step} is durable, but checkpoints reach {durable} only"
 
 
 def _walk(groups: Sequence[_Group], moves: Sequence[_Move]) -> Iterator[str]:

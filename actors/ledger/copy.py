@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import threading
 from pathlib import Path
 
 from ...core.errors import LedgerError
 from ...core.file_entry import FileEntry, describe_file
 
+_one_at_a_time = threading.Lock()
+"""Whoever gave up waiting for a copy asks again while it is still being made: two into one draft would destroy it, and
+the first to begin must not be the last to take the target's place."""
+
 
 def copy_ledger(path: Path, target: Path) -> FileEntry:
-    """Copy the ledger, which may be in use, to `target`; any thread. Returns what is durably there then.
+    """Copy the ledger, which may be in use, to `target`; any thread, one after another. Returns what is durably there
+    then. A target belongs to one process, which finds what a crash left of a draft and replaces it.
 
     Raises LedgerError naming both files if it cannot be read or written.
     """
+    with _one_at_a_time:
+        return _copy(path, target)
+
+
+def _copy(path: Path, target: Path) -> FileEntry:
     draft = target.with_name(f"{target.name}.part")
     try:
         draft.unlink(missing_ok=True)

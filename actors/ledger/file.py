@@ -55,11 +55,8 @@ _INVARIANTS: tuple[tuple[str, str], ...] = (
         "redraw_of >= 0 AND (redraw_of, draw) NOT IN (SELECT group_id, draw FROM groups WHERE state = 'DROPPED')",
     ),
     ("was dispatched under unknown terms", "terms != 0 AND terms NOT IN (SELECT id FROM terms)"),
-    (
-        "is in another state than its last transition says",
-        "state IS NOT (SELECT to_state FROM transitions WHERE group_id = groups.group_id ORDER BY seq DESC LIMIT 1)",
-    ),
 )
+_MOVED = "group_id IN (SELECT group_id FROM transitions WHERE seq > ?)"
 
 
 @dataclass(slots=True)
@@ -73,8 +70,104 @@ class Change:
     meta: dict[str, str] = field(default_factory=dict[str, str])
 
 
-class LedgerFile:
-    """An open, locked ledger. All failures of SQLite become LedgerError with the path."""
+class LedgerReader:
+    """A ledger that nobody writes, looked at without a lock and without a change. All failures of SQLite become
+    LedgerError with the path."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises LedgerError if it cannot be opened, or is no ledger."""
+        self.path = path
+        try:
+            self._db = sqlite3.connect(_reading(path), uri=True)
+            self._db.execute("PRAGMA busy_timeout=10000")
+            columns = {column[1] for column in self._db.execute("PRAGMA table_info(groups)")}
+            if columns and "terms" not in columns:  # ledgers from before there were terms
+                self._db.execute(_TERMS.replace("TABLE", "TEMP TABLE", 1))
+                self._db.execute("CREATE TEMP VIEW groups AS SELECT *, 0 AS terms FROM main.groups")
+        except sqlite3.Error as error:
+            raise LedgerError(f"{path} cannot be used as a ledger: {error}", remedy="is it another file?") from error
+
+    def close(self) -> None:
+        """Release the file; never raises."""
+        self._db.close()
+
+    def query(self, sql: str, *args: Any) -> list[tuple[Any, ...]]:
+        """Rows of a SELECT."""
+        try:
+            return self._db.execute(sql, args).fetchall()
+        except sqlite3.Error as error:
+            raise LedgerError(f"{self.path} cannot be read: {error}") from error
+
+    def meta(self) -> dict[str, str]:
+        """The run's identity and marks."""
+        return dict(self.query("SELECT key, value FROM meta"))
+
+    def rows(self, where: str, *args: Any) -> list[Row]:
+        """Groups in order of id."""
+        found = self.query(f"SELECT {', '.join(_COLUMNS)} FROM groups WHERE {where} ORDER BY group_id", *args)
+        return [_row(dict(zip(_COLUMNS, values, strict=True))) for values in found]
+
+    def newest_transition(self) -> int:
+        """Number of the newest transition; 0: there is none."""
+        return int(self.query("SELECT COALESCE(MAX(seq), 0) FROM transitions")[0][0])
+
+    def terms(self) -> dict[int, str]:
+        """All terms by number."""
+        return dict(self.query("SELECT id, data FROM terms"))
+
+    def payload(self, group_id: int) -> tuple[bool, bytes] | None:
+        """(is it a whole group, bytes), or None."""
+        found = self.query("SELECT is_whole, data FROM payloads WHERE group_id = ?", group_id)
+        return (bool(found[0][0]), found[0][1]) if found else None
+
+    # ---- checking
+
+    def check(self, since: int = 0) -> None:
+        """Raise LedgerError naming the first broken invariant and a group that breaks it.
+
+        `since`: the histories of groups that have not moved after that transition were checked before. All rows are
+        looked at in any case.
+        """
+        for text, where in _INVARIANTS:
+            self._forbid(text, f"SELECT group_id, state FROM groups WHERE {where} LIMIT 1")
+        moved, args = (_MOVED, (since,)) if since else ("TRUE", ())
+        self._forbid(
+            "is in another state than its last transition says",
+            "SELECT group_id, state FROM groups WHERE state IS NOT (SELECT to_state FROM transitions "
+            f"WHERE group_id = groups.group_id ORDER BY seq DESC LIMIT 1) AND {moved} LIMIT 1",
+            *args,
+        )
+        self._forbid(
+            "has a gap in its transitions",
+            "SELECT group_id, from_state FROM (SELECT group_id, from_state, LAG(to_state, 1, 'DRAWN') OVER "
+            f"(PARTITION BY group_id ORDER BY seq) AS before FROM transitions WHERE {moved}) "
+            "WHERE from_state != before LIMIT 1",
+            *args,
+        )
+        for source, target in self.query("SELECT DISTINCT from_state, to_state FROM transitions WHERE seq > ?", since):
+            if not any(target in table.get(State(source), ()) for table in (TRANSITIONS, REWIND)):
+                raise LedgerError(f"{self.path} is damaged: it records a transition from {source} to {target}")
+        self._forbid(
+            "repeats the same dropped group as another",
+            "SELECT redraw_of, 'redrawn' FROM groups WHERE redraw_of >= 0 GROUP BY redraw_of HAVING COUNT(*) > 1",
+        )
+        first, distinct, highest = self.query(
+            "SELECT SUM(redraw_of < 0), COUNT(DISTINCT draw), COALESCE(MAX(draw), -1) FROM groups"
+        )[0]
+        if not (first or 0) == distinct == highest + 1:
+            raise LedgerError(
+                f"{self.path} is damaged: draws up to {highest}, of which {distinct} are known and {first} drawn once"
+            )
+
+    def _forbid(self, text: str, sql: str, *args: Any) -> None:
+        broken = self.query(sql, *args)
+        if broken:
+            group_id, state = broken[0]
+            raise LedgerError(f"{self.path} is damaged: group {group_id} ({state}) {text}")
+
+
+class LedgerFile(LedgerReader):
+    """An open, locked ledger, for writing too."""
 
     def __init__(self, path: Path, identity: dict[str, str]) -> None:
         """Open or create. Raises LedgerError if it is in use, damaged, of another format, run or dataset."""
@@ -94,7 +187,7 @@ class LedgerFile:
 
     def close(self) -> None:
         """Release file and lock; never raises."""
-        self._db.close()
+        super().close()
         self._lock.close()
 
     def _prepare(self, identity: dict[str, str]) -> None:
@@ -120,28 +213,6 @@ class LedgerFile:
         if "terms" not in {column[1] for column in self._db.execute("PRAGMA table_info(groups)")}:
             self._db.execute("ALTER TABLE groups ADD COLUMN terms NOT NULL DEFAULT 0")
 
-    # ---- reading
-
-    def query(self, sql: str, *args: Any) -> list[tuple[Any, ...]]:
-        """Rows of a SELECT."""
-        try:
-            return self._db.execute(sql, args).fetchall()
-        except sqlite3.Error as error:
-            raise LedgerError(f"{self.path} cannot be read: {error}") from error
-
-    def meta(self) -> dict[str, str]:
-        """The run's identity and marks."""
-        return dict(self.query("SELECT key, value FROM meta"))
-
-    def rows(self, where: str, *args: Any) -> list[Row]:
-        """Groups in order of id."""
-        found = self.query(f"SELECT {', '.join(_COLUMNS)} FROM groups WHERE {where} ORDER BY group_id", *args)
-        return [_row(dict(zip(_COLUMNS, values, strict=True))) for values in found]
-
-    def terms(self) -> dict[int, str]:
-        """All terms by number."""
-        return dict(self.query("SELECT id, data FROM terms"))
-
     def add_terms(self, data: str) -> int:
         """The number of these terms, new or known. Raises LedgerError if the file cannot be written."""
         try:
@@ -150,13 +221,6 @@ class LedgerFile:
             self.is_broken = True
             raise self._unwritable(error) from error
         return int(self.query("SELECT id FROM terms WHERE data = ?", data)[0][0])
-
-    def payload(self, group_id: int) -> tuple[bool, bytes] | None:
-        """(is it a whole group, bytes), or None."""
-        found = self.query("SELECT is_whole, data FROM payloads WHERE group_id = ?", group_id)
-        return (bool(found[0][0]), found[0][1]) if found else None
-
-    # ---- writing
 
     def commit(self, change: Change) -> None:
         """Write all of it or nothing. Raises LedgerError, and then nothing is written."""
@@ -188,37 +252,13 @@ class LedgerFile:
             f"{self.path} cannot be written: {error}", remedy="is the disk full or the file system read-only?"
         )
 
-    # ---- checking
 
-    def check(self) -> None:
-        """Raise LedgerError naming the first broken invariant and a group that breaks it."""
-        for text, where in _INVARIANTS:
-            self._forbid(text, f"SELECT group_id, state FROM groups WHERE {where} LIMIT 1")
-        self._forbid(
-            "has a gap in its transitions",
-            "SELECT group_id, from_state FROM (SELECT group_id, from_state, LAG(to_state, 1, 'DRAWN') OVER "
-            "(PARTITION BY group_id ORDER BY seq) AS before FROM transitions) WHERE from_state != before LIMIT 1",
-        )
-        for source, target in self.query("SELECT DISTINCT from_state, to_state FROM transitions"):
-            if not any(target in table.get(State(source), ()) for table in (TRANSITIONS, REWIND)):
-                raise LedgerError(f"{self.path} is damaged: it records a transition from {source} to {target}")
-        self._forbid(
-            "repeats the same dropped group as another",
-            "SELECT redraw_of, 'redrawn' FROM groups WHERE redraw_of >= 0 GROUP BY redraw_of HAVING COUNT(*) > 1",
-        )
-        first, distinct, highest = self.query(
-            "SELECT SUM(redraw_of < 0), COUNT(DISTINCT draw), COALESCE(MAX(draw), -1) FROM groups"
-        )[0]
-        if not (first or 0) == distinct == highest + 1:
-            raise LedgerError(
-                f"{self.path} is damaged: draws up to {highest}, of which {distinct} are known and {first} drawn once"
-            )
-
-    def _forbid(self, text: str, sql: str) -> None:
-        broken = self.query(sql)
-        if broken:
-            group_id, state = broken[0]
-            raise LedgerError(f"{self.path} is damaged: group {group_id} ({state}) {text}")
+def _reading(path: Path) -> str:
+    """How SQLite opens the file to read. One that was closed well has nothing beside it and gets nothing; what a killed
+    writer left beside it is read too."""
+    beside = path.with_name(path.name + "-wal")
+    is_closed = not beside.exists() or not beside.stat().st_size
+    return f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if is_closed else ''}"
 
 
 def lock_ledger(path: Path) -> IO[str]:
@@ -233,6 +273,18 @@ def lock_ledger(path: Path) -> IO[str]:
         handle.close()
         raise LedgerError(f"{path} is in use by another process", remedy="end the other buffer first") from error
     return handle
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether somebody holds the ledger's lock now; leaves nothing behind."""
+    try:
+        with path.with_name(path.name + ".lock").open("r") as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def _row(values: dict[str, Any]) -> Row:

@@ -20,13 +20,17 @@ from .tally import Tally
 
 _FINISH = (State.FINISHED, State.REWARDED, State.READY)
 _REFUSE = (State.FINISHED, State.REWARDED, State.DROPPED)
+_CHECKED = "checked"
+"""Remembered: the transition up to which histories are not checked again when the next buffer opens the file, since an
+opening did, or the newest checkpoint covers them. A copy that another run goes on from has no such mark."""
 
 
 class Ledger:
     """An open ledger of one run over one dataset."""
 
     def __init__(self, path: Path, *, run: str, fingerprint: str, wall: Callable[[], float]) -> None:
-        """Open or create the file, check it and requeue what was under way when the last buffer ended.
+        """Open or create the file, check it (what an earlier opening did not) and requeue what was under way when the
+        last buffer ended.
 
         `run`: name of the run; `fingerprint`: of the prompt source; `wall`: seconds since the epoch, for the record.
         Raises LedgerError if the file is in use, damaged, or of another run or dataset.
@@ -34,7 +38,7 @@ class Ledger:
         self._file = LedgerFile(path, {"run": run, "dataset": fingerprint})
         try:
             self._wall = wall
-            self._file.check()
+            self._file.check(int(self.recall(_CHECKED) or 0))
             self._load()
         except BaseException:
             self._file.close()
@@ -69,7 +73,7 @@ class Ledger:
         )
         self._redraws = {row.group_id: row.draw for row in again}
         self._terms = self._file.terms()
-        change = Change()
+        change = Change(meta={LIVE + _CHECKED: str(self._file.newest_transition())})
         for row in movable:
             if row.state is State.DISPATCHED:
                 self._move(change, row, (State.REQUEUED,), detail="the buffer was restarted")
@@ -287,10 +291,13 @@ class Ledger:
         if version <= self._durable:
             return 0
         change = Change(meta={"durable_version": str(version), "payload_floor": str(self._durable)})
+        change.meta[LIVE + _CHECKED] = str(self._file.newest_transition())
         for row in self.rows(State.TRAINED):
             if row.step < version:
                 self._move(change, row, (State.DURABLE,), detail=f"checkpoint {version}")
-        covered = self._file.query("SELECT group_id FROM groups WHERE state = 'DURABLE' AND step < ?", self._durable)
+        covered = self._file.query(  # what lies before the floor was freed with an earlier checkpoint
+            "SELECT group_id FROM groups WHERE state = 'DURABLE' AND step >= ? AND step < ?", self._floor, self._durable
+        )
         change.freed.extend((group_id,) for (group_id,) in covered)
         num_durable = len(change.rows)
         self._commit(change)
@@ -302,8 +309,16 @@ class Ledger:
 
         Claims of earlier steps count as trained (the checkpoint holds them), a claim of step `version` stays, later
         ones are dissolved. What was left over at an earlier end of the run comes back. Raises LedgerError if payloads
-        of groups trained after `version` are gone.
+        of groups trained after `version` are gone, or if its claims do not lead to `version`: those weights hold groups
+        that would be trained on again. A ledger of which nothing was ever claimed begins at any version.
         """
+        if version > self._next_step and self._file.query(
+            "SELECT 1 FROM transitions WHERE to_state = 'CLAIMED' LIMIT 1"
+        ):
+            raise LedgerError(
+                f"cannot go on from version {version}: the steps claimed lead to version {self._next_step} at most",
+                remedy="the checkpoint is of another past: begin from one of this ledger's, or with the copy in it",
+            )
         if version < self._floor:
             raise LedgerError(
                 f"cannot go back to version {version}: groups trained up to version {self._floor} are given away",

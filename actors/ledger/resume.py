@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...core.errors import LedgerError
 from .copy import copy_ledger
-from .file import LIVE, LedgerFile, lock_ledger
+from .file import FORMAT, LIVE, LedgerReader, lock_ledger
 
 LEDGER = "ledger.sqlite"
 """Its name, in a run directory and in a checkpoint."""
@@ -39,16 +39,21 @@ class LedgerFacts:
 
 
 def read_facts(path: Path) -> LedgerFacts:
-    """Look through the whole ledger. Raises LedgerError if it is missing, in use, damaged or no ledger."""
+    """Look through the whole ledger, without a change and without its lock; nobody may be writing it.
+
+    Raises LedgerError if it is missing, damaged or no ledger.
+    """
     if not path.is_file():
         raise LedgerError(f"there is no ledger at {path}", remedy="without it a resumed run would repeat prompts")
-    file = LedgerFile(path, {})
+    file = LedgerReader(path)
     try:
         told = file.query("PRAGMA quick_check(1)")
         if told != [("ok",)]:
             raise LedgerError(f"{path} is damaged: {told[0][0] if told else 'nothing can be read'}")
-        file.check()
         meta = file.meta()
+        if meta["format"] != FORMAT:
+            raise LedgerError(f"{path} has format {meta['format']}, this program reads {FORMAT}")
+        file.check()
         claimed = int(file.query("SELECT COALESCE(MAX(step), -1) + 1 FROM groups WHERE step >= 0")[0][0])
         return LedgerFacts(
             run=meta["run"], floor=int(meta["payload_floor"]), claimed=max(int(meta["base_version"]), claimed)
@@ -74,8 +79,8 @@ def continue_ledger(earlier: Path, path: Path, run: str) -> bool:
 
 
 def adopt_copy(earlier: Path, path: Path, run: str) -> None:
-    """Copy a ledger that nobody writes, of a checkpoint for example, to `path`, for `run`. An older file there is
-    replaced. Raises LedgerError if one of the two cannot be used."""
+    """Copy a ledger that nobody writes, of a checkpoint for example, to `path`, which is the caller's alone, for `run`.
+    An older file there is replaced. Raises LedgerError if one of the two cannot be used."""
     draft = path.with_name(path.name + ".part")
     copy_ledger(earlier, draft)
     begin_life(draft, run)

@@ -5,7 +5,9 @@
 
 The keeper is what orphans of the worker fall back to (a sub-reaper). When the worker ends, when the keeper is told to
 (SIGTERM) or when the rollout actor dies, it kills the worker and every descendant, and then ends as the worker did, so
-that whoever waits for it learns the worker's exit code or signal. Knows processes; must not know rewards.
+that whoever waits for it learns the worker's exit code or signal. A keeper that is itself killed with SIGKILL takes the
+worker along (the kernel sees to that), but the tools are then nobody's and go on. Knows processes; must not know
+rewards.
 
 A process group was not enough: a tool may start a session of its own, and a group has no owner once its leader is dead.
 Cgroups need rights that a container rarely gives.

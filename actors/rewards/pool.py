@@ -166,8 +166,7 @@ class RewardPool:
         self._is_closed = True
         for worker in self._workers:
             worker.kill()
-        for worker in tuple(self._workers):
-            await worker.gone()
+        await asyncio.gather(*(worker.gone() for worker in self._workers))
         self._workers.clear()
         self._idle.clear()
 
@@ -183,10 +182,12 @@ class RewardPool:
             raise BadReward("was called after the rewarder was closed")
         await self._forget_dead()
         worker = await RewardWorker.start()
-        self._workers.add(worker)
         self.num_started += 1
-        if self._is_closed:  # while it was being started
+        if self._is_closed:  # while it was being started: nobody else will wait for its end
             worker.kill()
+            await worker.gone()
+            raise BadReward("was called while the rewarder was closed")
+        self._workers.add(worker)
         try:
             reply = await worker.ask(self._spec, START_TIMEOUT_S)
         except TimeoutError:

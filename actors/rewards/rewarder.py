@@ -230,10 +230,9 @@ class Rewarder:
                 f"took longer than {self._settings.timeout_s:g} s in a thread, which cannot be stopped; "
                 "with reward.workers it would be"
             ) from None
-        except ThreadsBusy:
-            raise BadReward(
-                f"could not be called: all {MAX_THREADS} threads hang in earlier calls; use reward.workers"
-            ) from None
+        except ThreadsBusy as busy:
+            why = f": {busy.__cause__}" if busy.__cause__ else f": all {MAX_THREADS} threads hang in earlier calls"
+            raise BadReward(f"could not be called{why}; use reward.workers") from None
 
     async def _in_process(self, completion: Completion) -> RewardOutcome:
         assert self._pool is not None

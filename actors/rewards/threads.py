@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class ThreadsBusy(Exception):
-    """Every thread was still in an earlier call."""
+    """Every thread was still in an earlier call, or the system has none left."""
 
 
 class BlockingCalls(Generic[T]):
@@ -27,7 +27,7 @@ class BlockingCalls(Generic[T]):
 
     async def run(self, call: Callable[[], T], timeout_s: float) -> T:
         """The call's result or exception. Raises TimeoutError when it takes too long (the thread cannot be stopped),
-        ThreadsBusy when there was no thread for it for so long."""
+        ThreadsBusy when there was no thread for it for so long, or none can be started."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._room.acquire()
@@ -36,7 +36,11 @@ class BlockingCalls(Generic[T]):
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
         thread = threading.Thread(target=self._work, args=(loop, call, result), name=self._name, daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the process, or the user, may have no more of them
+            self._room.release()
+            raise ThreadsBusy from error
         async with asyncio.timeout(timeout_s):
             return await result
 

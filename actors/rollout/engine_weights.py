@@ -27,6 +27,8 @@ class EngineWeights:
         self._telemetry = telemetry
         self._clock = clock
         self._prepared: WeightManifest | None = None
+        self.lineage = 0
+        """Of the weights that serve (`WeightManifest.lineage`)."""
 
     async def prepare(self, manifest: WeightManifest) -> WeightAck:
         """Bytes beside the weights that serve, which stay whole whatever happens."""
@@ -51,7 +53,7 @@ class EngineWeights:
             await self._swap(self._engine, version)
         except MyxaError as err:
             return self._ack(version, reason=str(err), is_whole=isinstance(err, WeightsRefused))
-        self._prepared = None
+        self.lineage, self._prepared = self._prepared.lineage, None
         return self._ack(version)
 
     async def _swap(self, engine: Engine, version: int) -> None:

@@ -12,14 +12,15 @@ from .group_runner import GroupRunner
 
 
 async def evaluate(
-    runner: GroupRunner, request: EvalRequest, *, name: str, version: int, log: logging.Logger
+    runner: GroupRunner, request: EvalRequest, name: str, version: int, *, number: int, log: logging.Logger
 ) -> EvalResult:
     """Mean reward over the prompts that were answered; failures are logged and counted.
 
-    `version` stands in when no token has a version. Raises EngineError when not a single prompt was answered.
+    `version` stands in when no token has a version; `number`: of this evaluation, for the ids of its requests. Raises
+    EngineError when not a single prompt was answered.
     """
     assignments = [
-        Assignment(prompt=p, attempt=0, num_samples=request.num_samples, sampling=request.sampling)
+        Assignment(prompt=p, attempt=-number, num_samples=request.num_samples, sampling=request.sampling)
         for p in request.prompts
     ]
     results = await asyncio.gather(*(runner.run(a) for a in assignments), return_exceptions=True)

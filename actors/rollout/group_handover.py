@@ -12,7 +12,7 @@ from typing import TypeVar
 from ...core.activity import TelemetryBuffer
 from ...core.chaos import reached
 from ...core.clock import Clock
-from ...core.errors import MyxaError, UserCodeError
+from ...core.errors import EngineError, MyxaError, UserCodeError
 from ...core.messages import Assignment, GroupDropped, GroupReturned
 from ...core.patience import until_answered
 from ...core.samples import Group, Prompt, Sample
@@ -47,6 +47,8 @@ class GroupHandover:
         self._clock = clock
         self._log = log
         self.counts = GroupCounts()
+        self._broke: EngineError | None = None
+        """What a group was failed with since that was judged last."""
         scorer.listen(telemetry.event)
 
     def allow(self, max_error_rate: float) -> None:
@@ -70,6 +72,7 @@ class GroupHandover:
             attempt=assignment.attempt,
             rollout=self._name,
             partial=partial.samples,
+            has_died=partial.cause is not None,
         )
         await self._ask(lambda: self._buffer.return_group(returned))
 
@@ -87,11 +90,19 @@ class GroupHandover:
 
     def note_break(self, assignment: Assignment, partial: Partial) -> None:
         """The engine failed a group, which goes on elsewhere."""
+        self._broke = partial.cause
         self.counts.num_breaks += 1
         num_tokens = sum(int(sample.response_ids.size) for sample in partial.samples)
         text = f"group {assignment.prompt.group_id} goes on elsewhere with {num_tokens} tokens: {partial.cause}"
         self._log.error("group-broken: %s", text)
         self._telemetry.event("group-broken", text)
+
+    def judge_breaks(self) -> None:
+        """The engine lives on after it failed some groups at a time, which counts as one. Raises what the budget raises
+        when that comes too often: then it is the engine."""
+        broke, self._broke = self._broke, None
+        if broke is not None:
+            self._budget.note(broke)
 
     async def drop(self, assignment: Assignment, err: MyxaError) -> None:
         """A group that failed. Raises UserCodeError or what the budget raises when too many did."""

@@ -16,10 +16,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from ...core.actor import ActorContext
-from ...core.errors import CallError, MyxaError
+from ...core.errors import CallError, EngineError, MyxaError
 from ...core.messages import Assignment, DrawBlock, DrawRequest
 from ...core.samples import Sample
 from ..contracts.roles import BufferContract
+from ..engine_versions import Weights
 from .group_handover import GroupHandover
 from .group_runner import GroupRunner, Partial
 from .time_booking import RolloutTime
@@ -31,8 +32,6 @@ RETRY_S = 0.2
 LOSS_S = 1.0
 """Nothing is drawn for so long after a stream broke: an engine that is lost, or about to be fenced, ends this actor
 within that time."""
-MAX_ATTEMPTS = 8
-"""A group whose stream breaks in its n-th attempt is dropped: it may be what breaks engines."""
 HAND_BACK_S = 2.0
 """For handing all groups back before this actor fails."""
 SAVING_SHARE = 0.05
@@ -92,23 +91,26 @@ class GroupPull:
         self._told()
         self._room.set()
 
-    async def run(self, runner: GroupRunner, version: Callable[[], int]) -> None:
-        """Until told to drain. Never gives up on a buffer that is being restarted. `version`: what is served now."""
+    async def run(self, runner: GroupRunner, serves: Callable[[], Weights]) -> None:
+        """Until told to drain. Never gives up on a buffer that is being restarted. `serves`: what is served now."""
         self._time.begin()
         self._runner = runner
         if self._save_s:
             self._ctx.spawn(self._save_forever(runner), name="save-partials")
         while not self.is_draining:
             await self._calm()
+            self._handover.judge_breaks()
             free = self._max_groups - len(self._in_flight)
             if free <= 0:
                 self._room.clear()
                 await self._room.wait()
                 continue
+            weights = serves()
             request = DrawRequest(
                 rollout=self._ctx.name,
                 epoch=self._ctx.epoch,
-                version=version(),
+                version=weights.version,
+                lineage=weights.lineage,
                 max_groups=min(free, DRAW_AT_ONCE),
                 wait_s=POLL_S,
                 holding=tuple(self._in_flight),
@@ -159,14 +161,11 @@ class GroupPull:
             self._room.set()
 
     async def _leave_off(self, assignment: Assignment, partial: Partial) -> None:
-        """Somebody else goes on, with the tokens there are; unless this group has broken engine after engine."""
+        """Somebody else goes on, with the tokens there are. Whether this group breaks engine after engine is judged by
+        the buffer, which knows the other attempts."""
         if partial.cause is not None:
             self._broke_s = self._ctx.clock.monotonic()
             self._handover.note_break(assignment, partial)
-            if assignment.attempt >= MAX_ATTEMPTS:
-                await asyncio.sleep(LOSS_S)
-                await self._handover.drop(assignment, partial.cause)
-                return
         await self._handover.give_back(assignment, partial)
 
     async def _calm(self) -> None:
@@ -175,9 +174,10 @@ class GroupPull:
 
     # -- tokens outlive the engine
 
-    async def hand_back(self) -> int:
-        """All groups go back with the tokens they have, for this actor is about to fail; returns how many. Takes
-        `HAND_BACK_S` at most: what the buffer was not told goes on from what it was told before."""
+    async def hand_back(self, cause: EngineError | None = None) -> int:
+        """All groups go back with the tokens they have, for this actor is about to fail; returns how many. `cause`: the
+        engine did, and one of them may be why. Takes `HAND_BACK_S` at most: what the buffer was not told goes on from
+        what it was told before."""
         self.is_draining = True
         num_groups = 0
         try:
@@ -188,7 +188,7 @@ class GroupPull:
                         continue  # it is on its way to the buffer already
                     samples = self._runner.so_far(group_id)
                     task.cancel()
-                    await self._handover.give_back(assignment, Partial(samples))
+                    await self._handover.give_back(assignment, Partial(samples, cause))
                     num_groups += 1
                 if self._in_flight:
                     await asyncio.wait(self._in_flight.values())

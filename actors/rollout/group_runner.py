@@ -202,7 +202,8 @@ class GroupRunner:
         except EngineError as err:
             raise Partial(made.samples(), err) from err
         finally:
-            del self._made[group_id]
+            if self._made.get(group_id) is made:  # held-out prompts may be answered twice at a time
+                del self._made[group_id]
             for hop, (began_s, ended_s) in stretches.found.items():
                 self._on_hop(hop, group_id, stretches.wall_s(began_s), ended_s - began_s)
         finished = [d for d in done if not isinstance(d, Interrupted)]

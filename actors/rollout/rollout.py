@@ -12,6 +12,7 @@ so that what an engine calls version v is what the trainer calls version v, what
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -36,7 +37,7 @@ from ...core.protocols import Engine, PausesAsTold, Tokenizer
 from ...core.samples import NO_VERSION
 from ...core.weight_channel import WeightProgress
 from ..contracts.roles import BufferContract, MonitorContract, RolloutContract
-from ..engine_versions import ALWAYS_NEWEST
+from ..engine_versions import ALWAYS_NEWEST, Weights
 from ..knobs.owner import KnobOwner, OwnsKnobs
 from ..knobs.process import process_knobs
 from ..telemetry import ReportPace, report_forever
@@ -107,6 +108,8 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._runner: GroupRunner | None = None
         self._max_running = 0
         self._is_given_up = False
+        self._questions = itertools.count(1)
+        """Evaluations and canaries: asked again while the first still runs, one must not be taken for the other."""
         self._live = RolloutLive(
             concurrency=options.max_groups,
             workflow_timeout_s=options.workflow_timeout_s,
@@ -233,7 +236,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         if self._tenant is not None:
             self._tenant.joined()
         await self._serving.wait()
-        await self._pull.run(runner, lambda: self._version)
+        await self._pull.run(runner, lambda: Weights(self._weights.lineage, self._version))
 
     async def _wait_for_room(self, engine: Engine) -> Generate:
         """How requests reach the engine; where it takes turns, only once there is room for it to load."""
@@ -263,9 +266,10 @@ class Rollout(OwnsKnobs, RolloutContract):
             self._tenant.turn.end()
         for task in tasks:
             task.cancel()
-        await self._scorer.close()
-        if self._engine is not None:
-            await self._engine.close()
+        closing = [self._scorer.close()] if self._engine is None else [self._scorer.close(), self._engine.close()]
+        # Neither waits for the other, or fails by it.
+        for error in filter(None, await asyncio.gather(*closing, return_exceptions=True)):
+            raise error
 
     # -- weights
 
@@ -284,7 +288,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._serving.set()
         self._telemetry.event("weights-adopted", f"serves version {version}", version=version)
         try:
-            await self._buffer.adopted(self.ctx.name, self.ctx.epoch, version)
+            await self._buffer.adopted(self.ctx.name, self.ctx.epoch, version, self._weights.lineage)
         except CallError as err:
             self.ctx.log.warning("buffer was not told of version %d: %s (the next draw tells it)", version, err)
         return ack
@@ -292,9 +296,12 @@ class Rollout(OwnsKnobs, RolloutContract):
     async def weight_progress(self) -> WeightProgress:
         return self._weights.progress()
 
-    async def fence(self, reason: str) -> None:
+    async def fence(self, epoch: int, reason: str) -> bool:
+        if epoch != self.ctx.epoch:
+            return False
         error = EngineError(f"{self.ctx.name} was fenced: {reason}", remedy="it is restarted with new weights")
-        self.ctx.spawn(self._give_engine_up(error), name="fenced")
+        self.ctx.spawn(self._give_engine_up(error, is_fenced=True), name="fenced")
+        return True
 
     # -- an engine that is of no more use
 
@@ -309,12 +316,12 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._telemetry.event("engine-lied", lie.message)
         self.ctx.spawn(self._give_engine_up(lie), name="lied")
 
-    async def _give_engine_up(self, error: EngineError) -> None:
+    async def _give_engine_up(self, error: EngineError, *, is_fenced: bool = False) -> None:
         """Its groups go elsewhere with their tokens; then this actor fails, and is built anew."""
         if self._is_given_up:
             return
         self._is_given_up = True
-        num_groups = await self._pull.hand_back()
+        num_groups = await self._pull.hand_back(None if is_fenced else error)
         self.ctx.log.error("the engine is given up, %d groups go elsewhere: %s", num_groups, error)
         raise error
 
@@ -332,12 +339,11 @@ class Rollout(OwnsKnobs, RolloutContract):
     # -- questions
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        return await evaluate(
-            self._ready_runner(), request, name=self.ctx.name, version=self._version, log=self.ctx.log
-        )
+        number, log = next(self._questions), self.ctx.log
+        return await evaluate(self._ready_runner(), request, self.ctx.name, self._version, number=number, log=log)
 
     async def answer(self, request: EvalRequest) -> CanaryAnswers:
-        prefix = f"{self.ctx.name}.{self.ctx.epoch}.canary{self._version}."
+        prefix = f"{self.ctx.name}.{self.ctx.epoch}.canary{next(self._questions)}."
         with self._meter.working("canary"):
             model = self._ready_runner().model
             return await answer_canary(model, self._tokenizer, request, name=self.ctx.name, prefix=prefix)

@@ -24,7 +24,8 @@ from ...core.patience import until_answered
 from ..contracts.memory import MemoryContract
 from ..contracts.roles import RolloutContract, TrainerContract
 
-OFFERS = 3
+ATTEMPTS = 3
+"""At one lease, before its refusal ends the gang."""
 AGAIN_S = 1.0
 """For the registry to hear that an actor is gone."""
 TRAINER, ROLLOUT = "trainer", "rollout"
@@ -81,12 +82,13 @@ class TimeShare:
         await self._ctx.wait_for(self._options.manager, *self._options.trainers, timeout_s=self._options.start_s)
         ranks = self._ctx.group(TrainerContract, self._options.trainers)
         await ranks.options(deadline_s=self._options.start_s).all(TrainerContract.memory_report)  # they are registered
-        await self._lease(TRAINER, TRAINER_TAGS, is_active=True, quiet=())
+        await self._insist(lambda: self._lease(TRAINER, TRAINER_TAGS, is_active=True, quiet=()))
 
     async def take(self) -> None:
-        """The trainer's turn."""
+        """The trainer's turn. An engine that did not come to a stand in time goes on when the lease is refused, and is
+        asked again; one that is away holds nobody up."""
         self._idles()
-        await self._lease(TRAINER, TRAINER_TAGS, is_active=True, quiet=(ROLLOUT,))
+        await self._insist(lambda: self._lease(TRAINER, TRAINER_TAGS, is_active=True, quiet=(ROLLOUT,)))
         self._works()
 
     def trained(self) -> None:
@@ -96,23 +98,26 @@ class TimeShare:
     async def offer(self) -> None:
         """Room for the engines' weights, on top of what the trainer still holds if that fits. Engines that were not
         loaded yet need all of their room at once, and load. One that dies meanwhile is waited for."""
-        await self._insist(self._offer)
+        await self._insist(self._offer, needs_engines=True)
 
     async def give(self) -> None:
         """The engines' turn. One that died since the offer is waited for: it stands without weights until the next."""
-        await self._insist(lambda: self._lease(ROLLOUT, ROLLOUT_TAGS, is_active=True, quiet=(TRAINER,)))
+        await self._insist(
+            lambda: self._lease(ROLLOUT, ROLLOUT_TAGS, is_active=True, quiet=(TRAINER,)), needs_engines=True
+        )
         self._works()
 
-    async def _insist(self, ask: Callable[[], Awaitable[None]]) -> None:
-        """Ask once all engines are there, and again when one left or the lease was refused for it."""
-        for attempt in range(OFFERS):
-            await self._ctx.wait_for(*self._options.rollouts, timeout_s=self._options.start_s)
+    async def _insist(self, ask: Callable[[], Awaitable[None]], *, needs_engines: bool = False) -> None:
+        """Ask (with `needs_engines` once all of them are there), and again when one left or the lease was refused."""
+        for attempt in range(ATTEMPTS):
+            if needs_engines:
+                await self._ctx.wait_for(*self._options.rollouts, timeout_s=self._options.start_s)
             try:
                 await ask()
             except (CallError, LeaseRefused) as err:
-                if attempt + 1 == OFFERS:
+                if attempt + 1 == ATTEMPTS:
                     raise
-                self._ctx.log.warning("the engines' turn: %s; trying again", err)
+                self._ctx.log.warning("a change of turns: %s; trying again", err)
                 await asyncio.sleep(AGAIN_S)
             else:
                 return

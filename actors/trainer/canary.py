@@ -87,6 +87,8 @@ def judge(version: int, who: str, samples: Sequence[Sample], scores: F32, bound:
     Tokens that another version generated are left out. A difference that is no number is above every bound. Raises
     ValueError when the scores are of other tokens.
     """
+    if not samples:
+        return Verdict(mean_diff=0.0, max_diff=0.0, num_tokens=0)
     engine = np.concatenate([sample.logprobs for sample in samples])
     if scores.shape != engine.shape:
         raise ValueError(f"{scores.shape[0]} scores for {engine.shape[0]} tokens")

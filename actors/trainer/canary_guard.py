@@ -68,7 +68,7 @@ class Guard:
             async with scoring():
                 verdict = await self._compare(version, answers)
         if not verdict.num_tokens:
-            self._telemetry.event("guard-skipped", f"version {version}: the engine answered with other versions")
+            self._telemetry.event("guard-skipped", f"version {version}: the engine answered with no token of it")
             return
         values = {"guard/logprob_diff": verdict.mean_diff, "guard/logprob_diff_max": verdict.max_diff}
         self._telemetry.metric(version, values)
@@ -83,6 +83,8 @@ class Guard:
         )
 
     async def _compare(self, version: int, answers: CanaryAnswers) -> Verdict:
-        scores = (await self._ranks.all(TrainerContract.score, as_train_samples(answers.samples)))["trainer/0"]
-        logprobs = np.asarray(scores.logprobs, dtype=np.float32)
+        logprobs = np.zeros(0, np.float32)
+        if answers.samples:  # ranks have nothing to run for none
+            scores = (await self._ranks.all(TrainerContract.score, as_train_samples(answers.samples)))["trainer/0"]
+            logprobs = np.asarray(scores.logprobs, dtype=np.float32)
         return judge(version, answers.rollout, answers.samples, logprobs, self._options.bound)

@@ -2,11 +2,13 @@
 
     begin      all ranks copy what they will write; training waits for that only
     written    each rank's files are on its disk, and a copy of the ledger beside them, whenever that is
-    finish     at the boundary of a step, all ranks: the folder appears, then the run's part of it
-               (`checkpoints/run_part.py`), and only now is the buffer told "durable"
+    finish     between two steps, or while training waits for data, all ranks: the folder appears, then the run's part
+               of it (`checkpoints/run_part.py`), and only now is the buffer told "durable"
 
 One at a time: the next checkpoint first settles the one before. One that lacks what was decided about the knobs since
-is written again, in its place. Knows ranks and buffer by their contracts.
+is written again, in its place. One by schedule that cannot be written is told, and tried again after the next step, so
+often: a full disk or a buffer that is away is no reason to throw training back. Knows ranks and buffer by their
+contracts.
 """
 
 from __future__ import annotations
@@ -22,15 +24,22 @@ from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext
 from ...core.actor_group import ActorGroup
 from ...core.clock import Clock
-from ...core.errors import GatherError, TrainError
+from ...core.errors import GatherError, MyxaError, RemoteError, TrainError
 from ...core.file_entry import FileEntry
 from ...core.knobs import LiveKnobs
-from ..checkpoints.folder import GROWING, look_at, read_manifest, sweep, version_in
+from ..checkpoints.folder import GROWING, list_checkpoints, look_at, read_manifest, sweep, version_in
 from ..checkpoints.folder_swap import take_away
 from ..checkpoints.run_part import RunPart, is_kept, write_run_part
 from ..contracts.roles import TrainerContract
 from ..ledger.resume import LEDGER
 from .checkpoint_side import RunSide
+
+ATTEMPTS = 3
+"""By schedule, in a row: when the last of them fails, so does the leader."""
+
+
+class RankSilent(TrainError):
+    """A rank did not answer: the gang is not whole, so no other attempt can help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +92,9 @@ class Checkpoints:
         self._clock = clock
         self._pending: _Pending | None = None
         self._newest: tuple[int, LiveKnobs] | None = None
-        """Version and knobs that were written last, or are being written."""
+        """Version and knobs of the one that was written last, with all its parts and told to the buffer."""
+        self._num_failed = 0
+        """Attempts by schedule since one was written."""
         self.every = options.every
         """Live: steps between two; 0: none."""
         self.keep_last = options.keep_last
@@ -99,9 +110,19 @@ class Checkpoints:
         """Whether one is being written."""
         return self._pending is not None
 
+    @property
+    def is_written(self) -> bool:
+        """Whether one waits for nothing but a boundary to be finished at."""
+        return self._pending is not None and self._pending.written.done()
+
+    @property
+    def newest(self) -> int:
+        """Version of the one that was written last; -1: none yet."""
+        return -1 if self._newest is None else self._newest[0]
+
     def is_due(self, version: int) -> bool:
-        """After the step that made this version."""
-        return bool(self.every) and version % self.every == 0
+        """After the step that made this version; also when the last one that was due could not be written."""
+        return bool(self.every) and (version % self.every == 0 or self._num_failed > 0)
 
     def folder_of(self, version: int) -> Path:
         """Where its checkpoint lies."""
@@ -113,14 +134,46 @@ class Checkpoints:
 
     async def save(self, version: int) -> None:
         """Write the checkpoint of `version`, or begin to, unless there is one with all that was decided about the
-        knobs. Raises TrainError naming a rank that could not."""
+        knobs. Raises TrainError naming a rank that could not, and CallError if coordinator or buffer stay away."""
         with self._meter.during("compute", f"checkpoint {version}"):
             await self.settle()
             live = await self._run.live_knobs()
             if (version, live) == self._newest:
                 return
+            self._newest = None  # its folder may be replaced: until the new one has all its parts there is none
+            holder = self.folder_of(version).parent
+            await self._in_thread(lambda: self._sweep(holder))  # what failed before may have filled the disk
             await (self._begin(version, live) if self._options.is_async else self._write(version, live))
-        self._newest = (version, live)
+
+    async def save_by_schedule(self, version: int) -> None:
+        """The same. What fails is told, and tried again when it is due next; raises what the last attempt raised."""
+        await self.settle_by_schedule()
+        await self._attempt(lambda: self.save(version))
+
+    async def settle_by_schedule(self) -> None:
+        """As `settle`, with failures as in `save_by_schedule`."""
+        await self._attempt(self.settle)
+
+    async def at_boundary(self) -> None:
+        """Between two steps: finish a checkpoint that every rank has written; else nothing."""
+        if self.is_written:
+            await self.settle_by_schedule()
+
+    async def _attempt(self, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except RankSilent:
+            raise
+        except MyxaError as error:
+            self._num_failed += 1
+            if self._num_failed >= ATTEMPTS:
+                raise
+            self._tell_failed(error)
+
+    def _tell_failed(self, error: MyxaError) -> None:
+        text = f"{error} (attempt {self._num_failed} of {ATTEMPTS}; the next one follows after the next step)"
+        self._telemetry.event("checkpoint-failed", text)
+        self._ctx.log.error("a checkpoint could not be written: %s", text)
 
     async def _write(self, version: int, live: LiveKnobs) -> None:
         folder = self.folder_of(version)
@@ -136,26 +189,23 @@ class Checkpoints:
         task = self._ctx.spawn(self._until_written(version), name=f"checkpoint-{version}")
         self._pending = _Pending(version, folder, live, begun_at, task)
 
-    async def at_boundary(self) -> None:
-        """Between two steps: finish a checkpoint that every rank has written; else nothing."""
-        if self._pending is not None and self._pending.written.done():
-            await self.settle()
-
     async def settle(self) -> None:
-        """Wait until the one that is being written is there."""
+        """Wait until the one that is being written is there. When that fails nothing of it is left to be settled, for
+        no repetition could finish it."""
         pending = self._pending
         if pending is None:
             return
-        with self._meter.during("compute", f"checkpoint {pending.version}"):
-            ledger = await pending.written
-            if isinstance(ledger, TrainError):
-                self._pending = self._newest = None
-                raise ledger
-            await self._all("finish", lambda: self._ranks.all(TrainerContract.finish_checkpoint))
-        self._pending = None
-        took_s = self._clock.monotonic() - pending.begun_at
-        self._telemetry.metric(pending.version, {"checkpoint/async_s": took_s})
-        await self._is_there(pending.version, pending.folder, pending.live, ledger)
+        try:
+            with self._meter.during("compute", f"checkpoint {pending.version}"):
+                ledger = await pending.written
+                if isinstance(ledger, TrainError):
+                    raise ledger
+                await self._all("finish", lambda: self._ranks.all(TrainerContract.finish_checkpoint))
+                took_s = self._clock.monotonic() - pending.begun_at
+                self._telemetry.metric(pending.version, {"checkpoint/async_s": took_s})
+                await self._is_there(pending.version, pending.folder, pending.live, ledger)
+        finally:
+            self._pending = None
 
     async def _until_written(self, version: int) -> FileEntry | TrainError:
         """The copy of the ledger, or what went wrong, for the boundary at which it is looked for."""
@@ -182,27 +232,44 @@ class Checkpoints:
             knobs=live,
             is_kept=stays,
         )
-        in_thread = asyncio.get_running_loop().run_in_executor
-        await in_thread(None, self._write_run_part, folder, part)
+        await self._in_thread(lambda: self._write_run_part(folder, part))
         await self._run.durable(version)
-        await in_thread(None, self._prune, folder)
+        self._newest, self._num_failed = (version, live), 0
+        await self._in_thread(lambda: self._prune(folder))
+
+    async def _in_thread(self, work: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, work)
 
     def _write_run_part(self, folder: Path, part: RunPart) -> None:
         write_run_part(folder, part, self._copy_of(part.version), read_manifest(folder).files)
 
     def _prune(self, newest: Path) -> None:
         """Of all others the oldest go: folders of a life before a resume may bear higher versions. What is torn is no
-        reason for a whole one to go; it goes once all that stay are newer."""
-        if not self.keep_last or not look_at(newest).is_complete:
-            return
-        others = [look_at(path) for path in newest.parent.glob("version_*") if path.is_dir() and path != newest]
-        old = sorted((info for info in others if info.is_complete), key=lambda info: info.path.name)
+        reason for a whole one to go; it goes once all that stay are newer. Never raises for the disk: the new one is
+        whole, and the next one finds again what should have gone."""
+        self._sweep(newest.parent)
+        try:
+            if self.keep_last and look_at(newest).is_complete:
+                self._take_oldest(newest)
+        except OSError as error:
+            self._ctx.log.warning("older checkpoints beside %s could not all be deleted: %s", newest, error)
+
+    def _take_oldest(self, newest: Path) -> None:
+        found = list_checkpoints(newest.parent)  # one that lost its place to a newer one in a crash is among them
+        others = [info for info in found if info.path != newest and version_in(info.path) >= 0]
+        old = sorted((info for info in others if info.is_complete), key=lambda info: version_in(info.path))
         num_going = max(len(old) + 1 - self.keep_last, 0)
         first = min(version_in(path) for path in (*(info.path for info in old[num_going:]), newest))
         torn = [info for info in others if not info.is_complete and version_in(info.path) < first]
         for info in (*(info for info in old[:num_going] if not is_kept(info.path)), *torn):
             take_away(info.path)
-        sweep(newest.parent)
+
+    def _sweep(self, holder: Path) -> None:
+        """Nothing is being written, but perhaps by ranks whose mates have failed. Never raises for the disk."""
+        try:
+            sweep(holder)
+        except OSError as error:
+            self._ctx.log.warning("leftovers in %s could not be deleted: %s", holder, error)
 
     async def _all(self, what: str, send: Callable[[], Awaitable[object]]) -> None:
         """A call to all ranks; one that fails is named."""
@@ -211,4 +278,5 @@ class Checkpoints:
         except GatherError as error:
             name, cause = next(iter(error.errors.items()))
             message = f"{name} could not {what} a checkpoint: {cause}"
-            raise TrainError(message, remedy=f"see the log of {name}; an older checkpoint stays whole") from cause
+            kind = TrainError if isinstance(cause, RemoteError) else RankSilent
+            raise kind(message, remedy=f"see the log of {name}; an older checkpoint stays whole") from cause

@@ -100,14 +100,22 @@ class Leader:
         self.stands_at = -1
         """Number of the boundary that was passed last; see `KnobOwner`."""
         self._may_go = asyncio.Event()
+        self._refused = -1
+        """Version that no engine could take as it was published."""
         self._stop_reason = ""
         self._inventory = ""
 
     # -- told by the coordinator
 
     def go(self, start_version: int) -> None:
-        """Start stepping. The version is the coordinator's view and must be ours."""
-        self._ctx.log.info("the coordinator lets the loop start at version %d", start_version)
+        """Start stepping from the version that the ranks have; `start_version` is the coordinator's view of it. An
+        order that comes before the gang was told of was given to the gang before it, and is void."""
+        if self._standing.version < 0:
+            self._ctx.log.warning("an order to start at version %d was not for this gang; ignored", start_version)
+            return
+        self._ctx.log.info(
+            "the coordinator lets the loop start at version %d; it stands at %d", start_version, self._standing.version
+        )
         self._standing.is_leading = True
         self._may_go.set()
 
@@ -119,6 +127,10 @@ class Leader:
     async def released(self, version: int) -> None:
         """No engine reads `version` any more."""
         await self._publisher.released(version)
+
+    def publish_again(self, version: int) -> None:
+        """No engine can take `version` as it was published."""
+        self._refused = version if self._share is None else -1  # in turns they have it, or the leader waits for them
 
     async def write_now(self, *, export: bool) -> str:
         """Have a checkpoint or an export written between two steps; returns the folder."""
@@ -138,7 +150,7 @@ class Leader:
         self.stands_at = version - 1
         await self._ctx.wait_for("coordinator", "buffer", *self._ranks.names, timeout_s=self._options.setup_timeout_s)
         if version > 0 or is_restart:
-            await self._ask("buffer", lambda: self._buffer.rewind(version))
+            await self._ask("buffer", lambda: self._buffer.rewind(version, self._ctx.epoch))
         manifest = await self._publisher.publish(version) if self._options.publishes else None
         async with self._engines_turn(version):
             await self._standing.ready(version, manifest, facts, live)
@@ -203,8 +215,11 @@ class Leader:
     async def _between_claims(self, version: int, blocked_by: str) -> None:
         """There is no batch yet: what else can be done while the trainer stands at `version`."""
         newcomers = self._share is not None and self._share.has_newcomers
-        if newcomers or self._orders.are_waiting:
+        # in turns on a device, a checkpoint is finished with the next step, which may only be long in coming in a pause
+        is_written = self._checkpoints.is_written and (self._share is None or blocked_by == "paused")
+        if newcomers or is_written or self._orders.are_waiting:
             async with self._trainers_turn(version):
+                await self._checkpoints.at_boundary()
                 await self._orders.serve(version)
                 if newcomers:
                     self._ctx.log.info("version %d is handed over again, to engines that came anew", version)
@@ -292,8 +307,15 @@ class Leader:
         return await self._publisher.publish(made) if is_due or made >= self._last else None
 
     async def _give_held_back(self, version: int) -> None:
-        """No batch, nothing under way, and engines lack `version`: no group may start before they have it."""
-        if not self._options.publishes or self._publisher.newest == version:
+        """No batch, and engines lack `version`, which was damaged where it was published, or held back. What was held
+        back is given once nothing is under way: no group may start before they have it."""
+        is_refused = self._refused == version
+        if not self._options.publishes or (self._publisher.newest == version and not is_refused):
+            return
+        if is_refused:
+            self._telemetry.event("weights-published-again", f"version {version}: no engine could take it as it was")
+            self._refused = -1
+            await self._offer(version)
             return
         stats = await self._ask("buffer", self._buffer.stats)
         if not stats.states.get(State.DISPATCHED, 0):
@@ -319,9 +341,10 @@ class Leader:
 
     async def _write_last(self, version: int, *, is_new: bool) -> None:
         """What is left of a run: a whole checkpoint, the exported model."""
+        await self._checkpoints.settle_by_schedule()
         if is_new:
             await self._checkpoints.save(version)
-        await self._checkpoints.settle()
+            await self._checkpoints.settle()
         if self._options.export_at_end:
             folder = str(Path(self._options.run_dir) / "export")
             with self._meter.during("compute", "finish"):
@@ -334,10 +357,11 @@ class Leader:
         if self._share is not None and version >= self._last:
             await self._write_last(version, is_new=self._checkpoints.every > 0)
         elif self._checkpoints.is_due(version):
-            await self._checkpoints.save(version)
+            await self._checkpoints.save_by_schedule(version)
         elif self._standby.is_due(version) and not self._checkpoints.is_pending:
             await self._standby.copy(version)
         await self._orders.serve(version)
+        await self._standby.superseded(self._checkpoints.newest)
 
     # -- turns on a device that engines share
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from ...core.activity import ActivityMeter
 from ...core.actor import ActorContext
 from ...core.actor_group import ActorGroup
-from ...core.errors import TrainError
+from ...core.errors import GatherError, TrainError
 from ...core.messages import WeightManifest
 from ..contracts.roles import TrainerContract
 from .manifest_parts import join_parts
@@ -34,6 +36,8 @@ class Publisher:
         self._meter = meter
         self._unreleased: dict[int, tuple[str, ...]] = {}
         """Version -> ranks that published it."""
+        self._untold: dict[int, tuple[str, ...]] = {}
+        """Version that was released -> ranks beside this one that have not heard it."""
         self._release_seen = asyncio.Event()
         self.newest = -1
         """Version that was published last; -1: none."""
@@ -41,35 +45,49 @@ class Publisher:
 
     async def publish(self, version: int) -> WeightManifest:
         """Where engines find `version`. Raises TrainError when no rank gathered it, or nobody lets go of older ones."""
-        if len(self._unreleased) >= self._max_unreleased:
+        if version not in self._unreleased and len(self._unreleased) >= self._max_unreleased:
             await self.await_release(version, at_most=self._max_unreleased - 1)
+        self._untold.pop(version, None)  # ranks that publish it again let go of what they had
         with self._meter.during("wait-weights", f"publish others {version}"):
             parts = await self._ranks.all(TrainerContract.publish, version)
         manifest = join_parts(parts)
         if manifest is None:
             raise TrainError(f"no rank gathered weights for version {version}", remedy="see the log of trainer/0")
+        manifest = msgspec.structs.replace(manifest, lineage=self._ctx.epoch, attempt=self._attempt_at(version))
         self._unreleased[version] = tuple(name for name, part in parts.items() if part is not None)
         self.newest, self._manifest = version, manifest
         return manifest
+
+    def _attempt_at(self, version: int) -> int:
+        before = self._manifest
+        return before.attempt + 1 if before is not None and before.version == version else 0
 
     @property
     def readable(self) -> WeightManifest | None:
         """The newest version, if it was not released yet."""
         return self._manifest if self.newest in self._unreleased else None
 
-    async def release_older(self) -> None:
-        """Whoever was to say that nobody reads the versions before the newest one is gone."""
+    async def release_older(self, before: int) -> None:
+        """Whoever was to say that nobody reads the versions below `before` any more is gone."""
         own = self._ctx.ref(TrainerContract, self._ctx.name)
         for version in sorted(self._unreleased):
-            if version < self.newest:
+            if version < before:
                 await own.release_weights(version)
 
     async def released(self, version: int) -> None:
-        """No engine reads `version` any more."""
-        others = [name for name in self._unreleased.pop(version, ()) if name != self._ctx.name]
-        self._release_seen.set()
+        """No engine reads `version` any more. A rank that does not hear it now is told again with the next one."""
+        others = tuple(name for name in self._unreleased.pop(version, ()) if name != self._ctx.name)
         if others:
-            await self._ctx.group(TrainerContract, others).all(TrainerContract.release_weights, version)
+            self._untold[version] = others
+        self._release_seen.set()
+        for untold, names in list(self._untold.items()):
+            try:
+                await self._ctx.group(TrainerContract, names).all(TrainerContract.release_weights, untold)
+            except GatherError as error:
+                self._ctx.log.warning("version %d may go, but not all ranks heard it: %s", untold, error)
+                continue
+            if self._untold.get(untold) is names:
+                del self._untold[untold]
 
     async def await_release(self, version: int, at_most: int = 0) -> None:
         """Wait, for the sake of `version`, until the engines let go of all published versions but `at_most`."""

@@ -39,10 +39,10 @@ class Standing:
     async def ready(
         self, version: int, manifest: WeightManifest | None, facts: dict[str, str], live: LiveKnobs | None
     ) -> None:
-        """The gang is up. `live`: knobs as the checkpoint that it goes on from holds them."""
-        self._facts, self._live = facts, live
+        """The gang is up. `live`: knobs as the checkpoint that it goes on from holds them. A coordinator that restarts
+        just now may be told twice, which does no harm."""
+        self._facts, self._live, self.version = facts, live, version
         await self._ask(COORDINATOR, lambda: self._coordinator.trainer_ready(version, manifest, facts, live))
-        self.version = version
 
     async def finished(self, version: int, reason: str) -> None:
         """The loop ended."""
@@ -55,14 +55,14 @@ class Standing:
             self._ctx.spawn(self._tell_again(), name=f"tell coordinator {event.epoch}")
 
     async def _tell_again(self) -> None:
-        """What the one before was to release is nobody's any more."""
+        """What the one before was to release is nobody's any more. What is published meanwhile is the new one's."""
         version, live = self.version, None if self.is_leading else self._live
-        manifest = self._publisher.readable
+        manifest, newest = self._publisher.readable, self._publisher.newest
         self._ctx.log.info("the coordinator is new: it is told that the trainer stands at version %d", version)
         await self._ask(
             COORDINATOR,
             lambda: self._coordinator.trainer_ready(version, manifest, self._facts, live, is_leading=self.is_leading),
         )
-        await self._publisher.release_older()
+        await self._publisher.release_older(newest)
         if self._finished:
             await self._ask(COORDINATOR, lambda: self._coordinator.trainer_finished(version, self._finished))

@@ -24,7 +24,7 @@ from ...core.actor import MailboxPolicy, PeerEvent
 from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
-from ...core.errors import TrainError
+from ...core.errors import NotReady, TrainError
 from ...core.knobs import KnobChange, KnobValue, KnobVote, LiveKnobs
 from ...core.messages import Scores, WeightManifest
 from ...core.protocols import PendingSave, TrainBackend, WeightSender, WeightWriter
@@ -39,13 +39,13 @@ from .knobs import after, of_ranks
 from .leader import Leader
 from .leader_options import LeaderOptions
 from .sending import SendsWeights
-from .start_point import FindStart, StartPoint, anew
+from .start_point import FixedStart, StartFinder, StartPoint, marks_of, restore
 from .tenant import TrainerTenancy, TrainerTenant
 
 T = TypeVar("T")
 
 CLOSE_S = 2.0
-"""How long the end waits for a call in hand: it may hang in a collective, whose other ranks are gone."""
+"""How long the end waits for a call in hand: it may hang in a collective, whose other ranks are gone, or on a disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +73,16 @@ class Trainer(OwnsKnobs, SendsWeights):
         clock: Clock,
         sender: WeightSender | None = None,
         tenancy: TrainerTenancy | None = None,
-        find_start: FindStart = anew,
+        start: StartFinder | None = None,
     ) -> None:
         """Versions go to `sender` if there is one, else to `writer`. `tenancy`: where the rank shares its device with
-        an engine in turns. `find_start`: tells where it begins; called in a thread."""
+        an engine in turns. `start`: tells rank 0 where all begin; asked in a thread. None: from the model folder."""
         self._backend = backend
         self._writer = writer
         self._sender = sender
         self._options = options
-        self._find_start = find_start
+        self._finder = start or FixedStart()
+        self._start = StartPoint()
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="backend")
         self._weights_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
@@ -148,15 +149,12 @@ class Trainer(OwnsKnobs, SendsWeights):
 
     async def _restore(self) -> StartPoint:
         """The state that this attempt begins with."""
-        start = await self._in_thread(self._find_start)
+        start, extra = await self._in_thread(lambda: restore(self._options.rank, self._finder, self._backend))
+        self._start, self._version, self._live = start, int(extra["version"]), _live_knobs(extra)
         if self._options.rank == 0:
             for text in start.passed_over:
                 self._telemetry.event("checkpoint-passed-over", text)
-                self.ctx.log.error("a checkpoint is not whole and is passed over: %s", text)
-        if start.checkpoint:
-            extra = await self._in_thread(lambda: self._backend.load(start.checkpoint))
-            self._version = int(extra["version"])
-            self._live = _live_knobs(extra)
+                self.ctx.log.error("a checkpoint is passed over: %s", text)
         if start.is_restart and self._options.rank == 0:
             place = start.checkpoint or "the model folder"
             self._telemetry.event("trainer-goes-back", f"to version {self._version}, from {place}")
@@ -194,12 +192,14 @@ class Trainer(OwnsKnobs, SendsWeights):
             self._leader.stop(why)
         if self._sender is not None:
             self._sender.close()
-        closing = asyncio.get_running_loop().run_in_executor(self._thread, self._backend.close)
-        done, _ = await asyncio.wait([closing], timeout=CLOSE_S)
-        self._thread.shutdown(wait=bool(done), cancel_futures=True)
-        self._weights_thread.shutdown(wait=True, cancel_futures=True)
+        ends: dict[ThreadPoolExecutor, Callable[[], None]] = {self._thread: self._backend.close}
         if self._writer is not None:
-            self._writer.close()
+            ends[self._weights_thread] = self._writer.close
+        in_thread = asyncio.get_running_loop().run_in_executor
+        closing = {thread: in_thread(thread, close) for thread, close in ends.items()}
+        done, _ = await asyncio.wait(closing.values(), timeout=CLOSE_S)
+        for thread, end in closing.items():
+            thread.shutdown(wait=end in done, cancel_futures=True)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -247,7 +247,7 @@ class Trainer(OwnsKnobs, SendsWeights):
             return await self._beside(lambda: writer.publish(version, tensors))
 
     def _extra(self, live: LiveKnobs) -> dict[str, Any]:
-        return {"version": self._version, "knobs": msgspec.json.decode(msgspec.json.encode(live))}
+        return {**marks_of(self._start, self._version), "knobs": msgspec.json.decode(msgspec.json.encode(live))}
 
     async def save_checkpoint(self, folder: str, live: LiveKnobs) -> None:
         extra = self._extra(live)
@@ -258,6 +258,9 @@ class Trainer(OwnsKnobs, SendsWeights):
     async def begin_checkpoint(self, folder: str, live: LiveKnobs) -> None:
         extra = self._extra(live)
         with self._meter.during("compute", "copy checkpoint"), self._blocking("copies a checkpoint"):
+            if self._saving is not None:  # one that failed on another rank; both would write files of the same names
+                await asyncio.wait([self._saving])
+            self._pending_save = self._saving = None  # its copy of the state too, before there is another
             pending = await self._in_thread(lambda: self._backend.begin_save(folder, extra))
         self._pending_save = pending
         self._saving = self.ctx.spawn(_attempt(pending.write, "write checkpoint"), name="write-checkpoint")
@@ -297,11 +300,10 @@ class Trainer(OwnsKnobs, SendsWeights):
     # -- what only the leader answers
 
     def _require_leader(self) -> Leader:
+        if self._options.rank:
+            raise TrainError(f"{self.ctx.name} does not lead", remedy="ask trainer/0")
         if self._leader is None:
-            raise TrainError(
-                f"{self.ctx.name} does not lead" if self._options.rank else f"{self.ctx.name} is still setting up",
-                remedy="ask trainer/0" if self._options.rank else "ask again once trainer_ready was told",
-            )
+            raise NotReady(f"{self.ctx.name} is still setting up", remedy="ask again once trainer_ready was told")
         return self._leader
 
     async def release_weights(self, version: int) -> None:
@@ -312,6 +314,9 @@ class Trainer(OwnsKnobs, SendsWeights):
             await self._beside(lambda: writer.release(version))
         if self._options.rank == 0:
             await self._require_leader().released(version)
+
+    async def publish_again(self, version: int) -> None:
+        self._require_leader().publish_again(version)
 
     async def run_leader(self, start_version: int) -> None:
         self._require_leader().go(start_version)

@@ -118,8 +118,10 @@ class Channels:
         return JoinOffer(address=address, port=port, backend=backend)
 
     def send(self, order: SendOrder, staged: Staged, on_end: Callable[[], None]) -> SendReport:
-        """Broadcast all buckets, in order; the channel is given up on any error. `on_end` is called when nothing reads
-        the buckets any more, which after a missed deadline may be later than the return.
+        """Broadcast all buckets, in order; the channel is given up on any error. `on_end` is called when the thread
+        that sends has ended, which after a missed deadline may be later than the return. A broadcast of NCCL's that
+        missed it may then still be queued on the device, until the group's abort has ended it; what it sends counts for
+        nothing, because the engine's version has failed and is loaded anew as a whole: buckets may be written again.
 
         Raises TrainError that names the sender, the engine, the phase and the bucket.
         """

@@ -34,10 +34,12 @@ class ShmWeightWriter:
         needed = needed_bytes([t.spec.num_bytes for t in tensors])
         try:
             slab = self._take(needed)
+            # From here on it is ours whatever happens: one that is in neither place would be memory that nobody frees.
+            self._used[version] = slab
             specs, digest, generation = slab.write(tensors)
         except MyxaError as err:
+            self.release(version)
             raise TrainError(f"weight version {version} was not published: {err.message}", remedy=err.remedy) from err
-        self._used[version] = slab
         return WeightManifest(
             version=version,
             channel="shm",

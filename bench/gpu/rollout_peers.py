@@ -75,7 +75,7 @@ class RoundBuffer(BufferContract):
         self.trouble = f"group {returned.group_id} was returned"
         self._one_less()
 
-    async def adopted(self, rollout: str, epoch: int, version: int) -> None:
+    async def adopted(self, rollout: str, epoch: int, version: int, lineage: int) -> None:
         return
 
     def _one_less(self) -> None:

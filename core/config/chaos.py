@@ -10,7 +10,7 @@ from ..chaos import Plan, parse_strike
 from ..suggestion import nearest
 from .section import CountInt, NonNegativeFloat, Section, TextTuple
 
-FaultName = Literal["kill", "stop", "delay"]
+FaultName = Literal["kill", "stop", "delay", "partition"]
 FAULTS: tuple[FaultName, ...] = get_args(FaultName)
 
 
@@ -27,11 +27,12 @@ class ChaosSettings(Section, frozen=True):
     seed: CountInt = 1
     """Of the random faults: which actor, which fault."""
     faults: TextTuple = ("kill",)
-    """What random faults do: "kill", "stop" (SIGSTOP, for good), "delay" (SIGSTOP, and SIGCONT after `delay_s`)."""
+    """What random faults do: "kill", "stop" (SIGSTOP, for good), "delay" (SIGSTOP, and SIGCONT after `delay_s`),
+    "partition" (nothing passes between it and all others, launcher included, for `delay_s`)."""
     targets: TextTuple = ("rollout/*", "buffer", "coordinator", "monitor", "trainer/*")
     """Actors that random faults may strike; shell patterns."""
     delay_s: Annotated[float, Field(gt=0, le=600)] = 2.0
-    """How long "delay" holds a process."""
+    """How long "delay" holds a process, and "partition" its connections."""
 
     @field_validator("strikes")
     @classmethod

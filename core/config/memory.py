@@ -38,9 +38,8 @@ class MemorySettings(Section, frozen=True):
     """MiB of each device that a trainer rank needs beside parameters, gradients and optimizer while it has its turn:
     activations and logits of its largest micro-batch. The engine makes that much room, too. Must be set on GPUs."""
     switch_s: PositiveFloat = 120.0
-    """Seconds one change of hands may take; then the lease is refused with who holds what; the run
-    fails, but for room for the engines, which is asked for three times. The start of an engine has
-    `engine.start_s` more."""
+    """Seconds one change of hands may take; then the lease is refused with who holds what, and asked for again. When
+    that was refused three times the trainer gang fails. The start of an engine has `engine.start_s` more."""
     params: ParamsPolicy = "auto"
     """How parameters leave the device: rematerialise (dropped, and rebuilt from float32 masters) or backup (copied to
     the host). "auto": rematerialise where there are masters, else backup."""

@@ -57,8 +57,9 @@ class RoleSettings(Section, frozen=True):
     restart: RestartPolicy = "one"
     """After a failure: one (only the failed actor is restarted), gang (all of the role), never (the run ends)."""
     max_restarts: CountInt = 3
-    """Restarts of one actor (or gang) within 5 minutes after which the run ends. Whoever has run for 20 s is started
-    again at once; one that fails again and again after 0.5 s, then 1 s, up to 30 s, less up to half by lot."""
+    """Restarts of one actor (or gang) within 5 minutes after which the run ends; those that led to no work count
+    however long ago they were. Whoever has run for 20 s is started again at once; one that fails again and again after
+    0.5 s, then 1 s, up to 30 s, less up to half by lot."""
     when_hung: WhenHung = "wait"
     """A process whose event loop gives no sign of life: wait (it is named in the log and left alone) or kill (it is
     killed, with its stacks in its log; then `restart` decides)."""

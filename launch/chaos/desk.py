@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ...actors.audit import AUDIT_FILE, AuditLog
 from ...actors.contracts.roles import CoordinatorContract, MonitorContract
@@ -27,6 +27,7 @@ from ..supervisor.roster import ActorRecord
 from ..supervisor.signalling import send_signal
 from .ballast import Ballast
 from .lots import Lots
+from .partition import LAUNCHER, cut_apart
 
 if TYPE_CHECKING:
     from ..supervisor.run_supervisor import RunSupervisor
@@ -38,6 +39,8 @@ TELL_S = 5.0
 WHO = Operator(user="chaos", via="auto")
 
 _log = logging.getLogger("myxa.chaos")
+
+T = TypeVar("T")
 
 
 class ChaosAct(Record, frozen=True):
@@ -67,7 +70,7 @@ class ChaosDesk:
 
     def __init__(self) -> None:
         self.acts: deque[ChaosAct] = deque(maxlen=MAX_ACTS)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._series: asyncio.Task[None] | None = None
 
     @staticmethod
@@ -83,26 +86,35 @@ class ChaosDesk:
 
     async def strike(self, room: ChaosRun, fault: str, meant: Sequence[ActorRecord], for_s: float) -> tuple[str, ...]:
         """Bring one about now: "kill", "stop", "cont", or "delay" for `for_s`. Returns whom it met."""
-        sent = await send_signal(room.supervisor, meant, {"kill": "KILL", "cont": "CONT"}.get(fault, "STOP"))
-        await self._note(room, ChaosAct(wall_s=room.node.clock.wall(), fault=fault, actors=tuple(sent)))
+        name = {"kill": "KILL", "cont": "CONT"}.get(fault, "STOP")
+        sending = self._begin(send_signal(room.supervisor, meant, name))
         if fault == "delay":
-            self._begin(self._go_on(room, meant, for_s))
+            self._begin(_go_on_later(room, meant, sending, for_s))
+        sent = await asyncio.shield(sending)  # whoever asked may go before the answer; what has begun is ended here
+        await self._note(room, ChaosAct(wall_s=room.node.clock.wall(), fault=fault, actors=tuple(sent)))
         return tuple(sent)
 
-    async def _go_on(self, room: ChaosRun, meant: Sequence[ActorRecord], for_s: float) -> None:
-        await asyncio.sleep(for_s)
-        try:
-            await send_signal(room.supervisor, meant, "CONT")
-        except MyxaError as error:
-            _log.info("what was held up is not there any more: %s", error)
+    async def part(
+        self, room: ChaosRun, meant: Sequence[ActorRecord], others: Sequence[str], for_s: float
+    ) -> tuple[str, ...]:
+        """Nothing passes between these and the others for so long; nobody named: all others, and the launcher of node
+        0. Returns whom it met."""
+        names = [record.name for record in meant]
+        apart = others or [LAUNCHER, *(r.name for r in room.supervisor.roster() if r.pid and r.name not in names)]
+        # Shielded: one side that is told and one that is not would be a fault that no network has.
+        met = await asyncio.shield(self._begin(cut_apart(room.node, names, apart, for_s)))
+        detail = f"from {', '.join(apart)}, for {for_s:g} s"
+        await self._note(room, ChaosAct(wall_s=room.node.clock.wall(), fault="partition", actors=met, detail=detail))
+        return met
 
     async def fill_disk(self, room: ChaosRun, size_bytes: int, for_s: float) -> int:
         """Take space of the run directory's file system, on node 0, and give it back later. Returns how much."""
         ballast = Ballast(room.run_dir.path)
-        taken = await asyncio.to_thread(ballast.fill, size_bytes)
+        filling = asyncio.get_running_loop().run_in_executor(None, ballast.fill, size_bytes)
+        self._begin(_empty_later(ballast, filling, for_s))  # from the first byte on, whatever becomes of whoever asked
+        taken = await asyncio.shield(filling)
         detail = f"{taken} bytes of {room.run_dir.path}"
         await self._note(room, ChaosAct(wall_s=room.node.clock.wall(), fault="fill-disk", actors=(), detail=detail))
-        self._begin(_empty_later(ballast, for_s))
         return taken
 
     def begin_series(self, room: ChaosRun, every_s: float, lots: Lots, delay_s: float) -> None:
@@ -124,7 +136,10 @@ class ChaosDesk:
                 continue
             meant = [record for record in room.supervisor.roster() if record.name == lot.actor]
             try:
-                await self.strike(room, lot.fault, meant, delay_s)
+                if lot.fault == "partition":
+                    await self.part(room, meant, (), delay_s)
+                else:
+                    await self.strike(room, lot.fault, meant, delay_s)
             except MyxaError as error:
                 _log.info("%s of %s did not come about: %s", lot.fault, lot.actor, error)
 
@@ -151,7 +166,7 @@ class ChaosDesk:
         except MyxaError as error:
             _log.error("the audit log did not take it: %s", error)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         # Kept and ended here: the launcher has no actor context of its own to spawn it in.
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -175,11 +190,34 @@ async def _tell(room: ChaosRun, event: Event) -> None:
         _log.info("the monitor was not told: %s", error)
 
 
-async def _empty_later(ballast: Ballast, for_s: float) -> None:
+async def _go_on_later(
+    room: ChaosRun, meant: Sequence[ActorRecord], stopping: asyncio.Future[list[str]], for_s: float
+) -> None:
+    """Also where only some of them could be stopped, and when the run ends before the time is over."""
     try:
-        await asyncio.sleep(for_s)
+        if await _ended_well(stopping):
+            await asyncio.sleep(for_s)
     finally:
+        try:
+            async with asyncio.timeout(TELL_S):
+                await send_signal(room.supervisor, meant, "CONT")
+        except (MyxaError, TimeoutError) as error:
+            _log.info("what was held up is not there any more: %s", error)
+
+
+async def _empty_later(ballast: Ballast, filling: asyncio.Future[int], for_s: float) -> None:
+    try:
+        if await _ended_well(filling):
+            await asyncio.sleep(for_s)
+    finally:
+        await asyncio.wait({filling})  # a thread cannot be called back: what it takes is given back when it has it
         ballast.empty()
+
+
+async def _ended_well(work: asyncio.Future[Any]) -> bool:
+    """Waits for it; its error is for whoever asked for it, who may be gone."""
+    await asyncio.wait({work})
+    return not work.cancelled() and work.exception() is None
 
 
 @contextlib.asynccontextmanager

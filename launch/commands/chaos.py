@@ -13,7 +13,7 @@ from .stretch import stretch_s
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-ACTS = ("kill", "stop", "cont", "delay", "fill-disk", "random", "end", "points")
+ACTS = ("kill", "stop", "cont", "delay", "partition", "fill-disk", "random", "end", "points")
 
 
 def add(verbs: Verbs) -> None:
@@ -27,11 +27,14 @@ def add(verbs: Verbs) -> None:
     chaos.add_argument("act", nargs="?", choices=ACTS, metavar="ACT", help=", ".join(ACTS))
     chaos.add_argument("target", nargs="?", default="", metavar="TARGET", help="rollout/1, rollout, node:1, ...")
     chaos.add_argument("--for", type=stretch_s, default=2.0, metavar="T", dest="for_s",
-                       help="how long delay holds a process, and fill-disk the space (2s)")  # fmt: skip
+                       help="how long: delay a process, partition connections, fill-disk the space (2s)")  # fmt: skip
+    chaos.add_argument("--from", default="", metavar="OTHERS", dest="others",
+                       help="of partition: 'launcher', or actors like TARGET (everybody)")  # fmt: skip
     chaos.add_argument("--mb", type=int, default=0, metavar="N", help="of fill-disk: MiB of the run's file system")
     chaos.add_argument("--every", type=stretch_s, default=10.0, metavar="T", dest="every_s", help="of random (10s)")
     chaos.add_argument("--seed", type=int, default=1, metavar="N", help="of random (%(default)s)")
-    chaos.add_argument("--faults", default="kill", metavar="LIST", help="of random: kill,stop,delay (%(default)s)")
+    chaos.add_argument("--faults", default="kill", metavar="LIST",
+                       help="of random: kill,stop,delay,partition (%(default)s)")  # fmt: skip
     chaos.add_argument("--targets", default="", metavar="LIST",
                        help="of random: patterns such as 'rollout/*,buffer' (those of the run file)")  # fmt: skip
     chaos.add_argument("-m", "--reason", default="", metavar="WHY", help="your own words, for the audit log")
@@ -61,6 +64,8 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
         given |= {"faults": options.faults.split(","), "targets": [t for t in options.targets.split(",") if t]}
     elif options.act != "end":
         given |= {"target": options.target, "for_s": options.for_s}
+    if options.act == "partition":
+        given["others"] = options.others
     return given
 
 
@@ -72,6 +77,9 @@ def _done(told: dict[str, Any]) -> str:
             return "no more random faults" if told["was_on"] else "there were no random faults"
         case "fill-disk":
             return f"{told['num_bytes']} bytes are taken, for {told['for_s']:g} s"
+        case "partition":
+            whom = ", ".join(told["others"]) or "everybody"
+            return f"{', '.join(told['actors']) or 'nobody'} cut off from {whom}, for {told['for_s']:g} s"
         case act:
             return f"{act}: {', '.join(told['actors']) or 'nobody'}"
 

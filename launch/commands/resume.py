@@ -48,7 +48,7 @@ def _resume(options: argparse.Namespace) -> int:
     named: Path | None = options.run_dir or options.run_path
     if options.run_dir is not None and options.run_path not in (None, options.run_dir):
         raise ConfigError(f"which run, {options.run_dir} or {options.run_path}?", remedy="name one of them")
-    if named is not None and _is_over(named):
+    if named is not None and (_is_another_node(options) or _is_over(named)):
         return start_again(named, options)
     note = find_run(named) if named is not None else _only_live_run()
     if options.overrides or options.version is not None:
@@ -59,6 +59,11 @@ def _resume(options: argparse.Namespace) -> int:
     answer = ControlClient(note).ask("resume", ASK_S, reason=options.reason)
     show(options, answer, lambda _: "the run goes on")
     return 0
+
+
+def _is_another_node(options: argparse.Namespace) -> bool:
+    """Whether this machine joins a run that node 0 starts again, and may have started by now."""
+    return options.nnodes is not None and options_of_node(options).place.rank > 0
 
 
 def _is_over(named: Path) -> bool:
@@ -93,13 +98,14 @@ def start_again(named: Path, options: argparse.Namespace) -> int:
 
     base = LaunchOptions(place=find_place(1, 0, None, {})) if options.nnodes is None else options_of_node(options)
     run_dir = RunDir(named.resolve())
-    if base.place.rank:  # node 0 makes the directory ready; this node only has to mean the same checkpoint
-        return _launch(run_dir, choose_point(run_dir.path, options.version), options, base)
+    if base.place.rank:  # node 0 chooses, and makes the directory ready; checkpoint and ledger are its business
+        return _launch(run_dir, None, options, base)
     with no_longer_alive(run_dir):
         return _launch(run_dir, choose_point(run_dir.path, options.version), options, base)
 
 
-def _launch(run_dir: RunDir, point: ResumePoint, options: argparse.Namespace, base: LaunchOptions) -> int:
+def _launch(run_dir: RunDir, point: ResumePoint | None, options: argparse.Namespace, base: LaunchOptions) -> int:
+    """`point` None: node 0 has it."""
     from dataclasses import replace
 
     from ...core.config import load_config
@@ -108,13 +114,15 @@ def _launch(run_dir: RunDir, point: ResumePoint, options: argparse.Namespace, ba
     from ..lives.next_life import begin_next_life
     from ..lives.origin import Origin
 
-    for text in point.passed_over:
-        print(f"passed over: {text}", flush=True)
-    print(f"from version {point.version} of {run_dir.path}, with {point.ledger_words}", flush=True)
-    place = f"trainer.resume={toml_value(str(point.place))}"
+    place = f"trainer.resume={toml_value(str(run_dir.path))}"  # the same on all nodes; node 0 says which checkpoint
     config = load_config(run_dir.config, [*options.overrides, place])
     if config.run.name != load_config(run_dir.config, [place]).run.name:
         raise ConfigError("run.name: a run that goes on keeps its name", remedy="`myxa fork` makes another run of it")
     base = replace(base, program=Origin.load(run_dir.path).program)
-    chosen = replace(chosen_by(options, base), run_dir=run_dir, prepare=lambda: begin_next_life(run_dir, point))
+    chosen = replace(chosen_by(options, base), run_dir=run_dir)
+    if point is not None:
+        for text in point.passed_over:
+            print(f"passed over: {text}", flush=True)
+        print(f"from version {point.version} of {run_dir.path}, with {point.ledger_words}", flush=True)
+        chosen = replace(chosen, start=point.place, prepare=lambda: begin_next_life(run_dir, point))
     return launch(config, chosen).exit_code

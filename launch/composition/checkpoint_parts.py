@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ...actors.checkpoints.folder import find_checkpoint, look_at
 from ...actors.checkpoints.run_part import ledger_in
+from ...actors.ledger.file import is_in_use
 from ...actors.ledger.resume import LEDGER, read_facts
 from ...actors.trainer.checkpoints import CheckpointOptions
 from ...core.config import RunConfig
@@ -38,10 +39,7 @@ def earlier_ledger(config: RunConfig, run_dir: Path) -> Path | None:
         return None
     checkpoint = find_checkpoint(config.trainer.resume)
     own = checkpoint.parent.parent / LEDGER
-    try:
-        reason = read_facts(own).why_not(look_at(checkpoint).version)
-    except LedgerError as error:
-        reason = error.message
+    reason = _why_not(own, look_at(checkpoint).version)
     if not reason:
         return own
     try:
@@ -51,3 +49,12 @@ def earlier_ledger(config: RunConfig, run_dir: Path) -> Path | None:
             f"{checkpoint} has no ledger to go on with: {error.message}; and of its run's own: {reason}",
             remedy="resume from another checkpoint",
         ) from error
+
+
+def _why_not(ledger: Path, version: int) -> str:
+    if is_in_use(ledger):
+        return f"{ledger} is in use: its run lives"
+    try:
+        return read_facts(ledger).why_not(version)
+    except LedgerError as error:
+        return error.message

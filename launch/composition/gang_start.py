@@ -1,24 +1,29 @@
-"""Where a trainer gang begins: part of the composition root.
+"""Where a trainer gang begins: part of the composition root. Rank 0 asks, for all ranks.
 
 first start    what `trainer.resume` names, else the model folder
-started again  the newest whole state that this run wrote itself, durable or in the host's memory; else as at first
+started again  the newest state that this run wrote itself, durable or in the host's memory, and that was not undone
+               since; else as at first
+
+Sizes are looked at here, bytes when it is loaded; what is torn then is passed over. Once all ranks have begun, whatever
+is newer is put away: training goes on under the same numbers, and a checkpoint that was passed over for a moment's
+trouble would be taken for the newest after the next restart.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ...actors.checkpoints.folder import CheckpointInfo, find_checkpoint, newest_whole
+from ...actors.checkpoints.folder import CheckpointInfo, find_checkpoint, list_checkpoints
+from ...actors.checkpoints.folder_swap import take_away
 from ...actors.trainer.start_point import StartPoint
 from ...core.config import RunConfig
+from ...core.errors import LaunchError, TrainError
 from ..actor_spec import ActorSpec
+from ..lives.origin import Origin
+from ..lives.undone import UNDONE, past_of, put_away
 
 CHECKPOINTS = "checkpoints"
-
-
-def resume_point(config: RunConfig) -> Path | None:
-    """The checkpoint that the run goes on from, if any. Raises TrainError if there is none where it should be."""
-    return find_checkpoint(config.trainer.resume) if config.trainer.resume else None
 
 
 def block_limit_s(spec: ActorSpec) -> float:
@@ -32,16 +37,62 @@ def standby_folder(spec: ActorSpec, config: RunConfig) -> str:
     return spec.ram_dir if config.trainer.standby_every else ""
 
 
-def gang_start(spec: ActorSpec, config: RunConfig, run_dir: Path) -> StartPoint:
-    """See the module's head. Raises TrainError if `trainer.resume` names nothing that is whole."""
-    if not spec.attempt:
-        return StartPoint(checkpoint=str(resume_point(config) or ""))
-    found: list[CheckpointInfo] = []
-    passed_over: list[str] = []
-    for folder in filter(None, (str(run_dir / CHECKPOINTS), standby_folder(spec, config))):
-        newest, torn = newest_whole(folder)
-        found += [newest] if newest is not None else []
-        passed_over += [f"{info.path}: {info.problem}" for info in torn]
-    own = max(found, key=lambda info: info.version, default=None)  # the durable one, of two of a version
-    start = own.path if own is not None else resume_point(config)
-    return StartPoint(checkpoint=str(start or ""), is_restart=True, passed_over=tuple(passed_over))
+class GangStart:
+    """A `StartFinder`; see the module's head."""
+
+    def __init__(self, spec: ActorSpec, config: RunConfig, run_dir: Path) -> None:
+        self._attempt = spec.attempt
+        self._named = config.trainer.resume
+        self._run_dir = run_dir
+        self._own = run_dir / CHECKPOINTS
+        self._standby = standby_folder(spec, config)
+
+    def find(self, torn: Mapping[str, str]) -> StartPoint:
+        """See `StartFinder`. Raises TrainError if `trainer.resume` names nothing that is whole."""
+        origin = Origin.load(self._run_dir)
+        place, passed_over = "", list[str]()
+        there = list(self._there()) if self._attempt else []
+        for info in sorted(there, key=lambda info: info.version, reverse=True):  # the durable one first, of two
+            problem = torn.get(str(info.path)) or info.problem or origin.why_undone(info)
+            if not problem:
+                place = str(info.path)
+                break
+            passed_over.append(f"{info.path}: {problem}")
+        return StartPoint(
+            checkpoint=place or self._named_one(torn),
+            is_restart=bool(self._attempt),
+            passed_over=tuple(passed_over),
+            life=len(origin.lives),
+            attempt=self._attempt,
+        )
+
+    def begun(self, start: StartPoint, version: int) -> None:
+        """See `StartFinder`."""
+        if not start.is_restart:
+            return
+        try:
+            for info in self._there():
+                if info.version <= version or str(info.path) == start.checkpoint:
+                    continue
+                if info.path.parent == self._own:
+                    put_away(info.path, past_of(self._run_dir, start.life) / UNDONE)
+                else:
+                    take_away(info.path)
+            Origin.load(self._run_dir).went_back(start.attempt, version).save(self._run_dir)
+        except (OSError, LaunchError) as error:
+            raise TrainError(
+                f"what is newer than version {version} cannot be put away: {error}",
+                remedy=f"check disk and rights of {self._run_dir}",
+            ) from error
+
+    def _there(self) -> Iterator[CheckpointInfo]:
+        for folder in filter(None, (str(self._own), self._standby)):
+            yield from list_checkpoints(folder)
+
+    def _named_one(self, torn: Mapping[str, str]) -> str:
+        if not self._named:
+            return ""
+        place = str(find_checkpoint(self._named))
+        if place in torn:
+            raise TrainError(torn[place], remedy="name an older one, as trainer.resume or with --from")
+        return place

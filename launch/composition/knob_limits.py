@@ -5,14 +5,20 @@ from __future__ import annotations
 from ...actors.buffer.knobs import MAX_TOKENS, BufferLimits
 from ...core.config import COMPARING_KINDS, RunConfig
 
+MAX_DEATHS = 10
+"""A run may bear a thousand deaths of an actor, but not of one prompt."""
+
 
 def buffer_limits(config: RunConfig) -> BufferLimits:
     """The same bounds that the run file itself is checked by."""
     context_length, quarantine_after = config.engine.context_length, config.reward.quarantine_after
+    # One death more than that would end the run, or cost it an engine for good.
+    max_deaths = min(config.roles.rollout.max_restarts, MAX_DEATHS)
     if config.algo.kind == "sft":
-        return BufferLimits(max_samples=1, quarantine_after=quarantine_after)
+        return BufferLimits(max_samples=1, quarantine_after=quarantine_after, max_deaths=max_deaths)
     return BufferLimits(
         min_samples=2 if config.algo.kind in COMPARING_KINDS else 1,
         max_new_tokens=context_length - 1 if context_length else MAX_TOKENS,
         quarantine_after=quarantine_after,
+        max_deaths=max_deaths,
     )

@@ -12,6 +12,8 @@ from ...core.config.chaos import FaultName
 from ...core.errors import ConfigError
 from ...core.knobs import Operator
 from ..chaos.lots import Lots
+from ..chaos.partition import LAUNCHER
+from ..supervisor.roster import ActorRecord
 from .process_verbs import Reason
 from .targets import find_targets
 from .verb import Arguments, Room, Verb
@@ -26,12 +28,14 @@ Pattern = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 class ChaosArguments(Arguments, frozen=True, kw_only=True):
     """Of `chaos`."""
 
-    act: Literal["kill", "stop", "cont", "delay", "fill-disk", "random", "end"]
+    act: Literal["kill", "stop", "cont", "delay", "partition", "fill-disk", "random", "end"]
     """"stop" is for good (SIGSTOP), "delay" for `for_s`; "random": faults every `every_s`, until "end"."""
     target: Annotated[str, msgspec.Meta(max_length=200)] = ""
-    """Of "kill", "stop", "cont" and "delay", which need one."""
+    """Of "kill", "stop", "cont", "delay" and "partition", which need one."""
+    others: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    """Of "partition": from whom the target is cut off, "launcher" or actors; empty: from everybody."""
     for_s: Stretch = 2.0
-    """How long "delay" holds a process, and "fill-disk" the space."""
+    """How long "delay" holds a process, "partition" its connections, and "fill-disk" the space."""
     size_mb: Annotated[int, msgspec.Meta(ge=0, le=MAX_MB)] = 0
     """Of "fill-disk": so much of the run directory's file system on node 0, or what is left of it."""
     every_s: Stretch = 10.0
@@ -58,12 +62,26 @@ async def _chaos(room: Room, arguments: ChaosArguments, who: Operator) -> dict[s
                 raise ConfigError("fill-disk: how much?", remedy="say --mb, such as --mb 64")
             taken = await room.chaos.fill_disk(room, arguments.size_mb * MIB, arguments.for_s)
             return {"act": "fill-disk", "num_bytes": taken, "for_s": arguments.for_s}
+        case "partition":
+            others = _others(room, arguments.others)
+            met = await room.chaos.part(room, _meant(room, arguments), others, arguments.for_s)
+            return {"act": "partition", "actors": list(met), "others": others, "for_s": arguments.for_s}
         case "kill" | "stop" | "cont" | "delay":
-            if not arguments.target:
-                raise ConfigError(f"chaos {arguments.act}: of whom?", remedy="name an actor, such as rollout/1")
-            meant = [record for record in find_targets(arguments.target, room.supervisor.roster()) if record.pid]
+            meant = _meant(room, arguments)
             met = await room.chaos.strike(room, arguments.act, meant, arguments.for_s)
             return {"act": arguments.act, "actors": list(met)}
+
+
+def _meant(room: Room, arguments: ChaosArguments) -> list[ActorRecord]:
+    if not arguments.target:
+        raise ConfigError(f"chaos {arguments.act}: of whom?", remedy="name an actor, such as rollout/1")
+    return [record for record in find_targets(arguments.target, room.supervisor.roster()) if record.pid]
+
+
+def _others(room: Room, text: str) -> list[str]:
+    if text == LAUNCHER:
+        return [LAUNCHER]
+    return [r.name for r in find_targets(text, room.supervisor.roster()) if r.pid] if text else []
 
 
 async def _acts(room: Room, arguments: Arguments, who: Operator) -> dict[str, Any]:

@@ -8,23 +8,26 @@ from typing import Any
 from ...actors.checkpoints.folder import CheckpointInfo, whole_ones
 from ...actors.checkpoints.run_part import is_kept, ledger_in
 from ...core.errors import LaunchError, TrainError
+from .origin import Origin
 from .resume_point import CHECKPOINTS
 
 
 def checkpoints_of(run_dir: Path) -> list[dict[str, Any]]:
-    """As JSON types, newest version first. Raises LaunchError if there is no such directory."""
+    """As JSON types, newest version first. Raises LaunchError if there is no such directory, or it cannot be read."""
     if not run_dir.is_dir():
         raise LaunchError(f"there is no run directory {run_dir}", remedy="`myxa up` prints it when it starts")
-    return [_row(info) for info in whole_ones(run_dir / CHECKPOINTS)]
+    origin = Origin.load(run_dir)
+    return [_row(info, origin) for info in whole_ones(run_dir / CHECKPOINTS)]
 
 
-def _row(info: CheckpointInfo) -> dict[str, Any]:
+def _row(info: CheckpointInfo, origin: Origin) -> dict[str, Any]:
+    problem = info.problem or origin.why_undone(info)
     return {
         "version": info.version,
         "folder": info.path.name,
         "stays": "for ever" if is_kept(info.path) else "",
-        "problem": info.problem,
-        "lacks": "" if info.problem else _lacks(info.path),
+        "problem": problem,
+        "lacks": "" if problem else _lacks(info.path),
     }
 
 

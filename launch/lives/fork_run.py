@@ -14,12 +14,15 @@ import os
 import shutil
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from ...actors.checkpoints.folder import partial_of, read_manifest
-from ...actors.ledger.resume import LEDGER, adopt_copy
+from ...actors.checkpoints.run_part import ledger_in
+from ...actors.ledger.file import is_in_use
+from ...actors.ledger.resume import LEDGER, continue_ledger
 from ...core.config import dump_config, load_config
-from ...core.errors import LaunchError, TrainError
+from ...core.errors import LaunchError, MyxaError
 from ..run_dir import RunDir
 from .origin import Origin
 from .resume_point import CHECKPOINTS, ResumePoint, choose_point
@@ -34,15 +37,19 @@ def fork_run(parent: Path, version: int | None, name: str, overrides: Sequence[s
     point = _choose(parent, version)
     named = [f"run.name={name}"] if name else []
     config = load_config(parent / "config.toml", [*overrides, *named, 'trainer.resume=""'])
-    run_dir = RunDir.create(config.run.dir, config.run.name, now)
+    run_dir = RunDir.create(config.run.dir, config.run.name, now, is_announced=False)
     try:
-        share(point.checkpoint, run_dir.path / CHECKPOINTS / point.place.name)
+        place = run_dir.path / CHECKPOINTS / point.place.name
+        share(point.checkpoint, place)
         if point.is_own_ledger:
-            adopt_copy(point.ledger, run_dir.path / LEDGER, run_dir.path.name)
+            continue_ledger(point.ledger, run_dir.path / LEDGER, run_dir.path.name)
+        else:
+            ledger_in(place)  # the manifest does not tell of it: it may have gone while the files were taken
         run_dir.config.write_text(dump_config(config), encoding="utf-8")
         program = Origin.load(parent).program
         Origin(program=program, parent=str(parent), parent_version=point.version, lives=()).save(run_dir.path)
-    except (OSError, TrainError) as error:
+        run_dir.is_latest()
+    except (OSError, MyxaError) as error:
         shutil.rmtree(run_dir.path, ignore_errors=True)
         raise LaunchError(
             f"version {point.version} of {parent} could not be taken over: {error}",
@@ -55,6 +62,8 @@ def _choose(parent: Path, version: int | None) -> ResumePoint:
     try:
         return choose_point(parent, version, needs_copy=True)
     except LaunchError as error:
+        if is_in_use(parent / LEDGER):
+            raise
         try:
             return choose_point(parent, version)
         except LaunchError:
@@ -63,13 +72,25 @@ def _choose(parent: Path, version: int | None) -> ResumePoint:
 
 def share(checkpoint: Path, place: Path) -> None:
     """The same files under another name; nobody ever writes into a checkpoint's files. Raises OSError or TrainError if
-    the checkpoint goes meanwhile."""
+    the checkpoint goes meanwhile; one that takes its place leaves none of its files here."""
     growing = partial_of(place)
     growing.mkdir(parents=True)
-    for file in checkpoint.iterdir():
-        try:
-            os.link(file, growing / file.name)
-        except OSError:  # another file system, or one without links
-            shutil.copy2(file, growing / file.name)
+    source = os.open(checkpoint, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with os.scandir(source) as files:
+            for file in files:
+                _take(source, file.name, growing)
+    finally:
+        os.close(source)
     read_manifest(growing)
     growing.replace(place)
+
+
+def _take(source: int, name: str, folder: Path) -> None:
+    try:
+        os.link(name, folder / name, src_dir_fd=source)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without links
+        with open(name, "rb", opener=partial(os.open, dir_fd=source)) as file, (folder / name).open("wb") as copy:
+            shutil.copyfileobj(file, copy)

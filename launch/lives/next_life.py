@@ -28,8 +28,8 @@ from ...core.errors import LaunchError, LedgerError
 from ..run_dir import RunDir
 from .origin import Life, Origin
 from .resume_point import CHECKPOINTS, ResumePoint
+from .undone import UNDONE, past_of, put_away
 
-LIVES = "lives"
 MOVED = ("logs", "coordinator.journal", "rdzv.json", "control.json")
 BUFFER_ENDS_S = 15.0
 """How long processes of a launcher that was killed may take to end."""
@@ -63,14 +63,14 @@ def _await_buffer(ledger: Path) -> None:
 def begin_next_life(run_dir: RunDir, point: ResumePoint) -> Origin:
     """Make the directory what the next life expects. Raises LaunchError or LedgerError if the disk refuses."""
     origin = Origin.load(run_dir.path)
-    past = run_dir.path / LIVES / str(len(origin.lives))
+    past = past_of(run_dir.path, len(origin.lives))
     try:
         for info in list_checkpoints(run_dir.path / CHECKPOINTS):
             if info.version > point.version or (info.version == point.version and info.path != point.checkpoint):
-                _move(info.path, past / "undone")
+                put_away(info.path, past / UNDONE)
         if not point.is_own_ledger:
             for end in ("", "-wal", "-shm"):
-                _move(run_dir.path / f"{LEDGER}{end}", past)
+                put_away(run_dir.path / f"{LEDGER}{end}", past)
             adopt_copy(point.ledger, run_dir.path / LEDGER, run_dir.path.name)
         else:
             begin_life(run_dir.path / LEDGER, run_dir.path.name)
@@ -78,7 +78,7 @@ def begin_next_life(run_dir: RunDir, point: ResumePoint) -> Origin:
             past.mkdir(parents=True, exist_ok=True)
             shutil.copy2(run_dir.config, past)
             for name in MOVED:
-                _move(run_dir.path / name, past)
+                put_away(run_dir.path / name, past)
         if point.checkpoint != point.place:
             point.checkpoint.replace(point.place)
         shutil.rmtree(run_dir.path / "weights", ignore_errors=True)
@@ -88,15 +88,3 @@ def begin_next_life(run_dir: RunDir, point: ResumePoint) -> Origin:
     origin = msgspec.structs.replace(origin, lives=(*origin.lives, life))
     origin.save(run_dir.path)
     return origin
-
-
-def _move(path: Path, folder: Path) -> None:
-    """Into a folder, under a name of its own."""
-    if not path.exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    target, number = folder / path.name, 1
-    while target.exists():
-        number += 1
-        target = folder / f"{path.name}.{number}"
-    path.replace(target)

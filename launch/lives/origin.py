@@ -9,11 +9,20 @@ from pathlib import Path
 
 import msgspec
 
+from ...actors.checkpoints.folder import CheckpointInfo
 from ...core.errors import LaunchError
 from ...core.file_entry import write_durably
 from ..worker_spec import DEFAULT_PROGRAM
 
 ORIGIN = "origin.json"
+
+
+class WentBack(msgspec.Struct, frozen=True, kw_only=True):
+    """A trainer gang that was started again."""
+
+    attempt: int
+    version: int
+    """It went on from."""
 
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +34,8 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
     """Which ledger it went on with, in words."""
     passed_over: tuple[str, ...] = ()
     """Checkpoints that could not be used, newest first, each with the reason."""
+    gang: tuple[WentBack, ...] = ()
+    """Its trainer's later attempts."""
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,11 +57,38 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def load(cls, run_dir: Path) -> Origin:
-        """What `save` wrote; that of a first life where there is nothing, or nothing that can be read."""
+        """What `save` wrote; that of a first life where there is nothing. Raises LaunchError if it cannot be read: a
+        guess would start another program, or take a life that is undone for the newest."""
+        path = run_dir / ORIGIN
         try:
-            return msgspec.json.decode((run_dir / ORIGIN).read_bytes(), type=cls)
-        except (OSError, msgspec.MsgspecError):
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except FileNotFoundError:
             return cls()
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise LaunchError(
+                f"{path}, which tells of the run's lives, cannot be read: {error}",
+                remedy="mend it (it is JSON), or remove it if the run was started once, by `myxa up`",
+            ) from error
+
+    def went_back(self, attempt: int, version: int) -> Origin:
+        """The same, with another attempt of this life's trainer gang."""
+        life = self.lives[-1]
+        life = msgspec.structs.replace(life, gang=(*life.gang, WentBack(attempt=attempt, version=version)))
+        return msgspec.structs.replace(self, lives=(*self.lives[:-1], life))
+
+    def why_undone(self, info: CheckpointInfo) -> str:
+        """Why a checkpoint is none of this run's past any more, although it lies there: whoever wrote it was told too
+        late that training had gone back behind it. Empty if it is, or does not say who wrote it."""
+        if info.writer is None:
+            return ""
+        by_life, by_attempt = info.writer
+        for number, life in enumerate(self.lives, 1):
+            if number > by_life and info.version > life.version:
+                return f"it is of life {by_life}, and life {number} went back to version {life.version}"
+            for later in life.gang:
+                if (number, later.attempt) > (by_life, by_attempt) and info.version > later.version:
+                    return f"the trainer gang wrote it before it went back to version {later.version}"
+        return ""
 
     def in_words(self) -> str:
         """Parent and lives; empty for a run that was started once, from nothing."""

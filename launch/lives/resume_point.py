@@ -4,7 +4,8 @@
     with it the run's own ledger, which has all that was generated since; where that is gone, damaged, behind the
     checkpoint or has given away what it would need: the checkpoint's own copy of it
 
-Reads only. Knows run directories and what is in checkpoints; must not know how a run is started.
+Writes nothing and takes no lock: whoever asks knows that nobody writes the ledger, or that it is not to be looked at.
+Knows run directories and what is in checkpoints; must not know how a run is started.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ...actors.checkpoints.folder_swap import OLD
 from ...actors.checkpoints.run_part import ledger_in
 from ...actors.ledger.resume import LEDGER, LedgerFacts, read_facts
 from ...core.errors import LaunchError, LedgerError, TrainError
+from .origin import Origin
 
 CHECKPOINTS = "checkpoints"
 OWN_LEDGER = "its own ledger"
@@ -43,14 +45,16 @@ class ResumePoint:
 
 
 def choose_point(run_dir: Path, version: int | None, *, needs_copy: bool = False) -> ResumePoint:
-    """The newest point, or that of `version`. `needs_copy`: the run's own ledger is not for the taking.
+    """The newest point, or that of `version`. `needs_copy`: the run's own ledger is not for the taking and not looked
+    at; else nobody may be writing it.
 
     Raises LaunchError saying what there is instead.
     """
     own = _refused("it is not looked at") if needs_copy else _own_ledger(run_dir / LEDGER)
+    origin = Origin.load(run_dir)
     passed: list[str] = []
     for info in whole_ones(run_dir / CHECKPOINTS, version):
-        point = _problem(info) or _with_ledger(info, run_dir / LEDGER, own, tuple(passed))
+        point = _problem(info) or origin.why_undone(info) or _with_ledger(info, run_dir / LEDGER, own, tuple(passed))
         if isinstance(point, ResumePoint):
             return point
         passed.append(f"{info.path.name}: {point}")

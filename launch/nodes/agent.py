@@ -6,6 +6,7 @@ Knows children, log files and the run-time directory. Must not know policies, ro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.actor import with_deadline
-from ...core.errors import CallError, ConfigError, LaunchError, NoSuchActor, PeerDied
+from ...core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuchActor, PeerDied
 from ...core.patience import until_answered
 from ..actor_spec import GangMeeting
 from ..child_env import child_env, worker_command
@@ -60,8 +61,6 @@ class AgentOptions:
     address: str
     """Under which the other nodes reach this one."""
     runtime_dir: Path
-    config_text: str
-    """Resolved configuration as TOML."""
     rdzv_path: str
     """File that tells workers how to reach the registry."""
     lost_s: float = 20.0
@@ -106,10 +105,13 @@ class Agent(AgentContract):
         return tuple(self._children.values())
 
     async def on_start(self) -> None:
-        """Node 0's own agent ends with node 0; the others must find out."""
-        if self._options.node != 0:
-            self.ctx.spawn(self._mind_node_0(), name="mind node 0")
+        """Nothing is asked of it yet."""
         self.ctx.spawn(tell_process_time(self.ctx), name="tell process time")
+
+    def mind_node_0(self) -> None:
+        """This node has joined: from now on it leaves when node 0 is gone, or counts on it no more. Node 0's own agent
+        ends with node 0."""
+        self.ctx.spawn(self._mind_node_0(), name="mind node 0")
 
     async def _mind_node_0(self) -> None:
         supervisor = with_deadline(self.ctx.ref(SupervisorContract, SUPERVISOR), self._options.lost_s)
@@ -117,8 +119,11 @@ class Agent(AgentContract):
         while True:
             await asyncio.sleep(PING_S)
             try:
-                await supervisor.ping(self._options.node)
+                is_counted_on = await supervisor.ping(self._options.node)
                 heard_s = self.ctx.clock.monotonic()
+                if not is_counted_on:
+                    await self.leave(LaunchError.exit_code, "node 0 takes this node for lost")
+                    return
             except CallError as error:
                 silent_s = self.ctx.clock.monotonic() - heard_s
                 if isinstance(error, (PeerDied, NoSuchActor)) or silent_s > self._options.lost_s:
@@ -139,28 +144,36 @@ class Agent(AgentContract):
             )
         self._plan = plan
         self._run_dir = RunDir.join(plan.run_dir)
-        self._run_dir.post_config(self._options.config_text)
+        self._run_dir.post_config(plan.config)
 
     async def start_actor(self, order: StartOrder) -> StartReply:
-        if self._plan is None or self._run_dir is None:
-            raise LaunchError(f"{self.ctx.name} is not prepared", remedy="this is a bug; report it")
         name = order.actor.name
         try:
-            key = await self._options.key_for(name) if self._options.key_for is not None else ""
-        except CallError as error:
-            return StartReply(problem=f"{name} has no key: {error}")
+            child = await self._start(order)
+        except MyxaError as error:
+            # A call's outcome says nothing of the run file, whatever its own exit status is.
+            problem = str(error)
+            status = LaunchError.exit_code if isinstance(error, CallError) else error.exit_code
+        except (OSError, ValueError) as error:
+            problem, status = f"{name} was not started: {error}", LaunchError.exit_code
+        else:
+            self.ctx.log.info("%s: attempt %d is process %d", name, order.attempt, child.pid)
+            return StartReply(pid=child.pid)
+        if self._run_dir is not None and name not in self._children:
+            with contextlib.suppress(OSError):  # what is in the way of a start may be in the way of its log
+                self._run_dir.log_path(name, order.attempt).write_text(f"{problem}\n", encoding="utf-8")
+        return StartReply(problem=problem, status=status)
+
+    async def _start(self, order: StartOrder) -> Child:
+        """Raises MyxaError; OSError of its files; ValueError for an environment that cannot be."""
+        plan, run_dir, name = self._plan, self._run_dir, order.actor.name
+        if plan is None or run_dir is None:
+            raise LaunchError(f"{self.ctx.name} is not prepared", remedy="this is a bug; report it")
+        key = await self._options.key_for(name) if self._options.key_for is not None else ""
+        if self._is_stopped or self.left.done():
+            raise LaunchError(f"{self.ctx.name} leaves: it starts nobody any more")
         if name in self._children:
             raise LaunchError(f"{name} runs already as attempt {self._children[name].attempt}")
-        log_path = self._run_dir.new_log(name, order.attempt)
-        try:
-            self._children[name] = self._start(order, self._plan, self._run_dir, log_path, key)
-        except LaunchError as error:
-            log_path.write_text(f"{error}\n", encoding="utf-8")
-            return StartReply(problem=str(error))
-        self.ctx.log.info("%s: attempt %d is process %d", name, order.attempt, self._children[name].pid)
-        return StartReply(pid=self._children[name].pid)
-
-    def _start(self, order: StartOrder, plan: RunPlan, run_dir: RunDir, log_path: Path, key: str) -> Child:
         spec = WorkerSpec(
             actor=order.actor,
             attempt=order.attempt,
@@ -180,10 +193,16 @@ class Agent(AgentContract):
             attempt=order.attempt,
             meeting=order.meeting,
         )
-        command = worker_command(order.actor)
-        return start_child(
-            order.actor.name, order.attempt, command, env=env, log_path=log_path, told=self._on_child_end
+        child = start_child(
+            name,
+            order.attempt,
+            worker_command(order.actor),
+            env=env,
+            log_path=run_dir.new_log(name, order.attempt),
+            told=self._on_child_end,
         )
+        self._children[name] = child
+        return child
 
     def _on_child_end(self, child: Child, status: int) -> None:
         self._children.pop(child.name, None)

@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ...core.errors import LaunchError
+from ...core.errors import ConfigError, LaunchError
 
 ExitTold = Callable[["Child", int], None]
 
+NO_SUCH_PROGRAM = frozenset({errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENOEXEC})
+"""What the kernel says of a program that it would not start the next time either. Anything else (no process, no memory,
+no descriptor is left) may pass."""
+REAP_S = 5.0
+
 
 class Child:
-    """A running process. `told(child, status)` is called once, on the loop, when it has ended and was reaped."""
+    """A running process. `told(child, status)` is called once, on the loop, when it has ended and was reaped. Making
+    one raises OSError where the process cannot be watched."""
 
     def __init__(
         self, name: str, attempt: int, log_path: Path, process: subprocess.Popen[bytes], told: ExitTold
@@ -37,7 +44,11 @@ class Child:
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         self._pidfd = os.pidfd_open(process.pid)
-        self._loop.add_reader(self._pidfd, self._reap)
+        try:
+            self._loop.add_reader(self._pidfd, self._reap)
+        except BaseException:
+            os.close(self._pidfd)
+            raise
 
     @property
     def pid(self) -> int:
@@ -116,7 +127,8 @@ def start_child(
 ) -> Child:
     """Start a process with standard output and error in `log_path` (made new) and no input.
 
-    Raises LaunchError when the program cannot be started.
+    Raises ConfigError for a program that cannot be started, LaunchError when the machine has no room for a process now,
+    OSError for a log that cannot be written. Whatever is raised, there is no process.
     """
     with log_path.open("wb") as log:
         try:
@@ -129,8 +141,22 @@ def start_child(
                 start_new_session=True,
             )
         except OSError as error:
-            raise LaunchError(
-                f"{name} cannot be started: {command[0]}: {error.strerror}",
-                remedy="check the role's `python` in the run file",
-            ) from error
-    return Child(name, attempt, log_path=log_path, process=process, told=told)
+            what = f"{name} cannot be started: {command[0]}: {error.strerror}"
+            if error.errno in NO_SUCH_PROGRAM:
+                raise ConfigError(what, remedy="check the role's `python` in the run file") from error
+            raise LaunchError(what, remedy="look for what is used up there: memory, processes, descriptors") from error
+    try:
+        return Child(name, attempt, log_path=log_path, process=process, told=told)
+    except OSError as error:
+        _end_unwatched(process)
+        raise LaunchError(
+            f"{name} cannot be watched: {error.strerror}", remedy="look for what is used up there: descriptors, memory"
+        ) from error
+
+
+def _end_unwatched(process: subprocess.Popen[bytes]) -> None:
+    """Nobody would hear of its end, so it must not run. It was started a moment ago: this takes no time."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(REAP_S)

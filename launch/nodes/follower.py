@@ -7,7 +7,6 @@ for its number, under a name of its own; with that number it joins as the others
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import signal
@@ -97,13 +96,14 @@ async def _take_part(
     config: RunConfig, options: LaunchOptions, place: NodePlace, meeting: Meeting, runtime: Path, deadline: float
 ) -> Outcome:
     text = dump_config(config)
-    agent = Agent(agent_options(options, place, meeting, runtime, config, text), meeting.exit_seen)
+    agent = Agent(agent_options(options, place, meeting, runtime, config), meeting.exit_seen)
     await meeting.node.start(agent, name=agent_name(place.rank))
     supervisor = meeting.node.ref(SupervisorContract, SUPERVISOR)
     facts = facts_of(place, text, options.late)
     reply: JoinReply = await _answer(lambda: supervisor.join(facts), meeting, deadline)
     if not reply.accepted:
         raise LaunchError(f"node 0 refused this node: {reply.reason}")
+    agent.mind_node_0()
     if options.late is None:
         farewell = await _lend(agent, supervisor.stop_run)
     else:
@@ -144,13 +144,17 @@ async def _lend(agent: Agent, stop: Stop) -> Farewell:
     asks: set[asyncio.Task[None]] = set()
 
     async def ask(reason: str, number: int) -> None:
-        with contextlib.suppress(CallError):
+        try:
             await stop(reason, number)
+        except MyxaError as error:
+            Console(stderr=True).print(Text(f"node 0 does not let this node go: {error}"), soft_wrap=True)
 
     async with asyncio.TaskGroup() as group:
         with StopSignals(lambda reason, number: asks.add(group.create_task(ask(reason, number)))) as signals:
             await asyncio.wait({agent.left, signals.forced}, return_when=asyncio.FIRST_COMPLETED)
             await agent.kill_all()
+            for asking in asks:
+                asking.cancel()  # nobody waits for the answer any more
             if agent.left.done():
                 return agent.left.result()
             return Farewell(128 + signals.forced.result(), "ended at once")

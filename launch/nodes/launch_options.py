@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ... import __version__
+from ...actors.checkpoints.folder import find_checkpoint
 from ...core.config import RunConfig
+from ...core.errors import ConfigError, TrainError
 from ...core.host import boot_id
 from ..actor_spec import ActorSpec
 from ..composition.weight_channels import choose_channel
@@ -34,6 +37,8 @@ class LaunchOptions:
     patience: Patience = field(default_factory=Patience)
     run_dir: RunDir | None = None
     """A directory that is there already, and held by whoever names it; None: a new one is made."""
+    start: Path | None = None
+    """Checkpoint that node 0 chose to go on from; None: what `trainer.resume` names."""
     prepare: Callable[[], object] | None = None
     """What is left to do there once this node is known to be able to take part."""
     next_steps: tuple[str, ...] = ()
@@ -58,6 +63,21 @@ def check_own(config: RunConfig, actors: Sequence[ActorSpec], options: LaunchOpt
         check_node(config, [actor for actor in actors if actor.node == node])
 
 
+def with_start(config: RunConfig, options: LaunchOptions) -> RunConfig:
+    """With the checkpoint that `trainer.resume` means now, for node 0: the run that it names may live and write newer
+    ones, and everybody has to begin from the same, whenever it looks. Raises ConfigError if it means none."""
+    if options.start is None and not config.trainer.resume:
+        return config
+    try:
+        start = options.start or find_checkpoint(config.trainer.resume).absolute()
+    except TrainError as error:
+        if options.program != DEFAULT_PROGRAM:  # it may mean something else by it
+            return config
+        raise ConfigError(f"trainer.resume: {error.message}", remedy=error.remedy) from error
+    trainer = config.trainer.model_copy(update={"resume": str(start)})
+    return config.model_copy(update={"trainer": trainer})
+
+
 def facts_of(place: NodePlace, text: str, late: LateWish | None = None) -> NodeFacts:
     """How this node introduces itself."""
     return NodeFacts(
@@ -68,18 +88,18 @@ def facts_of(place: NodePlace, text: str, late: LateWish | None = None) -> NodeF
         host=socket.gethostname(),
         machine=boot_id(),
         late=late,
+        nonce=secrets.token_hex(8),
     )
 
 
 def agent_options(
-    options: LaunchOptions, place: NodePlace, meeting: Meeting, runtime_dir: Path, config: RunConfig, text: str
+    options: LaunchOptions, place: NodePlace, meeting: Meeting, runtime_dir: Path, config: RunConfig
 ) -> AgentOptions:
-    """What this node's agent works with; `text`: the same configuration as TOML."""
+    """What this node's agent works with."""
     return AgentOptions(
         node=place.rank,
         address=meeting.address,
         runtime_dir=runtime_dir,
-        config_text=text,
         rdzv_path=str(meeting.rdzv_path),
         lost_s=options.patience.lost_s,
         program=options.program,

@@ -113,8 +113,11 @@ class Lead:
         look = await race(self._watch.look(self._note()), self._supervisor.failed)
         if look.cancelled():
             return self._watch.last
-        self._show(look.result())
-        return look.result()
+        state = look.result()
+        if state.status is not None:
+            self._supervisor.hear(state.status)
+        self._show(state)
+        return state
 
     def _wish(self) -> StopWish | None:
         return self._supervisor.stop_wished.result() if self._supervisor.stop_wished.done() else None

@@ -158,7 +158,7 @@ def _check_resume(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Fi
 
 def _find_checkpoint(path: str) -> None:
     try:
-        find_checkpoint(path)
+        find_checkpoint(path, reads_all=False)
     except TrainError as error:
         raise ConfigError(f"trainer.resume: {error.message}", remedy=error.remedy) from error
 

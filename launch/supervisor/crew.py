@@ -18,6 +18,11 @@ class Member:
     started_s: float = 0.0
     started_wall_s: float = 0.0
 
+    @property
+    def process(self) -> str:
+        """In words, for who has to look for it."""
+        return f"{self.spec.name} (process {self.pid or 'unknown'} on node {self.spec.node})"
+
 
 class Crew:
     """All actors of the run, in start order."""

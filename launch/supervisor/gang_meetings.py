@@ -27,3 +27,7 @@ class GangMeetings:
             if held is None or held[0] != attempt:
                 held = self._held[gang] = attempt, await self._ask(self._hosts[gang])
             return held[1]
+
+    def host(self, rank: ActorSpec) -> int:
+        """The node that is asked for the meeting place of that rank's gang."""
+        return self._hosts[rank.rank.gang] if rank.rank is not None else rank.node

@@ -42,7 +42,10 @@ class Muster:
         return self._nodes[node].host if node in self._nodes else ""
 
     def join(self, facts: NodeFacts) -> JoinReply:
-        """A node is here."""
+        """A node is here. The launcher that is here already may say so again."""
+        held = self._nodes.get(facts.node)
+        if held is not None and held.nonce and held.nonce == facts.nonce:
+            return JoinReply(accepted=True)
         reason = self._objection(facts)
         if reason:
             self._refused[facts.node] = reason
@@ -94,7 +97,7 @@ class Muster:
 
     def _objection(self, facts: NodeFacts) -> str:
         if facts.late is not None:
-            return self.objection_to_late(facts)
+            return self.objection_to_late(facts) or self._taken(facts)
         if facts.version != self._version:
             return f"it runs myxa {facts.version}, node 0 runs {self._version}"
         if facts.num_nodes != self._num_nodes:
@@ -103,6 +106,8 @@ class Muster:
             return f"there is no node {facts.node} among {self._num_nodes} (--node-rank)"
         if facts.config != self._config:
             return f"its configuration differs from node 0's: {differences(facts.config, self._config)}"
-        if facts.node in self._nodes:
-            return f"node {facts.node} joined already, from {self._nodes[facts.node].host} (--node-rank)"
-        return ""
+        return self._taken(facts)
+
+    def _taken(self, facts: NodeFacts) -> str:
+        held = self._nodes.get(facts.node)
+        return f"node {facts.node} joined already, from {held.host} (--node-rank)" if held is not None else ""

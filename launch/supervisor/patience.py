@@ -19,3 +19,7 @@ class Patience:
     """For a process to end after SIGTERM."""
     lost_s: float = 20.0
     """For a sign of life of another node's launcher."""
+    over_s: float = 5.0
+    """For a process to end by itself that the registry has given up, before it is killed."""
+    gone_s: float = 60.0
+    """For a process to vanish after SIGKILL; the kernel takes its time for one that holds much pinned memory."""

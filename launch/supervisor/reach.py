@@ -1,6 +1,6 @@
 """What the run supervisor has the nodes' agents do to processes that run: end them, kill them. Decides nothing.
 
-A node whose agent does not answer is reported as lost, never waited for.
+A node whose agent is not there, or does not answer, is reported as lost, never waited for.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from ...core.actor import ActorContext, with_deadline
-from ...core.errors import CallError
+from ...core.errors import DeadlineExceeded, MyxaError, NoSuchActor, NotSent, PeerDied
 from ...core.supervision_orders import End
 from ..contracts import AgentContract, agent_name
 from .crew import Crew
 
+NODE_IS_GONE = (NotSent, PeerDied, DeadlineExceeded, NoSuchActor)
+"""Outcomes of a call to a node's agent that mean the node. Any other error is of the agent's work: it is there."""
 MARGIN_S = 30.0
 """Beside a process's own grace, for the answer."""
 
@@ -45,16 +47,22 @@ class Reach:
         agent = with_deadline(self._agent(node), grace_s + MARGIN_S)
         try:
             await agent.end_actors(names, grace_s)
-        except CallError as error:
-            self._lose(node, str(error))
+        except MyxaError as error:
+            self._failed(node, names, error)
 
     async def kill_hung(self, names: Sequence[str]) -> None:
         """They do not react: with their stacks in their logs."""
         for node, mine in self._crew.by_node(names):
             try:
                 await self._agent(node).kill_hung(mine)
-            except CallError as error:
-                self._lose(node, str(error))
+            except MyxaError as error:
+                self._failed(node, mine, error)
+
+    def _failed(self, node: int, names: Sequence[str], error: MyxaError) -> None:
+        if isinstance(error, NODE_IS_GONE):
+            self._lose(node, str(error))
+        else:  # who does not end is found out by the time that it takes
+            self._ctx.log.error("node %d did not end %s: %s", node, ", ".join(names), error)
 
     def _agent(self, node: int) -> AgentContract:
         return self._ctx.ref(AgentContract, agent_name(node))

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from ...core.actor import PeerEvent
-from ...core.child_states import OVER, SupervisionError
-from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
+from ...core.child_states import SupervisionError
+from ...core.errors import ConfigError, LaunchError, MyxaError
 from ...core.exit_status import describe_status
+from ...core.messages import RunStatus
 from ...core.supervision import Supervisor
 from ...core.supervision_orders import Done, Drain, End, FailRun, GiveUp, Instruction, Kill, Restart, Retired
 from ..actor_spec import ActorSpec
@@ -25,15 +25,14 @@ from ..contracts import (
     JoinReply,
     NameReply,
     NodeFacts,
-    StartOrder,
     SupervisorContract,
     agent_name,
 )
-from ..first_failure import CAUSE, Failures, FirstFailure
-from ..run_dir import RunDir
+from ..first_failure import Failures, FirstFailure
+from .at_work import SEEN_IN_STATUS, AtWork
 from .bulletin import Bulletin
 from .crew import Crew
-from .gang_meetings import GangMeetings
+from .departures import Departures
 from .hand_back import hand_back
 from .late_place import Present
 from .muster import Muster
@@ -43,6 +42,8 @@ from .reserved_names import ReservedNames
 from .roster import ActorRecord, roster_of
 from .run_place import RunPlace, StopWish
 from .run_tree import role_name, run_tree, seat
+from .silence import Silence
+from .starts import Starts
 from .visitors import Visitors
 
 
@@ -62,23 +63,31 @@ class RunSupervisor(SupervisorContract):
         self._visitors = Visitors(place.run, place.num_nodes, place.max_nodes, self._muster)
         self._others = {agent_name(node): node for node in range(1, place.num_nodes)}
         self._gone = asyncio.Event()
-        self._meetings = GangMeetings(place.actors, lambda node: self.agent(node).meeting_place())
+        self._at_work = AtWork()
         self._reserved = ReservedNames(sum(actor.role == "rollout" for actor in place.actors))
         self._has_started = False
-        self._heard_at: dict[int, float] = {}
+        self._silence = Silence(self._crew, self._rules, patience)
 
     async def on_start(self) -> None:
         """Hear of every actor and every node."""
         self.ctx.watch("")
         self._bulletin = Bulletin(self.ctx)
-        self._reach = Reach(self.ctx, self._crew, self._lose_node)
+        self._departures = Departures(
+            self.ctx, self._crew, self._rules, muster=self._muster, visitors=self._visitors, silence=self._silence,
+            carry_out=self._carry_out,
+        )  # fmt: skip
+        self._reach = Reach(self.ctx, self._crew, self._departures.lose)
+        self._starts = Starts(
+            self.ctx, self._crew, self._rules, self._reach, plan=self._place.plan, end_s=self._patience.end_s,
+            lose=self._departures.lose, ended=self.child_ended,
+        )  # fmt: skip
         self.ctx.spawn(self._watch_silence(), name="watch silence")
 
     async def on_peer(self, event: PeerEvent) -> None:
         if event.name in self._crew:
             self._on_actor(event)
         elif event.kind in ("down", "restarted") and event.name in self._others:
-            self._lose_node(self._others[event.name], event.reason)
+            self._departures.lose(self._others[event.name], event.reason)
         elif event.kind == "down":
             self._reserved.left(event.name)
 
@@ -87,10 +96,27 @@ class RunSupervisor(SupervisorContract):
             self.ctx.log.warning("%s: %s (%s)", event.name, event.kind, event.reason or "it answers again")
             self._bulletin.post(event)
             self._carry_out(self._rules.on_health(event.name, event.kind, event.reason, self._now()))
-        elif event.kind != "down" and self._rules.state(event.name) == "starting":
+        elif event.kind == "down":
+            self.ctx.spawn(self._see_it_end(event), name=f"end of {event.name}")
+        elif self._rules.state(event.name) == "starting":
             self.ctx.log.info("%s is up (epoch %d)", event.name, event.epoch)
             self._crew[event.name].epoch = event.epoch
             self._rules.on_up(event.name)
+            if self._crew[event.name].spec.role not in SEEN_IN_STATUS:
+                self._rules.on_work(event.name, self._now())
+
+    async def _see_it_end(self, event: PeerEvent) -> None:
+        """Its incarnation is over for everybody. A process that does not end of it, perhaps because nobody can tell it,
+        is in the next one's way."""
+        attempt = self._rules.attempt(event.name)
+        if self._rules.state(event.name) not in ("up", "hung", "draining"):
+            return
+        await asyncio.sleep(self._patience.over_s)
+        if event.name not in self._crew or self._rules.attempt(event.name) != attempt:
+            return
+        member = self._crew[event.name]
+        if member.pid and member.epoch == event.epoch:
+            self._carry_out(self._rules.on_health(event.name, "given up", event.reason, self._now()))
 
     # -- what the launcher asks for ----------------------------------------------------------------------------
 
@@ -106,7 +132,7 @@ class RunSupervisor(SupervisorContract):
         for actor in self._place.actors:
             if self._rules.may_launch(actor.name, 0):  # not if the run, or a mate of its gang, failed already
                 self._rules.on_launch(actor.name)
-                await self._start(actor.name, 0)
+                await self._starts.start(actor.name, 0)
         self._has_started = True
 
     async def stop_all(self, reason: str) -> None:
@@ -116,12 +142,20 @@ class RunSupervisor(SupervisorContract):
         try:
             await asyncio.wait_for(self._gone.wait(), (self._patience.end_s + 10.0) * roles)
         except TimeoutError:
-            raise LaunchError(f"these did not end: {', '.join(self._rules.alive)}") from None
+            left = ", ".join(self._crew[name].process for name in self._rules.alive)
+            raise LaunchError(
+                f"these did not end: {left}", remedy="look for what they hang in, on those nodes"
+            ) from None
 
     async def kill_all(self, reason: str) -> None:
         """End all actors at once."""
         self._rules.stop(reason, self._now())
         await self._reach.end_at_once(self._rules.alive)
+
+    def hear(self, status: RunStatus) -> None:
+        """What the run's coordinator says: it shows who is at work."""
+        for name in self._at_work.seen(status, self._crew.specs):
+            self._rules.on_work(name, self._now())
 
     def blame(self, name: str, reason: str) -> None:
         """Keep who failed first, for the report."""
@@ -163,16 +197,8 @@ class RunSupervisor(SupervisorContract):
 
     def dismiss(self, node: int, reason: str) -> None:
         """Have all actors of a node hand their work back and end for good, then tell its launcher to leave. Raises
-        ConfigError where one of them cannot."""
-        if node == 0 or node not in self._muster.nodes:
-            raise ConfigError(f"node {node} cannot leave", remedy="node 0 conducts the run; see `myxa ps` for others")
-        if self._visitors.go(node, reason):
-            self.ctx.log.info("node %d leaves: %s", node, reason)
-            for name in reversed(self._on_node(node)):
-                self.retire(name, reason)
-            if not any(spec.role == "rollout" and spec.node != node for spec in self._crew.specs):
-                self.ctx.log.error("no rollout actor is left: `myxa scale rollout=N` starts some")
-            self._release()
+        ConfigError where one of them cannot; then none of them does."""
+        self._departures.dismiss(node, reason)
 
     @property
     def crew(self) -> Crew:
@@ -204,7 +230,7 @@ class RunSupervisor(SupervisorContract):
             raise ConfigError(f"{actor.name} cannot join: {error}") from error
         self._crew.add(actor)
         self._rules.on_launch(actor.name)
-        self.ctx.spawn(self._start(actor.name, self._rules.attempt(actor.name)), name=f"hire {actor.name}")
+        self.ctx.spawn(self._starts.start(actor.name, self._rules.attempt(actor.name)), name=f"hire {actor.name}")
 
     def retire(self, name: str, reason: str) -> None:
         """Have an actor hand its work back and end for good. Raises ConfigError for one that cannot."""
@@ -225,8 +251,13 @@ class RunSupervisor(SupervisorContract):
     async def join(self, facts: NodeFacts) -> JoinReply:
         if facts.late is not None and not self._visitors.is_expected(facts.node):
             return JoinReply(accepted=False, reason=f"nobody gave the number {facts.node} to it")
+        is_new = facts.node not in self._muster.nodes
         reply = self._muster.join(facts)
-        if reply.accepted and facts.late is not None:
+        if not reply.accepted or not is_new:
+            return reply
+        if facts.node:
+            self._silence.heard(facts.node, self._now())
+        if facts.late is not None:
             self._others[agent_name(facts.node)] = facts.node
             self.ctx.spawn(self._welcome(facts.node), name=f"welcome node {facts.node}")
         return reply
@@ -258,9 +289,11 @@ class RunSupervisor(SupervisorContract):
         self.ctx.log.log(level, "%s ended: %s", end.name, describe_status(end.status))
         self._carry_out(self._rules.on_exit(end.name, end.status, self._now()))
 
-    async def ping(self, node: int) -> None:
-        if node in self._muster.nodes:
-            self._heard_at[node] = self._now()
+    async def ping(self, node: int) -> bool:
+        if node not in self._muster.nodes:
+            return False
+        self._silence.heard(node, self._now())
+        return True
 
     async def stop_run(self, reason: str, signal_number: int) -> None:
         self.wish_stop(reason, signal_number)
@@ -270,17 +303,6 @@ class RunSupervisor(SupervisorContract):
         if not self.stop_wished.done():
             self.stop_wished.set_result(StopWish(reason, signal_number))
 
-    def _lose_node(self, node: int, why: str) -> None:
-        names = self._crew.on_node(node)
-        if self._muster.lose(node):
-            self._heard_at.pop(node, None)
-            self._visitors.forget(node)
-            reason = f"the launcher of node {node} is gone ({why or 'no word from it'})"
-            self.ctx.log.error("%s", reason)
-            self._carry_out(self._rules.on_lost(agent_name(node), names, reason, self._now()))
-
-    # -- nodes that come and go ----------------------------------------------------------------------------------
-
     async def _welcome(self, node: int) -> None:
         """A late node has joined: it gets its actors."""
         try:
@@ -289,26 +311,7 @@ class RunSupervisor(SupervisorContract):
                 self.hire(actor)
         except MyxaError as error:
             self.ctx.log.warning("node %d is sent away: %s", node, error)
-            await self._let_go(node, LaunchError.exit_code, str(error))
-
-    def _on_node(self, node: int) -> list[str]:
-        """Its actors that have a process or will get one."""
-        return [name for name in self._crew.on_node(node) if self._rules.state(name) not in OVER]
-
-    def _release(self) -> None:
-        for node, reason in self._visitors.released(lambda node: bool(self._on_node(node))):
-            self.ctx.spawn(self._let_go(node, 0, reason), name=f"let node {node} go")
-
-    async def _let_go(self, node: int, exit_code: int, reason: str) -> None:
-        """From here on its end is no loss."""
-        if self._muster.lose(node):
-            self._heard_at.pop(node, None)
-            self._visitors.forget(node)
-            try:
-                await self.agent(node).leave(exit_code, reason)
-            except CallError as error:
-                self.ctx.log.info("node %d was not told to leave: %s", node, error)
-            self.ctx.log.info("node %d has left the run: %s", node, reason)
+            await self._departures.let_go(node, LaunchError.exit_code, str(error))
 
     # -- carrying out ------------------------------------------------------------------------------------------
 
@@ -316,7 +319,7 @@ class RunSupervisor(SupervisorContract):
         for instruction in instructions:
             match instruction:
                 case Restart():
-                    self.ctx.spawn(self._restart(instruction), name=f"restart {instruction.children[0]}")
+                    self.ctx.spawn(self._starts.again(instruction), name=f"restart {instruction.children[0]}")
                 case Drain():
                     for name in instruction.children:
                         drained = self._drain(self._crew[name].spec, instruction.reason)
@@ -338,61 +341,46 @@ class RunSupervisor(SupervisorContract):
             for name in news.children:
                 self.ctx.log.info("%s has left the run", name)
                 self._crew.remove(name)
-            self._release()
+            self._departures.release()
         elif isinstance(news, GiveUp):
             told = "%s; the run goes on without it: %d are left, %d must be"
             self.ctx.log.error(told, news.reason, news.num_left, news.quorum)
         else:
             self._gone.set()
 
-    async def _restart(self, restart: Restart) -> None:
-        which = ", ".join(str(n) for n in sorted(set(restart.attempts)))
-        level = logging.WARNING if restart.branch else logging.INFO
-        told = "%s: attempt %s in %.1f s (%s)"
-        self.ctx.log.log(level, told, ", ".join(restart.children), which, restart.delay_s, restart.reason)
-        await asyncio.sleep(restart.delay_s)
-        for name, attempt in zip(restart.children, restart.attempts, strict=True):
-            # A stop, or a newer restart of the same children, makes this one void.
-            if self._rules.may_launch(name, attempt):
-                self._rules.on_launch(name)
-                await self._start(name, attempt)
-
     async def _drain(self, actor: ActorSpec, reason: str) -> None:
         await hand_back(self.ctx, actor, reason)
         self._carry_out(self._rules.on_drained(actor.name, self._now()))
 
-    async def _start(self, name: str, attempt: int) -> None:
-        member = self._crew[name]
-        actor, member.pid = member.spec, 0
-        try:
-            meeting = await self._meetings.of(actor, attempt)
-            reply = await self.agent(actor.node).start_actor(StartOrder(actor=actor, attempt=attempt, meeting=meeting))
-        except CallError as error:
-            self._lose_node(actor.node, str(error))
-            return
-        member.pid, member.started_s, member.started_wall_s = reply.pid, self._now(), self.ctx.clock.wall()
-        if reply.problem:
-            log_path = str(RunDir(Path(self._place.plan.run_dir)).log_path(name, attempt))
-            tail = (CAUSE + reply.problem,)
-            end = ChildEnd(name=name, attempt=attempt, status=2, node=actor.node, log_path=log_path, tail=tail)
-            await self.child_ended(end)
-        elif name in self._crew and self._rules.state(name) == "ending":  # it was to end before it was there
-            await self._reach.end_on(actor.node, (name,), self._patience.end_s)
-
     async def _watch_silence(self) -> None:
-        """A process that never registers counts as ended: it is killed, and the rules judge its end as any other. A
-        node that is silent for too long is lost."""
+        """A process that never registers is killed, and the rules judge its end as any other. One that does not go when
+        it has to is lost, and so is a node that is silent. Nothing here waits: others may be silent meanwhile."""
         while True:
             await asyncio.sleep(1.0)
             now = self._now()
-            for name in self.starting:
-                member = self._crew[name]
-                if member.pid and now - member.started_s > self._patience.start_s:
-                    self.ctx.log.error("%s did not register within %g s and is killed", name, self._patience.start_s)
-                    await self._reach.end_on(member.spec.node, (name,), 0.0)
-            for node, at in list(self._heard_at.items()):
-                if now - at > self._patience.lost_s:
-                    self._lose_node(node, f"no word from it for {self._patience.lost_s:g} s")
+            for name in self._silence.unregistered(now):
+                self.ctx.log.error("%s did not register within %g s and is killed", name, self._patience.start_s)
+                self._kill(name)
+            for name in self._silence.undead(now):
+                if name in self._crew:  # it may have left with the one before
+                    self._bury(name)
+            for node in self._silence.lost_nodes(now):
+                self._departures.lose(node, f"no word from it for {self._patience.lost_s:g} s")
+
+    def _kill(self, name: str) -> None:
+        node = self._crew[name].spec.node
+        self.ctx.spawn(self._reach.end_on(node, (name,), 0.0), name=f"kill {name}")
+
+    def _bury(self, name: str) -> None:
+        """Its process holds what another attempt would need, so there is none."""
+        member = self._crew[name]
+        reason = (
+            f"{member.process} is still there {self._patience.gone_s:g} s after it had to be gone: it survives "
+            "SIGKILL, so it hangs in the kernel"
+        )
+        self.ctx.log.error("%s", reason)
+        self._kill(name)  # if that order was lost
+        self._carry_out(self._rules.on_lost(name, (name,), reason, self._now()))
 
     def _now(self) -> float:
         return self.ctx.clock.monotonic()

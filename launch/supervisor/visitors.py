@@ -28,6 +28,8 @@ class Visitors:
         self._next = num_nodes
         self._wishes: dict[int, LateWish] = {}
         """Late node -> what it offered; from its number on."""
+        self._given: dict[str, EnlistReply] = {}
+        """Launcher's nonce -> its number: who asks again is told the same."""
         self._going: dict[int, str] = {}
         """Node -> why it leaves."""
 
@@ -40,6 +42,8 @@ class Visitors:
         """The answer to a node that wants to come. `present` is asked only when it is needed."""
         if self._config is None or facts.late is None:
             return EnlistReply(reason="this run takes nobody in")
+        if facts.nonce in self._given:
+            return self._given[facts.nonce]
         if not has_started:
             return EnlistReply(reason="the run is being started", is_early=True)
         reason = self._muster.objection_to_late(facts)
@@ -58,15 +62,19 @@ class Visitors:
             return EnlistReply(reason=str(error))
         self._next += 1
         self._wishes[node] = facts.late
-        return EnlistReply(node=node, config=self._muster.config, actors=actors)
+        reply = EnlistReply(node=node, config=self._muster.config, actors=actors)
+        if facts.nonce:
+            self._given[facts.nonce] = reply
+        return reply
 
     def is_expected(self, node: int) -> bool:
         """Whether that number was given to a late node."""
         return node in self._wishes
 
     def staff(self, node: int, present: Present) -> tuple[ActorSpec, ...]:
-        """What is to be started on a late node that joined. Raises ConfigError if that cannot be (any more)."""
-        if self._config is None or node in self._going:
+        """What is to be started on a late node that joined; nothing, if it goes or has gone. Raises ConfigError if that
+        cannot be (any more)."""
+        if self._config is None or node in self._going or node not in self._wishes:
             return ()
         return staff_node(self._config, node, self._wishes[node].num_rollouts, present)
 
@@ -94,3 +102,4 @@ class Visitors:
         """It is gone."""
         self._going.pop(node, None)
         self._wishes.pop(node, None)
+        self._given = {nonce: reply for nonce, reply in self._given.items() if reply.node != node}

@@ -16,6 +16,9 @@ from .bottleneck import Bound, Verdict
 _LARGEST_FACTOR = 4
 """No move makes a number larger than so many times what it was: shares say the direction well, the distance badly."""
 
+_WORKERS_BY_ITSELF = 4
+"""Reward workers that a rollout actor starts at most when the run file names no number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -30,6 +33,7 @@ class Facts:
     slots_total: int = 0
     """Groups between dispatch and training, at most."""
     reward_workers: int = 0
+    """As the run file says; 0: up to four, if the function needs any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ def _more_staleness(verdict: Verdict, facts: Facts) -> Advice | None:
 
 
 def _more_reward_workers(verdict: Verdict, facts: Facts) -> Advice | None:
-    new = max(2 * facts.reward_workers, 4)
+    new = 2 * (facts.reward_workers or _WORKERS_BY_ITSELF)
     why = "answers wait for their rewards; worker processes compute them side by side"
     return Advice("", facts.reward_workers, new, why, "reward.workers")
 

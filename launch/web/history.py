@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import tomllib
 from collections import Counter, deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ from ...actors.sinks.jsonl import EVENTS_FILE, METRICS_FILE
 from ...core.activity import ACTIVITY_KINDS
 from ...core.knobs import AuditRecord
 from ..views.changes import Change, changes_of
-from ..views.run_files import AUDIT_FILE, CONFIG_FILE
+from ..views.run_files import AUDIT_FILE, CONFIG_FILE, EventRow
 from .series import Series, ShareBins, TimeBins
 
 _CHUNK_BYTES = 4 << 20
@@ -73,16 +72,6 @@ class JsonTail:
             return cast("dict[str, Any]", record)
         self.num_bad += 1
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class EventRow:
-    """One event."""
-
-    wall_s: float
-    source: str
-    kind: str
-    text: str
 
 
 class History:

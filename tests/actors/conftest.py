@@ -159,7 +159,7 @@ class Floor:
         return self.node.ref(RolloutContract, name)
 
     async def add(
-        self, name: str = "rollout/0", *, max_groups: int = 1, serves: int | None = 0, **options: Any
+        self, name: str = "rollout/0", *, max_groups: int = 1, serves: int | None = 0, lineage: int = 0, **options: Any
     ) -> GateEngine:
         """Start a rollout actor; `serves`: bring it to that version, None: leave that to the test."""
         engine = self.engines[name] = options.pop("engine", None) or GateEngine()
@@ -173,14 +173,15 @@ class Floor:
         )
         await self.node.start(rollout, name=name)
         if serves is not None:
-            await self.serve(name, serves)
+            await self.serve(name, serves, lineage)
         return engine
 
-    async def serve(self, name: str, version: int) -> None:
+    async def serve(self, name: str, version: int, lineage: int = 0) -> None:
         await until(lambda: name in self.coordinator.ready, f"{name} ready")
         manifest = WeightManifest(
-            version=version, channel="shm", location="", generation=0, num_bytes=0, tensors=(), digest="", host=""
-        )
+            version=version, channel="shm", location="", generation=0, num_bytes=0, tensors=(), digest="", host="",
+            lineage=lineage,
+        )  # fmt: skip
         assert (await self.ref(name).prepare_weights(manifest)).accepted
         assert (await self.ref(name).commit_weights(version)).accepted
 

@@ -18,7 +18,7 @@ from myxa.actors.coordinator.adoption import Adoption
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock
-from myxa.core.errors import TrainError
+from myxa.core.errors import Overloaded, TrainError
 from myxa.core.messages import WeightAck, WeightManifest
 from myxa.core.weight_channel import WeightProgress
 from myxa.transport.node import Node
@@ -44,8 +44,11 @@ class ToyRollout(RolloutContract):
         self.progress: WeightProgress | None = None
         self.num_asked = 0
         self.fenced: list[str] = []
+        self.num_deaf = 0
+        self.locations: list[str] = []
 
     async def prepare_weights(self, manifest: WeightManifest) -> WeightAck:
+        self.locations.append(manifest.location)
         self._floor.busy.add(self.ctx.name)
         self._floor.most_busy = max(self._floor.most_busy, len(self._floor.busy))
         try:
@@ -70,8 +73,13 @@ class ToyRollout(RolloutContract):
         self.num_asked += 1
         return self.progress or WeightProgress(at=f"tensor {self.num_asked}", num_done=self.num_asked, is_counted=True)
 
-    async def fence(self, reason: str) -> None:
-        self.fenced.append(reason)
+    async def fence(self, epoch: int, reason: str) -> bool:
+        if self.num_deaf:
+            self.num_deaf -= 1
+            raise Overloaded("it does not hear")
+        if epoch == self.ctx.epoch:
+            self.fenced.append(reason)
+        return epoch == self.ctx.epoch
 
 
 class ToyTrainer(TrainerContract):
@@ -80,6 +88,11 @@ class ToyTrainer(TrainerContract):
     def __init__(self) -> None:
         self.released: list[int] = []
         self.num_deaf = 0
+        self.when_asked: Callable[[int], None] = lambda _: None
+        """To publish a version again."""
+
+    async def publish_again(self, version: int) -> None:
+        self.when_asked(version)
 
     async def release_weights(self, version: int) -> None:
         if self.num_deaf:
@@ -100,21 +113,31 @@ class Floor:
     rollouts: list[ToyRollout] = field(default_factory=list)
     busy: set[str] = field(default_factory=set)
     most_busy: int = 0
+    adopted: list[str] = field(default_factory=list)
+    work: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def add(self) -> ToyRollout:
         rollout = ToyRollout(self)
         name = f"rollout/{len(self.rollouts)}"
         self.rollouts.append(rollout)
         await self.node.start(rollout, name=name)
-        self.adoption.joined(name, 1)
+        self.adoption.joined(name, rollout.ctx.epoch)
         return rollout
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int, *, location: str = "", attempt: int = 0) -> None:
         self.adoption.published(
             WeightManifest(
-                version=version, channel="shm", location="", generation=0, num_bytes=0, tensors=(), digest="", host=""
+                version=version, channel="shm", location=location, generation=0, num_bytes=0, tensors=(), digest="",
+                host="", attempt=attempt,
             )
-        )
+        )  # fmt: skip
+
+    async def adopt_forever(self) -> None:
+        """As the coordinator does it."""
+        while True:
+            self.work.clear()
+            await self.adopter.adopt_pending()
+            await self.work.wait()
 
     def told(self) -> str:
         return "; ".join(f"{event.kind}: {event.text}" for event in self.telemetry.drain().events)
@@ -130,16 +153,18 @@ async def floor_of(
         await node.start(host, name="coordinator")
         await node.start(trainer, name="trainer/0")
         adoption, telemetry = Adoption(at_once=at_once), TelemetryBuffer("floor", clock)
+        adopted, work = list[str](), asyncio.Event()
         adopter = Adopter(
             host.ctx,
             adoption,
             limits=AdoptionLimits(prepare_s=prepare_s, commit_s=5.0, stall_s=stall_s),
-            on_adopted=lambda name, version: None,
+            on_adopted=lambda name, _, version: adopted.append(f"{name} at {version}"),
+            on_work=work.set,
             meter=ActivityMeter("floor", clock),
             telemetry=telemetry,
             clock=clock,
         )
-        floor = Floor(node, adoption, adopter, telemetry, trainer)
+        floor = Floor(node, adoption, adopter, telemetry, trainer, adopted=adopted, work=work)
         for _ in range(num_engines):
             await floor.add()
         yield floor
@@ -255,15 +280,60 @@ async def test_a_version_that_nobody_can_take_costs_no_engine() -> None:
         floor.publish(0)
         await floor.adopter.adopt_pending()
         for engine in floor.rollouts:
-            engine.refusals = [engine.ack(1, "its digest is another", is_whole=True) for _ in range(4)]
+            engine.refusals = [engine.ack(1, "its digest is another", is_whole=True) for _ in range(99)]
         floor.publish(1)
         await floor.adopter.adopt_pending()
         assert floor.adoption.serving == {"rollout/0": 0, "rollout/1": 0}
         assert not any(engine.fenced for engine in floor.rollouts)
-        assert floor.told().count("its digest is another") == 8
+        assert floor.told().count("its digest is another") >= 8
+        for engine in floor.rollouts:
+            engine.refusals.clear()
         floor.publish(2)
         await floor.adopter.adopt_pending()
         assert floor.adoption.serving == {"rollout/0": 2, "rollout/1": 2}
+
+
+@pytest.mark.asyncio
+async def test_a_version_that_was_damaged_where_it_was_published_is_published_again_and_taken() -> None:
+    """No newer one may ever come: where nothing may be stale the trainer waits for what engines make of this one."""
+    async with floor_of(2) as floor:
+        floor.publish(0)
+        await floor.adopter.adopt_pending()
+        for engine in floor.rollouts:
+            engine.refusals = [engine.ack(1, "its digest is another", is_whole=True) for _ in range(9999)]
+
+        def publish_again(version: int) -> None:
+            for engine in floor.rollouts:
+                engine.refusals.clear()
+            floor.publish(version, attempt=1)
+            floor.work.set()
+
+        floor.trainer.when_asked = publish_again
+        floor.publish(1)
+        forever = asyncio.ensure_future(floor.adopt_forever())
+        await until(lambda: floor.adoption.serving == {"rollout/0": 1, "rollout/1": 1}, "both serve it")
+        forever.cancel()
+        assert not any(engine.fenced for engine in floor.rollouts)
+
+
+@pytest.mark.asyncio
+async def test_the_trainer_is_asked_for_another_publication_only_of_what_no_engine_has() -> None:
+    """Bytes that are bad in the sender's own memory end each engine that has looked at them."""
+    async with floor_of(2) as floor:
+        asked: list[int] = []
+        floor.trainer.when_asked = asked.append
+        first, second = floor.rollouts
+        second.refusals = [second.ack(0, "its digest is another")]
+        floor.publish(0)
+        await floor.adopter.adopt_pending()
+        await until(lambda: bool(second.fenced), "one is fenced")
+        assert asked == [], "the other has it"
+        first.refusals = [first.ack(1, "its digest is another")]
+        floor.publish(1)
+        await floor.adopter.adopt_pending()
+        await until(lambda: bool(first.fenced), "the other is fenced")
+        await until(lambda: bool(asked), "the trainer is asked")
+        assert asked == [1]
 
 
 @pytest.mark.asyncio
@@ -278,21 +348,108 @@ async def test_refusals_while_the_trainer_is_away_are_not_held_against_the_engin
 
 
 @pytest.mark.asyncio
-async def test_a_release_that_was_not_heard_is_told_again_unless_the_trainer_went_back() -> None:
+async def test_a_release_that_was_not_heard_is_told_again_although_nothing_else_happens() -> None:
     async with floor_of(1) as floor:
-        floor.trainer.num_deaf = 1
-        for version in (0, 1, 2):
+        floor.trainer.num_deaf = 2
+        for version in (0, 1):
             floor.publish(version)
             await floor.adopter.adopt_pending()
-            await asyncio.sleep(0.05)
-        await until(lambda: floor.trainer.released == [0, 1], "both were told in the end")
+        await until(lambda: floor.trainer.released == [0], "told until it was heard")
+
+
+@pytest.mark.asyncio
+async def test_a_release_that_was_not_heard_is_not_told_of_what_was_offered_again() -> None:
+    async with floor_of(1) as floor:
+        floor.adoption._keeps_newest = False
         floor.trainer.num_deaf = 1
-        floor.publish(3)
+        floor.publish(0)
         await floor.adopter.adopt_pending()
         await until(lambda: floor.trainer.num_deaf == 0, "told, and not heard")
-        floor.adoption.rewound()
-        for version in (2, 3):
+        newcomer = await floor.add()
+        newcomer.gate.clear()
+        floor.publish(0)
+        adopting = asyncio.ensure_future(floor.adopter.adopt_pending())
+        await until(lambda: "rollout/1" in floor.busy, "it reads those bytes")
+        await asyncio.sleep(0.2)
+        assert floor.trainer.released == []
+        newcomer.gate.set()
+        await adopting
+        await until(lambda: floor.trainer.released == [0], "now nobody does")
+
+
+@pytest.mark.asyncio
+async def test_a_release_that_was_not_heard_is_not_told_a_trainer_that_went_back() -> None:
+    async with floor_of(1) as floor:
+        floor.trainer.num_deaf = 1
+        for version in (0, 1):
             floor.publish(version)
             await floor.adopter.adopt_pending()
-        await asyncio.sleep(0.1)
-        assert floor.trainer.released == [0, 1, 2] and floor.adoption.serving == {"rollout/0": 3}
+        await until(lambda: floor.trainer.num_deaf == 0, "told, and not heard")
+        floor.adoption.rewound()
+        for version in (0, 1):
+            floor.publish(version, location="anew")
+            await floor.adopter.adopt_pending()
+        await until(lambda: floor.trainer.released == [0], "the other version 0 may go")
+        await asyncio.sleep(0.2)
+        assert floor.trainer.released == [0] and floor.adoption.serving == {"rollout/0": 1}
+
+
+@pytest.mark.asyncio
+async def test_one_that_others_overtake_later_is_asked_again_and_only_then_fenced() -> None:
+    async with floor_of(2) as floor:
+        floor.publish(0)
+        await floor.adopter.adopt_pending()
+        patient, stubborn = floor.rollouts
+        patient.refusals = [patient.ack(1, "no room", is_whole=True) for _ in range(6)]
+        stubborn.refusals = [stubborn.ack(1, "no room", is_whole=True) for _ in range(99)]
+        floor.publish(1)
+        await floor.adopter.adopt_pending()
+        assert floor.adoption.serving == {"rollout/0": 0, "rollout/1": 0}, "it waits for neither"
+        adopting = asyncio.ensure_future(floor.adopt_forever())
+        await until(lambda: floor.adoption.serving.get("rollout/0") == 1, "one can take it in the end")
+        await until(lambda: bool(stubborn.fenced), "then the other is the one that is broken")
+        adopting.cancel()
+        assert not patient.fenced
+
+
+@pytest.mark.asyncio
+async def test_a_fence_that_was_not_heard_is_told_again_and_never_meant_for_the_next_incarnation() -> None:
+    async with floor_of(2) as floor:
+        deaf, anew = floor.rollouts
+        deaf.num_deaf = 2
+        floor.adopter.fence("rollout/0", deaf.ctx.epoch, "its knobs are unknown")
+        floor.adopter.fence("rollout/1", anew.ctx.epoch - 1, "that was another one")
+        await until(lambda: deaf.fenced == ["its knobs are unknown"], "told until it was heard")
+        floor.publish(0)
+        await floor.adopter.adopt_pending()
+        assert floor.adoption.serving == {"rollout/1": 0} and not anew.fenced, "what is fenced gets nothing more"
+
+
+@pytest.mark.asyncio
+async def test_what_is_fenced_or_followed_by_another_while_it_adopts_is_not_told_to_serve() -> None:
+    async with floor_of(2, at_once=2) as floor:
+        for engine in floor.rollouts:
+            engine.gate.clear()
+        floor.publish(0)
+        adopting = asyncio.ensure_future(floor.adopter.adopt_pending())
+        await until(lambda: len(floor.busy) == 2, "both are at it")
+        floor.adopter.fence("rollout/0", floor.rollouts[0].ctx.epoch, "its knobs are unknown")
+        floor.adoption.joined("rollout/1", floor.rollouts[1].ctx.epoch + 1)
+        floor.adoption.gone("rollout/1", floor.rollouts[1].ctx.epoch + 1)
+        for engine in floor.rollouts:
+            engine.gate.set()
+        await adopting
+        assert floor.adopted == [] and not floor.adoption.serving
+
+
+@pytest.mark.asyncio
+async def test_the_same_version_of_a_gang_that_was_started_again_is_taken_from_its_new_place() -> None:
+    async with floor_of(1) as floor:
+        engine = floor.rollouts[0]
+        floor.publish(0, location="trainer/0")
+        engine.refusals = [engine.ack(0, "trainer/0 is gone", is_whole=True)]
+        adopting = asyncio.ensure_future(floor.adopter.adopt_pending())
+        await until(lambda: not engine.refusals, "the sender is dead")
+        floor.publish(0, location="trainer/0, anew")
+        await adopting
+        assert engine.locations[-1] == "trainer/0, anew" and floor.adoption.serving == {"rollout/0": 0}

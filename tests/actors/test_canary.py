@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from myxa.actors.trainer.canary import BOUNDS, ORDER, CanaryOptions, as_train_samples, judge, precision_of
+from myxa.actors.trainer.canary_guard import Guard
+from myxa.core.activity import ActivityMeter, TelemetryBuffer
+from myxa.core.clock import SystemClock
+from myxa.core.messages import CanaryAnswers
 from myxa.core.samples import Sample
 
 
@@ -79,6 +85,24 @@ def test_no_number_is_above_every_bound_and_no_token_is_no_verdict():
     assert (empty.num_tokens, empty.complaint) == (0, "")
     with pytest.raises(ValueError, match="2 scores for 1 tokens"):
         judge(4, "r", [sample([-1.0], [4])], np.zeros(2, np.float32), bound=0.1)
+
+
+def test_no_answers_are_no_verdict():
+    assert judge(4, "r", [], np.zeros(0, np.float32), bound=0.1).num_tokens == 0
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_answers_with_nothing_is_told_and_fails_nobody():
+    async def canary(version: int) -> CanaryAnswers:
+        return CanaryAnswers(rollout="rollout/0", samples=())
+
+    ctx: Any = SimpleNamespace(ref=lambda contract, name: SimpleNamespace(canary=canary))
+    ranks: Any = None  # are not asked
+    clock = SystemClock()
+    telemetry = TelemetryBuffer("trainer/0", clock)
+    guard = Guard(ctx, CanaryOptions(every=1, bound=0.1), ranks, ActivityMeter("trainer/0", clock), telemetry)
+    await guard.check(4)
+    assert [event.kind for event in telemetry.drain().events] == ["guard-skipped"]
 
 
 def test_what_the_trainer_scores_are_the_engines_tokens():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from myxa.actors.contracts.memory import MemoryContract
 from myxa.actors.contracts.roles import RolloutContract
 from myxa.actors.coordinator.adoption import Adoption
+from myxa.actors.tenancy import time_share
 from myxa.actors.tenancy.time_share import ROLLOUT_TAGS, TRAINER_TAGS, TimeShare, TimeShareOptions
 from myxa.actors.tenancy.workspace_room import WorkspaceRoom
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
@@ -54,6 +56,9 @@ class ToyRollout(RolloutContract):
         self.num_loads += 1
         self.state = "quiesced"
 
+    leave: Callable[[], Awaitable[None]]
+    """Set by the stage: its process ends."""
+
 
 class Leads(Actor):
     """Where a leader would be."""
@@ -72,6 +77,7 @@ async def stage(folder: Path) -> AsyncGenerator[tuple[TimeShare, ToyManager, lis
         await node.start(manager, name="memory/0")
         for name, rollout in zip(ROLLOUTS, rollouts, strict=True):
             await node.start(rollout, name=name)
+            rollout.leave = partial(node.stop, name, grace_s=0)
         await node.start(leads, name="trainer/0")
         yield leads.share, manager, rollouts
     finally:
@@ -120,6 +126,38 @@ async def test_an_engine_that_died_is_asked_for_again_and_loaded(tmp_path: Path)
         assert manager.asked[-1].is_active
         await share.offer()
         assert [rollout.num_loads for rollout in rollouts] == [1, 2], "it has loaded now"
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_is_slow_to_stand_still_costs_a_refused_lease_and_no_gang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time_share, "AGAIN_S", 0.0)
+    slow = LeaseReply(granted=False, epoch=3, reason="rollout/1 did not answer quiesce in time")
+    async with stage(tmp_path) as (share, manager, _):
+        await share.offer()
+        await share.give()
+        manager.asked.clear()
+        manager.replies = [slow, slow]
+        await share.take()
+        assert [(r.gang, r.is_active, r.quiet) for r in manager.asked] == [("trainer", True, ("rollout",))] * 3
+        assert len({r.request_id for r in manager.asked}) == 3
+        manager.reply = slow
+        with pytest.raises(LeaseRefused, match="did not answer quiesce"):
+            await share.take()
+
+
+@pytest.mark.asyncio
+async def test_the_trainer_takes_its_turn_while_an_engine_is_away(tmp_path: Path) -> None:
+    async with stage(tmp_path) as (share, manager, rollouts):
+        await share.offer()
+        await share.give()
+        manager.replies = [
+            LeaseReply(granted=False, epoch=3, reason="rollout/1 was lost while the switch was under way")
+        ]
+        await rollouts[1].leave()
+        await share.take()
+        assert manager.asked[-1].gang == "trainer"
 
 
 @pytest.mark.asyncio

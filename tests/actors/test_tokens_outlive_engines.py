@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from myxa.actors.buffer.suspects import POISON
 from myxa.actors.ledger.payload import decode_partial
 from myxa.core.errors import EngineError
 from myxa.core.protocols import Delta, GenerateRequest
@@ -55,19 +57,47 @@ async def test_a_group_whose_stream_broke_goes_on_with_all_its_members_tokens(
         assert not (await floor.buffer.stats()).dropped
 
 
+def sick(engine: Any, *, for_group: str) -> Any:
+    """That engine; streams of such a group (a pattern) break before their first token."""
+    whole = engine.generate
+
+    async def generate(request: GenerateRequest) -> AsyncIterator[Delta]:
+        if re.search(rf"\.a\d+\.{for_group}\.", request.request_id):
+            raise EngineError("the stream broke after 0 tokens")
+        async for delta in whole(request):
+            yield delta
+
+    engine.generate = generate
+    engine.gate.set()
+    return engine
+
+
 @pytest.mark.asyncio
 async def test_a_group_that_breaks_every_stream_is_given_up_by_name(
-    tmp_path: Path, data_floor: Maker, gate_engine: Maker, until: Maker, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, data_floor: Maker, gate_engine: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("myxa.actors.rollout.group_pull.MAX_ATTEMPTS", 2)
+    """While the engine goes on, and finishes others in between."""
     monkeypatch.setattr("myxa.actors.rollout.group_pull.LOSS_S", 0.05)
     async with data_floor(tmp_path) as floor:
-        engine = breaking(gate_engine(), times=1000)
-        engine.gate.set()
-        await floor.add(engine=engine, max_groups=1, max_error_rate=1.0)
+        await floor.add(engine=sick(gate_engine(), for_group="0"), max_groups=2)
         async with asyncio.timeout(30):
-            while (await floor.buffer.stats()).dropped.get("engine-error", 0) < 1:
+            while (await floor.buffer.stats()).dropped.get(POISON, 0) < 1:
                 await asyncio.sleep(0.01)
+        row = floor.buffer_actor._ledger.find(0)
+        assert row is not None and row.reason == POISON and (await floor.buffer.stats()).dropped == {POISON: 1}
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_breaks_every_stream_ends_its_actor_and_no_group(
+    tmp_path: Path, data_floor: Maker, gate_engine: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("myxa.actors.rollout.group_pull.LOSS_S", 0.02)
+    async with data_floor(tmp_path) as floor:
+        await floor.add(engine=sick(gate_engine(), for_group=r"\d+"), max_groups=2)
+        async with asyncio.timeout(30):
+            error = await floor.node.failed
+        assert "20 of the last 20 groups were lost" in str(error)
+        assert not (await floor.buffer.stats()).dropped
 
 
 @pytest.mark.asyncio
@@ -110,12 +140,82 @@ async def test_nothing_is_told_when_nothing_came(
 
 
 @pytest.mark.asyncio
+async def test_a_draw_says_whose_weights_the_engine_serves(
+    tmp_path: Path, data_floor: Maker, until: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when nobody heard that it adopted them: the number alone is not enough after the trainer went back."""
+    async with data_floor(tmp_path) as floor:
+        asked: list[Any] = []
+        hear = floor.buffer_actor._store.hear
+        monkeypatch.setattr(floor.buffer_actor._store, "hear", lambda request: asked.append(request) or hear(request))
+        await floor.add("rollout/0", max_groups=1, lineage=4)
+        await until(lambda: bool(asked), "it draws")
+        assert {(request.version, request.lineage) for request in asked} == {(0, 4)}
+
+
+@pytest.mark.asyncio
+async def test_a_fence_for_another_incarnation_is_refused(tmp_path: Path, data_floor: Maker, until: Maker) -> None:
+    async with data_floor(tmp_path) as floor:
+        engine = await floor.add("rollout/0", max_groups=1)
+        await until(lambda: engine.open == 2, "a group")
+        assert not await floor.ref().fence(floor.rollouts["rollout/0"].ctx.epoch - 1, "it stood still")
+        engine.gate.set()
+        await floor.until_states(lambda states: states.get("READY", 0) >= 1, "it goes on")
+
+
+@pytest.mark.asyncio
 async def test_a_fenced_actor_hands_its_groups_back_before_it_fails(
     tmp_path: Path, data_floor: Maker, until: Maker
 ) -> None:
     async with data_floor(tmp_path) as floor:
         engine = await floor.add("rollout/0", max_groups=2, save_partials_s=0.0)
         await until(lambda: engine.open == 4, "two groups")
-        await floor.ref().fence("it stood still in a weight update")
+        await floor.ref().fence(floor.rollouts["rollout/0"].ctx.epoch, "it stood still in a weight update")
         await floor.until_states(lambda states: states.get("REQUEUED") == 2, "handed back")
         assert saved(floor, 0) == saved(floor, 1) == [1, 1]
+        suspects = floor.buffer_actor._store.suspects
+        assert 0 not in suspects and 1 not in suspects, "that was no doing of theirs"
+
+
+@pytest.mark.asyncio
+async def test_groups_in_hand_when_an_engine_is_lost_are_counted(
+    tmp_path: Path, data_floor: Maker, gate_engine: Maker, until: Maker
+) -> None:
+    async with data_floor(tmp_path) as floor:
+        engine, is_lost = gate_engine(), asyncio.Event()
+
+        async def until_lost() -> None:
+            await is_lost.wait()
+            raise EngineError("the server is gone")
+
+        engine.until_lost = until_lost
+        await floor.add("rollout/0", engine=engine, max_groups=2, save_partials_s=0.0)
+        await until(lambda: engine.open == 4, "two groups")
+        is_lost.set()
+        await floor.until_states(lambda states: states.get("REQUEUED") == 2, "handed back")
+        suspects = floor.buffer_actor._store.suspects
+        assert 0 in suspects and 1 in suspects
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", ["raises", "hangs"])
+async def test_the_engine_is_closed_whatever_becomes_of_the_rewards_workers(
+    tmp_path: Path, data_floor: Maker, gate_engine: Maker, until: Maker, how: str
+) -> None:
+    async with data_floor(tmp_path) as floor:
+        engine, closed = gate_engine(), asyncio.Event()
+
+        async def close_engine() -> None:
+            closed.set()
+
+        async def close_scorer() -> None:
+            if how == "raises":
+                raise RuntimeError("its workers are in a bad way")
+            await closed.wait()
+
+        engine.close = close_engine
+        await floor.add("rollout/0", engine=engine)
+        floor.rollouts["rollout/0"]._scorer.close = close_scorer
+        await until(lambda: engine.open == 2, "a group")
+        await floor.node.stop("rollout/0")
+        assert closed.is_set()

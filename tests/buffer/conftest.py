@@ -91,6 +91,8 @@ class Desk:
     data: DataContract
     buffer: Buffer
     seen: list[Assignment] = field(default_factory=list)
+    lineage: int = 1
+    """Epoch of the trainer's leader; engines that say nothing else serve what it made."""
 
     async def draw(
         self,
@@ -101,6 +103,7 @@ class Desk:
         wait_s: float = 0.0,
         holding: tuple[int, ...] | None = None,
         blocked_by: DrawBlock | None = None,
+        lineage: int | None = None,
     ) -> DrawReply:
         request = DrawRequest(
             rollout=rollout,
@@ -110,6 +113,7 @@ class Desk:
             wait_s=wait_s,
             holding=holding,
             blocked_by=blocked_by,
+            lineage=self.lineage if lineage is None else lineage,
         )
         reply = await self.ref.draw(request)
         self.seen += reply.assignments
@@ -119,6 +123,15 @@ class Desk:
         self, assignment: Assignment, versions: Sequence[int] = (0, 0), rollout: str = "rollout/0"
     ) -> PutResult:
         return await self.ref.put_group(make_group(assignment, versions), assignment.attempt, rollout)
+
+    async def adopted(self, rollout: str, epoch: int, version: int) -> None:
+        """That engine took what the trainer of now made."""
+        await self.ref.adopted(rollout, epoch, version, self.lineage)
+
+    async def rewind(self, version: int) -> int:
+        """The trainer's next leader goes on from `version`."""
+        self.lineage += 1
+        return await self.ref.rewind(version, self.lineage)
 
     async def change(self, epoch: int, **values: KnobValue) -> KnobVote:
         """Prepare and, if the buffer agrees, commit."""

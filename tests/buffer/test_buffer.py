@@ -80,10 +80,10 @@ async def test_admission_holds_draws_back_and_adoption_releases_them(shop: Any) 
         waiting = asyncio.ensure_future(desk.draw(version=0, wait_s=WAIT_S))
         other = asyncio.ensure_future(desk.draw(version=0, wait_s=0.2, rollout="rollout/1"))
         await asyncio.sleep(0.05)
-        await desk.ref.adopted("rollout/0", 1, 1)
+        await desk.adopted("rollout/0", 1, 1)
         assert [a.prompt.group_id for a in (await waiting).assignments] == [4, 5]
         assert (await other).blocked_by == "staleness", "rollout/1 has adopted nothing, and no slot is left"
-        await desk.ref.adopted("rollout/1", 1, 1)
+        await desk.adopted("rollout/1", 1, 1)
         assert (await desk.draw(version=0, epoch=2, rollout="rollout/1")).blocked_by == "staleness", "another epoch"
 
 
@@ -226,7 +226,7 @@ async def test_the_age_of_kept_tokens_counts_at_consumption(shop: Any, make_samp
         await desk.draw(max_groups=1)
         partial = (make_sample(0, 0, [0], "abort"),)
         await desk.ref.return_group(GroupReturned(group_id=0, attempt=1, rollout="rollout/0", partial=partial))
-        await desk.ref.rewind(1)
+        await desk.rewind(1)
         claim = await desk.ref.claim(1, 0.0)
         assert claim.blocked_by == "wait-data"
         stats = await desk.ref.stats()
@@ -306,7 +306,7 @@ async def test_stop_drawing_lets_whole_batches_through_and_a_rewind_brings_lefto
         assert await desk.train(1) == (2, 3)
         assert (await desk.ref.claim(2, WAIT_S)).finished
         assert (await desk.draw(wait_s=WAIT_S)).blocked_by == "finished"
-        assert await desk.ref.rewind(2) == 1
+        assert await desk.rewind(2) == 1
         (fresh,) = (await desk.draw(max_groups=1, version=2)).assignments
         assert fresh.prompt.group_id == 5
         await desk.put(fresh, versions=(2, 2))
@@ -365,7 +365,7 @@ async def test_claims_out_of_order_are_refused_by_name(shop: Any) -> None:
 async def test_a_run_that_starts_at_a_later_version(shop: Any) -> None:
     """A new ledger and a checkpoint of version 40: rewind says where training stands, and nothing bursts."""
     async with shop.open() as desk:
-        await desk.ref.rewind(40)
+        await desk.rewind(40)
         reply = await desk.draw(version=40)
         assert len(reply.assignments) == 4
         assert (await desk.draw(version=40)).blocked_by == "staleness"
@@ -396,6 +396,16 @@ async def test_a_disk_that_is_full_ends_the_run(shop: Any) -> None:
         assert isinstance(await desk.failure(), LedgerError)
 
 
+@pytest.mark.parametrize("verb", ["set_paused", "stop_drawing"])
+@pytest.mark.asyncio
+async def test_a_switch_that_cannot_be_kept_ends_the_run_by_its_cause(shop: Any, verb: str) -> None:
+    async with shop.open() as desk:
+        desk.buffer._store.ledger._file.query("PRAGMA query_only = ON")
+        with pytest.raises(LedgerError, match="cannot be written"):
+            await (desk.ref.set_paused(True) if verb == "set_paused" else desk.ref.stop_drawing())
+        assert isinstance(await desk.failure(), LedgerError)
+
+
 @pytest.mark.asyncio
 async def test_every_step_of_a_life_is_on_record(shop: Any) -> None:
     async with shop.open() as desk:
@@ -413,7 +423,7 @@ async def test_the_monitor_sees_slots_and_reasons(shop: Any, make_group: Callabl
     async with shop.open(group_filter=zero_variance) as desk:
         (assignment,) = (await desk.draw(max_groups=1)).assignments
         await desk.ref.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
-        await desk.ref.rewind(0)
+        await desk.rewind(0)
         monitor = desk.node.ref(MonitorContract, "monitor")
         async with asyncio.timeout(WAIT_S):
             while "buffer/slots_total" not in (seen := (await monitor.snapshot()).get("buffer", {})):

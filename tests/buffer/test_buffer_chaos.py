@@ -32,6 +32,9 @@ class World:
         self.desk: Any = None
         self.version = 0
         self.serving = [0, 0, 0]
+        self.lineage = 1
+        self.made_by = [1] * len(self.serving)
+        """Lineage of what each engine serves."""
         self.trained: list[tuple[int, ...]] = []
         """Groups per step of the lineage that counts."""
         self.checkpoint = 0
@@ -64,7 +67,7 @@ class World:
                 await asyncio.sleep(0.002)
                 continue
             try:
-                reply = await desk.draw(4, self.serving[index], name, epoch, 0.05, ())
+                reply = await desk.draw(4, self.serving[index], name, epoch, 0.05, (), lineage=self.made_by[index])
             except CallError:
                 continue
             for assignment in reply.assignments:
@@ -126,7 +129,8 @@ class World:
     async def go_back(self) -> None:
         """The trainer died in the middle of a step and starts again from its checkpoint; engines are rolled back."""
         self.version = self.checkpoint
-        await self.ask("rewind", self.version)
+        self.lineage += 1
+        await self.ask("rewind", self.version, self.lineage)
         del self.trained[self.version :]
         self.serving = [min(version, self.version) for version in self.serving]
 
@@ -136,7 +140,8 @@ class World:
             index = self.rng.randrange(len(self.serving))
             if self.serving[index] < self.version:
                 self.serving[index] += 1
-                await self.ask("adopted", f"rollout/{index}", 1, self.serving[index])
+                self.made_by[index] = self.lineage
+                await self.ask("adopted", f"rollout/{index}", 1, self.serving[index], self.lineage)
             await asyncio.sleep(0.002)
 
 

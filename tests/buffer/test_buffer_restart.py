@@ -102,7 +102,7 @@ async def test_what_was_set_while_running_outlives_the_buffer(shop: Any, tmp_pat
     later = type(shop)(tmp_path / "later.sqlite", run="run-2")
     async with later.open(max_staleness=4, resume_from=shop.path) as desk:
         assert (await desk.ref.stats()).max_staleness == 4
-        await desk.ref.rewind(0)
+        await desk.rewind(0)
         assert (await desk.draw(max_groups=1)).assignments
 
 
@@ -118,7 +118,7 @@ async def test_a_resumed_run_inherits_the_ledger(shop: Any, tmp_path: Path) -> N
         await desk.draw(version=2)
     later = type(shop)(tmp_path / "later.sqlite", run="run-2")
     async with later.open(resume_from=shop.path) as desk:
-        assert await desk.ref.rewind(1) == 2
+        assert await desk.rewind(1) == 2
         assert await desk.train(1) == (2, 3)
         (a, b) = (await desk.draw(version=2)).assignments
         assert (a.prompt.row, b.prompt.row) == (6, 7), "4 and 5 are ready"

@@ -168,7 +168,7 @@ class KnobsMachine(RuleBasedStateMachine):
     def hand_back(self, data: st.DataObject) -> None:
         group_id = data.draw(st.sampled_from(sorted(self.out)))
         returned = GroupReturned(group_id=group_id, attempt=self.out.pop(group_id).attempt, rollout="r")
-        assert self.store.take_back(returned)
+        assert self.store.take_back(returned, 0.0)
 
     @rule(rounds=st.integers(1, 3), size=st.integers(2, 5), is_trained=st.booleans())
     def work(self, rounds: int, size: int, is_trained: bool) -> None:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from myxa.actors.ledger.audit import audit_ledger
+from myxa.actors.ledger.file import Change
 from myxa.actors.ledger.ledger import Ledger
+from myxa.actors.ledger.resume import read_facts
 from myxa.actors.ledger.states import AT_REST, LEFTOVER, REWIND, TRANSITIONS, Row, State, check_path
 from myxa.algos.staleness import STALE
 from myxa.core.errors import LedgerError
@@ -185,6 +188,20 @@ def test_a_fresh_ledger_can_start_at_a_later_version(ledger: Ledger, path: Path)
     again.close()
 
 
+@pytest.mark.parametrize("back", [0, 1])
+def test_a_checkpoint_of_a_past_that_was_undone_is_not_gone_on_from(ledger: Ledger, back: int) -> None:
+    """The newest one could not be read for a moment, and training went back; now it can be read again. Its weights hold
+    groups that are ready again."""
+    for step in range(3):
+        train(ledger, step, draw(ledger, 2, version=step))
+    assert ledger.rewind(back) == 2 * (3 - back)
+    before = states(ledger)
+    with pytest.raises(LedgerError, match=f"version 3: the steps claimed lead to version {back}"):
+        ledger.rewind(3)
+    assert states(ledger) == before
+    assert (ledger.next_step, ledger.newest_version) == (back, back)
+
+
 def test_leftovers_come_back_when_the_run_goes_on(ledger: Ledger) -> None:
     ready, returned, under_way, filtered = draw(ledger, 4)
     ledger.finish(ready, b"whole", version=0, num_tokens=3)
@@ -303,3 +320,48 @@ def test_a_full_disk_is_an_error_and_leaves_the_ledger_as_it_was(ledger: Ledger)
     ledger._file.query("PRAGMA max_page_count = 1000000")
     ledger.finish(ids[0], bytes(1 << 20), version=0, num_tokens=1)
     assert states(ledger) == {0: State.READY}
+
+
+def test_a_checkpoint_looks_only_at_what_lies_between_the_two_before(ledger: Ledger) -> None:
+    """Not at everything that ever became durable: the buffer's loop stands meanwhile."""
+    freed: list[int] = []
+    commit = ledger._file.commit
+
+    def watch(change: Change) -> None:
+        freed.extend(group_id for (group_id,) in change.freed)
+        commit(change)
+
+    ledger._file.commit = watch
+    for step in range(5):
+        train(ledger, step, draw(ledger, 2))
+        ledger.durable(step + 1)
+    assert freed == list(range(8)), "each once"
+    assert [ledger.payload(group_id) is None for group_id in range(10)] == [True] * 8 + [False] * 2
+
+
+def test_histories_are_walked_once_and_damage_of_what_is_newer_is_found(ledger: Ledger, path: Path) -> None:
+    train(ledger, 0, draw(ledger, 1))
+    ledger.durable(1)
+    train(ledger, 1, draw(ledger, 1))
+    ledger.durable(2)
+    train(ledger, 2, draw(ledger, 1))
+    ledger.close()
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM transitions WHERE group_id = 0 AND to_state = 'FINISHED'")
+    db.close()
+    open_ledger(path).close()  # what a checkpoint covers was checked when it was written
+    with pytest.raises(LedgerError, match="has a gap"):
+        read_facts(path)  # whoever goes on from it looks at all of it
+    assert any("while it was in" in problem for problem in audit_ledger(path).problems)
+
+
+def test_damage_of_what_moved_since_the_newest_checkpoint_is_found_at_load(ledger: Ledger, path: Path) -> None:
+    train(ledger, 0, draw(ledger, 1))
+    ledger.durable(1)
+    train(ledger, 1, draw(ledger, 1))
+    ledger.close()
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM transitions WHERE group_id = 1 AND to_state = 'FINISHED'")
+    db.close()
+    with pytest.raises(LedgerError, match="has a gap in its transitions"):
+        open_ledger(path)

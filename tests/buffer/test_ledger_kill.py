@@ -20,8 +20,8 @@ NUM_KILLS = 6
 WRITER = """
 import json, random, sys
 from pathlib import Path
-from myxa.actors.ledger import Ledger
-from myxa.actors.ledger_states import Row, State
+from myxa.actors.ledger.ledger import Ledger
+from myxa.actors.ledger.states import Row, State
 
 ledger = Ledger(Path(sys.argv[1]), run="kill", fingerprint="d", wall=lambda: 0.0)
 rng = random.Random(int(sys.argv[2]))

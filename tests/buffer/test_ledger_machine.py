@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import LEFTOVER, REDRAWN, Row, State
 from myxa.algos.staleness import STALE
@@ -42,12 +43,14 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = self.open()
         self.groups: dict[int, Known] = {}
         self.next_draw = self.newest = self.next_step = self.durable_version = self.floor = 0
+        self.has_claimed = False
 
     def open(self) -> Ledger:
         return Ledger(self.path, run="m", fingerprint="f", wall=lambda: 0.0)
 
     def teardown(self) -> None:
         if hasattr(self, "ledger"):
+            assert audit_ledger(self.path).problems == (), "also as it is judged from outside"
             self.ledger.close()
             self.folder.cleanup()
 
@@ -152,6 +155,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.claim(self.next_step, ids)
             for group_id in ids:
                 self.groups[group_id].state, self.groups[group_id].step = State.CLAIMED, self.next_step
+            self.has_claimed = True
             self.next_step += 1
 
     @rule(offset=st.integers(-1, 1))
@@ -191,6 +195,10 @@ class LedgerMachine(RuleBasedStateMachine):
         version = max(0, self.newest - back)
         if version < self.floor:
             with pytest.raises(LedgerError, match="cannot go back"):
+                self.ledger.rewind(version)
+            return
+        if version > self.next_step and self.has_claimed:
+            with pytest.raises(LedgerError, match="cannot go on from"):
                 self.ledger.rewind(version)
             return
         num_ready = 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.engine_versions import ALWAYS_NEWEST, EngineVersions
+from myxa.actors.engine_versions import ALWAYS_NEWEST, EngineVersions, Weights
 from myxa.core.messages import Assignment
 
 ETA, BATCH, NUM_ENGINES, NUM_EVENTS = 2, 2, 3, 250
@@ -18,11 +18,11 @@ ETA, BATCH, NUM_ENGINES, NUM_EVENTS = 2, 2, 3, 250
 async def trained_to(desk: Any, version: int) -> None:
     """One engine that adopts every version at once."""
     for step in range(version):
-        await desk.ref.adopted("rollout/0", 1, step)
+        await desk.adopted("rollout/0", 1, step)
         for assignment in (await desk.draw(BATCH, version=step)).assignments:
             await desk.put(assignment, (step, step))
         await desk.train(step)
-    await desk.ref.adopted("rollout/0", 1, version)
+    await desk.adopted("rollout/0", 1, version)
 
 
 @pytest.mark.asyncio
@@ -30,18 +30,18 @@ async def test_an_engine_goes_down_with_the_trainer(shop: Any) -> None:
     async with shop.open(max_staleness=ETA) as desk:
         await trained_to(desk, 6)
         (before,) = (await desk.draw(1, version=6)).assignments
-        assert await desk.ref.rewind(3) == 3 * BATCH
+        assert await desk.rewind(3) == 3 * BATCH
         assert (await desk.put(before, (6, 6))).outcome == "ready"
         claims = [await desk.ref.claim(3, 0.0)]
         assert {meta.oldest_version for meta in claims[0].groups} == {3}
         await desk.ref.trained(3)
-        await desk.ref.adopted("rollout/0", 1, 3)
+        await desk.adopted("rollout/0", 1, 3)
         for step in (4, 5):
             claims.append(await desk.ref.claim(step, 0.0))
             await desk.ref.trained(step)
         assert {meta.oldest_version for claim in claims for meta in claim.groups} == {3}
         assert not (await desk.draw(1, version=3)).assignments, "too old for what comes next"
-        await desk.ref.adopted("rollout/0", 1, 6)
+        await desk.adopted("rollout/0", 1, 6)
         fresh = (await desk.draw(2, version=6)).assignments
         for assignment in fresh:
             await desk.put(assignment, (6, 6))
@@ -50,44 +50,80 @@ async def test_an_engine_goes_down_with_the_trainer(shop: Any) -> None:
         assert before.prompt.row == fresh[0].prompt.row, "its tokens grew too old in the new lineage: drawn once more"
 
 
-def test_the_same_number_again_is_believed_only_once_it_was_adopted() -> None:
+def test_the_same_number_means_what_the_leader_that_made_it_made() -> None:
     versions = EngineVersions()
-    versions.drawing("e", 1, 5, newest=5)
-    versions.rewound(3)
-    lineage = versions.lineage
+    old, anew = Weights(1, 5), Weights(2, 5)
+    assert versions.told("e", 1, old)
+    versions.rewound(3, lineage=2)
 
-    def served(told: int, newest: int) -> tuple[int, bool]:
-        versions.drawing("e", 1, told, newest)
-        found = versions.serving("e", 1, told, lineage, newest)
+    def served(told: Weights, newest: int) -> tuple[int, bool]:
+        versions.told("e", 1, told)
+        found = versions.serving("e", 1, told, newest)
         return found.version, found.is_undone
 
-    assert served(5, newest=3) == (3, True)
-    assert served(5, newest=5) == (3, True), "the trainer made a 5 again, this engine has the old one"
-    assert not versions.adopted("e", 1, 5, newest=4), "an adoption that was under way ends late"
-    assert served(5, newest=6) == (3, True)
-    assert versions.adopted("e", 1, 5, newest=6)
-    assert served(5, newest=6) == (5, False)
+    assert served(old, newest=3) == (3, True)
+    assert served(old, newest=5) == (3, True), "the trainer made a 5 again, this engine has the old one"
+    assert not versions.told("e", 1, old), "an adoption that was under way ends late"
+    assert served(old, newest=6) == (3, True)
+    assert served(anew, newest=6) == (5, False), "nobody heard that it took the new one: its draw says so"
+    assert served(old, newest=6) == (5, False), "a draw that was sent before that"
+    assert served(Weights(1, 3), newest=6) == (5, False)
+
+
+def test_weights_from_before_a_rewind_and_not_above_it_count_as_what_they_are() -> None:
+    versions = EngineVersions()
+    versions.rewound(4, lineage=2)
+    versions.rewound(3, lineage=5)
+    versions.rewound(6, lineage=7)
+    assert [one.version for one in versions.rewinds] == [3, 6], "what the first says the second says too"
+    worth = {
+        weights: versions.serving("e", 1, Weights(*weights), newest=9).version
+        for weights in ((1, 2), (1, 4), (2, 5), (5, 5), (5, 8), (7, 8))
+    }
+    assert worth == {(1, 2): 2, (1, 4): 3, (2, 5): 3, (5, 5): 5, (5, 8): 6, (7, 8): 8}
+    versions.rewound(2, lineage=1)
+    assert [one.lineage for one in versions.rewinds] == [1], "epochs are counted anew: another launch, other engines"
 
 
 def test_a_draw_from_before_and_a_new_incarnation_and_no_engine() -> None:
     versions = EngineVersions()
-    versions.drawing("e", 1, 5, newest=5)
-    before = versions.lineage
-    versions.rewound(3)
-    assert versions.serving("e", 1, 5, before, newest=5).version == 3
-    versions.adopted("e", 1, 4, newest=5)
-    assert versions.serving("e", 1, 5, before, newest=5).version == 4, "not what the draw told in another lineage"
-    versions.drawing("e", 2, 5, newest=5)
-    assert versions.serving("e", 2, 5, versions.lineage, newest=5).version == 5
-    assert not versions.adopted("e", 1, 3, newest=5), "that one is over"
-    versions.drawing("none", 1, ALWAYS_NEWEST, newest=5)
-    assert versions.serving("none", 1, ALWAYS_NEWEST, versions.lineage, newest=5).version == 5
+    before = Weights(1, 5)
+    versions.told("e", 1, before)
+    versions.rewound(3, lineage=2)
+    assert versions.serving("e", 1, before, newest=5).version == 3
+    versions.told("e", 1, Weights(2, 4))
+    assert versions.serving("e", 1, before, newest=5).version == 4, "not what the draw told in another lineage"
+    versions.told("e", 2, Weights(2, 5))
+    assert versions.serving("e", 2, Weights(2, 5), newest=5).version == 5
+    assert not versions.told("e", 1, Weights(2, 6)), "that one is over"
+    nothing = Weights(0, ALWAYS_NEWEST)
+    assert not versions.told("none", 1, nothing)
+    assert versions.serving("none", 1, nothing, newest=5).version == 5
+    unheard = versions.serving("e", 2, Weights(2, 8), newest=5)
+    assert (unheard.version, unheard.is_undone) == (5, True), "nobody has trained that one"
+
+
+@pytest.mark.asyncio
+async def test_a_buffer_that_was_restarted_knows_what_was_undone(shop: Any) -> None:
+    """The engine serves an undone 5 all the while; the trainer went back to 3 and has made a 5 again."""
+    async with shop.open(max_staleness=1) as desk:
+        await trained_to(desk, 5)
+        await desk.rewind(3)
+        for step in (3, 4):
+            await desk.adopted("rollout/1", 1, step)
+            claim = await desk.ref.claim(step, 0.0)
+            assert claim.groups
+            await desk.ref.trained(step)
+    async with shop.open(max_staleness=1) as desk:
+        assert not (await desk.draw(version=5, lineage=1)).assignments, "it counts as version 3"
+        assert (await desk.draw(version=5, lineage=2)).assignments
 
 
 @dataclass
 class Engine:
     name: str
     version: int = 0
+    lineage: int = 1
     counted: int = 0
     """What its weights are worth in the trainer's lineage: undone ones, the version that it went back to."""
     holds: list[tuple[Assignment, list[int], list[int]]] = field(default_factory=list)
@@ -106,13 +142,13 @@ async def test_the_bound_holds_for_what_weights_are_worth(shop: Any, make_group:
     engines = [Engine(f"rollout/{i}") for i in range(NUM_ENGINES)]
     async with shop.open(max_staleness=ETA, policy=policy, batch_size=BATCH) as desk:
         for engine in engines:
-            await desk.ref.adopted(engine.name, 1, 0)
+            await desk.adopted(engine.name, 1, 0)
         steps = 0
         for _ in range(NUM_EVENTS):
             engine = lot.choice(engines)
             event = lot.choices(("draw", "token", "put", "adopt", "train", "back"), (4, 6, 4, 3, 4, 0.3))[0]
             if event == "draw":
-                reply = await desk.draw(2, version=engine.version, rollout=engine.name)
+                reply = await desk.draw(2, version=engine.version, rollout=engine.name, lineage=engine.lineage)
                 engine.holds += [(assignment, [], []) for assignment in reply.assignments]
             elif event == "token":
                 for _, stamps, values in engine.holds:
@@ -129,8 +165,9 @@ async def test_the_bound_holds_for_what_weights_are_worth(shop: Any, make_group:
                     "stale-attempt",
                 )
             elif event == "adopt":
-                engine.version = engine.counted = version
-                await desk.ref.adopted(engine.name, 1, version)
+                engine.version, engine.lineage, engine.counted = version, desk.lineage, version
+                if lot.random() < 0.5:  # else nobody heard of it, and the next draw tells it
+                    await desk.adopted(engine.name, 1, version)
             elif event == "train":
                 claim = await desk.ref.claim(version, 0.0)
                 for meta in claim.groups:
@@ -142,7 +179,7 @@ async def test_the_bound_holds_for_what_weights_are_worth(shop: Any, make_group:
                     version, steps = version + 1, steps + 1
             elif event == "back" and version:
                 version = lot.randint(max(0, version - 4), version - 1)
-                await desk.ref.rewind(version)
+                await desk.rewind(version)
                 for each in engines:
                     each.counted = min(each.counted, version)
                     for _, _, values in each.holds:

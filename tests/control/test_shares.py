@@ -191,7 +191,7 @@ async def test_a_log_is_read_beside_the_loop(tmp_path: Path, monkeypatch: pytest
         return read(*arguments)
 
     monkeypatch.setattr(agent_module, "read_log", noted)
-    options = AgentOptions(node=0, address="", runtime_dir=tmp_path, config_text="", rdzv_path="")
+    options = AgentOptions(node=0, address="", runtime_dir=tmp_path, rdzv_path="")
     agent = Agent(options, cast(Any, None))
     cast(Any, agent)._run_dir = run_dir
     chunk = await agent.read_log(LogRequest(name="launcher", num_lines=5))

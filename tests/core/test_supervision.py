@@ -120,14 +120,59 @@ def test_who_has_lived_for_a_while_is_started_again_at_once_and_the_budget_count
     assert not budget.reserve(120.0)
 
 
-def test_restarts_older_than_the_period_do_not_count():
+def test_restarts_that_led_to_work_do_not_count_a_period_later():
     supervisor = make(run(alone("rollout/0", 1)))
     for n in range(5):
-        restart = only(supervisor.on_exit("rollout/0", 1, 300.0 * n), Restart)
+        restart = only(supervisor.on_exit("rollout/0", 1, 310.0 * n), Restart)
         assert restart.delay_s == 0.0, "the first one again comes at once"
         launch(supervisor, restart)
-    _, done = both(supervisor.on_exit("rollout/0", 1, 300.0 * 4 + 299.0), FailRun, Done)
+        supervisor.on_work("rollout/0", 310.0 * n + 10.0)
+        supervisor.on_work("rollout/0", 310.0 * n + 20.0)  # it may be seen as often as one likes
+    _, done = both(supervisor.on_exit("rollout/0", 1, 310.0 * 4 + 309.0), FailRun, Done)
     assert done == Done()
+
+
+@pytest.mark.parametrize("lasts_s", [120.0, 302.0, 10_000.0])
+@pytest.mark.parametrize("answers", [True, False])
+def test_attempts_that_take_long_to_fail_and_come_to_no_work_run_out_all_the_same(lasts_s: float, answers: bool):
+    supervisor = make(run(alone("rollout/0")), is_up=answers)
+    for n in range(1, 4):
+        restart = only(supervisor.on_exit("rollout/0", 3, lasts_s * n), Restart)
+        supervisor.on_launch("rollout/0")
+        if answers:
+            supervisor.on_up("rollout/0")  # its process joined; its model loads
+        supervisor.on_work("rollout/0" if not answers else "rollout/9", lasts_s * n)  # of nobody, and too late: nothing
+        assert restart.attempts == (n,)
+    fail, _ = both(supervisor.on_exit("rollout/0", 3, lasts_s * 4), FailRun, Done)
+    told = "3 restarts in 300 s is" if 3 * lasts_s < 300 else "3 restarts that come to no work is"
+    assert f"its budget of {told} spent" in fail.reason
+
+
+def test_a_gang_has_come_to_work_when_all_its_ranks_have():
+    supervisor = make(run(gang("trainer", 2, max_restarts=1)))
+    supervisor.on_exit("trainer/0", 1, 0.0)
+    launch(supervisor, only(supervisor.on_exit("trainer/1", 1, 0.0), Restart))
+    supervisor.on_work("trainer/0", 1.0)
+    assert supervisor.restarts_left("trainer/0", 1000.0) == 0, "rank 1 has not been seen"
+    supervisor.on_work("trainer/1", 1000.0)
+    assert supervisor.restarts_left("trainer/0", 1299.0) == 0
+    assert supervisor.restarts_left("trainer/0", 1300.0) == 1
+
+
+def test_a_child_that_will_never_work_again_keeps_nobodys_restarts_young():
+    supervisor = make(BranchSpec("b", (ChildSpec("x"), ChildSpec("y", "transient")), "one_for_all", 1))
+    supervisor.on_exit("x", 1, 0.0)
+    launch(supervisor, only(supervisor.on_exit("y", 1, 0.0), Restart))
+    supervisor.on_exit("y", 0, 1.0)
+    supervisor.on_work("x", 2.0)
+    assert supervisor.restarts_left("x", 302.0) == 1
+    first = make(BranchSpec("b", (ChildSpec("x"), ChildSpec("y", "transient")), "one_for_all", 1))
+    first.on_exit("x", 1, 0.0)
+    launch(first, only(first.on_exit("y", 1, 0.0), Restart))
+    first.on_work("x", 1.0)
+    first.on_exit("y", 0, 2.0)
+    first.on_work("x", 3.0)
+    assert first.restarts_left("x", 303.0) == 1, "in whatever order"
 
 
 def test_a_reserved_restart_counts_before_it_happens():
@@ -139,8 +184,10 @@ def test_a_reserved_restart_counts_before_it_happens():
     assert budget.reserve(1.0)
     assert budget.spend(5.0, BACKOFF, 0.0) == 0.0
     assert budget.spend(6.0, BACKOFF, 0.0) == 1.0, "so soon again"
-    assert not budget.reserve(14.9)
-    assert budget.reserve(15.0)
+    assert not budget.reserve(1000.0), "nothing came of them yet"
+    budget.prove(1005.0)
+    assert not budget.reserve(1014.9)
+    assert budget.reserve(1015.0)
 
 
 # -- all, the rest, a gang ---------------------------------------------------------------------------------------------
@@ -364,6 +411,18 @@ def test_a_hung_child_is_killed_if_that_is_wanted_and_then_its_restart_rule_deci
     _, fail = both(supervisor.on_health("rollout/0", "hung", "again", 4.0), Kill, FailRun)
     assert fail.reason.endswith("was killed and its budget of 1 restarts in 300 s is spent")
     assert supervisor.on_exit("rollout/0", KILLED, 5.0) == [Done()]
+
+
+def test_one_that_all_others_gave_up_is_ended_whatever_is_wanted_of_hung_ones():
+    supervisor = make(run(alone("rollout/0", 3)))
+    assert supervisor.on_health("rollout/0", "given up", "the connection is lost", 2.0) == [
+        Kill(("rollout/0",), "rollout/0 is given up by the others (the connection is lost)")
+    ]
+    assert supervisor.on_health("rollout/0", "given up", "late news", 2.5) == []
+    restart = only(supervisor.on_exit("rollout/0", KILLED, 3.0), Restart)
+    launch(supervisor, restart)
+    supervisor.on_health("rollout/0", "hung", "no beat", 4.0)
+    only(supervisor.on_health("rollout/0", "given up", "the connection is lost", 5.0), Kill)
 
 
 def test_a_hung_rank_takes_its_gang_with_it():

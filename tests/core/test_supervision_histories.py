@@ -181,6 +181,11 @@ class Histories(RuleBasedStateMachine):
         if self.supervisor.state(name) == "starting":
             self.supervisor.on_up(name)
 
+    @precondition(lambda self: self.order)
+    @rule(data=st.data())
+    def somebody_is_seen_at_work(self, data: st.DataObject) -> None:
+        self.supervisor.on_work(data.draw(st.sampled_from([*self.order, "nobody"])), self.now)
+
     @precondition(lambda self: self.processes)
     @rule(data=st.data(), status=st.sampled_from([0, 0, 1, 1, 1, -9, 2, 5]))
     def a_process_ends(self, data: st.DataObject, status: int) -> None:

@@ -12,8 +12,9 @@ import pytest
 from aiohttp import ClientSession, web
 
 from myxa.actors.engines.embedded.engine import EmbeddedOptions
-from myxa.actors.engines.engine_pool import EnginePool, MemberState
+from myxa.actors.engines.engine_pool import EnginePool
 from myxa.actors.engines.http_server import Served, serve
+from myxa.actors.engines.pool_server import MemberState
 from myxa.actors.engines.sglang import SglangEngine, SglangOptions
 from myxa.core.errors import EngineError, RequestRefused
 from myxa.core.messages import WeightManifest

@@ -21,6 +21,7 @@ import aiohttp
 import psutil
 import pytest
 
+from myxa.actors.engines import server_process
 from myxa.actors.engines.server_process import ServerCommand, start_server
 from myxa.actors.engines.sglang import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang_launched import LaunchedSglang, SglangLaunch
@@ -184,6 +185,17 @@ async def test_death_in_mid_generation_is_noticed_at_once(folders, tmp_path, ask
 
 
 @pytest.mark.asyncio
+async def test_a_server_that_was_stopped_is_lost_long_before_its_silence_counts(folders, tmp_path):
+    async with launched(folders[0], tmp_path / "log") as engine:
+        pid = engine.server_pid
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(EngineError, match=rf"rollout/3: process {pid} of its server was stopped \(SIGSTOP\)"):
+            async with asyncio.timeout(OPTIONS.lost_after_s / 2):
+                await engine.until_lost()
+    await until_gone(pid)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("victim", ["actor", "guardian"])
 async def test_nothing_of_the_server_outlives_its_actor(victim, folders, tmp_path):
     """kill -9 of the actor; the server has a child of its own that would live for ten minutes."""
@@ -229,6 +241,46 @@ async def test_a_server_deaf_to_sigterm_is_killed(tmp_path):
 async def test_a_program_that_is_not_there(tmp_path):
     with pytest.raises(LaunchError, match=r"x: its server cannot be started: /nowhere: No such file .*engine\.python"):
         await start_server(ServerCommand("x", ["/nowhere"], dict(os.environ), tmp_path / "log"))
+
+
+@pytest.fixture
+def odd_guardian(monkeypatch, tmp_path):
+    """Has `start_server` start a shell script in the guardian's place."""
+
+    def put(script: str) -> None:
+        program = tmp_path / "odd"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o700)
+        monkeypatch.setattr(server_process.sys, "executable", str(program))
+
+    return put
+
+
+@pytest.mark.asyncio
+async def test_a_guardian_that_says_nothing_is_given_up_by_name_and_leaves_nothing(odd_guardian, monkeypatch, tmp_path):
+    odd_guardian("exec sleep 600")
+    monkeypatch.setattr(server_process, "START_S", 0.5)
+    monkeypatch.setattr(server_process, "CLOSE_S", 0.2)
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(LaunchError, match=r"rollout/3: /opt/python was not started within 0\.5 s"):
+        await start_server(ServerCommand("rollout/3", ["/opt/python"], dict(os.environ), tmp_path / "log"))
+    assert set(psutil.Process().children(recursive=True)) == before
+
+
+@pytest.mark.asyncio
+async def test_a_start_that_is_cancelled_leaves_nothing(odd_guardian, tmp_path):
+    odd_guardian("exec cat > /dev/null")
+    before = set(psutil.Process().children(recursive=True))
+    start = asyncio.ensure_future(
+        start_server(ServerCommand("rollout/3", ["/opt/python"], dict(os.environ), tmp_path / "log"))
+    )
+    while set(psutil.Process().children(recursive=True)) == before:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert set(psutil.Process().children(recursive=True)) == before
 
 
 @pytest.mark.asyncio

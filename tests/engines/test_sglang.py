@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from myxa.actors.engines.sglang import SglangEngine, SglangOptions
+from myxa.actors.engines.sglang_http import SglangHttp
 from myxa.core.errors import EngineError, RequestRefused, WeightsRefused
 from myxa.core.messages import WeightManifest
 
@@ -42,6 +43,8 @@ class Server:
 
     def __init__(self) -> None:
         self.chunks: list[bytes] = []
+        self.late: list[bytes] = []
+        """What comes after the hold."""
         self.is_cut = False
         """Break the connection after the chunks instead of ending the stream."""
         self.hold = asyncio.Event()
@@ -51,16 +54,23 @@ class Server:
         """An update that waits for it takes long."""
         self.version = "default"
         self.stands = False
+        self.is_deaf = False
+        """Hear requests and answer none."""
         self.is_stubborn = False
         """Say yes to an update and go on with the old version."""
         self.update_answer: tuple[int, dict] | None = None
+        self.pause_answer = 200
         self.bodies: list[tuple[str, dict]] = []
         self.url = ""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read() or b"{}")
         self.bodies.append((request.path, body))
+        if self.is_deaf:
+            await asyncio.sleep(DEADLINE_S)
         if request.path.endswith("_generation"):
+            if self.pause_answer != 200:
+                return web.json_response({}, status=self.pause_answer)
             self.stands = request.path == "/pause_generation"
         if request.path == "/health" and self.stands:  # as SGLang: it is answered by generating a token
             await asyncio.sleep(DEADLINE_S)
@@ -82,6 +92,8 @@ class Server:
         for chunk in self.chunks:
             await response.write(chunk)
         await self.hold.wait()
+        for chunk in self.late:
+            await response.write(chunk)
         if self.is_cut:
             assert request.transport is not None
             request.transport.abort()
@@ -89,8 +101,9 @@ class Server:
 
 
 @asynccontextmanager
-async def connected(options: SglangOptions = OPTIONS):
+async def connected(options: SglangOptions = OPTIONS, *, stands: bool = False):
     server = Server()
+    server.stands = stands
     app = web.Application()
     app.router.add_route("*", "/{anything:.*}", server.handle)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
@@ -325,3 +338,109 @@ async def test_a_server_that_stands_is_not_lost_though_its_health_is_silent():
         await engine.resume()
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
+
+
+LEFT = SglangOptions(vocab_size=320, context_length=128, start_s=3, call_s=10, stall_s=10, name="rollout/3")
+
+
+@pytest.mark.asyncio
+async def test_a_server_left_paused_by_an_actor_that_died_goes_on_with_the_first_version(ask, result, folders):
+    """It died in a commit: what is in the server may be torn, and requests that it holds wait there."""
+    async with connected(LEFT, stands=True) as (engine, server):
+        assert (await engine.info()).version == -1
+        with pytest.raises(EngineError, match=r"rollout/3 at http.*stood paused when this client came"):
+            await collect(engine, ask("r1", 3, max_new_tokens=1), result)
+        await engine.resume()
+        server.update_answer = (200, {"success": False, "message": "shape"})
+        await engine.prepare_weights(manifest(3, str(folders[0])))
+        with pytest.raises(EngineError, match="refused weight version 3: shape; it stood paused") as caught:
+            await engine.commit_weights(3)
+        assert not isinstance(caught.value, WeightsRefused), "the old weights are back, and they are of no version"
+        assert server.stands
+        assert all(path not in ("/generate", "/continue_generation") for path, _ in server.bodies)
+        server.update_answer = None
+        await engine.prepare_weights(manifest(4, str(folders[0])))
+        await engine.commit_weights(4)
+        assert not server.stands
+        server.chunks = [event([5], 1, {"type": "length"}, weight_version="4")]
+        assert (await collect(engine, ask("r2", 3, max_new_tokens=1), result)).versions.tolist() == [4]
+        assert (await engine.info()).version == 4
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_stands_because_its_weights_are_torn_is_not_lost_and_no_resume_releases_it(folders):
+    options = SglangOptions(vocab_size=320, context_length=128, health_every_s=0.02, lost_after_s=0.1)
+    async with connected(options) as (engine, server):
+        await engine.pause("in_place")
+        server.update_answer = (500, {})
+        await engine.prepare_weights(manifest(4, str(folders[0])))
+        with pytest.raises(EngineError, match="answered 500"):
+            await engine.commit_weights(4)
+        await engine.resume()
+        assert server.stands, "an operator's resume does not let a mixture generate"
+        watch = asyncio.gather(engine.until_lost())
+        asked = len(server.bodies)
+        while [path for path, _ in server.bodies[asked:]].count("/model_info") < 8:
+            await asyncio.sleep(0.01)
+        assert not watch.done()
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        server.update_answer = None
+        await engine.prepare_weights(manifest(5, str(folders[0])))
+        await engine.commit_weights(5)
+        assert not server.stands
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_hears_and_never_answers_is_lost():
+    options = SglangOptions(vocab_size=320, context_length=128, health_every_s=0.05, lost_after_s=0.4)
+    async with connected(options) as (engine, server):
+        server.is_deaf = True
+        with pytest.raises(EngineError, match="no healthy answer for"):
+            async with asyncio.timeout(8):  # one look of the usual length would take longer
+                await engine.until_lost()
+
+
+@pytest.mark.asyncio
+async def test_a_version_that_was_never_loaded_excuses_no_older_stamp(ask, result, folders):
+    """A trainer that went back: the commit of its older version ended before the server was told to load anything."""
+    async with connected() as (engine, server):
+        await engine.prepare_weights(manifest(7, str(folders[0])))
+        await engine.commit_weights(7)
+        server.hold.clear()
+        server.late = [event([5], 1, {"type": "length"}, weight_version="5")]
+        job = asyncio.ensure_future(collect(engine, ask("r1", 3, max_new_tokens=2), result))
+        while (await engine.info()).running < 1:
+            await asyncio.sleep(0.01)
+        await engine.prepare_weights(manifest(5, str(folders[0])))
+        server.pause_answer = 500
+        with pytest.raises(EngineError, match="pause_generation answered 500"):
+            await engine.commit_weights(5)
+        server.hold.set()
+        with pytest.raises(EngineError, match="answered with weight version 5 after it was given 7"):
+            await job
+
+
+@pytest.mark.asyncio
+@pytest.mark.filterwarnings("ignore:Sending a large body directly")
+async def test_closing_does_not_wait_for_a_server_that_reads_nothing(ask):
+    """It hears the connection and then stands still, with more to read than the sockets hold."""
+    connections: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+
+    async def stand(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await connections.put(writer)
+
+    standing = await asyncio.start_server(stand, "127.0.0.1", 0, limit=1)
+    http = SglangHttp(f"http://127.0.0.1:{standing.sockets[0].getsockname()[1]}", name="x", call_s=30)
+    http.open()
+    call = asyncio.ensure_future(http.post("/update_weights_from_tensor", {"bytes": "x" * (32 << 20)}))
+    async with asyncio.timeout(20):
+        connection = await connections.get()
+        await asyncio.sleep(0.2)
+        await http.close()
+        connection.transport.abort()
+        with pytest.raises(EngineError):
+            await call
+        standing.close()
+        await standing.wait_closed()
+        await asyncio.sleep(0.1)

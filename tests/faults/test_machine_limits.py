@@ -38,8 +38,8 @@ def run(code: str, *args: str) -> list[str]:
 LEDGER = """
 import json, resource, sys
 from pathlib import Path
-from myxa.actors.ledger import Ledger
-from myxa.actors.ledger_states import Row, State
+from myxa.actors.ledger.ledger import Ledger
+from myxa.actors.ledger.states import Row, State
 from myxa.core.errors import LedgerError
 
 ledger = Ledger(Path(sys.argv[1]), run="full", fingerprint="d", wall=lambda: 0.0)

@@ -213,7 +213,7 @@ async def test_programs_that_join_at_once_get_names_of_their_own_and_a_cancelled
 @pytest.mark.asyncio
 async def test_an_actor_that_fails_leaves_and_its_program_goes_on(run: Run) -> None:
     async with rollout_in(run.folder, name="rollout/7") as rollout:
-        await rollout.node.ref(RolloutContract, "rollout/7").fence("a test wants it")
+        assert await rollout.node.ref(RolloutContract, "rollout/7").fence(rollout.node.epoch, "a test wants it")
         async with asyncio.timeout(30):
             reason = await rollout.ended()
         assert "fenced: a test wants it" in reason

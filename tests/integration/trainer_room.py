@@ -17,7 +17,7 @@ from myxa.actors.trainer.canary import CanaryOptions
 from myxa.actors.trainer.checkpoints import CheckpointOptions
 from myxa.actors.trainer.knobs import step_values
 from myxa.actors.trainer.leader_options import LeaderOptions
-from myxa.actors.trainer.start_point import StartPoint
+from myxa.actors.trainer.start_point import FixedStart
 from myxa.actors.trainer.step_plan import PlanOptions
 from myxa.actors.trainer.trainer import Trainer, TrainerOptions
 from myxa.actors.weights.channel import make_writer
@@ -98,7 +98,7 @@ class Data(BufferContract):
         if self.when_trained is not None:
             await self.when_trained(step)
 
-    async def rewind(self, version: int) -> int:
+    async def rewind(self, version: int, lineage: int) -> int:
         return 0
 
     async def durable(self, version: int) -> None:
@@ -243,7 +243,7 @@ async def trainer_room(
         backend=TorchBackend(settings),
         writer=make_writer("shm", run_dir / "weights", model),
         options=TrainerOptions(rank=0, leader=leader),
-        find_start=lambda: StartPoint(checkpoint=resume),
+        start=FixedStart(resume),
         clock=SystemClock(),
     )
     node = await Node.attach(name="launcher/0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,16 @@ from myxa.core.child_states import ChildState
 from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError
 from myxa.launch.actor_spec import ActorSpec
-from myxa.launch.contracts import NameReply
+from myxa.launch.contracts import LateWish, NameReply, NodeFacts
+from myxa.launch.node_place import NodePlace
+from myxa.launch.nodes.launch_options import facts_of
 from myxa.launch.supervisor.attached_servers import servers_of
 from myxa.launch.supervisor.late_place import Present, check_distance, check_leaver, staff, staff_node
+from myxa.launch.supervisor.muster import Muster
 from myxa.launch.supervisor.placement import place
 from myxa.launch.supervisor.reserved_names import HELD_S, ReservedNames
 from myxa.launch.supervisor.roster import ActorRecord
+from myxa.launch.supervisor.visitors import Visitors
 
 GPUS = ('roles.rollout.kind="sglang"', 'roles.rollout.devices="0-3"', 'roles.trainer.devices="4-7"',
         "roles.rollout.count=2", 'weights.channel="nccl"')  # fmt: skip
@@ -213,3 +218,28 @@ def test_other_programs_get_names_that_the_run_never_uses():
     names.left("rollout/7")
     assert names.held(1.0) == {"rollout/2", "rollout/3", "rollout/5"}
     assert names.held(HELD_S + 0.5) == {"rollout/3", "rollout/5"}, "who does not come loses the name"
+
+
+def test_a_late_launcher_that_asks_again_is_told_the_same_number_and_another_one_the_next(tmp_path: Path):
+    run = config(tmp_path, 'weights.channel="disk"')
+    muster = Muster(1, "1", "c", logging.getLogger("myxa.test"))
+    visitors = Visitors(run, 1, 0, muster)
+
+    def facts(nonce: str, node: int = -1) -> NodeFacts:
+        return NodeFacts(node=node, num_nodes=0, version="1", config="", host="h", late=LateWish(), nonce=nonce)
+
+    first = visitors.enlist(facts("a"), lambda: present(run), has_started=True)
+    assert first.node == 1
+    assert visitors.enlist(facts("a"), lambda: present(run), has_started=True) == first
+    assert visitors.enlist(facts("b"), lambda: present(run), has_started=True).node == 2
+    assert muster.join(facts("a", 1)).accepted
+    assert muster.join(facts("a", 1)).accepted, "its answer was lost"
+    assert not muster.join(facts("c", 1)).accepted
+    visitors.forget(1)
+    assert visitors.staff(1, present(run)) == (), "it went before it was staffed"
+    assert visitors.enlist(facts("a"), lambda: present(run), has_started=True).node == 3, "no number is given twice"
+
+
+def test_every_launcher_introduces_itself_by_a_nonce_of_its_own():
+    alone = NodePlace(0, 1, None)
+    assert facts_of(alone, "c").nonce != facts_of(alone, "c").nonce != ""

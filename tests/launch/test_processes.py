@@ -16,7 +16,7 @@ import psutil
 import pytest
 import uvloop
 
-from myxa.core.errors import LaunchError
+from myxa.core.errors import ConfigError, LaunchError
 from myxa.core.lifeline import die_with_parent
 from myxa.launch.first_failure import FirstFailure, read_tail
 from myxa.launch.nodes.child import Child, start_child
@@ -115,7 +115,7 @@ def test_a_program_that_is_not_there_is_an_error_with_a_remedy(tmp_path: Path):
     async def start() -> None:
         start_child("rollout/0", 0, ["/no/such/python"], env={}, log_path=tmp_path / "log", told=lambda c, s: None)
 
-    with pytest.raises(LaunchError, match=r"rollout/0 cannot be started: /no/such/python: No such file.*`python`"):
+    with pytest.raises(ConfigError, match=r"rollout/0 cannot be started: /no/such/python: No such file.*`python`"):
         asyncio.run(start())
 
 

@@ -52,7 +52,7 @@ def test_one_knob_with_a_value(bound: Bound, share: float, known: Facts, command
 @pytest.mark.parametrize(
     ("bound", "known", "key", "new"),
     [
-        ("reward", Facts(), "reward.workers", 4),
+        ("reward", Facts(), "reward.workers", 8),
         ("reward", Facts(reward_workers=3), "reward.workers", 6),
         ("data", Facts(), "data.max_passes", 0),
     ],
@@ -104,7 +104,7 @@ def test_why_is_one_record_for_people_and_programs() -> None:
     other = explain(
         {**STARVED, **{f"rollout/{i}": {"wait-data": 1, "wait-data/reward": 1} for i in range(2)}}, Facts(), window_s=60
     )
-    assert change_text(other) == "in the run file: reward.workers = 4"
+    assert change_text(other) == "in the run file: reward.workers = 8"
 
 
 def test_why_of_one_actor_says_what_it_does() -> None:

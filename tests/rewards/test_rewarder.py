@@ -18,6 +18,7 @@ import pytest
 
 from myxa.actors.rewards import rewarder as rewarder_module
 from myxa.actors.rewards.error_budget import ErrorBudget
+from myxa.actors.rewards.pool import RewardWorker
 from myxa.actors.rewards.rewarder import FixedReward, Rewarder, make_rewarder
 from myxa.algos.rewards import RewardOutcome
 from myxa.core.completions import Completion
@@ -133,7 +134,7 @@ async def test_math_gets_a_process_even_if_none_was_asked_for() -> None:
 
 def test_math_is_imported_in_its_own_process_only() -> None:
     code = (
-        "import sys; from myxa.actors.rewarder import Rewarder; from myxa.core.config import RewardSettings;"
+        "import sys; from myxa.actors.rewards.rewarder import Rewarder; from myxa.core.config import RewardSettings;"
         "Rewarder(RewardSettings(fn='math')); print(sorted({'torch', 'sympy', 'math_verify', 'zmq'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -280,10 +281,74 @@ async def test_closing_ends_a_call_that_runs(code: str) -> None:
         assert "was called after the rewarder was closed" in await failure(made, answer("x"))
 
 
+@pytest.mark.asyncio
+async def test_a_worker_whose_start_is_overtaken_by_the_end_is_waited_for(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, ended, may_go = [], [], asyncio.Event()
+    start, gone = RewardWorker.start, RewardWorker.gone
+
+    async def late() -> RewardWorker:
+        started.append(await start())
+        await may_go.wait()
+        return started[0]
+
+    async def noted(self: RewardWorker) -> None:
+        await gone(self)
+        ended.append(self)
+
+    monkeypatch.setattr(RewardWorker, "start", late)
+    monkeypatch.setattr(RewardWorker, "gone", noted)
+    async with rewarder(f"{code}:act", workers=1) as made:
+        task = asyncio.ensure_future(made.score(answer("x")))
+        while not started:
+            await asyncio.sleep(0.01)
+        await made.close()
+        may_go.set()
+        with pytest.raises(UserCodeError, match="while the rewarder was closed"):
+            await task
+        assert ended == started and not made.worker_pids
+
+
+@pytest.mark.asyncio
+async def test_workers_that_are_slow_to_end_end_side_by_side(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, ending, all_at_it = RewardWorker.gone, [], asyncio.Event()
+
+    async def slow(self: RewardWorker) -> None:
+        ending.append(self)
+        if len(ending) == 2:
+            all_at_it.set()
+        await all_at_it.wait()
+        await gone(self)
+
+    async with rewarder(f"{code}:act", workers=2) as made:
+        await asyncio.gather(made.score(answer("pid")), made.score(answer("pid")))
+        monkeypatch.setattr(RewardWorker, "gone", slow)
+        async with asyncio.timeout(30):
+            await made.close()
+
+
+@pytest.mark.asyncio
+async def test_a_thread_that_cannot_be_started_fails_its_call_and_keeps_no_place(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewarder_module, "MAX_THREADS", 1)
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with rewarder(f"{code}:act", isolate=False) as made:
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", refuse)
+            for _ in range(3):
+                assert "could not be called: can't start new thread" in await failure(made, answer("x"))
+        assert (await made.score(answer("x"))).value >= 0
+
+
 PARENT = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from myxa.actors.rewarder import Rewarder
+from myxa.actors.rewards.rewarder import Rewarder
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 

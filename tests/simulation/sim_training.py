@@ -59,6 +59,8 @@ class Plant:
 
     eta: int
     published: int = 0
+    lineage: int = 0
+    """Epoch of the leader that published it."""
     checkpoint: int = 0
     trained: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Step -> groups, as the trainer's weights have seen them in the lineage that counts."""
@@ -94,7 +96,7 @@ class RolloutScript(Script):
     """Draws, takes its time, puts; adopts what is published."""
 
     async def on_start(self) -> None:
-        self.version = self.plant.published
+        self.version, self.lineage = self.plant.published, self.plant.lineage
         self.in_hand: set[int] = set()
         self.ctx.spawn(self._draw(), name="draw")
         self.ctx.spawn(self._adopt(), name="adopt")
@@ -102,15 +104,15 @@ class RolloutScript(Script):
     async def _adopt(self) -> None:
         while True:
             await asyncio.sleep(self.rng.uniform(0.05, 0.3))
-            if self.version != self.plant.published:
-                self.version = self.plant.published
-                await self.ask("adopted", self.ctx.name, self.ctx.epoch, self.version)
+            if (self.version, self.lineage) != (self.plant.published, self.plant.lineage):
+                self.version, self.lineage = self.plant.published, self.plant.lineage
+                await self.ask("adopted", self.ctx.name, self.ctx.epoch, self.version, self.lineage)
 
     async def _draw(self) -> None:
         while True:
             request = DrawRequest(
                 rollout=self.ctx.name, epoch=self.ctx.epoch, version=self.version, max_groups=3, wait_s=1.0,
-                holding=tuple(sorted(self.in_hand)),
+                holding=tuple(sorted(self.in_hand)), lineage=self.lineage,
             )  # fmt: skip
             try:
                 reply = await with_deadline(self.ctx.ref(BufferContract, "buffer"), 2.0).draw(request)
@@ -154,9 +156,9 @@ class TrainerScript(Script):
     async def _lead(self) -> None:
         plant, version = self.plant, self.plant.checkpoint
         plant.is_over = False
-        await self.ask("rewind", version)
+        await self.ask("rewind", version, self.ctx.epoch)
         plant.trained = {step: ids for step, ids in plant.trained.items() if step < version}
-        plant.published = version
+        plant.published, plant.lineage = version, self.ctx.epoch
         while True:
             claim = await self.ask("claim", version, 1.0)
             if claim.finished:

@@ -23,7 +23,7 @@ REWARD = """
 import asyncio
 
 async def reward(completion):
-    await asyncio.sleep(0.3)  # some steps a second: there is time to disturb them
+    await asyncio.sleep({patience_s})  # some steps a second: there is time to disturb them
     return float(len(completion.text) % 3)
 """
 
@@ -78,7 +78,7 @@ class GangRun:
         """Every prompt was trained exactly once in the lineage that the run ended with, and the engines' bound held;
         returns how often training was undone."""
         audit = audit_ledger(self.run_dir / "ledger.sqlite")
-        assert audit.problems == ()
+        assert (audit.problems, audit.num_waiting) == ((), 0)
         assert audit.trained == Counter(range(NUM_PROMPTS)), "the multiset of an undisturbed run"
         lags = [p["values"]["lag/max"] for p in metrics(self.run_dir) if "lag/max" in p["values"]]
         assert max(lags) <= 2
@@ -90,10 +90,10 @@ class GangRun:
 
 
 @contextmanager
-def gang_run(folder: Path, *overrides: str) -> Iterator[GangRun]:
-    """Nothing of it is left after the block."""
+def gang_run(folder: Path, *overrides: str, patience_s: float = 0.3) -> Iterator[GangRun]:
+    """Nothing of it is left after the block. `patience_s`: how long a reward takes."""
     job = make_job(folder)
-    (folder / "patient.py").write_text(REWARD)
+    (folder / "patient.py").write_text(REWARD.format(patience_s=patience_s))
     rows = (folder / "data" / "prompts.jsonl").read_text().splitlines()[:NUM_PROMPTS]
     assert len({json.loads(row)["prompt"] for row in rows}) > 1
     (folder / "data" / "prompts.jsonl").write_text("\n".join(rows) + "\n")

@@ -235,3 +235,24 @@ def test_what_is_to_stay_for_ever_stays_and_leftovers_of_crashes_go(tmp_path: Pa
         (holder / name).mkdir()
     (holder / ".partial-version_00000004-ledger.sqlite").write_bytes(b"half")
     assert pruned(holder, 5, keep_last=2) == [2, 4, 5]
+
+
+def test_leftovers_of_crashes_go_also_where_all_checkpoints_stay(tmp_path: Path):
+    for version in (10, 20):
+        make_checkpoint(tmp_path / f"version_{version:08d}", version)
+    (tmp_path / ".partial-version_00000009").mkdir()
+    assert pruned(tmp_path, 20, keep_last=0) == [10, 20]
+
+
+def test_one_that_lost_its_place_in_a_crash_counts_as_any_other(tmp_path: Path):
+    """It is the only one of its version; where it is to stay it stays under the name that it has."""
+    for version in (10, 20, 30):
+        make_checkpoint(tmp_path / f"version_{version:08d}", version)
+    for version in (10, 20):
+        (tmp_path / f"version_{version:08d}").replace(tmp_path / f".old-version_{version:08d}")
+    (tmp_path / "version_20-mine").mkdir()
+    nobody: Any = None
+    kept = Checkpoints(nobody, CheckpointOptions(str(tmp_path), keep_last=2), nobody, nobody, nobody, nobody, nobody)
+    kept._prune(tmp_path / "version_00000030")
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [".old-version_00000020", "version_00000030", "version_20-mine"]

@@ -12,17 +12,20 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from myxa.actors.audit import read_audit
+from myxa.actors.coordinator import journal as journal_module
 from myxa.actors.coordinator.audit_desk import AuditDesk
-from myxa.actors.coordinator.journal import CoordinatorJournal, Kept, KnobsKept, PauseKept, RunKept
+from myxa.actors.coordinator.journal import CoordinatorJournal, Kept, KnobsKept, PauseKept
 from myxa.actors.coordinator.knob_book import KnobBook
 from myxa.actors.coordinator.knob_order import AUTO, Order
 from myxa.actors.coordinator.knob_plan import ChangePlan
+from myxa.actors.coordinator.run_state import RunState
 from myxa.core.clock import ManualClock
 from myxa.core.errors import ConfigError, LedgerError
 from myxa.core.knobs import KnobCommit, LiveKnob
@@ -30,11 +33,12 @@ from myxa.core.knobs import KnobCommit, LiveKnob
 WRITER = """
 import asyncio, sys
 from pathlib import Path
-from myxa.actors.coordinator_journal import CoordinatorJournal, Kept, RunKept
+from myxa.actors.coordinator.journal import CoordinatorJournal, Kept
+from myxa.actors.coordinator.run_state import RunState
 
 async def main():
     journal, version = CoordinatorJournal(Path(sys.argv[1]), "here"), 0
-    journal.make = lambda: Kept(launch="here", run=RunKept(version=version, reason="x" * (version % 4000)))
+    journal.make = lambda: Kept(launch="here", run=RunState(version=version, reason="x" * (version % 4000)))
     while True:
         version += 1
         await journal.keep()
@@ -84,7 +88,7 @@ async def test_what_was_kept_comes_back(tmp_path: Path) -> None:
     journal = _journal(tmp_path)
     kept = Kept(
         launch="here",
-        run=RunKept(phase="draining", version=12, leader_reason="all done", eval_reward=0.5, engines=("rollout/0",)),
+        run=RunState(phase="draining", version=12, leader_reason="all done", eval_reward=0.5, engines={"rollout/0"}),
         pause=PauseKept(is_paused=True, until_step=14, reason="look"),
         knobs=KnobsKept(asked=3, undecided="set lr = 1.0"),
     )
@@ -260,7 +264,7 @@ async def test_many_at_once_are_all_kept(tmp_path: Path) -> None:
     journal, version = _journal(tmp_path), 0
 
     def make() -> Kept:
-        return Kept(launch="here", run=RunKept(version=version))
+        return Kept(launch="here", run=RunState(version=version))
 
     async def keep(number: int) -> None:
         nonlocal version
@@ -271,3 +275,66 @@ async def test_many_at_once_are_all_kept(tmp_path: Path) -> None:
 
     journal.make = make
     await asyncio.gather(*(keep(number) for number in range(20)))
+
+
+class SlowDisk:
+    """Writes of the journal wait, in their threads, until they are let through; notes how many write at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_write = threading.Event()
+        self.has_begun = threading.Event()
+        self.num_writing = self.most_writing = 0
+        self._replace = journal_module._replace
+        monkeypatch.setattr(journal_module, "_replace", self._slowly)
+
+    def _slowly(self, path: Path, data: bytes) -> None:
+        self.num_writing += 1
+        self.most_writing = max(self.most_writing, self.num_writing)
+        self.has_begun.set()
+        assert self.may_write.wait(20)
+        self._replace(path, data)
+        self.num_writing -= 1
+
+    async def until_writing(self) -> None:
+        while not self.has_begun.is_set():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.asyncio
+async def test_a_keeper_that_goes_leaves_the_write_to_its_end_and_the_next_one_comes_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, disk, version = _journal(tmp_path), SlowDisk(monkeypatch), 1
+    journal.make = lambda: Kept(launch="here", run=RunState(version=version))
+    gone = asyncio.create_task(journal.keep())
+    await disk.until_writing()
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    version = 2
+    later = [asyncio.create_task(journal.keep()) for _ in range(5)]
+    await asyncio.sleep(0.05)
+    assert not any(task.done() for task in later)
+    disk.may_write.set()
+    await asyncio.gather(*later)
+    kept, _ = journal.load()
+    assert kept is not None and kept.run.version == 2, "the older record does not come last"
+    assert disk.most_writing == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["coordinator.journal"]
+
+
+@pytest.mark.asyncio
+async def test_a_write_that_fails_while_nobody_waits_leaves_a_journal_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, disk = _journal(tmp_path), SlowDisk(monkeypatch)
+    gone = asyncio.create_task(journal.keep())
+    await disk.until_writing()
+    (tmp_path / ".coordinator.journal.new").mkdir()
+    gone.cancel()
+    disk.may_write.set()
+    with pytest.raises(LedgerError, match="check disk and rights"):
+        await journal.keep()
+    (tmp_path / ".coordinator.journal.new").rmdir()
+    await journal.keep()
+    assert journal.load()[0] is not None

@@ -48,7 +48,7 @@ def audit(lives: Lives) -> LedgerAudit:
 
 def check_each_once(lives: Lives, num_prompts: int) -> None:
     found = audit(lives)
-    assert found.problems == ()
+    assert (found.problems, found.num_waiting) == ((), 0)
     assert found.trained == Counter(range(num_prompts))
 
 

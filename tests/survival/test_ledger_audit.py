@@ -53,6 +53,28 @@ def test_a_right_ledger(path: Path):
     assert found.states == {State.DURABLE: 4, State.DROPPED: 1, State.DISPATCHED: 1}
     assert found.dropped == {"stale": 1}
     assert found.num_rewound == 2
+    assert found.num_waiting == 0
+
+
+def test_a_draw_that_waits_to_be_drawn_again_is_counted(tmp_path: Path):
+    ledger = made_ledger(tmp_path / "ledger.sqlite")
+    ledger.drop([(5, "stale")])
+    found = audit_ledger(tmp_path / "ledger.sqlite")
+    assert (found.num_waiting, found.problems) == (1, ())
+    ledger.dispatch([row(6, draw=4, redraw_of=5)])
+    assert audit_ledger(tmp_path / "ledger.sqlite").num_waiting == 0
+    ledger.close()
+
+
+def test_what_is_older_than_the_oldest_checkpoint_may_be_gone(tmp_path: Path):
+    ledger = made_ledger(tmp_path / "ledger.sqlite")
+    ledger.finish(5, b"payload", version=2, num_tokens=3)
+    ledger.claim(2, (5,))
+    ledger.trained(2)
+    ledger.durable(3)  # the samples of steps before version 2 go
+    assert ledger.payload(0) is None and ledger.payload(5) is not None
+    assert audit_ledger(tmp_path / "ledger.sqlite").problems == ()
+    ledger.close()
 
 
 def test_while_its_owner_goes_on(tmp_path: Path):
@@ -74,6 +96,8 @@ DAMAGE: dict[str, tuple[str, str]] = {
     "a step too few": ("UPDATE groups SET step = 5 WHERE step = 1", "there is a gap"),
     "a draw too few": ("UPDATE groups SET draw = 9 WHERE group_id = 3", "are known"),
     "taken twice": ("UPDATE groups SET redraw_of = -1 WHERE group_id = 5", "taken from the source 2 times"),
+    "trained, and its samples gone": ("DELETE FROM payloads WHERE group_id = 2", "and its samples are gone"),
+    "durable without a checkpoint": ("UPDATE meta SET value = 1 WHERE key = 'durable_version'", "reach 1 only"),
     "a hop that cannot be": ("UPDATE transitions SET to_state = 'REQUEUED' WHERE to_state = 'TRAINED'", "cannot be"),
 }
 

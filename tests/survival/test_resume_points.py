@@ -20,7 +20,8 @@ from myxa.actors.checkpoints.run_part import RUN_FILE
 from myxa.actors.ledger.file import lock_ledger
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.resume import LEDGER
-from myxa.core.errors import LaunchError
+from myxa.core.errors import LaunchError, LedgerError
+from myxa.launch.lives import fork_run as fork_run_module
 from myxa.launch.lives import next_life
 from myxa.launch.lives.fork_run import fork_run
 from myxa.launch.lives.next_life import begin_next_life, no_longer_alive
@@ -267,6 +268,19 @@ def test_lives_are_counted_and_the_config_of_each_is_kept(run: RunOnDisk):
     assert Origin.load(run.path).in_words() == "life 3, from version 4"
 
 
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"program": 3}', b"\xff\xfe"])
+def test_an_origin_that_cannot_be_read_is_not_guessed(run: RunOnDisk, damage: bytes):
+    """Another composition root would be started in place of the one that the run had."""
+    Origin(program="mine:build").save(run.path)
+    (run.path / "origin.json").write_bytes(damage)
+    for ask in (lambda: Origin.load(run.path), lambda: choose_point(run.path, None)):
+        with pytest.raises(LaunchError, match=r"origin\.json.* cannot be read") as caught:
+            ask()
+        assert caught.value.remedy
+    (run.path / "origin.json").unlink()
+    assert len(Origin.load(run.path).lives) == 1, "started once, by an older version"
+
+
 # -- forks ---------------------------------------------------------------------------------------------------------
 
 CONFIG = """
@@ -345,3 +359,65 @@ def test_a_fork_of_a_checkpoint_without_a_copy_needs_a_run_that_is_over(tmp_path
 def test_a_fork_of_what_is_no_run_is_told(tmp_path: Path):
     with pytest.raises(LaunchError, match="is no run directory"):
         fork_run(tmp_path, None, "", [], NOW)
+
+
+def test_a_fork_of_a_checkpoint_that_is_replaced_meanwhile_is_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The run writes that version again, with files of the same sizes, between two links."""
+    run = forkable(tmp_path)
+    link, taken = os.link, list[str]()
+
+    def then_replaced(name: str, target: Path, *, src_dir_fd: int) -> None:
+        link(name, target, src_dir_fd=src_dir_fd)
+        if not taken:
+            aside = run.place(4).with_name("aside")
+            run.place(4).rename(aside)
+            make_checkpoint(run.place(4), 4, fill=b"")
+            for file in (LEDGER, RUN_FILE):
+                shutil.copy2(aside / file, run.place(4))
+            for rank in range(2):
+                (run.place(4) / f"rank-{rank:05d}.safetensors").write_bytes(b"x" * 1000)
+        taken.append(name)
+
+    monkeypatch.setattr(fork_run_module.os, "link", then_replaced)
+    made = fork_run(run.path, 4, "", [], NOW)
+    newest, passed = newest_whole(made / "checkpoints")
+    assert newest is not None, passed
+    assert newest.version == 4
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_fork_that_fails_leaves_nothing_and_the_latest_run_is_who_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool
+):
+    run = forkable(tmp_path)
+    runs = tmp_path / "runs"
+    before = fork_run(run.path, 2, "", [], NOW).name if earlier else ""
+    for version in range(1, 5):
+        (run.place(version) / RUN_FILE).unlink()
+        (run.place(version) / LEDGER).unlink()
+
+    def fails(*_: Any) -> None:
+        raise LedgerError("the disk is full")
+
+    monkeypatch.setattr(fork_run_module, "continue_ledger", fails)
+    with pytest.raises(LaunchError, match="could not be taken over: the disk is full"):
+        fork_run(run.path, None, "", [], NOW)
+    assert [path.name for path in runs.iterdir() if not path.is_symlink()] == ([before] if earlier else [])
+    assert (runs / "latest").is_symlink() == earlier
+    assert not earlier or (runs / "latest").resolve().name == before
+
+
+def test_a_fork_of_a_checkpoint_that_goes_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = forkable(tmp_path)
+    real = fork_run_module.read_manifest
+
+    def without_a_ledger(folder: Path) -> Any:
+        (folder / LEDGER).unlink()
+        return real(folder)
+
+    monkeypatch.setattr(fork_run_module, "read_manifest", without_a_ledger)
+    with pytest.raises(LaunchError, match="could not be taken over: .*ledger.sqlite cannot be read") as caught:
+        fork_run(run.path, 4, "", [], NOW)
+    assert "try again" in caught.value.remedy

@@ -13,6 +13,7 @@ import pytest
 from run_job import Job, audit, events, make_job, metrics  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.buffer import cursor as buffer_cursor
+from myxa.actors.buffer import quarantine as quarantine_module
 from myxa.actors.buffer.cursor import PromptCursor
 from myxa.actors.buffer.quarantine import QUARANTINED, Quarantine, open_quarantine
 from myxa.actors.ledger.ledger import Ledger
@@ -50,11 +51,7 @@ class Shop:
 
     def __init__(self, folder: Path, source: Rows, after: int) -> None:
         self.ledger = Ledger(folder / "ledger.sqlite", run="r", fingerprint="rows", wall=lambda: 0.0)
-        try:
-            self.quarantine = open_quarantine(folder, source, self.ledger, after, LOG)
-        except DataError:
-            self.ledger.close()
-            raise
+        self.quarantine = open_quarantine(folder, source, self.ledger, after, LOG)
         self.cursor = PromptCursor(source, self.ledger, self.quarantine)
 
     def draw(self, num_groups: int) -> list[Row]:
@@ -172,7 +169,9 @@ def test_a_data_set_that_is_all_quarantined_ends_the_run(shop: Open, monkeypatch
     assert not here.cursor.has_next
 
 
-def test_a_line_that_is_none_is_named(shop: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_that_is_none_is_named_and_the_next_buffer_makes_a_new_list(
+    shop: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     here = shop(after=1)
     here.drop(here.draw(1)[0], "reward-error")
     file = tmp_path / "quarantine.jsonl"
@@ -180,8 +179,49 @@ def test_a_line_that_is_none_is_named(shop: Open, tmp_path: Path, caplog: pytest
     here.draw(3)
     assert here.draw(1)[0].draw == 5, "while it runs, the list stays as it was"
     assert f"{file}:2 is no quarantined prompt" in caplog.text
-    with pytest.raises(DataError, match=r"quarantine\.jsonl:2 is no quarantined prompt: .* take out whole lines"):
-        shop(after=1)
+    torn = file.read_bytes()
+    here = shop(after=1)
+    (news,) = here.cursor.take_news()
+    assert f"{file}:2 is no quarantined prompt" in news and "take out whole lines" in news and ".bad" in news
+    assert (tmp_path / "quarantine.jsonl.bad").read_bytes() == torn
+    assert [json.loads(line)["row"] for line in file.read_text().splitlines()] == [0]
+
+
+def test_what_a_person_writes_into_the_list_stays(shop: Open, tmp_path: Path) -> None:
+    here = shop(after=1)
+    first, second, third, _ = here.draw(4)
+    here.drop(first, "reward-error")
+    here.drop(second, "reward-error")
+    file = tmp_path / "quarantine.jsonl"
+    lines = file.read_text().splitlines()
+    mine = lines[0].replace("}", ',  "who": "mine"}')
+    file.write_text(mine)  # the other prompt is free; without an end of line
+    here.drop(third, "reward-error")
+    written = file.read_text().splitlines()
+    assert written[0] == mine and [json.loads(line)["row"] for line in written] == [0, 2]
+    assert row_numbers(here.draw(4))[:1] == [1]
+
+
+def test_an_editor_that_puts_another_file_in_its_place_loses_nothing(
+    shop: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = shop(after=1)
+    first, second, *_ = here.draw(4)
+    here.drop(first, "reward-error")
+    file, edited = tmp_path / "quarantine.jsonl", tmp_path / "edited"
+    edited.write_text(file.read_text().replace("it raised", "I know"))
+    synced: list[Path] = []
+
+    def sync(folder: Path) -> None:
+        if not synced:
+            edited.replace(file)  # in the middle of it
+        synced.append(folder)
+
+    monkeypatch.setattr(quarantine_module, "sync_folder", sync)
+    here.drop(second, "reward-error")
+    told = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["row"], line["detail"]) for line in told] == [(0, "I know"), (1, "it raised")]
+    assert synced == [tmp_path, tmp_path]
 
 
 def test_a_disk_that_refuses_is_no_reason_to_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

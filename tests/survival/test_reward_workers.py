@@ -171,7 +171,7 @@ async def test_a_keeper_that_was_stopped_does_not_keep_the_actor_from_ending(
 ACTOR = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from myxa.actors.rewarder import Rewarder
+from myxa.actors.rewards.rewarder import Rewarder
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 

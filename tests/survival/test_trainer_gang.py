@@ -92,7 +92,9 @@ def test_a_copy_in_memory_costs_a_step_at_most(tmp_path: Path):
         assert version >= made - 1
         assert f"version_{version:08d}" in kept
         assert 1 <= len(kept) <= 2
-        assert run.versions().count(version) <= 1, "what is known is not trained again; its metrics may die with its rank"
+        assert run.versions().count(version) <= 1, (
+            "what is known is not trained again; its metrics may die with its rank"
+        )
     assert own_segments() <= before
 
 

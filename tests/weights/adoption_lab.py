@@ -122,6 +122,7 @@ class PipeEngine(LabEngine):
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(EngineError("the engine's process is dead"))
+                waiting.exception()  # nobody waits for the answer to "go"
 
     async def _post(self, method: str, argument: Any) -> asyncio.Future[Any]:
         self._number += 1
@@ -291,8 +292,9 @@ class LabRollout(RolloutContract):
     async def weight_progress(self) -> WeightProgress:
         return await self.engine.progress()
 
-    async def fence(self, reason: str) -> None:
+    async def fence(self, epoch: int, reason: str) -> bool:
         self.fenced.append(reason)
+        return True
 
 
 class LabTrainer(TrainerContract):
@@ -337,12 +339,12 @@ class FaultLab:
         await self.node.start(host, name="coordinator")
         await self.node.start(LabTrainer(self), name="trainer/0")
         self.adopter = Adopter(
-            host.ctx, self.adoption, limits=LIMITS, on_adopted=self._on_adopted,
+            host.ctx, self.adoption, limits=LIMITS, on_adopted=self._on_adopted, on_work=lambda: None,
             meter=ActivityMeter("lab", clock), telemetry=self.telemetry, clock=clock,
         )  # fmt: skip
         await asyncio.gather(self.new_sender(), self.add(VICTIM), self.add(WITNESS))
 
-    def _on_adopted(self, name: str, version: int) -> None:
+    def _on_adopted(self, name: str, epoch: int, version: int) -> None:
         self.adopted_s[name] = time.monotonic()
 
     async def new_sender(self) -> None:

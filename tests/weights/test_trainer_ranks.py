@@ -42,6 +42,9 @@ class StageBackend:
     def setup(self):
         return {}
 
+    def exchange(self, text: str) -> tuple[str, ...]:
+        return (text, text)  # both begin anew
+
     def train(self, shard, knobs):
         assert self.may_go_on.wait(30)
         return StepStats(metrics={})
@@ -99,6 +102,7 @@ async def test_stages_publish_send_and_release_together_while_they_train(tmp_pat
                 stage.version = 1
             manifest = await first._leader._publisher.publish(1)
             assert manifest.location == "trainer/0,trainer/1" and manifest.digest.count(",") == 1
+            assert manifest.lineage == first.ctx.epoch
             for stage in stages:
                 stage.may_go_on.clear()
             training = [asyncio.get_running_loop().run_in_executor(t._thread, s.train, None, {})

@@ -36,16 +36,14 @@ from ...checkpoints.folder import (
     FORMAT,
     Manifest,
     begin,
-    check_digest,
     commit,
-    find_checkpoint,
     partial_of,
     rank_file,
-    read_manifest,
 )
 from ...models.hf_folder import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
 from ..torch_backend.checkpoint import RNG_CPU, RNG_CUDA, check_extra, check_model, identity_of
+from ..torch_backend.checkpoint_agreement import agreed_checkpoint, of_a_checkpoint
 from ..torch_backend.export import named_array
 from ..torch_backend.tensors import from_bytes
 from . import mcore
@@ -98,7 +96,8 @@ class PendingCheckpoint:
         reached("trainer.checkpoint_write")
         partial = partial_of(self._target)
         self._shards.write()
-        write_safetensors(partial / rank_file(self._world.rank), self._random)
+        with of_a_checkpoint(self._what):
+            write_safetensors(partial / rank_file(self._world.rank), self._random)
         self._entries = [describe_file(path) for path in files_of(partial, self._world.rank)]
 
     def finish(self) -> None:
@@ -135,22 +134,19 @@ class PendingCheckpoint:
 def load_checkpoint(folder: str | Path, state: TrainingState) -> dict[str, Any]:
     """Restore weights, optimizer and RNG; returns `extra`. Collective.
 
-    Raises TrainError if the checkpoint is torn, of another model or of another kind of trainer; weights are untouched
-    then.
+    Raises on every rank, before anything is changed, TornCheckpoint if it is not as it was written and TrainError if it
+    is of another model or of another kind of trainer, or another one on each rank. A TrainError while shards are read
+    leaves a part of them restored: then only another `load` makes a state of it that may be trained.
     """
-    found: list[tuple[Path, Manifest]] = []
     world = state.world
-    with world.together(f"loading checkpoint {folder}"):
-        path = find_checkpoint(folder)
-        manifest = read_manifest(path)
+
+    def check(path: Path, manifest: Manifest) -> None:
         check_model(path, manifest, state.model, "megatron")
         _check_layout(path, manifest, state)
-        for number, entry in enumerate(manifest.files):
-            if number % world.size == world.rank:  # one reading by somebody is enough: what is told is told to all
-                check_digest(path, entry)
-        found.append((path, manifest))
-    path, manifest = found[0]
-    with world.together(f"loading checkpoint {path}"):
+
+    path, manifest = agreed_checkpoint(world, folder, check)
+    what = f"loading checkpoint {path}"
+    with world.together(what), of_a_checkpoint(what):
         with told("reading"):
             loaded = mcore.module("dist_checkpointing").load(_sharded(state, is_loading=True), str(path))
         for name, chunk in _named_chunks(state.optimizer.chunks):

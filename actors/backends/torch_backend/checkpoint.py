@@ -2,7 +2,8 @@
 
 Every rank writes its own shards; a replicated model is written by rank 0 alone. Rows of a tensor are put together
 from whatever files hold them, so a checkpoint may be restored on another number of ranks; on the same number the next
-step is the same to the last bit. Nothing is unpickled: files are safetensors, digests are checked first.
+step is the same to the last bit. Nothing is unpickled: files are safetensors, digests are checked first
+(`checkpoint_agreement.py`).
 """
 
 from __future__ import annotations
@@ -25,16 +26,14 @@ from ...checkpoints.folder import (
     FORMAT,
     Manifest,
     begin,
-    check_digest,
     commit,
-    find_checkpoint,
     partial_of,
     rank_file,
-    read_manifest,
 )
 from ...models.hf_folder import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
 from .adamw import AdamW
+from .checkpoint_agreement import agreed_checkpoint, of_a_checkpoint
 from .export import named_array
 from .parallel import Replica
 from .tensors import from_bytes, integers, local_part
@@ -77,7 +76,8 @@ class PendingCheckpoint:
         """This rank's file; any thread, not collective. Raises TrainError when the disk refuses."""
         reached("trainer.checkpoint_write")
         path = partial_of(self._target) / rank_file(self._world.rank)
-        write_safetensors(path, self._tensors)
+        with of_a_checkpoint(self._what):
+            write_safetensors(path, self._tensors)
         self._entry = describe_file(path)
 
     def finish(self) -> None:
@@ -103,19 +103,16 @@ class PendingCheckpoint:
 def load_checkpoint(folder: str | Path, state: TrainingState) -> dict[str, Any]:
     """Restore weights, optimizer and RNG; returns `extra`. Collective.
 
-    Raises TrainError if the checkpoint is torn or of another model; weights are untouched then.
+    Raises on every rank, before anything is changed, TornCheckpoint if it is not as it was written and TrainError if it
+    is of another model, or another one on each rank. A TrainError while tensors are copied leaves a part of them
+    restored: then only another `load` makes a state of it that may be trained.
     """
     world = state.replica.world
-    found: list[tuple[Path, Manifest]] = []
-    with world.together(f"loading checkpoint {folder}"):
-        path = find_checkpoint(folder)
-        manifest = read_manifest(path)
-        check_model(path, manifest, state.model, "torch")
-        for entry in manifest.files:
-            check_digest(path, entry)
-        found.append((path, manifest))
-    path, manifest = found[0]
-    with world.together(f"loading checkpoint {path}"), ExitStack() as stack:
+    path, manifest = agreed_checkpoint(
+        world, folder, lambda path, manifest: check_model(path, manifest, state.model, "torch")
+    )
+    what = f"loading checkpoint {path}"
+    with world.together(what), of_a_checkpoint(what), ExitStack() as stack:
         files = [stack.enter_context(open_safetensors(path / entry.name)) for entry in manifest.files]
         _restore(state, files)
         state.optimizer.num_updates = manifest.num_updates

@@ -154,6 +154,16 @@ class World:
         dist.all_gather(parts, values.contiguous())  # pyright: ignore[reportUnknownMemberType]  # torch says nothing
         return torch.stack(parts)
 
+    def exchange(self, text: str) -> tuple[str, ...]:
+        """What every rank says, in the order of ranks, on every rank. Collective."""
+        said = text.encode()
+        sizes = integers(self.gather(torch.tensor([len(said)])).flatten())
+        box = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+        if said:
+            box[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        rows = self.gather(box).cpu()
+        return tuple(bytes(integers(row[:size])).decode() for row, size in zip(rows, sizes, strict=True))
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.sum(torch.zeros(1))

@@ -18,10 +18,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+from aiohttp import web
 from sglang.srt.server_args import prepare_server_args
 
+from myxa.actors.engines import http_server
 from myxa.actors.engines.embedded.engine import EmbeddedOptions
+from myxa.actors.engines.engine_routes import EngineServer
 from myxa.actors.engines.http_server import serve
+
+
+class SilentWhilePaused(EngineServer):
+    """The real one answers `/health` by generating a token, so it does not while it is paused."""
+
+    async def _health(self, request: web.Request) -> web.Response:
+        while self._is_paused:
+            await asyncio.sleep(0.05)
+        return await super()._health(request)
+
+
+http_server.EngineServer = SilentWhilePaused
 
 
 def misbehave(fault: str, port: int) -> None:

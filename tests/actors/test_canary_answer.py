@@ -1,0 +1,80 @@
+"""Canaries and evaluations that are asked again: the second try meets nothing of the first, and what fails leaves nothing
+behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myxa.core.errors import CallError, EngineError
+from myxa.core.messages import EvalRequest, SamplingParams
+from myxa.core.samples import Message, Prompt
+
+Maker = Callable[..., Any]
+
+
+def question(num_prompts: int = 2) -> EvalRequest:
+    prompts = tuple(
+        Prompt(group_id=-10 - row, row=row, pass_index=0, messages=(Message(role="user", content=f"row {row}"),))
+        for row in range(num_prompts)
+    )
+    return EvalRequest(prompts=prompts, num_samples=1, sampling=SamplingParams(max_new_tokens=4))
+
+
+@pytest.mark.asyncio
+async def test_a_canary_that_fails_leaves_no_request_and_the_next_has_ids_of_its_own(
+    tmp_path: Path, data_floor: Maker, gate_engine: Maker
+) -> None:
+    engine = gate_engine()
+    whole, is_broken = engine.generate, True
+
+    async def generate(request: Any) -> Any:
+        if is_broken and engine.requests:
+            raise EngineError("the stream broke")
+        async for delta in whole(request):
+            yield delta
+
+    engine.generate = generate
+    async with data_floor(tmp_path) as floor:
+        await floor.buffer.set_paused(True)
+        await floor.add("rollout/0", engine=engine)
+        with pytest.raises((CallError, EngineError), match="the stream broke"):
+            await floor.ref().answer(question())
+        assert engine.open == 0, "the other one was ended"
+        is_broken = False
+        engine.gate.set()
+        answers = await floor.ref().answer(question())
+        assert len(answers.samples) == 2
+        ids = [request.request_id for request in engine.requests]
+        assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.asyncio
+async def test_a_canary_in_an_actor_that_drains_says_so(tmp_path: Path, data_floor: Maker, until: Maker) -> None:
+    async with data_floor(tmp_path) as floor:
+        await floor.buffer.set_paused(True)
+        engine = await floor.add("rollout/0")
+        asking = asyncio.ensure_future(floor.ref().answer(question()))
+        await until(lambda: engine.open == 2, "it answers")
+        floor.rollouts["rollout/0"]._pull.end()
+        await engine.abort()
+        with pytest.raises((CallError, EngineError), match="told to stop in the middle of a canary"):
+            await asking
+
+
+@pytest.mark.asyncio
+async def test_an_evaluation_that_is_asked_for_again_while_it_runs_is_another(
+    tmp_path: Path, data_floor: Maker, until: Maker
+) -> None:
+    async with data_floor(tmp_path) as floor:
+        await floor.buffer.set_paused(True)
+        engine = await floor.add("rollout/0")
+        both = [asyncio.ensure_future(floor.ref().evaluate(question())) for _ in range(2)]
+        await until(lambda: engine.open == 4, "both run")
+        assert len({request.request_id for request in engine.requests}) == 4
+        engine.gate.set()
+        assert [result.num_errors for result in await asyncio.gather(*both)] == [0, 0]

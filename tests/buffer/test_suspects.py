@@ -1,0 +1,197 @@
+"""A prompt that ends whatever actor runs it is found out before the run has spent its restarts, and costs no other prompt;
+what is killed by somebody else is never taken for one."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myxa.actors.buffer.knobs import BufferLimits
+from myxa.actors.buffer.suspects import CLEARING_S, POISON, SUSPECT_AFTER, Suspects
+from myxa.actors.ledger.ledger import Ledger
+from myxa.actors.ledger.states import Row
+from myxa.core.messages import Assignment, GroupReturned
+
+MAX_DEATHS = 3
+
+
+def open_ledger(folder: Path, num_groups: int) -> Ledger:
+    """With so many groups under way."""
+    ledger = Ledger(folder / "ledger.sqlite", run="r", fingerprint="rows", wall=lambda: 0.0)
+    if not ledger.next_group_id:
+        ledger.dispatch([Row(number, number, -1, 2, rollout="a", epoch=1, version=0) for number in range(num_groups)])
+    return ledger
+
+
+def test_only_a_death_alone_convicts_and_a_token_clears(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, 4)
+    suspects = Suspects(ledger, MAX_DEATHS)
+    assert not suspects.died([0, 1, 2]) and not suspects.must_be_alone(0)
+    suspects.brought_tokens(2)
+    assert not suspects.died([0, 1, 2])
+    assert [suspects.must_be_alone(group_id) for group_id in range(4)] == [True, True, False, False]
+    assert [text.partition(" was")[0] for text in suspects.take_news()] == ["group 0", "group 1"]
+    assert suspects.died([0]) == [0]
+    ledger.close()
+
+
+def test_what_is_counted_outlives_the_buffer_and_not_the_group(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, 2)
+    suspects = Suspects(ledger, MAX_DEATHS)
+    for _ in range(SUSPECT_AFTER):
+        suspects.died([0, 1])
+    ledger.close()
+    ledger = open_ledger(tmp_path, 2)
+    again = Suspects(ledger, MAX_DEATHS)
+    assert again.must_be_alone(0) and again.must_be_alone(1)
+    ledger.drop([(0, "workflow-error")])
+    again.brought_tokens(1)
+    assert 0 not in again and 1 not in again
+    ledger.close()
+
+
+def test_a_suspect_is_served_to_one_that_has_nothing_else_and_one_runs_dry_for_it(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, 4)
+    suspects = Suspects(ledger, MAX_DEATHS)
+    assert suspects.turn(("a", 1), (), (2, 3), 8, 0.0) == ((2, 3), 8)
+    for _ in range(SUSPECT_AFTER):
+        suspects.died([0, 1])
+    assert suspects.turn(("a", 1), (), (0, 1, 2), 8, 0.0) == ([0], 1), "alone"
+    assert suspects.turn(("a", 1), (0,), (1, 2), 8, 0.0) == ((), 0), "and nothing comes to it"
+    assert suspects.turn(("b", 1), (5, 6), (1, 2), 8, 1.0) == ((), 0), "that one shall have the next"
+    assert suspects.turn(("c", 1), (7,), (1, 2), 8, 1.0) == ([2], 8), "others go on"
+    assert suspects.turn(("b", 1), (6,), (1, 2), 8, 1.0 + CLEARING_S) == ((), 0)
+    assert suspects.turn(("b", 1), (), (1, 2), 8, 2.0 + CLEARING_S) == ([1], 1)
+    later_s = 3.0 + 3 * CLEARING_S
+    assert suspects.turn(("c", 1), (7,), (1, 2), 8, later_s) == ((), 0), "b was not heard of for too long"
+    ledger.close()
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_that_kills_its_actor_is_set_aside_and_its_neighbours_are_not(shop: Any) -> None:
+    """One actor, eight places; row 3 ends it whenever it has it in hand."""
+    limits = BufferLimits(max_deaths=MAX_DEATHS)
+    async with shop.open(max_staleness=8, batch_size=4, limits=limits) as desk:
+        epoch, deaths, alone = 1, 0, 0
+        for _ in range(40):
+            in_hand = {a.prompt.group_id: a for a in (await desk.draw(8, epoch=epoch, holding=())).assignments}
+            if any(a.prompt.row == 3 for a in in_hand.values()):
+                deaths += 1
+                alone += len(in_hand) == 1
+                await desk.ref.rollout_gone("rollout/0", epoch)
+                epoch += 1
+                continue
+            for assignment in in_hand.values():
+                await desk.put(assignment)
+            if (await desk.ref.stats()).states.get("READY", 0) >= 12:
+                break
+        assert (deaths, alone) == (MAX_DEATHS, 1)
+        assert (await desk.ref.stats()).dropped == {POISON: 1}
+        (line,) = (shop.path.parent / "quarantine.jsonl").read_text().splitlines()
+        told = json.loads(line)
+        assert (told["row"], told["reason"]) == (3, POISON) and "3 actors or engines in a row" in told["detail"]
+        ready = {recent.group.prompt.row for recent in await desk.ref.recent(50)}
+        assert {0, 1, 2, 4, 5, 6, 7} <= ready
+
+
+@pytest.mark.asyncio
+async def test_groups_of_an_actor_that_is_killed_over_and_over_are_kept(shop: Any, make_sample: Any) -> None:
+    """Killed by somebody else twenty times: whoever gets a little further each time stays what it is."""
+    async with shop.open(max_staleness=8, batch_size=4, limits=BufferLimits(max_deaths=MAX_DEATHS)) as desk:
+        for epoch in range(1, 21):
+            in_hand: list[Assignment] = list((await desk.draw(8, epoch=epoch, holding=())).assignments)
+            assert len(in_hand) == 8
+            for assignment in in_hand:
+                group_id = assignment.prompt.group_id
+                partial = (make_sample(group_id, 0, [0] * epoch),)
+                told = {"group_id": group_id, "attempt": assignment.attempt, "rollout": "rollout/0"}
+                await desk.ref.return_group(GroupReturned(**told, partial=partial, goes_on=True))
+            await desk.ref.rollout_gone("rollout/0", epoch)
+        assert not (await desk.ref.stats()).dropped
+
+
+def test_an_engine_that_fails_one_after_another_convicts_nobody(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, 4)
+    suspects = Suspects(ledger, MAX_DEATHS)
+    suspects.dispatched(("a", 1), [0, 1], 0.0)
+    for group_id in (0, 1):
+        suspects.broke(("a", 1), 1.0)
+        suspects.died([group_id])
+    assert 0 in suspects and 1 in suspects, "both were there when it began"
+    for now_s in range(2, 50):
+        suspects.dispatched(("a", 1), [0, 2], float(now_s))
+        suspects.broke(("a", 1), float(now_s))
+        assert not suspects.died([0, 2])
+    assert 2 not in suspects and not suspects.must_be_alone(0)
+    suspects.dispatched(("b", 1), [0], 50.0)
+    suspects.died([0])
+    assert suspects.must_be_alone(0)
+    assert suspects.turn(("a", 1), (), (0, 2), 8, 50.0) == ([2], 8), "no suspect for one in doubt"
+    assert suspects.turn(("a", 2), (), (0, 2), 8, 50.0) == ([0], 1), "its next incarnation is not"
+    suspects.finished(("a", 1))
+    assert suspects.turn(("a", 1), (), (0, 2), 8, 50.0) == ([0], 1)
+    suspects.dispatched(("a", 1), [0], 50.0)
+    assert suspects.died([0]) == [0]
+    ledger.close()
+
+
+@pytest.mark.asyncio
+async def test_streams_that_break_count_for_their_group_alone_and_drains_do_not(shop: Any) -> None:
+    async with shop.open(max_staleness=8, batch_size=2, limits=BufferLimits(max_deaths=MAX_DEATHS)) as desk:
+
+        async def returned(assignment: Assignment, *, has_died: bool) -> None:
+            told = {"group_id": assignment.prompt.group_id, "attempt": assignment.attempt, "rollout": "rollout/0"}
+            await desk.ref.return_group(GroupReturned(**told, has_died=has_died))
+
+        for _ in range(12):
+            for assignment in (await desk.draw(2, holding=())).assignments:
+                await returned(assignment, has_died=False)
+        assert not (await desk.ref.stats()).dropped, "drained twelve times"
+        for _ in range(SUSPECT_AFTER):
+            first, second = (await desk.draw(2, holding=())).assignments
+            assert first.prompt.group_id == 0
+            await returned(first, has_died=True)
+            await desk.put(second)
+        (alone,) = (await desk.draw(2, holding=())).assignments
+        await returned(alone, has_died=True)
+        assert (await desk.ref.stats()).dropped == {POISON: 1}
+
+
+@pytest.mark.asyncio
+async def test_a_death_that_the_buffer_did_not_see_says_nothing(shop: Any) -> None:
+    """Everything was killed, again and again: nobody knows what did it."""
+    for epoch in range(1, 3 * MAX_DEATHS):
+        async with shop.open(max_staleness=8, batch_size=4, limits=BufferLimits(max_deaths=MAX_DEATHS)) as desk:
+            assert len((await desk.draw(8, epoch=epoch, holding=())).assignments) == 8
+            assert not (await desk.ref.stats()).dropped
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("seed", range(4))
+async def test_two_poisons_in_a_fleet_that_is_killed_at_random(shop: Any, seed: int) -> None:
+    """Three actors, one of which is killed now and then for no reason: both are found, no other group is lost, and
+    nothing comes to stand."""
+    lot = random.Random(seed)
+    poison = {2, 9}
+    async with shop.open(max_staleness=50, batch_size=4, limits=BufferLimits(max_deaths=6)) as desk:
+        epochs = {f"rollout/{i}": 1 for i in range(3)}
+        hands: dict[str, dict[int, Assignment]] = {name: {} for name in epochs}
+        for _ in range(600):
+            name = lot.choice(list(epochs))
+            hand = hands[name]
+            room = 4 - len(hand)
+            reply = await desk.draw(room, epoch=epochs[name], rollout=name, holding=tuple(hand))
+            hand |= {a.prompt.group_id: a for a in reply.assignments}
+            if any(a.prompt.row in poison for a in hand.values()) or lot.random() < 0.03:
+                await desk.ref.rollout_gone(name, epochs[name])
+                epochs[name] += 1
+                hand.clear()
+            elif hand:
+                group_id = lot.choice(list(hand))
+                assert (await desk.put(hand.pop(group_id), rollout=name)).outcome == "ready"
+        stats = await desk.ref.stats()
+        assert stats.dropped == {POISON: 2} and stats.states["READY"] >= 100

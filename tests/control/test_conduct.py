@@ -1,0 +1,193 @@
+"""Pause, resume and step are whole or not at all: journal, audit log and buffer agree, whoever goes or fails meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myxa.actors.audit import read_audit
+from myxa.actors.coordinator import conduct as module
+from myxa.actors.coordinator.audit_desk import AuditDesk
+from myxa.actors.coordinator.conduct import Conduct
+from myxa.actors.coordinator.journal import CoordinatorJournal, Kept
+from myxa.core.activity import ActivityMeter
+from myxa.core.clock import SystemClock
+from myxa.core.errors import CallError, DeadlineExceeded, LedgerError, MyxaError
+from myxa.core.knobs import Operator
+
+pytestmark = pytest.mark.asyncio
+WHO = Operator(user="ada", via="test")
+STANDS_AT = 7
+
+
+class Buffer:
+    """Rests where it stands; `may_answer` holds its answers, `errors` are what it says first, after it has obeyed."""
+
+    def __init__(self) -> None:
+        self.holds: tuple[bool, int | None] = (False, None)
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.errors: list[MyxaError] = []
+        self.num_asked = 0
+
+    async def set_paused(self, is_paused: bool, until_step: int | None = None) -> int:
+        self.num_asked += 1
+        self.holds = (is_paused, until_step)
+        await self.may_answer.wait()
+        if self.errors:
+            raise self.errors.pop(0)
+        return max(STANDS_AT, until_step or 0)
+
+
+class Place:
+    """A conduct with a journal and an audit log on disk; and as much of an actor's context as it needs."""
+
+    log = logging.getLogger("conduct")
+
+    def __init__(self, folder: Path) -> None:
+        self.clock = SystemClock()
+        self.buffer, self.folder = Buffer(), folder
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.told: list[str] = []
+        self.journal = CoordinatorJournal(folder / "coordinator.journal", "here")
+        anything: Any = self
+        telemetry: Any = self
+        self.conduct = Conduct(
+            anything, AuditDesk(folder / "audit.jsonl", lambda: STANDS_AT, self.clock), self.journal,
+            version=lambda: STANDS_AT, evaluate=self._evaluate, meter=ActivityMeter("c", self.clock), telemetry=telemetry,
+        )  # fmt: skip
+        self.journal.make = lambda: Kept(launch="here", pause=self.conduct.kept())
+
+    def ref(self, contract: type, name: str) -> Any:
+        return self.buffer
+
+    def spawn(self, work: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        return task
+
+    def peers(self, prefix: str) -> tuple[str, ...]:
+        return ("buffer",)
+
+    def event(self, kind: str, text: str, **data: object) -> None:
+        self.told.append(kind)
+
+    async def _evaluate(self) -> float:
+        return 0.5
+
+    async def settled(self) -> None:
+        await asyncio.gather(*self.tasks)
+
+    @property
+    def kept(self) -> bool:
+        found, _ = self.journal.load()
+        return found is not None and found.pause.is_paused
+
+    @property
+    def audit(self) -> list[tuple[str, str]]:
+        path = self.folder / "audit.jsonl"
+        return [(record.verb, record.result) for record in read_audit(path)] if path.exists() else []
+
+    def agree(self) -> bool:
+        """All say the same of whether the run is held back."""
+        return self.kept == self.buffer.holds[0] == self.conduct.is_paused
+
+
+async def test_who_asked_may_go_and_it_is_done_and_recorded(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.buffer.may_answer.clear()
+    asked = asyncio.create_task(place.conduct.pause(WHO, "look"))
+    while not place.buffer.num_asked:
+        await asyncio.sleep(0.001)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    place.buffer.may_answer.set()
+    await place.settled()
+    assert place.agree() and place.conduct.is_paused
+    assert place.audit == [("pause", "done")]
+    assert "run-paused" in place.told
+
+
+@pytest.mark.parametrize("verb", ["pause", "resume", "step"])
+async def test_nothing_happens_that_the_audit_log_does_not_take(tmp_path: Path, verb: str) -> None:
+    place = Place(tmp_path)
+    if verb == "resume":
+        await place.conduct.pause(WHO, "look")
+    before = place.buffer.holds
+    (tmp_path / "audit.jsonl").write_text("no record\n")
+    deeds = {
+        "pause": lambda: place.conduct.pause(WHO, "look"),
+        "resume": lambda: place.conduct.resume(WHO, ""),
+        "step": lambda: place.conduct.step(WHO, "", 3),
+    }
+    with pytest.raises(LedgerError, match="no audit record"):
+        await deeds[verb]()
+    await place.settled()
+    assert place.agree() and place.buffer.holds == before
+    assert "run-stepping" not in place.told
+
+
+@pytest.mark.parametrize("verb", ["pause", "step"])
+async def test_a_buffer_that_may_have_heard_is_told_that_it_is_as_before(
+    tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TELL_S", 0.0)
+    monkeypatch.setattr(module, "TELL_AGAIN_S", 0.001)
+    place = Place(tmp_path)
+    # Obeyed, but not heard of: the word itself, and twice that it is taken back.
+    place.buffer.errors = [DeadlineExceeded("no answer") for _ in range(3)]
+    with pytest.raises(CallError, match="buffer did not answer"):
+        await (place.conduct.pause(WHO, "look") if verb == "pause" else place.conduct.step(WHO, "look", 3))
+    await place.settled()
+    assert place.agree() and place.buffer.holds == (False, None)
+    assert place.audit[-1] == (verb, "failed")
+    assert not place.conduct.must_tell, "it has heard"
+
+
+async def test_a_step_that_fails_half_way_does_not_leave_a_running_run_paused(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+
+    async def set_paused(is_paused: bool, until_step: int | None = None) -> int:
+        if until_step is not None:
+            raise LedgerError("the disk is full")
+        place.buffer.holds = (is_paused, until_step)
+        return STANDS_AT
+
+    place.buffer.set_paused = set_paused
+    with pytest.raises(LedgerError, match="the disk is full"):
+        await place.conduct.step(WHO, "", 3)
+    await place.settled()
+    assert place.agree() and not place.conduct.is_paused
+
+
+async def test_a_journal_that_refuses_leaves_all_as_it_was(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    await place.journal.keep()
+    (tmp_path / ".coordinator.journal.new").mkdir()
+    with pytest.raises(LedgerError, match="check disk and rights"):
+        await place.conduct.pause(WHO, "look")
+    await place.settled()
+    assert place.agree() and not place.conduct.is_paused
+    assert place.audit == [("pause", "failed")]
+
+
+async def test_what_was_done_and_cannot_be_recorded_is_said_to_be_done(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    (tmp_path / "audit.jsonl").write_text("no record\n")
+    with pytest.raises(LedgerError, match=r"eval was done \(0\.5\), but could not be recorded"):
+        await place.conduct.evaluate(WHO, "")
+
+
+async def test_steps_are_counted_from_where_the_run_stands(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    assert await place.conduct.step(WHO, "", 3) == STANDS_AT + 3
+    assert place.buffer.holds == (True, STANDS_AT + 3)
+    assert place.audit == [("step", "done")]
+    await place.conduct.resume(WHO, "")
+    assert place.agree() and not place.conduct.is_paused

@@ -1,0 +1,311 @@
+"""A node's agent: whatever is in the way of a start is in its reply, with no process left; and when it leaves by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from myxa.core.errors import ConfigError, LaunchError, NotSent
+from myxa.launch.actor_spec import ActorSpec
+from myxa.launch.contracts import (
+    SUPERVISOR,
+    AgentContract,
+    ChildEnd,
+    RunPlan,
+    StartOrder,
+    StartReply,
+    SupervisorContract,
+    agent_name,
+)
+from myxa.launch.nodes.agent import Agent, AgentOptions, KeyFor
+from myxa.launch.nodes.child import Child, start_child
+from myxa.launch.nodes.follower import _lend
+from myxa.transport.node import InprocNetwork, Node
+from myxa.transport.simulation import Sim, run
+
+
+def options(folder: Path, node: int = 0, key_for: KeyFor | None = None) -> AgentOptions:
+    return AgentOptions(
+        node=node, address="127.0.0.1", runtime_dir=folder / "runtime", rdzv_path="", lost_s=20.0, key_for=key_for
+    )
+
+
+def order(**actor: Any) -> StartOrder:
+    spec = ActorSpec(name="rollout/0", role="rollout", kind="embedded", index=0, node=0, **actor)
+    return StartOrder(actor=spec, attempt=0)
+
+
+async def nothing_seen(end: ChildEnd) -> None:
+    """Nobody listens."""
+
+
+@asynccontextmanager
+async def agent_in(folder: Path, key_for: KeyFor | None = None) -> AsyncIterator[tuple[Agent, AgentContract]]:
+    (folder / "runtime").mkdir()
+    (folder / "run").mkdir()
+    node = await Node.attach(name="launcher/0", network=InprocNetwork())
+    try:
+        agent = Agent(options(folder, key_for=key_for), nothing_seen)
+        ref = await node.start(agent, agent_name(0))
+        await ref.prepare(RunPlan(run_id="r", run_dir=str(folder / "run"), config=""))
+        yield agent, ref
+    finally:
+        await node.close(grace_s=1)
+
+
+async def refused(folder: Path, wanted: StartOrder, key_for: KeyFor | None = None) -> StartReply:
+    before = {child.pid for child in psutil.Process().children()}
+    async with agent_in(folder, key_for) as (agent, ref):
+        reply = await ref.start_actor(wanted)
+        assert (reply.pid, agent.children) == (0, ())
+        assert {child.pid for child in psutil.Process().children()} <= before, "no process is left"
+    return reply
+
+
+@pytest.mark.asyncio
+async def test_a_program_that_cannot_be_started_is_a_mistake_of_the_run_file(tmp_path: Path):
+    reply = await refused(tmp_path, order(python="/no/such/python"))
+    assert reply.status == ConfigError.exit_code
+    assert "rollout/0 cannot be started: /no/such/python: No such file" in reply.problem
+    assert reply.problem in (tmp_path / "run/logs/rollout.0.0.log").read_text()
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
+@pytest.mark.asyncio
+async def test_a_machine_without_room_for_a_process_may_have_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    def popen(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    reply = await refused(tmp_path, order())
+    assert reply.status == LaunchError.exit_code
+    assert os.strerror(number) in reply.problem
+
+
+@pytest.mark.asyncio
+async def test_a_process_that_cannot_be_watched_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made: list[int] = []
+
+    def pidfd_open(pid: int) -> int:
+        made.append(pid)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    reply = await refused(tmp_path, order(python=sys.executable))
+    assert reply.status == LaunchError.exit_code
+    assert "rollout/0 cannot be watched: Too many open files" in reply.problem
+    assert len(made) == 1
+    assert not psutil.pid_exists(made[0])
+
+
+@pytest.mark.asyncio
+async def test_a_loop_that_takes_no_more_descriptors_leaves_no_process_and_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def add_reader(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no watches left")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.get_running_loop(), "add_reader", add_reader)
+        with pytest.raises(LaunchError, match="rollout/0 cannot be watched: no watches left"):
+            start_child("rollout/0", 0, ["/bin/sleep", "60"], env={}, log_path=tmp_path / "log", told=lambda c, s: None)
+    assert not [child for child in psutil.Process().children() if "sleep" in child.name()]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.asyncio
+async def test_a_full_disk_is_in_the_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with agent_in(tmp_path) as (agent, ref):
+        monkeypatch.setattr("myxa.launch.nodes.agent.write_spec", full)
+        monkeypatch.setattr(Path, "write_text", full)  # its log cannot be written either
+        reply = await ref.start_actor(order())
+        assert (reply.status, agent.children) == (LaunchError.exit_code, ())
+        assert "rollout/0 was not started: [Errno 28] No space left on device" in reply.problem
+
+
+@pytest.mark.asyncio
+async def test_a_log_that_cannot_be_opened_is_no_program_that_is_missing(tmp_path: Path):
+    async with agent_in(tmp_path) as (_, ref):
+        log = tmp_path / "run/logs/rollout.0.0.log"
+        log.symlink_to(tmp_path / "gone/away")
+        reply = await ref.start_actor(order())
+        assert reply.status == LaunchError.exit_code, "ENOENT of a log, not of the interpreter"
+
+
+@pytest.mark.asyncio
+async def test_no_key_may_be_there_the_next_time(tmp_path: Path):
+    async def key_for(name: str) -> str:
+        raise NotSent("the registry is away")
+
+    reply = await refused(tmp_path, order(), key_for)
+    assert reply.status == LaunchError.exit_code
+    assert "the registry is away" in reply.problem
+
+
+@pytest.mark.asyncio
+async def test_one_that_is_not_prepared_or_has_that_process_already_says_so(tmp_path: Path):
+    node = await Node.attach(name="launcher/0", network=InprocNetwork())
+    try:
+        ref = await node.start(Agent(options(tmp_path), nothing_seen), agent_name(0))
+        reply = await ref.start_actor(order())
+        assert "launcher/0 is not prepared" in reply.problem
+    finally:
+        await node.close(grace_s=1)
+    async with agent_in(tmp_path) as (agent, ref):
+        child = start_child(
+            "rollout/0", 4, ["/bin/sleep", "60"], env={}, log_path=tmp_path / "log", told=agent._on_child_end
+        )
+        agent._children["rollout/0"] = child
+        reply = await ref.start_actor(order())
+        assert (reply.status, reply.problem) == (3, "rollout/0 runs already as attempt 4")
+        assert isinstance(child, Child)
+        assert child.status is None, "and goes on"
+
+
+@pytest.mark.asyncio
+async def test_one_that_leaves_starts_nobody_any_more(tmp_path: Path):
+    is_asked, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def key_for(name: str) -> str:
+        is_asked.set()
+        await may_go_on.wait()
+        return ""
+
+    async with agent_in(tmp_path, key_for) as (agent, ref):
+        starting = asyncio.get_running_loop().create_task(ref.start_actor(order()))
+        await is_asked.wait()
+        await agent.leave(3, "node 0 takes this node for lost")
+        await agent.kill_all()
+        may_go_on.set()
+        reply = await starting
+        assert (reply.pid, agent.children) == (0, ())
+        assert "launcher/0 leaves" in reply.problem
+
+
+# -- when it leaves ----------------------------------------------------------------------------------------------------
+
+
+class Conductor(SupervisorContract):
+    """Counts on a node for so many pings."""
+
+    def __init__(self, num_pings: int) -> None:
+        self.num_left = num_pings
+
+    async def ping(self, node: int) -> bool:
+        self.num_left -= 1
+        return self.num_left >= 0
+
+
+def minded(tmp_path: Path, conductor: Conductor | None, begins: bool = True) -> tuple[int, str] | None:
+    """How the agent of node 1 leaves within a virtual minute; None: it stays."""
+
+    async def scenario(seed: int) -> tuple[int, str] | None:
+        async with Sim(seed) as sim:
+            if conductor is not None:
+                home = sim.nodes["launcher/0"].node
+                await sim.spawn("launcher/0", home.start(conductor, SUPERVISOR))
+            away = (await sim.node("launcher/1")).node
+            agent = Agent(options(tmp_path, node=1), nothing_seen)
+            await sim.spawn("launcher/1", away.start(agent, agent_name(1)))
+            if begins:
+
+                async def begin() -> None:
+                    agent.mind_node_0()
+
+                await sim.spawn("launcher/1", begin())
+            await asyncio.sleep(60)
+            if not agent.left.done():
+                return None
+            return agent.left.result().exit_code, agent.left.result().reason
+
+    return run(scenario, 1)
+
+
+def test_a_node_that_nobody_counts_on_any_more_leaves_at_once(tmp_path: Path):
+    conductor = Conductor(3)
+    assert minded(tmp_path, conductor) == (LaunchError.exit_code, "node 0 takes this node for lost")
+    assert conductor.num_left == -1, "it did not ask again"
+
+
+def test_a_node_that_is_counted_on_stays_and_one_without_a_conductor_goes(tmp_path: Path):
+    assert minded(tmp_path, Conductor(1000)) is None
+    left = minded(tmp_path, None)
+    assert left is not None
+    assert left[1].startswith("node 0 is gone")
+
+
+def test_who_has_not_joined_yet_asks_nobody(tmp_path: Path):
+    assert minded(tmp_path, None, begins=False) is None, "node 0 may open its desk later than this node"
+
+
+@pytest.mark.asyncio
+async def test_the_second_signal_ends_at_once_though_the_first_ones_question_is_not_answered(tmp_path: Path):
+    asked = asyncio.Event()
+    has_ended = asyncio.Event()
+
+    async def stop(reason: str, number: int) -> None:
+        asked.set()
+        try:
+            await asyncio.Event().wait()  # node 0 does not answer
+        finally:
+            has_ended.set()
+
+    node = await Node.attach(name="launcher/0", network=InprocNetwork())
+    try:
+        agent = Agent(options(tmp_path), nothing_seen)
+        await node.start(agent, agent_name(0))
+        lending = asyncio.get_running_loop().create_task(_lend(agent, stop))
+        await asyncio.sleep(0.05)  # its handlers are in place
+        os.kill(os.getpid(), 15)
+        async with asyncio.timeout(20):
+            await asked.wait()
+            os.kill(os.getpid(), 15)
+            farewell = await lending
+        assert (farewell.exit_code, farewell.reason) == (128 + 15, "ended at once")
+        assert has_ended.is_set()
+    finally:
+        await node.close(grace_s=1)
+
+
+@pytest.mark.asyncio
+async def test_a_refusal_to_let_a_node_go_is_told_and_the_node_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    asked = asyncio.Event()
+
+    async def stop(reason: str, number: int) -> None:
+        asked.set()
+        raise ConfigError("trainer/1 is a rank of gang trainer")
+
+    node = await Node.attach(name="launcher/0", network=InprocNetwork())
+    try:
+        agent = Agent(options(tmp_path), nothing_seen)
+        await node.start(agent, agent_name(0))
+        lending = asyncio.get_running_loop().create_task(_lend(agent, stop))
+        await asyncio.sleep(0.05)  # its handlers are in place
+        os.kill(os.getpid(), 15)
+        async with asyncio.timeout(20):
+            await asked.wait()
+        await asyncio.sleep(0.05)
+        assert not lending.done()
+        await agent.leave(0, "over")
+        assert (await lending).reason == "over"
+        assert "trainer/1 is a rank" in capsys.readouterr().err
+    finally:
+        await node.close(grace_s=1)

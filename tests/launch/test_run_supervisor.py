@@ -1,0 +1,446 @@
+"""The run supervisor among nodes whose agents start nothing, in virtual time: what it makes of starts that fail, of
+processes that do not go, of nodes that pass for lost and of launchers that ask twice."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from myxa.core.actor import Actor
+from myxa.core.child_states import ChildState
+from myxa.core.config import RestartPolicy
+from myxa.core.errors import ConfigError, DeadlineExceeded, LaunchError
+from myxa.core.messages import EngineStatus, RunStatus
+from myxa.launch.actor_spec import ActorSpec, GangMeeting, RankSpec
+from myxa.launch.contracts import (
+    SUPERVISOR,
+    AgentContract,
+    ChildEnd,
+    NodeFacts,
+    RunPlan,
+    StartOrder,
+    StartReply,
+    SupervisorContract,
+    agent_name,
+)
+from myxa.launch.supervisor.patience import Patience
+from myxa.launch.supervisor.run_place import RunPlace
+from myxa.launch.supervisor.run_supervisor import RunSupervisor
+from myxa.transport.node import Node
+from myxa.transport.simulation import Sim, run
+
+PATIENCE = Patience(start_s=60.0, end_s=5.0, lost_s=20.0, gone_s=30.0)
+SIGKILL = -9
+
+
+@pytest.fixture(autouse=True)
+def silence() -> Iterator[None]:
+    """Failures are what this is about."""
+    log = logging.getLogger("myxa")
+    before = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    yield
+    log.setLevel(before)
+
+
+class Hands(AgentContract):
+    """A node's agent: its processes are actors of its own node, and do what they are told to."""
+
+    def __init__(self, number: int, node: Node) -> None:
+        self.number = number
+        self.node = node
+        self.started: list[tuple[str, int]] = []
+        self.pids: dict[str, int] = {}
+        self.attempts: dict[str, int] = {}
+        self.left: tuple[int, str] | None = None
+        self.ended: list[str] = []
+        # How it misbehaves.
+        self.raises: Exception | None = None
+        """At every start."""
+        self.refuses: StartReply | None = None
+        self.no_meeting: Exception | None = None
+        self.answers = True
+        """Whether its processes register."""
+        self.undead: set[str] = set()
+        self.end_s = 0.0
+        """How long it takes to end one."""
+
+    async def prepare(self, plan: RunPlan) -> None:
+        pass
+
+    async def meeting_place(self) -> GangMeeting:
+        if self.no_meeting is not None:
+            raise self.no_meeting
+        return GangMeeting(address="h", port=1)
+
+    async def start_actor(self, order: StartOrder) -> StartReply:
+        name = order.actor.name
+        self.started.append((name, order.attempt))
+        if self.raises is not None:
+            raise self.raises
+        if self.refuses is not None:
+            return self.refuses
+        self.pids[name], self.attempts[name] = 100 + len(self.started), order.attempt
+        if self.answers:
+            await self.node.start(Actor(), name)
+        return StartReply(pid=self.pids[name])
+
+    async def end_actors(self, names: tuple[str, ...], grace_s: float) -> None:
+        self.ended += names
+        await asyncio.sleep(self.end_s)
+        for name in names:
+            if name in self.pids and name not in self.undead:
+                await self.die(name, 0)
+
+    async def die(self, name: str, status: int = SIGKILL) -> None:
+        """Its process ends."""
+        pid, attempt = self.pids.pop(name), self.attempts[name]
+        if name in self.node.peers(name):
+            await self.node.stop(name)
+        end = ChildEnd(name=name, attempt=attempt, status=status, node=self.number, log_path="", pid=pid)
+        await self.ctx.ref(SupervisorContract, SUPERVISOR).child_ended(end)
+
+    async def leave(self, exit_code: int, reason: str) -> None:
+        self.left = exit_code, reason
+
+
+def rollout(index: int, node: int = 0, restart: RestartPolicy = "one", **more: Any) -> ActorSpec:
+    return ActorSpec(
+        name=f"rollout/{index}", role="rollout", kind="embedded", index=index, node=node, restart=restart, **more
+    )
+
+
+def trainers(*nodes: int, **more: Any) -> tuple[ActorSpec, ...]:
+    """A gang with a rank on each of these nodes."""
+
+    def rank(number: int) -> RankSpec:
+        return RankSpec(
+            gang="trainer", rank=number, world_size=len(nodes), local_rank=0, local_world_size=1, group_rank=number
+        )
+
+    return tuple(
+        ActorSpec(
+            name=f"trainer/{n}", role="trainer", kind="torch", index=n, node=node, restart="gang", rank=rank(n), **more
+        )
+        for n, node in enumerate(nodes)
+    )
+
+
+@dataclass
+class Stage:
+    """A run with its nodes."""
+
+    sim: Sim
+    supervisor: RunSupervisor
+    hands: list[Hands] = field(default_factory=list[Hands])
+
+    def states(self) -> dict[str, ChildState]:
+        return {record.name: record.state for record in self.supervisor.roster()}
+
+    def facts(self, node: int, nonce: str = "") -> NodeFacts:
+        return NodeFacts(
+            node=node, num_nodes=len(self.hands), version="1", config="c", host=f"host-{node}", nonce=nonce
+        )
+
+    async def on_0(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        """As part of node 0's process."""
+
+        async def do() -> Any:
+            return await work()
+
+        return await self.sim.spawn("launcher/0", do())
+
+    async def begin(self) -> None:
+        async def start() -> None:
+            for node in range(len(self.hands)):
+                reply = await self.supervisor.join(self.facts(node, f"nonce-{node}"))
+                assert reply.accepted
+            await self.supervisor.start_all()
+
+        await self.on_0(start)
+
+    async def ping(self, *nodes: int, seconds: float) -> None:
+        """These give signs of life for so long; the others do not."""
+        for _ in range(round(seconds)):
+            for node in nodes:
+                await self.on_0(lambda node=node: self.supervisor.ping(node))
+            await asyncio.sleep(1.0)
+
+
+def staged(
+    body: Callable[[Stage], Awaitable[Any]],
+    *actors: ActorSpec,
+    num_nodes: int = 1,
+    at_once: bool = True,
+    patience: Patience = PATIENCE,
+) -> Any:
+    """Run `body` on a run of these actors; `at_once`: with all of them started."""
+
+    async def scenario(seed: int) -> Any:
+        async with Sim(seed) as sim:
+            place = RunPlace(actors, num_nodes, "1", "c", RunPlan(run_id="r", run_dir="/nowhere", config=""))
+            stage = Stage(sim, RunSupervisor(place, lot=lambda: 0.0, patience=patience))
+            home = sim.nodes["launcher/0"].node
+            await stage.on_0(lambda: home.start(stage.supervisor, SUPERVISOR))
+            for number in range(num_nodes):
+                node = home if number == 0 else (await sim.node(f"launcher/{number}")).node
+                stage.hands.append(Hands(number, node))
+                start = node.start(stage.hands[number], agent_name(number))
+                await sim.spawn(f"launcher/{number}", start)
+            if at_once:
+                await stage.begin()
+                await asyncio.sleep(0.5)
+            await body(stage)
+            assert not sim.failures, "the supervisor lives"
+            await stage.on_0(lambda: stage.supervisor.kill_all("over"))
+            await sim.quiet()
+
+    return run(scenario, 1)
+
+
+# -- starts that fail --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["raises", "refuses"])
+def test_a_start_that_fails_on_a_node_that_is_there_is_tried_again_and_costs_no_node(what: str):
+    async def body(stage: Stage) -> None:
+        away = stage.hands[1]
+        setattr(away, what, OSError(28, "no space") if what == "raises" else StartReply(problem="no fork", status=3))
+        await stage.sim.spawn("launcher/1", away.die("rollout/1"))
+        await stage.ping(1, seconds=3)
+        assert stage.supervisor.nodes == (0, 1)
+        assert len(away.started) > 2, "it was tried again"
+        assert away.left is None
+        away.raises = away.refuses = None
+        await stage.ping(1, seconds=5)
+        assert stage.states() == {"rollout/0": "up", "rollout/1": "up"}
+
+    staged(body, rollout(0), rollout(1, 1, max_restarts=20), num_nodes=2)
+
+
+def test_a_program_that_is_not_there_fails_the_run_at_once_and_a_full_machine_only_when_the_restarts_are_spent():
+    async def body(stage: Stage) -> None:
+        stage.hands[0].refuses = StartReply(problem="rollout/0 cannot be started: /no/python", status=2)
+        await stage.begin()
+        assert stage.supervisor.failed.done()
+        assert stage.supervisor.failed.result().exit_code == 2
+        assert len(stage.hands[0].started) == 1
+
+    async def full(stage: Stage) -> None:
+        stage.hands[0].refuses = StartReply(problem="rollout/0 cannot be started: no memory", status=3)
+        await stage.begin()
+        await asyncio.sleep(30)
+        assert stage.supervisor.failed.result().exit_code == 4
+        assert [attempt for _, attempt in stage.hands[0].started] == [0, 1, 2, 3]
+        failure = stage.supervisor.first_failure
+        assert failure is not None
+        assert "no memory" in failure.report()
+
+    staged(body, rollout(0), at_once=False)
+    staged(full, rollout(0), at_once=False)
+
+
+def test_ranks_without_a_meeting_place_are_started_again_and_a_lost_host_of_it_is_the_node_that_is_lost():
+    async def body(stage: Stage) -> None:
+        host, other = stage.hands[1], stage.hands[2]
+        host.no_meeting = LaunchError("no port is free")
+        await stage.sim.spawn("launcher/2", other.die("trainer/1"))
+        await stage.ping(1, 2, seconds=2)
+        assert stage.supervisor.nodes == (0, 1, 2)
+        host.no_meeting = None
+        await stage.ping(1, 2, seconds=6)
+        assert set(stage.states().values()) == {"up"}
+        host.no_meeting = DeadlineExceeded("it does not answer")
+        await stage.sim.spawn("launcher/2", other.die("trainer/1"))
+        await stage.ping(1, 2, seconds=12)
+        assert stage.supervisor.nodes == (0, 2), "the one that has the other rank is well"
+        assert stage.supervisor.failed.result().culprit == "launcher/1"
+
+    staged(body, rollout(0), *trainers(1, 2, max_restarts=20), num_nodes=3)
+
+
+# -- processes that do not come, or do not go --------------------------------------------------------------------------
+
+
+def test_a_process_that_survives_sigkill_fails_the_run_and_is_named_with_its_node():
+    async def body(stage: Stage) -> None:
+        away = stage.hands[1]
+        away.undead.add("trainer/0")
+        await stage.sim.spawn("launcher/2", stage.hands[2].die("trainer/1"))
+        await stage.ping(1, 2, seconds=30)
+        assert not stage.supervisor.failed.done()
+        assert stage.states()["trainer/0"] == "ending"
+        await stage.ping(1, 2, seconds=10)
+        verdict = stage.supervisor.failed.result()
+        pid = away.pids["trainer/0"]
+        assert verdict.culprit == "trainer/0"
+        assert f"trainer/0 (process {pid} on node 1) is still there 30 s after it had to be gone" in verdict.reason
+        await stage.on_0(lambda: stage.supervisor.stop_all("it failed"))  # and does not wait for it
+
+    staged(body, rollout(0), *trainers(1, 2), num_nodes=3)
+
+
+def test_an_end_that_takes_too_long_names_process_and_node():
+    async def body(stage: Stage) -> None:
+        stage.hands[0].undead.add("rollout/0")
+        pid = stage.hands[0].pids["rollout/0"]
+        with pytest.raises(LaunchError, match=rf"these did not end: rollout/0 \(process {pid} on node 0\)"):
+            await stage.on_0(lambda: stage.supervisor.stop_all("over"))
+
+    staged(body, rollout(0))
+
+
+def test_the_run_goes_on_without_an_undead_one_where_others_are_enough():
+    async def body(stage: Stage) -> None:
+        stage.hands[0].undead.add("rollout/1")
+        await stage.on_0(lambda: asyncio.sleep(0, stage.supervisor.renew("rollout/1", "somebody wished it")))
+        await asyncio.sleep(120)
+        assert not stage.supervisor.failed.done()
+        assert stage.states() == {"rollout/0": "up", "rollout/1": "stopped"}
+
+    staged(body, rollout(0, quorum=1), rollout(1, quorum=1))
+
+
+def test_who_does_not_register_is_killed_once_and_one_that_then_does_not_go_is_lost():
+    async def body(stage: Stage) -> None:
+        hands = stage.hands[0]
+        hands.answers = False
+        hands.undead.add("rollout/0")
+        await stage.begin()
+        await asyncio.sleep(PATIENCE.start_s + 10)
+        assert hands.ended == ["rollout/0"]
+        assert not stage.supervisor.failed.done()
+        await asyncio.sleep(PATIENCE.gone_s)
+        assert stage.supervisor.failed.result().culprit == "rollout/0"
+
+    staged(body, rollout(0), at_once=False)
+
+
+def test_attempts_that_never_register_run_out_however_long_each_takes():
+    async def body(stage: Stage) -> None:
+        stage.hands[0].answers = False
+        await stage.begin()
+        await asyncio.sleep(1000)
+        assert stage.supervisor.failed.done()
+        assert "3 restarts that come to no work" in stage.supervisor.failed.result().reason
+        assert len(stage.hands[0].started) == 4
+
+    staged(body, rollout(0), at_once=False, patience=replace(PATIENCE, start_s=200.0))
+
+
+def test_nobody_waits_for_the_end_of_another_one_who_was_silent():
+    async def body(stage: Stage) -> None:
+        for hands in stage.hands:
+            hands.answers = False
+        home = stage.hands[0]
+        home.end_s = 25.0
+        await stage.begin()
+        await stage.ping(1, seconds=PATIENCE.start_s + 3)
+        assert {"rollout/0", "rollout/1"} <= set(home.ended), "both at the same time"
+        await stage.on_0(lambda: asyncio.sleep(0, stage.supervisor.retire("rollout/1", "somebody wished it")))
+        await asyncio.sleep(PATIENCE.lost_s + 3)
+        assert stage.supervisor.nodes == (0,), "node 1 is silent by now"
+        await asyncio.sleep(30)
+        assert "rollout/1" not in stage.states(), "it left"
+
+    few: dict[str, Any] = {"quorum": 1, "max_restarts": 20}
+    staged(body, rollout(0, **few), rollout(1, **few), rollout(2, 1, **few), num_nodes=2, at_once=False)
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_was_silent_and_lives_is_told_to_leave_and_its_pings_are_told_that_nobody_counts_on_it():
+    async def body(stage: Stage) -> None:
+        assert await stage.on_0(lambda: stage.supervisor.ping(1)) is True
+        await asyncio.sleep(PATIENCE.lost_s + 3)
+        assert stage.supervisor.nodes == (0,)
+        left = stage.hands[1].left
+        assert left is not None
+        assert left[0] == LaunchError.exit_code
+        assert "takes this node for lost: no word from it" in left[1]
+        assert await stage.on_0(lambda: stage.supervisor.ping(1)) is False
+        assert stage.states() == {"rollout/0": "up", "rollout/1": "stopped"}
+
+    staged(body, rollout(0, quorum=1), rollout(1, 1, quorum=1), num_nodes=2)
+
+
+def test_a_node_that_joined_and_never_gave_a_sign_of_life_is_lost_too():
+    async def body(stage: Stage) -> None:
+        await stage.ping(1, seconds=PATIENCE.lost_s + 3)
+        assert stage.supervisor.nodes == (0, 1)
+
+    staged(body, rollout(0, quorum=1), rollout(1, 1, quorum=1), rollout(2, 2, quorum=1), num_nodes=3)
+
+
+def test_what_is_started_on_a_node_that_has_left_does_not_stay_starting_for_ever():
+    async def body(stage: Stage) -> None:
+        await stage.on_0(lambda: stage.supervisor._departures.let_go(1, 0, "it may go"))
+        assert stage.hands[1].left == (0, "it may go")
+        assert stage.states()["rollout/1"] == "stopped"
+        await stage.sim.crash("launcher/1")
+        await stage.on_0(lambda: asyncio.sleep(0, stage.supervisor.hire(rollout(2, 1))))
+        await asyncio.sleep(40)
+        assert stage.states()["rollout/2"] == "stopped"
+        assert stage.states()["rollout/0"] == "up"
+        assert not stage.supervisor.failed.done()
+
+    staged(body, rollout(0, quorum=1), rollout(1, 1, quorum=1), num_nodes=2)
+
+
+def test_a_node_goes_as_a_whole_or_not_at_all():
+    async def body(stage: Stage) -> None:
+        with pytest.raises(ConfigError, match="node 1 cannot leave: trainer/1 is a rank of gang trainer"):
+            await stage.on_0(lambda: stage.supervisor.leave_node(1, "a signal"))
+        await stage.ping(1, seconds=3)
+        assert set(stage.states().values()) == {"up"}, "nobody was asked to end"
+        assert not any(record.is_leaving for record in stage.supervisor.roster())
+
+    staged(body, rollout(0), rollout(1, 1), *trainers(0, 1), num_nodes=2)
+
+
+def test_a_launcher_that_asks_again_is_let_in_again_and_another_one_is_not():
+    async def body(stage: Stage) -> None:
+        join = stage.supervisor.join
+        again = await stage.on_0(lambda: join(stage.facts(1, "nonce-1")))
+        other = await stage.on_0(lambda: join(stage.facts(1, "another")))
+        nameless = await stage.on_0(lambda: join(stage.facts(1)))
+        assert (again.accepted, other.accepted, nameless.accepted) == (True, False, False)
+        assert "node 1 joined already, from host-1" in other.reason
+        assert len(stage.hands[1].started) == 1
+
+    staged(body, rollout(0), rollout(1, 1), num_nodes=2)
+
+
+# -- at work -----------------------------------------------------------------------------------------------------------
+
+
+def test_restarts_grow_old_when_the_runs_status_shows_the_actor_at_work():
+    def status(version: int, served: int) -> RunStatus:
+        engine = EngineStatus(rollout="rollout/0", version=served, running=0, waiting=0)
+        return RunStatus(name="toy", phase="running", version=version, num_steps=9, engines=(engine,))
+
+    def left(stage: Stage) -> dict[str, int]:
+        return {record.name: record.restarts_left for record in stage.supervisor.roster()}
+
+    async def body(stage: Stage) -> None:
+        for name in ("rollout/0", "trainer/0"):
+            await stage.sim.spawn("launcher/0", stage.hands[0].die(name))
+        await asyncio.sleep(5)
+        assert left(stage) == {"trainer/0": 2, "rollout/0": 2}
+        stage.supervisor.hear(status(3, -1))
+        await asyncio.sleep(400)
+        assert left(stage) == {"trainer/0": 2, "rollout/0": 2}, "they answer, and nothing came of it"
+        stage.supervisor.hear(status(3, 3))
+        await asyncio.sleep(301)
+        assert left(stage) == {"trainer/0": 2, "rollout/0": 3}, "it serves weights"
+        stage.supervisor.hear(status(4, 3))
+        await asyncio.sleep(301)
+        assert left(stage) == {"trainer/0": 3, "rollout/0": 3}, "a step was made"
+
+    staged(body, *trainers(0), rollout(0))

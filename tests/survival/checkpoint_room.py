@@ -1,0 +1,134 @@
+"""The leader's checkpoints between ranks, buffer and coordinator that are no actors: files are real, failures scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from checkpoint_maker import make_checkpoint
+
+from myxa.actors.checkpoints.folder import begin, partial_of, version_in
+from myxa.actors.trainer.checkpoint_orders import CheckpointOrders
+from myxa.actors.trainer.checkpoint_side import RunSide
+from myxa.actors.trainer.checkpoints import CheckpointOptions, Checkpoints
+from myxa.core.activity import ActivityMeter, TelemetryBuffer
+from myxa.core.clock import SystemClock
+from myxa.core.errors import GatherError, RemoteError
+from myxa.core.file_entry import FileEntry, describe_file
+from myxa.core.knobs import LiveKnobs
+
+LOG = logging.getLogger("checkpoint-room")
+
+
+def refused(who: str = "trainer/1", why: str = "no space left on device") -> GatherError:
+    """A rank's handler raised."""
+    return GatherError(f"{who} failed", errors={who: RemoteError(why, remote_type="TrainError")})
+
+
+class Ranks:
+    """Write whole checkpoints; a call whose name is in `failing` raises what stands there, once each."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+        self.failing: dict[str, list[Exception]] = {}
+        self.is_writing = asyncio.Event()
+        self.is_writing.set()
+        """Cleared: files are long in coming."""
+        self._growing = Path()
+
+    async def all(self, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
+        name = method.__name__
+        self.called.append(name)
+        if name in ("save_checkpoint", "begin_checkpoint"):
+            self._growing = Path(args[0])
+            begin(self._growing)
+        if name == "checkpoint_written":
+            await self.is_writing.wait()
+        if name == "finish_checkpoint":
+            self._write()  # what fails there fails when the folder is in its place
+        if errors := self.failing.get(name):
+            raise errors.pop(0)
+        if name == "save_checkpoint":
+            self._write()
+        return {}
+
+    def _write(self) -> None:
+        assert partial_of(self._growing).is_dir(), "somebody has deleted what was growing"
+        make_checkpoint(self._growing, version_in(self._growing))
+
+
+class Buffer:
+    """Copies its ledger, and is told what is durable."""
+
+    def __init__(self) -> None:
+        self.durables: list[int] = []
+        self.failing: list[Exception] = []
+
+    async def snapshot(self, path: str, version: int) -> FileEntry:
+        if self.failing:
+            raise self.failing.pop(0)
+        Path(path).write_text(f"ledger of {version}")
+        return describe_file(Path(path))
+
+    async def durable(self, version: int) -> None:
+        self.durables.append(version)
+
+
+class Coordinator:
+    """Tells what was decided about the knobs."""
+
+    def __init__(self) -> None:
+        self.live = LiveKnobs()
+        self.failing: list[Exception] = []
+
+    async def live_knobs(self) -> LiveKnobs:
+        if self.failing:
+            raise self.failing.pop(0)
+        return self.live
+
+
+class CheckpointRoom:
+    """All of it. To be made on a loop."""
+
+    def __init__(self, run_dir: Path, **options: Any) -> None:
+        self.ranks, self.buffer, self.coordinator = Ranks(), Buffer(), Coordinator()
+        clock = SystemClock()
+        meter = ActivityMeter("trainer/0", clock)
+        self._telemetry = TelemetryBuffer("trainer/0", clock)
+        ctx: Any = SimpleNamespace(log=LOG, spawn=self._spawn)
+        side = RunSide(self.buffer, self.coordinator, self._ask)  # pyright: ignore[reportArgumentType]
+        ranks: Any = self.ranks
+        self.checkpoints = Checkpoints(
+            ctx, CheckpointOptions(run_dir=str(run_dir), **options), ranks, side, meter, self._telemetry, clock
+        )
+        self.orders = CheckpointOrders(self.checkpoints, ranks, str(run_dir), meter, LOG)
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def _spawn(self, work: Any, *, name: str) -> asyncio.Task[Any]:
+        self._tasks.append(task := asyncio.create_task(work, name=name))
+        return task
+
+    @staticmethod
+    async def _ask(who: str, send: Callable[[], Awaitable[Any]]) -> Any:
+        return await send()
+
+    async def ask(self, version: int) -> str:
+        """What `myxa ckpt` is told, the ranks standing at `version`."""
+        asked = asyncio.create_task(self.orders.ask(is_export=False))
+        await asyncio.sleep(0)
+        await self.orders.serve(version)
+        return await asked
+
+    async def files_are_written(self) -> None:
+        """Of the one that is being written."""
+        while self.checkpoints.is_pending and not self.checkpoints.is_written:
+            await asyncio.sleep(0.001)
+
+    def told(self, kind: str) -> list[str]:
+        """Texts of events of that kind, since the last call."""
+        events = self._telemetry.drain().events
+        return [event.text for event in events if event.kind == kind]

@@ -1,0 +1,186 @@
+"""A checkpoint that could not be written is told to whom it concerns, is never taken for one that is there, and costs
+no more than another attempt: training goes on meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_room import CheckpointRoom, refused
+
+from myxa.actors.checkpoints.run_part import RUN_FILE, read_run_part
+from myxa.actors.trainer import checkpoints as module
+from myxa.actors.trainer.checkpoints import ATTEMPTS
+from myxa.core.errors import CallError, DeadlineExceeded, GatherError, LedgerError, MyxaError, TrainError
+from myxa.core.knobs import LiveKnobs
+
+both_ways = pytest.mark.parametrize("is_async", [False, True])
+
+
+def failing_once(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception) -> None:
+    """A step of writing the run's part."""
+    real, errors = getattr(module, name), [error]
+
+    def step(*args: Any) -> None:
+        if errors:
+            raise errors.pop()
+        real(*args)
+
+    monkeypatch.setattr(module, name, step)
+
+
+# -- what somebody asks for
+
+
+@both_ways
+@pytest.mark.asyncio
+async def test_one_without_its_run_part_is_not_reported_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+):
+    room = CheckpointRoom(tmp_path, is_async=is_async)
+    failing_once(monkeypatch, "write_run_part", TrainError("cannot write run.json: no space left on device"))
+    with pytest.raises(TrainError, match="no space left"):
+        await room.ask(3)
+    assert room.buffer.durables == []
+    folder = Path(await room.ask(3))
+    assert read_run_part(folder).version == 3
+    assert room.buffer.durables == [3]
+    num_calls = len(room.ranks.called)
+    assert Path(await room.ask(3)) == folder
+    assert len(room.ranks.called) == num_calls, "nothing has changed since: there is nothing to write"
+
+
+@both_ways
+@pytest.mark.asyncio
+async def test_one_that_lost_its_place_to_an_attempt_that_failed_is_written_again(tmp_path: Path, is_async: bool):
+    room = CheckpointRoom(tmp_path, is_async=is_async)
+    folder = Path(await room.ask(3))
+    room.coordinator.live = LiveKnobs(epoch=1)
+    if is_async:
+        room.ranks.failing["finish_checkpoint"] = [refused()]
+    else:
+        room.buffer.failing = [LedgerError("database or disk is full")]
+    with pytest.raises(TrainError):
+        await room.ask(3)
+    assert not (folder / RUN_FILE).exists()
+    room.coordinator.live = LiveKnobs()
+    await room.ask(3)
+    assert (folder / RUN_FILE).exists()
+    assert room.buffer.durables == [3, 3]
+
+
+@pytest.mark.asyncio
+async def test_a_finish_that_fails_when_the_folder_is_there_is_no_end(tmp_path: Path):
+    room = CheckpointRoom(tmp_path, is_async=True)
+    room.ranks.failing["finish_checkpoint"] = [refused()]
+    with pytest.raises(TrainError, match="trainer/1 could not finish a checkpoint: no space left"):
+        await room.ask(3)
+    folder = Path(await room.ask(3))
+    assert (folder / RUN_FILE).exists()
+    assert room.buffer.durables == [3]
+
+
+@pytest.mark.asyncio
+async def test_what_failed_by_schedule_is_not_told_to_who_asks_for_another(tmp_path: Path):
+    room = CheckpointRoom(tmp_path, is_async=True, every=2)
+    room.ranks.failing["checkpoint_written"] = [refused()]
+    await room.checkpoints.save_by_schedule(2)
+    folder = Path(await room.ask(3))
+    assert (folder / RUN_FILE).exists()
+    (told,) = room.told("checkpoint-failed")
+    assert "trainer/1 could not write a checkpoint: no space left" in told
+    assert room.buffer.durables == [3]
+
+
+# -- by schedule
+
+
+FAILURES: dict[str, Any] = {
+    "a rank's disk is full": lambda room: room.ranks.failing.update(
+        {name: [refused()] for name in ("save_checkpoint", "checkpoint_written")}
+    ),
+    "the buffer does not come back": lambda room: room.buffer.failing.append(CallError("buffer did not answer")),
+    "no room for the ledger": lambda room: room.buffer.failing.append(LedgerError("database or disk is full")),
+    "the coordinator does not come back": lambda room: room.coordinator.failing.append(CallError("no answer")),
+}
+
+
+@both_ways
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.asyncio
+async def test_one_by_schedule_that_fails_is_told_and_tried_again_after_the_next_step(
+    tmp_path: Path, failure: str, is_async: bool
+):
+    room = CheckpointRoom(tmp_path, every=4, is_async=is_async)
+    FAILURES[failure](room)
+
+    async def step(version: int) -> None:
+        await room.checkpoints.at_boundary()
+        if room.checkpoints.is_due(version):
+            await room.checkpoints.save_by_schedule(version)
+        await room.files_are_written()
+
+    for version in range(1, 8):
+        await step(version)
+    (told,) = room.told("checkpoint-failed")
+    assert f"attempt 1 of {ATTEMPTS}" in told
+    written = max((tmp_path / "checkpoints").iterdir())
+    assert room.buffer.durables == [int(written.name.removeprefix("version_"))]
+    assert read_run_part(written).version in (5, 6)
+    assert not room.checkpoints.is_due(7), "the schedule holds again"
+    assert room.checkpoints.is_due(8)
+
+
+@pytest.mark.asyncio
+async def test_after_so_many_attempts_in_a_row_the_leader_fails_with_the_cause(tmp_path: Path):
+    room = CheckpointRoom(tmp_path, every=1)
+    room.ranks.failing["save_checkpoint"] = [refused() for _ in range(2 * ATTEMPTS)]
+    for version in range(1, ATTEMPTS):
+        await room.checkpoints.save_by_schedule(version)
+    with pytest.raises(TrainError, match="trainer/1 could not save a checkpoint: no space left"):
+        await room.checkpoints.save_by_schedule(ATTEMPTS)
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_does_not_answer_is_not_waited_for_again(tmp_path: Path):
+    room = CheckpointRoom(tmp_path, every=1)
+    silent = GatherError("silent", errors={"trainer/1": DeadlineExceeded("no answer within 1800 s")})
+    room.ranks.failing["save_checkpoint"] = [silent]
+    with pytest.raises(TrainError, match="trainer/1 could not save a checkpoint: no answer"):
+        await room.checkpoints.save_by_schedule(1)
+
+
+# -- what is left on the disk
+
+
+@pytest.mark.asyncio
+async def test_what_a_failed_attempt_left_is_gone_before_the_next_one_begins(tmp_path: Path):
+    room = CheckpointRoom(tmp_path, every=1, keep_last=0)
+    room.ranks.failing["save_checkpoint"] = [refused()]
+    room.buffer.failing = [MyxaError("the disk is full")]
+    holder = tmp_path / "checkpoints"
+    await room.checkpoints.save_by_schedule(1)
+    assert [path.name for path in holder.iterdir()] == [".partial-version_00000001"]
+    await room.checkpoints.save_by_schedule(2)
+    assert [path.name for path in holder.iterdir()] == ["version_00000002"]
+
+
+@pytest.mark.parametrize("name", ["take_away", "sweep"])
+@pytest.mark.asyncio
+async def test_an_old_one_that_cannot_be_deleted_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+):
+    def refuse(path: Path) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(module, name, refuse)
+    room = CheckpointRoom(tmp_path, every=1, keep_last=1)
+    for version in (1, 2, 3):
+        await room.checkpoints.save(version)
+    assert room.buffer.durables == [1, 2, 3]
+    assert "could not" in caplog.text
+    assert "Operation not permitted" in caplog.text
+    monkeypatch.undo()
+    await room.checkpoints.save(4)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["version_00000004"]

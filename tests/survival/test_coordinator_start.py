@@ -1,0 +1,268 @@
+"""The begin and the end of a run, as the coordinator orders them, while its disk, its leader or its callers fail it.
+
+Proved: a run whose begin cannot be kept is not begun; a leader that leads already is not started once more; a stop reaches
+a leader that was away; a gang that is gone, or started anew before the run begins, harms nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from coordinator_room import until  # pyright: ignore[reportMissingImports]
+
+from myxa.actors.contracts.roles import CoordinatorContract, TrainerContract
+from myxa.actors.coordinator.coordinator import Coordinator
+from myxa.actors.coordinator.leader_rein import LeaderRein
+from myxa.actors.coordinator.options import CoordinatorOptions
+from myxa.actors.coordinator.phase_moves import PhaseMoves
+from myxa.actors.coordinator.run_state import NextPhase, RunState
+from myxa.actors.monitor.monitor import Monitor
+from myxa.actors.trainer.trainer import Trainer
+from myxa.core.clock import ManualClock, SystemClock
+from myxa.core.errors import LaunchError, LedgerError, NoSuchActor, NotReady, NotSent, TrainError
+from myxa.core.messages import WeightManifest
+from myxa.transport.node import Node
+
+pytestmark = pytest.mark.asyncio
+
+
+def manifest(version: int, generation: int = 0) -> WeightManifest:
+    return WeightManifest(
+        version=version, channel="shm", location="", generation=generation, num_bytes=0, tensors=(), digest="", host=""
+    )
+
+
+class Leader(TrainerContract):
+    """Notes what it is told; while `sets_up` it refuses as one that is not up yet does."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.stops: list[str] = []
+        self.num_refused = 0
+        self.sets_up = False
+
+    async def run_leader(self, start_version: int) -> None:
+        if self.sets_up:
+            self.num_refused += 1
+            raise NotReady("trainer/0 is still setting up")
+        self.starts.append(start_version)
+
+    async def stop_leader(self, reason: str) -> None:
+        if self.sets_up:
+            self.num_refused += 1
+            raise NotReady("trainer/0 is still setting up")
+        self.stops.append(reason)
+
+
+@asynccontextmanager
+async def place(folder: Path, *, has_engines: bool = False) -> AsyncIterator[tuple[Node, Coordinator, Leader, Any]]:
+    """A coordinator, a leader that says only what the test has it say, and the coordinator's reference."""
+    node = await Node.attach(name="launcher/0")
+    options = CoordinatorOptions(
+        name="start", num_steps=0, has_engines=has_engines, eval_at_start=False, launch="start",
+        audit_path=folder / "audit.jsonl", journal_path=folder / "coordinator.journal",
+    )  # fmt: skip
+    coordinator, leader = Coordinator(options=options, clock=SystemClock()), Leader()
+    try:
+        await node.start(Monitor(folder, ()), "monitor")
+        await node.start(leader, "trainer/0")
+        await node.start(coordinator, "coordinator")
+        yield node, coordinator, leader, node.ref(CoordinatorContract, "coordinator")
+    finally:
+        await node.close(grace_s=0.5)
+
+
+async def test_a_run_whose_begin_cannot_be_kept_is_not_begun(tmp_path: Path) -> None:
+    (tmp_path / ".coordinator.journal.new").mkdir()
+    async with place(tmp_path) as (node, coordinator, leader, ref):
+        await ref.trainer_ready(0, None, {})
+        async with asyncio.timeout(20):
+            failed = await node.failed
+        assert isinstance(failed, LedgerError) or "check disk and rights" in str(failed)
+        assert not leader.starts, "the next incarnation would begin the run once more"
+        assert coordinator._state.phase == "starting"
+
+
+async def test_a_leader_that_leads_already_is_not_started_again(tmp_path: Path) -> None:
+    async with place(tmp_path, has_engines=True) as (_, coordinator, leader, ref):
+        await ref.trainer_ready(7, None, {}, None, True)
+        await until(lambda: coordinator._state.phase == "running", "the phase")
+        assert (await ref.status()).version == 7
+        kept, _ = coordinator._journal.load()
+        assert kept is not None and (kept.run.phase, kept.run.has_restored) == ("running", False)
+        await asyncio.sleep(0.1)
+        assert not leader.starts
+
+
+async def test_a_gang_that_is_only_coming_up_is_let_go_when_it_reports_in(tmp_path: Path) -> None:
+    async with place(tmp_path) as (node, coordinator, leader, ref):
+        leader.sets_up = True  # the gang that had reported in died before the run began
+        await ref.trainer_ready(4, None, {})
+        await until(lambda: leader.num_refused == 1, "the order that came too early")
+        leader.sets_up = False
+        await ref.trainer_ready(4, None, {})
+        await until(lambda: leader.starts == [4], "the begin")
+        assert coordinator._state.phase == "running" and not node.failed.done()
+
+
+async def test_a_stop_reaches_a_leader_that_was_setting_up(tmp_path: Path) -> None:
+    async with place(tmp_path) as (_, coordinator, leader, ref):
+        await ref.trainer_ready(0, None, {})
+        await until(lambda: leader.starts == [0], "the begin")
+        leader.sets_up = True
+        await ref.stop("run.max_wall_s = 1 s is over")
+        await until(lambda: leader.num_refused > 1, "told again")
+        leader.sets_up = False
+        await until(lambda: leader.stops == ["run.max_wall_s = 1 s is over"], "the stop")
+        assert coordinator._state.phase == "running", "until the leader has ended"
+
+
+async def test_a_gang_started_anew_before_the_run_begins_is_the_one_that_engines_get_weights_of(tmp_path: Path) -> None:
+    async with place(tmp_path, has_engines=True) as (_, coordinator, _, ref):
+        await ref.trainer_ready(5, manifest(5), {})
+        await ref.trainer_ready(3, manifest(3), {})  # the checkpoint of 5 turned out to be damaged
+        assert coordinator._adoption.newest == 3
+        await ref.trainer_ready(3, manifest(3, generation=1), {})
+        coordinator._adoption.joined("rollout/0", 1)
+        instruction = coordinator._adoption.next()
+        assert instruction is not None and instruction.manifest.generation == 1
+
+
+# -- the rein alone ------------------------------------------------------------------------------------------------
+
+
+class Surroundings:
+    """As much of an actor's context as a rein needs."""
+
+    log = logging.getLogger("rein")
+
+    def __init__(self, leader: Any) -> None:
+        self.leader = leader
+        self.there: tuple[str, ...] = ("trainer/0",)
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    def ref(self, contract: type, name: str) -> Any:
+        return self.leader
+
+    def spawn(self, work: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
+        self.tasks.append(asyncio.get_running_loop().create_task(work))
+        return self.tasks[-1]
+
+    def peers(self, prefix: str) -> tuple[str, ...]:
+        return self.there
+
+
+class Away:
+    """A leader of which nobody knows."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock = clock
+
+    async def run_leader(self, start_version: int) -> None:
+        self._clock.advance(121.0)
+        raise NoSuchActor("nobody is called trainer/0")
+
+
+class Owners:
+    async def told(self, owner: str) -> None:
+        """It uses what is in force."""
+
+
+def rein(leader_of: Callable[[ManualClock], Any]) -> tuple[LeaderRein, Surroundings]:
+    clock, owners = ManualClock(start_s=10.0), Owners()
+    around: Any = Surroundings(leader_of(clock))
+    anything: Any = owners
+    return LeaderRein(around, RunState(phase="running"), anything, clock), around
+
+
+async def test_a_gang_that_is_gone_is_not_the_coordinator_s_failure() -> None:
+    held, around = rein(Away)
+    around.there = ()
+    held.let_go()
+    await asyncio.gather(*around.tasks)
+
+
+async def test_a_leader_that_is_there_and_never_answers_is() -> None:
+    held, around = rein(Away)
+    held.let_go()
+    with pytest.raises(Exception, match="did not answer for"):
+        await asyncio.gather(*around.tasks)
+
+
+class Deaf:
+    """Hears the third word only."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.num_words = 0
+        self.has_begun = False
+
+    async def stop_leader(self, reason: str) -> None:
+        self.num_words += 1
+        if self.num_words < 3:
+            raise NotSent("no way there")
+
+    async def run_leader(self, start_version: int) -> None:
+        assert self.num_words == 3, "the stop comes first"
+        self.has_begun = True
+
+
+async def test_a_leader_that_is_to_end_is_told_so_before_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("myxa.actors.coordinator.leader_rein.TELL_AGAIN_S", 0.001)
+    held, around = rein(Deaf)
+    held._state.stop_reason = "enough"
+    held.let_go()
+    held.tell_stop()
+    await asyncio.gather(*around.tasks)
+    assert around.leader.has_begun and around.leader.num_words == 3
+
+
+async def test_the_leader_of_a_gang_that_sets_up_refuses_in_a_way_that_says_so() -> None:
+    trainer: Any = object.__new__(Trainer)
+    trainer._leader, trainer._options, trainer.ctx = None, SimpleNamespace(rank=0), SimpleNamespace(name="trainer/0")
+    for refused in (trainer.run_leader(0), trainer.stop_leader("enough")):
+        with pytest.raises(NotReady, match="still setting up"):
+            await refused
+    trainer._options = SimpleNamespace(rank=1)
+    with pytest.raises(TrainError, match="does not lead"):
+        await trainer.run_leader(0)
+
+
+# -- phases --------------------------------------------------------------------------------------------------------
+
+
+async def test_of_two_moves_at_once_the_one_that_may_follow_wins() -> None:
+    state = RunState()
+    moving = NextPhase(state)
+    assert moving.propose("running")
+    assert moving.kept().phase == "running" and state.phase == "starting", "kept before it is so"
+    assert moving.propose("draining"), "somebody stops the run at that moment"
+    assert not moving.arrive("running")
+    assert moving.arrive("draining") and state.phase == "draining"
+    assert moving.propose("failed")
+    assert not moving.propose("finished"), "what failed does not end well"
+    assert moving.arrive("failed")
+    with pytest.raises(LaunchError, match="cannot go from failed"):
+        moving.propose("running")
+
+
+@pytest.mark.parametrize("phase", ["draining", "failed"])
+async def test_an_end_that_cannot_be_kept_is_one_all_the_same(phase: Any) -> None:
+    """Nobody would end the processes of a run that cannot say that it is over."""
+
+    async def keep() -> None:
+        raise LedgerError("the disk is full")
+
+    told: list[str] = []
+    state, around = RunState(phase="running"), Surroundings(None)
+    ctx: Any = around
+    journal: Any = SimpleNamespace(keep=keep)
+    moves = PhaseMoves(ctx, state, journal, lambda kind, text: told.append(kind), lambda: None)
+    assert await moves.to(phase) and state.phase == phase
+    assert told[:2] == ["journal-not-written", "phase"]

@@ -1,0 +1,210 @@
+"""Where a gang begins: all ranks at the checkpoint that rank 0 finds, whatever each of them sees; what is newer is put
+away, and what a rank of an earlier life or attempt commits too late is not taken for the newest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_maker import RunOnDisk, make_checkpoint
+
+from myxa.actors.trainer.start_point import FixedStart, StartPoint, marks_of, restore
+from myxa.core.config import RunConfig
+from myxa.core.errors import MyxaError, TornCheckpoint, TrainError
+from myxa.launch.actor_spec import ActorSpec
+from myxa.launch.composition.gang_start import GangStart
+from myxa.launch.lives.checkpoint_list import checkpoints_of
+from myxa.launch.lives.origin import Life, Origin
+from myxa.launch.lives.resume_point import choose_point
+
+NUM_RANKS = 2
+
+
+class Ranks:
+    """Threads that exchange words; `load` tells what each of them reads."""
+
+    def __init__(self, load: Callable[[int, str], dict[str, Any]]) -> None:
+        self._barrier = threading.Barrier(NUM_RANKS, timeout=20)
+        self._said = [""] * NUM_RANKS
+        self._load = load
+        self.loaded: list[list[str]] = [[] for _ in range(NUM_RANKS)]
+
+    def restore(self, finder: Any) -> list[Any]:
+        """What `restore` came to on each rank. Only rank 0 has anybody to ask."""
+        finders = [finder, *(Nobody() for _ in range(1, NUM_RANKS))]
+        with ThreadPoolExecutor(NUM_RANKS) as pool:
+            return list(pool.map(self._one, range(NUM_RANKS), finders))
+
+    def _one(self, rank: int, finder: Any) -> Any:
+        try:
+            return restore(rank, finder, Rank(self, rank))
+        except MyxaError as error:
+            return error
+
+    def exchange(self, rank: int, text: str) -> tuple[str, ...]:
+        self._said[rank] = text
+        self._barrier.wait()
+        said = tuple(self._said)
+        self._barrier.wait()
+        return said
+
+    def load(self, rank: int, folder: str) -> dict[str, Any]:
+        """As backends do: what one rank finds torn is raised on all."""
+        self.loaded[rank].append(folder)
+        try:
+            problem, extra = "", self._load(rank, folder)
+        except TornCheckpoint as error:
+            problem, extra = error.message, {}
+        problems = self.exchange(rank, problem)
+        if any(problems):
+            raise TornCheckpoint("; ".join(filter(None, problems)))
+        return extra
+
+
+class Rank:
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self._ranks, self._rank = ranks, rank
+
+    def exchange(self, text: str) -> tuple[str, ...]:
+        return self._ranks.exchange(self._rank, text)
+
+    def load(self, folder: str) -> dict[str, Any]:
+        return self._ranks.load(self._rank, folder)
+
+
+class Nobody:
+    def find(self, torn: Mapping[str, str]) -> StartPoint:
+        raise AssertionError("a rank that looks for itself may find another one")
+
+    def begun(self, start: StartPoint, version: int) -> None:
+        raise AssertionError("rank 0 does this")
+
+
+def version_of(_: int, folder: str) -> dict[str, Any]:
+    return {"version": int(Path(folder).name.removeprefix("version_"))}
+
+
+def gang(run: Path, attempt: int, resume: str = "", memory: str = "") -> GangStart:
+    spec = ActorSpec(
+        name="trainer/0", role="trainer", kind="torch", index=0, node=0, attempt=attempt, ram_dir=memory
+    )  # fmt: skip
+    trainer = {"resume": resume, "standby_every": int(bool(memory))}
+    told = {"run": {"name": "small"}, "model": {"path": "/m"}, "data": {"train": "/d.jsonl"}, "trainer": trainer}
+    return GangStart(spec, RunConfig.model_validate(told), run)
+
+
+def versions_in(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("version_")) for path in folder.iterdir())
+
+
+def test_all_ranks_begin_where_rank_0_says(tmp_path: Path):
+    run = RunOnDisk(tmp_path, steps=3)
+    ranks = Ranks(version_of)
+    answers = ranks.restore(gang(run.path, attempt=1))
+    assert ranks.loaded == [[str(run.place(3))]] * NUM_RANKS
+    assert answers[0] == answers[1]
+    start, extra = answers[0]
+    assert (extra, start.is_restart, start.passed_over) == ({"version": 3}, True, ())
+    assert marks_of(start, 5) == {"version": 5, "life": 1, "attempt": 1}
+
+
+@pytest.mark.parametrize("who", range(NUM_RANKS))
+def test_what_one_rank_finds_torn_all_pass_over_and_nobody_finds_again(tmp_path: Path, who: int):
+    """A moment's trouble of one disk: the gang goes back to 2; when it starts again, 3 would be read without trouble,
+    but holds groups that are ready again."""
+    run = RunOnDisk(tmp_path, steps=3)
+
+    def read(rank: int, folder: str) -> dict[str, Any]:
+        if rank == who and folder == str(run.place(3)):
+            raise TornCheckpoint("rank-00001.safetensors cannot be read: Stale file handle")
+        return version_of(rank, folder)
+
+    ranks = Ranks(read)
+    answers = ranks.restore(gang(run.path, attempt=1))
+    assert ranks.loaded == [[str(run.place(3)), str(run.place(2))]] * NUM_RANKS
+    start, extra = answers[0]
+    assert extra == {"version": 2}
+    (text,) = start.passed_over
+    assert "version_00000003" in text
+    assert "Stale file handle" in text
+    assert versions_in(run.path / "checkpoints") == [1, 2]
+    assert versions_in(run.path / "lives" / "1" / "undone") == [3], "nothing is deleted"
+    assert gang(run.path, attempt=2).find({}).checkpoint == str(run.place(2))
+
+
+def test_a_gang_that_finds_no_place_ends_on_every_rank(tmp_path: Path):
+    answers = Ranks(version_of).restore(gang(tmp_path, attempt=0, resume=str(tmp_path / "nowhere")))
+    assert all(isinstance(answer, TrainError) for answer in answers)
+    assert all("no complete checkpoint" in str(answer) for answer in answers)
+
+
+def test_the_one_that_was_named_is_not_passed_over(tmp_path: Path):
+    run = RunOnDisk(tmp_path, steps=3)
+
+    def torn(rank: int, folder: str) -> dict[str, Any]:
+        raise TornCheckpoint("its bytes have changed")
+
+    for finder in (gang(tmp_path / "other", attempt=0, resume=str(run.place(3))), FixedStart(str(run.place(3)))):
+        ranks = Ranks(torn)
+        answers = ranks.restore(finder)
+        assert all("its bytes have changed" in str(answer) for answer in answers)
+        assert ranks.loaded == [[str(run.place(3))]] * NUM_RANKS
+    assert versions_in(run.path / "checkpoints") == [1, 2, 3]
+
+
+def test_without_any_of_its_own_it_begins_as_at_first(tmp_path: Path):
+    run = RunOnDisk(tmp_path, steps=2)
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    assert gang(fresh, attempt=1).find({}).checkpoint == ""
+    assert gang(fresh, attempt=1, resume=str(run.path)).find({}).checkpoint == str(run.place(2))
+
+
+def marked(run: RunOnDisk, version: int, life: int, attempt: int) -> Path:
+    return make_checkpoint(run.place(version), version, extra={"version": version, "life": life, "attempt": attempt})
+
+
+def test_what_a_rank_of_an_earlier_life_commits_too_late_is_nobodys(tmp_path: Path):
+    """It hung in the kernel while its run was killed and went on from 3; then its disk answered."""
+    run = RunOnDisk(tmp_path, steps=3)
+    Origin(lives=(Life(), Life(version=3))).save(run.path)
+    marked(run, 9, life=1, attempt=0)
+    start = gang(run.path, attempt=1).find({})
+    assert (start.checkpoint, start.life) == (str(run.place(3)), 2)
+    assert "life 2 went back to version 3" in start.passed_over[0]
+    point = choose_point(run.path, None)
+    assert point.version == 3
+    assert "life 2 went back to version 3" in point.passed_over[0]
+    assert "life 2 went back to version 3" in checkpoints_of(run.path)[0]["problem"]
+    marked(run, 4, life=2, attempt=0)
+    assert gang(run.path, attempt=1).find({}).checkpoint == str(run.place(4)), "its own life's is"
+
+
+def test_nor_is_that_of_an_attempt_that_was_undone(tmp_path: Path):
+    run = RunOnDisk(tmp_path, steps=3)
+    marked(run, 3, life=1, attempt=0)
+    again = gang(run.path, attempt=1)
+    start = again.find({})
+    again.begun(start, 3)
+    marked(run, 8, life=1, attempt=0)
+    assert gang(run.path, attempt=2).find({}).checkpoint == str(run.place(3))
+    marked(run, 5, life=1, attempt=1)
+    assert gang(run.path, attempt=2).find({}).checkpoint == str(run.place(5))
+
+
+def test_a_newer_copy_in_memory_is_undone_with_the_rest(tmp_path: Path):
+    run, memory = RunOnDisk(tmp_path, steps=3), tmp_path / "memory"
+    for version in (3, 4):
+        make_checkpoint(memory / f"version_{version:08d}", version)
+    newest = str(memory / "version_00000004")
+    again = gang(run.path, attempt=1, memory=str(memory))
+    assert again.find({}).checkpoint == newest
+    start = again.find({newest: "its bytes have changed"})
+    assert start.checkpoint == str(run.place(3)), "the durable one of two"
+    again.begun(start, 3)
+    assert versions_in(memory) == [3]
+    assert gang(run.path, attempt=2, memory=str(memory)).find({}).checkpoint == str(run.place(3))

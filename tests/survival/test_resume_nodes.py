@@ -1,0 +1,113 @@
+"""On several machines one node says from where a run goes on: node 0 chooses the checkpoint and the ledger, the others
+take what it posts; so do ranks, the buffer and restarted gangs where `trainer.resume` names a run that lives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from checkpoint_maker import RunOnDisk, make_checkpoint
+
+from myxa.actors.ledger.file import lock_ledger
+from myxa.actors.ledger.resume import LEDGER
+from myxa.core.config import RunConfig, dump_config, load_config
+from myxa.core.errors import ConfigError
+from myxa.launch import launcher
+from myxa.launch.cli import main
+from myxa.launch.composition.checkpoint_parts import earlier_ledger
+from myxa.launch.contracts import RunPlan
+from myxa.launch.lives import resume_point
+from myxa.launch.lives.origin import Origin
+from myxa.launch.node_place import find_place
+from myxa.launch.nodes.agent import Agent, AgentOptions
+from myxa.launch.nodes.launch_options import LaunchOptions, Outcome, with_start
+from myxa.launch.run_dir import RunDir
+
+ALONE = find_place(1, 0, None, {})
+CONFIG = '[run]\nname = "small"\ndir = "{folder}"\n[model]\npath = "/m"\n[data]\ntrain = "/d.jsonl"\n'
+Launches = list[tuple[RunConfig, LaunchOptions]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunOnDisk:
+    run = RunOnDisk(tmp_path, steps=4)
+    (run.path / "config.toml").write_text(CONFIG.format(folder=tmp_path))
+    return run
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """What would be launched."""
+    seen: Launches = []
+
+    def launch(config: RunConfig, options: LaunchOptions) -> Outcome:
+        seen.append((config, options))
+        return Outcome(0, "over")
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    return seen
+
+
+def resume(run: RunOnDisk, rank: int) -> int:
+    return main(["resume", str(run.path), "--nnodes", "2", "--node-rank", str(rank), "--rdzv", "127.0.0.1:29400"])
+
+
+def test_other_nodes_leave_checkpoints_and_ledger_to_node_0(
+    run: RunOnDisk, launches: Launches, monkeypatch: pytest.MonkeyPatch
+):
+    """Node 0 has started the run again already: its launcher holds the directory, its buffer the ledger."""
+    assert resume(run, 0) == 0
+    before = sorted(path.name for path in run.path.iterdir())
+    looked: list[Path] = []
+    monkeypatch.setattr(resume_point, "whole_ones", lambda folder, *_: looked.append(folder) or iter(()))
+    monkeypatch.setattr(resume_point, "read_facts", looked.append)
+    with RunDir(run.path).held(), lock_ledger(run.ledger):
+        assert resume(run, 1) == 0
+    assert looked == []
+    assert sorted({*before, ".launcher.lock", f"{LEDGER}.lock"}) == sorted(path.name for path in run.path.iterdir())
+    (first, of_node_0), (second, of_node_1) = launches
+    assert dump_config(first) == dump_config(second), "what nodes compare"
+    assert (of_node_0.start, of_node_0.prepare is None) == (run.place(4), False)
+    assert (of_node_1.start, of_node_1.prepare) == (None, None)
+    assert with_start(first, of_node_0).trainer.resume == str(run.place(4))
+
+
+def test_node_0_takes_the_runs_own_ledger_while_others_look_at_it(run: RunOnDisk, launches: Launches):
+    """A reader's lock says nothing of damage: the good ledger stays."""
+    assert resume(run, 0) == 0
+    ((_, options),) = launches
+    assert options.prepare is not None
+    options.prepare()
+    assert Origin.load(run.path).lives[-1].ledger == "its own ledger"
+    assert not (run.path / "lives" / "1" / LEDGER).exists()
+
+
+@pytest.mark.asyncio
+async def test_what_node_0_posts_is_what_every_node_runs(run: RunOnDisk, tmp_path: Path):
+    told = load_config(run.path / "config.toml", [f'trainer.resume="{run.path}"'])
+    posted = dump_config(with_start(told, LaunchOptions(place=ALONE)))
+    agent = Agent(AgentOptions(node=1, address="", runtime_dir=tmp_path, rdzv_path=""), cast(Any, None))
+    place = tmp_path / "runs" / "next"
+    await agent.prepare(RunPlan(run_id="next", run_dir=str(place), config=posted))
+    assert load_config(place / "config.toml").trainer.resume == str(run.place(4))
+
+
+def test_a_run_that_lives_is_gone_on_from_at_one_version(run: RunOnDisk, tmp_path: Path):
+    """It writes version 5 while the new run starts: the buffer's ledger and the trainer's weights are those of 4."""
+    told = load_config(run.path / "config.toml", [f'trainer.resume="{run.path}"'])
+    config = with_start(told, LaunchOptions(place=ALONE))
+    make_checkpoint(run.place(5), 5)
+    assert with_start(told, LaunchOptions(place=ALONE)).trainer.resume == str(run.place(5))
+    assert config.trainer.resume == str(run.place(4))
+    with lock_ledger(run.ledger):
+        assert earlier_ledger(config, tmp_path / "next") == run.place(4) / LEDGER, "the copy: the run lives"
+    assert earlier_ledger(config, tmp_path / "next") == run.ledger
+
+
+def test_a_name_that_means_nothing_is_told_before_anything_starts(run: RunOnDisk, tmp_path: Path):
+    told = load_config(run.path / "config.toml", [f'trainer.resume="{tmp_path}/nowhere"'])
+    with pytest.raises(ConfigError, match=r"trainer.resume: no complete checkpoint in"):
+        with_start(told, LaunchOptions(place=ALONE))
+    mine = LaunchOptions(place=ALONE, program="mine:build")
+    assert with_start(told, mine) == told, "another composition root may mean something else by it"

@@ -1,0 +1,147 @@
+"""What a trainer does while it waits: it finishes the checkpoint that is being written, it begins none over one that is
+still at work, it ends although a disk hangs, and it takes no order that was given to the gang before."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_room import Conductor, trainer_room  # pyright: ignore[reportMissingImports]
+
+from myxa.actors.checkpoints.run_part import RUN_FILE
+from myxa.actors.contracts.roles import TrainerContract
+from myxa.actors.models.tiny import make_tiny_model
+from myxa.core.knobs import LiveKnobs
+
+HANG_S = 15.0
+"""What hangs here ends then, so that a trainer that waits for it fails the test and does not hang it."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder, preset="0p5m", seed=0)
+    return folder
+
+
+@pytest.mark.parametrize("blocked_by", ["wait-data", "paused"])
+@pytest.mark.asyncio
+async def test_a_checkpoint_beside_training_is_finished_although_no_step_follows(
+    model: Path, tmp_path: Path, blocked_by: str
+):
+    async with trainer_room(model, tmp_path, checkpoints={"every": 1, "is_async": True}) as room:
+        room.data.blocked_by = blocked_by
+        room.data.allow(1)
+        async with asyncio.timeout(HANG_S):
+            while not room.data.durables:
+                await asyncio.sleep(0.02)
+        assert room.data.durables == [1]
+        assert (tmp_path / "checkpoints" / "version_00000001" / RUN_FILE).exists()
+        assert len(room.conductor.reports) == 1
+
+
+class SlowSave:
+    """A rank's part of a checkpoint that is long in coming."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.has_ended = False
+
+    def write(self) -> None:
+        self.may_end.wait(HANG_S)
+        self.has_ended = True
+
+    def finish(self) -> None: ...
+
+
+@pytest.mark.asyncio
+async def test_a_rank_begins_no_checkpoint_over_one_that_it_is_still_writing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with trainer_room(model, tmp_path) as room:
+        saves: list[SlowSave] = []
+
+        def begin_save(folder: str, extra: dict[str, Any]) -> SlowSave:
+            assert all(save.has_ended for save in saves), "two would write files of the same names"
+            saves.append(SlowSave())
+            return saves[-1]
+
+        monkeypatch.setattr(room.trainer._backend, "begin_save", begin_save)
+        rank = room.node.ref(TrainerContract, "trainer/0")
+        await rank.begin_checkpoint("somewhere", LiveKnobs())
+        again = asyncio.create_task(rank.begin_checkpoint("somewhere", LiveKnobs()))
+        await asyncio.sleep(0.1)
+        assert len(saves) == 1
+        saves[0].may_end.set()
+        await again
+        assert len(saves) == 2
+        saves[1].may_end.set()
+        await rank.finish_checkpoint()
+
+
+@pytest.mark.asyncio
+async def test_it_ends_although_a_publication_hangs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    may_end, hangs = threading.Event(), threading.Event()
+
+    def publish(version: int, tensors: Any) -> None:
+        hangs.set()
+        may_end.wait(4 * HANG_S)
+
+    async with trainer_room(model, tmp_path) as room:
+        monkeypatch.setattr(room.trainer._writer, "publish", publish)
+        room.data.allow(1)
+        while not hangs.is_set():
+            await asyncio.sleep(0.01)
+        release = threading.Timer(HANG_S, may_end.set)
+        release.start()
+        await room.node.stop("trainer/0", grace_s=0)
+        assert not may_end.is_set(), "it waited for what may hang for ever"
+        release.cancel()
+        may_end.set()
+
+
+@pytest.mark.asyncio
+async def test_a_version_that_no_engine_could_take_is_published_again_while_it_waits_for_data(
+    model: Path, tmp_path: Path
+):
+    async with trainer_room(model, tmp_path) as room:
+        room.data.allow(1)
+        await room.conductor.steps(1)
+        for version in (0, 1):  # the first is not the newest one any more
+            await room.node.ref(TrainerContract, "trainer/0").publish_again(version)
+        room.data.ring()
+        await room.conductor.until(lambda: len(room.conductor.given) > 2, "another publication")
+        room.data.allow(2)
+        await room.conductor.steps(2)
+        assert room.conductor.given == [0, 1, 1, 2]
+
+
+class Hasty(Conductor):
+    """Gives its order before the gang has said where it stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go = asyncio.Event()
+
+    async def _start(self, version: int) -> None:
+        await self.may_go.wait()
+        await super()._start(version)
+
+
+@pytest.mark.asyncio
+async def test_an_order_to_the_gang_before_has_no_effect(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    conductor = Hasty()
+    async with trainer_room(model, tmp_path, conductor=conductor) as room:
+        leader, rank = room.trainer._leader, room.node.ref(TrainerContract, "trainer/0")
+        assert leader is not None
+        with monkeypatch.context() as before:
+            before.setattr(leader._standing, "version", -1)  # has not told yet
+            await rank.run_leader(7)
+        room.data.allow(1)
+        await asyncio.sleep(0.2)
+        assert conductor.reports == []
+        conductor.may_go.set()
+        await conductor.steps(1)

@@ -1,0 +1,165 @@
+"""Published versions that may go: every rank that staged a part hears it in the end, a new coordinator takes over what
+the one before was to release, and nothing goes that it is about to hand out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from myxa.actors.trainer.publishing import Publisher
+from myxa.actors.trainer.standing import Standing
+from myxa.core.activity import ActivityMeter
+from myxa.core.actor import PeerEvent
+from myxa.core.clock import SystemClock
+from myxa.core.errors import DeadlineExceeded, GatherError
+from myxa.core.knobs import LiveKnobs
+from myxa.core.messages import WeightManifest
+
+RANKS = ("trainer/0", "trainer/1")
+
+
+class Gang:
+    """Two ranks that publish a part each; a context by which their leader calls them."""
+
+    name, epoch = "trainer/0", 1
+    log = logging.getLogger("gang")
+
+    def __init__(self) -> None:
+        self.may_publish = asyncio.Event()
+        self.may_publish.set()
+        self.staged: dict[str, set[int]] = {name: set() for name in RANKS}
+        self.deaf = 0
+        """So many calls to rank 1 miss their deadline."""
+        self.coordinator: Any = None
+        self.tasks: list[asyncio.Task[Any]] = []
+        ctx: Any = self
+        ranks: Any = SimpleNamespace(all=self._publish)
+        self.publisher = Publisher(ctx, ranks, 9, ActivityMeter(self.name, SystemClock()))
+
+    def spawn(self, work: Any, *, name: str) -> None:
+        self.tasks.append(asyncio.create_task(work, name=name))
+
+    def ref(self, contract: type, name: str) -> Any:
+        return SimpleNamespace(release_weights=self.release) if name == self.name else self.coordinator
+
+    def group(self, contract: type, names: tuple[str, ...]) -> Any:
+        assert tuple(names) == ("trainer/1",)
+        return SimpleNamespace(all=self._tell_other)
+
+    async def _publish(self, method: Callable[..., Any], version: int) -> dict[str, WeightManifest]:
+        await self.may_publish.wait()
+        for staged in self.staged.values():
+            staged.add(version)
+        return {name: WeightManifest(version, "nccl", name, 0, 1, (), "aa", "") for name in RANKS}
+
+    async def _tell_other(self, method: Callable[..., Any], version: int) -> None:
+        if self.deaf:
+            self.deaf -= 1
+            raise GatherError("trainer/1 failed", errors={"trainer/1": DeadlineExceeded("no answer")})
+        self.staged["trainer/1"].discard(version)
+
+    async def release(self, version: int) -> None:
+        """What the actor of rank 0 does when it is told."""
+        self.staged["trainer/0"].discard(version)
+        await self.publisher.released(version)
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_did_not_hear_it_is_told_again_with_the_next_one():
+    gang = Gang()
+    for version in (1, 2, 3):
+        await gang.publisher.publish(version)
+    gang.deaf = 1
+    await gang.release(1)
+    assert gang.staged == {"trainer/0": {2, 3}, "trainer/1": {1, 2, 3}}
+    await asyncio.wait_for(gang.publisher.await_release(4, at_most=2), 5)
+    await gang.release(2)
+    assert gang.staged == {"trainer/0": {3}, "trainer/1": {3}}
+
+
+@pytest.mark.asyncio
+async def test_a_version_that_is_published_again_is_not_taken_for_the_one_that_a_rank_did_not_let_go():
+    gang = Gang()
+    await gang.publisher.publish(1)
+    gang.deaf = 1
+    await gang.release(1)
+    await gang.publisher.publish(1)
+    await gang.publisher.publish(2)
+    await gang.release(2)
+    assert gang.staged == {"trainer/0": {1}, "trainer/1": {1}}
+
+
+@pytest.mark.asyncio
+async def test_a_version_is_told_apart_from_its_earlier_publication_and_waits_for_no_room_of_its_own():
+    gang = Gang()
+    for version in range(9):
+        await gang.publisher.publish(version)
+    async with asyncio.timeout(5):
+        again = [(await gang.publisher.publish(8)).attempt for _ in range(2)]
+    assert again == [1, 2]
+    await gang.release(0)
+    assert (await gang.publisher.publish(9)).attempt == 0
+
+
+class Coordinator:
+    """Answers when the test lets it."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int]] = []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.when_told: Callable[[], None] = lambda: None
+
+    async def trainer_ready(
+        self,
+        version: int,
+        manifest: WeightManifest | None,
+        facts: dict[str, str],
+        live: LiveKnobs | None = None,
+        is_leading: bool = False,
+    ) -> None:
+        self.told.append((version, -1 if manifest is None else manifest.version))
+        when_told, self.when_told = self.when_told, lambda: None
+        when_told()
+        await self.may_answer.wait()
+
+
+def standing_of(gang: Gang, coordinator: Coordinator) -> Standing:
+    async def ask(who: str, send: Callable[[], Any]) -> None:
+        await send()
+
+    gang.coordinator = coordinator
+    ctx: Any = gang
+    return Standing(ctx, gang.publisher, ask)
+
+
+@pytest.mark.asyncio
+async def test_what_was_published_while_a_new_coordinator_was_told_stays_with_it():
+    """It was told of version 7 and hands it out, when 8 is published."""
+    gang, coordinator = Gang(), Coordinator()
+    standing = standing_of(gang, coordinator)
+    await gang.publisher.publish(6)
+    await standing.ready(7, await gang.publisher.publish(7), {}, None)
+    coordinator.may_answer.clear()
+    standing.on_peer(PeerEvent("restarted", "coordinator", 2))
+    await asyncio.sleep(0)
+    await gang.publisher.publish(8)
+    coordinator.may_answer.set()
+    await asyncio.gather(*gang.tasks)
+    assert coordinator.told == [(7, 7), (7, 7)]
+    assert gang.staged["trainer/1"] == {7, 8}, "6 goes: nobody else would say so"
+
+
+@pytest.mark.asyncio
+async def test_a_coordinator_that_restarts_while_it_is_told_that_the_gang_is_up_is_told_again():
+    gang, coordinator = Gang(), Coordinator()
+    standing = standing_of(gang, coordinator)
+    coordinator.when_told = lambda: standing.on_peer(PeerEvent("restarted", "coordinator", 2))
+    await standing.ready(0, await gang.publisher.publish(0), {}, None)
+    await asyncio.gather(*gang.tasks)
+    assert coordinator.told == [(0, 0), (0, 0)]

@@ -1,0 +1,182 @@
+"""Joining a weight group, from both ends: what is left behind when it does not come about. Nobody sends anything."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from myxa.actors.engines import weight_group_routes
+from myxa.actors.engines.sglang_weights import DeviceRouteOptions, GroupRoute
+from myxa.actors.engines.weight_group_routes import DistributedBody, InitGroupBody, WeightGroups
+from myxa.core.errors import EngineError, RequestRefused
+from myxa.core.messages import WeightManifest
+from myxa.core.weight_channel import JoinOffer, JoinRequest, PlanReply, PlanRequest
+
+INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
+
+
+class Senders:
+    """Two trainer ranks that are well."""
+
+    def __init__(self) -> None:
+        self.left: list[str] = []
+
+    async def plan(self, sender: str, request: PlanRequest) -> PlanReply:
+        return PlanReply(fingerprint=sender, digest="", buckets=(), has_channel=False)
+
+    async def join(self, sender: str, request: JoinRequest) -> JoinOffer:
+        return JoinOffer(address="127.0.0.1", port=1, backend="gloo")
+
+    async def leave(self, sender: str, channel: str, reason: str) -> None:
+        self.left.append(channel)
+
+
+class Server:
+    """Is slow to join trainer/0's group, and cannot join trainer/1's."""
+
+    place, url = "rollout/0 at http://here", "http://here"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.leaving_s = 0.0
+
+    async def get(self, path: str) -> Mapping[str, Any]:
+        return {"tp_size": 1}
+
+    async def post(self, path: str, body: Mapping[str, Any], *, within_s: float = 0.0) -> Mapping[str, Any]:
+        name = body["group_name"]
+        self.asked.append((path, name))
+        if path == DESTROY:
+            await asyncio.sleep(self.leaving_s)
+            if name.endswith("trainer/1"):
+                raise RequestRefused("it does not exist")
+            return {"success": True}
+        while name.endswith("trainer/0"):
+            await asyncio.sleep(0.01)
+        while not any(name.endswith("trainer/0") for _, name in self.asked):
+            await asyncio.sleep(0.01)
+        return {"success": False, "message": "no route to host"}
+
+    async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+def manifest() -> WeightManifest:
+    return WeightManifest(
+        version=1, channel="nccl", location="trainer/0,trainer/1", generation=0, num_bytes=0, tensors=(), digest="",
+        host="",
+    )  # fmt: skip
+
+
+def route_of(server: Server, senders: Senders) -> GroupRoute:
+    return GroupRoute(server, senders, DeviceRouteOptions(host="here"))  # pyright: ignore[reportArgumentType]
+
+
+def destroyed(server: Server) -> list[str]:
+    return sorted(name.rpartition("-")[2] for path, name in server.asked if path == DESTROY)
+
+
+@pytest.mark.asyncio
+async def test_a_join_that_another_ones_failure_ended_is_undone_on_both_sides():
+    server, senders = Server(), Senders()
+    async with asyncio.timeout(20):
+        with pytest.raises(EngineError, match="join with trainer/1: no route to host"):
+            await route_of(server, senders).prepare(manifest())
+    assert destroyed(server) == ["trainer/0", "trainer/1"], "the server would keep a group that nobody knows"
+    assert sorted(senders.left) == sorted(name for path, name in server.asked if path == INIT)
+
+
+@pytest.mark.asyncio
+async def test_it_is_undone_even_if_whoever_waits_is_cancelled_again_and_again():
+    server, senders = Server(), Senders()
+    server.leaving_s = 0.3
+    route = route_of(server, senders)
+    async with asyncio.timeout(20):
+        preparing = asyncio.ensure_future(route.prepare(manifest()))
+        while not destroyed(server):
+            await asyncio.sleep(0.01)
+        while not preparing.done():
+            preparing.cancel()
+            await asyncio.sleep(0.02)
+        await route.close()
+    assert destroyed(server) == ["trainer/0", "trainer/1"]
+    assert len(senders.left) == 2
+
+
+class ShamGroup:
+    """A group on the server's side; `broken`: its sender died."""
+
+    def __init__(self) -> None:
+        self.num_aborts = 0
+
+    def broadcast(self, flat: object, pulse: object, timeout_s: float) -> None:
+        raise RuntimeError("connection closed by peer")
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+
+
+@pytest.fixture
+def meeting(monkeypatch):
+    """The group that comes about, and when."""
+    made = SimpleNamespace(group=ShamGroup(), may_meet=threading.Event())
+
+    def join(*_: object) -> ShamGroup:
+        assert made.may_meet.wait(20)
+        return made.group
+
+    monkeypatch.setattr(weight_group_routes, "find_store", lambda *_: None)
+    monkeypatch.setattr(weight_group_routes, "ChannelGroup", SimpleNamespace(join=join))
+    return made
+
+
+BODY = InitGroupBody(
+    master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, group_name="g", backend="gloo"
+)
+BUCKET = DistributedBody(
+    names=("w",), dtypes=("float32",), shapes=((4,),), group_name="g", load_format="flattened_bucket"
+)
+
+
+def groups() -> WeightGroups:
+    return WeightGroups(None)  # pyright: ignore[reportArgumentType] -- nothing is served here
+
+
+@pytest.mark.asyncio
+async def test_a_reception_that_fails_leaves_its_group(meeting):
+    joined = groups()
+    meeting.may_meet.set()
+    await joined.join(BODY)
+    with pytest.raises(EngineError, match="reception through 'g' failed: connection closed by peer"):
+        await joined.receive(BUCKET)
+    assert meeting.group.num_aborts == 1
+    assert not joined._groups and not joined._pulses
+    with pytest.raises(EngineError, match="'g' does not exist"):
+        joined.leave("g")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", ["destroyed", "cancelled"])
+async def test_a_group_that_is_left_while_it_meets_is_left(meeting, how: str):
+    joined = groups()
+    joining = asyncio.ensure_future(joined.join(BODY))
+    await asyncio.sleep(0.05)
+    with pytest.raises(EngineError, match="is there already"):
+        await joined.join(BODY)
+    if how == "destroyed":
+        joined.leave("g")
+    else:
+        joining.cancel()
+        await asyncio.sleep(0)
+    meeting.may_meet.set()
+    with pytest.raises((EngineError, asyncio.CancelledError)):
+        await joining
+    async with asyncio.timeout(20):
+        while not meeting.group.num_aborts:
+            await asyncio.sleep(0.01)
+    assert not joined._groups and not joined._pulses
