@@ -13,12 +13,14 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from ..core.activity import TelemetryBuffer
-from ..core.errors import CallError
+from ..core.errors import Draining, NoSuchActor, NotReady, NotSent, OutcomeUnknown, Overloaded
 from ..core.messages import Telemetry
 
 SendTelemetry = Callable[[Telemetry], Awaitable[None]]
 """Usually `ctx.ref(MonitorContract, "monitor").telemetry`."""
 
+AWAY = (NotSent, NoSuchActor, NotReady, Draining, Overloaded, OutcomeUnknown, TimeoutError)
+"""Nobody takes it now; another time somebody may. Whatever else is raised is about the bundle, and would be again."""
 LAST_WORDS_S = 1.0
 """How long a stopping actor tries to send what it still has."""
 
@@ -68,7 +70,7 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
         except asyncio.CancelledError:
             buffer.put_back(bundle)  # for the last words; told twice, at worst, rather than never
             raise
-        except (CallError, TimeoutError) as error:
+        except AWAY as error:
             buffer.put_back(bundle)
             _log.debug("%s: a telemetry bundle waits for a monitor: %r", buffer.source, error)
             return False

@@ -25,10 +25,24 @@ if TYPE_CHECKING:
     from .actor_group import ActorGroup
     from .tensors import TensorStore
 
-__all__ = ["Actor", "ActorContext", "Caller", "MailboxPolicy", "PeerEvent", "Ref", "make_ref", "with_deadline"]
+__all__ = [
+    "CLOSED",
+    "FAILED",
+    "Actor",
+    "ActorContext",
+    "Caller",
+    "MailboxPolicy",
+    "PeerEvent",
+    "Ref",
+    "make_ref",
+    "with_deadline",
+]
 
 A = TypeVar("A")
 T = TypeVar("T")
+
+FAILED, CLOSED = "it failed", "it was closed"
+"""How a reason begins that a process gave itself when one of its actors, or all of them, ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +57,11 @@ class PeerEvent:
     epoch: int
     """Of the incarnation that came up, or went down."""
     reason: str = ""
+
+    @property
+    def is_own_word(self) -> bool:
+        """Its process said so, in good order: it knows that it ends."""
+        return self.reason.startswith((FAILED, CLOSED))
 
 
 class ActorContext(Protocol):

@@ -19,6 +19,7 @@ ChildState = Literal[
     "waiting", "starting", "up", "hung", "draining", "ending", "exited", "backing-off", "failed", "stopped"
 ]
 ChildEvent = Literal["up", "hang", "recover", "drain", "end", "exit", "retry", "launch", "settle", "give-up"]
+Health = Literal["suspect", "hung", "recovered", "given up"]
 
 TRANSITIONS: Final[Mapping[tuple[ChildState, ChildEvent], ChildState]] = {
     ("waiting", "launch"): "starting",

@@ -17,16 +17,13 @@ failures and cost no budget; who can hand work back (`Drain`) does so before it 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
-from .child_states import ChildState, ChildStates, SupervisionError
+from .child_states import ChildState, ChildStates, Health, SupervisionError
 from .exit_status import BUDGET_SPENT, HOPELESS, describe_status
 from .restart_budget import Backoff, RestartBudget
 from .supervision_ending import Ending
 from .supervision_orders import Done, Drain, End, FailRun, GangRound, GiveUp, Instruction, Kill, Restart, Retired
 from .supervision_tree import BranchSpec, ChildSpec, Member, SupervisionTree, leaves_of
-
-Health = Literal["suspect", "hung", "recovered", "given up"]
 
 
 class Supervisor:
@@ -44,6 +41,8 @@ class Supervisor:
         self._endings: list[Ending] = []
         """Their scopes do not overlap: a larger one swallows those within it."""
         self._given_up: set[int] = set()
+        self._condemned: dict[str, str] = {}
+        """Killed since all others had given it up, and not gone yet: in words."""
         self._retiring: set[str] = set()
         self._verdict: FailRun | None = None
 
@@ -178,10 +177,11 @@ class Supervisor:
         """The child's process ended."""
         spec = self._spec(child)
         self._states.move(child, "exit")
+        who = self._condemned.pop(child, child)
         ending = self._ending_of(child)
         if ending is not None:
             return self._go_on(ending, now)
-        what = f"{child} ended with {describe_status(status)}"
+        what = f"{who} ended with {describe_status(status)}"
         if status in HOPELESS:
             what = f"{what}: {HOPELESS[status]}, another attempt would end the same way"
             is_extra = self._tree.came_later(spec)
@@ -192,8 +192,8 @@ class Supervisor:
         return self._mourn(spec, what, now)
 
     def on_health(self, child: str, health: Health, why: str, now: float) -> list[Instruction]:
-        """What the failure detector thinks of it; "given up": for all others it is over, though its process lives. It
-        may be late: of a child that is not up it is of no interest."""
+        """What the failure detector thinks of it; "given up": for all others it is over, though its process lives, and
+        may just be ending by itself, so `on_exit` judges. May be late: of one that is not up it is of no interest."""
         spec, is_lost = self._spec(child), health == "given up"
         if health == "recovered" and self._states[child] == "hung":
             self._states.move(child, "recover")
@@ -208,7 +208,9 @@ class Supervisor:
         what = f"{child} is given up by the others ({why})" if is_lost else f"{child} hangs ({why})"
         self._states.move(child, "end")
         kill: list[Instruction] = [Kill((child,), what)]
-        return kill + self._mourn(spec, f"{what}, was killed", now)
+        if is_lost:
+            self._condemned[child] = f"{what} and"
+        return kill if is_lost else kill + self._mourn(spec, f"{what}, was killed", now)
 
     def on_lost(self, culprit: str, children: Sequence[str], reason: str, now: float) -> list[Instruction]:
         """A whole node is gone with these children, or one of them cannot be ended: none can be started again."""
@@ -376,6 +378,7 @@ class Supervisor:
                 del self._budgets[each.name]
         self._retiring.discard(child)
         self._unproven.discard(child)
+        self._condemned.pop(child, None)
         self._states.remove(child)
 
     def _farewell(self) -> list[Instruction]:

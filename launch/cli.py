@@ -48,8 +48,8 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="myxa",
         description="Reinforcement learning for language models: trainer and rollout engines at the same time.",
-        epilog="exit status: 0 done, 1 failed, 2 configuration, 3 nodes did not meet or no run to speak to, "
-        "4 restart budget spent, 5 data or reward, 130 Ctrl-C",
+        epilog="exit status: 0 done, 1 failed, 2 configuration, 3 nodes did not meet, no run to speak to or no "
+        "checkpoint to go on from, 4 restart budget spent, 5 data or reward, 130 Ctrl-C, 143 SIGTERM before the end",
     )
     parser.add_argument("--version", action="version", version=f"myxa {__version__}")
     add_commands(parser.add_commands())

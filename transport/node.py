@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..core.actor import Actor, PeerEvent, make_ref, with_deadline
+from ..core.actor import CLOSED, FAILED, Actor, PeerEvent, make_ref, with_deadline
 from ..core.actor_group import ActorGroup, GroupCaller
 from ..core.clock import Clock, SystemClock
 from ..core.errors import CallError, ConfigError, MyxaError, NoSuchActor, StaleEpoch
@@ -216,7 +216,7 @@ class Node:
     async def _leave(self) -> None:
         try:
             registry = with_deadline(self._mirror.registry, LEAVE_S)
-            await registry.leave(self.name, self._key.epoch, "it was closed")
+            await registry.leave(self.name, self._key.epoch, CLOSED)
         except MyxaError as error:
             _log.info("%s could not tell the registry that it leaves: %s", self.name, error)
 
@@ -279,7 +279,7 @@ class Node:
     def _on_failed(self, cell: ActorCell, error: BaseException) -> None:
         self._report(cell.name, error)
         if not self._is_closed:
-            self._endings.add(self._spawn(self._retire(cell, f"it failed: {error}"), f"end of {cell.name}"))
+            self._endings.add(self._spawn(self._retire(cell, f"{FAILED}: {error}"), f"end of {cell.name}"))
 
     async def _retire(self, cell: ActorCell, why: str) -> None:
         await cell.stop(why)

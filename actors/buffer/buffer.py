@@ -244,10 +244,12 @@ class Buffer(OwnsKnobs, HeldOutPrompts, BufferContract):
             self._tell("all-left-out", text)
 
     async def return_group(self, returned: GroupReturned) -> None:
+        was_suspect = self._store.suspects.must_be_alone(returned.group_id)
         with self._at_work("return"):
             self._store.take_back(returned, self.ctx.clock.monotonic())
         self._mind_losses()
-        self._polls.ring()
+        if was_suspect or not returned.goes_on:  # else nobody may get anything that he could not before
+            self._polls.ring()
 
     async def rollout_gone(self, rollout: str, epoch: int) -> int:
         with self._at_work("gone"):

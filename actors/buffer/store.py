@@ -104,12 +104,13 @@ class BufferStore:
                     break
                 self.admission.dispatched(drawn[0].group_id, version, is_undone=is_undone)
                 new.append(drawn)
-            group_ids = [row.group_id for row in (*again, *(row for row, _ in new))]
-            self.suspects.dispatched((request.rollout, request.epoch), group_ids, now_s)
-            return self._dispatch(again, new, request, min(version, self.admission.newest_version))
+            given = self._dispatch(again, new, request, min(version, self.admission.newest_version))
         except BaseException:
             self._rebuild()
             raise
+        num_tokens = {work.prompt.group_id: num_tokens_of(work.partial) for work in given}
+        self.suspects.dispatched((request.rollout, request.epoch), num_tokens, now_s)
+        return given
 
     def _dispatch(
         self, again: list[Row], new: list[tuple[Row, Prompt]], request: DrawRequest, version: int
@@ -158,18 +159,15 @@ class BufferStore:
 
     def _turn(self, request: DrawRequest, version: int, now_s: float) -> tuple[list[Row], int]:
         """Groups handed back that this actor may get, and how many groups in all."""
-        rollout = request.rollout
-        waiting = {
-            row.group_id: row
-            for row in self.ledger.rows(State.REQUEUED)
-            if row.rollout in ("", rollout) or now_s >= self._reattach_until_s
-            if self.admission.may_dispatch(version, row.group_id)
-        }
+        rollout, rows = request.rollout, self.ledger.rows(State.REQUEUED)
+        rows = [row for row in rows if row.rollout in ("", rollout) or now_s >= self._reattach_until_s]
+        if not self.suspects:  # every look of every draw that waits comes by here
+            return rows, request.max_groups
+        waiting = {row.group_id: row for row in rows if self.admission.may_dispatch(version, row.group_id)}
         holding = {row.group_id for row in self.ledger.rows(State.DISPATCHED) if row.rollout == rollout}
         holding.update(request.holding or ())
-        allowed, max_groups = self.suspects.turn(
-            (rollout, request.epoch), holding, list(waiting), request.max_groups, now_s
-        )
+        actor = (rollout, request.epoch)
+        allowed, max_groups = self.suspects.turn(actor, holding, list(waiting), request.max_groups, now_s)
         return [waiting[group_id] for group_id in allowed], max_groups
 
     # ---- what comes back
@@ -183,7 +181,7 @@ class BufferStore:
         is_theirs = (row.attempt, row.rollout) == (attempt, rollout)
         if row.state not in (State.DISPATCHED, State.REQUEUED) or not is_theirs:
             return self._answer_again(row, group, is_theirs)
-        self.suspects.finished((rollout, row.epoch))
+        self.suspects.finished((rollout, row.epoch), group_id)
         group_filter = self._filters[self.settings.values.group_filter]
         reason, detail = refusal(group, self.cursor.prompt_of(row), row.num_samples, group_filter)
         if reason == INVALID:
@@ -229,6 +227,7 @@ class BufferStore:
     def _give_up(self, row: Row, reason: str, detail: str) -> None:
         self.ledger.drop([(row.group_id, reason)], detail)
         self.admission.filtered(row.group_id)
+        self.suspects.forget(row.group_id)
         self.drought.left_out(reason, detail)
         self.cursor.failed(row, reason, detail)
 
@@ -239,18 +238,19 @@ class BufferStore:
         row = self._held(group_id, returned.attempt, rollout)
         if row is None:
             return False
-        is_counted = group_id in self.suspects
-        if is_counted and num_tokens_of(partial) > num_tokens_of(self.payloads.partial(group_id)):
-            self.suspects.brought_tokens(group_id)
         if returned.goes_on:
-            return self.payloads.save_partial(row, partial)
+            if is_saved := self.payloads.save_partial(row, partial):
+                self.suspects.has_tokens(group_id, num_tokens_of(partial))
+            return is_saved
         wrong = wrong_in_partial(partial, group_id, row.num_samples)
         if wrong is not None:
             self._log.warning("group %d of %s starts again from its prompt: %s", group_id, rollout, wrong)
+            partial = ()
+        self.suspects.has_tokens(group_id, num_tokens_of(partial))
         if returned.has_died:
             self.suspects.broke((rollout, row.epoch), now_s)
         take = self._died if returned.has_died else self._requeue
-        take([row], f"handed back by {rollout}", partial if wrong is None else ())
+        take([row], f"handed back by {rollout}", partial)
         return True
 
     def gone(self, rollout: str, epoch: int) -> int:
@@ -263,7 +263,8 @@ class BufferStore:
         """Their actor or engine ended with them in hand. If the buffer did too meanwhile, that says nothing of them."""
         self._requeue(rows, detail, partial)
         in_hand = {row.group_id: row for row in rows if row.state is State.DISPATCHED}
-        for group_id in self.suspects.died(in_hand) if in_hand else ():
+        actors = {group_id: (row.rollout, row.epoch) for group_id, row in in_hand.items()}
+        for group_id in self.suspects.died(actors):
             self._give_up(in_hand[group_id], POISON, self.suspects.why())
 
     def _requeue(self, rows: list[Row], detail: str, partial: tuple[Sample, ...] = ()) -> None:
@@ -346,6 +347,7 @@ class BufferStore:
             self.ledger.drop([(item.group_id, item.reason) for item in overdue])
         for item in overdue:
             self.payloads.forget(item.group_id)
+            self.suspects.forget(item.group_id)
 
     # ---- facts
 

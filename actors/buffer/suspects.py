@@ -1,19 +1,22 @@
 """Groups that may be what ends the actors that run them: counted, served alone, set aside.
 
     an attempt ended with its actor or engine, and had brought no token   one death more
-    it brought tokens                                                     none: the prompt can be served
+    it brought tokens                                                     none so far: the prompt can be served
     SUSPECT_AFTER deaths        the group is served alone: no neighbour dies with it, or is taken for it
     as many as the run bears    it was alone at the last of them: it is given up, its prompt quarantined
 
-An engine that fails one group after another is itself the suspect (its actor ends it for that): what goes to it
-meanwhile is not counted. A death in company convicts nobody, and a group that is killed by somebody else again and
-again goes on as long as it gets a little further each time. What is counted outlives the buffer, but not the run. Knows
-where counts are kept; must not know admission, messages or actors.
+Who only stood in the engine's queue brought no token either, and nobody here can tell: one death makes suspects of
+MAX_NEW_SUSPECTS groups at most, those in hand longest, for engines begin with them; the others stay one death short of
+it, and are next. What an engine fails until it has finished one is one death. An engine that fails one group after
+another is itself the suspect (its actor ends it for that): what goes to it meanwhile is not counted. A death in company
+convicts nobody, and a group that is killed by somebody else again and again goes on as long as it gets a little further
+each time. What is counted outlives the buffer, but not the run; an attempt that this buffer did not see begin counts
+for nothing. Knows where counts are kept; must not know admission, messages or actors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -24,6 +27,8 @@ POISON = "poison"
 """Reason of groups that are given up for it."""
 SUSPECT_AFTER = 2
 """Deaths in a row without a token in between."""
+MAX_NEW_SUSPECTS = 16
+"""Groups that one death brings under suspicion at most: each costs an actor that has nothing else to do meanwhile."""
 DOUBT_S = 30.0
 """An engine that failed a group is in doubt for so long, or until it has finished one: what it fails meanwhile is not
 held against the group, and it gets no suspects."""
@@ -43,57 +48,94 @@ class Suspects:
         self._ledger = ledger
         self._max_deaths = max(max_deaths, SUSPECT_AFTER + 1)
         self._deaths = msgspec.json.decode(ledger.recall(_KEY) or "{}", type=dict[int, int])
+        self._suspects = {group_id for group_id, deaths in self._deaths.items() if deaths >= SUSPECT_AFTER}
+        self._barren: dict[int, int] = {}
+        """Tokens at dispatch of groups whose present attempt brought none so far, in hand longest first."""
+        self._excused: set[int] = set()
+        """Those of them that went to an engine in doubt."""
         self._clearing: ActorKey | None = None
         """Actor that gets nothing new, to be alone with a suspect once it has nothing in hand."""
         self._clearing_until_s = 0.0
         self._in_doubt_until_s: dict[ActorKey, float] = {}
-        self._excused: set[int] = set()
-        """Groups that went to an engine in doubt."""
+        self._num_new: dict[ActorKey, int] = {}
+        """Suspects that an engine in doubt has made."""
         self._news: list[str] = []
 
     def __contains__(self, group_id: int) -> bool:
         """Whether any death is counted against it."""
         return group_id in self._deaths
 
+    def __bool__(self) -> bool:
+        """Whether any group is to be served alone."""
+        return bool(self._suspects)
+
     def must_be_alone(self, group_id: int) -> bool:
         """Whether it has been in hand at too many of them to have neighbours."""
-        return self._deaths.get(group_id, 0) >= SUSPECT_AFTER
+        return group_id in self._suspects
 
-    def brought_tokens(self, group_id: int) -> None:
-        """There are more of its tokens than before."""
+    def has_tokens(self, group_id: int, num_tokens: int) -> None:
+        """So many its present attempt has saved; more than it began with clear it."""
+        if num_tokens > self._barren.get(group_id, num_tokens):
+            self.forget(group_id)
+
+    def forget(self, group_id: int) -> None:
+        """Nothing is held against it (any more)."""
+        self._barren.pop(group_id, None)
+        self._excused.discard(group_id)
+        self._suspects.discard(group_id)
         if self._deaths.pop(group_id, 0):
-            self._keep()
+            self._save()
 
-    def died(self, group_ids: Iterable[int]) -> list[int]:
-        """Their actor or engine ended with them in hand; returns those that are to be given up."""
+    def died(self, in_hand: Mapping[int, ActorKey]) -> list[int]:
+        """These groups' actors, or their engines, ended with them in hand; returns those that are to be given up."""
+        barren = [group_id for group_id in self._barren if group_id in in_hand]
         convicted: list[int] = []
-        for group_id in group_ids:
+        for group_id in barren:
+            del self._barren[group_id]
             if group_id in self._excused:
                 continue
-            deaths = self._deaths[group_id] = self._deaths.get(group_id, 0) + 1
+            deaths = self._deaths.get(group_id, 0) + 1
+            if deaths == SUSPECT_AFTER and not self._suspect(in_hand[group_id], group_id):
+                continue
+            self._deaths[group_id] = deaths
             if deaths >= self._max_deaths:
                 convicted.append(group_id)
-            elif deaths == SUSPECT_AFTER:
-                self._news.append(
-                    f"group {group_id} was in hand at {deaths} deaths of its actor in a row and brought no token: "
-                    "it is served alone from now on"
-                )
-        self._keep()
+        if barren:
+            self._keep()
         return convicted
+
+    def _suspect(self, actor: ActorKey, group_id: int) -> bool:
+        """From now on it is served alone; False if this death has made enough of them."""
+        num_new = self._num_new.get(actor, 0)
+        if num_new >= MAX_NEW_SUSPECTS:
+            return False
+        self._num_new[actor] = num_new + 1
+        self._suspects.add(group_id)
+        self._news.append(
+            f"group {group_id} was in hand at {SUSPECT_AFTER} deaths of its actor in a row and brought no token: "
+            "it is served alone from now on"
+        )
+        return True
 
     def broke(self, actor: ActorKey, now_s: float) -> None:
         """The engine of an actor failed a group: it may be the one that is sick."""
         self._in_doubt_until_s = {known: s for known, s in self._in_doubt_until_s.items() if s > now_s}
+        self._num_new = {known: num for known, num in self._num_new.items() if known in self._in_doubt_until_s}
         self._in_doubt_until_s[actor] = now_s + DOUBT_S
 
-    def finished(self, actor: ActorKey) -> None:
-        """It finished one."""
+    def finished(self, actor: ActorKey, group_id: int) -> None:
+        """It finished that one."""
         self._in_doubt_until_s.pop(actor, None)
+        self._num_new.pop(actor, None)
+        self.forget(group_id)
 
-    def dispatched(self, actor: ActorKey, group_ids: Iterable[int], now_s: float) -> None:
-        """These go there now."""
+    def dispatched(self, actor: ActorKey, num_tokens: Mapping[int, int], now_s: float) -> None:
+        """These groups go there now, with so many tokens each."""
+        for group_id, num in num_tokens.items():
+            self._barren.pop(group_id, None)  # last in line again
+            self._barren[group_id] = num
         change = self._excused.update if self._is_in_doubt(actor, now_s) else self._excused.difference_update
-        change(group_ids)
+        change(num_tokens)
 
     def _is_in_doubt(self, actor: ActorKey, now_s: float) -> bool:
         return now_s < self._in_doubt_until_s.get(actor, now_s)
@@ -129,5 +171,8 @@ class Suspects:
         """Of groups that still have somewhere to go."""
         under_way = {row.group_id for row in self._ledger.rows(State.DISPATCHED, State.REQUEUED)}
         self._deaths = {group_id: deaths for group_id, deaths in self._deaths.items() if group_id in under_way}
-        self._excused &= under_way
+        self._suspects &= under_way
+        self._save()
+
+    def _save(self) -> None:
         self._ledger.remember(_KEY, msgspec.json.encode(self._deaths).decode())

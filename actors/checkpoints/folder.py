@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -225,18 +225,27 @@ def _is_meant(path: Path) -> bool:
     return not path.name.startswith(".")
 
 
-def newest_checkpoint(folder: str | Path) -> tuple[CheckpointInfo | None, tuple[CheckpointInfo, ...]]:
-    """(newest complete checkpoint or None, the torn ones that were passed over). Sizes are checked, not digests."""
-    infos = list_checkpoints(folder)
+WhyNot = Callable[[CheckpointInfo], str]
+"""Why a whole checkpoint is not to be used; empty if it is."""
+
+
+def newest_checkpoint(
+    folder: str | Path, why_not: WhyNot = lambda _: ""
+) -> tuple[CheckpointInfo | None, tuple[CheckpointInfo, ...]]:
+    """(newest complete checkpoint or None, the others that cannot be used). Sizes are checked, not digests."""
+    infos = [info if info.problem else replace(info, problem=why_not(info)) for info in list_checkpoints(folder)]
     complete = [info for info in infos if info.is_complete]
     return (complete[-1] if complete else None), tuple(info for info in infos if not info.is_complete)
 
 
-def newest_whole(folder: str | Path) -> tuple[CheckpointInfo | None, tuple[CheckpointInfo, ...]]:
+def newest_whole(
+    folder: str | Path, why_not: WhyNot = lambda _: ""
+) -> tuple[CheckpointInfo | None, tuple[CheckpointInfo, ...]]:
     """(newest checkpoint of which every byte is as it was written, or None; those that were passed over for it, newest
     first, with the reason in `problem`)."""
     passed: list[CheckpointInfo] = []
-    for info in whole_ones(folder):
+    for found in whole_ones(folder):
+        info = found if found.problem else replace(found, problem=why_not(found))
         if info.is_complete:
             return info, tuple(passed)
         passed.append(info)
@@ -257,9 +266,10 @@ def whole_ones(folder: str | Path, version: int | None = None) -> Iterator[Check
         yield info
 
 
-def find_checkpoint(place: str | Path, *, reads_all: bool = True) -> Path:
+def find_checkpoint(place: str | Path, *, reads_all: bool = True, why_not: WhyNot = lambda _: "") -> Path:
     """The checkpoint meant by `trainer.resume`: a checkpoint folder itself, which is not looked into, or the newest
-    whole one in a folder of checkpoints or in a run directory; `reads_all` False: as far as sizes tell.
+    whole one in a folder of checkpoints or in a run directory; `reads_all` False: as far as sizes tell. `why_not`: for
+    one of several.
 
     Raises TrainError naming what was found instead.
     """
@@ -269,7 +279,7 @@ def find_checkpoint(place: str | Path, *, reads_all: bool = True) -> Path:
     if not root.exists() and old_of(root).exists():
         return old_of(root)
     holder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
-    newest, passed = (newest_whole if reads_all else newest_checkpoint)(holder)
+    newest, passed = (newest_whole if reads_all else newest_checkpoint)(holder, why_not)
     if newest is None:
         found = "; ".join(f"{info.path.name}: {info.problem}" for info in passed) or "nothing"
         raise TrainError(

@@ -40,7 +40,7 @@ from .leader_rein import LeaderRein
 from .operator_handlers import OperatorHandlers
 from .options import CoordinatorOptions
 from .owner_return import OTHER_OWNERS, OwnerReturn
-from .phase_moves import PhaseMoves
+from .phase_moves import PhaseMoves, keep_in_time
 from .reattachment import Reattachment
 from .run_state import RunState
 from .wall_clock import WallClock
@@ -173,9 +173,9 @@ class Coordinator(OperatorHandlers):
         )
 
     async def _keep(self) -> None:
-        """What others told; a disk that refuses is told, and asked again with the next news."""
+        """What others told; a disk that refuses, or hangs, is told, and asked again with the next news."""
         try:
-            await self._journal.keep()
+            await keep_in_time(self._journal)
         except MyxaError as error:
             self._event("journal-not-written", str(error))
 

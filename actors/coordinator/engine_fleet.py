@@ -37,6 +37,8 @@ class EngineFleet:
         """Rollout actors that reported in to this incarnation, and how they stood."""
         self._epochs: dict[str, int] = {}
         """Incarnation of each that is present."""
+        self._ended: dict[str, int] = {}
+        """Newest incarnation of each that is known to be over."""
         self._state = state
         self._adoption = adoption
         self._serves = serves
@@ -49,8 +51,8 @@ class EngineFleet:
         reached("coordinator.ready")
         name = status.rollout
         await self.conductor.until_decided()
-        if epoch < self._epochs.get(name, epoch):
-            return  # its successor was faster
+        if epoch < self._epochs.get(name, epoch) or epoch <= self._ended.get(name, -1):
+            return  # its successor was faster, or the news of its end
         self.present[name], self._epochs[name] = status, epoch  # from here on it is asked about every change
         await self.conductor.joined(name)
         if self._epochs.get(name) != epoch:
@@ -78,6 +80,7 @@ class EngineFleet:
     def gone(self, event: PeerEvent) -> None:
         """An incarnation of one ended; the next one may have reported in before this was heard."""
         name, ended = event.name, event.epoch - 1 if event.kind == "restarted" else event.epoch
+        self._ended[name] = max(ended, self._ended.get(name, -1))
         if name in self.present and self._epochs[name] <= ended:
             self._tell("engine-gone", f"{name} (epoch {self._epochs[name]}): {event.reason}")
             self._adoption.gone(name, ended)

@@ -9,10 +9,23 @@ import asyncio
 from collections.abc import Callable
 
 from ...core.actor import ActorContext
-from ...core.errors import MyxaError
+from ...core.errors import LedgerError, MyxaError
 from ...core.messages import RunPhase
 from .journal import CoordinatorJournal
 from .run_state import NextPhase, RunState
+
+KEEP_S = 10.0
+"""How long the journal's disk is waited for where the run goes on without it."""
+
+
+async def keep_in_time(journal: CoordinatorJournal) -> None:
+    """As `journal.keep`; LedgerError also for a disk that hangs. The write goes on."""
+    try:
+        async with asyncio.timeout(KEEP_S):
+            await journal.keep()
+    except TimeoutError:
+        why = f"{journal.path}: not written within {KEEP_S:g} s"
+        raise LedgerError(why, remedy="check the disk of the run directory") from None
 
 
 class PhaseMoves:
@@ -43,7 +56,8 @@ class PhaseMoves:
         It is made to its end, whatever becomes of who asked.
 
         A start that cannot be kept is none, and raises LedgerError: the next incarnation would begin the run again. In
-        all other phases the run goes on without: what ended has ended, and who said so says it again.
+        all other phases the run goes on without, and without a disk that hangs: what ended has ended, and who said so
+        says it again.
         """
         if not self._next.propose(phase):
             return False
@@ -52,7 +66,7 @@ class PhaseMoves:
     async def _move(self, phase: RunPhase) -> bool:
         before = self._state.phase
         try:
-            await self._journal.keep()
+            await (self._journal.keep() if phase == "running" else keep_in_time(self._journal))
         except MyxaError as error:
             if phase == "running":
                 self._next.withdraw(phase)

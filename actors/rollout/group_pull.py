@@ -99,7 +99,7 @@ class GroupPull:
             self._ctx.spawn(self._save_forever(runner), name="save-partials")
         while not self.is_draining:
             await self._calm()
-            self._handover.judge_breaks()
+            await self._judge()
             free = self._max_groups - len(self._in_flight)
             if free <= 0:
                 self._room.clear()
@@ -128,6 +128,15 @@ class GroupPull:
                 await self._take(assignment, runner)
             if reply.blocked_by == "finished":
                 await asyncio.sleep(RETRY_S)
+
+    async def _judge(self) -> None:
+        """An engine that failed too many groups is given up as one that is lost: with their tokens. Raises why."""
+        try:
+            self._handover.judge_breaks()
+        except EngineError as err:
+            num_groups = await self.hand_back(err)
+            self._ctx.log.warning("the engine is given up, %d groups go elsewhere: %s", num_groups, err)
+            raise
 
     async def _take(self, assignment: Assignment, runner: GroupRunner) -> None:
         group_id = assignment.prompt.group_id

@@ -62,7 +62,7 @@ class CheckpointOrders:
         """Write what is waited for; the ranks stand at `version` and may compute."""
         while self._waiting:
             if not self._waiting[0].is_export:  # one by schedule that cannot be written is no business of who asks now
-                await self._checkpoints.settle_by_schedule()
+                await self._checkpoints.settle_by_schedule(version)
             order = self._waiting.pop(0)
             if order.done.done():  # whoever asked does not wait any more
                 continue

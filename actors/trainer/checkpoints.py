@@ -6,9 +6,9 @@
                of it (`checkpoints/run_part.py`), and only now is the buffer told "durable"
 
 One at a time: the next checkpoint first settles the one before. One that lacks what was decided about the knobs since
-is written again, in its place. One by schedule that cannot be written is told, and tried again after the next step, so
-often: a full disk or a buffer that is away is no reason to throw training back. Knows ranks and buffer by their
-contracts.
+is written again, in its place. One by schedule that cannot be written is told, with what is not covered, and tried
+again at a boundary some time later, without end: a full disk or a buffer that is away is no reason to throw training
+back. Knows ranks and buffer by their contracts.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from ...core.clock import Clock
 from ...core.errors import GatherError, MyxaError, RemoteError, TrainError
 from ...core.file_entry import FileEntry
 from ...core.knobs import LiveKnobs
-from ..checkpoints.folder import GROWING, list_checkpoints, look_at, read_manifest, sweep, version_in
+from ..checkpoints.folder import GROWING, CheckpointInfo, list_checkpoints, look_at, read_manifest, sweep, version_in
 from ..checkpoints.folder_swap import take_away
 from ..checkpoints.run_part import RunPart, is_kept, write_run_part
 from ..contracts.roles import TrainerContract
 from ..ledger.resume import LEDGER
 from .checkpoint_side import RunSide
 
-ATTEMPTS = 3
-"""By schedule, in a row: when the last of them fails, so does the leader."""
+RETRY_S = 30.0
+"""After one by schedule that failed, before the next attempt; doubled each time up to `RETRY_LIMIT_S`. By time: a disk
+does not become empty by steps, which may be made in less than a second."""
+RETRY_LIMIT_S = 600.0
 
 
 class RankSilent(TrainError):
@@ -95,6 +97,12 @@ class Checkpoints:
         """Version and knobs of the one that was written last, with all its parts and told to the buffer."""
         self._num_failed = 0
         """Attempts by schedule since one was written."""
+        self._try_at_s = 0.0
+        """When the next of them may be made."""
+        self._began_at = 0
+        """Version that this attempt of the gang went on from."""
+        self._covered = 0
+        """Version that is lost no more: of the newest one that is there, or that training went on from."""
         self.every = options.every
         """Live: steps between two; 0: none."""
         self.keep_last = options.keep_last
@@ -120,9 +128,18 @@ class Checkpoints:
         """Version of the one that was written last; -1: none yet."""
         return -1 if self._newest is None else self._newest[0]
 
+    def goes_on_from(self, version: int) -> None:
+        """Where training begins."""
+        self._began_at = self._covered = version
+
     def is_due(self, version: int) -> bool:
-        """After the step that made this version; also when the last one that was due could not be written."""
-        return bool(self.every) and (version % self.every == 0 or self._num_failed > 0)
+        """After the step that made this version; if the last one could not be written, whenever it is time to try
+        again."""
+        if not self.every:
+            return False
+        if self._num_failed and not self.is_pending:
+            return self._clock.monotonic() >= self._try_at_s
+        return version % self.every == 0
 
     def folder_of(self, version: int) -> Path:
         """Where its checkpoint lies."""
@@ -146,32 +163,34 @@ class Checkpoints:
             await (self._begin(version, live) if self._options.is_async else self._write(version, live))
 
     async def save_by_schedule(self, version: int) -> None:
-        """The same. What fails is told, and tried again when it is due next; raises what the last attempt raised."""
-        await self.settle_by_schedule()
-        await self._attempt(lambda: self.save(version))
+        """The same. What fails is told, and tried again when it is due next; raises for a rank that is silent only."""
+        await self._attempt(version, lambda: self.save(version))
 
-    async def settle_by_schedule(self) -> None:
-        """As `settle`, with failures as in `save_by_schedule`."""
-        await self._attempt(self.settle)
+    async def settle_by_schedule(self, version: int) -> None:
+        """As `settle`, with failures as in `save_by_schedule`; the ranks stand at `version`."""
+        await self._attempt(version, self.settle)
 
-    async def at_boundary(self) -> None:
+    async def at_boundary(self, version: int) -> None:
         """Between two steps: finish a checkpoint that every rank has written; else nothing."""
         if self.is_written:
-            await self.settle_by_schedule()
+            await self.settle_by_schedule(version)
 
-    async def _attempt(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _attempt(self, version: int, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
         except RankSilent:
             raise
         except MyxaError as error:
             self._num_failed += 1
-            if self._num_failed >= ATTEMPTS:
-                raise
-            self._tell_failed(error)
+            pause_s = min(RETRY_LIMIT_S, RETRY_S * 2 ** min(self._num_failed - 1, 10))
+            self._try_at_s = self._clock.monotonic() + pause_s
+            self._tell_failed(version, error, pause_s)
 
-    def _tell_failed(self, error: MyxaError) -> None:
-        text = f"{error} (attempt {self._num_failed} of {ATTEMPTS}; the next one follows after the next step)"
+    def _tell_failed(self, version: int, error: MyxaError, pause_s: float) -> None:
+        text = (
+            f"{error} (attempt {self._num_failed}; training goes on, the next one follows in {pause_s:g} s; steps not "
+            f"covered by a checkpoint: {version - self._covered}, since version {self._covered})"
+        )
         self._telemetry.event("checkpoint-failed", text)
         self._ctx.log.error("a checkpoint could not be written: %s", text)
 
@@ -234,7 +253,7 @@ class Checkpoints:
         )
         await self._in_thread(lambda: self._write_run_part(folder, part))
         await self._run.durable(version)
-        self._newest, self._num_failed = (version, live), 0
+        self._newest, self._num_failed, self._covered = (version, live), 0, version
         await self._in_thread(lambda: self._prune(folder))
 
     async def _in_thread(self, work: Callable[[], None]) -> None:
@@ -244,9 +263,9 @@ class Checkpoints:
         write_run_part(folder, part, self._copy_of(part.version), read_manifest(folder).files)
 
     def _prune(self, newest: Path) -> None:
-        """Of all others the oldest go: folders of a life before a resume may bear higher versions. What is torn is no
-        reason for a whole one to go; it goes once all that stay are newer. Never raises for the disk: the new one is
-        whole, and the next one finds again what should have gone."""
+        """Of all others the oldest go: folders of a life before a resume may bear higher versions. What is torn, or was
+        undone and came too late, is no reason for a whole one to go; it goes once all that stay are newer. Never raises
+        for the disk: the new one is whole, and the next one finds again what should have gone."""
         self._sweep(newest.parent)
         try:
             if self.keep_last and look_at(newest).is_complete:
@@ -257,12 +276,18 @@ class Checkpoints:
     def _take_oldest(self, newest: Path) -> None:
         found = list_checkpoints(newest.parent)  # one that lost its place to a newer one in a crash is among them
         others = [info for info in found if info.path != newest and version_in(info.path) >= 0]
-        old = sorted((info for info in others if info.is_complete), key=lambda info: version_in(info.path))
+        own = look_at(newest).writer
+        good = [info for info in others if info.is_complete and not self._is_undone(info, own)]
+        old = sorted(good, key=lambda info: version_in(info.path))
         num_going = max(len(old) + 1 - self.keep_last, 0)
         first = min(version_in(path) for path in (*(info.path for info in old[num_going:]), newest))
-        torn = [info for info in others if not info.is_complete and version_in(info.path) < first]
-        for info in (*(info for info in old[:num_going] if not is_kept(info.path)), *torn):
+        useless = [info for info in others if info not in good and version_in(info.path) < first]
+        for info in (*(info for info in old[:num_going] if not is_kept(info.path)), *useless):
             take_away(info.path)
+
+    def _is_undone(self, info: CheckpointInfo, own: tuple[int, int] | None) -> bool:
+        """Whether an earlier life or attempt than `own` wrote it of a version behind which training went back since."""
+        return own is not None and info.writer is not None and info.writer < own and info.version > self._began_at
 
     def _sweep(self, holder: Path) -> None:
         """Nothing is being written, but perhaps by ranks whose mates have failed. Never raises for the disk."""

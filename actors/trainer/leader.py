@@ -99,7 +99,7 @@ class Leader:
         self._standing = Standing(ctx, self._publisher, self._ask)
         self.stands_at = -1
         """Number of the boundary that was passed last; see `KnobOwner`."""
-        self._may_go = asyncio.Event()
+        self._may_go, self._told = False, asyncio.Event()  # set by whatever concerns a loop that has not begun
         self._refused = -1
         """Version that no engine could take as it was published."""
         self._stop_reason = ""
@@ -110,19 +110,17 @@ class Leader:
     def go(self, start_version: int) -> None:
         """Start stepping from the version that the ranks have; `start_version` is the coordinator's view of it. An
         order that comes before the gang was told of was given to the gang before it, and is void."""
-        if self._standing.version < 0:
+        if (at := self._standing.version) < 0:
             self._ctx.log.warning("an order to start at version %d was not for this gang; ignored", start_version)
             return
-        self._ctx.log.info(
-            "the coordinator lets the loop start at version %d; it stands at %d", start_version, self._standing.version
-        )
-        self._standing.is_leading = True
-        self._may_go.set()
+        self._ctx.log.info("the coordinator lets the loop start at version %d; it stands at %d", start_version, at)
+        self._standing.is_leading = self._may_go = True
+        self._told.set()
 
     def stop(self, reason: str) -> None:
         """End after the step in hand."""
-        self._stop_reason = self._stop_reason or reason
-        self._may_go.set()
+        self._stop_reason, self._may_go = self._stop_reason or reason, True
+        self._told.set()
 
     async def released(self, version: int) -> None:
         """No engine reads `version` any more."""
@@ -131,6 +129,7 @@ class Leader:
     def publish_again(self, version: int) -> None:
         """No engine can take `version` as it was published."""
         self._refused = version if self._share is None else -1  # in turns they have it, or the leader waits for them
+        self._told.set()
 
     async def write_now(self, *, export: bool) -> str:
         """Have a checkpoint or an export written between two steps; returns the folder."""
@@ -147,7 +146,8 @@ class Leader:
     ) -> None:
         """From set-up to the end of the run. `live`: knobs as the checkpoint that it goes on from holds them.
         `is_restart`: the gang was here before, so what was trained after `version` is undone."""
-        self.stands_at = version - 1
+        self.stands_at, start_version = version - 1, version
+        self._checkpoints.goes_on_from(version)
         await self._ctx.wait_for("coordinator", "buffer", *self._ranks.names, timeout_s=self._options.setup_timeout_s)
         if version > 0 or is_restart:
             await self._ask("buffer", lambda: self._buffer.rewind(version, self._ctx.epoch))
@@ -155,9 +155,11 @@ class Leader:
         async with self._engines_turn(version):
             await self._standing.ready(version, manifest, facts, live)
         with self._meter.during("other", "start, first engine"):
-            await self._may_go.wait()
+            while not self._may_go:
+                self._told.clear()
+                await self._publish_refused(version)  # nobody lets the loop go before an engine has it
+                await self._told.wait()
         self._meter.switch("compute", "lead")
-        start_version = version
         await self._compare(version)
         reason = ""
         while not await self._is_end(version):
@@ -219,10 +221,11 @@ class Leader:
         is_written = self._checkpoints.is_written and (self._share is None or blocked_by == "paused")
         if newcomers or is_written or self._orders.are_waiting:
             async with self._trainers_turn(version):
-                await self._checkpoints.at_boundary()
+                await self._checkpoints.at_boundary(version)
                 await self._orders.serve(version)
                 if newcomers:
                     self._ctx.log.info("version %d is handed over again, to engines that came anew", version)
+        await self._publish_refused(version)
         if blocked_by != "paused":
             await self._give_held_back(version)
 
@@ -306,16 +309,17 @@ class Leader:
         is_due = made - self._publisher.newest >= self._knobs.count("weights_every", 1)
         return await self._publisher.publish(made) if is_due or made >= self._last else None
 
-    async def _give_held_back(self, version: int) -> None:
-        """No batch, and engines lack `version`, which was damaged where it was published, or held back. What was held
-        back is given once nothing is under way: no group may start before they have it."""
-        is_refused = self._refused == version
-        if not self._options.publishes or (self._publisher.newest == version and not is_refused):
-            return
-        if is_refused:
+    async def _publish_refused(self, version: int) -> None:
+        """Again what was damaged where it was published."""
+        if self._options.publishes and self._refused == version:
             self._telemetry.event("weights-published-again", f"version {version}: no engine could take it as it was")
             self._refused = -1
             await self._offer(version)
+
+    async def _give_held_back(self, version: int) -> None:
+        """No batch, and engines lack `version`: they are given it once nothing is under way, for no group may start
+        before they have it."""
+        if not self._options.publishes or self._publisher.newest == version:
             return
         stats = await self._ask("buffer", self._buffer.stats)
         if not stats.states.get(State.DISPATCHED, 0):
@@ -341,7 +345,7 @@ class Leader:
 
     async def _write_last(self, version: int, *, is_new: bool) -> None:
         """What is left of a run: a whole checkpoint, the exported model."""
-        await self._checkpoints.settle_by_schedule()
+        await self._checkpoints.settle_by_schedule(version)
         if is_new:
             await self._checkpoints.save(version)
             await self._checkpoints.settle()
@@ -353,7 +357,7 @@ class Leader:
 
     async def _write_if_due(self, version: int) -> None:
         """Checkpoints; where engines have the device next, also what is written at the end if this is it."""
-        await self._checkpoints.at_boundary()
+        await self._checkpoints.at_boundary(version)
         if self._share is not None and version >= self._last:
             await self._write_last(version, is_new=self._checkpoints.every > 0)
         elif self._checkpoints.is_due(version):

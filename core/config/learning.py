@@ -181,7 +181,7 @@ class TrainerConfig(Section, frozen=True):
     keep_last: PositiveInt = 2
     """Checkpoints kept; older ones are deleted."""
     keep_every: CountInt = 0
-    """Besides, each so-manieth checkpoint by schedule stays for ever (versions divisible by `keep_every *
+    """m: besides, each m-th checkpoint by schedule stays for ever (versions divisible by `keep_every *
     checkpoint_every`); 0 = none."""
     resume: PathText = ""
     """Checkpoint folder, or run directory (its newest checkpoint), to go on from; empty = start anew."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 
 from ...core.actor import with_deadline
-from ...core.errors import CallError
+from ...core.errors import CallError, NoSuchActor
 from ...transport.node import Node
 from ...transport.registry.registry import REGISTRY
 from ..contracts import ProcessContract, process_name
@@ -33,7 +33,10 @@ async def cut_apart(node: Node, some: Sequence[str], others: Sequence[str], for_
     met = tuple(name for name, heard in zip(some, told, strict=True) if heard)
     if LAUNCHER in others:
         for name in met:
-            node.cut_off(name, for_s)
+            try:
+                node.cut_off(name, for_s)
+            except NoSuchActor as error:  # it has ended meanwhile
+                _log.info("the launcher did not cut it off: %s", error)
     return met
 
 

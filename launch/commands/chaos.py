@@ -6,6 +6,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
+from ...core.chaos import POINTS
 from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show, table
 from .stretch import stretch_s
@@ -43,12 +44,12 @@ def add(verbs: Verbs) -> None:
 
 
 def _chaos(options: argparse.Namespace) -> int:
+    if options.act == "points":  # also where no run goes on: they are named in the run file
+        show(options, dict(POINTS), lambda told: table(("point", "what is true there"), [*told.items()]))
+        return 0
     client = ControlClient.of(options.run_path)
     if options.act is None:
         show(options, client.ask("chaos-acts"), _page)
-        return 0
-    if options.act == "points":
-        show(options, client.ask("chaos-points"), lambda told: table(("point", "what is true there"), [*told.items()]))
         return 0
     show(options, client.ask("chaos", **_arguments(options)), _done)
     return 0

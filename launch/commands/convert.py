@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import ConfigError
+from ..lives.named_checkpoint import named_checkpoint
 from .output import Verbs, add_json_flag, show
 
 RUN_FILE = "config.toml"
@@ -35,7 +36,7 @@ def _convert(options: argparse.Namespace) -> int:
     from ...actors.backends.convert import convert  # torch is needed here only
 
     model = options.model or _model_of_run(options.checkpoint)
-    done = convert(options.checkpoint, model, options.folder, dtype=options.dtype)
+    done = convert(named_checkpoint(options.checkpoint, reads_all=True), model, options.folder, dtype=options.dtype)
     facts = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(done).items()}
     show(options, facts, _sentence)
     return 0

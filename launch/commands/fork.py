@@ -19,7 +19,9 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="run directory; the run may live")
     parser.add_argument("--name", default="", metavar="NAME", help="of the new run (that of RUN)")
-    parser.add_argument("--no-start", action="store_true", help="only make the directory; `myxa resume` starts it")
+    parser.add_argument(
+        "--no-start", action="store_true", help="only make the directory; `myxa resume DIRECTORY` starts it"
+    )
     add_point_flags(parser)
     add_json_flag(parser)
     parser.set_defaults(run=_fork)
@@ -32,11 +34,15 @@ def _fork(options: argparse.Namespace) -> int:
 
     if options.nnodes is not None and not options.no_start:
         raise ConfigError(
-            "fork makes a directory, on one machine", remedy="--no-start, then `myxa resume` on each machine"
+            "fork makes a directory, on one machine", remedy="--no-start, then `myxa resume DIRECTORY` on each machine"
         )
     run_dir = fork_run(options.run_dir, options.version, options.name, options.overrides, datetime.now())
     if options.no_start:
-        show(options, {"run_dir": str(run_dir)}, lambda told: f"made {told['run_dir']}; `myxa resume` starts it")
+        show(
+            options,
+            {"run_dir": str(run_dir)},
+            lambda told: f"made {told['run_dir']}; start it: myxa resume {told['run_dir']}",
+        )
         return 0
     options.version, options.overrides = None, []
     return start_again(run_dir, options)

@@ -94,6 +94,11 @@ def _join(options: argparse.Namespace) -> int:
         raise ConfigError(
             "--join goes without --nnodes and --node-rank", remedy="the run gives this machine its number"
         )
+    if options.join.endswith(".toml"):
+        raise ConfigError(
+            f"--join {options.join}: that is a run file, not where the run is met",
+            remedy="name the run's directory, HOST:PORT or the rendezvous file; a run file goes before --join",
+        )
     if options.rollouts < 0:
         raise ConfigError(f"--rollouts is {options.rollouts}", remedy="give a positive number, or leave it out")
     if options.overrides and not options.file:

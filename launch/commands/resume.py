@@ -61,9 +61,15 @@ def _resume(options: argparse.Namespace) -> int:
     return 0
 
 
+def _is_on_several(options: argparse.Namespace) -> bool:
+    """Whether several machines are meant: their number or where they meet was said. What a scheduler has in the
+    environment does not mean it: whoever has several machines may well go on with one of them."""
+    return any(said is not None for said in (options.nnodes, options.node_rank, options.rdzv, options.rdzv_file))
+
+
 def _is_another_node(options: argparse.Namespace) -> bool:
     """Whether this machine joins a run that node 0 starts again, and may have started by now."""
-    return options.nnodes is not None and options_of_node(options).place.rank > 0
+    return _is_on_several(options) and options_of_node(options).place.rank > 0
 
 
 def _is_over(named: Path) -> bool:
@@ -96,7 +102,8 @@ def start_again(named: Path, options: argparse.Namespace) -> int:
     from ..nodes.launch_options import LaunchOptions
     from ..run_dir import RunDir
 
-    base = LaunchOptions(place=find_place(1, 0, None, {})) if options.nnodes is None else options_of_node(options)
+    several = _is_on_several(options)
+    base = options_of_node(options) if several else LaunchOptions(place=find_place(1, 0, None, {}))
     run_dir = RunDir(named.resolve())
     if base.place.rank:  # node 0 chooses, and makes the directory ready; checkpoint and ledger are its business
         return _launch(run_dir, None, options, base)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...actors.checkpoints.folder import find_checkpoint, look_at
+from ...actors.checkpoints.folder import look_at
 from ...actors.checkpoints.run_part import ledger_in
 from ...actors.ledger.file import is_in_use
 from ...actors.ledger.resume import LEDGER, read_facts
@@ -12,6 +12,7 @@ from ...actors.trainer.checkpoints import CheckpointOptions
 from ...core.config import RunConfig
 from ...core.errors import LedgerError, TrainError
 from ..actor_spec import ActorSpec
+from ..lives.named_checkpoint import named_checkpoint
 from ..lives.origin import origin_events
 
 
@@ -37,7 +38,7 @@ def earlier_ledger(config: RunConfig, run_dir: Path) -> Path | None:
     """
     if not config.trainer.resume or (run_dir / LEDGER).exists():
         return None
-    checkpoint = find_checkpoint(config.trainer.resume)
+    checkpoint = named_checkpoint(config.trainer.resume)
     own = checkpoint.parent.parent / LEDGER
     reason = _why_not(own, look_at(checkpoint).version)
     if not reason:

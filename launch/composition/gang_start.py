@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ...actors.checkpoints.folder import CheckpointInfo, find_checkpoint, list_checkpoints
+from ...actors.checkpoints.folder import CheckpointInfo, list_checkpoints
 from ...actors.checkpoints.folder_swap import take_away
 from ...actors.trainer.start_point import StartPoint
 from ...core.config import RunConfig
 from ...core.errors import LaunchError, TrainError
 from ..actor_spec import ActorSpec
+from ..lives.named_checkpoint import named_checkpoint
 from ..lives.origin import Origin
 from ..lives.undone import UNDONE, past_of, put_away
 
@@ -92,7 +93,7 @@ class GangStart:
     def _named_one(self, torn: Mapping[str, str]) -> str:
         if not self._named:
             return ""
-        place = str(find_checkpoint(self._named))
+        place = str(named_checkpoint(self._named))
         if place in torn:
             raise TrainError(torn[place], remedy="name an older one, as trainer.resume or with --from")
         return place

@@ -108,6 +108,6 @@ def _nothing(run_dir: Path, version: int | None, passed: list[str]) -> LaunchErr
     if passed:
         return LaunchError(f"no checkpoint in {run_dir} can be used:{found}", remedy="start anew with its config.toml")
     return LaunchError(
-        f"{run_dir} has no checkpoint to go on from: the run died before it wrote one",
+        f"{run_dir} has no checkpoint to go on from: it wrote none",
         remedy=f"start anew: myxa up {run_dir / 'config.toml'} (and set trainer.checkpoint_every)",
     )

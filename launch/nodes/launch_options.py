@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ... import __version__
-from ...actors.checkpoints.folder import find_checkpoint
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, TrainError
 from ...core.host import boot_id
 from ..actor_spec import ActorSpec
 from ..composition.weight_channels import choose_channel
 from ..contracts import LateWish, NodeFacts
+from ..lives.named_checkpoint import named_checkpoint
 from ..node_place import NodePlace
 from ..preflight.preflight import check_node
 from ..run_dir import RunDir
@@ -65,11 +65,12 @@ def check_own(config: RunConfig, actors: Sequence[ActorSpec], options: LaunchOpt
 
 def with_start(config: RunConfig, options: LaunchOptions) -> RunConfig:
     """With the checkpoint that `trainer.resume` means now, for node 0: the run that it names may live and write newer
-    ones, and everybody has to begin from the same, whenever it looks. Raises ConfigError if it means none."""
+    ones, and everybody has to begin from the same, whenever it looks. Quick, for the other nodes wait meanwhile. Raises
+    ConfigError if it means none."""
     if options.start is None and not config.trainer.resume:
         return config
     try:
-        start = options.start or find_checkpoint(config.trainer.resume).absolute()
+        start = options.start or named_checkpoint(config.trainer.resume).absolute()
     except TrainError as error:
         if options.program != DEFAULT_PROGRAM:  # it may mean something else by it
             return config

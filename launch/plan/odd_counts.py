@@ -12,22 +12,13 @@ from .batch import Batch
 
 LOOPBACKS = frozenset({"127.0.0.1", "localhost", "::1"})
 
+MANY_STEPS = 100
+"""Whoever lets a run make so many will not want to make them again."""
+
 
 def odd_counts(config: RunConfig, batch: Batch, num_held_out: int | None) -> Iterator[Finding]:
     """All of them."""
-    steps = config.run.num_steps
-    if steps and config.trainer.checkpoint_every > steps:
-        yield _odd(
-            "trainer.checkpoint_every",
-            f"= {config.trainer.checkpoint_every}: the run has {steps} steps, so no checkpoint is written",
-            "lower it, or set it to 0",
-        )
-    if steps and config.eval.every > steps:
-        yield _odd(
-            "eval.every",
-            f"= {config.eval.every}: the run has {steps} steps, so there is no evaluation after the first",
-            "lower it",
-        )
+    yield from _schedules(config)
     if num_held_out is not None and config.eval.data and num_held_out < config.eval.num_prompts:
         yield _odd(
             "eval.num_prompts",
@@ -64,6 +55,32 @@ def odd_counts(config: RunConfig, batch: Batch, num_held_out: int | None) -> Ite
             f"= {length}: {config.rollout.max_turns} turns of {config.rollout.max_new_tokens} tokens do not fit, later "
             "ones are cut short",
             "raise it, or lower rollout.max_new_tokens",
+        )
+
+
+def _schedules(config: RunConfig) -> Iterator[Finding]:
+    """What happens every so many steps, beside how many there are."""
+    steps = config.run.num_steps
+    if steps and config.trainer.checkpoint_every > steps:
+        yield _odd(
+            "trainer.checkpoint_every",
+            f"= {config.trainer.checkpoint_every}: the run has {steps} steps, so no checkpoint is written",
+            "lower it, or set it to 0",
+        )
+    if not config.trainer.checkpoint_every and (not steps or steps >= MANY_STEPS):
+        back = (
+            "" if config.trainer.standby_every else ", and a trainer rank that dies throws training back to its start"
+        )
+        yield _odd(
+            "trainer.checkpoint_every",
+            f"= 0: a run that is killed cannot be resumed{back}",
+            "set it to so many steps as may be lost, and trainer.keep_last to how many checkpoints stay",
+        )
+    if steps and config.eval.every > steps:
+        yield _odd(
+            "eval.every",
+            f"= {config.eval.every}: the run has {steps} steps, so there is no evaluation after the first",
+            "lower it",
         )
 
 

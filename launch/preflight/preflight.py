@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ...actors.backends.megatron.layout import ParallelLayout
-from ...actors.checkpoints.folder import find_checkpoint
 from ...actors.data.row_file import check_data_file
 from ...actors.models.hf_folder import find_tokenizer, open_weights, read_config
 from ...actors.models.model_config import ModelConfig
@@ -21,6 +20,7 @@ from ...core.config import RunConfig
 from ...core.config.source import parse_sources
 from ...core.errors import ConfigError, MyxaError, TrainError
 from ..actor_spec import ActorSpec
+from ..lives.named_checkpoint import named_checkpoint
 from .disk import disk_findings, disk_of, free_at, nearest_folder
 from .finding import Finding, looked
 from .gpus import Gpus, look_at_gpus
@@ -158,7 +158,7 @@ def _check_resume(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Fi
 
 def _find_checkpoint(path: str) -> None:
     try:
-        find_checkpoint(path, reads_all=False)
+        named_checkpoint(path)
     except TrainError as error:
         raise ConfigError(f"trainer.resume: {error.message}", remedy=error.remedy) from error
 

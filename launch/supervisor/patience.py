@@ -21,5 +21,7 @@ class Patience:
     """For a sign of life of another node's launcher."""
     over_s: float = 5.0
     """For a process to end by itself that the registry has given up, before it is killed."""
+    leave_s: float = 30.0
+    """The same for one that said itself that it ends: it may have much memory to give back, and its status says why."""
     gone_s: float = 60.0
     """For a process to vanish after SIGKILL; the kernel takes its time for one that holds much pinned memory."""

@@ -97,21 +97,22 @@ class RunSupervisor(SupervisorContract):
             self._bulletin.post(event)
             self._carry_out(self._rules.on_health(event.name, event.kind, event.reason, self._now()))
         elif event.kind == "down":
-            self.ctx.spawn(self._see_it_end(event), name=f"end of {event.name}")
+            if self._rules.state(event.name) in ("up", "hung", "draining"):  # now: it may leave before the task begins
+                seen_to = self._see_it_end(event, self._rules.attempt(event.name))
+                self.ctx.spawn(seen_to, name=f"end of {event.name}")
         elif self._rules.state(event.name) == "starting":
             self.ctx.log.info("%s is up (epoch %d)", event.name, event.epoch)
             self._crew[event.name].epoch = event.epoch
             self._rules.on_up(event.name)
+            if self._crew[event.name].spec.role == "coordinator":
+                self._at_work.coordinator_came()
             if self._crew[event.name].spec.role not in SEEN_IN_STATUS:
                 self._rules.on_work(event.name, self._now())
 
-    async def _see_it_end(self, event: PeerEvent) -> None:
+    async def _see_it_end(self, event: PeerEvent, attempt: int) -> None:
         """Its incarnation is over for everybody. A process that does not end of it, perhaps because nobody can tell it,
         is in the next one's way."""
-        attempt = self._rules.attempt(event.name)
-        if self._rules.state(event.name) not in ("up", "hung", "draining"):
-            return
-        await asyncio.sleep(self._patience.over_s)
+        await asyncio.sleep(self._patience.leave_s if event.is_own_word else self._patience.over_s)
         if event.name not in self._crew or self._rules.attempt(event.name) != attempt:
             return
         member = self._crew[event.name]

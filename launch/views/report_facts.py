@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ...core.errors import LaunchError
+from ..lives.origin import Origin
 from .findings import setting, tail_mean
 from .numbers import duration, percent, short
 from .run_files import EventRow, RunFiles
@@ -93,7 +95,7 @@ def _last_alarm(run: RunFiles) -> str:
 def tiles(run: RunFiles) -> list[Tile]:
     """The figures that are asked for first."""
     found = [_steps_tile(run), _time_tile(run), _reward_tile(run), _eval_tile(run)]
-    found += [_speed_tile(run), _lag_tile(run), _groups_tile(run)]
+    found += [_speed_tile(run), _lag_tile(run), _groups_tile(run), _origin_tile(run)]
     return [tile for tile in found if tile is not None]
 
 
@@ -101,6 +103,15 @@ def _steps_tile(run: RunFiles) -> Tile:
     steps, goal = run.steps("train/loss"), setting(run, "run", "num_steps")
     done = max(steps) if steps else 0
     return Tile("steps", f"{done}", f"of {goal}" if isinstance(goal, int) and goal > 0 else "")
+
+
+def _origin_tile(run: RunFiles) -> Tile | None:
+    """Of a run that was forked from another one, or went on after an end."""
+    try:
+        origin = Origin.load(run.run_dir)
+    except LaunchError:
+        return None
+    return Tile("lives", f"{len(origin.lives)}", origin.in_words()) if origin.in_words() else None
 
 
 def _time_tile(run: RunFiles) -> Tile | None:

@@ -19,14 +19,16 @@ NAME = "rollout/0"
 
 
 class Conductor:
-    """Everything is decided; `gate` holds an actor that joins."""
+    """`decided` holds who asks whether anything is open, `gate` an actor that joins."""
 
     def __init__(self) -> None:
+        self.decided = asyncio.Event()
+        self.decided.set()
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def until_decided(self) -> None:
-        """At once."""
+        await self.decided.wait()
 
     async def joined(self, owner: str) -> None:
         await self.gate.wait()
@@ -111,6 +113,22 @@ async def test_one_that_ends_while_it_is_told_the_knobs_is_not_there_afterwards(
     place.conductor.gate.set()
     await joining
     assert not place.fleet.present and place.adoption.epoch_of(NAME) == -1
+
+
+@pytest.mark.parametrize(
+    "news", [PeerEvent("restarted", NAME, 8, "it died"), PeerEvent("down", NAME, 7, "it died")], ids=lambda e: e.kind
+)
+async def test_one_that_ends_before_its_report_is_heard_is_not_there_and_the_next_one_is(news: PeerEvent) -> None:
+    place = Place()
+    place.conductor.decided.clear()
+    joining = asyncio.create_task(place.ready(7))
+    await asyncio.sleep(0)
+    place.fleet.gone(news)
+    place.conductor.decided.set()
+    await joining
+    assert not place.fleet.present and place.adoption.epoch_of(NAME) == -1
+    await place.ready(8)
+    assert list(place.fleet.present) == [NAME] and place.adoption.epoch_of(NAME) == 8
 
 
 async def test_a_word_of_an_old_one_that_comes_last_changes_nothing() -> None:

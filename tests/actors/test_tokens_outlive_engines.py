@@ -72,6 +72,21 @@ def sick(engine: Any, *, for_group: str) -> Any:
     return engine
 
 
+def mute(engine: Any, *, for_group: str) -> Any:
+    """That engine; such a group waits for its first token, as one in a queue does."""
+    whole, engine.num_mute = engine.generate, 0
+
+    async def generate(request: GenerateRequest) -> AsyncIterator[Delta]:
+        if re.search(rf"\.a\d+\.{for_group}\.", request.request_id):
+            engine.num_mute += 1
+            await asyncio.Event().wait()
+        async for delta in whole(request):
+            yield delta
+
+    engine.generate = generate
+    return engine
+
+
 @pytest.mark.asyncio
 async def test_a_group_that_breaks_every_stream_is_given_up_by_name(
     tmp_path: Path, data_floor: Maker, gate_engine: Maker, monkeypatch: pytest.MonkeyPatch
@@ -189,12 +204,30 @@ async def test_groups_in_hand_when_an_engine_is_lost_are_counted(
             raise EngineError("the server is gone")
 
         engine.until_lost = until_lost
-        await floor.add("rollout/0", engine=engine, max_groups=2, save_partials_s=0.0)
-        await until(lambda: engine.open == 4, "two groups")
+        await floor.add("rollout/0", engine=mute(engine, for_group="1"), max_groups=2, save_partials_s=0.0)
+        await until(lambda: engine.open == 2 and engine.num_mute == 2, "two groups")
         is_lost.set()
         await floor.until_states(lambda states: states.get("REQUEUED") == 2, "handed back")
         suspects = floor.buffer_actor._store.suspects
-        assert 0 in suspects and 1 in suspects
+        assert 0 not in suspects and 1 in suspects, "unless they brought tokens"
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_failed_too_many_groups_hands_the_others_back_with_their_tokens(
+    tmp_path: Path, data_floor: Maker, gate_engine: Maker, until: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with data_floor(tmp_path) as floor:
+        engine = await floor.add("rollout/0", engine=gate_engine(), max_groups=2, save_partials_s=0.0)
+        await until(lambda: engine.open == 4, "two groups")
+        rollout = floor.rollouts["rollout/0"]
+
+        def judge() -> None:
+            raise EngineError("20 of the last 20 groups were lost")
+
+        monkeypatch.setattr(rollout._handover, "judge_breaks", judge)
+        rollout._pull.resize(3)  # it looks again
+        await floor.until_states(lambda states: states.get("REQUEUED") == 2, "handed back")
+        assert saved(floor, 0) == saved(floor, 1) == [1, 1]
 
 
 @pytest.mark.asyncio

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from myxa.actors.buffer.knobs import BufferLimits
-from myxa.actors.buffer.suspects import CLEARING_S, POISON, SUSPECT_AFTER, Suspects
+from myxa.actors.buffer.suspects import CLEARING_S, MAX_NEW_SUSPECTS, POISON, SUSPECT_AFTER, Suspects
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.states import Row
-from myxa.core.messages import Assignment, GroupReturned
+from myxa.actors.ledger.states import Row, State
+from myxa.core.messages import Assignment, DrawRequest, GroupReturned
 
 MAX_DEATHS = 3
 
@@ -27,29 +28,79 @@ def open_ledger(folder: Path, num_groups: int) -> Ledger:
     return ledger
 
 
+def killed(suspects: Suspects, group_ids: Sequence[int], *, num_tokens: int = 0) -> list[int]:
+    """An attempt of these groups begins with so many tokens each, brings none and ends with its actor."""
+    suspects.dispatched(("a", 1), dict.fromkeys(group_ids, num_tokens), 0.0)
+    return suspects.died(dict.fromkeys(group_ids, ("a", 1)))
+
+
 def test_only_a_death_alone_convicts_and_a_token_clears(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 4)
     suspects = Suspects(ledger, MAX_DEATHS)
-    assert not suspects.died([0, 1, 2]) and not suspects.must_be_alone(0)
-    suspects.brought_tokens(2)
-    assert not suspects.died([0, 1, 2])
+    assert not killed(suspects, [0, 1, 2]) and not suspects.must_be_alone(0) and not suspects
+    suspects.dispatched(("a", 1), {2: 0}, 0.0)
+    suspects.has_tokens(2, 1)
+    assert not killed(suspects, [0, 1, 2], num_tokens=1) and suspects
     assert [suspects.must_be_alone(group_id) for group_id in range(4)] == [True, True, False, False]
     assert [text.partition(" was")[0] for text in suspects.take_news()] == ["group 0", "group 1"]
-    assert suspects.died([0]) == [0]
+    assert killed(suspects, [0]) == [0]
+    ledger.close()
+
+
+def test_an_attempt_that_brought_tokens_counts_for_nothing(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, 1)
+    suspects = Suspects(ledger, MAX_DEATHS)
+    suspects.dispatched(("a", 1), {0: 0}, 0.0)
+    suspects.has_tokens(0, 1000)
+    assert not suspects.died({0: ("a", 1)}) and 0 not in suspects
+    suspects.dispatched(("a", 2), {0: 1000}, 0.0)
+    suspects.has_tokens(0, 1000)
+    suspects.died({0: ("a", 2)})
+    assert 0 in suspects and not suspects.must_be_alone(0), "no more than it began with: the first death"
+    suspects.died({0: ("a", 2)})
+    assert not suspects.must_be_alone(0), "one attempt dies once"
+    ledger.close()
+
+
+def test_one_death_makes_few_suspects_those_in_hand_longest(tmp_path: Path) -> None:
+    """And the others are next, whichever way they were lost."""
+    num = 3 * MAX_NEW_SUSPECTS
+    ledger = open_ledger(tmp_path, num)
+    suspects = Suspects(ledger, MAX_DEATHS)
+    order = list(reversed(range(num)))
+
+    def alone() -> list[int]:
+        return [group_id for group_id in order if suspects.must_be_alone(group_id)]
+
+    killed(suspects, order)
+    assert not alone() and all(group_id in suspects for group_id in order)
+    killed(suspects, order)
+    assert alone() == order[:MAX_NEW_SUSPECTS]
+    rest, sick = order[MAX_NEW_SUSPECTS:], ("b", 1)
+    suspects.dispatched(sick, dict.fromkeys(rest, 0), 0.0)
+    for group_id in rest:  # an engine that is lost has them handed back one by one
+        suspects.broke(sick, 1.0)
+        suspects.died({group_id: sick})
+    assert alone() == order[: 2 * MAX_NEW_SUSPECTS]
+    killed(suspects, order[2 * MAX_NEW_SUSPECTS :])
+    assert alone() == order
+    suspects.finished(("a", 1), order[0])
+    assert alone() == order[1:]
     ledger.close()
 
 
 def test_what_is_counted_outlives_the_buffer_and_not_the_group(tmp_path: Path) -> None:
-    ledger = open_ledger(tmp_path, 2)
+    ledger = open_ledger(tmp_path, 3)
     suspects = Suspects(ledger, MAX_DEATHS)
     for _ in range(SUSPECT_AFTER):
-        suspects.died([0, 1])
+        killed(suspects, [0, 1])
     ledger.close()
-    ledger = open_ledger(tmp_path, 2)
+    ledger = open_ledger(tmp_path, 3)
     again = Suspects(ledger, MAX_DEATHS)
     assert again.must_be_alone(0) and again.must_be_alone(1)
     ledger.drop([(0, "workflow-error")])
-    again.brought_tokens(1)
+    again.finished(("a", 1), 1)
+    killed(again, [2])
     assert 0 not in again and 1 not in again
     ledger.close()
 
@@ -59,7 +110,7 @@ def test_a_suspect_is_served_to_one_that_has_nothing_else_and_one_runs_dry_for_i
     suspects = Suspects(ledger, MAX_DEATHS)
     assert suspects.turn(("a", 1), (), (2, 3), 8, 0.0) == ((2, 3), 8)
     for _ in range(SUSPECT_AFTER):
-        suspects.died([0, 1])
+        killed(suspects, [0, 1])
     assert suspects.turn(("a", 1), (), (0, 1, 2), 8, 0.0) == ([0], 1), "alone"
     assert suspects.turn(("a", 1), (0,), (1, 2), 8, 0.0) == ((), 0), "and nothing comes to it"
     assert suspects.turn(("b", 1), (5, 6), (1, 2), 8, 1.0) == ((), 0), "that one shall have the next"
@@ -117,25 +168,25 @@ async def test_groups_of_an_actor_that_is_killed_over_and_over_are_kept(shop: An
 def test_an_engine_that_fails_one_after_another_convicts_nobody(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 4)
     suspects = Suspects(ledger, MAX_DEATHS)
-    suspects.dispatched(("a", 1), [0, 1], 0.0)
+    suspects.dispatched(("a", 1), {0: 0, 1: 0}, 0.0)
     for group_id in (0, 1):
         suspects.broke(("a", 1), 1.0)
-        suspects.died([group_id])
+        suspects.died({group_id: ("a", 1)})
     assert 0 in suspects and 1 in suspects, "both were there when it began"
     for now_s in range(2, 50):
-        suspects.dispatched(("a", 1), [0, 2], float(now_s))
+        suspects.dispatched(("a", 1), {0: 0, 2: 0}, float(now_s))
         suspects.broke(("a", 1), float(now_s))
-        assert not suspects.died([0, 2])
+        assert not suspects.died(dict.fromkeys((0, 2), ("a", 1)))
     assert 2 not in suspects and not suspects.must_be_alone(0)
-    suspects.dispatched(("b", 1), [0], 50.0)
-    suspects.died([0])
+    suspects.dispatched(("b", 1), {0: 0}, 50.0)
+    suspects.died({0: ("b", 1)})
     assert suspects.must_be_alone(0)
     assert suspects.turn(("a", 1), (), (0, 2), 8, 50.0) == ([2], 8), "no suspect for one in doubt"
     assert suspects.turn(("a", 2), (), (0, 2), 8, 50.0) == ([0], 1), "its next incarnation is not"
-    suspects.finished(("a", 1))
+    suspects.finished(("a", 1), 3)
     assert suspects.turn(("a", 1), (), (0, 2), 8, 50.0) == ([0], 1)
-    suspects.dispatched(("a", 1), [0], 50.0)
-    assert suspects.died([0]) == [0]
+    suspects.dispatched(("a", 1), {0: 0}, 50.0)
+    assert suspects.died({0: ("a", 1)}) == [0]
     ledger.close()
 
 
@@ -195,3 +246,59 @@ async def test_two_poisons_in_a_fleet_that_is_killed_at_random(shop: Any, seed: 
                 assert (await desk.put(hand.pop(group_id), rollout=name)).outcome == "ready"
         stats = await desk.ref.stats()
         assert stats.dropped == {POISON: 2} and stats.states["READY"] >= 100
+
+
+@pytest.mark.asyncio
+async def test_two_kills_of_an_actor_that_saved_tokens_suspect_nobody(shop: Any, make_sample: Any) -> None:
+    """Every other attempt got somewhere: no two deaths in a row."""
+    async with shop.open(max_staleness=8, batch_size=4, limits=BufferLimits(max_deaths=MAX_DEATHS)) as desk:
+        for epoch in range(1, 9):
+            in_hand = list((await desk.draw(8, epoch=epoch, holding=())).assignments)
+            assert len(in_hand) == 8, "nobody is served alone"
+            for assignment in in_hand if epoch % 2 else ():
+                group_id = assignment.prompt.group_id
+                told = {"group_id": group_id, "attempt": assignment.attempt, "rollout": "rollout/0"}
+                partial = (make_sample(group_id, 0, [0] * epoch),)
+                await desk.ref.return_group(GroupReturned(**told, partial=partial, goes_on=True))
+            await desk.ref.rollout_gone("rollout/0", epoch)
+
+
+def test_the_sight_of_suspects_is_free_without_any(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, 2)
+    suspects = Suspects(ledger, MAX_DEATHS)
+    killed(suspects, [0, 1])
+    assert not suspects, "one death makes none"
+    killed(suspects, [0, 1])
+    assert suspects
+    suspects.finished(("a", 1), 0)
+    suspects.forget(1)
+    assert not suspects, "nobody is left of them"
+    ledger.close()
+
+
+@pytest.mark.asyncio
+async def test_draws_that_wait_look_at_nothing_under_way_and_saved_tokens_wake_none(
+    shop: Any, make_sample: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as there is no suspect."""
+    looked: list[State] = []
+    rung: list[None] = []
+    rows = Ledger.rows
+
+    def seen(ledger: Ledger, *states: State) -> list[Row]:
+        looked.extend(states)
+        return rows(ledger, *states)
+
+    async with shop.open(max_staleness=0, batch_size=4) as desk:
+        (first, *_) = (await desk.draw(8, holding=())).assignments
+        monkeypatch.setattr(Ledger, "rows", seen)
+        monkeypatch.setattr(desk.buffer._polls, "ring", lambda: rung.append(None))
+        request = DrawRequest(rollout="rollout/1", epoch=1, version=0, max_groups=8, wait_s=0.0, holding=())
+        assert not desk.buffer._store.draw(request, 0, 0.0)
+        assert looked and State.DISPATCHED not in looked
+        partial = (make_sample(first.prompt.group_id, 0, [0]),)
+        told = {"group_id": first.prompt.group_id, "attempt": first.attempt, "rollout": "rollout/0"}
+        await desk.ref.return_group(GroupReturned(**told, partial=partial, goes_on=True))
+        assert not rung
+        await desk.ref.return_group(GroupReturned(**told, partial=partial))
+        assert rung

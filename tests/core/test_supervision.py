@@ -18,6 +18,7 @@ from myxa.core.supervision import (
     Instruction,
     Kill,
     Restart,
+    Retired,
     Supervisor,
     describe_status,
 )
@@ -420,9 +421,43 @@ def test_one_that_all_others_gave_up_is_ended_whatever_is_wanted_of_hung_ones():
     ]
     assert supervisor.on_health("rollout/0", "given up", "late news", 2.5) == []
     restart = only(supervisor.on_exit("rollout/0", KILLED, 3.0), Restart)
+    told = "rollout/0 is given up by the others (the connection is lost) and ended with signal SIGKILL"
+    assert restart.reason == told
     launch(supervisor, restart)
     supervisor.on_health("rollout/0", "hung", "no beat", 4.0)
     only(supervisor.on_health("rollout/0", "given up", "the connection is lost", 5.0), Kill)
+
+
+@pytest.mark.parametrize("status", [2, 5])
+def test_one_that_was_given_up_while_it_ended_by_itself_is_judged_by_how_it_ended(status: int):
+    supervisor = make(run(alone("rollout/0", 3), alone("buffer")))
+    only(supervisor.on_health("rollout/0", "given up", "it failed", 2.0), Kill)
+    fail, _ = both(supervisor.on_exit("rollout/0", status, 3.0), FailRun, End)
+    assert fail.exit_code == status and "another attempt would end the same way" in fail.reason
+
+
+def test_one_that_was_given_up_may_be_stopped_retire_or_be_lost_meanwhile():
+    def given_up() -> Supervisor:
+        supervisor = make(run(alone("rollout/0"), alone("rollout/1"), quorum=1))
+        only(supervisor.on_health("rollout/0", "given up", "the connection is lost", 2.0), Kill)
+        return supervisor
+
+    supervisor = given_up()
+    assert only(supervisor.stop("asked to", 3.0), End).children == ("rollout/1",)
+    assert supervisor.on_exit("rollout/0", KILLED, 4.0) == []
+    supervisor = given_up()
+    assert supervisor.retire("rollout/0", "asked to", 3.0) == []
+    assert supervisor.on_exit("rollout/0", 2, 4.0) == [Retired(("rollout/0",))]
+    supervisor = given_up()
+    supervisor.on_lost("rollout/0", ("rollout/0",), "it survives SIGKILL", 3.0)
+    assert supervisor.state("rollout/0") == "stopped" and supervisor.state("rollout/1") == "up"
+
+
+def test_a_rank_that_was_given_up_takes_its_gang_with_it_when_it_has_ended():
+    supervisor = make(run(gang("trainer", 2)))
+    only(supervisor.on_health("trainer/0", "given up", "the connection is lost", 1.0), Kill)
+    assert only(supervisor.on_exit("trainer/0", KILLED, 2.0), End).children == ("trainer/1",)
+    assert only(supervisor.on_exit("trainer/1", 0, 3.0), Restart).children == ("trainer/0", "trainer/1")
 
 
 def test_a_hung_rank_takes_its_gang_with_it():

@@ -19,7 +19,7 @@ PERIOD_S = 300.0
 RESTART_TYPES: tuple[RestartType, ...] = ("permanent", "permanent", "transient", "temporary")
 WHEN_HUNG: tuple[WhenHung, ...] = ("wait", "kill")
 STRATEGIES: tuple[Strategy, ...] = ("one_for_one", "one_for_all", "rest_for_one", "gang")
-HEALTHS: tuple[Health, ...] = ("suspect", "hung", "hung", "recovered")
+HEALTHS: tuple[Health, ...] = ("suspect", "hung", "hung", "recovered", "given up")
 
 
 @st.composite

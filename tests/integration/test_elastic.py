@@ -81,6 +81,7 @@ def test_engines_come_and_go_under_load(job: Job) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.soak
 async def test_late_engines_and_engines_of_other_programs_never_get_the_same_name(job: Job) -> None:
     process = job.start("run.num_steps=100000")
     try:

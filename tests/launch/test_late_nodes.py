@@ -159,6 +159,7 @@ def test_who_may_not_come_is_told_why(stage: Stage):
     ("flags", "said"),
     [
         (("--nnodes", "2"), "--join goes without --nnodes"),
+        (("--join", "run.toml"), "that is a run file"),
         (("--rollouts", "-1"), "--rollouts is -1"),
         (("--nnodes", "4:2"), "fewer at most than at least"),
     ],

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from myxa.core.actor import Actor
+from myxa.core.actor import FAILED, Actor, PeerEvent
 from myxa.core.child_states import ChildState
 from myxa.core.config import RestartPolicy
 from myxa.core.errors import ConfigError, DeadlineExceeded, LaunchError
-from myxa.core.messages import EngineStatus, RunStatus
+from myxa.core.messages import EngineStatus, RunPhase, RunStatus
 from myxa.launch.actor_spec import ActorSpec, GangMeeting, RankSpec
 from myxa.launch.contracts import (
     SUPERVISOR,
@@ -28,6 +28,7 @@ from myxa.launch.contracts import (
     SupervisorContract,
     agent_name,
 )
+from myxa.launch.supervisor.at_work import AtWork
 from myxa.launch.supervisor.patience import Patience
 from myxa.launch.supervisor.run_place import RunPlace
 from myxa.launch.supervisor.run_supervisor import RunSupervisor
@@ -59,6 +60,7 @@ class Hands(AgentContract):
         self.attempts: dict[str, int] = {}
         self.left: tuple[int, str] | None = None
         self.ended: list[str] = []
+        self.killed: list[str] = []
         # How it misbehaves.
         self.raises: Exception | None = None
         """At every start."""
@@ -96,6 +98,11 @@ class Hands(AgentContract):
         for name in names:
             if name in self.pids and name not in self.undead:
                 await self.die(name, 0)
+
+    async def kill_hung(self, names: tuple[str, ...]) -> None:
+        self.killed += names
+        for name in names:
+            await self.die(name)
 
     async def die(self, name: str, status: int = SIGKILL) -> None:
         """Its process ends."""
@@ -444,3 +451,78 @@ def test_restarts_grow_old_when_the_runs_status_shows_the_actor_at_work():
         assert left(stage) == {"trainer/0": 3, "rollout/0": 3}, "a step was made"
 
     staged(body, *trainers(0), rollout(0))
+
+
+def test_a_gang_is_at_work_when_it_makes_a_version_that_was_never_reached():
+    def steps(seen: AtWork, *versions: int, phase: RunPhase = "running") -> list[int]:
+        statuses = [RunStatus(name="toy", phase=phase, version=v, num_steps=99, engines=()) for v in versions]
+        return [status.version for status in statuses if "trainer/0" in seen.seen(status, trainers(0))]
+
+    seen = AtWork()
+    seen.coordinator_came()
+    assert steps(seen, 0, phase="starting") == []
+    assert steps(seen, 7, 7) == [], "that is where it begins"
+    assert steps(seen, 8, 10) == [8, 10]
+    assert steps(seen, 8, 9, 10) == [], "after a rewind the same steps come again"
+    assert steps(seen, 11) == [11]
+    seen.coordinator_came()
+    assert steps(seen, 6, 14) == [], "whoever made those, it may have been the gang before"
+    assert steps(seen, 14, 15) == [15]
+
+
+def test_another_coordinator_s_first_word_of_versions_proves_nothing():
+    def status(version: int) -> RunStatus:
+        return RunStatus(name="toy", phase="running", version=version, num_steps=99, engines=())
+
+    async def body(stage: Stage) -> None:
+        stage.supervisor.hear(status(3))
+        for name in ("trainer/0", "coordinator"):
+            await stage.sim.spawn("launcher/0", stage.hands[0].die(name))
+            await asyncio.sleep(5)
+        stage.supervisor.hear(status(9))
+        await asyncio.sleep(400)
+        left = {record.name: record.restarts_left for record in stage.supervisor.roster()}
+        assert left["trainer/0"] == 2
+        stage.supervisor.hear(status(10))
+        await asyncio.sleep(301)
+        left = {record.name: record.restarts_left for record in stage.supervisor.roster()}
+        assert left["trainer/0"] == 3
+
+    coordinator = ActorSpec(name="coordinator", role="coordinator", kind="", index=0, node=0, restart="one")
+    staged(body, coordinator, *trainers(0))
+
+
+# -- who is over for everybody -----------------------------------------------------------------------------------------
+
+
+def test_one_that_retires_may_go_and_be_told_of_in_the_same_moment():
+    async def body(stage: Stage) -> None:
+        hands, supervisor = stage.hands[0], stage.supervisor
+
+        async def both_news() -> None:
+            supervisor.retire("rollout/1", "somebody wished it")
+            await supervisor.on_peer(PeerEvent("down", "rollout/1", stage.supervisor.crew["rollout/1"].epoch, "lost"))
+            await supervisor.child_ended(
+                ChildEnd(name="rollout/1", attempt=0, status=0, node=0, log_path="", pid=hands.pids["rollout/1"])
+            )
+
+        await stage.on_0(both_news)
+        await asyncio.sleep(PATIENCE.leave_s + 5)
+        assert set(stage.states()) == {"rollout/0"}
+
+    staged(body, rollout(0, quorum=1), rollout(1, quorum=1))
+
+
+def test_one_that_says_that_it_ends_has_longer_to_do_so_than_one_that_was_lost():
+    async def body(stage: Stage) -> None:
+        hands, supervisor = stage.hands[0], stage.supervisor
+        for name, reason in (("rollout/0", f"{FAILED}: its data is wrong"), ("rollout/1", "the connection is lost")):
+            event = PeerEvent("down", name, supervisor.crew[name].epoch, reason)
+            await stage.on_0(lambda event=event: supervisor.on_peer(event))
+        await asyncio.sleep(PATIENCE.over_s + 2)
+        assert hands.killed == ["rollout/1"]
+        assert stage.states()["rollout/0"] == "up"
+        await asyncio.sleep(PATIENCE.leave_s)
+        assert hands.killed == ["rollout/1", "rollout/0"]
+
+    staged(body, rollout(0, quorum=1), rollout(1, quorum=1))

@@ -10,7 +10,7 @@ import pytest
 from myxa.actors.telemetry import report_forever, report_once
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.clock import SystemClock
-from myxa.core.errors import NoSuchActor
+from myxa.core.errors import MessageTooLarge, NoSuchActor
 from myxa.core.messages import Telemetry
 
 
@@ -30,6 +30,8 @@ class Receiver:
             await asyncio.Event().wait()
         if self.mode == "broken":
             raise TypeError("this is a bug in the way to the monitor")
+        if self.mode == "refuses":
+            raise MessageTooLarge("2 MiB are more than the lane takes")
         self.bundles.append(bundle)
 
 
@@ -64,9 +66,10 @@ async def test_what_waits_is_bounded_and_what_goes_is_counted() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_bundle_that_nobody_could_ever_take_is_counted_and_does_not_stand_in_the_way() -> None:
+@pytest.mark.parametrize("mode", ["broken", "refuses"])
+async def test_a_bundle_that_nobody_could_ever_take_is_counted_and_does_not_stand_in_the_way(mode: str) -> None:
     buffer, receiver = TelemetryBuffer("trainer/0", SystemClock()), Receiver()
-    receiver.mode = "broken"
+    receiver.mode = mode
     buffer.metric(1, {"train/loss": 1.0})
     buffer.event("note", "something")
     assert not await report_once(buffer, receiver)

@@ -138,6 +138,7 @@ def test_gpus_that_are_not_here(site: Site, capsys: pytest.CaptureFixture[str]) 
         ("max_groups = 32", "max_groups = 2", "rollout.max_groups", "several rounds"),
         ("max_groups = 32", "max_groups = 8", "rollout.max_groups", "raise it to 11"),
         ("checkpoint_every = 10", "checkpoint_every = 100", "trainer.checkpoint_every", "no checkpoint is written"),
+        ("checkpoint_every = 10", "", "trainer.checkpoint_every", "back to its start"),
         ("every = 10\nnum_prompts", "every = 50\nnum_prompts", "eval.every", "no evaluation after the first"),
         ("num_prompts = 16", "num_prompts = 64", "eval.num_prompts", "has 16 rows"),
         ('train = "data/train.jsonl"', 'train = "data/train.jsonl"\nmax_passes = 1', "data.max_passes", "ends after 5"),
@@ -151,6 +152,8 @@ def test_what_hardly_anybody_means(
     site: Site, capsys: pytest.CaptureFixture[str], old: str, new: str, key: str, word: str
 ) -> None:
     text = RUN.replace("[rollout]\n", "[rollout]\nmax_turns = 1\n")
+    if not new:
+        text = text.replace("num_steps = 20", "num_steps = 200")
     assert text.count(old) == 1
     code, answer = plan(site.write(text.replace(old, new)), "--elsewhere", capsys=capsys)
     assert code == 0, answer["problems"]

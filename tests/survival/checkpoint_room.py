@@ -16,7 +16,7 @@ from myxa.actors.trainer.checkpoint_orders import CheckpointOrders
 from myxa.actors.trainer.checkpoint_side import RunSide
 from myxa.actors.trainer.checkpoints import CheckpointOptions, Checkpoints
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
-from myxa.core.clock import SystemClock
+from myxa.core.clock import ManualClock
 from myxa.core.errors import GatherError, RemoteError
 from myxa.core.file_entry import FileEntry, describe_file
 from myxa.core.knobs import LiveKnobs
@@ -96,7 +96,7 @@ class CheckpointRoom:
 
     def __init__(self, run_dir: Path, **options: Any) -> None:
         self.ranks, self.buffer, self.coordinator = Ranks(), Buffer(), Coordinator()
-        clock = SystemClock()
+        clock = self.clock = ManualClock()
         meter = ActivityMeter("trainer/0", clock)
         self._telemetry = TelemetryBuffer("trainer/0", clock)
         ctx: Any = SimpleNamespace(log=LOG, spawn=self._spawn)

@@ -11,10 +11,12 @@ from live import Live, live_run  # pyright: ignore[reportMissingImports]
 from run_job import events, until  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.audit import read_audit
+from myxa.core.chaos import POINTS
 from myxa.core.config import RoleName
 from myxa.core.errors import ConfigError
 from myxa.launch.chaos.ballast import BALLAST, Ballast
 from myxa.launch.chaos.lots import Lots
+from myxa.launch.cli import main
 from myxa.launch.supervisor.roster import ActorRecord
 
 MIB = 1 << 20
@@ -59,6 +61,12 @@ def test_the_machine_s_own_file_system_is_not_filled(tmp_path: Path):
     assert (tmp_path / BALLAST).stat().st_size == MIB
     ballast.empty()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_points_are_named_where_no_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["chaos", "points", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == POINTS
 
 
 @pytest.mark.timeout(300)

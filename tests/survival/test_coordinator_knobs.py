@@ -108,6 +108,7 @@ async def test_changes_for_a_time_go_back_although_the_coordinator_that_made_the
         _check_chain(room)
 
 
+@pytest.mark.soak
 async def test_killed_at_random_moments_owners_agree_and_the_audit_log_says_on_what(tmp_path: Path) -> None:
     seed = random.randrange(1 << 32)
     print("seed", seed)

@@ -93,6 +93,7 @@ def test_a_run_survives_its_coordinator_in_every_state(tmp_path: Path) -> None:
         _end(victim)
 
 
+@pytest.mark.soak
 def test_a_run_survives_its_coordinator_in_the_middle_of_its_work(tmp_path: Path) -> None:
     with live_run(tmp_path, *OPTIONS, steps=1) as live:
         victim = Victim(live)

@@ -266,3 +266,44 @@ async def test_an_end_that_cannot_be_kept_is_one_all_the_same(phase: Any) -> Non
     moves = PhaseMoves(ctx, state, journal, lambda kind, text: told.append(kind), lambda: None)
     assert await moves.to(phase) and state.phase == phase
     assert told[:2] == ["journal-not-written", "phase"]
+
+
+@pytest.mark.parametrize("phase", ["draining", "failed"])
+async def test_an_end_does_not_wait_for_a_disk_that_hangs(phase: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("myxa.actors.coordinator.phase_moves.KEEP_S", 0.01)
+    hang = asyncio.Event()
+    told: list[str] = []
+    state, around = RunState(phase="running"), Surroundings(None)
+    ctx: Any = around
+    journal: Any = SimpleNamespace(keep=hang.wait, path=Path("coordinator.journal"))
+    moves = PhaseMoves(ctx, state, journal, lambda kind, text: told.append(kind), lambda: None)
+    async with asyncio.timeout(20):
+        assert await moves.to(phase)
+    assert state.phase == phase and told[:2] == ["journal-not-written", "phase"]
+
+
+async def test_a_begin_waits_for_a_disk_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("myxa.actors.coordinator.phase_moves.KEEP_S", 0.01)
+    hang = asyncio.Event()
+    state, around = RunState(), Surroundings(None)
+    ctx: Any = around
+    journal: Any = SimpleNamespace(keep=hang.wait, path=Path("coordinator.journal"))
+    moves = PhaseMoves(ctx, state, journal, lambda kind, text: None, lambda: None)
+    moving = asyncio.create_task(moves.to("running"))
+    await asyncio.sleep(0.1)
+    assert state.phase == "starting" and not moving.done()
+    hang.set()
+    assert await moving and state.phase == "running"
+
+
+async def test_the_end_of_the_leader_is_seen_while_the_disk_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("myxa.actors.coordinator.phase_moves.KEEP_S", 0.01)
+    async with place(tmp_path) as (_, coordinator, leader, ref):
+        await ref.trainer_ready(0, None, {})
+        await until(lambda: leader.starts == [0], "the begin")
+        hang = asyncio.Event()
+        monkeypatch.setattr(coordinator._journal, "keep", hang.wait)
+        await ref.trainer_finished(0, "enough")
+        await until(lambda: coordinator._state.phase == "finished", "the end")

@@ -16,10 +16,14 @@ from myxa.actors.trainer.start_point import FixedStart, StartPoint, marks_of, re
 from myxa.core.config import RunConfig
 from myxa.core.errors import MyxaError, TornCheckpoint, TrainError
 from myxa.launch.actor_spec import ActorSpec
+from myxa.launch.composition.checkpoint_parts import earlier_ledger
 from myxa.launch.composition.gang_start import GangStart
 from myxa.launch.lives.checkpoint_list import checkpoints_of
+from myxa.launch.lives.named_checkpoint import named_checkpoint
 from myxa.launch.lives.origin import Life, Origin
 from myxa.launch.lives.resume_point import choose_point
+from myxa.launch.node_place import find_place
+from myxa.launch.nodes.launch_options import LaunchOptions, with_start
 
 NUM_RANKS = 2
 
@@ -194,6 +198,28 @@ def test_nor_is_that_of_an_attempt_that_was_undone(tmp_path: Path):
     assert gang(run.path, attempt=2).find({}).checkpoint == str(run.place(3))
     marked(run, 5, life=1, attempt=1)
     assert gang(run.path, attempt=2).find({}).checkpoint == str(run.place(5))
+
+
+def test_a_run_that_is_named_is_gone_on_from_where_it_stands_itself(tmp_path: Path):
+    run = RunOnDisk(tmp_path, steps=3)
+    Origin(lives=(Life(), Life(version=3))).save(run.path)
+    late = marked(run, 9, life=1, attempt=0)
+    for place in (run.path, run.path / "checkpoints"):
+        resume, other = str(place), tmp_path / "other"
+        assert gang(other, attempt=0, resume=resume).find({}).checkpoint == str(run.place(3))
+        told = {
+            "run": {"name": "small"},
+            "model": {"path": "/m"},
+            "data": {"train": "/d"},
+            "trainer": {"resume": resume},
+        }
+        config = RunConfig.model_validate(told)
+        assert with_start(config, LaunchOptions(place=find_place(1, 0, None, {}))).trainer.resume == str(run.place(3))
+        assert earlier_ledger(config, other) == run.ledger, "which cannot go on from version 9"
+    assert named_checkpoint(late) == late, "a name of its own is taken at its word"
+    (run.path / "origin.json").write_text("{")
+    with pytest.raises(TrainError, match="cannot be read"):
+        named_checkpoint(run.path)
 
 
 def test_a_newer_copy_in_memory_is_undone_with_the_rest(tmp_path: Path):

@@ -49,10 +49,8 @@ def test_a_hiccup_of_the_network_costs_nobody_his_process(tmp_path: Path):
         assert run.prove() == 0, "nothing was undone"
 
 
-@pytest.mark.parametrize(
-    "target",
-    ["rollout/1", *(pytest.param(name, marks=pytest.mark.soak) for name in ("trainer/1", "coordinator", "buffer"))],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("target", ["rollout/1", "trainer/1", "coordinator", "buffer"])
 def test_who_is_away_for_long_is_replaced(tmp_path: Path, target: str):
     """Its process lives on without a network; its launcher ends it, and the next one does its work, as soon as the
     machine has a network again: the cut is of the place, not of the process."""

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from checkpoint_maker import RunOnDisk, make_checkpoint
 
+from myxa.actors.checkpoints import folder
 from myxa.actors.ledger.file import lock_ledger
 from myxa.actors.ledger.resume import LEDGER
 from myxa.core.config import RunConfig, dump_config, load_config
@@ -73,6 +74,18 @@ def test_other_nodes_leave_checkpoints_and_ledger_to_node_0(
     assert with_start(first, of_node_0).trainer.resume == str(run.place(4))
 
 
+def test_a_scheduler_says_who_is_who_once_several_are_meant(
+    run: RunOnDisk, launches: Launches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    for name, value in {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "gpu[1-2]"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["resume", str(run.path), "--rdzv-file", str(tmp_path / "rdzv")]) == 0
+    assert main(["resume", str(run.path)]) == 0
+    (_, among_two), (_, alone) = launches
+    assert (among_two.place.rank, among_two.place.num_nodes) == (1, 2)
+    assert alone.place == ALONE, "one machine of an allocation goes on with a run of its own"
+
+
 def test_node_0_takes_the_runs_own_ledger_while_others_look_at_it(run: RunOnDisk, launches: Launches):
     """A reader's lock says nothing of damage: the good ledger stays."""
     assert resume(run, 0) == 0
@@ -103,6 +116,16 @@ def test_a_run_that_lives_is_gone_on_from_at_one_version(run: RunOnDisk, tmp_pat
     with lock_ledger(run.ledger):
         assert earlier_ledger(config, tmp_path / "next") == run.place(4) / LEDGER, "the copy: the run lives"
     assert earlier_ledger(config, tmp_path / "next") == run.ledger
+
+
+def test_node_0_reads_no_bytes_before_the_others_can_meet_it(run: RunOnDisk, monkeypatch: pytest.MonkeyPatch):
+    told = load_config(run.path / "config.toml", [f'trainer.resume="{run.path}"'])
+    read: list[Path] = []
+    monkeypatch.setattr(folder, "check_whole", read.append)
+    rank = run.place(4) / "rank-00001.safetensors"
+    rank.write_bytes(rank.read_bytes()[:-1])
+    assert with_start(told, LaunchOptions(place=ALONE)).trainer.resume == str(run.place(3)), "sizes are looked at"
+    assert read == []
 
 
 def test_a_name_that_means_nothing_is_told_before_anything_starts(run: RunOnDisk, tmp_path: Path):

@@ -151,7 +151,7 @@ def test_a_version_that_cannot_be_had_is_told(run: RunOnDisk, version: int, said
 
 def test_a_run_without_any_is_told_what_to_do(tmp_path: Path):
     run = RunOnDisk(tmp_path, steps=0)
-    with pytest.raises(LaunchError, match="died before it wrote one") as caught:
+    with pytest.raises(LaunchError, match="it wrote none") as caught:
         choose_point(run.path, None)
     assert "myxa up" in caught.value.remedy
     make_checkpoint(run.place(1), 1, extra={})

@@ -59,6 +59,7 @@ def test_a_follower_dies_and_the_newest_checkpoint_is_torn(tmp_path: Path):
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.soak)])
+@pytest.mark.soak
 def test_a_rank_stands_still(tmp_path: Path, rank: int):
     """Its mate waits in a collective, and nobody waits for its ten minutes: who stands still is named and killed."""
     with gang_run(tmp_path, "trainer.checkpoint_every=2") as run:

@@ -132,6 +132,30 @@ class Hasty(Conductor):
 
 
 @pytest.mark.asyncio
+async def test_nor_is_the_loop_let_go_before_it_is_published_again_at_the_start(model: Path, tmp_path: Path):
+    conductor = Hasty()
+    async with trainer_room(model, tmp_path, conductor=conductor) as room:
+        await conductor.until(lambda: conductor.given == [0], "the first publication")
+        await room.node.ref(TrainerContract, "trainer/0").publish_again(0)
+        await conductor.until(lambda: conductor.given == [0, 0], "another publication")
+        conductor.may_go.set()
+        room.data.allow(1)
+        await conductor.steps(1)
+        assert conductor.given == [0, 0, 1]
+
+
+@pytest.mark.asyncio
+async def test_what_no_engine_could_take_is_published_again_in_a_pause_too(model: Path, tmp_path: Path):
+    async with trainer_room(model, tmp_path) as room:
+        room.data.allow(1)
+        await room.conductor.steps(1)
+        room.data.blocked_by = "paused"
+        room.data.ring()
+        await room.node.ref(TrainerContract, "trainer/0").publish_again(1)
+        await room.conductor.until(lambda: room.conductor.given == [0, 1, 1], "another publication")
+
+
+@pytest.mark.asyncio
 async def test_an_order_to_the_gang_before_has_no_effect(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     conductor = Hasty()
     async with trainer_room(model, tmp_path, conductor=conductor) as room:

@@ -1,0 +1,26 @@
+"""Which checkpoint is meant by a run's name, as `trainer.resume` has it: the newest whole one that training there did
+not go back behind. Everybody who begins something with such a name asks here.
+
+Sizes are looked at, not bytes: the ranks read those when they load, and reading them here as well would keep every
+other node waiting for node 0.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...actors.checkpoints.folder import find_checkpoint
+from ...core.errors import LaunchError, TrainError
+from .origin import Origin
+from .resume_point import CHECKPOINTS
+
+
+def named_checkpoint(place: str | Path, *, reads_all: bool = False) -> Path:
+    """`place`: a checkpoint, which is not looked into, a run directory, or its folder of checkpoints. `reads_all`: look
+    at every byte all the same, where nobody waits. Raises TrainError naming what was found instead."""
+    root = Path(place)
+    try:
+        origin = Origin.load(root.parent if root.name == CHECKPOINTS else root)
+    except LaunchError as error:
+        raise TrainError(error.message, remedy=error.remedy) from error
+    return find_checkpoint(root, reads_all=reads_all, why_not=origin.why_undone)
