@@ -35,10 +35,10 @@ class EngineFleet:
         self.adopter: Adopter
         self.present: dict[str, EngineStatus] = {}
         """Rollout actors that reported in to this incarnation, and how they stood."""
+        self._reporting: dict[str, int] = {}
+        """Incarnations whose report waits for a change of knobs to be decided; gone from here if they end meanwhile."""
         self._epochs: dict[str, int] = {}
         """Incarnation of each that is present."""
-        self._ended: dict[str, int] = {}
-        """Newest incarnation of each that is known to be over."""
         self._state = state
         self._adoption = adoption
         self._serves = serves
@@ -50,9 +50,11 @@ class EngineFleet:
         """An actor reports in; with a version if an earlier incarnation had it serve one."""
         reached("coordinator.ready")
         name = status.rollout
+        self._reporting[name] = epoch
         await self.conductor.until_decided()
-        if epoch < self._epochs.get(name, epoch) or epoch <= self._ended.get(name, -1):
-            return  # its successor was faster, or the news of its end
+        if self._reporting.get(name) != epoch or epoch < self._epochs.get(name, epoch):
+            return  # it ended meanwhile, or its successor was faster
+        del self._reporting[name]
         self.present[name], self._epochs[name] = status, epoch  # from here on it is asked about every change
         await self.conductor.joined(name)
         if self._epochs.get(name) != epoch:
@@ -80,7 +82,8 @@ class EngineFleet:
     def gone(self, event: PeerEvent) -> None:
         """An incarnation of one ended; the next one may have reported in before this was heard."""
         name, ended = event.name, event.epoch - 1 if event.kind == "restarted" else event.epoch
-        self._ended[name] = max(ended, self._ended.get(name, -1))
+        if self._reporting.get(name, ended + 1) <= ended:
+            del self._reporting[name]
         if name in self.present and self._epochs[name] <= ended:
             self._tell("engine-gone", f"{name} (epoch {self._epochs[name]}): {event.reason}")
             self._adoption.gone(name, ended)
