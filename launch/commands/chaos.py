@@ -6,7 +6,6 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from ...core.chaos import POINTS
 from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show, table
 from .stretch import stretch_s
@@ -45,6 +44,8 @@ def add(verbs: Verbs) -> None:
 
 def _chaos(options: argparse.Namespace) -> int:
     if options.act == "points":  # also where no run goes on: they are named in the run file
+        from ...core.chaos import POINTS
+
         show(options, dict(POINTS), lambda told: table(("point", "what is true there"), [*told.items()]))
         return 0
     client = ControlClient.of(options.run_path)
