@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import ConfigError
-from ..lives.named_checkpoint import named_checkpoint
 from .output import Verbs, add_json_flag, show
 
 RUN_FILE = "config.toml"
@@ -34,6 +33,7 @@ def add(verbs: Verbs) -> None:
 
 def _convert(options: argparse.Namespace) -> int:
     from ...actors.backends.convert import convert  # torch is needed here only
+    from ..lives.named_checkpoint import named_checkpoint
 
     model = options.model or _model_of_run(options.checkpoint)
     done = convert(named_checkpoint(options.checkpoint, reads_all=True), model, options.folder, dtype=options.dtype)
