@@ -21,7 +21,7 @@ from types import ModuleType
 
 import psutil
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from own_segments import own_segments  # pyright: ignore[reportMissingImports]
 
 MARK = "MYXA_TEST_SESSION"
@@ -34,8 +34,10 @@ KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 def pytest_configure(config: pytest.Config) -> None:
     # `make test` tries the same examples every time, so that it says of a change what the change did; `make soak` draws
     # new ones.
-    settings.register_profile("steady", derandomize=True)
-    settings.load_profile("default" if config.getoption("-m") == "soak" else "steady")
+    slow_machine = [HealthCheck.too_slow]  # how fast examples are drawn says something of the machine only
+    settings.register_profile("steady", derandomize=True, suppress_health_check=slow_machine)
+    settings.register_profile("fresh", suppress_health_check=slow_machine)
+    settings.load_profile("fresh" if config.getoption("-m") == "soak" else "steady")
     if not is_xdist_worker():
         os.environ[MARK] = uuid.uuid4().hex  # inherited by every process that a test starts
     # Run-time folders of this process only; pytest's own folders stay where they are looked for after a failure.
