@@ -11,9 +11,9 @@
 #   weights    trainer to engine, first token, stall      1 GPU (same GPU) or 2, SGLang, 240 s
 #   logprobs   engine against trainer, token by token     1 GPU, SGLang, 180 s
 #   layouts    Megatron's layouts against HuggingFace     2 or 4 GPUs, Megatron, 240 s
-#   kill       SIGKILL of a server in mid-broadcast       2 GPUs, SGLang, 120 s
-#   chaos      a rank, a server, the coordinator, all die  2 GPUs, SGLang, 240 s
-#   live       tuned while it goes, through its socket   2 GPUs, SGLang, 150 s
+#   kill       SIGKILL of a server in mid-broadcast       1 GPU (same GPU) or 2, SGLang, 120 s
+#   chaos      a rank, a server, the coordinator, all die  1 GPU (same GPU) or 2, SGLang, 240 s
+#   live       tuned while it goes, through its socket    1 GPU (same GPU) or 2, SGLang, 150 s
 #   memory     all of these that this many GPUs are for; each can also be asked for by its own name:
 #     memory_selfcheck      the driver's calls, the allocator    1 GPU, 30 s
 #     memory_rates          copies, pinning, mapping; arenas     1 GPU, 150 s
@@ -84,7 +84,7 @@ declare -A limit=(
 )
 declare -A gpus=(
   [facts]=1 [rollout]=1 [train]=1 [train4]=4 [learn]=1 [async20]=1 [weights]=1 [logprobs]=1 [layouts]=2
-  [kill]=2 [live]=2 [chaos]=2
+  [kill]=1 [live]=1 [chaos]=1
   [memory_selfcheck]=1 [memory_rates]=1 [memory_switch]=1 [memory_colocated]=1 [memory_residue]=1
   [memory_communicators]=2 [memory_gang]=4
 )
@@ -100,7 +100,8 @@ declare -A arguments=(
   [learn]="--placement $placement --engine $engine --backend $backend"
   [async20]="--placement $placement --engine $engine --backend $backend"
   [weights]="--placement $placement --backend $backend" [logprobs]="--backends $backend" [layouts]="--ranks $ranks"
-  [kill]="--backend $backend" [live]="--backend $backend" [chaos]="--backend $backend --ranks $((num_gpus >= 3 ? 2 : 1))"
+  [kill]="--placement $placement --backend $backend" [live]="--placement $placement --backend $backend"
+  [chaos]="--placement $placement --backend $backend --ranks $((num_gpus >= 3 ? 2 : 1))"
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]="" [memory_colocated]=""
   [memory_residue]="" [memory_communicators]="--ranks $ranks" [memory_gang]=""
 )

@@ -34,6 +34,8 @@ class TrainerTenancy:
     planned: Mapping[Tag, tuple[int, TagPolicy]]
     """What the rank is going to hold: bytes and how they leave."""
     share: TimeShareOptions
+    vacate: Callable[[], None]
+    """Gives back what the backend's steps left behind; called in the backend's thread."""
     comms: Callable[[], CommResidency | None] = field(default=lambda: None)
     """Makes what releases communicators, in the backend's thread after set-up; None: they stay."""
 
@@ -105,7 +107,7 @@ class TrainerTenant:
         if store is not None:
             self._tenant.add_store(store)
         if WORKSPACE in self._tenancy.planned:
-            self._tenant.add_store(WorkspaceRoom(self._tenancy.planned[WORKSPACE][0]))
+            self._tenant.add_store(WorkspaceRoom(self._tenancy.planned[WORKSPACE][0], self._tenancy.vacate))
         comms = await self._in_thread(self._tenancy.comms)
         if comms is not None:
             self._tenant.add_comms(comms)

@@ -1,9 +1,10 @@
 """Who dies, what happens, on real GPUs: a trainer rank, an SGLang server, the coordinator, then everything at once.
 
-    python chaos.py [--backend megatron|torch] [--ranks 1] [--steps 120] [--limit 400]
+    python chaos.py [--placement two|colocated] [--backend megatron|torch] [--ranks 1] [--steps 120] [--limit 400]
     python chaos.py --device cpu [--python INTERPRETER]
 
-One run (`kill.toml`, trainer on GPU 0, two servers that share GPU 1), each prompt to be trained on once. In this order:
+One run (`kill.toml`, trainer on GPU 0, two servers that share GPU 1; "colocated": all on GPU 0, weights by CUDA IPC),
+each prompt to be trained on once. In this order:
 
     trainer       SIGKILL of a rank that has its gradients and has not summed them
     engine        SIGKILL of a server in the middle of a broadcast (as in `kill_in_broadcast.py`)
@@ -122,9 +123,7 @@ def everything_dies(deaths: Deaths, command: list[str], env: dict[str, str], log
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
     trial.process.wait()
-    _, alive = psutil.wait_procs(everyone, timeout=30)
-    if alive:
-        raise TrialFailedError(f"these outlive SIGKILL: {alive}")
+    trial.until_gone(everyone)
     resumed_s = time.time()
     with log.open("ab") as file:
         trial.process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
@@ -147,6 +146,7 @@ def judge(report: Report, deaths: Deaths, num_prompts: int) -> None:
 
 def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser(__doc__)
+    args.add_argument("--placement", choices=("two", "colocated"), default="two", help="GPUs: two, or a shared one")
     args.add_argument("--backend", choices=("torch", "megatron"), default="torch")
     args.add_argument(
         "--ranks", type=int, default=1, help="of the trainer, GPUs 0 to RANKS - 1; the engines' is the next"

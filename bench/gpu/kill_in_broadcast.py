@@ -1,13 +1,13 @@
 """A server is killed in mid-broadcast: does the run name it, go on, replace it, and is no token ever stamped wrongly?
 
-    python kill_in_broadcast.py [--backend megatron|torch] [--limit 180]
+    python kill_in_broadcast.py [--placement two|colocated] [--backend megatron|torch] [--limit 180]
     python kill_in_broadcast.py --device cpu [--python INTERPRETER]
 
 A run of `myxa up` (`kill.toml`): the trainer on GPU 0, two launched SGLang servers that share GPU 1, weights by NCCL in
-many small buckets. This script reads the second server's log, in which every request is noted as it is answered. When
-the third bucket of a version is in, the server's scheduler gets SIGKILL; the server, which then has no engine, ends by
-itself. On a CPU the broadcast goes through gloo; the servers are the stand-ins of the tests, or the real SGLang
-of `--python`.
+many small buckets; "colocated": all on GPU 0, weights by CUDA IPC. This script reads the second server's log, in which
+every request is noted as it is answered. When the third bucket of a version is in, the server's scheduler gets SIGKILL;
+the server, which then has no engine, ends by itself. On a CPU the broadcast goes through gloo; the servers are the
+stand-ins of the tests, or the real SGLang of `--python`.
 
 From the run's own files: an event names the engine; the other one adopts further versions meanwhile; another
 incarnation joins and is brought to the newest version; every token of every kept group bears a version that the
@@ -48,11 +48,15 @@ KILL_AFTER = 3
 """Buckets of the version that are in."""
 MORE_VERSIONS = 3
 """Adopted by the new incarnation before the run is ended."""
-RECEIVED = '"POST /update_weights_from_distributed HTTP/1.1" 200'
+GONE_S = 30.0
+RECEIVED = re.compile(r'"POST /update_weights_from_(distributed|tensor) HTTP/1.1" 200')
 PAUSED, RESUMED = '"POST /pause_generation HTTP/1.1" 200', '"POST /continue_generation HTTP/1.1" 200'
 NAMING = ("engine-fenced", "engine-left", "engine-gone")
 STAND_IN = HERE.parents[1] / "tests" / "engines" / "stand_in"
 REAL_STAND_INS = HERE.parents[1] / "tests" / "engines" / "sglang_cpu" / "standins"
+ON_ONE_GPU = (
+    'weights.channel="cuda_ipc"', "sglang.mem_fraction_static=0.2", 'roles.rollout.env={CUDA_VISIBLE_DEVICES="0"}',
+)  # fmt: skip
 ON_CPU = (
     'sglang.attention_backend="torch_native"', "sglang.disable_overlap_schedule=true",
     "sglang.mem_fraction_static=0.05", "sglang.max_total_tokens=8192",
@@ -86,6 +90,14 @@ class Trial:
             if time.monotonic() > self.give_up_at:
                 raise TrialFailedError(f"the time is over before {what}")
             time.sleep(every_s)
+
+    def until_gone(self, processes: list[psutil.Process]) -> None:
+        """Wait. In a container nobody may be there to reap them: a zombie has gone. Raises TrialFailedError."""
+        started_s = time.monotonic()
+        while alive := [p for p in processes if _lives(p)]:
+            if time.monotonic() - started_s > GONE_S:
+                raise TrialFailedError(f"these outlive SIGKILL: {alive}")
+            time.sleep(0.05)
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """Events of these kinds, in order."""
@@ -126,6 +138,13 @@ class Trial:
         return self.run_dir / "logs" / f"{VICTIM.replace('/', '.')}.sglang.log"
 
 
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @dataclass(frozen=True)
 class Kill:
     """What was done, and when."""
@@ -139,7 +158,8 @@ class Kill:
 def launch_command(options: argparse.Namespace, work: Path) -> tuple[list[str], dict[str, str]]:
     """`myxa up` of the run file, and its environment."""
     is_cpu = options.device == "cpu"
-    sets = [f'roles.trainer.kind="{options.backend}"', f'run.dir="{work / "runs"}"', *options.overrides]
+    sets = [f'roles.trainer.kind="{options.backend}"', f'run.dir="{work / "runs"}"']
+    sets += ON_ONE_GPU if options.placement == "colocated" and not is_cpu else ()
     python_path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
     if is_cpu:
         path = os.pathsep.join([str(REAL_STAND_INS if options.python else STAND_IN), python_path])
@@ -150,6 +170,7 @@ def launch_command(options: argparse.Namespace, work: Path) -> tuple[list[str], 
         ]  # fmt: skip
         sets += [f'engine.python="{options.python}"', *ON_CPU] if options.python else []
     command = [sys.executable, "-m", "myxa.launch", "up", str(work / "kill.toml"), "--quiet"]
+    sets += options.overrides
     command += ["--program", "shared_gpu:build_actor", *(word for item in sets for word in ("--set", item))]
     return command, {**os.environ, "PYTHONPATH": python_path}
 
@@ -179,7 +200,7 @@ def running(options: argparse.Namespace, work: Path) -> Generator[Trial]:
 def buckets_of_a_version(text: str) -> int:
     """Receptions between the first pause and the resumption after it, as the server's log tells."""
     begun = text.index(PAUSED)
-    return text.count(RECEIVED, begun, text.index(RESUMED, begun))
+    return len(RECEIVED.findall(text, begun, text.index(RESUMED, begun)))
 
 
 def kill_in_broadcast(trial: Trial) -> Kill:
@@ -200,7 +221,7 @@ def kill_in_broadcast(trial: Trial) -> Kill:
                     num_received = 0
                 elif RESUMED in line:
                     num_received = -1
-                elif RECEIVED in line and num_received >= 0:
+                elif RECEIVED.search(line) and num_received >= 0:
                     num_received += 1
             return KILL_AFTER <= num_received < num_whole - 1
 
@@ -295,8 +316,8 @@ def judge(report: Report, trial: Trial, kill: Kill) -> None:
 def _torn(log: str) -> int:
     """Buckets received after a pause that was never followed by a resumption of the same life."""
     for part in log.split(PAUSED)[1:]:
-        if RESUMED not in part and RECEIVED in part:
-            return part.count(RECEIVED)
+        if RESUMED not in part and RECEIVED.search(part):
+            return len(RECEIVED.findall(part))
     return 0
 
 
@@ -307,6 +328,7 @@ def _longest(walls: list[float]) -> float:
 def main() -> None:
     args = parser(__doc__)
     args.add_argument("--backend", choices=("torch", "megatron"), default="torch")
+    args.add_argument("--placement", choices=("two", "colocated"), default="two", help="GPUs: two, or a shared one")
     args.add_argument("--shape", choices=[*PRESETS, *SHAPES], default="")
     args.add_argument("--limit", type=float, default=180.0, help="seconds")
     args.add_argument("--python", default="", help="with --device cpu: an interpreter that has SGLang")

@@ -1,6 +1,6 @@
-"""A run on two GPUs that is tuned while it goes, through its control socket, as an operator would.
+"""A run on two GPUs, or on one, that is tuned while it goes, through its control socket, as an operator would.
 
-    python live.py [--shape 0.6b] [--backend torch] [--window 12] [--device cpu]
+    python live.py [--placement two|colocated] [--shape 0.6b] [--backend torch] [--window 12] [--device cpu]
 
 1. concurrency from 32 requests to 256 and back: tokens a second of the engine in a window before and after, and what
    `why` says in each, beside how busy both GPUs were in the same window (nvidia-smi).
@@ -84,6 +84,7 @@ class Operator:
     client: ControlClient
     busy: Busy | None
     window_s: float
+    rollout_gpu: int = 1
 
     def set(self, **values: Any) -> tuple[dict[str, Any], float]:
         """The change, and how long it took until the answer."""
@@ -101,7 +102,8 @@ class Operator:
         told = self.client.ask("why", window_s=self.window_s)
         shares = self.client.ask("status")["snapshot"]
         computes = {actor: shares.get(f"time/{actor}", {}).get("compute", 0.0) for actor in (TRAINER, ROLLOUT)}
-        busy = {} if self.busy is None else {TRAINER: self.busy.share(0, since), ROLLOUT: self.busy.share(1, since)}
+        gpus = {} if self.busy is None else {TRAINER: 0, ROLLOUT: self.rollout_gpu}
+        busy = {actor: self.busy.share(gpu, since) for actor, gpu in gpus.items() if self.busy is not None}
         return Window(name, tokens_per_s, told["sentence"], told["bound"], computes, busy)
 
     def version(self) -> int:
@@ -109,7 +111,10 @@ class Operator:
 
 
 def up(options: argparse.Namespace, work: Path) -> subprocess.Popen[bytes]:
-    sets = [f'roles.trainer.kind="{options.backend}"', f'run.dir="{work / "runs"}"', *options.overrides]
+    sets = [f'roles.trainer.kind="{options.backend}"', f'run.dir="{work / "runs"}"']
+    if options.placement == "colocated":
+        sets += ['roles.rollout.devices="0"', 'weights.channel="cuda_ipc"', "sglang.mem_fraction_static=0.3"]
+    sets += options.overrides
     if options.device == "cpu":
         sets += [
             *cpu_overrides(), 'roles.trainer.kind="torch"', 'roles.rollout.kind="embedded"',
@@ -189,6 +194,7 @@ def staleness(operator: Operator, report: Report, until: Callable[[int], None]) 
 
 def main() -> None:
     args = parser(__doc__)
+    args.add_argument("--placement", choices=("two", "colocated"), default="two", help="GPUs: two, or a shared one")
     args.add_argument("--shape", default="0.6b")
     args.add_argument("--backend", choices=("torch", "megatron"), default="torch")
     args.add_argument("--window", type=float, default=12.0, help="seconds")
@@ -221,7 +227,8 @@ def main() -> None:
 def drive(trial: Trial, busy: Busy | None, options: argparse.Namespace, report: Report, watch: Stopwatch) -> None:
     trial.until(lambda: newest_run(trial.runs) is not None and (trial.run_dir / "control.json").exists(), "it began")
     client = ControlClient.of(trial.run_dir)
-    operator = Operator(trial, client, busy, 3.0 if options.device == "cpu" else options.window)
+    window_s = 3.0 if options.device == "cpu" else options.window
+    operator = Operator(trial, client, busy, window_s, rollout_gpu=int(options.placement == "two"))
 
     def until(version: int) -> None:
         trial.until(lambda: operator.version() >= version, f"version {version}", every_s=0.5)

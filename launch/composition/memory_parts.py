@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,11 +113,19 @@ def trainer_tenancy(spec: ActorSpec, config: RunConfig, comms: MakeComms) -> Tra
         return None
     from ...actors.tenancy.workspace_room import WORKSPACE
     from ...actors.trainer.tenant import TrainerTenancy
+    from ...memory.arenas.torch_cache import vacate
 
     planned = dict(trainer_plan(spec, config))
     if config.memory.workspace_mb:
         planned[WORKSPACE] = (config.memory.workspace_mb * MIB, "discard")
-    return TrainerTenancy(device=device_of(spec), planned=planned, share=share_options(config), comms=comms)
+    device = device_of(spec)
+    return TrainerTenancy(
+        device=device,
+        planned=planned,
+        share=share_options(config),
+        vacate=functools.partial(vacate, device),
+        comms=comms,
+    )
 
 
 def trainer_plan(spec: ActorSpec, config: RunConfig) -> Planned:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 
@@ -13,3 +15,10 @@ def trim_torch_cache(ordinal: int, *, keeps_workspaces: bool = False) -> None:
     with torch.cuda.device(ordinal):
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
+
+
+def vacate(device: str) -> None:
+    """What torch hoards on the current GPU, tensors in young cycles included; nothing on a stand-in ("host:<n>")."""
+    if not device.startswith("host:"):
+        gc.collect(1)
+        trim_torch_cache(torch.cuda.current_device())

@@ -37,6 +37,8 @@ class TransitionOptions:
     """One step at most; the lease's own deadline cuts it."""
     verify_s: float = 5.0
     """Released memory may show late in the measurement."""
+    still_s: float = 1.0
+    """A shortage that did not shrink for so long is none that passes: something else has to leave."""
     resend_s: float = 5.0
     """A command that was not answered is repeated, under the same id."""
     restore_attempts: int = 2
@@ -97,6 +99,8 @@ class Transition:
         self._phase_until = 0.0
         self._proof_since: float | None = None
         self._proof_asked: dict[str, int] = {}
+        self._least_short = 0
+        self._shrank_at: float | None = None
         self._poll_s = _FIRST_POLL_S
         self._measure_due = 0.0
         self._epochs = {name: t.report.epoch for name, t in book.tenants.items()}
@@ -150,13 +154,19 @@ class Transition:
             self._measure(now, PROOF_GAP_S)
             return
         self._proof_since = None
-        if now >= self._phase_until:
+        if now >= self._phase_until or not self._is_shrinking(sum(short.values()), now):
             device = max(short, key=lambda d: short[d])
             self.is_short = True
             self._stop(short_words(short[device], device, self._book.holders(device)), now)
             return
         self._measure(now, self._poll_s)
         self._poll_s = min(2 * self._poll_s, _LONGEST_POLL_S)
+
+    def _is_shrinking(self, num_bytes: int, now: float) -> bool:
+        """Whether the shortage became smaller lately. Falling back there is nothing else to do but wait."""
+        if self._shrank_at is None or num_bytes < self._least_short:
+            self._least_short, self._shrank_at = num_bytes, now
+        return self._is_fallback or now - self._shrank_at < self._options.still_s
 
     def noticed(self) -> None:
         """Somebody else's readings are in the books: one that is short breaks a proof."""
@@ -213,7 +223,7 @@ class Transition:
         if phase in ("done", "failed"):
             return
         if phase == "verify":
-            self._proof_since, self._poll_s = None, _FIRST_POLL_S
+            self._proof_since, self._poll_s, self._shrank_at = None, _FIRST_POLL_S, None
             if asked_bytes(self._book, self.plan.restore):
                 self._measure(now, 0.0)
             else:

@@ -183,9 +183,13 @@ async def test_engines_that_come_anew_are_noticed_until_they_are_loaded(tmp_path
 
 
 def test_room_is_counted_and_moves_nothing() -> None:
-    room = WorkspaceRoom(100)
+    vacated: list[str] = []
+    room = WorkspaceRoom(100, lambda: vacated.append("once"))
+    assert room.release(("params",)).dropped_bytes == 0
+    assert not vacated
     assert room.release(("params", "workspace")).dropped_bytes == 100
     assert room.release(("workspace",)).dropped_bytes == 0
+    assert vacated == ["once"]
     assert room.report()[0].backing == "discarded"
     room.restore(("params",))
     assert room.report()[0].backing == "discarded"

@@ -98,6 +98,24 @@ def test_a_stranger_that_takes_what_was_freed(world: World, monkeypatch: pytest.
     assert granted(world, "trainer", "rollout")
 
 
+def test_a_shortage_that_does_not_shrink_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was let go of did not become free, and nothing changes any more: more leaves after a second, not after five."""
+    granted(world, "rollout", "trainer")
+    world.has_cheated = True
+    leave = world.leave
+
+    def half_hearted(asset: Asset) -> None:
+        if asset.on_device and asset.num_bytes == 420 * MIB:
+            world.strangers["gpu-a"] = 250 * MIB
+        leave(asset)
+
+    monkeypatch.setattr(world, "leave", half_hearted)
+    reply = answer(world, "trainer", "rollout")
+    assert reply.granted, reply.reason
+    assert world.strangers["gpu-a"] == 250 * MIB
+    assert 1.0 <= reply.seconds["verify"] < 2.0, reply.seconds
+
+
 def test_a_restore_that_finds_the_device_full_is_measured_and_tried_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

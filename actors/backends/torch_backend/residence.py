@@ -10,10 +10,8 @@ Knows arenas and torch tensors; must not know leases, steps or models. Fulfils `
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from ....core.assets import Moved, MovedBytes
@@ -22,7 +20,7 @@ from ....core.device_memory import Tag, TagPolicy, TagReport
 from ....memory.arenas.arena import Arena
 from ....memory.arenas.streams import Restoring
 from ....memory.arenas.tensors import empty_tensors
-from ....memory.arenas.torch_cache import trim_torch_cache
+from ....memory.arenas.torch_cache import vacate
 
 POLICIES: dict[Tag, TagPolicy] = {"params": "backup", "grads": "discard", "optimizer": "backup", "frozen": "backup"}
 LATE: Tag = "optimizer"
@@ -87,14 +85,14 @@ class TorchResidence:
     def release(self, tags: Collection[Tag]) -> MovedBytes:
         """See the protocol."""
         self.arrived()
-        self._trim()
+        vacate(self._arena.device)
         return self._arena.release(self._known(tags))
 
     def restore(self, tags: Collection[Tag]) -> MovedBytes:
         """See the protocol; the moments may still be on their way."""
         started = self._clock.monotonic()
         self.arrived()
-        self._trim()
+        vacate(self._arena.device)
         known = self._known(tags)
         copied = sum(r.num_bytes for r in self.report() if r.tag in known and r.backing == "host")
         dropped = sum(r.num_bytes for r in self.report() if r.tag in known and r.backing == "discarded")
@@ -103,12 +101,6 @@ class TorchResidence:
             if tag != LATE:
                 self._coming.wait(tag)
         return Moved(copied_bytes=copied, dropped_bytes=dropped, seconds=self._clock.monotonic() - started)
-
-    def _trim(self) -> None:
-        """On a GPU: what torch hoards, the other tenant lacks."""
-        if not self._arena.device.startswith("host:"):
-            gc.collect(1)
-            trim_torch_cache(torch.cuda.current_device())
 
     def _known(self, tags: Collection[Tag]) -> list[Tag]:
         return [report.tag for report in self.report() if report.tag in tags]
