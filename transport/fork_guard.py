@@ -3,7 +3,7 @@ and the loop's epoll set belong to the parent (a child that unregisters a descri
 
 One hook for the whole process, registered when the first node attaches, turns the child's copies into objects that
 raise. It opens, closes and locks nothing. What the child inherits in descriptors is closed when it ends or executes
-another program; ZeroMQ's are marked close-on-exec.
+another program; all are marked close-on-exec.
 """
 
 from __future__ import annotations

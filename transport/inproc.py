@@ -1,4 +1,4 @@
-"""The twin of the ZeroMQ transport inside one process: for tests, simulations and single-process runs.
+"""The twin of the transport over sockets inside one process: for tests, simulations and single-process runs.
 
 Same session, same bytes, no sockets; an envelope arrives in a later turn of the loop, in order per connection. A
 network can cut connections and kill nodes, so that failures can be had on purpose. How an envelope gets across, who
@@ -122,7 +122,9 @@ class InprocTransport:
 
     def connect(self, peer: PeerKey, endpoints: Endpoints) -> None:
         if not endpoints.inproc:
-            raise LaunchError(f"{peer} listens at {endpoints}, not in this process", remedy="use the ZeroMQ transport")
+            raise LaunchError(
+                f"{peer} listens at {endpoints}, not in this process", remedy="use the transport over sockets"
+            )
         if peer not in self._outlets and endpoints.inproc != self._endpoints.inproc:
             self._outlets[peer] = _Outlet(endpoints.inproc)
             self._soon(self._try, peer)

@@ -1,4 +1,4 @@
-"""Chooses and opens a node's transport: in-process, or ZeroMQ over ipc and, where wanted, tcp."""
+"""Chooses and opens a node's transport: in-process, or sockets of this host and, where wanted, tcp."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .inproc import InprocNetwork
 from .registry.state import REGISTRY_NODE_ID
 from .security import JobKey, KeyPair, Keys
 from .session.guard import Guard
+from .socket_transport import SocketTransport
 from .turn_budget import TurnBudget
 from .wire import Door, Transport
-from .zeromq.transport import ZmqTransport
 
 
 @dataclass(slots=True)
@@ -33,18 +33,18 @@ class Opened:
 
     def joined(self) -> None:
         """The registry knows this process now."""
-        if isinstance(self.transport, ZmqTransport):
+        if isinstance(self.transport, SocketTransport):
             self.transport.joined()
 
     @property
     def counters(self) -> dict[str, int]:
         """Connections that were refused, by reason."""
-        return dict(self.transport.counters) if isinstance(self.transport, ZmqTransport) else {}
+        return dict(self.transport.counters) if isinstance(self.transport, SocketTransport) else {}
 
     def cut_off(self, node_id: int, for_s: float) -> None:
-        """See `ZmqTransport.cut_off`. Raises LaunchError for a transport inside one process: its network is told."""
-        if not isinstance(self.transport, ZmqTransport):
-            raise LaunchError("only connections of ZeroMQ can be cut here", remedy="tell the in-process network")
+        """See `SocketTransport.cut_off`. Raises LaunchError for a transport inside one process: its network is told."""
+        if not isinstance(self.transport, SocketTransport):
+            raise LaunchError("only connections of sockets can be cut here", remedy="tell the in-process network")
         self.transport.cut_off(node_id, for_s)
 
     async def close(self, linger_s: float) -> None:
@@ -80,7 +80,7 @@ def open_transport(
     keys, guard = _keys_and_guard(rdzv, key) if key is not None and listen else (None, None)
     try:
         transport = _bound(
-            ZmqTransport(node_rank=node_rank, folder=folder, listen=listen, keys=keys, guard=guard, turn=turn)
+            SocketTransport(node_rank=node_rank, folder=folder, listen=listen, keys=keys, guard=guard, turn=turn)
         )
     except BaseException:
         if made is not None:
@@ -92,7 +92,7 @@ def open_transport(
     )  # fmt: skip
 
 
-def _bound(transport: ZmqTransport) -> ZmqTransport:
+def _bound(transport: SocketTransport) -> SocketTransport:
     try:
         transport.bind()
     except BaseException:

@@ -19,7 +19,7 @@ TURN_S = 0.001
 class TurnBudget:
     """Asked after each message; when it is over, the rest waits for the next turn of the loop."""
 
-    __slots__ = ("_num_inboxes", "_until", "is_spent", "max_taken", "num_taken", "turn_s")
+    __slots__ = ("_num_inboxes", "is_spent", "max_taken", "num_taken", "turn_s", "until")
 
     UNLIMITED = sys.maxsize
 
@@ -35,7 +35,8 @@ class TurnBudget:
         self.is_spent = False
         """The inbox whose turn it is has to stop, as of the last look at the clock."""
         self._num_inboxes = 0
-        self._until = 0.0
+        self.until = 0.0
+        """When the part of the inbox whose turn it is ends."""
 
     def add_inbox(self) -> None:
         """One more shares the time; each overruns its part by one message at most."""
@@ -43,16 +44,22 @@ class TurnBudget:
 
     def begin(self) -> bool:
         """An inbox has its turn; False: it may take nothing now."""
-        self._until = time.monotonic() + self.turn_s / max(1, self._num_inboxes)
+        self.until = time.monotonic() + self.turn_s / max(1, self._num_inboxes)
+        self.is_spent = False
+        return self.num_taken < self.max_taken
+
+    def resume(self, until: float) -> bool:
+        """An inbox goes on with what is left of its part; False: it may take nothing now."""
+        self.until = until
         self.is_spent = False
         return self.num_taken < self.max_taken
 
     def note_taken(self) -> bool:
         """A message was taken in. True: the inbox whose turn it is has to stop."""
         self.num_taken = num_taken = self.num_taken + 1
-        self.is_spent = is_spent = _monotonic() >= self._until or num_taken >= self.max_taken
+        self.is_spent = is_spent = _monotonic() >= self.until or num_taken >= self.max_taken
         return is_spent
 
     def look(self) -> None:
         """Time has passed with something that is no message yet: see whether the turn is over."""
-        self.is_spent = _monotonic() >= self._until or self.num_taken >= self.max_taken
+        self.is_spent = _monotonic() >= self.until or self.num_taken >= self.max_taken

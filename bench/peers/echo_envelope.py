@@ -17,8 +17,8 @@ from meter import as_our_workers, async_client, say
 
 from myxa.core.ids import PeerKey
 from myxa.transport.session.frames import Envelope, Kind, encode
+from myxa.transport.socket_transport import SocketTransport
 from myxa.transport.wire import Endpoints, Lane, Parcel
-from myxa.transport.zeromq.transport import ZmqTransport
 
 CLIENT, SERVER = PeerKey(1, 1), PeerKey(2, 1)
 
@@ -26,7 +26,7 @@ CLIENT, SERVER = PeerKey(1, 1), PeerKey(2, 1)
 class Echo:
     """Sink of the server: sends back what comes, to the endpoints that the greeting names."""
 
-    def __init__(self, transport: ZmqTransport) -> None:
+    def __init__(self, transport: SocketTransport) -> None:
         self._transport = transport
 
     def greeting(self, peer: PeerKey, lane: Lane, sent_units: int) -> bytearray:
@@ -66,7 +66,7 @@ class Echo:
 class Asker(Echo):
     """Sink of the client: whatever comes answers the oldest question."""
 
-    def __init__(self, transport: ZmqTransport) -> None:
+    def __init__(self, transport: SocketTransport) -> None:
         super().__init__(transport)
         self.waiting: deque[asyncio.Future[None]] = deque()
 
@@ -75,8 +75,8 @@ class Asker(Echo):
             self.waiting.popleft().set_result(None)
 
 
-def opened(folder: str) -> ZmqTransport:
-    transport = ZmqTransport(node_rank=0, folder=Path(folder), listen="", keys=None)
+def opened(folder: str) -> SocketTransport:
+    transport = SocketTransport(node_rank=0, folder=Path(folder), listen="", keys=None)
     transport.bind()
     return transport
 

@@ -47,6 +47,10 @@ async def pair(tmp_path, *, tcp: bool = False):
             await node.close(grace_s=0.3)
 
 
+ways = pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
+"""Of the control lane: the loop's own sockets, and ZeroMQ's."""
+
+
 def wires_of(node: Node) -> Any:
     """The transport, to break it from inside."""
     return node._opened.transport
@@ -101,28 +105,30 @@ async def test_nothing_is_sent_on_a_router_that_receives(tmp_path, monkeypatch):
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(zmq.Socket, "send", watched)
-    async with pair(tmp_path) as (near, _):
+    async with pair(tmp_path, tcp=True) as (near, _):
         for _ in range(20):
             await near.ref(DepotContract, "depot").whoami()
     assert {kind for kind, is_zap in sent if not is_zap} == {int(zmq.DEALER)}
 
 
+@ways
 @pytest.mark.asyncio
-async def test_wake_ups_are_not_missed_under_bursts_and_pauses(tmp_path):
+async def test_wake_ups_are_not_missed_under_bursts_and_pauses(tmp_path, tcp):
     """An edge-triggered descriptor that is looked at wrongly hangs: within thousands of bursts, nearly surely."""
     rng = random.Random(5)
-    async with pair(tmp_path) as (near, _):
+    async with pair(tmp_path, tcp=tcp) as (near, _):
         depot = with_deadline(near.ref(DepotContract, "depot"), 5)
         for _ in range(300):
             await asyncio.gather(*(depot.whoami() for _ in range(rng.choice((1, 1, 2, 5, 30)))))
             await asyncio.sleep(rng.choice((0, 0, 0, 0.0005, 0.003)))
 
 
+@ways
 @pytest.mark.asyncio
-async def test_cancelling_at_any_moment_costs_nobody_elses_message(tmp_path):
+async def test_cancelling_at_any_moment_costs_nobody_elses_message(tmp_path, tcp):
     """`wait_for(socket.recv())` may drop a message when it is cancelled at the wrong moment; here nobody waits there."""
     rng = random.Random(6)
-    async with pair(tmp_path) as (near, _):
+    async with pair(tmp_path, tcp=tcp) as (near, _):
         depot = with_deadline(near.ref(DepotContract, "depot"), 5)
 
         async def hasty() -> None:
@@ -190,11 +196,12 @@ async def test_large_messages_leave_no_memory_behind(tmp_path):
         check_flat(before, held(), mebibytes=48.0)
 
 
+@ways
 @pytest.mark.asyncio
-async def test_monitors_and_connections_that_break_leave_no_descriptor(tmp_path, caplog):
+async def test_monitors_and_connections_that_break_leave_no_descriptor(tmp_path, tcp, caplog):
     """`get_monitor_socket` without `disable_monitor` leaks a descriptor, or hangs the end."""
     caplog.set_level(logging.CRITICAL, "myxa")
-    async with pair(tmp_path) as (near, far):
+    async with pair(tmp_path, tcp=tcp) as (near, far):
         depot = with_deadline(near.ref(DepotContract, "depot"), 10)
         await depot.whoami()
 
@@ -204,6 +211,7 @@ async def test_monitors_and_connections_that_break_leave_no_descriptor(tmp_path,
                     if outbox is not None:
                         outbox._on_broken("cut by the test")
                 await depot.look("t", 0.0)
+                await asyncio.sleep(0.03)  # one that ends sooner is a failed attempt, which takes longer each time
 
         await break_and_mend(3)
         before = held()
@@ -222,7 +230,7 @@ async def test_closing_beside_a_dead_peer_does_not_hang(tmp_path):
     depot = near.ref(DepotContract, "depot")
     await depot.whoami()
     for _, inbox in wires_of(far)._inboxes:  # it is there and reads no more
-        inbox._pump.stop()
+        inbox.stop()
     pending: list[asyncio.Task[Any]] = [
         asyncio.get_running_loop().create_task(depot.work("t", 60.0)) for _ in range(200)
     ]
@@ -248,7 +256,7 @@ async def test_what_was_queued_for_a_dead_process_never_reaches_its_next_incarna
     depot = near.ref(DepotContract, "depot")
     await depot.whoami()
     for _, inbox in wires_of(far)._inboxes:
-        inbox._pump.stop()  # it reads no more, as if it were stopped
+        inbox.stop()  # it reads no more, as if it were stopped
     calls = [asyncio.get_running_loop().create_task(depot.work(f"old-{i}", 0.0)) for i in range(50)]
     await asyncio.sleep(0.1)
     reborn = await Node.attach(name="far", rdzv=host.rendezvous)

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 import zmq
 from depot import Depot, DepotContract
+from raw_unix import RawUnix  # pyright: ignore[reportMissingImports]
 
 from myxa.core.errors import LaunchError
 from myxa.transport.node import JobKey, Node
@@ -85,9 +86,8 @@ class RawPeer:
         self.inbox = self._context.socket(zmq.ROUTER)
         path = f"ipc://{folder}/raw"
         self.inbox.bind(path)
-        self.outbox = self._context.socket(zmq.DEALER)
-        self.outbox.linger = self.inbox.linger = 0
-        self.outbox.connect(to._opened.transport.endpoints.ipc[0])
+        self.inbox.linger = 0
+        self.outbox = RawUnix(to._opened.transport.endpoints.ipc[0])
         self._endpoints = Endpoints(ipc=(path, path))
         self._to = to._key
         greeting = decode(memoryview(friend._session.greeting(to._key, Lane.CONTROL, 0)))
@@ -139,14 +139,10 @@ async def test_a_hello_of_an_incarnation_that_is_over(cluster, raw):
             await asyncio.sleep(0.02)
     raw.send(raw.hello(epoch=4, attempt=2))
     await cluster.counted("malformed")  # one connection has one owner
-    again = zmq.Context()
-    late = again.socket(zmq.DEALER)
-    late.linger = 0
-    late.connect(cluster.host._opened.transport.endpoints.ipc[0])
+    late = RawUnix(cluster.host._opened.transport.endpoints.ipc[0])
     late.send(batch([encode(raw.hello(epoch=4, attempt=3))]))
     await cluster.counted("hello_stale")
     late.close()
-    again.term()
 
 
 async def test_a_call_meant_for_another_epoch(cluster, raw):

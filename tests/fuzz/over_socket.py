@@ -21,9 +21,11 @@ import msgspec
 import zmq
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "transport"))
 
 from mutations import ENVELOPE_MUTATIONS, Corpus, as_messages
 from raw_peers import ONE_SHOT, Attack
+from raw_unix import RawUnix  # pyright: ignore[reportMissingImports]
 from victim import State, WitnessContract
 
 from myxa.actors.contracts.roles import BufferContract
@@ -108,7 +110,9 @@ class Insider:
         self.pair: KeyPair = keys.own
         self.sockets: list[zmq.Socket[bytes]] = []
 
-    def connect(self, endpoint: str, server: str = "") -> zmq.Socket[bytes]:
+    def connect(self, endpoint: str, server: str = "") -> zmq.Socket[bytes] | RawUnix:
+        if endpoint.startswith("unix:"):
+            return RawUnix(endpoint)
         client = self._context.socket(zmq.DEALER)
         client.setsockopt(zmq.LINGER, 0)
         client.setsockopt(zmq.SNDHWM, 200)

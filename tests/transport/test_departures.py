@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ import pytest
 from myxa.core.actor import Actor, MailboxPolicy
 from myxa.core.handlers import call
 from myxa.transport.node import Node
+from myxa.transport.sending import outbox as outbox_module
+from myxa.transport.sending.departures import Departures
 from myxa.transport.session.frames import split
-from myxa.transport.zeromq.departures import Departures
-from myxa.transport.zeromq.outbox import Outbox
+from myxa.transport.unix.outbox import UnixOutbox
 
-HERE = Path(__file__).parent
+sys.path.insert(0, str(Path(__file__).parent))
+from unix_parts import Events, Listener, parcel
 
 
 def test_all_leave_at_the_release_also_if_one_fails():
@@ -48,14 +51,14 @@ class Echo(Actor):
 @pytest.mark.asyncio
 async def test_under_load_messages_travel_together_and_alone_they_leave_at_once(monkeypatch):
     sizes: list[int] = []
-    put = Outbox._put
+    put = UnixOutbox._put
 
     def counted(self, message):
         parts = split(memoryview(bytes(message)))
         sizes.append(len(parts) if isinstance(parts, list) else 0)
         return put(self, message)
 
-    monkeypatch.setattr(Outbox, "_put", counted)
+    monkeypatch.setattr(UnixOutbox, "_put", counted)
     near = await Node.attach(name="near")
     far = await Node.attach(name="far", rdzv=near.rendezvous)
     ref = await far.start(Echo(), "echo")
@@ -73,3 +76,23 @@ async def test_under_load_messages_travel_together_and_alone_they_leave_at_once(
     assert len(sizes) < 500  # a message of ZeroMQ each would be 2000
     await far.close()
     await near.close()
+
+
+@pytest.mark.asyncio
+async def test_what_follows_on_something_that_came_in_is_no_burst_however_soon_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(outbox_module, "BURST_S", 60.0)
+    listener, departures = Listener(tmp_path / "s"), Departures()
+    outbox = UnixOutbox(listener.endpoint, lambda: "", Events(), departures)
+    await asyncio.sleep(0.01)
+    parcels = [parcel(number) for number in range(4)]
+    for one, leaves_at_once in zip(parcels[:3], (True, False, False), strict=True):
+        outbox.send(one)
+        assert one.is_sent is leaves_at_once
+        await asyncio.sleep(0.01)
+        assert one.is_sent
+    departures.hold()
+    departures.release()
+    outbox.send(parcels[3])
+    assert parcels[3].is_sent
+    outbox.abort()
+    listener.socket.close()

@@ -16,10 +16,10 @@ import pytest
 
 from myxa.core.actor import with_deadline
 from myxa.core.errors import CallError, DeadlineExceeded, EngineError, LaunchError, NoSuchActor, PeerDied, StaleEpoch
+from myxa.transport import socket_transport
 from myxa.transport.address import Rendezvous
 from myxa.transport.node import JobKey, Node
 from myxa.transport.wire import Lane
-from myxa.transport.zeromq import transport as zmq_transport
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract, Item, Watcher
@@ -85,7 +85,7 @@ async def test_a_killed_callee_fails_its_calls_as_soon_as_its_exit_is_reported(w
 
 
 async def test_a_killed_callee_is_noticed_without_a_report(world, monkeypatch):
-    monkeypatch.setattr(zmq_transport, "UNREACHABLE_S", 0.5)
+    monkeypatch.setattr(socket_transport, "UNREACHABLE_S", 0.5)
     near = await world.join("near")
     child = await world.child("far")
     await near.wait_for("far", timeout_s=20)

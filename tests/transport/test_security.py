@@ -25,6 +25,7 @@ from myxa.transport.zeromq import sockets as zmq_sockets
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract, Item
+from raw_unix import RawUnix
 
 pytestmark = [pytest.mark.timeout(60)]
 
@@ -98,6 +99,8 @@ async def test_sockets_lie_where_only_we_can_go(world):
 
 
 def raw_client(context, endpoint):
+    if endpoint.startswith("unix:"):
+        return RawUnix(endpoint)
     client = context.socket(zmq.DEALER)
     client.setsockopt(zmq.LINGER, 500)
     client.connect(endpoint)

@@ -1,7 +1,7 @@
 """The wire: envelopes, batches of them, chunks of large ones. Pure functions bytes <-> records; never raises on input.
 
     envelope   header (48 bytes, little endian) | key | trace | chain | frame lengths | body | aligned raw frames
-    batch      'B' count lengths envelopes        everything for one peer in one loop turn is one ZeroMQ frame
+    batch      'B' count lengths envelopes        everything for one peer in one loop turn is one message
     chunk      'C' index offset total bytes       a large envelope in pieces of 1 MiB; one at a time per connection
 
 Routing, expiry and staleness are decided from the header before any JSON is parsed. `struct` was preferred to
@@ -53,7 +53,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     bulk_from: int = 256 * 1024
     """Larger envelopes travel on the bulk lane."""
     control_message: int = 1 << 20
-    """ZeroMQ message on the control lane."""
+    """Message (a batch) on the control lane."""
     chunk: int = 1 << 20
     """Piece of a large envelope on the bulk lane."""
     control_body: int = 1 << 20
@@ -64,7 +64,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     message: int = 1 << 30
     """One envelope with its arrays."""
     batch: int = 512
-    """Envelopes in one ZeroMQ message."""
+    """Envelopes in one message."""
     arrays: int = 1 << 16
     """Raw frames of one envelope: each costs memory of its own, however short it is."""
 
@@ -245,7 +245,7 @@ def _objection(version: int, is_known: bool, flags: int, size: int, body_len: in
 
 
 def batch(envelopes: Sequence[bytes | bytearray]) -> bytes:
-    """Several envelopes as one ZeroMQ message."""
+    """Several envelopes as one message."""
     count = len(envelopes)
     lengths = struct.pack(f"<{count}I", *map(len, envelopes))
     return b"".join([_BATCH.pack(b"B", VERSION, count), lengths, *envelopes])

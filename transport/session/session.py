@@ -2,7 +2,7 @@
 
 Inputs: envelopes, connections that come and go, the clock's ticks, what the registry says of other processes, and the
 intents of `Calls` and `Serving`. Outputs: envelopes to a `Transport`, work to a `Host`, ends of calls to their sinks.
-Knows no sockets, no loop and no actors; runs unchanged over ZeroMQ, over the in-process transport, or in a test.
+Knows no sockets, no loop and no actors; runs unchanged over sockets, over the in-process transport, or in a test.
 
 Who may speak: the first envelope of a connection is HELLO; until then everything is dropped. An envelope that is not
 meant for this incarnation, or comes from one that is over, has no effect.

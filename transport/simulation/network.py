@@ -1,6 +1,6 @@
 """A network that fails on purpose, over the in-process transport: latency, loss, partitions, slow readers.
 
-A connection keeps its order within a lane, as ZeroMQ's do; between lanes everything may overtake. A partition holds
+A connection keeps its order within a lane, as on sockets; between lanes everything may overtake. A partition holds
 envelopes back, as TCP would, until it heals or until keepalive gives the connection up. When a connection breaks,
 some of what was under way may still arrive. A greeting is never lost or doubled without its connection: it travels
 with it. Knows bytes and processes, nothing of calls.

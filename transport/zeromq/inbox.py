@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
-from ..session.assemblies import Assemblies
-from ..session.frames import SOLE_BYTES, Chunk, Malformed, is_sole, split
+from ..sending.departures import Departures
+from ..session.frames import SOLE_BYTES, is_sole
+from ..session.unwrapping import Unwrapping
 from ..turn_budget import TurnBudget
 from ..wire import Lane, Sink
-from .departures import Departures
 from .sockets import Socket
 
 BUDGET = 256
@@ -70,7 +70,7 @@ class Pump:
             self._loop.call_soon(self._drain)
 
 
-class Inbox:
+class ZmqInbox:
     """One bound endpoint of one lane."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Inbox:
         self._turn = turn or TurnBudget()
         self._turn.add_inbox()
         self._sink: Sink | None = None
-        self._assemblies = Assemblies()
+        self._unwrapping = Unwrapping(lane)
         self._pump: Pump | None = None
         self._frame: zmq.Frame | None = None
         """Being handled now."""
@@ -107,11 +107,15 @@ class Inbox:
             self._pump = Pump(self._socket, self._take, budget, self._turn)
 
     def forget(self, source: bytes) -> None:
-        self._assemblies.forget(source)
+        self._unwrapping.forget(source)
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Take nothing in any more."""
         if self._pump is not None:
             self._pump.stop()
+
+    def close(self) -> None:
+        self.stop()
         self._socket.close(linger=0)
 
     def _take(self) -> bool:
@@ -129,7 +133,7 @@ class Inbox:
             return True
         self._rest, self._frame = None, frame
         departures = self._departures
-        departures.is_holding = True
+        departures.hold()
         try:
             if envelopes is None and is_sole(data := frame.buffer) and not frame.more:  # nearly always, and alone
                 sink.received(source, self._lane, data[SOLE_BYTES:])
@@ -166,31 +170,10 @@ class Inbox:
             raise
 
     def _opened(self, sink: Sink, source: bytes, frame: zmq.Frame) -> Iterator[memoryview]:
-        """The envelopes in a message of ZeroMQ: of a batch, or the one that a last chunk makes whole."""
-        parts: list[memoryview] | Chunk | Malformed
-        if frame.more:
-            while self._socket.getsockopt(zmq.RCVMORE):
-                self._socket.recv(zmq.NOBLOCK, copy=False)
-            parts = Malformed(reason="several frames")
-        else:
-            parts = split(frame.buffer)
-        if isinstance(parts, Chunk):
-            whole = self._assembled(sink, source, parts)
-            parts = whole if isinstance(whole, Malformed) else [whole] if whole is not None else []
-        if isinstance(parts, Malformed):
-            sink.malformed(source, self._lane, parts.reason)
-            return iter(())
-        return iter(parts)
-
-    def _assembled(self, sink: Sink, source: bytes, chunk: Chunk) -> memoryview | Malformed | None:
-        if not sink.is_known(source, self._lane):
-            return Malformed(reason="a chunk before HELLO")
-        given_up = self._assemblies.overflow(source, chunk)
-        if given_up is not None:
-            sink.overflowed(source, self._lane, given_up, chunk.total)
-            return None
-        try:
-            return self._assemblies.add(source, chunk)
-        except MemoryError:  # the kernel's limits may be narrower than ours
-            sink.overflowed(source, self._lane, self._assemblies.give_up(source, chunk), chunk.total)
-            return None
+        """The envelopes in a message of ZeroMQ."""
+        if not frame.more:
+            return self._unwrapping.envelopes(sink, source, frame.buffer)
+        while self._socket.getsockopt(zmq.RCVMORE):
+            self._socket.recv(zmq.NOBLOCK, copy=False)
+        sink.malformed(source, self._lane, "several frames")
+        return iter(())

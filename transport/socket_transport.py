@@ -1,7 +1,9 @@
-"""The production transport: ZeroMQ over ipc on one host and over encrypted tcp between hosts.
+"""The production transport: within one host plain Unix sockets for small messages and ZeroMQ's ipc for bulk, between
+hosts ZeroMQ over encrypted tcp for both.
 
-Per lane one ROUTER inbox per kind of endpoint, and one DEALER outbox per peer; replies travel by the replier's own
-outbox. Knows how connections are made and ended; the session decides what is said on them.
+Per lane one inbox per kind of endpoint, and one outbox per peer; replies travel by the replier's own outbox. Knows how
+connections are made and ended; the session decides what is said on them. An address says by its scheme what is spoken
+there, so a process that cannot tell users apart on a Unix socket listens by ZeroMQ's ipc for both lanes.
 """
 
 from __future__ import annotations
@@ -16,21 +18,25 @@ from pathlib import Path
 
 import zmq
 
-from ...core.errors import LaunchError
-from ...core.ids import PeerKey
-from ..address import socket_paths
-from ..security import KeyPair, Keys
-from ..session.guard import Guard
-from ..turn_budget import TurnBudget
-from ..wire import Endpoints, Lane, Parcel, Sink
-from .bulk_thread import lower_bulk_thread, thread_ids
+from ..core.errors import LaunchError
+from ..core.ids import PeerKey
+from .address import socket_paths
 from .cuts import Cuts
-from .departures import Departures
-from .handshakes import HandshakeWatch
-from .inbox import Inbox
-from .outbox import Outbox
-from .sockets import Socket, make_context, make_inbox, make_outbox
-from .zap import Gatekeeper
+from .security import KeyPair, Keys
+from .sending.departures import Departures
+from .sending.outbox import Outbox
+from .session.guard import Guard
+from .turn_budget import TurnBudget
+from .unix.inbox import UnixInbox
+from .unix.outbox import UnixOutbox
+from .unix.sockets import SCHEME, can_be_told_apart
+from .wire import Endpoints, Lane, Parcel, Sink
+from .zeromq.bulk_thread import lower_bulk_thread, thread_ids
+from .zeromq.handshakes import HandshakeWatch
+from .zeromq.inbox import ZmqInbox
+from .zeromq.outbox import ZmqOutbox
+from .zeromq.sockets import Socket, make_context, make_inbox, make_outbox
+from .zeromq.zap import Gatekeeper
 
 UNREACHABLE_S = 6.0
 """So long after the last sign of its host a peer is given up, at the first attempt to reach it that fails then."""
@@ -51,7 +57,7 @@ class _Peer:
         self.outboxes: list[Outbox | None] = [None, None]
 
 
-class ZmqTransport:
+class SocketTransport:
     """Implements `wire.Transport` and `wire.Door`. `bind` first; everything else on the running loop."""
 
     takes_lent = True
@@ -66,7 +72,10 @@ class ZmqTransport:
         keys: Keys | None,
         guard: Guard | None = None,
         turn: TurnBudget | None = None,
+        is_plain: bool | None = None,
     ) -> None:
+        """`is_plain`: small messages of this host come by a plain Unix socket; None: where that is safe."""
+        self._is_plain = can_be_told_apart() if is_plain is None else is_plain
         self._node_rank = node_rank
         self._turn = turn or TurnBudget()
         self._departures = Departures()
@@ -80,7 +89,7 @@ class ZmqTransport:
         self._other_threads = thread_ids()
         self._lowering: asyncio.TimerHandle | None = None
         self._context = make_context()
-        self._inboxes: list[tuple[Lane, Inbox]] = []
+        self._inboxes: list[tuple[Lane, ZmqInbox | UnixInbox]] = []
         self._gatekeeper: Gatekeeper | None = None
         self._watches: list[HandshakeWatch] = []
         self._paths: list[Path] = []
@@ -99,20 +108,29 @@ class ZmqTransport:
     def bind(self) -> None:
         """Open the endpoints; raises LaunchError naming the one that cannot be bound."""
         self._paths = list(socket_paths(self._folder))
-        ipc = tuple(self._bind(lane, f"ipc://{path}", None) for lane, path in zip(Lane, self._paths, strict=True))
+        control, bulk = self._paths
+        ipc = (
+            self._listen_plainly(control) if self._is_plain else self._bind(Lane.CONTROL, f"ipc://{control}", None),
+            self._bind(Lane.BULK, f"ipc://{bulk}", None),
+        )
         tcp = ("", "")
         curve = ""
         if self._listen and self._keys is not None and self._guard is not None:
             host, _, port = self._listen.rpartition(":")
             self._gatekeeper = Gatekeeper(self._context, self._guard, self.counters, self._note)
             own, curve = self._keys.own, self._keys.own.public
-            control = self._bind(Lane.CONTROL, f"tcp://{host}:{port if port != '0' else '*'}", own)
-            tcp = (control, self._bind(Lane.BULK, f"tcp://{host}:*", own))
-        self._endpoints = Endpoints(node_rank=self._node_rank, ipc=(ipc[0], ipc[1]), tcp=tcp, curve=curve)
+            first = self._bind(Lane.CONTROL, f"tcp://{host}:{port if port != '0' else '*'}", own)
+            tcp = (first, self._bind(Lane.BULK, f"tcp://{host}:*", own))
+        self._endpoints = Endpoints(node_rank=self._node_rank, ipc=ipc, tcp=tcp, curve=curve)
+
+    def _listen_plainly(self, path: Path) -> str:
+        inbox = UnixInbox(path, Lane.CONTROL, self._turn, self._departures, self.counters, self._note)
+        self._inboxes.append((Lane.CONTROL, inbox))
+        return inbox.endpoint
 
     def _bind(self, lane: Lane, endpoint: str, key: KeyPair | None) -> str:
         socket = make_inbox(self._context, lane, key)
-        self._inboxes.append((lane, Inbox(socket, lane, self._turn, self._departures)))
+        self._inboxes.append((lane, ZmqInbox(socket, lane, self._turn, self._departures)))
         if key is not None:
             self._watches.append(HandshakeWatch(socket, self.counters, self._note))
         try:
@@ -207,11 +225,16 @@ class ZmqTransport:
     def _outbox(self, peer: PeerKey, known: _Peer, lane: Lane) -> Outbox:
         outbox = known.outboxes[lane]
         if outbox is None:
-            endpoint = self._address(peer, known.endpoints, lane)
-            make = functools.partial(self._make_outbox, endpoint, peer, known, lane)
             events = _Events(self, peer, lane)
-            outbox = known.outboxes[lane] = events.outbox = Outbox(endpoint, make, events, self._departures)
+            outbox = known.outboxes[lane] = events.outbox = self._opened(peer, known, lane, events)
         return outbox
+
+    def _opened(self, peer: PeerKey, known: _Peer, lane: Lane, events: _Events) -> Outbox:
+        endpoint = self._address(peer, known.endpoints, lane)
+        if endpoint.startswith(SCHEME):
+            return UnixOutbox(endpoint, functools.partial(self._cuts.why_not, peer), events, self._departures)
+        make = functools.partial(self._make_outbox, endpoint, peer, known, lane)
+        return ZmqOutbox(endpoint, make, events, self._departures)
 
     def _make_outbox(self, endpoint: str, peer: PeerKey, known: _Peer, lane: Lane) -> Socket:
         if why := self._cuts.why_not(peer):
@@ -304,7 +327,7 @@ class ZmqTransport:
 class _Events:
     """Reports of one outbox, with the peer's name on them."""
 
-    def __init__(self, transport: ZmqTransport, peer: PeerKey, lane: Lane) -> None:
+    def __init__(self, transport: SocketTransport, peer: PeerKey, lane: Lane) -> None:
         self._transport = transport
         self._peer = peer
         self._lane = lane

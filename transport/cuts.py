@@ -7,8 +7,8 @@ network; everything above learns of it as it would then. What was on its way alr
 
 from __future__ import annotations
 
-from ...core.clock import Clock, SystemClock
-from ...core.ids import PeerKey
+from ..core.clock import Clock, SystemClock
+from ..core.ids import PeerKey
 
 
 class Cuts:

@@ -1,0 +1,181 @@
+"""The Unix socket between real processes: one that is stopped, one without descriptors, a socket file that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from myxa.core.actor import with_deadline
+from myxa.core.errors import CallError, DeadlineExceeded, NotSent
+from myxa.transport import socket_transport
+from myxa.transport.session.credit import WINDOW_UNITS
+from myxa.transport.wire import Lane
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cast_of_actors import Echo, EchoContract
+from keepers import KeeperContract
+
+pytestmark = [pytest.mark.timeout(90)]
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def kind():
+    return "ipc"
+
+
+@pytest.mark.asyncio
+async def test_small_messages_of_one_host_take_it_and_bulk_does_not(world):
+    near, far = await world.pair(Echo())
+    for node in (near, far, world.host):
+        control, bulk = node._opened.transport.endpoints.ipc
+        assert control.startswith("unix:///")
+        assert bulk.startswith("ipc:///")
+    ref = near.ref(EchoContract, "callee")
+    near.tensors.policy = far.tensors.policy = type(near.tensors.policy)(threshold_bytes=0)
+    assert await ref.size(np.zeros(300_000, np.uint8)) == 300_000
+    kinds = [type(outbox).__name__ for outbox in near._opened.transport._peers[far._key].outboxes]
+    assert kinds == ["UnixOutbox", "ZmqOutbox"]
+
+
+@pytest.mark.asyncio
+async def test_one_that_cannot_tell_users_apart_is_spoken_to_by_zeromq(world, monkeypatch):
+    near = await world.join("near")
+    monkeypatch.setattr(socket_transport, "can_be_told_apart", lambda: False)
+    far = await world.join("far")
+    assert [address[:6] for address in far._opened.transport.endpoints.ipc] == ["ipc://", "ipc://"]
+    await near.start(Echo(), "near-echo")
+    await far.start(Echo(), "far-echo")
+    await near.wait_for("far-echo", timeout_s=10)
+    await far.wait_for("near-echo", timeout_s=10)
+    for _ in range(100):
+        assert await near.ref(EchoContract, "far-echo").ping() == os.getpid()
+        assert await far.ref(EchoContract, "near-echo").ping() == os.getpid()
+    assert type(near._opened.transport._peers[far._key].outboxes[Lane.CONTROL]).__name__ == "ZmqOutbox"
+    assert type(far._opened.transport._peers[near._key].outboxes[Lane.CONTROL]).__name__ == "UnixOutbox"
+
+
+@pytest.mark.asyncio
+async def test_what_is_said_to_a_stopped_process_is_bounded_and_not_sent_most_of_it(world):
+    near = await world.join("near")
+    child = await world.child("keeper", "keeper")
+    await near.wait_for("keeper", timeout_s=20)
+    ref = near.ref(KeeperContract, "keeper")
+    data, num_calls = np.ones(7000), 3000  # 56 kB, on the control lane
+    assert await ref.total(data) == 14_000
+    before, peak = psutil.Process().memory_info().rss, 0
+    os.kill(child.pid, signal.SIGSTOP)
+    try:
+        calls = asyncio.gather(*(with_deadline(ref, 1.5).total(data) for _ in range(num_calls)), return_exceptions=True)
+        while not calls.done():
+            peak = max(peak, psutil.Process().memory_info().rss)
+            await asyncio.sleep(0.02)
+        ends = [type(end) for end in await calls]
+    finally:
+        os.kill(child.pid, signal.SIGCONT)
+    # The kernel takes its buffer full and the rest of one; all others are still ours, so it is known that none ran.
+    assert set(ends) == {NotSent, DeadlineExceeded}
+    assert ends.count(DeadlineExceeded) < 40
+    # A window's worth waits here, each once. The rest is the calls themselves.
+    assert peak - before < WINDOW_UNITS * data.nbytes + (48 << 20) < num_calls * data.nbytes
+    for number in range(1, 1200):  # the credit comes back
+        assert await ref.total(np.full(7000, float(number))) == 7000 * (number + 1)
+    assert await ref.runs() < 1 + 40 + 1200
+
+
+@pytest.mark.asyncio
+async def test_a_call_to_a_stopped_process_is_answered_when_it_goes_on(world):
+    near = await world.join("near")
+    child = await world.child("far")
+    await near.wait_for("far", timeout_s=20)
+    known = near.ref(EchoContract, "far")
+    await known.ping()
+    other = await world.join("other")
+    await other.wait_for("far", timeout_s=10)
+    stranger = other.ref(EchoContract, "far")  # its connection is made while nobody accepts it
+    os.kill(child.pid, signal.SIGSTOP)
+    try:
+        calls = [asyncio.ensure_future(with_deadline(ref, 30).ping()) for ref in (known, stranger)]
+        await asyncio.sleep(1.0)
+        assert not any(call.done() for call in calls)
+    finally:
+        os.kill(child.pid, signal.SIGCONT)
+    assert await asyncio.gather(*calls) == [child.pid] * 2
+
+
+@pytest.mark.asyncio
+async def test_without_its_file_a_socket_keeps_its_friends_and_others_are_told_why(world):
+    near, far = await world.pair(Echo())
+    ref = near.ref(EchoContract, "callee")
+    await ref.ping()
+    Path(far._opened.transport.endpoints.ipc[0].removeprefix("unix://")).unlink()
+    for _ in range(20):
+        assert await ref.ping() == os.getpid()
+    late = await world.join("late")
+    await late.wait_for("callee", timeout_s=10)
+    with pytest.raises(CallError):
+        await with_deadline(late.ref(EchoContract, "callee"), 0.5).ping()
+    outbox = late._opened.transport._peers[far._key].outboxes[Lane.CONTROL]
+    assert outbox._state.name in ("BACKOFF", "CONNECTING")
+
+
+FULL = """
+import asyncio, json, os, resource, socket, sys, time
+from collections import Counter
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from unix_parts import GREETING, Sink, inbox_at, until
+from myxa.transport.session.frames import sole
+from myxa.transport.unix.stream import framed
+
+async def main():
+    sink, counters = Sink(), Counter()
+    inbox = inbox_at(Path(sys.argv[2]), sink, counters)
+    clients = [socket.socket(socket.AF_UNIX) for _ in range(5)]
+    clients[0].connect(sys.argv[2])
+    clients[0].sendall(framed(sole(GREETING)))
+    await until(lambda: len(sink.came) == 1)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    taken = []
+    try:
+        while True:
+            taken.append(os.dup(2))
+    except OSError:
+        pass
+    for client in clients[1:]:
+        client.connect(sys.argv[2])
+        client.sendall(framed(sole(GREETING)))
+    before = time.process_time()
+    await asyncio.sleep(1.0)
+    cpu_s = time.process_time() - before
+    clients[0].sendall(framed(sole(GREETING)))
+    await until(lambda: len(sink.came) == 2)  # who was let in is heard
+    failed = counters["accept_failed"]
+    for fd in taken:
+        os.close(fd)
+    await until(lambda: len(sink.came) == 6)
+    print(json.dumps([cpu_s, failed]))
+    inbox.close()
+
+asyncio.run(main())
+"""
+
+
+def test_without_descriptors_newcomers_wait_and_the_loop_does_not_spin(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(HERE), str(tmp_path / "s")], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    cpu_s, failed = json.loads(done.stdout)
+    assert cpu_s < 0.2
+    assert 2 <= failed <= 6

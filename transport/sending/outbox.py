@@ -1,0 +1,325 @@
+r"""The sending half, whatever it sends on: one connection at a time to one peer on one lane, kept up as long as the
+peer is wanted. Knows what leaves when, and when a connection is made again; `zeromq/outbox.py`, `unix/outbox.py`: how.
+
+The first envelope of a burst leaves at once, the rest of the turn of the loop leaves together (if the last turn had
+several, all of them together); answers to what is just being taken in wait for its end. Large ones go in chunks, a few
+per turn.
+
+    CONNECTING --ready--> READY --broken--> BACKOFF --timer--> CONNECTING
+         \--refused, timer--> BACKOFF           any --close--> CLOSED (may linger in CONNECTING to say what is queued)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from enum import Enum
+
+from ...core.errors import LaunchError
+from ..session.frames import LIMITS, batch, sole
+from ..session.lent import fill_chunk, lent_of
+from ..wire import Parcel
+from .departures import Departures
+from .outbox_events import OutboxEvents
+
+BACKOFF_S = (0.05, 2.0)
+MAX_BACKDATED_S = 5.0
+BATCH_BYTES = 512 * 1024
+CHUNKS_PER_TURN = 1
+BURST_S = 50e-6
+"""What is sent so soon after another one, with nothing taken in between, is of one burst with it; what follows on an
+answer is not, however soon that came. To ask for a call in the next turn of the loop, for each that leaves alone, would
+cost half as much as sending it."""
+
+
+class OutboxState(Enum):
+    """Of the connection."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    BACKOFF = "waiting before the next attempt"
+    CLOSED = "closed"
+
+
+_MAX_BATCH, _CHUNK = LIMITS.batch, LIMITS.chunk
+_READY = OutboxState.READY  # members of an Enum are looked up in Python
+_HELLO = 1
+"""`frames.Kind.HELLO` in the fourth byte of an envelope."""
+
+
+class Outbox(ABC):
+    """See the module's head."""
+
+    STEADY_S = 0.0
+    """A connection that lasted so long was a good one: the next attempts begin with the shortest pause again."""
+
+    def __init__(self, events: OutboxEvents, departures: Departures | None = None) -> None:
+        """Begins to connect: whatever `_open` needs is there before."""
+        self._departures = departures or Departures()
+        self._events = events
+        self._loop = asyncio.get_running_loop()
+        self._state = OutboxState.CLOSED
+        self._queue: deque[Parcel] = deque()
+        self._chunked: tuple[Parcel, int] | None = None
+        self._scratch = bytearray()
+        self._sent_units = 0
+        self._is_turn_taken = False
+        """The next flush is due already."""
+        self._is_hot = False
+        """Several left in the last turn: the first of this one is not alone either."""
+        self._left_at = 0.0  # when the last one left alone
+        self._left_after = 0  # so many intakes
+        self._is_closing = False
+        self._linger_s = 0.0
+        self._down_since: float | None = self._loop.time()
+        self._ready_at = 0.0
+        self._backoff_s = BACKOFF_S[0]
+        self._timer: asyncio.Handle | None = None
+        self._connect()
+
+    # -- how it is sent
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Begin to connect; `_on_ready` or `_on_broken` says what came of it. Raises LaunchError if nothing can."""
+
+    @abstractmethod
+    def _put(self, message: bytes | memoryview) -> bool:
+        """One message of ours on its way. False: it has to wait, and `_flush_in_turn` will be called when it may go."""
+
+    @abstractmethod
+    def _settle(self, until: float) -> None:
+        """Wait, blocking, for a connection that is just being made, until that moment of `time.monotonic` at most."""
+
+    @abstractmethod
+    def _release(self, linger_s: float) -> None:
+        """Drop the connection, if there is one. What it has taken already may leave for so long."""
+
+    @property
+    def _is_unfinished(self) -> bool:
+        return bool(self._queue) or self._chunked is not None
+
+    # -- sending
+
+    def send(self, parcel: Parcel) -> None:
+        self._queue.append(parcel)
+        if self._is_turn_taken or self._state is not _READY:
+            return
+        if self._departures.is_holding:
+            self._is_turn_taken = True
+            self._departures.add(self._depart)
+            return
+        now, num_intakes = time.monotonic(), self._departures.num_intakes
+        if self._is_hot or (num_intakes == self._left_after and now - self._left_at < BURST_S):
+            self._take_turn()
+        else:
+            self._left_at, self._left_after = now, num_intakes
+            if len(self._queue) == 1 and self._chunked is None and not self._is_closing and len(parcel.data) <= _CHUNK:
+                self._send_sole(parcel)  # nearly always
+            elif self._flush() and self._is_unfinished:
+                self._take_turn()
+
+    def flush(self, until: float) -> None:
+        """Send what is queued now, whatever the turn, for the loop may be blocked next. A connection that is just being
+        made is waited for, blocking, until that moment of `time.monotonic` at most."""
+        if self._state is OutboxState.CONNECTING:
+            self._settle(until)
+        if self._state is _READY:
+            self._depart()
+
+    def _flush_in_turn(self) -> None:
+        """At the beginning of a turn: what the last one left behind."""
+        self._is_hot = len(self._queue) > (0 if not self._is_hot else 1)
+        self._depart()
+
+    def _depart(self) -> None:
+        """Send what is queued now; what remains of large envelopes goes on in the next turn."""
+        self._is_turn_taken = False
+        if self._flush() and self._is_unfinished:
+            self._take_turn()
+
+    def _flush(self) -> bool:
+        """Send what is queued, of large envelopes a few pieces; False if it was not the time for it."""
+        if self._state is not _READY:
+            return False
+        while self._queue or self._chunked is not None:
+            if self._chunked is not None or len(self._queue[0].data) > LIMITS.chunk:
+                if not self._send_chunks():
+                    break
+            elif not self._send_batch():
+                break
+        if self._is_closing and not self._is_unfinished:
+            self._finish()
+            return False
+        return True
+
+    def _take_turn(self) -> None:
+        if not self._is_turn_taken:
+            self._is_turn_taken = True
+            self._loop.call_soon(self._flush_in_turn)
+
+    def _send_sole(self, parcel: Parcel) -> bool:
+        """One message of the only one that waits; False if it has to wait."""
+        if not parcel.is_withdrawn:
+            if not self._put(sole(parcel.data)):
+                return False
+            parcel.is_sent = True
+            self._sent_units += parcel.cost
+        self._queue.clear()
+        return True
+
+    def _send_batch(self) -> bool:
+        """One message; False if it has to wait."""
+        queue = self._queue
+        if len(queue) == 1:
+            return self._send_sole(queue[0])
+        datas = [parcel.data for parcel in queue if not parcel.is_withdrawn]
+        if 0 < len(datas) <= _MAX_BATCH and sum(map(len, datas)) <= BATCH_BYTES:  # nearly always
+            if not self._put(batch(datas)):
+                return False
+            num_units = 0
+            for parcel in queue:
+                if not parcel.is_withdrawn:
+                    parcel.is_sent = True
+                    num_units += parcel.cost
+            self._sent_units += num_units
+            queue.clear()
+            return True
+        return self._send_part()
+
+    def _send_part(self) -> bool:
+        """As many of those that wait as fit into one message."""
+        queue = self._queue
+        parcels: list[Parcel] = []
+        num_bytes = num_taken = 0
+        for parcel in queue:
+            size = len(parcel.data)
+            if num_taken and (num_bytes + size > BATCH_BYTES or num_taken >= _MAX_BATCH):
+                break
+            num_taken += 1
+            if not parcel.is_withdrawn:
+                num_bytes += size
+                parcels.append(parcel)
+        if parcels and not self._put(batch([p.data for p in parcels])):
+            return False
+        for _ in range(num_taken):
+            queue.popleft()
+        for parcel in parcels:
+            parcel.is_sent = True
+            self._sent_units += parcel.cost
+        return True
+
+    def _send_chunks(self) -> bool:
+        """A few pieces of a large envelope; False if the rest has to wait for the next turn."""
+        if self._chunked is None:
+            parcel, offset = self._queue.popleft(), 0
+            if parcel.is_withdrawn:
+                return True
+        else:
+            parcel, offset = self._chunked
+        total = len(parcel.data)
+        self._chunked = parcel, offset
+        for _ in range(CHUNKS_PER_TURN):
+            if not self._put(fill_chunk(self._scratch, parcel.data, offset)):
+                return False
+            if offset == 0:
+                parcel.is_sent = True
+                self._sent_units += parcel.cost
+            offset += LIMITS.chunk
+            self._chunked = parcel, offset
+            if offset >= total:
+                self._chunked = None
+                if (lent := lent_of(parcel.data)) is not None:
+                    lent.release()
+                return True
+        return False
+
+    # -- the connection
+
+    def interrupt(self, why: str) -> None:
+        """The network is gone, as far as this connection knows; attempts to make it again go on."""
+        self._on_broken(why)
+
+    def _connect(self) -> None:
+        self._state = OutboxState.CONNECTING
+        try:
+            self._open()
+        except LaunchError as error:  # no descriptors are left, or a drill
+            self._loop.call_soon(self._on_broken, str(error))
+
+    def _on_ready(self) -> None:
+        if self._state is not OutboxState.CONNECTING:
+            return
+        self._set_timer(None)
+        self._state = _READY
+        self._down_since = None
+        self._ready_at = self._loop.time()
+        self._queue.appendleft(Parcel(self._events.greeting(self._sent_units)))
+        self._events.ready()
+        self._depart()
+
+    def _on_stuck(self, why: str) -> None:
+        """Its kernel takes connections and its process does nothing: stopped or stuck, which is not unreachable.
+        Whether it hangs is for the loop's heartbeat to say."""
+        self._down_since = self._loop.time()
+        self._on_broken(why)
+
+    def _on_broken(self, why: str) -> None:
+        if self._state not in (OutboxState.CONNECTING, _READY):
+            return
+        was_ready = self._state is _READY
+        self._set_timer(None)
+        self._release(0.0)
+        self._chunked = None
+        if was_ready and self._queue and self._queue[0].data[3] == _HELLO:
+            self._queue.popleft()
+        self._state = OutboxState.BACKOFF
+        now = self._loop.time()
+        if self._down_since is None:
+            # A connection that broke for want of heartbeats was silent before; one more attempt it has, whatever.
+            self._down_since = now - min(self._events.silence_s(), MAX_BACKDATED_S)
+        if was_ready and now - self._ready_at >= self.STEADY_S:
+            self._backoff_s = BACKOFF_S[0]
+        pause_s = self._backoff_s * random.uniform(0.5, 1.0)
+        self._backoff_s = min(2 * self._backoff_s, BACKOFF_S[1])
+        self._set_timer(self._loop.call_later(pause_s, self._connect))
+        if was_ready:
+            self._events.broken(why)
+        self._events.failing(why, now - self._down_since)
+
+    # -- the end
+
+    def close(self, linger_s: float) -> None:
+        """Send what is queued if that takes no longer than `linger_s`, then end. Not if the last attempt failed."""
+        if self._state is OutboxState.CLOSED or self._is_closing:
+            return
+        self._linger_s = linger_s
+        self._is_closing = True
+        if linger_s <= 0 or not self._is_unfinished or self._state is OutboxState.BACKOFF:
+            self._finish()
+            return
+        self._loop.call_later(linger_s, self._finish)
+        if self._state is _READY:
+            self._depart()
+
+    def abort(self) -> None:
+        """End at once; what was not sent is lost."""
+        self._linger_s = 0.0
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._state is OutboxState.CLOSED:
+            return
+        self._state = OutboxState.CLOSED
+        self._queue.clear()
+        self._set_timer(None)
+        self._release(self._linger_s)
+        self._events.closed()
+
+    def _set_timer(self, timer: asyncio.Handle | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = timer

@@ -1,0 +1,131 @@
+"""The sending half over a Unix socket: the loop itself writes, and no thread is in between.
+
+When what leaves is for `sending/outbox.py` to say; here is how: a message behind its length (`stream.py`). What the
+kernel does not take of one waits, and everything behind it stays in our queue, where it can still be withdrawn; credit
+bounds that. The other side never writes, so something to read is the end. asyncio's transports were considered: a
+buffer of their own behind ours, which nobody could withdraw anything from, and a third more time for a message.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+from ...core.errors import LaunchError
+from ..sending.departures import Departures
+from ..sending.outbox import Outbox, OutboxState
+from ..sending.outbox_events import OutboxEvents
+from ..zeromq.descriptors import check_room
+from .sockets import connect, credentials, is_stuck, path_of, why_not
+from .stream import framed
+
+_BROKE = "the connection broke"
+
+
+class UnixOutbox(Outbox):
+    """See the module's head."""
+
+    STEADY_S = 0.02  # the kernel makes a connection before anybody has looked at it: one dropped at once was none
+
+    def __init__(
+        self, endpoint: str, cut: Callable[[], str], events: OutboxEvents, departures: Departures | None = None
+    ) -> None:
+        """`cut`: why no connection may be made now (a drill); "" if one may."""
+        self._path = path_of(endpoint)
+        self._cut = cut
+        self._socket: socket.socket | None = None
+        self._rest: memoryview | None = None
+        """Of the last message: what the kernel did not take."""
+        super().__init__(events, departures)
+
+    # -- the connection
+
+    def _open(self) -> None:
+        if why := self._cut():
+            raise LaunchError(why)
+        check_room("a connection")  # ZeroMQ's sockets, which abort the process without, live beside ours
+        self._set_timer(self._loop.call_soon(self._reach))
+
+    def _settle(self, until: float) -> None:
+        del until  # it is made at once or not at all
+        if self._socket is None:
+            self._reach()
+
+    def _reach(self) -> None:
+        """Not as soon as it is asked for: whoever asked is not ready for news of it yet."""
+        if self._state is not OutboxState.CONNECTING:
+            return
+        try:
+            made = connect(self._path)
+        except OSError as error:
+            (self._on_stuck if is_stuck(error) else self._on_broken)(why_not(error))
+            return
+        if credentials(made)[1] != os.geteuid():
+            made.close()
+            self._on_broken("another user listens there")
+            return
+        self._socket = made
+        self._loop.add_reader(made.fileno(), self._on_readable)
+        self._on_ready()
+
+    def _on_readable(self) -> None:
+        self._on_broken(_BROKE)
+
+    def _release(self, linger_s: float) -> None:
+        del linger_s  # what the kernel has taken, the other side will find
+        made, self._socket, self._rest = self._socket, None, None
+        if made is not None:
+            self._loop.remove_reader(made.fileno())
+            self._loop.remove_writer(made.fileno())
+            made.close()
+
+    # -- sending
+
+    @property
+    def _is_unfinished(self) -> bool:
+        return self._rest is not None or bool(self._queue) or self._chunked is not None
+
+    def _put(self, message: bytes | memoryview) -> bool:
+        made = self._socket
+        if made is None or self._rest is not None:
+            self._is_turn_taken = True
+            return False
+        data = framed(message)
+        try:
+            size = made.send(data)
+        except BlockingIOError:
+            size = 0
+        except OSError:
+            self._loop.call_soon(self._on_dead, made)
+            self._is_turn_taken = True
+            return False
+        if size < len(data):
+            self._loop.add_writer(made.fileno(), self._on_writable)
+            self._is_turn_taken = True
+            if not size:
+                return False
+            self._rest = memoryview(data)[size:]
+        return True
+
+    def _on_writable(self) -> None:
+        made, rest = self._socket, self._rest
+        if made is None:
+            return
+        if rest is not None:
+            try:
+                size = made.send(rest)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._on_dead(made)
+                return
+            self._rest = rest = rest[size:] if size < len(rest) else None
+        if rest is None:
+            self._loop.remove_writer(made.fileno())
+            self._flush_in_turn()
+
+    def _on_dead(self, of: socket.socket) -> None:
+        """In a turn of its own: whoever sends is not ready for news of the connection."""
+        if self._socket is of:
+            self._on_broken(_BROKE)
