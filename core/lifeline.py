@@ -1,4 +1,5 @@
-"""A child process that ends when its parent does, even if the parent was killed with SIGKILL. Linux.
+"""What the kernel does for parents and children: a child that ends when its parent does, even if the parent was killed
+with SIGKILL; a process that becomes the parent of its descendants whose own parents ended. Linux.
 
 Knows one system call. Must not know who the parent is or why it ended. psutil and python-prctl were considered: the
 first cannot set it, the second is one more compiled package for one call.
@@ -6,14 +7,19 @@ first cannot set it, the second is one more compiled package for one call.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from collections.abc import Generator
 
 from .errors import LaunchError
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+_NAME_BYTES = 15
 
 
 def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
@@ -30,3 +36,33 @@ def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> No
         raise LaunchError(f"prctl(PR_SET_PDEATHSIG) failed: {reason}", remedy="allow prctl in the container's policy")
     if os.getppid() != parent_pid:
         raise SystemExit(128 + sig)
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Generator[None]:
+    """Meanwhile this process, not init, becomes the parent of each descendant whose own parent ends; it has to reap
+    them. Nothing happens where the kernel knows no such thing: see `adopts_orphans`."""
+    before = adopts_orphans()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, int(before))
+
+
+def adopts_orphans() -> bool:
+    """Whether this process becomes the parent of its descendants' orphans."""
+    answer = ctypes.c_int(0)
+    if not sys.platform.startswith("linux"):
+        return False
+    return ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(answer), 0, 0, 0) == 0 and bool(answer.value)
+
+
+def name_process(name: str) -> None:
+    """What `top` and `ps -e` show of this process; cut off where the kernel cuts."""
+    _prctl(_PR_SET_NAME, ctypes.c_char_p(os.fsencode(name)[:_NAME_BYTES]))
+
+
+def _prctl(what: int, value: object) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(what, value if not isinstance(value, int) else ctypes.c_ulong(value), 0, 0, 0)

@@ -12,6 +12,9 @@ SPEC_VARIABLE = "MYXA_WORKER_SPEC"
 
 WORKER_MODULE = "myxa.launch.worker"
 
+ROOM_VARIABLE, ROOM_BYTES = "MYXA_ROOM", 4096
+"""Takes up room where the kernel shows variables, for those that a forked process gets (nodes/process_look.py)."""
+
 _TORCHRUN = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
@@ -59,4 +62,13 @@ def child_env(
         }
     env |= actor.env
     env[SPEC_VARIABLE] = spec_path
+    return env
+
+
+def server_env(base: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a process from which actors are forked: what Python reads when it begins is as theirs, numeric
+    libraries start no threads."""
+    env = {name: value for name, value in base.items() if name not in _TORCHRUN}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    env[ROOM_VARIABLE] = "." * ROOM_BYTES
     return env

@@ -65,6 +65,9 @@ class RunSettings(Section, frozen=True):
     """Seconds of wall time after which the run ends in good order; 0 = no limit."""
     chaos: bool = False
     """Whether the run may be made to fail on purpose: by `myxa chaos`, and as the table [chaos] says."""
+    preload: bool = True
+    """Whether each node keeps a process with the imports done, from which its actors are forked: they start faster and
+    share memory. A role with `python` or `env` of its own always gets a fresh interpreter; false: every actor does."""
 
     @field_validator("name")
     @classmethod

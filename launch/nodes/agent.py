@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ...core.actor import with_deadline
 from ...core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuchActor, PeerDied
+from ...core.lifeline import adopts_orphans
 from ...core.patience import until_answered
 from ..actor_spec import GangMeeting
 from ..child_env import child_env, worker_command
@@ -36,7 +37,10 @@ from ..run_dir import RunDir
 from ..worker_spec import DEFAULT_PROGRAM, WorkerSpec, write_spec
 from .child import Child, start_child
 from .log_reader import read_log
+from .nursery import Nursery
+from .orphans import LOOK_EVERY_S, Orphans
 from .outside_stacks import spied_stacks, written_stacks
+from .preloads import Preloads
 from .process_time import tell_process_time
 from .quiet_port import quiet_port
 
@@ -70,6 +74,8 @@ class AgentOptions:
     """Whether the run directory has to be there already, as on the other nodes."""
     key_for: KeyFor | None = None
     """Makes the key of a process that is to be started and tells the registry of it; None: no process needs one."""
+    preloads: Preloads | None = None
+    """Which actors are forked from a process that has their imports; None: nobody is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,8 @@ class Agent(AgentContract):
         self._run_dir: RunDir | None = None
         self._children: dict[str, Child] = {}
         self._is_stopped = False
+        self._nursery: Nursery | None = None
+        self._orphans = Orphans(self._knows)
         self._looking = asyncio.Lock()
         self._last_look: dict[tuple[str, bool], tuple[float, int, StackReply]] = {}
         """(actor, by py-spy) -> when it was looked at, which process, what was seen."""
@@ -107,6 +115,12 @@ class Agent(AgentContract):
     async def on_start(self) -> None:
         """Nothing is asked of it yet."""
         self.ctx.spawn(tell_process_time(self.ctx), name="tell process time")
+        if not adopts_orphans():  # as in a program that hosts us: what is forked for us would not become our child
+            return
+        self.ctx.spawn(self._reap_orphans(), name="reap orphans")
+        if self._options.preloads is not None:
+            self._nursery = Nursery(self._options.runtime_dir, self.ctx.log)
+            self._nursery.warm(self._options.preloads.warm)
 
     def mind_node_0(self) -> None:
         """This node has joined: from now on it leaves when node 0 is gone, or counts on it no more. Node 0's own agent
@@ -135,6 +149,21 @@ class Agent(AgentContract):
         """Nothing may outlive the launcher."""
         self._is_stopped = True
         await self.kill_all()
+        if self._nursery is not None:
+            await self._nursery.close()
+        if adopts_orphans():
+            self._orphans.look(is_last=True)
+
+    async def _reap_orphans(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if self._nursery is None or not self._nursery.is_giving_birth:
+                self._orphans.look()
+
+    def _knows(self, pid: int) -> bool:
+        """Whether it is a process that is watched, so that its end is seen."""
+        servers = self._nursery.pids if self._nursery is not None else frozenset[int]()
+        return pid in servers or any(child.pid == pid for child in self.children)
 
     async def prepare(self, plan: RunPlan) -> None:
         if self._options.must_share and not RunDir(Path(plan.run_dir)).config.exists():
@@ -193,16 +222,33 @@ class Agent(AgentContract):
             attempt=order.attempt,
             meeting=order.meeting,
         )
-        child = start_child(
-            name,
-            order.attempt,
-            worker_command(order.actor),
-            env=env,
-            log_path=run_dir.new_log(name, order.attempt),
-            told=self._on_child_end,
-        )
+        child = await self._make_process(order, env, run_dir.new_log(name, order.attempt))
+        if self._is_stopped or self.left.done():  # while it was forked
+            child.kill()
+            raise LaunchError(f"{self.ctx.name} leaves: it starts nobody any more")
         self._children[name] = child
         return child
+
+    async def _make_process(self, order: StartOrder, env: dict[str, str], log_path: Path) -> Child:
+        """Forked where that can be, else started; the difference is the time it takes."""
+        actor, preloads = order.actor, self._options.preloads
+        kit = preloads.kit_of(actor) if self._nursery is not None and preloads is not None else ""
+        if self._nursery is not None and kit:
+            forked = await self._nursery.start(
+                kit, actor.name, order.attempt, env=env, log_path=log_path, told=self._on_child_end
+            )
+            if forked is not None:
+                return forked
+        if self._is_stopped or self.left.done():
+            raise LaunchError(f"{self.ctx.name} leaves: it starts nobody any more")
+        return start_child(
+            actor.name,
+            order.attempt,
+            worker_command(actor),
+            env=env,
+            log_path=log_path,
+            told=self._on_child_end,
+        )
 
     def _on_child_end(self, child: Child, status: int) -> None:
         self._children.pop(child.name, None)

@@ -15,6 +15,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from ...core.errors import ConfigError, LaunchError
 
@@ -26,13 +27,35 @@ no descriptor is left) may pass."""
 REAP_S = 5.0
 
 
+class Process(Protocol):
+    """A child of this process that nobody else waits for."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self) -> int:
+        """Reap it. Return code as `subprocess` gives it."""
+        ...
+
+
+class Adopted:
+    """A process that a fork server made for us (nursery.py): the kernel made us its parent."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def wait(self) -> int:
+        try:
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:  # somebody else in this process took its status; it did not end in good order for us
+            return -signal.SIGKILL
+
+
 class Child:
     """A running process. `told(child, status)` is called once, on the loop, when it has ended and was reaped. Making
     one raises OSError where the process cannot be watched."""
 
-    def __init__(
-        self, name: str, attempt: int, log_path: Path, process: subprocess.Popen[bytes], told: ExitTold
-    ) -> None:
+    def __init__(self, name: str, attempt: int, log_path: Path, process: Process, told: ExitTold) -> None:
         self.name = name
         self.attempt = attempt
         self.log_path = log_path
@@ -124,8 +147,10 @@ def start_child(
     env: Mapping[str, str],
     log_path: Path,
     told: ExitTold,
+    pass_fds: Sequence[int] = (),
 ) -> Child:
-    """Start a process with standard output and error in `log_path` (made new) and no input.
+    """Start a process with standard output and error in `log_path` (made new) and no input; of our descriptors it gets
+    `pass_fds`.
 
     Raises ConfigError for a program that cannot be started, LaunchError when the machine has no room for a process now,
     OSError for a log that cannot be written. Whatever is raised, there is no process.
@@ -139,6 +164,7 @@ def start_child(
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=tuple(pass_fds),
             )
         except OSError as error:
             what = f"{name} cannot be started: {command[0]}: {error.strerror}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
@@ -20,9 +21,11 @@ from ..node_place import NodePlace
 from ..preflight.preflight import check_node
 from ..run_dir import RunDir
 from ..supervisor.patience import Patience
+from ..supervisor.placement import place as place_actors
 from ..worker_spec import DEFAULT_PROGRAM
 from .agent import AgentOptions
 from .meeting import Meeting
+from .preloads import preloads_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,7 @@ def agent_options(
     options: LaunchOptions, place: NodePlace, meeting: Meeting, runtime_dir: Path, config: RunConfig
 ) -> AgentOptions:
     """What this node's agent works with."""
+    actors = place_actors(config, place.num_nodes) if options.late is None else ()  # a late node's come with the orders
     return AgentOptions(
         node=place.rank,
         address=meeting.address,
@@ -106,4 +110,5 @@ def agent_options(
         program=options.program,
         key_for=None if place.is_alone else meeting.key_for,
         must_share=options.late is not None and choose_channel(config) == "disk",
+        preloads=preloads_of(config, options.program, [each for each in actors if each.node == place.rank], os.environ),
     )

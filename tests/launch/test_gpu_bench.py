@@ -305,9 +305,11 @@ def test_the_stall_is_the_longest_silence_around_a_commit(
     assert usual == pytest.approx((0.01, 0.01, 0.01), abs=1e-6)
 
 
-def test_the_server_log_tells_how_far_a_broadcast_was(bench: Callable[[str], ModuleType]) -> None:
+@pytest.mark.parametrize("how", ["distributed", "tensor"])
+def test_the_server_log_tells_how_far_a_broadcast_was(bench: Callable[[str], ModuleType], how: str) -> None:
     kill = bench("kill_in_broadcast")
-    lines = {"pause": kill.PAUSED, "bucket": kill.RECEIVED, "resume": kill.RESUMED, "other": '"GET /model_info'}
+    received = f'"POST /update_weights_from_{how} HTTP/1.1" 200'
+    lines = {"pause": kill.PAUSED, "bucket": received, "resume": kill.RESUMED, "other": '"GET /model_info'}
 
     def log(*words: str) -> str:
         return "\n".join(f"INFO:     127.0.0.1:1 - {lines[word]}" for word in words)

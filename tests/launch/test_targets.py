@@ -8,7 +8,7 @@ import pytest
 
 from myxa.core.config import RoleName
 from myxa.core.errors import ConfigError
-from myxa.launch.control.targets import find_one, find_targets
+from myxa.launch.control.targets import find_targets
 from myxa.launch.supervisor.roster import ActorRecord
 
 ROSTER = tuple(
@@ -53,9 +53,3 @@ def test_who_is_not_there_is_an_error_that_says_who_is(word: str, hint: str):
         find_targets(word, ROSTER)
     assert "there are buffer, trainer/0, rollout/0, rollout/1, rollout/10" in str(caught.value)
     assert len(str(caught.value)) < 400
-
-
-def test_one_is_one():
-    assert find_one("buffer", ROSTER).name == "buffer"
-    with pytest.raises(ConfigError, match="means 3 actors: rollout/0, rollout/1, rollout/10"):
-        find_one("rollout", ROSTER)

@@ -1,0 +1,456 @@
+"""Actors forked from a process that has their imports: as a fresh interpreter would be, the launcher's children, and
+independent of the server as soon as they live."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from myxa.core.config import load_config
+from myxa.core.lifeline import adopting_orphans, adopts_orphans
+from myxa.launch.actor_spec import ActorSpec
+from myxa.launch.child_env import child_env, worker_command
+from myxa.launch.nodes import fork_server, nursery
+from myxa.launch.nodes.child import Child, start_child
+from myxa.launch.nodes.fork_wire import ForkRequest, pack
+from myxa.launch.nodes.nursery import Nursery
+from myxa.launch.nodes.orphans import Orphans
+from myxa.launch.nodes.preloads import LIGHT, TORCH, preloads_of
+from myxa.launch.supervisor.placement import place
+from myxa.launch.worker_spec import DEFAULT_PROGRAM, WorkerSpec, write_spec
+
+HERE = Path(__file__).parent
+WAIT_S = 60.0
+FIRST = ("monitor", "buffer", "coordinator", "trainer/0", "trainer/1", "rollout/0")
+GANG = ("--set", "roles.trainer.count=2")
+RUN_TOML = '[model]\npath = "model"\n[data]\ntrain = "data.jsonl"\n'
+
+
+@dataclass
+class Room:
+    """A nursery in this process, which adopts orphans meanwhile, and what was told of its children."""
+
+    folder: Path
+    nursery: Nursery
+    ends: list[tuple[str, int]] = field(default_factory=list)
+    attempts: int = 0
+
+    def told(self, child: Child, status: int) -> None:
+        self.ends.append((child.name, status))
+
+    def env(self, actor: ActorSpec) -> dict[str, str]:
+        spec = WorkerSpec(
+            actor=actor, attempt=self.attempts, launcher_pid=os.getpid(), config_path=str(self.folder / "run.toml"),
+            run_dir=str(self.folder), socket_dir=str(self.folder), rdzv_path="", program="facts_program:build",
+        )  # fmt: skip
+        path = write_spec(spec, self.folder)
+        return child_env(os.environ, actor, spec_path=str(path), run_id="r", attempt=0)
+
+    async def fork(self, actor: ActorSpec, kit: str = LIGHT) -> Child | None:
+        return await self.nursery.start(
+            kit, actor.name, 0, env=self.env(actor), log_path=self.log(actor), told=self.told
+        )
+
+    async def forked(self, actor: ActorSpec, kit: str = LIGHT) -> Child:
+        child = await self.fork(actor, kit)
+        assert child is not None
+        return child
+
+    def fresh(self, actor: ActorSpec) -> Child:
+        return start_child(
+            actor.name, 0, worker_command(actor), env=self.env(actor), log_path=self.log(actor), told=self.told
+        )
+
+    def log(self, actor: ActorSpec) -> Path:
+        return self.folder / f"{actor.name.replace('/', '.')}.log"
+
+    async def facts(self, name: str) -> dict[str, Any]:
+        path = self.folder / f"{name.replace('/', '.')}.facts"
+        await until(path.exists, f"{name} to tell of itself")
+        return json.loads(path.read_text())
+
+
+async def until(is_so: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"waited {WAIT_S} s for {what}"
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(HERE)]))
+    (tmp_path / "run.toml").write_text(RUN_TOML)
+
+    @asynccontextmanager
+    async def open_room() -> AsyncIterator[Room]:
+        room = Room(tmp_path, Nursery(tmp_path, logging.getLogger("test")))
+        with adopting_orphans():
+            try:
+                yield room
+            finally:
+                await room.nursery.close()
+                Orphans(lambda pid: False).look(is_last=True)
+
+    return open_room
+
+
+def actor(name: str = "rollout/0", kind: str = "facts", **more: Any) -> ActorSpec:
+    role = name.partition("/")[0]
+    return ActorSpec(name=name, role=role, kind=kind, index=0, node=0, **more)  # pyright: ignore[reportArgumentType]
+
+
+Enter = Callable[[], Any]
+
+
+@pytest.mark.asyncio
+async def test_a_forked_actor_is_as_a_fresh_interpreter(enter: Enter):
+    async with enter() as room:
+        one, other = await room.forked(actor("rollout/0")), room.fresh(actor("rollout/1"))
+        assert await one.wait(WAIT_S)
+        assert await other.wait(WAIT_S)
+        assert sorted(room.ends) == [("rollout/0", 7), ("rollout/1", 7)]
+        assert room.log(actor("rollout/0")).read_text() == room.log(actor("rollout/1")).read_text() == "out\nerr\n"
+        forked, fresh = await room.facts("rollout/0"), await room.facts("rollout/1")
+    assert forked["parent"] == os.getpid()
+    assert forked["stdin"] == ""
+    assert (forked.pop("comm"), fresh.pop("comm")[:6]) == ("rollout/0", "python")
+    for facts in (forked, fresh):
+        facts.pop("numpy_draw", None)
+    assert forked.pop("draw") != fresh.pop("draw")
+    logs = [facts["descriptors"].count(str(room.log(actor(name)))) for name, facts in
+            (("rollout/0", forked), ("rollout/1", fresh))]  # fmt: skip
+    assert logs == [2, 2]
+    for number, facts in enumerate((forked, fresh)):
+        facts["descriptors"] = [path for path in facts["descriptors"] if not path.endswith(f"rollout.{number}.log")]
+    assert forked == fresh
+
+
+@pytest.mark.asyncio
+async def test_signals_end_it_and_are_its_status(enter: Enter):
+    async with enter() as room:
+        killed, asked = [await room.forked(actor(f"rollout/{n}", "sleeps")) for n in (0, 1)]
+        await room.facts("rollout/0")
+        await room.facts("rollout/1")
+        killed.kill()
+        asked.ask_to_end()
+        assert await killed.wait(WAIT_S)
+        assert await asked.wait(WAIT_S)
+    assert (killed.status, asked.status) == (-9, -15)
+
+
+@pytest.mark.asyncio
+async def test_siblings_draw_different_numbers_and_have_no_cuda_yet(enter: Enter):
+    async with enter() as room:
+        for n in (0, 1):
+            assert await (await room.forked(actor(f"rollout/{n}"), TORCH)).wait(WAIT_S)
+        one, other = await room.facts("rollout/0"), await room.facts("rollout/1")
+    assert not [source for source in ("draw", "numpy_draw", "torch_draw") if one[source] == other[source]]
+    assert not one["cuda"], "the server started CUDA"
+    assert (one["num_tasks"], one["modules"]) == (1, True)
+
+
+@pytest.mark.asyncio
+async def test_numeric_libraries_use_the_threads_of_the_role(enter: Enter):
+    async with enter() as room:
+        one, other = await room.forked(actor("rollout/0", threads=2), TORCH), room.fresh(actor("rollout/1", threads=2))
+        assert await one.wait(WAIT_S)
+        assert await other.wait(WAIT_S)
+        forked, fresh = [(await room.facts(f"rollout/{n}"))["threads"] for n in (0, 1)]
+    assert forked == fresh
+    assert forked == {"torch": 2, "begun": 1, "elsewhere": 2, "numpy": 2}
+
+
+@pytest.mark.asyncio
+async def test_an_actor_lives_on_without_its_server_and_the_next_one_gets_another(enter: Enter):
+    async with enter() as room:
+        first = await room.forked(actor("rollout/0", "sleeps"))
+        (server,) = room.nursery.pids
+        os.kill(server, signal.SIGKILL)
+        await until(lambda: not room.nursery.pids, "the server's end")
+        second = await room.forked(actor("rollout/1", "sleeps"))
+        assert room.nursery.pids not in ({server}, set())
+        assert (first.status, second.status) == (None, None)
+        for child in (first, second):
+            child.kill()
+            assert await child.wait(WAIT_S)
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_keeps_dying_is_given_up(enter: Enter, caplog: pytest.LogCaptureFixture):
+    async with enter() as room:
+        for n in range(nursery.MAX_ENDS):
+            child = await room.forked(actor(f"rollout/{n}"))
+            assert await child.wait(WAIT_S)
+            (server,) = room.nursery.pids
+            os.kill(server, signal.SIGKILL)
+            await until(lambda: not room.nursery.pids, "the server's end")
+        assert await room.fork(actor()) is None
+        assert not room.nursery.pids
+    assert "actors with kit light are not forked any more: its fork server ended 3 times" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_hangs_is_killed_and_bears_nobody(
+    enter: Enter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    async with enter() as room:
+        assert await (await room.forked(actor("rollout/0"))).wait(WAIT_S)
+        (server,) = room.nursery.pids
+        os.kill(server, signal.SIGSTOP)
+        monkeypatch.setattr(nursery, "FORK_S", 0.3)
+        assert await room.fork(actor("rollout/1")) is None
+        await until(lambda: not room.nursery.pids, "the server's end")
+        await asyncio.sleep(0.3)
+        assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+        assert not (room.folder / "rollout.1.facts").exists()
+    assert "rollout/1 is started with an interpreter of its own" in caplog.text
+    assert "the fork server with kit light did not answer within 0.3 s" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_who_is_not_wanted_any_more_does_not_begin(enter: Enter):
+    """As when the launcher has given up while the server was slow: nobody says go."""
+    async with enter() as room:
+        server = await room.nursery._ready(LIGHT)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        unwanted = actor()
+        env = tuple((key.encode(), value.encode()) for key, value in room.env(unwanted).items())
+        request = ForkRequest(name="rollout/0", launcher_pid=os.getpid(), env=env)
+        with theirs, room.log(unwanted).open("wb") as log:
+            socket.send_fds(server.link, [pack(request)], [theirs.fileno(), log.fileno()])
+        pid = (await asyncio.to_thread(nursery.unpack_reply, await asyncio.to_thread(ours.recv, 100))).pid
+        assert psutil.Process(pid).ppid() == os.getpid()
+        ours.close()
+        await until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "the end of who is not wanted")
+        assert room.log(unwanted).read_text() == ""
+        assert await (await room.forked(actor("rollout/1"))).wait(WAIT_S), "the server goes on"
+
+
+STARTS_A_THREAD = """
+import sys, threading, time
+if "myxa.launch.nodes.fork_server" in sys.orig_argv:
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+"""
+SPOILT = {
+    "an import started 1 threads": (
+        "sitecustomize.py",
+        STARTS_A_THREAD,
+    ),
+    "ImportError: none today": ("safetensors.py", 'raise ImportError("none today")'),
+}
+
+
+@pytest.mark.parametrize("problem", SPOILT)
+@pytest.mark.asyncio
+async def test_what_cannot_be_forked_is_not(enter: Enter, caplog: pytest.LogCaptureFixture, problem: str):
+    async with enter() as room:
+        name, text = SPOILT[problem]
+        (room.folder / name).write_text(text)
+        for kit in (TORCH, TORCH, LIGHT):
+            assert await room.fork(actor(), kit) is None
+        await until(lambda: not room.nursery.pids, "the end of the servers")
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [text.partition(": ")[0] for text in told] == [
+        f"actors with kit {kit} are not forked any more" for kit in (LIGHT, TORCH)
+    ], "told once"
+    assert all(problem in text for text in told)
+
+
+def test_a_process_with_a_gpu_open_is_unfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    code = "from myxa.launch.nodes import fork_server; import sys; fork_server.GPU_FILES = sys.argv[1]; print(fork_server.unfit())"
+    held = tmp_path / "nvidiactl"
+    held.touch()
+    for keep, expected in ((False, ""), (True, f"an import opened {held}")):
+        with held.open() as file:
+            done = subprocess.run(
+                [sys.executable, "-c", code, str(held)],
+                pass_fds=(file.fileno(),) if keep else (),
+                capture_output=True,
+                text=True,
+                timeout=WAIT_S,
+                check=True,
+            )
+        assert done.stdout.strip() == expected
+    assert fork_server.GPU_FILES == "/dev/nvidia"
+
+
+@pytest.mark.asyncio
+async def test_the_end_of_the_nursery_is_the_end_of_its_servers_even_while_they_import(enter: Enter):
+    async with enter() as room:
+        room.nursery.warm([TORCH])
+        await until(lambda: len(room.nursery.pids) == 2, "the servers")
+        servers = [psutil.Process(pid) for pid in room.nursery.pids]
+        await room.nursery.close()
+        assert not [server for server in servers if server.is_running()]
+        assert await room.fork(actor()) is None
+
+
+SFT = 'answer_key = "answer"\n[algo]\nkind = "sft"\n[rollout]\nworkflow = "demonstration"\nnum_samples = 1\n'
+
+# -- who is forked -----------------------------------------------------------------------------------------------------
+
+
+def test_which_actors_are_forked(tmp_path: Path):
+    file = tmp_path / "run.toml"
+
+    def kits(text: str = "", program: str = DEFAULT_PROGRAM, env: dict[str, str] | None = None) -> dict[str, str]:
+        file.write_text(RUN_TOML + text)
+        config = load_config(file)
+        actors = place(config, 1)
+        found = preloads_of(config, program, actors, env or {"OMP_NUM_THREADS": "4"})
+        return {} if found is None else {each.role: found.kit_of(each) for each in actors}
+
+    light = {"monitor": "light", "buffer": "light", "coordinator": "light"}
+    assert kits() == light | {"trainer": "torch", "rollout": "torch"}
+    assert kits('[roles.trainer]\nenv = {A = "1"}\n')["trainer"] == ""
+    assert kits('[roles.rollout]\npython = "/usr/bin/python3"\n')["rollout"] == ""
+    assert kits('[roles.trainer]\nkind = "megatron"\n[roles.rollout]\nkind = "sglang"\n') == light | {
+        "trainer": "megatron",
+        "rollout": "served",
+    }
+    assert set(kits(program="mine:build").values()) == {"light"}
+    assert kits("[run]\npreload = false\n") == {}
+    assert kits(env={"MKL_NUM_THREADS": "4"}) == {}, "read when the library is loaded, not when the actor is known"
+    assert kits(SFT)["rollout"] == "light"
+
+
+IN_KITS = "import importlib; from myxa.launch.nodes.preloads import KITS\nfor name in NAMES: [importlib.import_module(m) for m in KITS[name].modules]"
+
+
+@pytest.mark.parametrize(("kits", "has_torch"), [(("light", "served"), False), (("light", "torch"), True)])
+def test_only_who_needs_torch_gets_it(kits: tuple[str, ...], has_torch: bool):
+    code = (
+        IN_KITS.replace("NAMES", repr(kits)) + "\nimport sys; print('torch' in sys.modules, 'aiohttp' in sys.modules)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True
+    ).stdout
+    assert out.split() == [str(has_torch), str("served" in kits)]
+
+
+# -- orphans -----------------------------------------------------------------------------------------------------------
+
+LEAVES_ONE = "import subprocess; print(subprocess.Popen(['/bin/sleep', '0.1'], stdout=-3, start_new_session=True).pid)"
+
+
+def test_orphans_are_reaped_and_children_that_somebody_waits_for_are_not():
+    assert not adopts_orphans()
+    orphans = Orphans(lambda pid: pid == watched.pid)
+    with adopting_orphans(), subprocess.Popen([sys.executable, "-c", LEAVES_ONE], stdout=-1) as parent:
+        assert adopts_orphans()
+        assert parent.stdout is not None
+        orphan = psutil.Process(int(parent.stdout.readline()))
+        waited = subprocess.Popen(["/bin/sh", "-c", "exit 3"])
+        watched = subprocess.Popen(["/bin/sh", "-c", "exit 4"], start_new_session=True)
+        deadline = time.monotonic() + WAIT_S
+        for process in (orphan, psutil.Process(waited.pid), psutil.Process(watched.pid)):
+            while process.status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        assert orphan.ppid() == os.getpid()
+        orphans.look()
+        assert orphan.status() == psutil.STATUS_ZOMBIE, "somebody may be about to wait for it"
+        orphans.look()
+        assert not orphan.is_running()
+        assert (waited.wait(), watched.wait()) == (3, 4)
+    assert not adopts_orphans()
+
+
+# -- in a run ----------------------------------------------------------------------------------------------------------
+
+
+def servers_of(run: Any) -> list[psutil.Process]:
+    return [child for child in run.children() if nursery.SERVER_MODULE in child.cmdline()]
+
+
+def is_forked(pid: int) -> bool:
+    """A fresh interpreter is called after its program."""
+    return not Path(f"/proc/{pid}/comm").read_text().startswith("python")
+
+
+def finish(run: Any) -> None:
+    children = run.children()
+    run.switch("finish")
+    assert run.ended() == 0, run.evidence()
+    run.until_gone(children)
+    assert not [child for child in children if child.is_running()], "zombies, or worse"
+
+
+def test_engines_and_gangs_are_restarted_by_forks(tmp_path: Path, run: Any):
+    with run(tmp_path, "up", *GANG) as one:
+        one.until_serving(*FIRST)
+        assert all(is_forked(one.pid_of(name)) for name in FIRST)
+        assert len(servers_of(one)) == 1
+        for name in ("rollout/0", "trainer/1"):
+            os.kill(one.pid_of(name), signal.SIGKILL)
+            one.until_serving(name, attempt=1)
+            assert is_forked(one.pid_of(name, attempt=1))
+            assert psutil.Process(one.pid_of(name, attempt=1)).ppid() == one.process.pid
+        one.until_serving("trainer/0", attempt=1)
+        assert "rollout/0 ended: signal SIGKILL" in one.log("launcher.0.log"), one.evidence()
+        finish(one)
+
+
+def test_a_server_that_hangs_delays_a_restart_and_no_more(tmp_path: Path, run: Any):
+    with run(tmp_path, "up") as one:
+        one.until_serving("rollout/0")
+        (server,) = servers_of(one)
+        server.suspend()
+        began_s = time.monotonic()
+        os.kill(one.pid_of("rollout/0"), signal.SIGKILL)
+        one.until_serving("rollout/0", attempt=1)
+        assert time.monotonic() - began_s < nursery.FORK_S + WAIT_S / 4
+        assert not is_forked(one.pid_of("rollout/0", attempt=1))
+        assert "did not answer within" in one.output, "it is shown"
+        assert not server.is_running()
+        served = [
+            child for child in one.children() if "rollout.0.1.json" in child.environ().get("MYXA_WORKER_SPEC", "")
+        ]
+        assert [child.pid for child in served] == [one.pid_of("rollout/0", attempt=1)]
+        os.kill(one.pid_of("rollout/0", attempt=1), signal.SIGKILL)
+        one.until_serving("rollout/0", attempt=2)
+        assert is_forked(one.pid_of("rollout/0", attempt=2)), "there is another server"
+        finish(one)
+
+
+def test_server_and_actors_end_with_a_launcher_that_is_killed(tmp_path: Path, run: Any):
+    with run(tmp_path, "up") as one:
+        one.until_serving("rollout/0", "trainer/0")
+        children = one.children()
+        assert servers_of(one)
+        one.signal(signal.SIGKILL)
+        one.process.wait(WAIT_S)
+        one.until_gone(children)
+
+
+def test_roles_with_variables_of_their_own_get_an_interpreter_of_their_own(tmp_path: Path, run: Any):
+    flags = ("--set", 'roles.rollout.env.MINE="1"', "--set", f"roles.trainer.python={json.dumps(sys.executable)}")
+    with run(tmp_path, "up", *flags) as one:
+        one.until_serving("monitor", "trainer/0", "rollout/0")
+        found = {name: is_forked(one.pid_of(name)) for name in ("monitor", "trainer/0", "rollout/0")}
+        assert found == {"monitor": True, "trainer/0": False, "rollout/0": False}
+        finish(one)
+
+
+def test_without_preload_there_is_no_server(tmp_path: Path, run: Any):
+    with run(tmp_path, "up", "--set", "run.preload=false") as one:
+        one.until_serving("monitor", "rollout/0")
+        assert not servers_of(one)
+        assert not is_forked(one.pid_of("monitor"))
+        finish(one)
