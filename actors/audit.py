@@ -14,11 +14,8 @@ log, which answers questions that nobody asks here.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-import threading
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,13 +25,13 @@ from pathlib import Path
 import msgspec
 
 from ..core.errors import ConfigError, LedgerError
+from ..core.file_lock import lock_remedy, lock_within
 from ..core.knobs import AuditRecord
 
 AUDIT_FILE = "audit.jsonl"
 MAX_LINE_BYTES = 256 << 10
 LOCK_S = 10.0
 """For how long an append waits for the others."""
-_RETRY_S = 0.005
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"\}$')
 _EMPTY_DIGEST = b'"digest":""}'
 
@@ -79,7 +76,8 @@ class AuditLog:
                 return self._append(descriptor, record)
         except OSError as error:
             raise LedgerError(
-                f"{self.path}: {error.strerror or error}", remedy="check disk and rights; nothing was changed"
+                f"{self.path}: {error.strerror or error}",
+                remedy=lock_remedy(error, "check disk and rights; nothing was changed"),
             ) from error
 
     def _append(self, descriptor: int, record: AuditRecord) -> AuditRecord:
@@ -196,26 +194,14 @@ def _locked(path: Path) -> Generator[int]:
     """The open file, as long as this process alone may write it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        deadline_s = time.monotonic() + LOCK_S
-        pause = threading.Event()
-        while not _is_mine(descriptor):
-            if time.monotonic() >= deadline_s:
-                raise LedgerError(
-                    f"{path}: another process has kept it locked for {LOCK_S:g} s",
-                    remedy="see which one holds it (`fuser` names it); it is stopped or stuck",
-                )
-            pause.wait(_RETRY_S)
+        if not lock_within(descriptor, LOCK_S):
+            raise LedgerError(
+                f"{path}: another process has kept it locked for {LOCK_S:g} s",
+                remedy="see which one holds it (`fuser` names it); it is stopped or stuck",
+            )
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _is_mine(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _last_line(descriptor: int, path: Path) -> tuple[bytes | None, int]:

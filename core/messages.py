@@ -49,8 +49,9 @@ class Assignment(Record, frozen=True):
     """Epoch of the live knobs that the group was dispatched under first; copied into the group."""
 
 
-DrawBlock = Literal["", "staleness", "weights", "data-exhausted", "paused", "finished"]
-"""Why there is no work: weights: this engine has not adopted the newest version, one that has would get some."""
+DrawBlock = Literal["", "staleness", "weights", "suspect", "data-exhausted", "paused", "finished"]
+"""Why there is no work: weights: this engine has not adopted the newest version, one that has would get some; suspect:
+a group that may be what ends its actors is to be served alone, by this one."""
 
 
 class DrawRequest(Record, frozen=True):

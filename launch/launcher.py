@@ -20,9 +20,11 @@ from .. import __version__
 from ..core.clock import SystemClock
 from ..core.config import RunConfig, dump_config
 from ..core.errors import CallError, LaunchError
+from ..core.lifeline import adopting_orphans
 from ..transport.zeromq.descriptors import raise_limit
 from .contracts import SUPERVISOR, AgentContract, RunPlan, agent_name
 from .control.verb import Room
+from .lives.named_checkpoint import kept_meanwhile
 from .lives.origin import Origin
 from .nodes.agent import Agent
 from .nodes.follower import follow, follow_late
@@ -48,14 +50,14 @@ def launch(config: RunConfig, options: LaunchOptions) -> Outcome:
     """Run this node's part of a run to its end. Raises ConfigError and LaunchError for what cannot start."""
     raise_limit()
     part = _lead if options.place.rank == 0 else follow
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with adopting_orphans(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(part(config, options))
 
 
 def launch_late(config: RunConfig | None, options: LaunchOptions) -> Outcome:
     """Lend this machine to a run that goes on; `config` None: as the run has it. Raises ConfigError and LaunchError."""
     raise_limit()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with adopting_orphans(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(follow_late(config, options))
 
 
@@ -68,6 +70,8 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> Outcome:
     check_own(config, actors, options, 0)
     text, config = dump_config(config), with_start(config, options)
     with RuntimeDir() as runtime, contextlib.ExitStack() as stack:
+        if options.run_dir is None:  # a run that goes on deletes its own when it has newer ones
+            stack.enter_context(kept_meanwhile(config.trainer.resume))
         async with host_meeting(options.place, runtime.path, options.job_key, options.rdzv_file) as meeting:
             run_dir = stack.enter_context(_run_dir(config, options))
             screen = Screen(Console(), run_dir.path, is_quiet=options.is_quiet)

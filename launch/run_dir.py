@@ -5,7 +5,6 @@ Knows paths and links. Must not know what the files hold.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 from collections.abc import Generator
@@ -15,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ..core.errors import LaunchError
+from ..core.file_lock import is_locked, lock_remedy, take_lock
 
 LOCK = ".launcher.lock"
 
@@ -59,29 +59,21 @@ class RunDir:
     def held(self) -> Generator[None]:
         """This launcher's alone, until the block or the process ends. Raises LaunchError if another one has it."""
         try:
-            handle = (self.path / LOCK).open("w")
+            handle = take_lock(self.path / LOCK)
         except OSError as error:
-            raise LaunchError(f"{self.path} cannot be written: {error.strerror}", remedy="check its rights") from error
+            remedy = lock_remedy(error, "check its rights")
+            raise LaunchError(f"{self.path / LOCK} cannot be taken: {error.strerror}", remedy=remedy) from error
+        if handle is None:
+            raise LaunchError(
+                f"the run in {self.path} still lives", remedy="end it first: myxa down; or `myxa fork` it"
+            )
         with handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise LaunchError(
-                    f"the run in {self.path} still lives", remedy="end it first: myxa down; or `myxa fork` it"
-                ) from error
             yield
 
     @property
     def is_held(self) -> bool:
         """Whether a launcher has it now."""
-        try:
-            with (self.path / LOCK).open("r") as handle:
-                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
-        return False
+        return is_locked(self.path / LOCK)
 
     def is_latest(self) -> None:
         """From now on `latest` beside it links to it."""

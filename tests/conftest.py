@@ -26,7 +26,8 @@ from own_segments import own_segments  # pyright: ignore[reportMissingImports]
 
 MARK = "MYXA_TEST_SESSION"
 PATIENCE_S = 10.0
-GPU = Path(__file__).resolve().parents[1] / "bench" / "gpu"
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+GPU = BENCH / "gpu"
 KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Python's own helpers: one of each per process, they end with it."""
 
@@ -135,3 +136,19 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     for path in GPU.glob("*.py"):
         monkeypatch.delitem(sys.modules, path.stem, raising=False)
     return importlib.import_module
+
+
+@pytest.fixture(scope="session")
+def planting() -> Iterator[ModuleType]:
+    """`bench/planted_control.py`."""
+    sys.path.append(str(BENCH))
+    import planted_control  # pyright: ignore[reportMissingImports] - found by the line above
+
+    yield planted_control
+    sys.path.remove(str(BENCH))
+
+
+@pytest.fixture
+def seat(planting: ModuleType, tmp_path: Path):
+    """A short planted run and the state behind its verbs."""
+    return planting.plant_seat(tmp_path, num_steps=12)

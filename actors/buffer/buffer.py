@@ -205,7 +205,8 @@ class Buffer(OwnsKnobs, HeldOutPrompts, BufferContract):
                 ids = [assignment.prompt.group_id for assignment in assignments]
                 self._telemetry.hop("dispatch", ids, wall_s, self.ctx.clock.monotonic() - started_s)
                 return assignments, ""
-            return [], store.why_no_work(version) if request.max_groups > 0 or store.is_finished else ""
+            is_hungry = request.max_groups > 0 or store.is_finished
+            return [], store.why_no_work(request, version, started_s) if is_hungry else ""
 
     async def put_group(self, group: Group, attempt: int, rollout: str) -> PutResult:
         reached("buffer.put")

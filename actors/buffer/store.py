@@ -28,6 +28,7 @@ from .payloads import Payloads, oldest_version
 from .quarantine import Quarantine
 from .settings import LiveSettings
 from .suspects import POISON, Suspects
+from .turns import Turns
 
 REATTACH_S = 10.0
 """After a restart of the buffer, for so long a group waits for the actor that still has it in hand."""
@@ -59,9 +60,9 @@ class BufferStore:
         self.payloads = Payloads(ledger, settings)
         self.cursor = PromptCursor(source, ledger, quarantine)
         self.suspects = Suspects(ledger, max_deaths)
+        self._turns = Turns(ledger, admission, settings, self.cursor, self.suspects, started_s + REATTACH_S)
         self._filters = filters
         self._log = log
-        self._reattach_until_s = started_s + REATTACH_S
         self.is_finished = False
         """No batch will ever come again."""
         self.drought = Drought(admission.batch_size)
@@ -86,20 +87,19 @@ class BufferStore:
     def draw(self, request: DrawRequest, version: int, now_s: float, *, is_undone: bool = False) -> list[Assignment]:
         """Groups for an engine that serves `version`: first what was handed back, then new draws. `is_undone`: it only
         counts as serving it; see `engine_versions.py`."""
-        if not self.settings.serves(self.ledger.next_step):
+        if not self._turns.is_open:
             return []
         again: list[Row] = []
         new: list[tuple[Row, Prompt]] = []
         num_samples = self.settings.values.num_samples
         try:
-            waiting, max_groups = self._turn(request, version, now_s)
+            waiting, max_groups = self._turns.turn(request, version, now_s)
             for row in waiting:
                 if len(again) < max_groups and self.admission.may_dispatch(version, row.group_id):
                     self.admission.dispatched(row.group_id, version, is_undone=is_undone)
                     again.append(row)
             while len(again) + len(new) < max_groups and self.admission.may_dispatch(version):
-                wants_new = not self.settings.is_stopping and not self._has_enough
-                drawn = self.cursor.next([row for row, _ in new], num_samples) if wants_new else None
+                drawn = self.cursor.next([row for row, _ in new], num_samples) if self._turns.wants_new else None
                 if drawn is None:
                     break
                 self.admission.dispatched(drawn[0].group_id, version, is_undone=is_undone)
@@ -138,37 +138,9 @@ class BufferStore:
             for row in (*started, *fresh)
         ]
 
-    def why_no_work(self, version: int) -> DrawBlock:
+    def why_no_work(self, request: DrawRequest, version: int, now_s: float) -> DrawBlock:
         """Why an engine that serves `version` got nothing just now."""
-        if self.is_finished:
-            return "finished"
-        if not self.settings.serves(self.ledger.next_step) or self._has_enough:
-            return "paused"
-        if not (self.may_draw or self.ledger.rows(State.REQUEUED)):
-            return "data-exhausted"
-        is_behind = version < self.admission.newest_version
-        return "weights" if is_behind and self.admission.may_dispatch(self.admission.newest_version) else "staleness"
-
-    @property
-    def _has_enough(self) -> bool:
-        """Paused, but for some steps: is all that they need drawn?"""
-        until = self.settings.until_step
-        if until is None:
-            return False
-        return self.admission.num_open >= (until - self.ledger.next_step) * self.admission.batch_size
-
-    def _turn(self, request: DrawRequest, version: int, now_s: float) -> tuple[list[Row], int]:
-        """Groups handed back that this actor may get, and how many groups in all."""
-        rollout, rows = request.rollout, self.ledger.rows(State.REQUEUED)
-        rows = [row for row in rows if row.rollout in ("", rollout) or now_s >= self._reattach_until_s]
-        if not self.suspects:  # every look of every draw that waits comes by here
-            return rows, request.max_groups
-        waiting = {row.group_id: row for row in rows if self.admission.may_dispatch(version, row.group_id)}
-        holding = {row.group_id for row in self.ledger.rows(State.DISPATCHED) if row.rollout == rollout}
-        holding.update(request.holding or ())
-        actor = (rollout, request.epoch)
-        allowed, max_groups = self.suspects.turn(actor, holding, list(waiting), request.max_groups, now_s)
-        return [waiting[group_id] for group_id in allowed], max_groups
+        return "finished" if self.is_finished else self._turns.why_none(request, version, now_s)
 
     # ---- what comes back
 
@@ -218,8 +190,7 @@ class BufferStore:
 
     def give_up(self, group_id: int, attempt: int, rollout: str, reason: str, detail: str) -> bool:
         """A rollout actor gives a group up; False if it is not (any more) its to give up."""
-        row = self._held(group_id, attempt, rollout)
-        if row is None:
+        if (row := self._held(group_id, attempt, rollout)) is None:
             return False
         self._give_up(row, reason, detail)
         return True
@@ -242,8 +213,7 @@ class BufferStore:
             if is_saved := self.payloads.save_partial(row, partial):
                 self.suspects.has_tokens(group_id, num_tokens_of(partial))
             return is_saved
-        wrong = wrong_in_partial(partial, group_id, row.num_samples)
-        if wrong is not None:
+        if (wrong := wrong_in_partial(partial, group_id, row.num_samples)) is not None:
             self._log.warning("group %d of %s starts again from its prompt: %s", group_id, rollout, wrong)
             partial = ()
         self.suspects.has_tokens(group_id, num_tokens_of(partial))
@@ -282,8 +252,7 @@ class BufferStore:
 
     def claim(self, step: int) -> tuple[GroupMeta, ...] | None:
         """The batch of `step`, now or again; None while it cannot be formed. Sets `is_finished` when it never will."""
-        held = self.ledger.claim_of(step)
-        if held:
+        if held := self.ledger.claim_of(step):
             return tuple(self.payloads.meta_of(row) for row in held)
         if step != self.ledger.next_step:
             raise LedgerError(
@@ -370,7 +339,7 @@ class BufferStore:
     @property
     def may_draw(self) -> bool:
         """Is there, or may there come, a prompt that nobody has got?"""
-        return not self.settings.is_stopping and self.cursor.has_next
+        return self._turns.may_draw
 
     # ---- inside
 
@@ -379,14 +348,12 @@ class BufferStore:
         places = [
             LinePlace(row.group_id, row.version, _STAGES.get(row.state, Stage.TAKEN)) for row in self.ledger.line()
         ]
-        overdue = self.admission.restore(
-            places, next_step=self.ledger.next_step, newest_version=self.ledger.newest_version
-        )
+        known = self.ledger
+        overdue = self.admission.restore(places, next_step=known.next_step, newest_version=known.newest_version)
         self._drop_overdue(overdue)
 
     def _row(self, group_id: int) -> Row:
-        row = self.ledger.find(group_id)
-        if row is None:
+        if (row := self.ledger.find(group_id)) is None:
             raise LedgerError(f"group {group_id} was never drawn")
         return row
 

@@ -6,8 +6,8 @@
         manifest.json            written last: names, sizes and digests of the files, model, counters, `extra`
         ledger.sqlite, run.json  added by the run (`run_part.py`)
 
-A folder is written beside its place under a hidden name and moved there when complete; a manifest that is missing or
-does not fit its files marks a torn one. Knows files; no torch, so launcher and coordinator may import it.
+A folder is written beside its place under a hidden name (`drafts.py`) and moved there when complete; a manifest that is
+missing or does not fit its files marks a torn one. Knows files; no torch, so launcher and coordinator may import it.
 
 Library considered: torch.distributed.checkpoint. Not used: its metadata file is a pickle, which runs code of whoever
 wrote it, and it has no digests.
@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,16 +29,21 @@ import msgspec
 
 from ...core.chaos import reached
 from ...core.errors import TornCheckpoint, TrainError
-from ...core.file_entry import FileEntry, describe_file, sync_folder
-from .folder_swap import GONE, OLD, old_of, put_in_place
+from ...core.file_entry import FileEntry, describe_file, sync_folder, write_durably
+from ...core.file_lock import locked_folder
+from .drafts import Writer, partial_of, writer_of
+from .folder_swap import OLD, is_meant, old_of, put_in_place
+from .reading import MANIFEST, being_read
+from .run_part import writing_run
 
-MANIFEST = "manifest.json"
 FORMAT = 1
-GROWING = ".partial-"
-"""How the names of what is being written begin."""
 MAX_MANIFEST_BYTES = 64 << 20
 READERS = 8
 """Threads that compute digests at the same time."""
+PLACE_S = 60.0
+"""How long whoever puts one in its place waits for others who do: an older one is deleted meanwhile."""
+LOOKS = 10
+"""At a folder in which a run that lives deletes what is being looked at, for one that is newer."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,10 +87,9 @@ class CheckpointInfo:
         return told if isinstance(told, int) else version_in(self.path)
 
     @property
-    def writer(self) -> tuple[int, int] | None:
-        """Life of the run and attempt of its gang that wrote it. None: it does not say, as older ones do not."""
-        life, attempt = self.extra.get("life"), self.extra.get("attempt")
-        return (life, attempt) if isinstance(life, int) and isinstance(attempt, int) else None
+    def writer(self) -> Writer | None:
+        """Who wrote it. None: it does not say."""
+        return writer_of(self.extra)
 
 
 def rank_file(rank: int) -> str:
@@ -99,36 +103,11 @@ def version_in(folder: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def partial_of(folder: Path) -> Path:
-    """Where a checkpoint grows before it is complete."""
-    return folder.with_name(GROWING + folder.name)
-
-
-def sweep(holder: Path) -> None:
-    """Delete what crashes left half written or half deleted, while nothing is being written there."""
-    for path in [*holder.glob(f"{GROWING}*"), *holder.glob(f"{GONE}*"), *holder.glob(f"{OLD}*")]:
-        if path.is_file():
-            path.unlink(missing_ok=True)
-        elif not path.name.startswith(OLD) or not _is_meant(path):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def begin(folder: Path) -> Path:
-    """Make an empty place to write to. Raises TrainError if the disk refuses."""
-    fresh = partial_of(folder)
-    try:
-        if fresh.exists():
-            shutil.rmtree(fresh)
-        fresh.mkdir(parents=True)
-    except OSError as error:
-        raise TrainError(f"cannot make checkpoint folder {fresh}: {error}", remedy="check disk and rights") from error
-    return fresh
-
-
 def commit(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into the partial folder and move it to its place; an older checkpoint of that name is found
-    there until then. Raises TrainError if the disk refuses."""
-    fresh = partial_of(folder)
+    there until then. Raises TrainError if the disk refuses, or a later writer's is there."""
+    writer = writer_of(manifest.extra)
+    fresh = partial_of(folder, writer)
     reached("trainer.manifest_commit")
     try:
         path = fresh / MANIFEST
@@ -137,9 +116,31 @@ def commit(folder: Path, manifest: Manifest) -> None:
             file.flush()
             os.fsync(file.fileno())
         sync_folder(fresh)
-        put_in_place(fresh, folder)
+        with place_of(folder, writer):
+            put_in_place(fresh, folder)
     except OSError as error:
         raise TrainError(f"cannot commit checkpoint {folder}: {error}", remedy="check disk and rights") from error
+
+
+@contextmanager
+def place_of(folder: Path, writer: Writer | None) -> Generator[None]:
+    """`writer` puts something there, and nobody else does meanwhile. Raises TrainError if a later life or attempt of
+    the run was there first: whoever is late then has no business there any more; OSError if the disk refuses."""
+    with locked_folder(folder.parent, PLACE_S) as is_mine:
+        if not is_mine:
+            raise TrainError(
+                f"another process has been putting a checkpoint into {folder.parent} for {PLACE_S:g} s",
+                remedy="see which one has that folder open (`fuser` names it); it is stopped or stuck",
+            )
+        there = look_at(folder).writer if writer else None
+        own_run = folder.parent.parent.name
+        if writer and there and there > writer and writing_run(folder) in ("", own_run):  # a fork begins with another's
+            raise TrainError(
+                f"{folder} is of life {there[0]}, attempt {there[1]} of the run: life {writer[0]}, attempt {writer[1]} "
+                "comes too late",
+                remedy="nothing is lost; this process is left over from before: end it",
+            )
+        yield
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -171,6 +172,15 @@ def read_manifest(folder: Path) -> Manifest:
             what = "is missing" if size < 0 else f"has {size} bytes instead of {entry.num_bytes}"
             raise _torn(folder, f"{entry.name} {what}")
     return manifest
+
+
+def forget_writer(folder: Path) -> None:
+    """From now on it does not say who wrote it: another run takes it over, and counts its lives from one. Raises
+    TrainError or OSError."""
+    manifest = read_manifest(folder)
+    extra = {key: value for key, value in manifest.extra.items() if key not in ("life", "attempt")}
+    told = msgspec.structs.replace(manifest, extra=extra)
+    write_durably(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(told), indent=2))
 
 
 def check_digest(folder: Path, entry: FileEntry) -> None:
@@ -214,15 +224,8 @@ def list_checkpoints(folder: str | Path) -> tuple[CheckpointInfo, ...]:
     root = Path(folder)
     if not root.is_dir():
         return ()
-    infos = [look_at(path) for path in sorted(root.iterdir()) if path.is_dir() and _is_meant(path)]
+    infos = [look_at(path) for path in sorted(root.iterdir()) if path.is_dir() and is_meant(path)]
     return tuple(sorted(infos, key=lambda info: (info.num_updates, info.path.name)))
-
-
-def _is_meant(path: Path) -> bool:
-    """Whether a folder is to be looked at. A crash while one took another's place may have left the older one only."""
-    if path.name.startswith(OLD):
-        return not path.with_name(path.name.removeprefix(OLD)).exists()
-    return not path.name.startswith(".")
 
 
 WhyNot = Callable[[CheckpointInfo], str]
@@ -233,8 +236,14 @@ def newest_checkpoint(
     folder: str | Path, why_not: WhyNot = lambda _: ""
 ) -> tuple[CheckpointInfo | None, tuple[CheckpointInfo, ...]]:
     """(newest complete checkpoint or None, the others that cannot be used). Sizes are checked, not digests."""
-    infos = [info if info.problem else replace(info, problem=why_not(info)) for info in list_checkpoints(folder)]
-    complete = [info for info in infos if info.is_complete]
+    infos: list[CheckpointInfo] = []
+    complete: list[CheckpointInfo] = []
+    for _ in range(LOOKS):
+        found = list_checkpoints(folder)
+        infos = [info if info.problem else replace(info, problem=why_not(info)) for info in found]
+        complete = [info for info in infos if info.is_complete]
+        if complete or all(info.path.exists() for info in found):
+            break
     return (complete[-1] if complete else None), tuple(info for info in infos if not info.is_complete)
 
 
@@ -252,18 +261,26 @@ def newest_whole(
     return None, tuple(passed)
 
 
-def whole_ones(folder: str | Path, version: int | None = None) -> Iterator[CheckpointInfo]:
-    """All checkpoints, or those of `version`, newest version first; each is looked at in every byte, but only when it
-    is asked for."""
-    found = [info for info in list_checkpoints(folder) if version in (None, info.version)]
-    for info in sorted(found, key=lambda info: (info.version, info.num_updates), reverse=True):
-        if info.is_complete:
-            try:
-                check_whole(info.path)
-            except TrainError as error:
-                yield replace(info, problem=error.message)
-                continue
-        yield info
+def whole_ones(folder: str | Path, version: int | None = None, *, reads_all: bool = True) -> Iterator[CheckpointInfo]:
+    """All checkpoints, or those of `version`, newest version first; each is looked at in every byte (`reads_all` False:
+    as far as sizes tell), but only when it is asked for. If one was deleted meanwhile those follow that are newer."""
+    seen: set[Path] = set()
+    while True:
+        found = [info for info in list_checkpoints(folder) if version in (None, info.version) and info.path not in seen]
+        for info in sorted(found, key=lambda info: (info.version, info.num_updates), reverse=True):
+            seen.add(info.path)
+            yield _read_through(info) if reads_all and info.is_complete else info
+        if not found or all(path.exists() for path in seen):
+            return
+
+
+def _read_through(info: CheckpointInfo) -> CheckpointInfo:
+    try:
+        with being_read(info.path):
+            check_whole(info.path)
+    except TrainError as error:
+        return replace(info, problem=error.message)
+    return info
 
 
 def find_checkpoint(place: str | Path, *, reads_all: bool = True, why_not: WhyNot = lambda _: "") -> Path:

@@ -29,6 +29,13 @@ def old_of(place: Path) -> Path:
     return place.with_name(OLD + place.name)
 
 
+def is_meant(path: Path) -> bool:
+    """Whether a folder is to be looked at. A crash while one took another's place may have left the older one only."""
+    if path.name.startswith(OLD):
+        return not path.with_name(path.name.removeprefix(OLD)).exists()
+    return not path.name.startswith(".")
+
+
 def put_in_place(fresh: Path, place: Path) -> None:
     """`fresh` becomes `place`; what was there is deleted afterwards. Raises OSError; then one of the two is there."""
     old = old_of(place)

@@ -88,6 +88,14 @@ def ledger_in(folder: Path) -> Path:
     return path
 
 
+def writing_run(folder: Path) -> str:
+    """Name of the run that wrote it; empty if the folder does not say."""
+    try:
+        return read_run_part(folder).run
+    except TrainError:
+        return ""
+
+
 def is_kept(folder: Path) -> bool:
     """Whether the folder says that it stays for ever. One that cannot be read does not."""
     try:

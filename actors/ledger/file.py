@@ -7,7 +7,6 @@ Hand-written over the standard library's sqlite3: SQLAlchemy was considered and 
 
 from __future__ import annotations
 
-import fcntl
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...core.errors import LedgerError
+from ...core.file_lock import is_locked, lock_remedy, take_lock
 from .states import AT_REST, REWIND, TRANSITIONS, Row, State
 
 FORMAT = "1"
@@ -264,27 +264,22 @@ def _reading(path: Path) -> str:
 def lock_ledger(path: Path) -> IO[str]:
     """Hold `<path>.lock` as long as the process lives: one writer, and a killed one leaves nothing behind."""
     try:
-        handle = path.with_name(path.name + ".lock").open("w")
+        handle = take_lock(_lock_of(path))
     except OSError as error:
-        raise LedgerError(f"{path} cannot be opened: {error}", remedy="does the run directory exist?") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        handle.close()
-        raise LedgerError(f"{path} is in use by another process", remedy="end the other buffer first") from error
+        remedy = lock_remedy(error, "does the run directory exist?")
+        raise LedgerError(f"{path} cannot be opened: {error}", remedy=remedy) from error
+    if handle is None:
+        raise LedgerError(f"{path} is in use by another process", remedy="end the other buffer first")
     return handle
 
 
 def is_in_use(path: Path) -> bool:
     """Whether somebody holds the ledger's lock now; leaves nothing behind."""
-    try:
-        with path.with_name(path.name + ".lock").open("r") as handle:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
+    return is_locked(_lock_of(path))
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
 
 
 def _row(values: dict[str, Any]) -> Row:

@@ -322,7 +322,7 @@ class Ledger:
         if version < self._floor:
             raise LedgerError(
                 f"cannot go back to version {version}: groups trained up to version {self._floor} are given away",
-                remedy="resume from a newer checkpoint, or start a new run",
+                remedy="end the run and `myxa resume` it, with the copy of the ledger in that checkpoint",
             )
         change = Change(meta={"base_version": str(version), "durable_version": str(min(self._durable, version))})
         back = f"rewind to {version}"

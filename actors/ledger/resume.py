@@ -64,6 +64,17 @@ def read_facts(path: Path) -> LedgerFacts:
         file.close()
 
 
+def floor_of(path: Path) -> int:
+    """The oldest version that a ledger which nobody uses can go back to. Raises LedgerError if it cannot be read."""
+    file = LedgerReader(path)
+    try:
+        return int(file.meta()["payload_floor"])
+    except (KeyError, ValueError) as error:
+        raise LedgerError(f"{path} is damaged: {error!r}") from error
+    finally:
+        file.close()
+
+
 def continue_ledger(earlier: Path, path: Path, run: str) -> bool:
     """Copy `earlier` to `path` as the ledger of `run`; False if `path` is there already (the buffer was restarted).
 

@@ -3,7 +3,8 @@
     generating         compute, "generate"; "generate at limit" while no more groups may be taken
     only rewards       wait-data, "reward"
     only handing over  wait-data, "hand over"
-    nothing in hand    what the buffer said last: draw (wait-data), staleness (wait-capacity), weights, paused
+    nothing in hand    what the buffer said last: draw (wait-data), staleness (wait-capacity), weights, paused,
+                       or a suspect that it shall have alone (wait-data)
 
 Knows the meter and what it is told. Must not know engines, the buffer or asyncio.
 """
@@ -17,6 +18,7 @@ from .group_runner import Load
 _BLOCKED: dict[DrawBlock, tuple[ActivityKind, str]] = {
     "": ("wait-data", "draw"),
     "data-exhausted": ("wait-data", "draw"),
+    "suspect": ("wait-data", "suspect"),
     "staleness": ("wait-capacity", "draw"),
     "finished": ("wait-capacity", "draw"),
     "weights": ("wait-weights", "adopt"),

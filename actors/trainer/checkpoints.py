@@ -2,8 +2,9 @@
 
     begin      all ranks copy what they will write; training waits for that only
     written    each rank's files are on its disk, and a copy of the ledger beside them, whenever that is
-    finish     between two steps, or while training waits for data, all ranks: the folder appears, then the run's part
-               of it (`checkpoints/run_part.py`), and only now is the buffer told "durable"
+    finish     between two steps, or while training waits for data (where engines have the devices meanwhile: once it
+               has waited `OVERDUE_S`), all ranks: the folder appears, then the run's part of it
+               (`checkpoints/run_part.py`), and only now is the buffer told "durable"
 
 One at a time: the next checkpoint first settles the one before. One that lacks what was decided about the knobs since
 is written again, in its place. One by schedule that cannot be written is told, with what is not covered, and tried
@@ -17,6 +18,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -27,8 +29,9 @@ from ...core.clock import Clock
 from ...core.errors import GatherError, MyxaError, RemoteError, TrainError
 from ...core.file_entry import FileEntry
 from ...core.knobs import LiveKnobs
-from ..checkpoints.folder import GROWING, CheckpointInfo, list_checkpoints, look_at, read_manifest, sweep, version_in
-from ..checkpoints.folder_swap import take_away
+from ..checkpoints.drafts import Writer, hold_drafts, let_go_drafts, partial_of, sweep
+from ..checkpoints.folder import CheckpointInfo, list_checkpoints, look_at, place_of, read_manifest, version_in
+from ..checkpoints.reading import take_away_unread
 from ..checkpoints.run_part import RunPart, is_kept, write_run_part
 from ..contracts.roles import TrainerContract
 from ..ledger.resume import LEDGER
@@ -38,6 +41,9 @@ RETRY_S = 30.0
 """After one by schedule that failed, before the next attempt; doubled each time up to `RETRY_LIMIT_S`. By time: a disk
 does not become empty by steps, which may be made in less than a second."""
 RETRY_LIMIT_S = 600.0
+OVERDUE_S = 60.0
+"""So long a checkpoint that is written may wait for a boundary: a turn on shared devices costs the engines seconds, and
+what it is worth is the steps since the one before."""
 
 
 class RankSilent(TrainError):
@@ -57,9 +63,12 @@ class CheckpointOptions:
     """Of the checkpoints by schedule each one of so many stays for ever; 0: none."""
     at_stop: bool = False
     """Whether a run that is told to stop writes one, also with `every` = 0."""
-    origin: tuple[tuple[str, str], ...] = ()
-    """What is to be told of where the run goes on from: kinds and texts of events."""
+    origin: Callable[[], tuple[tuple[str, str], ...]] = tuple
+    """What is to be told of where the run goes on from: kinds and texts of events. Asked when all ranks have begun:
+    before, nobody knows what they pass over."""
     is_async: bool = False
+    writer: Writer = (1, 0)
+    """Under which name what grows is held; the ranks write under it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +102,12 @@ class Checkpoints:
         self._telemetry = telemetry
         self._clock = clock
         self._pending: _Pending | None = None
+        self._drafts: IO[str] | None = None
+        """Held while one is being written."""
         self._newest: tuple[int, LiveKnobs] | None = None
         """Version and knobs of the one that was written last, with all its parts and told to the buffer."""
+        self._written_at_s = 0.0
+        """When every rank had written the newest one."""
         self._num_failed = 0
         """Attempts by schedule since one was written."""
         self._try_at_s = 0.0
@@ -109,7 +122,7 @@ class Checkpoints:
         """Live: how many stay; 0: all."""
         self.at_stop = options.at_stop
         """Whether a run that is told to stop writes one, also with `every` = 0."""
-        for kind, text in options.origin:
+        for kind, text in options.origin():
             ctx.log.info("%s: %s", kind, text)
             telemetry.event(kind, text)
 
@@ -122,6 +135,11 @@ class Checkpoints:
     def is_written(self) -> bool:
         """Whether one waits for nothing but a boundary to be finished at."""
         return self._pending is not None and self._pending.written.done()
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether that boundary is so long in coming that it is worth a turn on the device."""
+        return self.is_written and self._clock.monotonic() >= self._written_at_s + OVERDUE_S
 
     @property
     def newest(self) -> int:
@@ -159,8 +177,12 @@ class Checkpoints:
                 return
             self._newest = None  # its folder may be replaced: until the new one has all its parts there is none
             holder = self.folder_of(version).parent
-            await self._in_thread(lambda: self._sweep(holder))  # what failed before may have filled the disk
-            await (self._begin(version, live) if self._options.is_async else self._write(version, live))
+            await self._in_thread(lambda: self._hold(holder))
+            try:
+                await (self._begin(version, live) if self._options.is_async else self._write(version, live))
+            finally:
+                if self._pending is None:
+                    self._let_go()
 
     async def save_by_schedule(self, version: int) -> None:
         """The same. What fails is told, and tried again when it is due next; raises for a rank that is silent only."""
@@ -225,6 +247,7 @@ class Checkpoints:
                 await self._is_there(pending.version, pending.folder, pending.live, ledger)
         finally:
             self._pending = None
+            self._let_go()
 
     async def _until_written(self, version: int) -> FileEntry | TrainError:
         """The copy of the ledger, or what went wrong, for the boundary at which it is looked for."""
@@ -233,14 +256,16 @@ class Checkpoints:
             return await self._copy_ledger(version)
         except TrainError as error:
             return error
+        finally:
+            self._written_at_s = self._clock.monotonic()
 
     async def _copy_ledger(self, version: int) -> FileEntry:
         """Made beside the folder, since the folder may not be there yet."""
         return await self._run.copy_ledger(self._copy_of(version), version)
 
     def _copy_of(self, version: int) -> Path:
-        folder = self.folder_of(version)
-        return folder.with_name(f"{GROWING}{folder.name}-{LEDGER}")
+        draft = partial_of(self.folder_of(version), self._options.writer)
+        return draft.with_name(f"{draft.name}-{LEDGER}")
 
     async def _is_there(self, version: int, folder: Path, live: LiveKnobs, ledger: FileEntry) -> None:
         stays = bool(self._options.keep_every and self.every) and version % (self._options.keep_every * self.every) == 0
@@ -260,7 +285,11 @@ class Checkpoints:
         await asyncio.get_running_loop().run_in_executor(None, work)
 
     def _write_run_part(self, folder: Path, part: RunPart) -> None:
-        write_run_part(folder, part, self._copy_of(part.version), read_manifest(folder).files)
+        try:
+            with place_of(folder, self._options.writer):
+                write_run_part(folder, part, self._copy_of(part.version), read_manifest(folder).files)
+        except OSError as error:
+            raise TrainError(f"{folder} cannot be completed: {error}", remedy="check disk and rights") from error
 
     def _prune(self, newest: Path) -> None:
         """Of all others the oldest go: folders of a life before a resume may bear higher versions. What is torn, or was
@@ -283,16 +312,30 @@ class Checkpoints:
         first = min(version_in(path) for path in (*(info.path for info in old[num_going:]), newest))
         useless = [info for info in others if info not in good and version_in(info.path) < first]
         for info in (*(info for info in old[:num_going] if not is_kept(info.path)), *useless):
-            take_away(info.path)
+            take_away_unread(info.path)
 
-    def _is_undone(self, info: CheckpointInfo, own: tuple[int, int] | None) -> bool:
+    def _is_undone(self, info: CheckpointInfo, own: Writer | None) -> bool:
         """Whether an earlier life or attempt than `own` wrote it of a version behind which training went back since."""
         return own is not None and info.writer is not None and info.writer < own and info.version > self._began_at
+
+    def _hold(self, holder: Path) -> None:
+        """Nobody else clears away what is written from now on. Raises TrainError if the disk refuses."""
+        self._sweep(holder)  # what failed before may have filled the disk
+        self._drafts = hold_drafts(holder, self._options.writer)
+
+    def close(self) -> None:
+        """This process ends, or the actor: what is left half written is for whoever writes next to clear."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._drafts is not None:
+            let_go_drafts(self._drafts)
+        self._drafts = None
 
     def _sweep(self, holder: Path) -> None:
         """Nothing is being written, but perhaps by ranks whose mates have failed. Never raises for the disk."""
         try:
-            sweep(holder)
+            sweep(holder, self._options.writer)
         except OSError as error:
             self._ctx.log.warning("leftovers in %s could not be deleted: %s", holder, error)
 

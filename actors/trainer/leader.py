@@ -92,8 +92,8 @@ class Leader:
         self._written = -1
         """Version that was written as the run's last: in a checkpoint and exported, as far as that was asked for."""
         side = RunSide(self._buffer, self._coordinator, self._ask)
-        self._checkpoints = Checkpoints(ctx, options.checkpoints, self._together, side, meter, telemetry, clock)
-        self._orders = CheckpointOrders(self._checkpoints, self._together, options.run_dir, meter, ctx.log)
+        self.checkpoints = Checkpoints(ctx, options.checkpoints, self._together, side, meter, telemetry, clock)
+        self._orders = CheckpointOrders(self.checkpoints, self._together, options.run_dir, meter, ctx.log)
         self._publisher = Publisher(ctx, self._together, options.max_unreleased, meter)
         self._standby = Standby(options.standby, self._together, meter, telemetry, side.live_knobs)
         self._standing = Standing(ctx, self._publisher, self._ask)
@@ -147,7 +147,7 @@ class Leader:
         """From set-up to the end of the run. `live`: knobs as the checkpoint that it goes on from holds them.
         `is_restart`: the gang was here before, so what was trained after `version` is undone."""
         self.stands_at, start_version = version - 1, version
-        self._checkpoints.goes_on_from(version)
+        self.checkpoints.goes_on_from(version)
         await self._ctx.wait_for("coordinator", "buffer", *self._ranks.names, timeout_s=self._options.setup_timeout_s)
         if version > 0 or is_restart:
             await self._ask("buffer", lambda: self._buffer.rewind(version, self._ctx.epoch))
@@ -217,11 +217,12 @@ class Leader:
     async def _between_claims(self, version: int, blocked_by: str) -> None:
         """There is no batch yet: what else can be done while the trainer stands at `version`."""
         newcomers = self._share is not None and self._share.has_newcomers
-        # in turns on a device, a checkpoint is finished with the next step, which may only be long in coming in a pause
-        is_written = self._checkpoints.is_written and (self._share is None or blocked_by == "paused")
+        # in turns on a device, a checkpoint is finished with the next step, unless that is long in coming
+        costs_a_turn = self._share is not None and blocked_by != "paused"
+        is_written = self.checkpoints.is_overdue if costs_a_turn else self.checkpoints.is_written
         if newcomers or is_written or self._orders.are_waiting:
             async with self._trainers_turn(version):
-                await self._checkpoints.at_boundary(version)
+                await self.checkpoints.at_boundary(version)
                 await self._orders.serve(version)
                 if newcomers:
                     self._ctx.log.info("version %d is handed over again, to engines that came anew", version)
@@ -292,8 +293,8 @@ class Leader:
         with self._meter.during("wait-data", "knobs"):
             used = await self._owner.pass_boundary("step", version, KNOBS_DECIDED_S)
         if used:
-            self._checkpoints.every = self._knobs.count("checkpoint_every")
-            self._checkpoints.keep_last = self._knobs.count("keep_last")
+            self.checkpoints.every = self._knobs.count("checkpoint_every")
+            self.checkpoints.keep_last = self._knobs.count("keep_last")
             if self._options.publishes:
                 self._guard.every = self._knobs.count("guard_every")
         self.stands_at = version
@@ -336,19 +337,19 @@ class Leader:
         if self._options.publishes and self._publisher.newest < version:
             await self._offer(version)
         if self._written != version:
-            is_wanted = self._checkpoints.every > 0 or (self._checkpoints.at_stop and bool(self._stop_reason))
-            is_new = is_wanted and (version > start_version or self._checkpoints.lacks(version))
-            if is_new or self._checkpoints.is_pending or self._options.export_at_end:
+            is_wanted = self.checkpoints.every > 0 or (self.checkpoints.at_stop and bool(self._stop_reason))
+            is_new = is_wanted and (version > start_version or self.checkpoints.lacks(version))
+            if is_new or self.checkpoints.is_pending or self._options.export_at_end:
                 async with self._trainers_turn(version):
                     await self._write_last(version, is_new=is_new)
         await self._standing.finished(version, reason)
 
     async def _write_last(self, version: int, *, is_new: bool) -> None:
         """What is left of a run: a whole checkpoint, the exported model."""
-        await self._checkpoints.settle_by_schedule(version)
+        await self.checkpoints.settle_by_schedule(version)
         if is_new:
-            await self._checkpoints.save(version)
-            await self._checkpoints.settle()
+            await self.checkpoints.save(version)
+            await self.checkpoints.settle()
         if self._options.export_at_end:
             folder = str(Path(self._options.run_dir) / "export")
             with self._meter.during("compute", "finish"):
@@ -357,15 +358,15 @@ class Leader:
 
     async def _write_if_due(self, version: int) -> None:
         """Checkpoints; where engines have the device next, also what is written at the end if this is it."""
-        await self._checkpoints.at_boundary(version)
+        await self.checkpoints.at_boundary(version)
         if self._share is not None and version >= self._last:
-            await self._write_last(version, is_new=self._checkpoints.every > 0)
-        elif self._checkpoints.is_due(version):
-            await self._checkpoints.save_by_schedule(version)
-        elif self._standby.is_due(version) and not self._checkpoints.is_pending:
+            await self._write_last(version, is_new=self.checkpoints.every > 0)
+        elif self.checkpoints.is_due(version):
+            await self.checkpoints.save_by_schedule(version)
+        elif self._standby.is_due(version) and not self.checkpoints.is_pending:
             await self._standby.copy(version)
         await self._orders.serve(version)
-        await self._standby.superseded(self._checkpoints.newest)
+        await self._standby.superseded(self.checkpoints.newest)
 
     # -- turns on a device that engines share
 

@@ -24,7 +24,7 @@ class StartPoint:
     is_restart: bool = False
     """The gang was here before, in this run: what was trained after that version is undone."""
     passed_over: tuple[str, ...] = ()
-    """Newer checkpoints that are not whole, each in words."""
+    """Newer checkpoints that are not whole, each in words. Where there are any, what is newer is undone as well."""
     life: int = 1
     """Of the run, as its checkpoints are to say."""
     attempt: int = 0

@@ -155,7 +155,7 @@ class Trainer(OwnsKnobs, SendsWeights):
             for text in start.passed_over:
                 self._telemetry.event("checkpoint-passed-over", text)
                 self.ctx.log.error("a checkpoint is passed over: %s", text)
-        if start.is_restart and self._options.rank == 0:
+        if (start.is_restart or start.passed_over) and self._options.rank == 0:
             place = start.checkpoint or "the model folder"
             self._telemetry.event("trainer-goes-back", f"to version {self._version}, from {place}")
         return start
@@ -190,6 +190,7 @@ class Trainer(OwnsKnobs, SendsWeights):
     async def on_stop(self, why: str) -> None:
         if self._leader is not None:
             self._leader.stop(why)
+            self._leader.checkpoints.close()
         if self._sender is not None:
             self._sender.close()
         ends: dict[ThreadPoolExecutor, Callable[[], None]] = {self._thread: self._backend.close}

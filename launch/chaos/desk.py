@@ -84,8 +84,13 @@ class ChaosDesk:
         """Whether random faults go on."""
         return self._series is not None and not self._series.done()
 
-    async def strike(self, room: ChaosRun, fault: str, meant: Sequence[ActorRecord], for_s: float) -> tuple[str, ...]:
-        """Bring one about now: "kill", "stop", "cont", or "delay" for `for_s`. Returns whom it met."""
+    async def strike(
+        self, room: ChaosRun, fault: str, meant: Sequence[ActorRecord], for_s: float, others: Sequence[str] = ()
+    ) -> tuple[str, ...]:
+        """Bring one about now: "kill", "stop", "cont", "delay" for `for_s`, or "partition" for as long, of `others` as
+        `_part` has it. Returns whom it met."""
+        if fault == "partition":
+            return await self._part(room, meant, others, for_s)
         name = {"kill": "KILL", "cont": "CONT"}.get(fault, "STOP")
         sending = self._begin(send_signal(room.supervisor, meant, name))
         if fault == "delay":
@@ -94,7 +99,7 @@ class ChaosDesk:
         await self._note(room, ChaosAct(wall_s=room.node.clock.wall(), fault=fault, actors=tuple(sent)))
         return tuple(sent)
 
-    async def part(
+    async def _part(
         self, room: ChaosRun, meant: Sequence[ActorRecord], others: Sequence[str], for_s: float
     ) -> tuple[str, ...]:
         """Nothing passes between these and the others for so long; nobody named: all others, and the launcher of node
@@ -136,10 +141,7 @@ class ChaosDesk:
                 continue
             meant = [record for record in room.supervisor.roster() if record.name == lot.actor]
             try:
-                if lot.fault == "partition":
-                    await self.part(room, meant, (), delay_s)
-                else:
-                    await self.strike(room, lot.fault, meant, delay_s)
+                await self.strike(room, lot.fault, meant, delay_s)
             except MyxaError as error:
                 _log.info("%s of %s did not come about: %s", lot.fault, lot.actor, error)
 

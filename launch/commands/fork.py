@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...core.errors import ConfigError
 from .output import Verbs, add_json_flag, show
-from .resume import add_point_flags, start_again
+from .resume import add_point_flags, is_on_several, start_again
 
 
 def add(verbs: Verbs) -> None:
@@ -32,7 +32,7 @@ def _fork(options: argparse.Namespace) -> int:
 
     from ..lives.fork_run import fork_run
 
-    if options.nnodes is not None and not options.no_start:
+    if is_on_several(options) and not options.no_start:
         raise ConfigError(
             "fork makes a directory, on one machine", remedy="--no-start, then `myxa resume DIRECTORY` on each machine"
         )

@@ -61,7 +61,7 @@ def _resume(options: argparse.Namespace) -> int:
     return 0
 
 
-def _is_on_several(options: argparse.Namespace) -> bool:
+def is_on_several(options: argparse.Namespace) -> bool:
     """Whether several machines are meant: their number or where they meet was said. What a scheduler has in the
     environment does not mean it: whoever has several machines may well go on with one of them."""
     return any(said is not None for said in (options.nnodes, options.node_rank, options.rdzv, options.rdzv_file))
@@ -69,7 +69,7 @@ def _is_on_several(options: argparse.Namespace) -> bool:
 
 def _is_another_node(options: argparse.Namespace) -> bool:
     """Whether this machine joins a run that node 0 starts again, and may have started by now."""
-    return _is_on_several(options) and options_of_node(options).place.rank > 0
+    return is_on_several(options) and options_of_node(options).place.rank > 0
 
 
 def _is_over(named: Path) -> bool:
@@ -102,13 +102,15 @@ def start_again(named: Path, options: argparse.Namespace) -> int:
     from ..nodes.launch_options import LaunchOptions
     from ..run_dir import RunDir
 
-    several = _is_on_several(options)
+    several = is_on_several(options)
     base = options_of_node(options) if several else LaunchOptions(place=find_place(1, 0, None, {}))
     run_dir = RunDir(named.resolve())
     if base.place.rank:  # node 0 chooses, and makes the directory ready; checkpoint and ledger are its business
         return _launch(run_dir, None, options, base)
     with no_longer_alive(run_dir):
-        return _launch(run_dir, choose_point(run_dir.path, options.version), options, base)
+        # whoever names one means that one: it is known to be whole before what is newer is put away for it
+        point = choose_point(run_dir.path, options.version, reads_all=options.version is not None)
+        return _launch(run_dir, point, options, base)
 
 
 def _launch(run_dir: RunDir, point: ResumePoint | None, options: argparse.Namespace, base: LaunchOptions) -> int:

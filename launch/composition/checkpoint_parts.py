@@ -13,7 +13,7 @@ from ...core.config import RunConfig
 from ...core.errors import LedgerError, TrainError
 from ..actor_spec import ActorSpec
 from ..lives.named_checkpoint import named_checkpoint
-from ..lives.origin import origin_events
+from ..lives.origin import Origin, origin_events
 
 
 def checkpoint_options(spec: ActorSpec, config: RunConfig, run_dir: Path) -> CheckpointOptions:
@@ -26,7 +26,8 @@ def checkpoint_options(spec: ActorSpec, config: RunConfig, run_dir: Path) -> Che
         keep_every=trainer.keep_every,
         at_stop=trainer.checkpoint_at_stop and not config.megatron.offload_optimizer,
         is_async=trainer.async_save,
-        origin=() if spec.attempt else origin_events(run_dir),
+        origin=tuple if spec.attempt else lambda: origin_events(run_dir),
+        writer=(len(Origin.load(run_dir).lives), spec.attempt),
     )
 
 

@@ -1,6 +1,7 @@
 """Where a trainer gang begins: part of the composition root. Rank 0 asks, for all ranks.
 
-first start    what `trainer.resume` names, else the model folder
+first start    what `trainer.resume` names, else the model folder. A run that was resumed passes over what it finds torn
+               there for the next older one of its own that its ledger can go back to
 started again  the newest state that this run wrote itself, durable or in the host's memory, and that was not undone
                since; else as at first
 
@@ -49,16 +50,24 @@ class GangStart:
         self._standby = standby_folder(spec, config)
 
     def find(self, torn: Mapping[str, str]) -> StartPoint:
-        """See `StartFinder`. Raises TrainError if `trainer.resume` names nothing that is whole."""
+        """See `StartFinder`. Raises TrainError if `trainer.resume` names nothing that is whole, or nothing older will
+        do."""
         origin = Origin.load(self._run_dir)
+        floor = origin.lives[-1].floor if origin.lives else 0
         place, passed_over = "", list[str]()
-        there = list(self._there()) if self._attempt else []
+        goes_older = self._goes_on_from_older(torn)
+        there, too_old = list(self._there()) if self._attempt or goes_older else [], list[int]()
         for info in sorted(there, key=lambda info: info.version, reverse=True):  # the durable one first, of two
             problem = torn.get(str(info.path)) or info.problem or origin.why_undone(info)
+            if not problem and info.version < floor:
+                too_old.append(info.version)
+                problem = f"the run's own ledger goes back to version {floor} at most"
             if not problem:
                 place = str(info.path)
                 break
-            passed_over.append(f"{info.path}: {problem}")
+            passed_over.append(problem if str(info.path) in problem else f"{info.path}: {problem}")
+        if goes_older and not place:
+            raise self._nothing(passed_over, too_old)
         return StartPoint(
             checkpoint=place or self._named_one(torn),
             is_restart=bool(self._attempt),
@@ -69,7 +78,7 @@ class GangStart:
 
     def begun(self, start: StartPoint, version: int) -> None:
         """See `StartFinder`."""
-        if not start.is_restart:
+        if not (start.is_restart or start.passed_over):
             return
         try:
             for info in self._there():
@@ -85,6 +94,21 @@ class GangStart:
                 f"what is newer than version {version} cannot be put away: {error}",
                 remedy=f"check disk and rights of {self._run_dir}",
             ) from error
+
+    def _goes_on_from_older(self, torn: Mapping[str, str]) -> bool:
+        """Whether a life that has just begun cannot go on from where it was to."""
+        return bool(torn) and Path(self._named).resolve().parent == self._own.resolve()
+
+    def _nothing(self, passed_over: list[str], too_old: list[int]) -> TrainError:
+        """Everything stays where it is: what was a moment's trouble of a disk may be read by the next life."""
+        found = "".join(f"\n  {text}" for text in passed_over)
+        again = f"`myxa resume {self._run_dir} --from"
+        return TrainError(
+            f"no checkpoint in {self._own} can be gone on from:{found}",
+            remedy=f"end the run, then {again} {too_old[0]}`, with the copy of the ledger in that checkpoint"
+            if too_old
+            else "start anew with its config.toml",
+        )
 
     def _there(self) -> Iterator[CheckpointInfo]:
         for folder in filter(None, (str(self._own), self._standby)):

@@ -62,14 +62,11 @@ async def _chaos(room: Room, arguments: ChaosArguments, who: Operator) -> dict[s
                 raise ConfigError("fill-disk: how much?", remedy="say --mb, such as --mb 64")
             taken = await room.chaos.fill_disk(room, arguments.size_mb * MIB, arguments.for_s)
             return {"act": "fill-disk", "num_bytes": taken, "for_s": arguments.for_s}
-        case "partition":
-            others = _others(room, arguments.others)
-            met = await room.chaos.part(room, _meant(room, arguments), others, arguments.for_s)
-            return {"act": "partition", "actors": list(met), "others": others, "for_s": arguments.for_s}
-        case "kill" | "stop" | "cont" | "delay":
-            meant = _meant(room, arguments)
-            met = await room.chaos.strike(room, arguments.act, meant, arguments.for_s)
-            return {"act": arguments.act, "actors": list(met)}
+        case "kill" | "stop" | "cont" | "delay" | "partition":
+            meant, others = _meant(room, arguments), _others(room, arguments.others)
+            met = await room.chaos.strike(room, arguments.act, meant, arguments.for_s, others)
+            told = {"others": others, "for_s": arguments.for_s} if arguments.act == "partition" else {}
+            return {"act": arguments.act, "actors": list(met), **told}
 
 
 def _meant(room: Room, arguments: ChaosArguments) -> list[ActorRecord]:

@@ -25,18 +25,11 @@ from ..views.advice import Advice
 BOOK_FILE = "suggestions.json"
 
 
-class Suggestion(Record, frozen=True):
-    """One proposal."""
+class Suggestion(Advice, frozen=True, kw_only=True):
+    """A piece of advice under a name."""
 
     id: str
     """"s" and six hexadecimal digits, of what is proposed."""
-    knob: str
-    """Empty: there is no knob for it."""
-    old: KnobValue
-    new: KnobValue
-    why: str
-    key: str = ""
-    command: str = ""
 
 
 class Forbidden(Record, frozen=True):
@@ -66,13 +59,10 @@ class SuggestionBook:
     def propose(self, advices: Sequence[Advice]) -> tuple[Suggestion, ...]:
         """The proposals that are open now, best first. Writes nothing: whoever may only look may ask for them."""
         return tuple(
-            Suggestion(
-                id=_name_of(advice), knob=advice.knob, old=advice.old, new=advice.new, why=advice.why, key=advice.key,
-                command=advice.command,
-            )
+            Suggestion(id=_name_of(advice), **msgspec.structs.asdict(advice))
             for advice in advices
             if self.allows(advice)
-        )  # fmt: skip
+        )
 
     def forbid(self, found: Suggestion) -> Suggestion:
         """Never again. Idempotent."""
@@ -102,11 +92,11 @@ class SuggestionBook:
             raise ConfigError(f"{knob[:64]!r} is not pinned", remedy=suggest(knob, self.state.pins))
         self._save(msgspec.structs.replace(self.state, pins=tuple(p for p in self.state.pins if p != knob)))
 
-    def allows(self, advice: Advice | Suggestion) -> bool:
+    def allows(self, advice: Advice) -> bool:
         """Whether this may be proposed, or approved, at all."""
         return advice.knob not in self.state.pins and not self._is_forbidden(advice)
 
-    def _is_forbidden(self, advice: Advice | Suggestion) -> bool:
+    def _is_forbidden(self, advice: Advice) -> bool:
         return any(
             (rule.knob, rule.key) == (advice.knob, advice.key) and _reaches(rule, advice)
             for rule in self.state.forbidden
@@ -135,7 +125,7 @@ def _name_of(advice: Advice) -> str:
     return f"s{hashlib.blake2s(told, digest_size=3).hexdigest()}"
 
 
-def _reaches(rule: Forbidden, advice: Advice | Suggestion) -> bool:
+def _reaches(rule: Forbidden, advice: Advice) -> bool:
     """As far as the forbidden value, or further the same way; for what is no number: the same value."""
     numbers = (rule.old, rule.new, advice.old, advice.new)
     if any(isinstance(value, bool | str) for value in numbers):

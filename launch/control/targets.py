@@ -35,17 +35,6 @@ def find_targets(target: str, roster: Sequence[ActorRecord]) -> tuple[ActorRecor
     )
 
 
-def find_one(target: str, roster: Sequence[ActorRecord]) -> ActorRecord:
-    """The one actor that is meant. Raises ConfigError also when it is several."""
-    first, *others = find_targets(target, roster)
-    if others:
-        names = [record.name for record in (first, *others)]
-        raise ConfigError(
-            f"{target!r} means {len(names)} actors: {', '.join(names[:MAX_SHOWN])}", remedy="name one of them"
-        )
-    return first
-
-
 def node_of(target: str) -> int | None:
     """3 for "node:3"; None: it means no node."""
     match = _NODE.fullmatch(target.strip())

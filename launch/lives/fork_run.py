@@ -1,8 +1,11 @@
 """Make the directory of a run that begins where a checkpoint of another run stands. The other run is only read.
 
     config.toml                the other run's, with what is to be different
-    checkpoints/version_...    the checkpoint; its files are shared with the other run by hard links, where they can be
+    checkpoints/version_...    the checkpoint; its files are shared with the other run by hard links, where they can be;
+                               its manifest is copied, since readers lock it
     origin.json                which run and version
+
+Every byte of it is looked at: the new run has no older one that it could pass over to.
 
 The checkpoint holds a copy of the ledger, so that nothing is asked of a run that lives. One without (of an older
 version of myxa, or cut off at its end) needs a run that is over, whose ledger is copied. Knows files.
@@ -17,8 +20,10 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from ...actors.checkpoints.folder import partial_of, read_manifest
-from ...actors.checkpoints.run_part import ledger_in
+from ...actors.checkpoints.drafts import partial_of
+from ...actors.checkpoints.folder import forget_writer, read_manifest
+from ...actors.checkpoints.reading import MANIFEST, being_read
+from ...actors.checkpoints.run_part import ledger_in, writing_run
 from ...actors.ledger.file import is_in_use
 from ...actors.ledger.resume import LEDGER, continue_ledger
 from ...core.config import dump_config, load_config
@@ -43,6 +48,8 @@ def fork_run(parent: Path, version: int | None, name: str, overrides: Sequence[s
         share(point.checkpoint, place)
         if point.is_own_ledger:
             continue_ledger(point.ledger, run_dir.path / LEDGER, run_dir.path.name)
+            if not writing_run(place):  # nothing else there says that it is of another run
+                forget_writer(place)
         else:
             ledger_in(place)  # the manifest does not tell of it: it may have gone while the files were taken
         run_dir.config.write_text(dump_config(config), encoding="utf-8")
@@ -60,12 +67,12 @@ def fork_run(parent: Path, version: int | None, name: str, overrides: Sequence[s
 
 def _choose(parent: Path, version: int | None) -> ResumePoint:
     try:
-        return choose_point(parent, version, needs_copy=True)
+        return choose_point(parent, version, needs_copy=True, reads_all=True)
     except LaunchError as error:
         if is_in_use(parent / LEDGER):
             raise
         try:
-            return choose_point(parent, version)
+            return choose_point(parent, version, reads_all=True)
         except LaunchError:
             raise error from None
 
@@ -75,22 +82,30 @@ def share(checkpoint: Path, place: Path) -> None:
     the checkpoint goes meanwhile; one that takes its place leaves none of its files here."""
     growing = partial_of(place)
     growing.mkdir(parents=True)
-    source = os.open(checkpoint, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with os.scandir(source) as files:
-            for file in files:
-                _take(source, file.name, growing)
-    finally:
-        os.close(source)
+    with being_read(checkpoint):
+        source = os.open(checkpoint, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with os.scandir(source) as files:
+                for file in files:
+                    _take(source, file.name, growing)
+        finally:
+            os.close(source)
     read_manifest(growing)
     growing.replace(place)
 
 
 def _take(source: int, name: str, folder: Path) -> None:
+    if name == MANIFEST:  # under two names it would have one lock, and readers here would keep the other's from going
+        _copy(source, name, folder)
+        return
     try:
         os.link(name, folder / name, src_dir_fd=source)
     except FileNotFoundError:
         raise
     except OSError:  # another file system, or one without links
-        with open(name, "rb", opener=partial(os.open, dir_fd=source)) as file, (folder / name).open("wb") as copy:
-            shutil.copyfileobj(file, copy)
+        _copy(source, name, folder)
+
+
+def _copy(source: int, name: str, folder: Path) -> None:
+    with open(name, "rb", opener=partial(os.open, dir_fd=source)) as file, (folder / name).open("wb") as copy:
+        shutil.copyfileobj(file, copy)

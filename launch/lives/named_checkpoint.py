@@ -7,10 +7,13 @@ other node waiting for node 0.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ...actors.checkpoints.folder import find_checkpoint
-from ...core.errors import LaunchError, TrainError
+from ...actors.checkpoints.folder import find_checkpoint, version_in
+from ...actors.checkpoints.reading import MANIFEST, being_read
+from ...core.errors import LaunchError, TornCheckpoint, TrainError
 from .origin import Origin
 from .resume_point import CHECKPOINTS
 
@@ -24,3 +27,19 @@ def named_checkpoint(place: str | Path, *, reads_all: bool = False) -> Path:
     except LaunchError as error:
         raise TrainError(error.message, remedy=error.remedy) from error
     return find_checkpoint(root, reads_all=reads_all, why_not=origin.why_undone)
+
+
+@contextmanager
+def kept_meanwhile(place: str) -> Generator[None]:
+    """The run that wrote it may live: it deletes no checkpoint as too old that ranks and buffer of another run begin
+    from inside. Raises LaunchError if it has, since that place was found."""
+    folder = Path(place)
+    is_gone = folder.is_absolute() and version_in(folder) >= 0 and not folder.exists()
+    with ExitStack() as stack:
+        if is_gone or (place and (folder / MANIFEST).is_file()):  # else none, or something that is not ours to judge
+            try:
+                stack.enter_context(being_read(folder))
+            except TornCheckpoint as error:
+                remedy = "start again, or name another one"
+                raise LaunchError(f"trainer.resume: {error.message}", remedy=remedy) from error
+        yield

@@ -23,7 +23,7 @@ import msgspec
 
 from ...actors.checkpoints.folder import list_checkpoints
 from ...actors.ledger.file import lock_ledger
-from ...actors.ledger.resume import LEDGER, adopt_copy, begin_life
+from ...actors.ledger.resume import LEDGER, adopt_copy, begin_life, floor_of
 from ...core.errors import LaunchError, LedgerError
 from ..run_dir import RunDir
 from .origin import Life, Origin
@@ -84,7 +84,12 @@ def begin_next_life(run_dir: RunDir, point: ResumePoint) -> Origin:
         shutil.rmtree(run_dir.path / "weights", ignore_errors=True)
     except OSError as error:
         raise LaunchError(f"{run_dir.path} cannot be made ready: {error}", remedy="check disk and rights") from error
-    life = Life(version=point.version, ledger=point.ledger_words, passed_over=point.passed_over)
+    life = Life(
+        version=point.version,
+        ledger=point.ledger_words,
+        floor=floor_of(run_dir.path / LEDGER),
+        passed_over=point.passed_over,
+    )
     origin = msgspec.structs.replace(origin, lives=(*origin.lives, life))
     origin.save(run_dir.path)
     return origin

@@ -18,9 +18,10 @@ ORIGIN = "origin.json"
 
 
 class WentBack(msgspec.Struct, frozen=True, kw_only=True):
-    """A trainer gang that was started again."""
+    """A trainer gang that was started again, or could not begin where its life was to."""
 
     attempt: int
+    """0: the life's first; the checkpoint that was chosen turned out to be damaged when it was loaded."""
     version: int
     """It went on from."""
 
@@ -29,13 +30,20 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
     """One start of the run."""
 
     version: int = 0
-    """It began from; 0: the model folder, or what `trainer.resume` named."""
+    """It was to begin from; 0: the model folder, or what `trainer.resume` named."""
     ledger: str = ""
     """Which ledger it went on with, in words."""
+    floor: int = 0
+    """The oldest version that this ledger could go back to then."""
     passed_over: tuple[str, ...] = ()
     """Checkpoints that could not be used, newest first, each with the reason."""
     gang: tuple[WentBack, ...] = ()
     """Its trainer's later attempts."""
+
+    @property
+    def began_at(self) -> int:
+        """Version that it began from in the end."""
+        return next((back.version for back in self.gang if back.attempt == 0), self.version)
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,17 +104,17 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
         if self.parent:
             words.append(f"forked from version {self.parent_version} of {self.parent}")
         if len(self.lives) > 1:
-            words.append(f"life {len(self.lives)}, from version {self.lives[-1].version}")
+            words.append(f"life {len(self.lives)}, from version {self.lives[-1].began_at}")
         return "; ".join(words)
 
 
 def origin_events(run_dir: Path) -> tuple[tuple[str, str], ...]:
-    """Kinds and texts of what is to be told at the beginning of this life."""
+    """Kinds and texts of what is to be told at the beginning of this life, once its trainer has begun."""
     origin = Origin.load(run_dir)
     life = origin.lives[-1]
     told = [("checkpoint-passed-over", text) for text in life.passed_over]
     if len(origin.lives) > 1:
-        told.append(("resumed", f"life {len(origin.lives)} goes on from version {life.version} with {life.ledger}"))
+        told.append(("resumed", f"life {len(origin.lives)} goes on from version {life.began_at} with {life.ledger}"))
     elif origin.parent:
         told.append(("forked", f"from version {origin.parent_version} of {origin.parent}, with {life.ledger}"))
     return tuple(told)

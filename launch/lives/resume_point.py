@@ -1,6 +1,8 @@
 """From where a run that is over, or died, can go on: which of its checkpoints, with which ledger.
 
-    newest version first, each file looked at in every byte; what is torn or damaged is passed over and named
+    newest version first; what is torn is passed over and named. Files' sizes are looked at: their bytes by the ranks
+    that load them, which pass over what they find damaged (`composition/gang_start.py`), and here for whoever means
+    one version and no other
     with it the run's own ledger, which has all that was generated since; where that is gone, damaged, behind the
     checkpoint or has given away what it would need: the checkpoint's own copy of it
 
@@ -44,16 +46,19 @@ class ResumePoint:
         return self.checkpoint.with_name(self.checkpoint.name.removeprefix(OLD))
 
 
-def choose_point(run_dir: Path, version: int | None, *, needs_copy: bool = False) -> ResumePoint:
+def choose_point(
+    run_dir: Path, version: int | None, *, needs_copy: bool = False, reads_all: bool = False
+) -> ResumePoint:
     """The newest point, or that of `version`. `needs_copy`: the run's own ledger is not for the taking and not looked
-    at; else nobody may be writing it.
+    at; else nobody may be writing it. `reads_all`: look at every byte of the checkpoint, for whoever can pass over
+    nothing later.
 
     Raises LaunchError saying what there is instead.
     """
     own = _refused("it is not looked at") if needs_copy else _own_ledger(run_dir / LEDGER)
     origin = Origin.load(run_dir)
     passed: list[str] = []
-    for info in whole_ones(run_dir / CHECKPOINTS, version):
+    for info in whole_ones(run_dir / CHECKPOINTS, version, reads_all=reads_all):
         point = _problem(info) or origin.why_undone(info) or _with_ledger(info, run_dir / LEDGER, own, tuple(passed))
         if isinstance(point, ResumePoint):
             return point
@@ -103,7 +108,8 @@ def _nothing(run_dir: Path, version: int | None, passed: list[str]) -> LaunchErr
     if version is not None:
         if passed:
             return LaunchError(f"{run_dir} cannot go on from version {version}:{found}", remedy="leave --from out")
-        there = ", ".join(str(info.version) for info in whole_ones(run_dir / CHECKPOINTS)) or "none"
+        there = ", ".join(str(info.version) for info in whole_ones(run_dir / CHECKPOINTS, reads_all=False))
+        there = there or "none"
         return LaunchError(f"{run_dir} has no checkpoint of version {version}; there are: {there}")
     if passed:
         return LaunchError(f"no checkpoint in {run_dir} can be used:{found}", remedy="start anew with its config.toml")

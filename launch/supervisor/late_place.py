@@ -15,6 +15,7 @@ from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec
 from ..composition.weight_channels import choose_channel
 from .attached_servers import deal_out
+from .placement import make_spec
 from .reserved_names import number_of
 from .roster import ActorRecord
 
@@ -170,23 +171,7 @@ def _one_more(
     if not roomy:
         raise _no_room(share, free, given, present.leaving)
     node = roomy[0]
-    own = free[node][:share]
-    return ActorSpec(
-        name=f"rollout/{index}",
-        role="rollout",
-        kind=settings.kind,
-        index=index,
-        node=node,
-        devices=own,
-        visible_devices=own,
-        python=settings.python,
-        env=dict(settings.env),
-        threads=settings.threads,
-        restart=settings.restart,
-        max_restarts=settings.max_restarts,
-        when_hung=settings.when_hung,
-        quorum=settings.quorum,
-    )
+    return make_spec("rollout", settings, index, node, free[node][:share])
 
 
 def _devices_of(config: RunConfig, present: Present, node: int) -> tuple[int, ...]:

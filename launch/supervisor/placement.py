@@ -5,6 +5,8 @@ Must not know processes, interpreters that exist, or addresses; those are found 
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from ...core.config import RoleName, RoleSettings, RolesSettings, RolloutRole, RunConfig
 from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec, RankSpec
@@ -74,23 +76,26 @@ def _place_role(role: RoleName, roles: RolesSettings, num_nodes: int) -> list[Ac
                 local_world_size=settings.count,
                 group_rank=group_rank,
             )
-            actors.append(
-                ActorSpec(
-                    name=f"{role}/{index}" if role in NUMBERED else role,
-                    role=role,
-                    kind=settings.kind,
-                    index=index,
-                    node=node,
-                    devices=own,
-                    visible_devices=devices if is_gang else own,
-                    python=settings.python,
-                    env=dict(settings.env),
-                    threads=settings.threads,
-                    restart=settings.restart,
-                    max_restarts=settings.max_restarts,
-                    when_hung=settings.when_hung,
-                    quorum=settings.quorum if isinstance(settings, RolloutRole) else 0,
-                    rank=rank if is_gang else None,
-                )
-            )
+            spec = make_spec(role, settings, index, node, own)
+            actors.append(replace(spec, visible_devices=devices, rank=rank) if is_gang else spec)
     return actors
+
+
+def make_spec(role: RoleName, settings: RoleSettings, index: int, node: int, devices: tuple[int, ...]) -> ActorSpec:
+    """One actor of a role at its place, which sees its own devices and is in no gang."""
+    return ActorSpec(
+        name=f"{role}/{index}" if role in NUMBERED else role,
+        role=role,
+        kind=settings.kind,
+        index=index,
+        node=node,
+        devices=devices,
+        visible_devices=devices,
+        python=settings.python,
+        env=dict(settings.env),
+        threads=settings.threads,
+        restart=settings.restart,
+        max_restarts=settings.max_restarts,
+        when_hung=settings.when_hung,
+        quorum=settings.quorum if isinstance(settings, RolloutRole) else 0,
+    )

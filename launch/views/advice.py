@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ...core.knobs import KnobState, KnobValue
 from .bottleneck import Bound, Verdict
 
@@ -36,8 +38,7 @@ class Facts:
     """As the run file says; 0: up to four, if the function needs any."""
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
+class Advice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One move."""
 
     knob: str

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import WAIT_S, until  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.buffer.buffer import Buffer
 from myxa.actors.buffer.group_filter import load_group_filters
@@ -29,7 +30,6 @@ from myxa.core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from myxa.core.samples import Message, Prompt
 from myxa.transport.node import Node
 
-WAIT_S = 30.0
 PER_TURN = 6
 """New tokens of an answer."""
 
@@ -200,15 +200,6 @@ class Floor:
             while not wanted(found := await self.states()):
                 await asyncio.sleep(0.01)
         assert wanted(found), what
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    try:
-        async with asyncio.timeout(WAIT_S):
-            while not condition():
-                await asyncio.sleep(0.005)
-    except TimeoutError as err:
-        raise AssertionError(f"{what} did not happen within {WAIT_S:g} s") from err
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
+from waiting import until  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.contracts.roles import RolloutContract, TrainerContract
 from myxa.actors.coordinator import adopter as module
@@ -22,8 +23,6 @@ from myxa.core.errors import Overloaded, TrainError
 from myxa.core.messages import WeightAck, WeightManifest
 from myxa.core.weight_channel import WeightProgress
 from myxa.transport.node import Node
-
-WAIT_S = 20.0
 
 
 @pytest.fixture(autouse=True)
@@ -170,15 +169,6 @@ async def floor_of(
         yield floor
     finally:
         await node.close(grace_s=0.5)
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    try:
-        async with asyncio.timeout(WAIT_S):
-            while not condition():
-                await asyncio.sleep(0.005)
-    except TimeoutError as err:
-        raise AssertionError(what) from err
 
 
 @pytest.mark.asyncio

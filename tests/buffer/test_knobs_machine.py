@@ -131,12 +131,13 @@ class KnobsMachine(RuleBasedStateMachine):
 
     # ---- rollout and trainer
 
+    def _asks(self, version: int, count: int = 1) -> DrawRequest:
+        return DrawRequest(rollout="r", epoch=1, version=version, max_groups=count, wait_s=0.0, holding=tuple(self.out))
+
     @rule(count=st.integers(1, 6), behind=st.integers(0, 1))
     def draw(self, count: int, behind: int) -> None:
         version = max(self.step - behind, 0)
-        request = DrawRequest(
-            rollout="r", epoch=1, version=version, max_groups=count, wait_s=0.0, holding=tuple(self.out)
-        )
+        request = self._asks(version, count)
         self.store.hear(request)
         for assignment in self.store.draw(request, version, 0.0):
             group_id = assignment.prompt.group_id
@@ -148,7 +149,7 @@ class KnobsMachine(RuleBasedStateMachine):
                 assert told == (now.epoch, now.terms.sampling, now.values.num_samples)
             self.out[group_id] = assignment
         if self.is_paused and self.rests_at is None:
-            assert self.store.why_no_work(version) in ("paused", "finished")
+            assert self.store.why_no_work(request, version, 0.0) in ("paused", "finished")
 
     @precondition(lambda self: bool(self.out))
     @rule(data=st.data(), flat=st.booleans())
@@ -217,7 +218,9 @@ class KnobsMachine(RuleBasedStateMachine):
         num_open = len(self.ledger.rows(*OPEN))
         assert num_open == self.store.admission.num_open, "ledger and admission know the same groups"
         if self.rests_at is not None and num_open < (self.rests_at - self.ledger.next_step) * BATCH:
-            assert self.store.why_no_work(self.step) != "paused", "not before it has all that it needs"
+            assert self.store.why_no_work(self._asks(self.step), self.step, 0.0) != "paused", (
+                "not before it has all that it needs"
+            )
         open_now = {row.group_id for row in self.ledger.rows(State.DISPATCHED, State.REQUEUED)}
         dropped = {gid for gid in self.out if gid not in open_now}
         assert all(self.ledger.find(gid).state is State.DROPPED for gid in dropped)  # type: ignore[union-attr]

@@ -302,3 +302,53 @@ async def test_draws_that_wait_look_at_nothing_under_way_and_saved_tokens_wake_n
         assert not rung
         await desk.ref.return_group(GroupReturned(**told, partial=partial))
         assert rung
+
+
+@pytest.mark.asyncio
+async def test_who_is_kept_free_for_a_suspect_is_told_so(shop: Any) -> None:
+    """Not that the staleness bound holds it back: there is room for all that it could ask for."""
+    async with shop.open(max_staleness=8, batch_size=4, limits=BufferLimits(max_deaths=2 * MAX_DEATHS)) as desk:
+        for epoch in (1, 2):
+            await desk.draw(1, epoch=epoch, holding=())
+            await desk.ref.rollout_gone("rollout/0", epoch)
+        first = await desk.draw(1, epoch=1, rollout="rollout/1")
+        assert [a.prompt.group_id for a in first.assignments] == [0], "the suspect, to one that has nothing"
+        alone = await desk.draw(4, epoch=1, rollout="rollout/1", holding=(0,))
+        assert (alone.assignments, alone.blocked_by) == ((), "suspect"), "nothing comes to it"
+        (other,) = (await desk.draw(1, epoch=1, rollout="rollout/2", holding=())).assignments
+        await desk.ref.rollout_gone("rollout/1", 1)
+        in_hand = (other.prompt.group_id,)
+        dry = await desk.draw(4, epoch=1, rollout="rollout/2", holding=in_hand, blocked_by="")
+        assert (dry.assignments, dry.blocked_by) == ((), "suspect"), "it is left to run dry"
+        await desk.put(other, rollout="rollout/2")
+
+
+@pytest.mark.asyncio
+async def test_an_engine_in_doubt_that_gets_no_suspect_is_told_so(shop: Any, rows: Any) -> None:
+    """All prompts are drawn, and what waits is for others: no staleness bound holds it back."""
+    limits = BufferLimits(max_deaths=2 * MAX_DEATHS)
+    async with shop.open(max_staleness=50, batch_size=2, rows=rows(4, 1), limits=limits) as desk:
+        for epoch in (1, 2):
+            await desk.draw(1, epoch=epoch, holding=())
+            await desk.ref.rollout_gone("rollout/0", epoch)
+        (suspect,) = (await desk.draw(1, epoch=1, rollout="rollout/1", holding=())).assignments
+        rest = (await desk.draw(100, epoch=1, rollout="rollout/2", holding=())).assignments
+        assert rest
+        told = {"group_id": suspect.prompt.group_id, "attempt": suspect.attempt, "rollout": "rollout/1"}
+        await desk.ref.return_group(GroupReturned(**told, has_died=True))
+        for holding in ((), None):
+            reply = await desk.draw(4, epoch=1, rollout="rollout/1", holding=holding)
+            assert (reply.assignments, reply.blocked_by) == ((), "suspect")
+        (again,) = (await desk.draw(4, epoch=1, rollout="rollout/3", holding=())).assignments
+        assert again.prompt.group_id == suspect.prompt.group_id, "another one gets it"
+
+
+@pytest.mark.asyncio
+async def test_what_is_kept_for_another_actor_is_no_reason_to_speak_of_staleness(shop: Any, rows: Any) -> None:
+    """The buffer was restarted, all prompts are drawn, and who has the last of them in hand has not said so yet."""
+    async with shop.open(max_staleness=50, batch_size=2, rows=rows(6, 1)) as desk:
+        num = len((await desk.draw(100, holding=())).assignments)
+        assert num
+    async with shop.open(max_staleness=50, batch_size=2, rows=rows(6, 1)) as desk:
+        reply = await desk.draw(4, rollout="rollout/1", holding=())
+        assert (reply.assignments, reply.blocked_by) == ((), "data-exhausted")

@@ -6,22 +6,15 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from control_room import ask, connect, control_bench, http, speak
+from waiting import until  # pyright: ignore[reportMissingImports]
 
 from myxa.launch.control.connection import Limits
 
 pytestmark = pytest.mark.asyncio
-
-
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.01)
 
 
 # -- both framings -------------------------------------------------------------------------------------------------

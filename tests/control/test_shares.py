@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 from control_room import Bench, ask, control_bench, http
+from waiting import until  # pyright: ignore[reportMissingImports]
 
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import AuditRecord, KnobState, Operator, Tunable
@@ -30,13 +31,6 @@ from myxa.launch.views.advice import Facts
 
 pytestmark = pytest.mark.asyncio
 MANY = Limits(num_connections=2 * MAX_AT_ONCE)
-
-
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

@@ -7,13 +7,14 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from knob_maker import Desk, make_desk
+from waiting import until  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.contracts.roles import CoordinatorContract, TrainerContract
 from myxa.actors.coordinator.coordinator import Coordinator
@@ -119,6 +120,15 @@ class Room:
         [sheet] = [sheet for sheet in table.sheets if sheet.owner == name]
         return {state.tunable.name: state.value for state in sheet.knobs}
 
+    async def close(self) -> None:
+        """Nothing of it goes on."""
+        for child in self.children.values():
+            if child.returncode is None:
+                child.kill()
+                await child.wait()
+        await self.node.close(grace_s=0.5)
+        shutil.rmtree(self.sockets)
+
 
 @asynccontextmanager
 async def open_room(
@@ -154,19 +164,4 @@ async def open_room(
         await until(lambda: bool(trainer.steps), "the first step")
         yield room
     finally:
-        for child in room.children.values():
-            if child.returncode is None:
-                child.kill()
-                await child.wait()
-        await node.close(grace_s=0.5)
-        shutil.rmtree(sockets)
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    """Poll a condition; fail naming it."""
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        raise AssertionError(f"not within {PATIENCE_S:g} s: {what}") from None
+        await room.close()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from coordinator_room import WHO, open_room, until
+from coordinator_room import WHO, open_room
+from waiting import until  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.audit import read_audit, verify_audit
 

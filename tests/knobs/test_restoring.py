@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from coordinator_room import WHO, Room, open_room, until
+from coordinator_room import WHO, Room, open_room
 from knob_maker import FIRST, Desk, make_desk
+from waiting import until  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.audit import read_audit
 from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_room import Room, open_room, until
+from coordinator_room import Room, open_room
 from knob_maker import Desk, make_desk
+from waiting import until  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.buffer.buffer import Buffer
 from myxa.actors.buffer.group_filter import GroupFilters

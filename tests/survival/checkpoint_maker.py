@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from myxa.actors.checkpoints.folder import Manifest, begin, commit, rank_file
+from myxa.actors.checkpoints.drafts import begin, writer_of
+from myxa.actors.checkpoints.folder import Manifest, commit, rank_file
 from myxa.actors.checkpoints.run_part import RunPart, write_run_part
 from myxa.actors.ledger.copy import copy_ledger
 from myxa.actors.ledger.ledger import Ledger
@@ -22,22 +23,22 @@ DATASET = "eight prompts"
 
 def make_checkpoint(folder: Path, version: int, *, extra: dict[str, Any] | None = None, fill: bytes = b"") -> Path:
     """The trainer's part, as two ranks write it."""
-    partial = begin(folder)
+    told = {"version": version} if extra is None else extra
+    partial = begin(folder, writer_of(told))
     for rank in range(2):
         (partial / rank_file(rank)).write_bytes(fill + bytes([version, rank]) * 500)
     files = tuple(describe_file(partial / rank_file(rank)) for rank in range(2))
-    told = {"version": version} if extra is None else extra
     commit(folder, Manifest(format=1, model={}, world_size=2, num_updates=version, files=files, extra=told))
     return folder
 
 
-def add_run_part(folder: Path, ledger: Path, version: int, *, is_kept: bool = False) -> None:
+def add_run_part(folder: Path, ledger: Path, version: int, *, is_kept: bool = False, run: str = "small") -> None:
     """The run's part, as the leader adds it."""
     copy = folder.with_name(f".partial-{folder.name}-{LEDGER}")
     entry = copy_ledger(ledger, copy)
     files = tuple(describe_file(folder / rank_file(rank)) for rank in range(2))
     named = type(entry)(name=LEDGER, num_bytes=entry.num_bytes, sha256=entry.sha256)
-    part = RunPart(run="small", version=version, files=(named,), knobs=LiveKnobs(), is_kept=is_kept)
+    part = RunPart(run=run, version=version, files=(named,), knobs=LiveKnobs(), is_kept=is_kept)
     write_run_part(folder, part, copy, files)
 
 

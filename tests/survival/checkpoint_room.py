@@ -11,7 +11,8 @@ from typing import Any
 
 from checkpoint_maker import make_checkpoint
 
-from myxa.actors.checkpoints.folder import begin, partial_of, version_in
+from myxa.actors.checkpoints.drafts import Writer, begin, partial_of
+from myxa.actors.checkpoints.folder import version_in
 from myxa.actors.trainer.checkpoint_orders import CheckpointOrders
 from myxa.actors.trainer.checkpoint_side import RunSide
 from myxa.actors.trainer.checkpoints import CheckpointOptions, Checkpoints
@@ -32,7 +33,9 @@ def refused(who: str = "trainer/1", why: str = "no space left on device") -> Gat
 class Ranks:
     """Write whole checkpoints; a call whose name is in `failing` raises what stands there, once each."""
 
-    def __init__(self) -> None:
+    def __init__(self, writer: Writer | None = None) -> None:
+        """`writer`: who they say that they are; None: they do not."""
+        self._writer = writer
         self.called: list[str] = []
         self.failing: dict[str, list[Exception]] = {}
         self.is_writing = asyncio.Event()
@@ -45,7 +48,7 @@ class Ranks:
         self.called.append(name)
         if name in ("save_checkpoint", "begin_checkpoint"):
             self._growing = Path(args[0])
-            begin(self._growing)
+            begin(self._growing, self._writer)
         if name == "checkpoint_written":
             await self.is_writing.wait()
         if name == "finish_checkpoint":
@@ -57,8 +60,10 @@ class Ranks:
         return {}
 
     def _write(self) -> None:
-        assert partial_of(self._growing).is_dir(), "somebody has deleted what was growing"
-        make_checkpoint(self._growing, version_in(self._growing))
+        assert partial_of(self._growing, self._writer).is_dir(), "somebody has deleted what was growing"
+        version = version_in(self._growing)
+        marks = {"life": self._writer[0], "attempt": self._writer[1]} if self._writer else {}
+        make_checkpoint(self._growing, version, extra={"version": version, **marks})
 
 
 class Buffer:
@@ -95,7 +100,7 @@ class CheckpointRoom:
     """All of it. To be made on a loop."""
 
     def __init__(self, run_dir: Path, **options: Any) -> None:
-        self.ranks, self.buffer, self.coordinator = Ranks(), Buffer(), Coordinator()
+        self.ranks, self.buffer, self.coordinator = Ranks(options.get("writer")), Buffer(), Coordinator()
         clock = self.clock = ManualClock()
         meter = ActivityMeter("trainer/0", clock)
         self._telemetry = TelemetryBuffer("trainer/0", clock)

@@ -4,7 +4,6 @@ is killed and started again, as a launcher does."""
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import sys
 import tempfile
@@ -136,9 +135,4 @@ async def open_anew(folder: Path) -> AsyncIterator[Anew]:
             await room.start(name)
         yield room
     finally:
-        for child in room.children.values():
-            if child.returncode is None:
-                child.kill()
-                await child.wait()
-        await node.close(grace_s=0.5)
-        shutil.rmtree(sockets)
+        await room.close()

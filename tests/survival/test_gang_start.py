@@ -12,18 +12,21 @@ from typing import Any
 import pytest
 from checkpoint_maker import RunOnDisk, make_checkpoint
 
+from myxa.actors.checkpoints.folder import look_at
 from myxa.actors.trainer.start_point import FixedStart, StartPoint, marks_of, restore
 from myxa.core.config import RunConfig
 from myxa.core.errors import MyxaError, TornCheckpoint, TrainError
 from myxa.launch.actor_spec import ActorSpec
-from myxa.launch.composition.checkpoint_parts import earlier_ledger
+from myxa.launch.composition.checkpoint_parts import checkpoint_options, earlier_ledger
 from myxa.launch.composition.gang_start import GangStart
 from myxa.launch.lives.checkpoint_list import checkpoints_of
 from myxa.launch.lives.named_checkpoint import named_checkpoint
+from myxa.launch.lives.next_life import begin_next_life
 from myxa.launch.lives.origin import Life, Origin
 from myxa.launch.lives.resume_point import choose_point
 from myxa.launch.node_place import find_place
 from myxa.launch.nodes.launch_options import LaunchOptions, with_start
+from myxa.launch.run_dir import RunDir
 
 NUM_RANKS = 2
 
@@ -92,13 +95,18 @@ def version_of(_: int, folder: str) -> dict[str, Any]:
     return {"version": int(Path(folder).name.removeprefix("version_"))}
 
 
-def gang(run: Path, attempt: int, resume: str = "", memory: str = "") -> GangStart:
+def asked(attempt: int, resume: str = "", memory: str = "") -> tuple[ActorSpec, RunConfig]:
+    """What the composition root is told."""
     spec = ActorSpec(
         name="trainer/0", role="trainer", kind="torch", index=0, node=0, attempt=attempt, ram_dir=memory
     )  # fmt: skip
     trainer = {"resume": resume, "standby_every": int(bool(memory))}
     told = {"run": {"name": "small"}, "model": {"path": "/m"}, "data": {"train": "/d.jsonl"}, "trainer": trainer}
-    return GangStart(spec, RunConfig.model_validate(told), run)
+    return spec, RunConfig.model_validate(told)
+
+
+def gang(run: Path, attempt: int, resume: str = "", memory: str = "") -> GangStart:
+    return GangStart(*asked(attempt, resume, memory), run)
 
 
 def versions_in(folder: Path) -> list[int]:
@@ -158,6 +166,78 @@ def test_the_one_that_was_named_is_not_passed_over(tmp_path: Path):
         assert all("its bytes have changed" in str(answer) for answer in answers)
         assert ranks.loaded == [[str(run.place(3))]] * NUM_RANKS
     assert versions_in(run.path / "checkpoints") == [1, 2, 3]
+
+
+def test_a_life_passes_over_what_it_finds_damaged_when_it_is_loaded(tmp_path: Path):
+    """`myxa resume` looked at sizes: the ranks are the first who see the bytes."""
+    run = RunOnDisk(tmp_path, steps=3)
+    Origin(lives=(Life(), Life(version=3))).save(run.path)
+    spec, config = asked(attempt=0)
+    options = checkpoint_options(spec, config, run.path)
+
+    def read(rank: int, folder: str) -> dict[str, Any]:
+        if folder == str(run.place(3)):
+            raise TornCheckpoint("the bytes of rank-00001.safetensors have changed")
+        return version_of(rank, folder)
+
+    ranks = Ranks(read)
+    start, extra = ranks.restore(gang(run.path, attempt=0, resume=str(run.place(3))))[0]
+    assert ranks.loaded == [[str(run.place(3)), str(run.place(2))]] * NUM_RANKS
+    assert (extra, start.is_restart, start.life) == ({"version": 2}, False, 2)
+    assert "have changed" in start.passed_over[0]
+    assert versions_in(run.path / "lives" / "2" / "undone") == [3], "a rank that starts again does not read it again"
+    origin = Origin.load(run.path)
+    assert origin.lives[-1].began_at == 2
+    assert origin.in_words() == "life 2, from version 2"
+    told = [text for kind, text in options.origin() if kind == "resumed"]
+    assert told == ["life 2 goes on from version 2 with "], "as it came to be, not as it was meant"
+    assert gang(run.path, attempt=1, resume=str(run.place(3))).find({}).checkpoint == str(run.place(2))
+    late = marked(run, 3, life=1, attempt=0)
+    assert "went back to version 2" in origin.why_undone(look_at(late))
+
+
+def test_a_life_all_of_whose_checkpoints_are_damaged_says_so_and_leaves_them(tmp_path: Path):
+    run = RunOnDisk(tmp_path, steps=2)
+
+    def torn(rank: int, folder: str) -> dict[str, Any]:
+        raise TornCheckpoint("its bytes have changed")
+
+    answers = Ranks(torn).restore(gang(run.path, attempt=0, resume=str(run.place(2))))
+    for answer in answers:
+        assert all(str(answer).count(str(run.place(version))) == 1 for version in (1, 2)), "each once"
+        assert str(answer).count("its bytes have changed") == 2 * NUM_RANKS
+    assert answers[0].remedy == "start anew with its config.toml"
+    assert versions_in(run.path / "checkpoints") == [1, 2]
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_what_the_ledger_cannot_go_back_to_is_passed_over_and_nothing_put_away(tmp_path: Path, attempt: int):
+    """A checkpoint that would be refused by the ledger is no place to begin: each attempt would put more away."""
+    run = RunOnDisk(tmp_path, steps=4)
+    begin_next_life(RunDir(run.path), choose_point(run.path, None))
+    begun = Origin.load(run.path)
+    assert begun.lives[-1].floor == 3, "it keeps what is needed to go back by one"
+
+    def damaged(*versions: int) -> Callable[[int, str], dict[str, Any]]:
+        def read(rank: int, folder: str) -> dict[str, Any]:
+            if folder in [str(run.place(version)) for version in versions]:
+                raise TornCheckpoint(f"checkpoint {folder} is torn: its bytes have changed")
+            return version_of(rank, folder)
+
+        return read
+
+    ranks = Ranks(damaged(3, 4))
+    answers = ranks.restore(gang(run.path, attempt, resume=str(run.place(4))))
+    assert ranks.loaded == [[str(run.place(4)), str(run.place(3))]] * NUM_RANKS
+    assert [type(answer) for answer in answers] == [TrainError] * NUM_RANKS
+    assert answers[0].message.count(str(run.place(4))) == 2, "once by each rank"
+    assert answers[0].message.count("goes back to version 3 at most") == 2
+    assert f"`myxa resume {run.path} --from 2`" in answers[0].remedy
+    assert versions_in(run.path / "checkpoints") == [1, 2, 3, 4]
+    assert Origin.load(run.path) == begun
+    assert not choose_point(run.path, 2, reads_all=True).is_own_ledger, "as the remedy says"
+    start, _ = Ranks(damaged(4)).restore(gang(run.path, attempt, resume=str(run.place(4))))[0]
+    assert start.checkpoint == str(run.place(3))
 
 
 def test_without_any_of_its_own_it_begins_as_at_first(tmp_path: Path):

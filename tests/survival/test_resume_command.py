@@ -145,8 +145,14 @@ def it_goes_back(live: Live, run_dir: Path, version: int) -> None:
     first = look_at(older).version
     done = live.myxa("resume", str(run_dir), "--quiet", "--set", f"run.num_steps={first + 1}")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"passed over: version_{version:08d}: " in done.stdout
-    assert "the bytes of rank-00000.safetensors have changed" in done.stdout
-    assert [e["text"] for e in events(run_dir, "checkpoint-passed-over")], "in the run's own records too"
-    assert [life.version for life in Origin.load(run_dir).lives] == [0, version, first]
+    assert f"from version {version} of" in done.stdout, "its bytes are looked at when they are loaded, not before"
+    (told,) = (e["text"] for e in events(run_dir, "checkpoint-passed-over"))
+    assert f"version_{version:08d}" in told
+    assert "the bytes of rank-00000.safetensors have changed" in told
+    resumed = [e["text"] for e in events(run_dir, "resumed")]
+    assert f"life 3 goes on from version {first} with" in resumed[-1], "as it came to be"
+    assert any(f"to version {first}" in e["text"] for e in events(run_dir, "trainer-goes-back"))
+    lives = Origin.load(run_dir).lives
+    assert [(life.version, life.began_at) for life in lives] == [(0, 0), (version, version), (version, first)]
+    assert (run_dir / "lives" / "3" / "undone" / hurt.parent.name).is_dir(), "nobody takes it for the newest again"
     assert set(consumed(run_dir).steps) == set(range(first + 1))

@@ -61,7 +61,7 @@ def test_other_nodes_leave_checkpoints_and_ledger_to_node_0(
     assert resume(run, 0) == 0
     before = sorted(path.name for path in run.path.iterdir())
     looked: list[Path] = []
-    monkeypatch.setattr(resume_point, "whole_ones", lambda folder, *_: looked.append(folder) or iter(()))
+    monkeypatch.setattr(resume_point, "whole_ones", lambda folder, *_, **__: looked.append(folder) or iter(()))
     monkeypatch.setattr(resume_point, "read_facts", looked.append)
     with RunDir(run.path).held(), lock_ledger(run.ledger):
         assert resume(run, 1) == 0
@@ -134,3 +134,17 @@ def test_a_name_that_means_nothing_is_told_before_anything_starts(run: RunOnDisk
         with_start(told, LaunchOptions(place=ALONE))
     mine = LaunchOptions(place=ALONE, program="mine:build")
     assert with_start(told, mine) == told, "another composition root may mean something else by it"
+
+
+@pytest.mark.parametrize(
+    "flags", [["--nnodes", "2"], ["--node-rank", "1"], ["--rdzv", "127.0.0.1:29400"], ["--rdzv-file", "rdzv"]]
+)
+def test_a_fork_is_started_on_one_machine_however_several_are_meant(
+    run: RunOnDisk, launches: Launches, tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+):
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert main(["fork", str(run.path), *flags]) == 2
+    assert "fork makes a directory, on one machine" in capsys.readouterr().err
+    assert launches == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert main(["fork", str(run.path), "--no-start", *flags]) == 0

@@ -15,12 +15,15 @@ from typing import Any
 import pytest
 from checkpoint_maker import DATASET, RunOnDisk, make_checkpoint, states
 
-from myxa.actors.checkpoints.folder import newest_whole
+from myxa.actors.checkpoints import folder
+from myxa.actors.checkpoints.folder import look_at, newest_whole
+from myxa.actors.checkpoints.reading import being_read, take_away_unread
 from myxa.actors.checkpoints.run_part import RUN_FILE
 from myxa.actors.ledger.file import lock_ledger
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.resume import LEDGER
 from myxa.core.errors import LaunchError, LedgerError
+from myxa.launch.cli import main
 from myxa.launch.lives import fork_run as fork_run_module
 from myxa.launch.lives import next_life
 from myxa.launch.lives.fork_run import fork_run
@@ -64,6 +67,21 @@ def test_the_newest_one_and_its_own_ledger(run: RunOnDisk):
     point = choose_point(run.path, None)
     assert (point.version, point.checkpoint, point.is_own_ledger) == (4, run.place(4), True)
     assert (point.ledger_words, point.passed_over) == (OWN_LEDGER, ())
+
+
+def test_no_byte_of_a_checkpoint_is_read_before_the_nodes_meet(run: RunOnDisk, monkeypatch: pytest.MonkeyPatch):
+    """That took minutes where a model is large; the ranks read them, each file once. A fork has no older one."""
+    read: list[Path] = []
+    real = folder.describe_file
+    monkeypatch.setattr(folder, "describe_file", lambda path: read.append(path) or real(path))
+    assert choose_point(run.path, None).version == 4
+    with pytest.raises(LaunchError, match="there are: 4, 3, 2, 1"):
+        choose_point(run.path, 99)
+    assert read == []
+    flip(run.place(4) / "rank-00001.safetensors")
+    assert choose_point(run.path, None).version == 4, "of the right size"
+    assert choose_point(run.path, None, reads_all=True).version == 3
+    assert read
 
 
 @pytest.mark.parametrize("hurt", HURTS)
@@ -147,6 +165,17 @@ def test_a_version_that_cannot_be_had_is_told(run: RunOnDisk, version: int, said
     with pytest.raises(LaunchError) as caught:
         choose_point(run.path, version)
     assert said in caught.value.message
+
+
+def test_a_version_that_is_named_is_read_before_anything_is_moved(run: RunOnDisk, capsys: pytest.CaptureFixture[str]):
+    """Of the right size, but with other bytes: what is newer and whole would be put away for it."""
+    flip(run.place(3) / "rank-00001.safetensors")
+    before = bytes_of(run.path)
+    assert main(["resume", str(run.path), "--from", "3"]) == 3
+    said = capsys.readouterr().err
+    assert "cannot go on from version 3" in said
+    assert "the bytes of rank-00001.safetensors have changed" in said
+    assert bytes_of(run.path) == before
 
 
 def test_a_run_without_any_is_told_what_to_do(tmp_path: Path):
@@ -344,9 +373,21 @@ def test_a_fork_outlives_the_checkpoint_that_it_came_from(tmp_path: Path):
     assert choose_point(made, None).version == 2
 
 
+def test_readers_of_a_fork_keep_nothing_of_its_parent(tmp_path: Path):
+    """All files but the manifest, which they lock, are the same."""
+    run = forkable(tmp_path)
+    made = fork_run(run.path, 4, "", [], NOW) / "checkpoints" / run.place(4).name
+    same = {file.name for file in made.iterdir() if file.samefile(run.place(4) / file.name)}
+    assert same == {file.name for file in run.place(4).iterdir()} - {"manifest.json"}
+    with being_read(made):
+        assert take_away_unread(run.place(4))
+    assert look_at(made).is_complete
+
+
 def test_a_fork_of_a_checkpoint_without_a_copy_needs_a_run_that_is_over(tmp_path: Path):
     run = forkable(tmp_path)
-    for version in range(1, 5):
+    make_checkpoint(run.place(4), 4, extra={"version": 4, "life": 3, "attempt": 2})
+    for version in range(1, 4):
         (run.place(version) / RUN_FILE).unlink()
         (run.place(version) / LEDGER).unlink()
     with lock_ledger(run.ledger), pytest.raises(LaunchError, match="has no run.json"):
@@ -354,6 +395,9 @@ def test_a_fork_of_a_checkpoint_without_a_copy_needs_a_run_that_is_over(tmp_path
     made = fork_run(run.path, None, "", [], NOW)
     assert choose_point(made, None).is_own_ledger
     assert states(made / LEDGER) == states(run.ledger)
+    again = make_checkpoint(made / "checkpoints" / run.place(4).name, 4, extra={"version": 4, "life": 1, "attempt": 0})
+    assert look_at(again).writer == (1, 0), "its first life may write that version again"
+    assert look_at(run.place(4)).writer == (3, 2)
 
 
 def test_a_fork_of_what_is_no_run_is_told(tmp_path: Path):

@@ -14,7 +14,10 @@ from trainer_room import Conductor, trainer_room  # pyright: ignore[reportMissin
 from myxa.actors.checkpoints.run_part import RUN_FILE
 from myxa.actors.contracts.roles import TrainerContract
 from myxa.actors.models.tiny import make_tiny_model
+from myxa.actors.trainer import checkpoints as checkpoints_module
+from myxa.actors.trainer import leader as leader_module
 from myxa.core.knobs import LiveKnobs
+from myxa.core.messages import WeightManifest
 
 HANG_S = 15.0
 """What hangs here ends then, so that a trainer that waits for it fails the test and does not hang it."""
@@ -41,6 +44,73 @@ async def test_a_checkpoint_beside_training_is_finished_although_no_step_follows
         assert room.data.durables == [1]
         assert (tmp_path / "checkpoints" / "version_00000001" / RUN_FILE).exists()
         assert len(room.conductor.reports) == 1
+
+
+class Turns:
+    """Of trainer and engines on one device; says who has it."""
+
+    has_newcomers = False
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    async def take(self) -> None:
+        self.log.append("take")
+
+    def trained(self) -> None: ...
+
+    async def offer(self) -> None: ...
+
+    async def give(self) -> None:
+        self.log.append("give")
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+class TakesAtOnce(Conductor):
+    """Engines that copy what they are given, as on a device that they share."""
+
+    async def _given(self, manifest: WeightManifest | None) -> None:
+        if manifest is not None:
+            self.given.append(manifest.version)
+            self.ctx.spawn(self.trainer.release_weights(manifest.version), name="release")
+        self._news.set()
+
+
+@pytest.mark.asyncio
+async def test_where_engines_have_the_device_it_is_finished_once_it_is_overdue(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In one turn of the trainer's, and not as long as the step may come soon."""
+    monkeypatch.setattr(leader_module, "CLAIM_WAIT_S", 0.05)
+    options = {"every": 1, "is_async": True}
+    async with trainer_room(model, tmp_path, checkpoints=options, conductor=TakesAtOnce()) as room:
+        turns = room.trainer._leader._share = Turns()
+        room.data.allow(1)
+        await room.conductor.steps(1)
+        checkpoints = room.trainer._leader.checkpoints
+        async with asyncio.timeout(HANG_S):
+            while not checkpoints.is_written:
+                await asyncio.sleep(0.02)
+        num_claims = len(room.data.claims)
+        async with asyncio.timeout(HANG_S):
+            while len(room.data.claims) < num_claims + 5:
+                await asyncio.sleep(0.02)
+        assert (turns.log, room.data.durables) == (["take", "give"], []), "the engines work: no turn for that yet"
+        monkeypatch.setattr(checkpoints_module, "OVERDUE_S", 0.0)
+        async with asyncio.timeout(HANG_S):
+            while not room.data.durables:
+                await asyncio.sleep(0.02)
+            while len(turns.log) < 4:
+                await asyncio.sleep(0.02)
+        num_claims = len(room.data.claims)
+        async with asyncio.timeout(HANG_S):
+            while len(room.data.claims) < num_claims + 5:
+                await asyncio.sleep(0.02)
+        assert turns.log == ["take", "give", "take", "give"]
+        assert room.data.durables == [1]
+        assert (tmp_path / "checkpoints" / "version_00000001" / RUN_FILE).exists()
 
 
 class SlowSave:

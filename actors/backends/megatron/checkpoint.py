@@ -32,14 +32,8 @@ from torch import Tensor, nn
 from ....core.chaos import reached
 from ....core.errors import TrainError
 from ....core.file_entry import FileEntry, describe_file
-from ...checkpoints.folder import (
-    FORMAT,
-    Manifest,
-    begin,
-    commit,
-    partial_of,
-    rank_file,
-)
+from ...checkpoints.drafts import begin, partial_of, writer_of
+from ...checkpoints.folder import FORMAT, Manifest, commit, rank_file
 from ...models.hf_folder import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
 from ..torch_backend.checkpoint import RNG_CPU, RNG_CUDA, check_extra, check_model, identity_of
@@ -81,10 +75,10 @@ class PendingCheckpoint:
         self._entries: list[FileEntry] = []
         with world.together(self._what):
             if world.rank == 0:
-                begin(target)
+                begin(target, writer_of(extra))
         with world.together(self._what):
             state.optimizer.settle()
-            self._shards = begin_shards(_sharded(state, is_loading=False), str(partial_of(target)))
+            self._shards = begin_shards(_sharded(state, is_loading=False), str(partial_of(target, writer_of(extra))))
             self._random = _random_state(world.device)
 
     @property
@@ -94,7 +88,7 @@ class PendingCheckpoint:
     def write(self) -> None:
         """This rank's files; any thread, not collective. Raises TrainError when the disk refuses."""
         reached("trainer.checkpoint_write")
-        partial = partial_of(self._target)
+        partial = partial_of(self._target, writer_of(self._extra))
         self._shards.write()
         with of_a_checkpoint(self._what):
             write_safetensors(partial / rank_file(self._world.rank), self._random)
@@ -102,7 +96,7 @@ class PendingCheckpoint:
 
     def finish(self) -> None:
         """Once every rank has written: the folder appears. Collective; an older checkpoint there stays until then."""
-        world, partial = self._world, partial_of(self._target)
+        world, partial = self._world, partial_of(self._target, writer_of(self._extra))
         with world.together(self._what):
             self._shards.finish()
             known = {entry.name for entry in self._entries}

@@ -22,14 +22,8 @@ from ....core.chaos import reached
 from ....core.errors import TrainError
 from ....core.file_entry import FileEntry, describe_file
 from ....core.protocols import NamedArray
-from ...checkpoints.folder import (
-    FORMAT,
-    Manifest,
-    begin,
-    commit,
-    partial_of,
-    rank_file,
-)
+from ...checkpoints.drafts import begin, partial_of, writer_of
+from ...checkpoints.folder import FORMAT, Manifest, commit, rank_file
 from ...models.hf_folder import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
 from .adamw import AdamW
@@ -63,7 +57,7 @@ class PendingCheckpoint:
         self._entry: FileEntry | None = None
         with self._world.together(self._what):
             if self._world.rank == 0:
-                begin(self._target)
+                begin(self._target, writer_of(extra))
         with self._world.together(self._what):
             copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in _tensors(state)]
             self._tensors = [named_array(name, tensor) for name, tensor in copies]
@@ -75,7 +69,7 @@ class PendingCheckpoint:
     def write(self) -> None:
         """This rank's file; any thread, not collective. Raises TrainError when the disk refuses."""
         reached("trainer.checkpoint_write")
-        path = partial_of(self._target) / rank_file(self._world.rank)
+        path = partial_of(self._target, writer_of(self._extra)) / rank_file(self._world.rank)
         with of_a_checkpoint(self._what):
             write_safetensors(path, self._tensors)
         self._entry = describe_file(path)

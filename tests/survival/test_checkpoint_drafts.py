@@ -1,0 +1,233 @@
+"""What is being written, and what is being read, is cleared away by nobody: writers of several lives write side by side,
+and a run that lives keeps a checkpoint as long as somebody reads it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+from checkpoint_maker import RunOnDisk, add_run_part, make_checkpoint
+from checkpoint_room import CheckpointRoom
+
+from myxa.actors.checkpoints import folder
+from myxa.actors.checkpoints.drafts import begin, hold_drafts, let_go_drafts, partial_of, sweep
+from myxa.actors.checkpoints.folder import CheckpointInfo, find_checkpoint, list_checkpoints, look_at
+from myxa.actors.checkpoints.reading import being_read, take_away_unread
+from myxa.actors.checkpoints.run_part import read_run_part
+from myxa.actors.ledger.file import lock_ledger
+from myxa.core.errors import LaunchError, MyxaError, TornCheckpoint, TrainError
+from myxa.core.file_entry import FileEntry
+from myxa.core.file_lock import is_locked, locked_folder, take_lock
+from myxa.launch.lives.named_checkpoint import kept_meanwhile
+from myxa.launch.run_dir import RunDir
+
+ZOMBIE, OWN, LATER = (1, 3), (2, 0), (2, 1)
+
+
+def names(holder: Path) -> list[str]:
+    return sorted(path.name for path in holder.iterdir())
+
+
+def test_a_lock_is_held_by_one_or_shared_and_seen_by_all(tmp_path: Path):
+    path = tmp_path / "lock"
+    assert not is_locked(path), "there is no such file"
+    first = take_lock(path)
+    assert first is not None and is_locked(path) and take_lock(path) is None
+    assert take_lock(path, "r", is_shared=True) is None
+    first.close()
+    assert not is_locked(path)
+    one, other = (take_lock(path, "r", is_shared=True) for _ in range(2))
+    assert one is not None and other is not None and take_lock(path, "r+") is None
+    assert not is_locked(path), "nobody has it for itself"
+    one.close()
+    other.close()
+
+
+def test_a_draft_is_its_writers_own_and_stays_while_it_is_held(tmp_path: Path):
+    """A process of the life before still writes the same version."""
+    place = tmp_path / "version_00000040"
+    held = hold_drafts(tmp_path, ZOMBIE)
+    (begin(place, ZOMBIE) / "rank-00000.safetensors").write_bytes(b"old")
+    begin(place, OWN)
+    begin(place, LATER)
+    begin(place)
+    sweep(tmp_path, OWN)
+    left = [partial_of(place, ZOMBIE).name, partial_of(place, LATER).name, ".writing-1.3"]
+    assert names(tmp_path) == left, "its own goes, and that of writers who say nothing of themselves"
+    own = hold_drafts(tmp_path, OWN)
+    begin(place, OWN)
+    sweep(tmp_path, OWN)
+    assert partial_of(place, OWN).is_dir(), "somebody holds that name, whoever asks"
+    let_go_drafts(own)
+    sweep(tmp_path, OWN)
+    assert names(tmp_path) == left
+    with pytest.raises(TrainError, match="another process writes checkpoints to .* as life 1, attempt 3"):
+        hold_drafts(tmp_path, ZOMBIE)
+    let_go_drafts(held)
+    (tmp_path / ".writing-1.2").touch()  # of one that was killed
+    sweep(tmp_path, OWN)
+    assert names(tmp_path) == [partial_of(place, LATER).name], "a later one's is for later ones to clear"
+    sweep(tmp_path, (3, 0))
+    assert names(tmp_path) == []
+
+
+@pytest.mark.asyncio
+async def test_what_a_leader_writes_outlives_the_sweep_of_another_life(tmp_path: Path):
+    """Its folder, and the copy of the ledger beside it; the other's checkpoints appear meanwhile."""
+    zombie = CheckpointRoom(tmp_path, every=1, is_async=True, writer=ZOMBIE)
+    await zombie.checkpoints.save(40)
+    await zombie.files_are_written()
+    growing = [name for name in names(tmp_path / "checkpoints") if "1.3" in name]
+    draft = ".partial-1.3-version_00000040"
+    assert growing == [draft, f"{draft}-ledger.sqlite", ".writing-1.3"]
+    own = CheckpointRoom(tmp_path, every=1, writer=OWN)
+    await own.checkpoints.save(40)
+    assert names(tmp_path / "checkpoints") == [*growing, "version_00000040"]
+    place = tmp_path / "checkpoints" / "version_00000040"
+    with pytest.raises(TrainError, match="is of life 2, attempt 0 of the run: life 1, attempt 3 comes too late"):
+        await zombie.checkpoints.settle()
+    assert look_at(place).writer == OWN
+    await own.checkpoints.save(41)
+    assert names(tmp_path / "checkpoints") == [place.name, "version_00000041"], "nothing is left of the late one"
+
+
+@pytest.mark.asyncio
+async def test_the_runs_part_of_a_late_one_is_not_put_beside_the_files_of_a_later_one(tmp_path: Path):
+    """The later one took its place when the folder was there, and its run.json was not."""
+    zombie, own = CheckpointRoom(tmp_path, every=1, writer=ZOMBIE), CheckpointRoom(tmp_path, every=1, writer=OWN)
+    real = zombie.buffer.snapshot
+
+    async def meanwhile(path: str, version: int) -> FileEntry:
+        await own.checkpoints.save(40)
+        return await real(path, version)
+
+    zombie.buffer.snapshot = meanwhile
+    with pytest.raises(TrainError, match="comes too late"):
+        await zombie.checkpoints.save(40)
+    place = tmp_path / "checkpoints" / "version_00000040"
+    assert look_at(place).writer == OWN
+    assert read_run_part(place).version == 40
+    assert zombie.buffer.durables == []
+
+
+def test_a_checkpoint_of_another_run_has_no_claim_to_its_place(tmp_path: Path):
+    """A fork counts its lives from one; what it began with was written by a later one of its parent."""
+    run = RunOnDisk(tmp_path, steps=1)
+    later, own = ({"version": 1, "life": life, "attempt": 0} for life in (7, 1))
+    make_checkpoint(run.place(1), 1, extra=later)
+    add_run_part(run.place(1), run.ledger, 1, run="parent")
+    make_checkpoint(run.place(1), 1, extra=own)
+    assert look_at(run.place(1)).writer == (1, 0)
+    make_checkpoint(run.place(1), 1, extra=later)
+    for has_run_part in (False, True):
+        if has_run_part:
+            add_run_part(run.place(1), run.ledger, 1, run=run.path.name)
+        with pytest.raises(TrainError, match="comes too late"):
+            make_checkpoint(run.place(1), 1, extra=own)
+    assert look_at(run.place(1)).writer == (7, 0)
+
+
+def test_who_puts_one_in_its_place_waits_for_others_and_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(folder, "PLACE_S", 0.1)
+    place = make_checkpoint(tmp_path / "checkpoints" / "version_00000001", 1)
+    with (
+        locked_folder(place.parent, 0.0) as is_mine,
+        pytest.raises(TrainError, match="another process has been putting a checkpoint"),
+    ):
+        assert is_mine
+        make_checkpoint(place, 1, fill=b"other")
+    make_checkpoint(place, 1, fill=b"other")
+    assert names(place.parent) == [place.name], "the lock left no file"
+
+
+@pytest.mark.asyncio
+async def test_one_that_is_read_is_deleted_once_it_is_not(tmp_path: Path):
+    room = CheckpointRoom(tmp_path, every=1, keep_last=1)
+    await room.checkpoints.save(1)
+    first = tmp_path / "checkpoints" / "version_00000001"
+    with being_read(first):
+        await room.checkpoints.save(2)
+        assert first.is_dir()
+        with being_read(first):
+            assert not take_away_unread(first)
+    await room.checkpoints.save(3)
+    assert names(tmp_path / "checkpoints") == ["version_00000003"]
+    with pytest.raises(TornCheckpoint, match="cannot be opened"), being_read(first):
+        pass
+
+
+def test_a_run_begins_from_a_checkpoint_that_stays_while_it_goes_on(tmp_path: Path):
+    run = RunOnDisk(tmp_path, steps=2)
+    with kept_meanwhile(str(run.place(2))):
+        assert not take_away_unread(run.place(2))
+    with kept_meanwhile(""), kept_meanwhile(str(tmp_path / "nowhere")):
+        pass
+    held = take_lock(run.place(2) / "manifest.json", "r+")
+    with pytest.raises(LaunchError, match="it is being deleted"), kept_meanwhile(str(run.place(2))):
+        pass
+    assert held is not None
+    held.close()
+    assert take_away_unread(run.place(2))
+    with pytest.raises(LaunchError, match="cannot be opened: No such file"), kept_meanwhile(str(run.place(2))):
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_trouble_of_the_disk_is_no_leave_to_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    place = make_checkpoint(tmp_path / "version_00000001", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        assert not take_away_unread(place)
+    assert look_at(place).is_complete
+    (place / "manifest.json").unlink()
+    assert take_away_unread(place), "nobody can read it"
+    assert not place.exists()
+
+
+def test_where_there_are_no_locks_a_checkpoint_is_read_and_deleted_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    place = make_checkpoint(tmp_path / "version_00000001", 1)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with being_read(place):
+        assert find_checkpoint(tmp_path) == place
+    assert is_locked(place / "manifest.json"), "nobody can tell"
+    run_dir, ledger = RunDir(tmp_path), tmp_path / "ledger.sqlite"
+    for hold in (lambda: hold_drafts(tmp_path, OWN), run_dir.held().__enter__, lambda: lock_ledger(ledger)):
+        with pytest.raises(MyxaError, match="No locks available") as caught:
+            hold()
+        assert "mount it with them" in caught.value.remedy
+    make_checkpoint(place, 1)
+    assert take_away_unread(place)
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("reads_all", [False, True])
+def test_a_run_that_prunes_under_the_reader_has_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads_all: bool
+):
+    """Each look at the only checkpoint finds it gone, for the next one; the third look is left alone."""
+    make_checkpoint(tmp_path / "version_00000001", 1)
+    looks: list[Path] = []
+    real = folder.look_at
+
+    def look(path: Path) -> CheckpointInfo:
+        looks.append(path)
+        if len(looks) < 3:
+            make_checkpoint(tmp_path / f"version_{len(looks) + 1:08d}", len(looks) + 1)
+            assert take_away_unread(path)
+        return real(path)
+
+    monkeypatch.setattr(folder, "look_at", look)
+    assert find_checkpoint(tmp_path, reads_all=reads_all) == tmp_path / "version_00000003"
+    monkeypatch.undo()
+    assert len(list_checkpoints(tmp_path)) == 1
