@@ -11,7 +11,7 @@ class Backoff:
     """Pause before a restart: none at first, for others wait for whoever died; for one that fails again and again
     `first_s`, doubled each time up to `limit_s`, less up to half by lot."""
 
-    first_s: float = 0.5
+    first_s: float = 1.0
     limit_s: float = 30.0
     calm_s: float = 20.0
     """Whoever has lived for so long since its last start does not fail again and again."""

@@ -210,7 +210,7 @@ class AgentContract(Actor):
         """Make the run directory and be ready for orders."""
         raise NotImplementedError
 
-    @call(deadline=60)
+    @call(deadline=60, reentrant=True)
     async def start_actor(self, order: StartOrder) -> StartReply:
         """Start a process. Whatever is in the way of it is in the reply."""
         raise NotImplementedError
@@ -240,7 +240,7 @@ class AgentContract(Actor):
         """Where a process is that need not answer: by a signal that makes it write its stacks down, or by py-spy."""
         raise NotImplementedError
 
-    @call(deadline=30)
+    @call(deadline=30, reentrant=True)
     async def meeting_place(self) -> GangMeeting:
         """An address of this node that others reach, and a port that is free now."""
         raise NotImplementedError

@@ -21,7 +21,7 @@ from ..core.clock import SystemClock
 from ..core.config import RunConfig, dump_config
 from ..core.errors import CallError, LaunchError
 from ..core.lifeline import adopting_orphans
-from ..transport.zeromq.descriptors import raise_limit
+from ..transport.descriptors import raise_limit
 from .contracts import SUPERVISOR, AgentContract, RunPlan, agent_name
 from .control.verb import Room
 from .lives.named_checkpoint import kept_meanwhile

@@ -41,7 +41,8 @@ from .zeromq.zap import Gatekeeper
 UNREACHABLE_S = 6.0
 """So long after the last sign of its host a peer is given up, at the first attempt to reach it that fails then."""
 SETTLE_S = 0.25
-"""How long `flush` waits for connections that are just being made: a handshake takes a few milliseconds."""
+"""How long `flush` waits for connections that are just being made, where a handshake takes a few milliseconds, and for
+room on those that are full."""
 TERM_S = 5.0
 NAMED_S = 0.1
 """By then ZeroMQ's threads have given themselves their names."""
@@ -195,10 +196,14 @@ class SocketTransport:
 
     def flush(self) -> None:
         until = time.monotonic() + SETTLE_S
-        for known in list(self._peers.values()):
-            outbox = known.outboxes[Lane.CONTROL]
-            if outbox is not None:
-                outbox.flush(until)
+        outboxes = [outbox for known in self._peers.values() if (outbox := known.outboxes[Lane.CONTROL]) is not None]
+        for outbox in outboxes:
+            outbox.flush(0.0)
+        for number, outbox in enumerate(outboxes):  # one that is stuck does not take the others' time
+            now = time.monotonic()
+            outbox.flush(now + (until - now) / (len(outboxes) - number))
+        for outbox in outboxes:
+            outbox.flush(until)
 
     def disconnect(self, peer: PeerKey, linger_s: float) -> None:
         known = self._peers.pop(peer, None)
@@ -211,7 +216,7 @@ class SocketTransport:
     def cut_off(self, node_id: int, for_s: float) -> None:
         """A drill: for so long nothing that this process sends gets to that node (see `cuts.py`)."""
         self._cuts.make(node_id, for_s)
-        for peer, known in self._peers.items():
+        for peer, known in list(self._peers.items()):
             if why := self._cuts.why_not(peer):
                 for outbox in known.outboxes:
                     if outbox is not None and peer.node_id == node_id:

@@ -321,7 +321,10 @@ class Checkpoints:
     def _hold(self, holder: Path) -> None:
         """Nobody else clears away what is written from now on. Raises TrainError if the disk refuses."""
         self._sweep(holder)  # what failed before may have filled the disk
-        self._drafts = hold_drafts(holder, self._options.writer)
+        try:
+            self._drafts = hold_drafts(holder, self._options.writer)
+        except TrainError as error:
+            raise TrainError(f"{self._ctx.name} could not save a checkpoint: {error}") from error
 
     def close(self) -> None:
         """This process ends, or the actor: what is left half written is for whoever writes next to clear."""

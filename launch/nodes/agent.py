@@ -43,6 +43,7 @@ from .outside_stacks import spied_stacks, written_stacks
 from .preloads import Preloads
 from .process_time import tell_process_time
 from .quiet_port import quiet_port
+from .race import race
 
 PING_S = 1.0
 KeyFor = Callable[[str], Awaitable[str]]
@@ -100,6 +101,8 @@ class Agent(AgentContract):
         self._plan: RunPlan | None = None
         self._run_dir: RunDir | None = None
         self._children: dict[str, Child] = {}
+        self._starting: dict[str, asyncio.Future[None]] = {}
+        """Who has no process yet; done: it is not wanted any more."""
         self._is_stopped = False
         self._nursery: Nursery | None = None
         self._orphans = Orphans(self._knows)
@@ -148,9 +151,10 @@ class Agent(AgentContract):
     async def on_stop(self, why: str) -> None:
         """Nothing may outlive the launcher."""
         self._is_stopped = True
-        await self.kill_all()
-        if self._nursery is not None:
-            await self._nursery.close()
+        for unwanted in self._starting.values():
+            _give_up(unwanted)
+        servers = [self._nursery.close()] if self._nursery is not None else []
+        await asyncio.gather(self.kill_all(), *servers)
         if adopts_orphans():
             self._orphans.look(is_last=True)
 
@@ -195,14 +199,24 @@ class Agent(AgentContract):
 
     async def _start(self, order: StartOrder) -> Child:
         """Raises MyxaError; OSError of its files; ValueError for an environment that cannot be."""
+        name = order.actor.name
+        if name in self._children:
+            raise LaunchError(f"{name} runs already as attempt {self._children[name].attempt}")
+        if name in self._starting:
+            raise LaunchError(f"{name} is being started already")
+        unwanted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._starting[name] = unwanted
+        try:
+            return await self._start_wanted(order, unwanted)
+        finally:
+            del self._starting[name]
+
+    async def _start_wanted(self, order: StartOrder, unwanted: asyncio.Future[None]) -> Child:
         plan, run_dir, name = self._plan, self._run_dir, order.actor.name
         if plan is None or run_dir is None:
             raise LaunchError(f"{self.ctx.name} is not prepared", remedy="this is a bug; report it")
         key = await self._options.key_for(name) if self._options.key_for is not None else ""
-        if self._is_stopped or self.left.done():
-            raise LaunchError(f"{self.ctx.name} leaves: it starts nobody any more")
-        if name in self._children:
-            raise LaunchError(f"{name} runs already as attempt {self._children[name].attempt}")
+        self._check_wanted(name, unwanted)
         spec = WorkerSpec(
             actor=order.actor,
             attempt=order.attempt,
@@ -222,25 +236,34 @@ class Agent(AgentContract):
             attempt=order.attempt,
             meeting=order.meeting,
         )
-        child = await self._make_process(order, env, run_dir.new_log(name, order.attempt))
-        if self._is_stopped or self.left.done():  # while it was forked
-            child.kill()
-            raise LaunchError(f"{self.ctx.name} leaves: it starts nobody any more")
+        child = await self._make_process(order, env, run_dir.new_log(name, order.attempt), unwanted)
         self._children[name] = child
+        if self._is_stopped:  # while it was forked; nobody looks for it any more
+            child.kill()
         return child
 
-    async def _make_process(self, order: StartOrder, env: dict[str, str], log_path: Path) -> Child:
+    def _check_wanted(self, name: str, unwanted: asyncio.Future[None]) -> None:
+        if self._is_stopped or self.left.done():
+            raise LaunchError(f"{self.ctx.name} leaves: it starts nobody any more")
+        if unwanted.done():
+            raise LaunchError(f"{name} was to end before it was there")
+
+    async def _make_process(
+        self, order: StartOrder, env: dict[str, str], log_path: Path, unwanted: asyncio.Future[None]
+    ) -> Child:
         """Forked where that can be, else started; the difference is the time it takes."""
         actor, preloads = order.actor, self._options.preloads
         kit = preloads.kit_of(actor) if self._nursery is not None and preloads is not None else ""
         if self._nursery is not None and kit:
-            forked = await self._nursery.start(
-                kit, actor.name, order.attempt, env=env, log_path=log_path, told=self._on_child_end
+            birth = await race(
+                self._nursery.start(
+                    kit, actor.name, order.attempt, env=env, log_path=log_path, told=self._on_child_end
+                ),
+                unwanted,
             )
-            if forked is not None:
+            if not birth.cancelled() and (forked := birth.result()) is not None:
                 return forked
-        if self._is_stopped or self.left.done():
-            raise LaunchError(f"{self.ctx.name} leaves: it starts nobody any more")
+        self._check_wanted(actor.name, unwanted)
         return start_child(
             actor.name,
             order.attempt,
@@ -251,7 +274,8 @@ class Agent(AgentContract):
         )
 
     def _on_child_end(self, child: Child, status: int) -> None:
-        self._children.pop(child.name, None)
+        if self._children.get(child.name) is child:
+            del self._children[child.name]
         end = ChildEnd(
             name=child.name,
             attempt=child.attempt,
@@ -272,6 +296,9 @@ class Agent(AgentContract):
         )
 
     async def end_actors(self, names: tuple[str, ...], grace_s: float) -> None:
+        for name in names:
+            if name in self._starting:
+                _give_up(self._starting[name])
         children = [self._children[name] for name in names if name in self._children]
         if grace_s > 0:
             for child in children:
@@ -331,6 +358,11 @@ class Agent(AgentContract):
     async def leave(self, exit_code: int, reason: str) -> None:
         if not self.left.done():
             self.left.set_result(Farewell(exit_code, reason))
+
+
+def _give_up(unwanted: asyncio.Future[None]) -> None:
+    if not unwanted.done():
+        unwanted.set_result(None)
 
 
 async def _still_there(children: Sequence[Child], timeout_s: float) -> list[Child]:

@@ -11,9 +11,12 @@ reaped, and ended with the launcher, as a process that it started itself. The se
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import importlib
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -30,6 +33,7 @@ GPU_FILES = "/dev/nvidia"
 def main(arguments: list[str]) -> int:
     """`<process id of the launcher> <descriptor of the socket>`."""
     launcher_pid, descriptor = map(int, arguments)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as some programs leave it, it takes children's statuses
     die_with_parent(launcher_pid)
     serve(socket.socket(fileno=descriptor), LIGHT)
     return 0
@@ -62,7 +66,12 @@ def serve(launcher: socket.socket, kit: str) -> None:
 def unfit() -> str:
     """Why this process must not be forked; empty: it may. Only the thread that forks lives on in the child, with the
     locks of the others held for ever; CUDA does not survive a fork and has chosen its devices."""
-    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    threads: list[str] = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended in this moment
+            threads.append(path.read_text().strip())
+    if not threads:
+        return "/proc does not tell of its threads"
     if len(threads) != 1:
         return f"an import started {len(threads) - 1} threads ({', '.join(sorted(threads))})"
     for path in Path("/proc/self/fd").iterdir():
@@ -117,7 +126,14 @@ def _live(request: ForkRequest, own_end: socket.socket, log: int) -> int:
         serve(own_end, request.kit)
         return 0
     own_end.close()
-    return be_actor(request)
+    try:
+        return be_actor(request)
+    except SystemExit as error:  # nobody above us does what the interpreter would
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  # there is no public name
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr, flush=True)
+        return 1
 
 
 def _tell(own_end: socket.socket, reply: ForkReply) -> None:

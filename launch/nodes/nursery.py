@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from ...core.errors import LaunchError
 from ..child_env import SPEC_VARIABLE, server_env
 from ..first_failure import read_tail
@@ -25,8 +27,6 @@ from .fork_wire import GO, MAX_BYTES, ForkReply, ForkRequest, pack, unpack_reply
 from .preloads import KITS
 
 SERVER_MODULE = "myxa.launch.nodes.fork_server"
-PATIENCE_S = 20.0
-"""How long starts wait for a new server's imports. Afterwards they go without, until it is ready."""
 IMPORT_S = 300.0
 """A server that has not finished its imports by then is killed: a file system hangs."""
 FORK_S = 5.0
@@ -125,16 +125,21 @@ class Nursery:
 
     async def _ready(self, kit: str) -> ForkServer:
         task = self._server(kit)
-        left_s = self._begun_s[kit] + PATIENCE_S - asyncio.get_running_loop().time()
+        patience_s = KITS[kit].patience_s
+        left_s = self._begun_s[kit] + patience_s - asyncio.get_running_loop().time()
         await asyncio.wait({task}, timeout=max(0.0, left_s))
         if not task.done():
-            raise LaunchError(f"the fork server with kit {kit} still imports after {PATIENCE_S:g} s")
+            raise LaunchError(f"the fork server with kit {kit} still imports after {patience_s:g} s")
         if task.cancelled():
             raise LaunchError("this node's fork servers have ended")
         return task.result()
 
     def _on_made(self, kit: str, task: asyncio.Task[ForkServer]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, NoBase):  # nothing is known of this kit
+            self._tasks.pop(kit, None)
+        else:
             self._forget(kit, str(error))
 
     def _forget(self, kit: str, why: str) -> None:
@@ -156,12 +161,7 @@ class Nursery:
         """Raises LaunchError."""
         base = KITS[kit].base
         if base:
-            try:
-                server = await self._another(kit, await self._ready(base), base)
-            except LaunchError:
-                if base in self._refused:
-                    self._refuse(kit, self._refused[base])
-                raise
+            server = await self._another(kit, await self._base(kit, base), base)
         else:
             server = self._first(kit)
         try:
@@ -174,6 +174,19 @@ class Nursery:
             self._refuse(kit, reply.problem)
             raise LaunchError(reply.problem)
         return server
+
+    async def _base(self, kit: str, base: str) -> ForkServer:
+        """The server that the kit's is forked from, however long its imports take. Raises NoBase."""
+        try:
+            task = self._server(base)
+            await asyncio.wait({task}, timeout=IMPORT_S)
+            if task.done() and not task.cancelled():
+                return task.result()
+        except LaunchError as error:
+            if base in self._refused:
+                self._refuse(kit, self._refused[base])
+            raise NoBase(str(error)) from error
+        raise NoBase(f"the fork server with kit {base}, of which {kit} is made, is not there")
 
     def _first(self, kit: str) -> ForkServer:
         ours, theirs = _pair()
@@ -265,7 +278,11 @@ class Nursery:
 
 
 class NoAnswer(LaunchError):
-    """A fork server hangs."""
+    """A fork server hangs, or talks nonsense."""
+
+
+class NoBase(LaunchError):
+    """A fork server cannot be made because the one that it would be forked from is not there."""
 
 
 def _end(server: ForkServer) -> None:
@@ -284,7 +301,10 @@ async def _heard(link: socket.socket, timeout_s: float, who: str) -> ForkReply:
         raise LaunchError(f"{who} cannot be heard: {error}") from error
     if not data:
         raise LaunchError(f"{who} ended")
-    return unpack_reply(data)
+    try:
+        return unpack_reply(data)
+    except msgspec.DecodeError as error:
+        raise NoAnswer(f"{who} answered with nonsense: {error}") from error
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:

@@ -19,6 +19,9 @@ class Kit:
     """Modules that are imported together."""
 
     modules: tuple[str, ...]
+    patience_s: float
+    """How long starts wait for a new server's imports, those of its base included. Afterwards they go without, until it
+    is ready; that repeats the imports beside it, so it is longer than they take on a slow disk."""
     base: str = ""
     """Kit whose process is forked to make this one's: what it has is there already."""
 
@@ -33,18 +36,22 @@ KITS: Mapping[str, Kit] = {
             *("myxa.actors.buffer.buffer", "myxa.actors.coordinator.coordinator", "myxa.actors.data.prompts"),
             *("myxa.actors.rollout.rollout", "myxa.actors.rewards.rewarder", "myxa.actors.models.hf_folder"),
             *("myxa.actors.workflows.single_turn", "myxa.actors.workflows.demonstration", "numpy.random"),
-        )
+        ),
+        patience_s=10.0,
     ),
-    SERVED: Kit(("myxa.actors.engines.engine_pool", "myxa.actors.engines.sglang_launched"), base=LIGHT),
+    SERVED: Kit(
+        ("myxa.actors.engines.engine_pool", "myxa.actors.engines.sglang_launched"), patience_s=20.0, base=LIGHT
+    ),
     TORCH: Kit(
         (
             *("myxa.launch.composition.gang_comms", "myxa.launch.composition.gang_start"),
             *("myxa.actors.backends.torch_backend.backend", "myxa.actors.trainer.trainer"),
             *("myxa.actors.engines.embedded.engine", "myxa.actors.weights.channel"),
         ),
+        patience_s=30.0,
         base=LIGHT,
     ),
-    MEGATRON: Kit(("myxa.actors.backends.megatron.backend",), base=TORCH),
+    MEGATRON: Kit(("myxa.actors.backends.megatron.backend",), patience_s=45.0, base=TORCH),
 }
 """Roles that need no torch get none and do not wait for it."""
 

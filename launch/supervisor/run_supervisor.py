@@ -46,6 +46,9 @@ from .silence import Silence
 from .starts import Starts
 from .visitors import Visitors
 
+START_ALONE_S = 0.5
+"""So long a start has the node for itself, so that those which are quick come in order; then the next begins."""
+
 
 class RunSupervisor(SupervisorContract):
     """See the module's head. The launcher of node 0 hosts it and calls `gather`, `start_all`, `stop_all` directly."""
@@ -127,13 +130,18 @@ class RunSupervisor(SupervisorContract):
         await self._muster.gather(self._patience.gather_s)
 
     async def start_all(self) -> None:
-        """Prepare every node, then start every actor in order."""
+        """Prepare every node, then start every actor in order; one that takes long holds up no other. A start goes on
+        and is told of if this is cancelled: whoever ends the run has to know what there is to end."""
         for node in range(self._place.num_nodes):
             await self.agent(node).prepare(self._place.plan)
+        starts: set[asyncio.Task[None]] = set()
         for actor in self._place.actors:
             if self._rules.may_launch(actor.name, 0):  # not if the run, or a mate of its gang, failed already
                 self._rules.on_launch(actor.name)
-                await self._starts.start(actor.name, 0)
+                starts.add(start := self.ctx.spawn(self._starts.start(actor.name, 0), name=f"start {actor.name}"))
+                await asyncio.wait({start}, timeout=START_ALONE_S)
+        if starts:
+            await asyncio.wait(starts)
         self._has_started = True
 
     async def stop_all(self, reason: str) -> None:

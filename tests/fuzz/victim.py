@@ -24,8 +24,8 @@ import stubs
 from myxa.actors.contracts.roles import BufferContract
 from myxa.core.actor import Actor
 from myxa.core.handlers import call
+from myxa.transport.descriptors import raise_limit
 from myxa.transport.node import JobKey, Node
-from myxa.transport.zeromq.descriptors import raise_limit
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,14 +35,15 @@ restart = "gang"
 class Run:
     """One launcher process with its output."""
 
-    def __init__(self, folder: Path, arguments: Sequence[str], *, toy: str = "") -> None:
+    def __init__(self, folder: Path, arguments: Sequence[str], *, toy: str = "", site: Path | None = None) -> None:
         self.folder = folder
         self.runs = folder / "runs"
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "run.toml"
         if not file.exists():
             file.write_text(RUN_TOML)
-        env = dict(os.environ) | {"PYTHONPATH": str(HERE), "TOY": toy, "COLUMNS": "200"}
+        path = os.pathsep.join(map(str, [HERE] if site is None else [HERE, site]))
+        env = dict(os.environ) | {"PYTHONPATH": path, "TOY": toy, "COLUMNS": "200"}
         verb, *rest = arguments
         command = [sys.executable, "-m", "myxa.launch", verb, str(file), *rest]
         if "--program" not in rest:
@@ -130,8 +131,8 @@ class Run:
 
 
 @contextlib.contextmanager
-def launched(folder: Path, *arguments: str, toy: str = "") -> Iterator[Run]:
-    one = Run(folder, arguments, toy=toy)
+def launched(folder: Path, *arguments: str, toy: str = "", site: Path | None = None) -> Iterator[Run]:
+    one = Run(folder, arguments, toy=toy, site=site)
     try:
         yield one
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import gc
 import json
@@ -35,6 +36,8 @@ def build(spec: Any, config: Any, run_dir: Path) -> None:
     print("err", file=sys.stderr)
     if spec.kind == "orphans":
         subprocess.Popen(["/bin/sh", "-c", "sleep 0.3 & exit 0"], start_new_session=True).wait()
+    if spec.kind.startswith("exits "):
+        sys.exit(ast.literal_eval(spec.kind.removeprefix("exits ")))
     if spec.kind != "sleeps":
         os._exit(7)
     time.sleep(600)

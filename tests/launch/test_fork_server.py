@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +270,45 @@ async def test_what_cannot_be_forked_is_not(enter: Enter, caplog: pytest.LogCapt
         f"actors with kit {kit} are not forked any more" for kit in (LIGHT, TORCH)
     ], "told once"
     assert all(problem in text for text in told)
+
+
+SLOW_LIGHT = """
+import sys, time
+if "myxa.launch.nodes.fork_server" in sys.orig_argv:
+    time.sleep({seconds})
+"""
+
+
+@pytest.mark.asyncio
+async def test_a_kit_whose_base_is_slow_is_not_given_up(
+    enter: Enter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Starts go without the server meanwhile, however often; when it is ready it is used."""
+    impatient = {name: replace(kit, patience_s=0.1) for name, kit in nursery.KITS.items()}
+    async with enter() as room:
+        (room.folder / "sitecustomize.py").write_text(SLOW_LIGHT.format(seconds=2))
+        with monkeypatch.context() as patched:
+            patched.setattr(nursery, "KITS", impatient)
+            for _ in range(nursery.MAX_ENDS + 1):
+                assert await room.fork(actor(), TORCH) is None
+        child = await room.forked(actor("rollout/1"), TORCH)
+        assert await child.wait(WAIT_S)
+    assert "not forked any more" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "last"),
+    [("0", 0, "err"), ("5", 5, "err"), ("None", 0, "err"), ('"my own words"', 1, "my own words")],
+)
+@pytest.mark.asyncio
+async def test_an_exit_is_that_of_an_interpreter(enter: Enter, said: str, status: int, last: str):
+    async with enter() as room:
+        forked, fresh = actor("rollout/0", f"exits {said}"), actor("rollout/1", f"exits {said}")
+        assert await (await room.forked(forked)).wait(WAIT_S)
+        assert await room.fresh(fresh).wait(WAIT_S)
+        assert sorted(room.ends) == [("rollout/0", status), ("rollout/1", status)]
+        for each in (forked, fresh):
+            assert room.log(each).read_text().splitlines()[-1] == last
 
 
 def test_a_process_with_a_gpu_open_is_unfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 FIRST = ("monitor", "buffer", "coordinator", "trainer/0", "rollout/0")
@@ -117,6 +118,29 @@ def test_ctrl_c_ends_the_run_in_good_order(tmp_path: Path, run):
         assert (one.dir / "coordinator.asked").read_text() == "Ctrl-C\n"
         assert (one.dir / "monitor.stopped").exists()
         assert runtime_folders() == []
+
+
+SLOW_SERVER = """
+import sys, time
+if "myxa.launch.nodes.fork_server" in sys.orig_argv:
+    open("importing", "w").close()
+    time.sleep(30)
+"""
+
+
+def test_ctrl_c_while_actors_wait_for_imports_ends_the_run(tmp_path: Path, run):
+    """Nobody has a process yet: there is nothing to wait for, least of all the imports."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(SLOW_SERVER)
+    with run(tmp_path, "up", site=site) as one:
+        one.until((tmp_path / "importing").exists, "the server's imports")
+        one.until(lambda: bool(one.log("launcher.0.log")), "the launcher's log")
+        time.sleep(0.5)  # by then the first start has been asked for
+        begun_s = time.monotonic()
+        one.signal(signal.SIGINT)
+        assert one.ended() == 130, one.evidence()
+        assert time.monotonic() - begun_s < 15, "it waited for the imports, or for nobody"
 
 
 def test_sigterm_is_no_failure_and_a_worker_that_hangs_at_its_end_is_killed(tmp_path: Path, run):

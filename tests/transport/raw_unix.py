@@ -22,7 +22,7 @@ class RawUnix:
 
     def send(self, message: bytes | bytearray) -> None:
         """A message behind its length."""
-        self.send_raw(struct.pack("<I", len(message)) + message)
+        self.send_raw(struct.pack("<Q", len(message)) + message + bytes(-len(message) % 8))
 
     def send_multipart(self, parts: list[bytes]) -> None:
         for part in parts:

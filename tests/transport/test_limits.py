@@ -13,13 +13,13 @@ import pytest
 
 from myxa.core.errors import BadRequest
 from myxa.core.ids import PeerKey
+from myxa.transport.descriptors import SPARE
 from myxa.transport.payload import UndecodableError, decode_value, encode_value
 from myxa.transport.session.assemblies import Assemblies
 from myxa.transport.session.frames import LIMITS, Chunk, Envelope, Kind, Malformed, chunk_header, encode, peek, split
 from myxa.transport.session.hello import MAX_HELLO_BYTES, Hello, read_hello, write_hello
 from myxa.transport.session.strikes import BAN_S, MAX_SOURCES, MAX_STRIKES, WINDOW_S, Strikes
 from myxa.transport.wire import Endpoints, Lane
-from myxa.transport.zeromq.descriptors import SPARE
 from myxa.transport.zeromq.sockets import max_message
 
 # -- strikes
@@ -251,7 +251,7 @@ def test_peers_beyond_the_descriptors_fail_alone():
 
 def test_our_own_processes_take_all_descriptors_that_the_system_gives():
     code = """
-        from myxa.transport.zeromq.descriptors import raise_limit
+        from myxa.transport.descriptors import raise_limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300))
         print(raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))
         """

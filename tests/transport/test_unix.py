@@ -96,7 +96,7 @@ async def test_a_length_of_no_sense_ends_the_connection_and_many_of_them_ban_the
     inbox = inbox_at(tmp_path / "s", sink, counters)
     for number in range(MAX_STRIKES + 1):
         client = RawUnix(inbox.endpoint)
-        client.send_raw(struct.pack("<I", MAX_MESSAGE + 1 + number) + b"GET / HTTP/1.1")
+        client.send_raw(struct.pack("<Q", MAX_MESSAGE + 1 + number) + b"GET / HTTP/1.1")
         await until(lambda number=number: counters["handshake_wrong"] == number + 1)
         assert client.is_ended()
         client.close()
@@ -119,7 +119,7 @@ async def test_who_says_nothing_is_shown_out(tmp_path, monkeypatch):
     sink, counters = Sink(), Counter[str]()
     inbox = inbox_at(tmp_path / "s", sink, counters)
     silent, half, good = (RawUnix(inbox.endpoint) for _ in range(3))
-    half.send_raw(framed(sole(GREETING))[:-1])
+    half.send_raw(framed(sole(GREETING))[:-8])
     good.send(sole(GREETING))
     await until(lambda: counters["handshake_unfinished"] == 2)
     await asyncio.sleep(0.1)

@@ -22,7 +22,7 @@ from myxa.transport.wire import Lane
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract
-from keepers import KeeperContract
+from keepers import F64, Keeper, KeeperContract
 
 pytestmark = [pytest.mark.timeout(90)]
 
@@ -179,3 +179,19 @@ def test_without_descriptors_newcomers_wait_and_the_loop_does_not_spin(tmp_path)
     cpu_s, failed = json.loads(done.stdout)
     assert cpu_s < 0.2
     assert 2 <= failed <= 6
+
+
+@pytest.mark.asyncio
+async def test_arrays_of_small_messages_are_used_where_they_came(world):
+    came: list[bool] = []
+
+    class Looker(Keeper):
+        async def total(self, data: F64) -> float:
+            came.append(data.flags.owndata)
+            return float(data.sum())
+
+    near, _ = await world.pair(Looker())
+    ref = near.ref(KeeperContract, "callee")
+    for size in (1, 10, 100, 1001, 7000) * 4:
+        assert await ref.total(np.ones(size)) == size
+    assert came.count(False) >= 15  # one that leaves in a batch with something else may lie as it happens to

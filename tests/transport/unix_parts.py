@@ -15,6 +15,7 @@ from myxa.transport.session.frames import Envelope, Kind, encode, split
 from myxa.transport.turn_budget import TurnBudget
 from myxa.transport.unix.inbox import UnixInbox
 from myxa.transport.unix.outbox import UnixOutbox
+from myxa.transport.unix.stream import padded
 from myxa.transport.wire import Lane, Parcel
 
 GREETING = encode(Envelope(kind=Kind.HELLO, body=b"{}"))
@@ -104,11 +105,11 @@ async def envelopes(made: socket.socket, number: int) -> list[bytes]:
     """So many from that connection, as they came."""
     loop, data, found = asyncio.get_running_loop(), b"", []
     while len(found) < number:
-        while len(data) >= 4 and len(data) >= 4 + (length := struct.unpack_from("<I", data)[0]):
-            parts = split(memoryview(data[4 : 4 + length]))
+        while len(data) >= 8 and len(data) >= 8 + padded(length := struct.unpack_from("<Q", data)[0]):
+            parts = split(memoryview(data[8 : 8 + length]))
             assert isinstance(parts, list), parts
             found += [bytes(part) for part in parts]
-            data = data[4 + length :]
+            data = data[8 + padded(length) :]
         if len(found) < number:
             more = await loop.sock_recv(made, 1 << 16)
             assert more, "the connection ended before all had come"

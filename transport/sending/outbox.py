@@ -68,6 +68,8 @@ class Outbox(ABC):
         self._sent_units = 0
         self._is_turn_taken = False
         """The next flush is due already."""
+        self._is_held = False
+        """Nothing can leave before there is room for it; `_go_on` will be called then."""
         self._is_hot = False
         """Several left in the last turn: the first of this one is not alone either."""
         self._left_at = 0.0  # when the last one left alone
@@ -88,7 +90,15 @@ class Outbox(ABC):
 
     @abstractmethod
     def _put(self, message: bytes | memoryview) -> bool:
-        """One message of ours on its way. False: it has to wait, and `_flush_in_turn` will be called when it may go."""
+        """One message of ours on its way, never called while `_is_held`. False: it has to wait.
+
+        Where it, or a part of it, waits for room: calls `_hold`, and sees to it that `_go_on` is called.
+        """
+
+    @abstractmethod
+    def _await_room(self, until: float) -> bool:
+        """Wait, blocking, for room, until that moment of `time.monotonic` at most, and put there what waits for it.
+        False: there was none."""
 
     @abstractmethod
     def _settle(self, until: float) -> None:
@@ -123,12 +133,23 @@ class Outbox(ABC):
                 self._take_turn()
 
     def flush(self, until: float) -> None:
-        """Send what is queued now, whatever the turn, for the loop may be blocked next. A connection that is just being
-        made is waited for, blocking, until that moment of `time.monotonic` at most."""
+        """Send what is queued now, whatever the turn, for the loop may be blocked next. Waits, blocking, for a
+        connection that is just being made and for room, until that moment of `time.monotonic` at most."""
         if self._state is OutboxState.CONNECTING:
             self._settle(until)
-        if self._state is _READY:
+        while self._state is _READY:
             self._depart()
+            if not self._is_unfinished or (self._is_held and not self._await_room(until)) or time.monotonic() >= until:
+                return
+
+    def _hold(self) -> None:
+        """There is no room for more."""
+        self._is_held = self._is_turn_taken = True
+
+    def _go_on(self) -> None:
+        """There is room again."""
+        self._is_held = False
+        self._flush_in_turn()
 
     def _flush_in_turn(self) -> None:
         """At the beginning of a turn: what the last one left behind."""
@@ -137,6 +158,8 @@ class Outbox(ABC):
 
     def _depart(self) -> None:
         """Send what is queued now; what remains of large envelopes goes on in the next turn."""
+        if self._is_held:
+            return
         self._is_turn_taken = False
         if self._flush() and self._is_unfinished:
             self._take_turn()
@@ -145,7 +168,7 @@ class Outbox(ABC):
         """Send what is queued, of large envelopes a few pieces; False if it was not the time for it."""
         if self._state is not _READY:
             return False
-        while self._queue or self._chunked is not None:
+        while not self._is_held and (self._queue or self._chunked is not None):
             if self._chunked is not None or len(self._queue[0].data) > LIMITS.chunk:
                 if not self._send_chunks():
                     break
@@ -157,7 +180,7 @@ class Outbox(ABC):
         return True
 
     def _take_turn(self) -> None:
-        if not self._is_turn_taken:
+        if not self._is_turn_taken:  # nor held back: a turn of the loop makes no room
             self._is_turn_taken = True
             self._loop.call_soon(self._flush_in_turn)
 
@@ -273,7 +296,7 @@ class Outbox(ABC):
         was_ready = self._state is _READY
         self._set_timer(None)
         self._release(0.0)
-        self._chunked = None
+        self._chunked, self._is_held = None, False
         if was_ready and self._queue and self._queue[0].data[3] == _HELLO:
             self._queue.popleft()
         self._state = OutboxState.BACKOFF

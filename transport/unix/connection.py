@@ -1,7 +1,8 @@
 """One incoming connection: bytes come in, messages are cut out of them and go to the sink.
 
 What has come is read in one go and copied once, into memory that is the sink's from then on; of a message that has not
-come whole, the rest is read straight to its place. Memory grows with what has come, up to one message.
+come whole, the rest is read straight to its place. Memory grows with what has come, up to one message: whoever only
+announces a large one costs what it has sent, and a little.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from ..session.frames import SOLE_BYTES
 from ..session.unwrapping import Unwrapping
 from ..turn_budget import TurnBudget
 from ..wire import Lane, Sink
-from .stream import LENGTH_BYTES, MAX_MESSAGE, SOLE_AT, SOLE_HEAD, length_at, read_sole
+from .sockets import shut
+from .stream import LENGTH_BYTES, MAX_MESSAGE, SOLE_AT, SOLE_HEAD, length_at, padded, read_sole
+
+PART_BYTES = 64 * 1024
+"""Room for a message that has not come whole, at first; doubled when it is full."""
 
 _log = logging.getLogger("myxa.transport")
 _NOTHING = memoryview(b"")
@@ -39,7 +44,7 @@ class Porch(Protocol):
         ...
 
     def wait(self, connection: Connection) -> None:
-        """It has more and the turn is over: call its `go_on` in the next one."""
+        """It has more and the turn is over: call its `go_on` in the next one, behind those that wait already."""
         ...
 
     def ended(self, connection: Connection) -> None: ...
@@ -66,10 +71,12 @@ class Connection:
         """Where in `_data` the next message begins."""
         self._envelopes: Iterator[memoryview] | None = None
         """Of the message before it: those that are not handed over yet."""
-        self._is_waiting = False
-        """For the next turn, with more of `_data`."""
+        self.is_waiting = False
+        """For the next turn, with more of `_data` or with what it has not looked at."""
         self._part: bytearray | None = None
-        """A message that has not come whole, with room for the rest of it."""
+        """A message that has not come whole, with room for more of it."""
+        self._part_bytes = 0
+        """What it will take when it has come whole."""
         self._room = _NOTHING
         """In `_part`, for what is to come."""
         self._loop = asyncio.get_running_loop()
@@ -81,7 +88,7 @@ class Connection:
             if self.patience is not None:
                 self.patience.cancel()
             self._loop.remove_reader(made.fileno())
-            made.close()
+            shut(made)
             self._data, self._part, self._room, self._envelopes = _NOTHING, None, _NOTHING, None
             self._porch.unwrapping.forget(self.source)
             self._porch.ended(self)
@@ -93,20 +100,28 @@ class Connection:
 
     def go_on(self) -> None:
         """A new turn: with what had to wait."""
-        self._is_waiting = False
-        if self._socket is not None:
-            if self._porch.may_take():
-                self._hand_over()
-            else:
-                self._wait()
+        self.is_waiting = False
+        if self._socket is None:
+            return
+        if not self._porch.may_take():
+            self._wait()
+        elif self._data or self._envelopes is not None:
+            self._hand_over()
+        else:
+            self.look()
 
     def _wait(self) -> None:
-        self._is_waiting = self.has_spoken = True
-        self._porch.wait(self)
+        if not self.is_waiting and self._socket is not None:
+            self.is_waiting = True
+            self._porch.wait(self)
 
     def _on_readable(self) -> None:
-        if not self._is_waiting and self._porch.may_take():
-            self.look()  # else the descriptor says so again
+        if self.is_waiting:
+            return
+        if self._porch.may_take():
+            self.look()
+        else:
+            self._wait()  # whoever comes first in each turn would otherwise be the only one that is heard
 
     def look(self) -> None:
         """Take in what is there."""
@@ -127,6 +142,9 @@ class Connection:
             elif size < len(room):
                 self._room = room[size:]
                 return
+            elif len(self._part) < self._part_bytes:
+                self._make_part(memoryview(self._part))
+                continue
             else:
                 self._data, self._part = memoryview(self._part), None
             self._at = 0
@@ -139,6 +157,12 @@ class Connection:
         departures.hold()
         try:
             return self._cut()
+        except Exception as error:  # noqa: BLE001  # a bug in the session must be heard of and cost one message
+            _log.error("the session failed on a message", exc_info=error)
+            self._wait()
+            if (sink := self._porch.sink) is not None:
+                sink.crashed(error)
+            return False
         except BaseException:  # an interrupt; a host that polls by hand may go on after it
             self._wait()
             raise
@@ -159,46 +183,43 @@ class Connection:
             begin = at + SOLE_AT
             if begin <= end:
                 length, head, size = read_sole(data, at)
-                if head == SOLE_HEAD and length == size + SOLE_BYTES and begin + size <= end:  # nearly always
-                    self._at = at = begin + size
-                    try:
-                        received(source, lane, data[begin:at])
-                    except Exception as error:  # noqa: BLE001  # a bug in the session must be heard of
-                        self._crashed(sink, error)
+                next_at = begin + (size + 7 & -8)  # `padded`, without the call
+                if head == SOLE_HEAD and length == size + SOLE_BYTES and next_at <= end:  # nearly always
+                    self._at = at = next_at
+                    self.has_spoken = True
+                    received(source, lane, data[begin : begin + size])
                     if note_taken():
                         self._wait()
                         return False
+                    if self._socket is None:
+                        return False
                     continue
-            if (begin := at + LENGTH_BYTES) > end or begin + (length := length_at(data, at)) > end:
+            if (begin := at + LENGTH_BYTES) > end or (next_at := begin + padded(length := length_at(data, at))) > end:
                 return self._keep(data[at:])
-            self._at = at = begin + length
-            self._envelopes = porch.unwrapping.envelopes(sink, source, data[begin:at])
+            self._at = at = next_at
+            self.has_spoken = True
+            self._envelopes = porch.unwrapping.envelopes(sink, source, data[begin : begin + length])
             porch.turn.look()
+            if porch.turn.is_spent:
+                self._wait()
+                return False
 
     def _hand_over_batch(self, sink: Sink, envelopes: Iterator[memoryview]) -> bool:
         """Until they or the turn are over."""
         source, lane, turn = self.source, self._porch.lane, self._porch.turn
         for envelope in envelopes:
-            try:
-                sink.received(source, lane, envelope)
-            except Exception as error:  # noqa: BLE001  # as above
-                self._crashed(sink, error)
+            sink.received(source, lane, envelope)
             if turn.note_taken():
                 self._wait()
                 return False
+            if self._socket is None:  # that one ended it
+                return False
         self._envelopes = None
-        return True
-
-    def _crashed(self, sink: Sink, error: Exception) -> None:
-        _log.error("the session failed on a message", exc_info=error)
-        sink.crashed(error)
+        return self._socket is not None
 
     def _keep(self, left: memoryview) -> bool:
         """Of a message that has not come whole what there is, for the rest to be put behind it."""
         self._data = _NOTHING
-        self.has_spoken = self.has_spoken or self._at > 0
-        if self._socket is None:
-            return False
         if not left:
             return True
         total = LENGTH_BYTES  # without its length, that first
@@ -207,8 +228,14 @@ class Connection:
             if length > MAX_MESSAGE:
                 self._porch.offended(self, f"a message of {length} bytes")
                 return False
-            total += length
-        part = self._part = bytearray(total)
-        part[: len(left)] = left
-        self._room = memoryview(part)[len(left) :]
+            total += padded(length)
+        self._part_bytes = total
+        self._make_part(left)
         return True
+
+    def _make_part(self, come: memoryview) -> None:
+        """Room behind what has come."""
+        size = len(come)
+        part = self._part = bytearray(min(self._part_bytes, max(PART_BYTES, 2 * size)))
+        part[:size] = come
+        self._room = memoryview(part)[size:]

@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -138,6 +138,9 @@ class UnixInbox:
 
     def wait(self, connection: Connection) -> None:
         self._waiting.append(connection)
+        self._end_turn()
+
+    def _end_turn(self) -> None:
         if not self._is_over and self._loop is not None:
             self._is_over = True
             self._loop.call_soon(self._turn_over)
@@ -146,9 +149,14 @@ class UnixInbox:
         if self._is_stopped:
             return
         self._is_over, self._until = False, 0.0
-        waiting, self._waiting = self._waiting, []
-        for connection in waiting:
-            connection.go_on()
+        waiting, self._waiting = deque(self._waiting), []
+        try:
+            while waiting and not self._is_over:
+                waiting.popleft().go_on()
+        finally:  # also after an interrupt: who was not served is the first of the next turn
+            self._waiting[:0] = waiting
+            if self._waiting:
+                self._end_turn()
 
     # -- who may come in
 
@@ -181,6 +189,9 @@ class UnixInbox:
     def _look_at(self, connection: Connection) -> None:
         if self._is_stopped or connection.has_spoken:
             return
+        if connection.is_waiting:  # there is something, and others are before it
+            connection.patience = asyncio.get_running_loop().call_later(BREATH_S, self._look_at, connection)
+            return
         connection.look()  # this loop may have been held up longer than the other side
         if not connection.has_spoken:
             self._refuse("handshake_unfinished", f"process {connection.pid}")
@@ -202,11 +213,11 @@ class UnixInbox:
 
     def offended(self, connection: Connection, reason: str) -> None:
         self._refuse("handshake_wrong", f"process {connection.pid}")
-        if self.sink is not None:
-            self.sink.malformed(connection.source, self.lane, reason)
         if connection.pid:  # 0: of another namespace; others there would be banned with it
             self._strikes.strike(_name(connection.pid), time.monotonic())
         connection.close()
+        if self.sink is not None:
+            self.sink.malformed(connection.source, self.lane, reason)
 
     def _refuse(self, what: str, whom: str) -> None:
         self._counters[what] += 1

@@ -9,15 +9,17 @@ buffer of their own behind ours, which nobody could withdraw anything from, and 
 from __future__ import annotations
 
 import os
+import select
 import socket
+import time
 from collections.abc import Callable
 
 from ...core.errors import LaunchError
+from ..descriptors import check_room
 from ..sending.departures import Departures
 from ..sending.outbox import Outbox, OutboxState
 from ..sending.outbox_events import OutboxEvents
-from ..zeromq.descriptors import check_room
-from .sockets import connect, credentials, is_stuck, path_of, why_not
+from .sockets import connect, credentials, is_stuck, path_of, shut, why_not
 from .stream import framed
 
 _BROKE = "the connection broke"
@@ -37,25 +39,32 @@ class UnixOutbox(Outbox):
         self._socket: socket.socket | None = None
         self._rest: memoryview | None = None
         """Of the last message: what the kernel did not take."""
+        self._is_dead = False
+        """The socket takes nothing any more; the loop is about to say so."""
+        self._is_opening = False
+        """It will be reached for in the next turn."""
         super().__init__(events, departures)
 
     # -- the connection
 
     def _open(self) -> None:
+        self._is_opening = False
         if why := self._cut():
             raise LaunchError(why)
         check_room("a connection")  # ZeroMQ's sockets, which abort the process without, live beside ours
+        self._is_opening = True
         self._set_timer(self._loop.call_soon(self._reach))
 
     def _settle(self, until: float) -> None:
         del until  # it is made at once or not at all
-        if self._socket is None:
+        if self._is_opening:  # not in a cut
             self._reach()
 
     def _reach(self) -> None:
         """Not as soon as it is asked for: whoever asked is not ready for news of it yet."""
         if self._state is not OutboxState.CONNECTING:
             return
+        self._is_opening = False
         try:
             made = connect(self._path)
         except OSError as error:
@@ -65,7 +74,7 @@ class UnixOutbox(Outbox):
             made.close()
             self._on_broken("another user listens there")
             return
-        self._socket = made
+        self._socket, self._is_dead = made, False
         self._loop.add_reader(made.fileno(), self._on_readable)
         self._on_ready()
 
@@ -78,7 +87,7 @@ class UnixOutbox(Outbox):
         if made is not None:
             self._loop.remove_reader(made.fileno())
             self._loop.remove_writer(made.fileno())
-            made.close()
+            shut(made)
 
     # -- sending
 
@@ -88,21 +97,19 @@ class UnixOutbox(Outbox):
 
     def _put(self, message: bytes | memoryview) -> bool:
         made = self._socket
-        if made is None or self._rest is not None:
-            self._is_turn_taken = True
+        if made is None:
             return False
         data = framed(message)
         try:
-            size = made.send(data)
+            size = made.send(data, socket.MSG_NOSIGNAL)  # a host may have SIGPIPE at its default, which ends it
         except BlockingIOError:
             size = 0
         except OSError:
-            self._loop.call_soon(self._on_dead, made)
-            self._is_turn_taken = True
+            self._die(made)
             return False
         if size < len(data):
+            self._hold()
             self._loop.add_writer(made.fileno(), self._on_writable)
-            self._is_turn_taken = True
             if not size:
                 return False
             self._rest = memoryview(data)[size:]
@@ -114,16 +121,34 @@ class UnixOutbox(Outbox):
             return
         if rest is not None:
             try:
-                size = made.send(rest)
+                size = made.send(rest, socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return
             except OSError:
-                self._on_dead(made)
+                self._die(made)
                 return
             self._rest = rest = rest[size:] if size < len(rest) else None
         if rest is None:
             self._loop.remove_writer(made.fileno())
-            self._flush_in_turn()
+            self._go_on()
+
+    def _await_room(self, until: float) -> bool:
+        made = self._socket
+        if made is None or self._is_dead:
+            return False
+        poller = select.poll()
+        poller.register(made, select.POLLOUT)
+        found = poller.poll(max(0.0, until - time.monotonic()) * 1000)
+        if not found or found[0][1] != select.POLLOUT:  # it is full, or broken: the loop will say so
+            return False
+        self._on_writable()
+        return True
+
+    def _die(self, made: socket.socket) -> None:
+        self._is_dead = True
+        self._hold()
+        self._loop.remove_writer(made.fileno())
+        self._loop.call_soon(self._on_dead, made)
 
     def _on_dead(self, of: socket.socket) -> None:
         """In a turn of its own: whoever sends is not ready for news of the connection."""

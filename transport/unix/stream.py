@@ -1,7 +1,8 @@
 """How messages lie in a stream of bytes: each behind its length. Pure; see `session/frames.py` for what is in them.
 
-    length (4 bytes, little endian) | message: a batch or a chunk, as over ZeroMQ
+    length (8 bytes, little endian) | message: a batch or a chunk, as over ZeroMQ | zeros up to a multiple of 8
 
+So an envelope that comes alone lies at a multiple of 8 in what was read, and its arrays are used where they are.
 SOCK_SEQPACKET was considered: it keeps messages apart by itself, but takes none that is larger than the socket's buffer
 (208 KiB by default; a batch has up to 512), and gives one for each system call, where a stream gives all that came.
 """
@@ -12,19 +13,26 @@ import struct
 
 from ..session.frames import LIMITS, SOLE_BYTES, VERSION
 
-_LENGTH = struct.Struct("<I")
+_LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
+_PADS = tuple(bytes(-length % 8) for length in range(8))
 MAX_MESSAGE = LIMITS.control_message + 64 * 1024
 """As over ZeroMQ. Whoever announces more speaks something else."""
 SOLE_AT = LENGTH_BYTES + SOLE_BYTES
 """Where the envelope begins in a message of one."""
 SOLE_HEAD = int.from_bytes(struct.pack("<cBH", b"B", VERSION, 1), "little")
-read_sole = struct.Struct("<III").unpack_from
+read_sole = struct.Struct("<QII").unpack_from
 """Length of the message, its head (`SOLE_HEAD` for a message of one), length of that one: most messages at one look."""
 
 
 def framed(message: bytes | memoryview) -> bytes:
-    return _LENGTH.pack(len(message)) + message
+    length = len(message)
+    return b"".join((_LENGTH.pack(length), message, _PADS[length & 7]))
+
+
+def padded(length: int) -> int:
+    """What a message of that length takes up behind it."""
+    return (length + 7) & -8
 
 
 def length_at(data: memoryview, at: int) -> int:

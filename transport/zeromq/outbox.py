@@ -57,9 +57,20 @@ class ZmqOutbox(Outbox):
                 socket.getsockopt(zmq.EVENTS)
             else:
                 return True
-        self._is_turn_taken = True
-        self._loop.call_later(AGAIN_S, self._flush_in_turn)
+        self._hold()
+        self._loop.call_later(AGAIN_S, self._look_again, socket)
         return False
+
+    def _look_again(self, socket: Socket) -> None:
+        if self._is_held and self._socket is socket:
+            self._go_on()
+
+    def _await_room(self, until: float) -> bool:
+        socket = self._socket
+        if socket is None or not socket.poll(max(0, int((until - time.monotonic()) * 1000)), zmq.POLLOUT):
+            return False
+        self._go_on()
+        return True
 
     def _settle(self, until: float) -> None:
         while self._state is OutboxState.CONNECTING and self._monitor is not None:

@@ -7,10 +7,10 @@ import struct
 import zmq
 
 from ...core.errors import LaunchError
+from ..descriptors import check_room
 from ..security import KeyPair
 from ..session.frames import CHUNK_HEADER_BYTES, LIMITS
 from ..wire import Lane
-from .descriptors import check_room
 
 ZAP_DOMAIN = b"myxa"
 HEARTBEAT_MS = 1500

@@ -10,7 +10,7 @@ import errno
 import os
 import resource
 
-from ...core.errors import LaunchError
+from ..core.errors import LaunchError
 
 SPARE = 12
 """Descriptors that must be free: a ZeroMQ socket takes two or three, its connection and its monitor the rest."""
