@@ -20,6 +20,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _NAME_BYTES = 15
+_IS_LINUX = sys.platform.startswith("linux")
 
 
 def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
@@ -28,10 +29,9 @@ def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> No
     `parent_pid` is what the parent told of itself: if the parent is gone already, the kernel would never tell, so
     this process ends here. Raises LaunchError where the kernel refuses.
     """
-    if not sys.platform.startswith("linux"):
+    if not _IS_LINUX:
         raise LaunchError(f"myxa's processes run on Linux, this is {sys.platform}", remedy="use a Linux machine")
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(sig), 0, 0, 0) != 0:
+    if not _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(sig)):
         reason = os.strerror(ctypes.get_errno())
         raise LaunchError(f"prctl(PR_SET_PDEATHSIG) failed: {reason}", remedy="allow prctl in the container's policy")
     if os.getppid() != parent_pid:
@@ -43,19 +43,17 @@ def adopting_orphans() -> Generator[None]:
     """Meanwhile this process, not init, becomes the parent of each descendant whose own parent ends; it has to reap
     them. Nothing happens where the kernel knows no such thing: see `adopts_orphans`."""
     before = adopts_orphans()
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
     try:
         yield
     finally:
-        _prctl(_PR_SET_CHILD_SUBREAPER, int(before))
+        _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(before))
 
 
 def adopts_orphans() -> bool:
     """Whether this process becomes the parent of its descendants' orphans."""
     answer = ctypes.c_int(0)
-    if not sys.platform.startswith("linux"):
-        return False
-    return ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(answer), 0, 0, 0) == 0 and bool(answer.value)
+    return _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(answer)) and bool(answer.value)
 
 
 def name_process(name: str) -> None:
@@ -63,6 +61,6 @@ def name_process(name: str) -> None:
     _prctl(_PR_SET_NAME, ctypes.c_char_p(os.fsencode(name)[:_NAME_BYTES]))
 
 
-def _prctl(what: int, value: object) -> None:
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(what, value if not isinstance(value, int) else ctypes.c_ulong(value), 0, 0, 0)
+def _prctl(what: int, value: object) -> bool:
+    """Whether the kernel did it; else `ctypes.get_errno` says why not."""
+    return _IS_LINUX and ctypes.CDLL(None, use_errno=True).prctl(what, value, 0, 0, 0) == 0

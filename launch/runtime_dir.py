@@ -8,7 +8,6 @@ too, the next launcher of this user removes it: each keeps a file in its folder 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from types import TracebackType
 from typing import IO
 
 from ..core.errors import LaunchError
+from ..core.file_lock import take_lock
 
 PREFIX = "myxa-"
 """How the names of these folders begin."""
@@ -82,11 +82,12 @@ def ram_folder(runtime: Path) -> Path:
     return MEMORY / f"{runtime.name}.ram"
 
 
-def _lock_in(folder: Path) -> IO[bytes]:
+def _lock_in(folder: Path) -> IO[str]:
     """A locked file that appears locked, so that nobody takes the folder for deserted meanwhile."""
     draft = folder / f"{_LOCK}.new"
-    handle = draft.open("wb")
-    fcntl.flock(handle, fcntl.LOCK_EX)
+    handle = take_lock(draft)
+    if handle is None:
+        raise LaunchError(f"{folder}, which was just made, is used by another process")
     draft.rename(folder / _LOCK)
     return handle
 
@@ -97,12 +98,13 @@ def _remove_deserted(base: Path) -> None:
         try:
             if lock.parent.lstat().st_uid != os.getuid():
                 continue
-            with lock.open("rb") as handle:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            handle = take_lock(lock, "r")
+        except OSError:  # somebody else was faster
+            continue
+        if handle is not None:  # else it lives
+            with handle:
                 for folder in (lock.parent, ram_folder(lock.parent)):
                     shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # it lives, or somebody else was faster
-            continue
 
 
 def short_base() -> str:

@@ -88,14 +88,14 @@ def end(code: int, message: str) -> NoReturn:
     os._exit(code)
 
 
-def leave() -> NoReturn:
+def leave(status: int = 0) -> NoReturn:
     """End in good order: Python's own exit functions run, destructors of native libraries do not. Gloo's threads have
     aborted processes there ("terminate called without an active exception") whose work was done."""
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  # there is no public name
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def _watch_for_users_code(actor: ActorSpec, config: RunConfig, busy_s: Callable[[], float]) -> LoopWatch:

@@ -33,6 +33,7 @@ from typing import Any
 
 import psutil
 from figures import Report, number, parser, work_folder
+from limited import is_alive
 from make_model import SHAPES, make_learner
 from reverse_task import write_data
 from run_figures import lines, newest_run, read_run
@@ -94,7 +95,7 @@ class Trial:
     def until_gone(self, processes: list[psutil.Process]) -> None:
         """Wait. In a container nobody may be there to reap them: a zombie has gone. Raises TrialFailedError."""
         started_s = time.monotonic()
-        while alive := [p for p in processes if _lives(p)]:
+        while alive := [p for p in processes if is_alive(p)]:
             if time.monotonic() - started_s > GONE_S:
                 raise TrialFailedError(f"these outlive SIGKILL: {alive}")
             time.sleep(0.05)
@@ -136,13 +137,6 @@ class Trial:
     @property
     def server_log(self) -> Path:
         return self.run_dir / "logs" / f"{VICTIM.replace('/', '.')}.sglang.log"
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @dataclass(frozen=True)

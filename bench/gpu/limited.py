@@ -47,8 +47,9 @@ def end_descendants() -> int:
 
 
 def is_alive(process: psutil.Process) -> bool:
+    """A zombie has ended, whether or not somebody is there to reap it."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 

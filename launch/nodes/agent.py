@@ -252,15 +252,10 @@ class Agent(AgentContract):
         self, order: StartOrder, env: dict[str, str], log_path: Path, unwanted: asyncio.Future[None]
     ) -> Child:
         """Forked where that can be, else started; the difference is the time it takes."""
-        actor, preloads = order.actor, self._options.preloads
-        kit = preloads.kit_of(actor) if self._nursery is not None and preloads is not None else ""
-        if self._nursery is not None and kit:
-            birth = await race(
-                self._nursery.start(
-                    kit, actor.name, order.attempt, env=env, log_path=log_path, told=self._on_child_end
-                ),
-                unwanted,
-            )
+        actor, nursery, preloads = order.actor, self._nursery, self._options.preloads
+        if nursery is not None and preloads is not None and (kit := preloads.kit_of(actor)):
+            begun = nursery.start(kit, actor.name, order.attempt, env=env, log_path=log_path, told=self._on_child_end)
+            birth = await race(begun, unwanted)
             if not birth.cancelled() and (forked := birth.result()) is not None:
                 return forked
         self._check_wanted(actor.name, unwanted)

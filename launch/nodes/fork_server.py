@@ -11,7 +11,6 @@ reaped, and ended with the launcher, as a process that it started itself. The se
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -126,14 +125,7 @@ def _live(request: ForkRequest, own_end: socket.socket, log: int) -> int:
         serve(own_end, request.kit)
         return 0
     own_end.close()
-    try:
-        return be_actor(request)
-    except SystemExit as error:  # nobody above us does what the interpreter would
-        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  # there is no public name
-        if error.code is None or isinstance(error.code, int):
-            return (error.code or 0) & 0xFF
-        print(error.code, file=sys.stderr, flush=True)
-        return 1
+    return be_actor(request)
 
 
 def _tell(own_end: socket.socket, reply: ForkReply) -> None:

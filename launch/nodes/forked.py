@@ -68,7 +68,13 @@ def be_actor(request: ForkRequest) -> int:
     draw_anew()
     use_threads(os.environ)
     gc.enable()
-    return worker.main()
+    try:
+        return worker.main()
+    except SystemExit as error:  # nobody above us does what the interpreter would
+        if error.code is None or isinstance(error.code, int):
+            return worker.leave((error.code or 0) & 0xFF)
+        print(error.code, file=sys.stderr)
+        return worker.leave(1)
 
 
 def draw_anew() -> None:

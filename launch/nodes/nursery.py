@@ -40,6 +40,7 @@ END_S = 5.0
 class ForkServer:
     """One that has been started; whether it is ready its task says."""
 
+    kit: str
     child: Child
     link: socket.socket
 
@@ -88,8 +89,7 @@ class Nursery:
         )
         try:
             server = await self._ready(kit)
-            with log_path.open("wb") as log:
-                child, link = await self._birth(kit, server, wanted, log.fileno(), log_path, attempt, told)
+            child, link = await self._birth(server, wanted, log_path, attempt, told)
         except LaunchError as error:
             level = logging.DEBUG if kit in self._refused else logging.WARNING  # that was told, of the kit
             self._log.log(level, "%s is started with an interpreter of its own: %s", name, error)
@@ -161,7 +161,7 @@ class Nursery:
         """Raises LaunchError."""
         base = KITS[kit].base
         if base:
-            server = await self._another(kit, await self._base(kit, base), base)
+            server = await self._another(kit, await self._base(kit, base))
         else:
             server = self._first(kit)
         try:
@@ -209,24 +209,16 @@ class Nursery:
             ours.close()
             raise
         self._children.add(child)
-        return ForkServer(child, ours)
+        return ForkServer(kit, child, ours)
 
-    async def _another(self, kit: str, server: ForkServer, base: str) -> ForkServer:
+    async def _another(self, kit: str, base: ForkServer) -> ForkServer:
         """Forked from one that has half of the imports."""
         wanted = ForkRequest(name=f"fork server {kit}", launcher_pid=os.getpid(), kit=kit)
-        log_path = self._log_path(kit)
-        with log_path.open("wb") as log:
-            child, link = await self._birth(
-                base,
-                server,
-                wanted,
-                log.fileno(),
-                log_path,
-                0,
-                lambda child, status: self._on_end(kit, child, status),
-            )
+        child, link = await self._birth(
+            base, wanted, self._log_path(kit), 0, lambda child, status: self._on_end(kit, child, status)
+        )
         self._children.add(child)
-        return ForkServer(child, link)
+        return ForkServer(kit, child, link)
 
     def _log_path(self, kit: str) -> Path:
         return self._folder / f"fork-server.{kit}.log"
@@ -243,37 +235,32 @@ class Nursery:
     # -- births
 
     async def _birth(
-        self,
-        kit: str,
-        server: ForkServer,
-        wanted: ForkRequest,
-        log: int,
-        log_path: Path,
-        attempt: int,
-        told: ExitTold,
+        self, server: ForkServer, wanted: ForkRequest, log_path: Path, attempt: int, told: ExitTold
     ) -> tuple[Child, socket.socket]:
-        """The new process and the link to it. Raises LaunchError: there is none, and none will come to life."""
-        ours, theirs = _pair()
-        self._num_births += 1
-        try:
-            with theirs:
-                socket.send_fds(server.link, [pack(wanted)], [theirs.fileno(), log])
-            reply = await _heard(ours, FORK_S, f"the fork server with kit {kit}")
-            if reply.problem:
-                raise LaunchError(reply.problem)
-            child = _adopt(wanted.name, attempt, reply.pid, log_path, told)
-            with contextlib.suppress(OSError):  # it has ended already, and is told to have
-                ours.send(GO)
-        except BaseException as error:
-            ours.close()
-            if isinstance(error, NoAnswer):
-                _end(server)
-                self._forget(kit, str(error))
-            if isinstance(error, OSError):
-                raise LaunchError(f"the fork server with kit {kit} cannot be asked: {error}") from error
-            raise
-        finally:
-            self._num_births -= 1
+        """The new process and the link to it. Raises LaunchError: there is none, and none will come to life. OSError if
+        the log cannot be written."""
+        with log_path.open("wb") as log:
+            ours, theirs = _pair()
+            self._num_births += 1
+            try:
+                with theirs:
+                    socket.send_fds(server.link, [pack(wanted)], [theirs.fileno(), log.fileno()])
+                reply = await _heard(ours, FORK_S, f"the fork server with kit {server.kit}")
+                if reply.problem:
+                    raise LaunchError(reply.problem)
+                child = _adopt(wanted.name, attempt, reply.pid, log_path, told)
+                with contextlib.suppress(OSError):  # it has ended already, and is told to have
+                    ours.send(GO)
+            except BaseException as error:
+                ours.close()
+                if isinstance(error, NoAnswer):
+                    _end(server)
+                    self._forget(server.kit, str(error))
+                if isinstance(error, OSError):
+                    raise LaunchError(f"the fork server with kit {server.kit} cannot be asked: {error}") from error
+                raise
+            finally:
+                self._num_births -= 1
         return child, ours
 
 

@@ -7,7 +7,6 @@ wants ninja, and leaves its lock behind when it is killed.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import importlib.machinery
@@ -18,8 +17,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +25,7 @@ from types import ModuleType
 import torch
 
 from ...core.errors import MemoryFault
+from ...core.file_lock import lock_within
 
 MODULE = "myxa_proxy_backend"
 SOURCE = Path(__file__).with_name("proxy_backend.cpp")
@@ -131,16 +129,9 @@ def _compile(target: Path, compiler: str, timeout_s: float) -> None:
 @contextmanager
 def _only_one(path: Path, timeout_s: float) -> Generator[None]:
     """The kernel lets the lock go when its holder ends, however it ends."""
-    deadline = time.monotonic() + timeout_s
     with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise MemoryFault(f"another process builds under {path} for {timeout_s:.0f} s") from None
-                threading.Event().wait(0.1)
+        if not lock_within(file.fileno(), timeout_s):
+            raise MemoryFault(f"another process builds under {path} for {timeout_s:.0f} s")
         yield
 
 

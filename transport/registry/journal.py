@@ -12,7 +12,6 @@ some hundred lines, and this file can be read with `less` and needs no second fi
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import zlib
@@ -23,6 +22,7 @@ from typing import Final
 import msgspec
 
 from ...core.errors import LaunchError
+from ...core.file_lock import lock_now
 from .directory import NodeRecord
 
 _log = logging.getLogger("myxa.transport")
@@ -83,15 +83,13 @@ class RegistryJournal:
         except OSError as error:
             raise LaunchError(f"registry journal {path}: {error.strerror}", remedy="name another path") from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock_now(descriptor):
+                raise LaunchError(f"registry journal {path} is in use", remedy="end the other registry first")
             data = path.read_bytes()
             entries, size = _read(path, data)
             if size < len(data):
                 _log.warning("%s: %d bytes of an unfinished line were cut off at byte %d", path, len(data) - size, size)
                 os.ftruncate(descriptor, size)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise LaunchError(f"registry journal {path} is in use", remedy="end the other registry first") from None
         except BaseException:
             os.close(descriptor)
             raise
