@@ -24,7 +24,7 @@ from ..child_env import SPEC_VARIABLE, server_env
 from ..first_failure import read_tail
 from .child import Adopted, Child, ExitTold, start_child
 from .fork_wire import GO, MAX_BYTES, ForkReply, ForkRequest, pack, unpack_reply
-from .preloads import KITS
+from .preloads import KITS, with_bases
 
 SERVER_MODULE = "myxa.launch.nodes.fork_server"
 IMPORT_S = 300.0
@@ -87,15 +87,17 @@ class Nursery:
             launcher_pid=os.getpid(),
             env=tuple((os.fsencode(key), os.fsencode(value)) for key, value in spec_first),
         )
-        try:
-            server = await self._ready(kit)
-            child, link = await self._birth(server, wanted, log_path, attempt, told)
-        except LaunchError as error:
-            level = logging.DEBUG if kit in self._refused else logging.WARNING  # that was told, of the kit
-            self._log.log(level, "%s is started with an interpreter of its own: %s", name, error)
-            return None
-        link.close()
-        return child
+        for one in with_bases(kit):  # what lacks half of the imports has the other half
+            try:
+                child, link = await self._birth(await self._ready(one), wanted, log_path, attempt, told)
+            except LaunchError as error:
+                level = logging.DEBUG if one in self._refused else logging.WARNING  # that was told, of the kit
+                self._log.log(level, "%s is not forked with kit %s: %s", name, one, error)
+            else:
+                link.close()
+                return child
+        self._log.info("%s is started with an interpreter of its own", name)
+        return None
 
     async def close(self) -> None:
         """End the servers."""

@@ -55,6 +55,13 @@ KITS: Mapping[str, Kit] = {
 }
 """Roles that need no torch get none and do not wait for it."""
 
+
+def with_bases(kit: str) -> tuple[str, ...]:
+    """The kit, then what it is made of: those that can stand in for it, the fullest first."""
+    base = KITS[kit].base
+    return (kit, *(with_bases(base) if base else ()))
+
+
 READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_")
 """How variables begin that numeric libraries read when they are loaded, when it is not known yet for whom."""
 SET_PER_ACTOR = "OMP_NUM_THREADS"
@@ -78,7 +85,8 @@ class Preloads:
         if not self.is_our_program:
             return LIGHT
         if actor.role == "trainer":
-            return MEGATRON if actor.kind == "megatron" else TORCH
+            # Importing megatron-core asks CUDA for devices where there are some, which no fork survives.
+            return MEGATRON if actor.kind == "megatron" and not actor.devices else TORCH
         if actor.role != "rollout" or not self.has_engines:
             return LIGHT
         return SERVED if actor.kind == "sglang" else TORCH

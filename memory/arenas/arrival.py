@@ -1,7 +1,7 @@
-"""How tags come back to a device: all of their memory first, or none; then contents stream in, in order.
+"""How tags come back to a device: all of them, or none; contents stream in while memory is still being mapped.
 
-Every tag has its addresses' memory before the first byte moves, so a device that is too full is found out while nothing
-has happened. What comes back empty (discarded, rebuilt by its owner) costs no copy.
+A device that is too full is found out before anybody may touch a tag: the copies begun by then are waited for and
+given up, and the host has what it had. What comes back empty (discarded, rebuilt by its owner) costs no copy.
 """
 
 from __future__ import annotations
@@ -17,33 +17,61 @@ from .tagged_memory import Chunk, TaggedMemory
 def arrive(floor: Floor, coming: Sequence[TaggedMemory], account: Account) -> None:
     """Map memories that are away and begin to fill them, highest priority first; `settle` waits for each.
 
-    Of one priority those go first that need no copy: a lane is waited for in the order of its work, and a tag that is
-    only zeroed would stand behind the longest copy.
+    What is copied goes before the others: the link is busy from the first chunk on, and mapping the rest (1.5 ms a
+    GiB on an H200) happens beside it.
     """
-    ordered = sorted(coming, key=lambda memory: (-memory.priority, memory.backing == "host"))
-    try:
-        with account.part("map"):
-            floor.give_all(chunk for memory in ordered for chunk in memory.chunks())
-    except MemoryFault as error:
-        raise _refusal(floor, ordered, error) from error
-    for index, memory in enumerate(ordered):
-        was_away = memory.backing
-        memory.step(Event.MAPPED)
+    ordered = sorted(coming, key=lambda memory: (memory.backing != "host", -memory.priority))
+    come: list[TaggedMemory] = []
+    for memory in ordered:
         try:
-            for chunk in memory.chunks():
-                ticket = _fill(floor, memory, chunk, is_empty=was_away == "discarded")
-                if ticket is not None:
-                    memory.pending.append((ticket, chunk))
-        except MemoryFault as error:
+            _come(floor, memory, account)
+        except Unfilled as fault:
+            _step(floor, [*come, memory], account)
             wait_out(floor, [ticket for ticket, _ in memory.pending])
             memory.pending.clear()
             memory.step(Event.FAULT)
-            for behind in ordered[index + 1 :]:
-                for chunk in behind.chunks():
-                    floor.take_memory(chunk)
-            raise at_place(f"{floor.place}: tag {memory.tag!r}", error) from error
-        if was_away == "host":
+            raise at_place(f"{floor.place}: tag {memory.tag!r}", fault.error) from fault.error
+        except MemoryFault as error:
+            for back in (*come, memory):
+                _go_back(floor, back)
+            raise _refusal(floor, ordered, error) from error
+        come.append(memory)
+    _step(floor, come, account)
+
+
+class Unfilled(Exception):
+    """There was memory, but no copy into it."""
+
+    def __init__(self, error: MemoryFault) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _come(floor: Floor, memory: TaggedMemory, account: Account) -> None:
+    """Raises MemoryFault when a chunk gets no memory, Unfilled when nothing can be copied into it."""
+    for chunk in memory.chunks():
+        with account.part("map"):
+            floor.give_memory(chunk)
+        try:
+            ticket = _fill(floor, memory, chunk, is_empty=memory.backing == "discarded")
+        except MemoryFault as error:
+            raise Unfilled(error) from error
+        if ticket is not None:
+            memory.pending.append((ticket, chunk))
+
+
+def _step(floor: Floor, come: Sequence[TaggedMemory], account: Account) -> None:
+    for memory in come:
+        if memory.backing == "host":
             account.copied_bytes += memory.num_bytes
+        memory.step(Event.MAPPED)
+
+
+def _go_back(floor: Floor, memory: TaggedMemory) -> None:
+    wait_out(floor, [ticket for ticket, _ in memory.pending])
+    memory.pending.clear()
+    for chunk in memory.chunks():
+        floor.take_memory(chunk)
 
 
 def _fill(floor: Floor, memory: TaggedMemory, chunk: Chunk, *, is_empty: bool) -> int | None:
@@ -66,7 +94,7 @@ def _refusal(floor: Floor, ordered: Sequence[TaggedMemory], error: MemoryFault) 
     wanted = sum(memory.num_bytes for memory in ordered)
     kind = OutOfDeviceMemory if isinstance(error, OutOfDeviceMemory) else MemoryFault
     return kind(
-        f"{floor.place}: {names} cannot come back ({wanted:,} bytes in all), nothing was moved: {error.message}",
+        f"{floor.place}: {names} cannot come back ({wanted:,} bytes in all), all is as it was: {error.message}",
         remedy=error.remedy,
     )
 

@@ -1,8 +1,8 @@
 """Memory of one NVIDIA GPU by its driver's virtual memory management: what an arena on a GPU is made of.
 
 Knows one device and its calls; knows no tags, no pool, no torch. It works in the primary context, so memory made here
-is memory to torch, NCCL and every kernel of this process. Copies go out on two streams of their own and come in on two
-others: neither waits for the default stream nor holds up torch's. A copy's ticket is an event; waiting for it sleeps.
+is memory to torch, NCCL and every kernel of this process. Copies out, copies in and fillings have a stream each: none
+waits for the default stream, for another kind, or holds up torch's. A copy's ticket is an event; waiting for it sleeps.
 
 torch's expandable segments make memory by the same calls but cannot give a tensor's memory back while the tensor
 lives, and `torch.cuda.caching_allocator_*` never does; hence these calls. Why ctypes: see `cuda_library.py`.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ...core.errors import MemoryFault
@@ -32,7 +33,10 @@ from .cuda_library import (
     MemLocation,
     PrimaryContext,
 )
-from .driver import VmmDriver
+from .driver import VmmDriver, next_ticket
+
+OUT, IN, FILL = range(3)
+"""Lanes of a driver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class Flight:
 
 
 class CopyLane:
-    """Copies in one direction, in order. The context must be current in every call.
+    """Work of one kind, in order. The context must be current in every call.
 
     One stream: of two, the hardware carries out the whole queue of one first, so that what was begun first, and is
     waited for first, comes late.
@@ -154,13 +158,12 @@ class CudaDriver(VmmDriver):
             self._access = AccessDesc(location=self._location(), flags=READ_WRITE)
             self._granularity = self._ask_granularity()
             self._num_tickets = 0
-            with self._context as cuda:
-                self._out = CopyLane(cuda)
-                try:
-                    self._in = CopyLane(cuda)
-                except MemoryFault:
-                    self._out.close()
-                    raise
+            with self._context as cuda, ExitStack() as opened:
+                self._lanes: list[CopyLane] = []
+                for _ in range(3):
+                    self._lanes.append(CopyLane(cuda))
+                    opened.callback(self._lanes[-1].close)
+                opened.pop_all()
         except MemoryFault:
             self._context.close()
             raise
@@ -209,7 +212,7 @@ class CudaDriver(VmmDriver):
 
     def unmap(self, address: int, num_bytes: int) -> None:
         with self._context as cuda:
-            if self._out.is_using(address, num_bytes) or self._in.is_using(address, num_bytes):
+            if any(lane.is_using(address, num_bytes) for lane in self._lanes):
                 raise MemoryFault(
                     f"{self._device}: {_range(address, num_bytes)} are being copied",
                     remedy="wait for the copy's ticket before its memory leaves",
@@ -218,16 +221,16 @@ class CudaDriver(VmmDriver):
 
     def copy_out(self, host_address: int, address: int, num_bytes: int) -> int:
         return self._begin(
-            self._out, address, num_bytes, "cuMemcpyDtoHAsync_v2", ctypes.c_void_p(host_address), address, num_bytes
+            OUT, address, num_bytes, "cuMemcpyDtoHAsync_v2", ctypes.c_void_p(host_address), address, num_bytes
         )
 
     def copy_in(self, address: int, host_address: int, num_bytes: int) -> int:
         return self._begin(
-            self._in, address, num_bytes, "cuMemcpyHtoDAsync_v2", address, ctypes.c_void_p(host_address), num_bytes
+            IN, address, num_bytes, "cuMemcpyHtoDAsync_v2", address, ctypes.c_void_p(host_address), num_bytes
         )
 
     def zero(self, address: int, num_bytes: int) -> int:
-        return self._begin(self._in, address, num_bytes, "cuMemsetD8Async", address, 0, num_bytes)
+        return self._begin(FILL, address, num_bytes, "cuMemsetD8Async", address, 0, num_bytes)
 
     def wait(self, ticket: int) -> None:
         if not 0 < ticket <= self._num_tickets:
@@ -235,7 +238,7 @@ class CudaDriver(VmmDriver):
                 f"{self._device}: no copy has the ticket {ticket}", remedy="wait for tickets of this driver"
             )
         with self._context:
-            (self._out if ticket % 2 else self._in).wait(ticket)
+            self._lanes[ticket % len(self._lanes)].wait(ticket)
 
     def synchronise(self) -> None:
         self._call("cuCtxSynchronize")
@@ -252,19 +255,19 @@ class CudaDriver(VmmDriver):
         self._is_closed = True
         try:
             with self._context:
-                errors = [*self._out.close(), *self._in.close()]
+                errors = [error for lane in self._lanes for error in lane.close()]
         finally:
             self._context.close()
         if errors:
             raise errors[0]
 
-    def _begin(self, lane: CopyLane, address: int, num_bytes: int, name: str, *arguments: object) -> int:
+    def _begin(self, lane: int, address: int, num_bytes: int, name: str, *arguments: object) -> int:
         with self._context as cuda:
-            # Odd tickets go out, even ones in: a ticket alone tells its lane.
-            parity = 1 if lane is self._out else 0
-            ticket = self._num_tickets + (1 if (self._num_tickets + 1) % 2 == parity else 2)
+            ticket = next_ticket(self._num_tickets, lane, len(self._lanes))
             what = _range(address, num_bytes)
-            lane.begin(ticket, address, num_bytes, lambda stream: cuda.call(name, *arguments, stream, what=what))
+            self._lanes[lane].begin(
+                ticket, address, num_bytes, lambda stream: cuda.call(name, *arguments, stream, what=what)
+            )
             self._num_tickets = ticket
             return ticket
 

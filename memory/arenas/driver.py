@@ -56,11 +56,11 @@ class VmmDriver(Protocol):
         ...
 
     def zero(self, address: int, num_bytes: int) -> int:
-        """Begin filling with zeros; returns a ticket for `wait`."""
+        """Begin filling with zeros, beside what is copied; returns a ticket for `wait`."""
         ...
 
     def wait(self, ticket: int) -> None:
-        """Until that copy, and all begun before it in its direction, are done."""
+        """Until that copy or filling is done, and all of its kind that were begun before it."""
         ...
 
     def synchronise(self) -> None:
@@ -78,3 +78,8 @@ class VmmDriver(Protocol):
     def close(self) -> None:
         """Streams and handles of the driver itself."""
         ...
+
+
+def next_ticket(last: int, lane: int, num_lanes: int) -> int:
+    """The smallest number above `last` that tells its lane: tickets count over all lanes, and remainders name them."""
+    return last + 1 + (lane - last - 1) % num_lanes

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ...core.errors import MemoryFault, OutOfDeviceMemory
 from . import libc
-from .driver import VmmDriver
+from .driver import VmmDriver, next_ticket
 
 
 def file_name(device: str) -> str:
@@ -25,7 +25,7 @@ def file_name(device: str) -> str:
 
 
 class Lane:
-    """Copies in one direction: one after another, in a thread of their own."""
+    """Work of one kind: one after another, in a thread of its own."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
@@ -95,6 +95,8 @@ class HostVmmDriver(VmmDriver):
         self._num_tickets = 0
         self._out = Lane(f"{device} out")
         self._in = Lane(f"{device} in")
+        self._fill = Lane(f"{device} fill")
+        self._lanes = (self._out, self._in, self._fill)
 
     @property
     def device(self) -> str:
@@ -152,7 +154,7 @@ class HostVmmDriver(VmmDriver):
     def unmap(self, address: int, num_bytes: int) -> None:
         if self._mapped.get(address, (0, 0))[0] != num_bytes:
             raise self._fault(f"{num_bytes:,} bytes at {address:#x} are not what is mapped there")
-        if self._out.is_using(address, num_bytes) or self._in.is_using(address, num_bytes):
+        if any(lane.is_using(address, num_bytes) for lane in self._lanes):
             raise self._fault(f"{num_bytes:,} bytes at {address:#x} are being copied", "wait for the copy's ticket")
         del self._mapped[address]
         libc.reserve_again(address, num_bytes)
@@ -167,16 +169,16 @@ class HostVmmDriver(VmmDriver):
 
     def zero(self, address: int, num_bytes: int) -> int:
         self._check_mapped(address, num_bytes)
-        return self._begin(self._in, address, num_bytes, lambda: libc.zero(address, num_bytes))
+        return self._begin(self._fill, address, num_bytes, lambda: libc.zero(address, num_bytes))
 
     def wait(self, ticket: int) -> None:
         if not 0 < ticket <= self._num_tickets:
             raise self._fault(f"no copy has the ticket {ticket}")
-        (self._out if ticket % 2 else self._in).wait(ticket)
+        self._lanes[ticket % len(self._lanes)].wait(ticket)
 
     def synchronise(self) -> None:
-        self._out.wait_all()
-        self._in.wait_all()
+        for lane in self._lanes:
+            lane.wait_all()
 
     def free_bytes(self) -> int:
         held = os.fstat(self._file()).st_blocks * 512
@@ -190,8 +192,8 @@ class HostVmmDriver(VmmDriver):
         """Whatever is still mapped is gone, with its addresses."""
         if self._fd < 0:
             return
-        self._out.close()
-        self._in.close()
+        for lane in self._lanes:
+            lane.close()
         for address, num_bytes in self._reserved.items():
             libc.unmap(address, num_bytes)
         self._reserved.clear()
@@ -201,9 +203,7 @@ class HostVmmDriver(VmmDriver):
         os.close(fd)
 
     def _begin(self, lane: Lane, address: int, num_bytes: int, work: Callable[[], None]) -> int:
-        # Odd tickets go out, even ones in: a ticket alone tells its lane.
-        parity = 1 if lane is self._out else 0
-        self._num_tickets += 1 if (self._num_tickets + 1) % 2 == parity else 2
+        self._num_tickets = next_ticket(self._num_tickets, self._lanes.index(lane), len(self._lanes))
         lane.begin(self._num_tickets, address, num_bytes, work)
         return self._num_tickets
 

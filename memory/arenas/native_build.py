@@ -7,7 +7,6 @@ processes may build at the same time: a lock file lets the second one wait, and 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import platform
@@ -18,11 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...core.errors import MemoryFault
+from ...core.file_lock import lock_within
 
 COMPILERS = ("cc", "gcc", "clang", "g++", "c++")
 FLAGS = ("-std=gnu11", "-O2", "-Wall", "-shared", "-fPIC", "-fvisibility=hidden")
 LIBRARIES = ("-ldl", "-lpthread")
 TIMEOUT_S = 120.0
+"""For one call of the compiler."""
+LOCK_S = 2 * TIMEOUT_S
+"""For another process that builds the same."""
 
 
 def built(source: Path, cache_dir: Path | None = None, *, compilers: Sequence[str] = COMPILERS) -> Path:
@@ -30,7 +33,7 @@ def built(source: Path, cache_dir: Path | None = None, *, compilers: Sequence[st
 
     `cache_dir` None: `.cache/myxa/native` in the user's home, or where that cannot be written a folder of this user
     alone among the temporary files. Raises MemoryFault naming the compilers that were looked for, or with what the
-    compiler said.
+    compiler said, or when another process keeps the lock for LOCK_S.
     """
     text = source.read_bytes()
     key = hashlib.sha256(b"\0".join((text, " ".join(FLAGS).encode(), platform.machine().encode()))).hexdigest()[:24]
@@ -39,7 +42,11 @@ def built(source: Path, cache_dir: Path | None = None, *, compilers: Sequence[st
     if lock is None:
         return target
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not lock_within(lock, LOCK_S):
+            raise MemoryFault(
+                f"{target}: another process has held its lock for {LOCK_S:g} s",
+                remedy=f"see who has {target.with_suffix('.lock')} open (lsof), and end it",
+            )
         if not target.exists():
             _compile(source, target, _compiler(source, compilers))
     finally:

@@ -219,7 +219,7 @@ async def test_a_server_that_hangs_is_killed_and_bears_nobody(
         await asyncio.sleep(0.3)
         assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
         assert not (room.folder / "rollout.1.facts").exists()
-    assert "rollout/1 is started with an interpreter of its own" in caplog.text
+    assert "rollout/1 is not forked with kit light" in caplog.text
     assert "the fork server with kit light did not answer within 0.3 s" in caplog.text
 
 
@@ -270,6 +270,18 @@ async def test_what_cannot_be_forked_is_not(enter: Enter, caplog: pytest.LogCapt
         f"actors with kit {kit} are not forked any more" for kit in (LIGHT, TORCH)
     ], "told once"
     assert all(problem in text for text in told)
+
+
+@pytest.mark.asyncio
+async def test_a_kit_that_cannot_be_forked_leaves_its_base(enter: Enter, caplog: pytest.LogCaptureFixture):
+    async with enter() as room:
+        (room.folder / "torch.py").write_text('raise ImportError("none today")')
+        for n in range(2):
+            assert await (await room.forked(actor(f"rollout/{n}"), TORCH)).wait(WAIT_S)
+        assert [end[0] for end in room.ends] == ["rollout/0", "rollout/1"]
+        assert (await room.facts("rollout/1"))["parent"] == os.getpid()
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert told == ["actors with kit torch are not forked any more: ImportError: none today"]
 
 
 SLOW_LIGHT = """
@@ -363,6 +375,8 @@ def test_which_actors_are_forked(tmp_path: Path):
         "trainer": "megatron",
         "rollout": "served",
     }
+    gpus = '[roles.trainer]\nkind = "megatron"\ndevices = "0"\n'
+    assert kits(gpus)["trainer"] == "torch", "megatron-core asks CUDA for devices when it is imported"
     assert set(kits(program="mine:build").values()) == {"light"}
     assert kits("[run]\npreload = false\n") == {}
     assert kits(env={"MKL_NUM_THREADS": "4"}) == {}, "read when the library is loaded, not when the actor is known"

@@ -527,7 +527,7 @@ def test_a_full_device_refuses_before_anything_moved(making: Callable[..., Arena
     arena.release(["grads"])
     arena.empty("frozen", 7 * MIB)
     with pytest.raises(
-        OutOfDeviceMemory, match=r"grads, optimizer cannot come back \(11,534,336 bytes in all\), nothing"
+        OutOfDeviceMemory, match=r"optimizer, grads cannot come back \(11,534,336 bytes in all\), all is as"
     ):
         arena.restore(["optimizer", "grads"])
     assert backing(arena) == {"optimizer": "host", "grads": "discarded", "frozen": "mapped_dirty"}

@@ -229,7 +229,7 @@ def test_mapping_is_all_or_nothing(cases: Callable[..., Case], nth: int):
     case.arena.release(["optimizer", "frozen", "grads"])
     case.driver.fail("map", nth)
     with pytest.raises(
-        MemoryFault, match=r"arena on host:5: .* cannot come back .*nothing was moved: host:5: map broke"
+        MemoryFault, match=r"arena on host:5: .* cannot come back .*all is as it was: host:5: map broke"
     ):
         case.arena.restore(["optimizer", "grads"])
     assert case.backing() == {"optimizer": "host", "frozen": "host", "grads": "discarded"}

@@ -258,7 +258,7 @@ class ArenaAgainstModel(RuleBasedStateMachine):
         tags = [tag for index, tag in enumerate(tags) if tag not in tags[:index]]
         coming: list[Tag] = [tag for tag in tags if self.model[tag].backing in ("host", "discarded")]
         if self.used_pages() + sum(self.model[tag].pages for tag in coming) > CAPACITY_PAGES:
-            return self.refused(self.arena.restore, tags, kind=OutOfDeviceMemory, says="nothing was moved")
+            return self.refused(self.arena.restore, tags, kind=OutOfDeviceMemory, says="all is as it was")
         copied = sum(self.model[tag].pages for tag in coming if self.model[tag].backing == "host")
         for tag in coming:
             expected = self.model[tag]

@@ -14,7 +14,7 @@ from myxa.core.device_memory import Tag, TagPolicy
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
 from myxa.memory.arenas import pinned
 from myxa.memory.arenas.arena import Arena
-from myxa.memory.arenas.cuda_driver import CudaDriver
+from myxa.memory.arenas.cuda_driver import IN, OUT, CudaDriver
 from myxa.memory.arenas.cuda_library import CudaLibrary, PrimaryContext
 from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.pinned import Pinning, near, pin_for
@@ -86,8 +86,8 @@ def test_waiting_for_a_ticket_waits_for_all_before_it_in_its_direction_only(driv
     ctypes.memset(address, 7, 4 * GRANULE)
     out = [driver.copy_out(at + i * GRANULE, address + i * GRANULE, GRANULE) for i in range(3)]
     into = driver.copy_in(address + 3 * GRANULE, at + 7 * GRANULE, GRANULE)
-    assert [ticket % 2 for ticket in (*out, into)] == [1, 1, 1, 0]
-    driver.wait(out[1])  # they alternate between two streams
+    assert [ticket % 3 for ticket in (*out, into)] == [OUT, OUT, OUT, IN]
+    driver.wait(out[1])
     assert [host.raw[i * GRANULE] for i in range(3)] == [7, 7, 0]
     assert ctypes.string_at(address + 3 * GRANULE, 1) == b"\x07"
     driver.wait(out[0])
@@ -98,6 +98,18 @@ def test_waiting_for_a_ticket_waits_for_all_before_it_in_its_direction_only(driv
     driver.wait(into)
     give_back(driver, address, 4 * GRANULE, handle)
     assert gpu.live()["events"] <= 4  # used again, not made anew
+
+
+def test_filling_waits_for_no_copy(driver: CudaDriver):
+    host = ctypes.create_string_buffer(b"\x05" * GRANULE)
+    address, handle = mapped(driver, 2 * GRANULE)
+    ctypes.memset(address, 7, 2 * GRANULE)
+    into = driver.copy_in(address, ctypes.addressof(host), GRANULE)
+    driver.wait(driver.zero(address + GRANULE, GRANULE))
+    assert (ctypes.string_at(address, 1), ctypes.string_at(address + GRANULE, 1)) == (b"\x07", b"\x00")
+    driver.wait(into)
+    assert ctypes.string_at(address, 1) == b"\x05"
+    give_back(driver, address, 2 * GRANULE, handle)
 
 
 def test_memory_under_a_copy_is_not_unmapped(driver: CudaDriver):

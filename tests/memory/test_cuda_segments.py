@@ -14,6 +14,7 @@ import pytest
 from standin_gpu import GRANULE, MIB, StandinGpu
 
 from myxa.core.errors import MemoryFault
+from myxa.core.file_lock import take_lock
 from myxa.memory.arenas import native_build
 from myxa.memory.arenas.native_build import built
 from myxa.memory.arenas.segment_table import SLOTS, SOURCE, SegmentTable, SlotRegister
@@ -262,6 +263,21 @@ def test_a_source_is_compiled_once_whoever_asks(tmp_path: Path, monkeypatch: pyt
     assert ctypes.CDLL(str(built(source, tmp_path / "c"))).seven() == 8
     assert len(calls) == 2
     assert not list((tmp_path / "c").glob(".building-*"))
+
+
+def test_whoever_waits_for_another_that_compiles_waits_no_longer_than_that_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(native_build, "LOCK_S", 0.2)
+    source = tmp_path / "seven.c"
+    source.write_text("int seven(void) { return 7; }\n")
+    done = built(source, tmp_path / "c")
+    done.unlink()
+    held = take_lock(done.with_suffix(".lock"))
+    assert held is not None
+    with held, pytest.raises(MemoryFault, match=r"another process has held its lock for 0\.2 s.*\.lock open"):
+        built(source, tmp_path / "c")
+    assert built(source, tmp_path / "c") == done
 
 
 def test_a_machine_without_a_compiler_is_told_what_it_lacks(tmp_path: Path):
