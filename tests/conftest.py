@@ -21,6 +21,7 @@ from types import ModuleType
 
 import psutil
 import pytest
+from commands import close_server  # pyright: ignore[reportMissingImports]
 from hypothesis import HealthCheck, settings
 from own_segments import own_segments  # pyright: ignore[reportMissingImports]
 
@@ -39,6 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("steady", derandomize=True, suppress_health_check=slow_machine)
     settings.register_profile("fresh", suppress_health_check=slow_machine)
     settings.load_profile("fresh" if config.getoption("-m") == "soak" else "steady")
+    # Hundreds of interpreters are started, some by us and most by what we start: each would compile the tree anew where
+    # Python was told to keep no bytecode, as containers do.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if not is_xdist_worker():
         os.environ[MARK] = uuid.uuid4().hex  # inherited by every process that a test starts
     # Run-time folders of this process only; pytest's own folders stay where they are looked for after a failure.
@@ -99,6 +104,7 @@ def leaks() -> set[str]:
 def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = leaks()
     yield
+    close_server()  # a module's own, so that it is nobody's surprise to have a child
     deadline = time.monotonic() + PATIENCE_S
     while (left := leaks() - before) and time.monotonic() < deadline:
         gc.collect()

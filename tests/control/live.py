@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from commands import run  # pyright: ignore[reportMissingImports]
 from run_job import Job, make_job, until  # pyright: ignore[reportMissingImports]
 
 ENDLESS = ("run.num_steps=1000000", 'eval.data="data/heldout.jsonl"', 'reward.fn="patient.py:reward"')
@@ -40,10 +41,7 @@ class Live:
         self, *arguments: str, timeout_s: float = 100, folder: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
         """One command, in the job's folder."""
-        return subprocess.run(
-            [sys.executable, "-m", "myxa.launch", *arguments],
-            capture_output=True, text=True, timeout=timeout_s, check=False, cwd=folder or self.job.folder,
-        )  # fmt: skip
+        return run(*arguments, folder=folder or self.job.folder, timeout_s=timeout_s)
 
     def ask(self, *arguments: str) -> Any:
         """One command's answer as JSON; it must be done."""

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from commands import Command
+from commands import run as run_command
 
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.launch.demo.sort_task import write_rows
@@ -53,22 +55,22 @@ class Job:
 
     folder: Path
 
+    def words(self, *overrides: str) -> list[str]:
+        """After `myxa`."""
+        return ["up", str(self.folder / "run.toml"), *(part for item in overrides for part in ("--set", item))]
+
     def command(self, *overrides: str) -> list[str]:
-        flags = [part for item in overrides for part in ("--set", item)]
-        return [sys.executable, "-m", "myxa.launch", "up", str(self.folder / "run.toml"), *flags]
+        """The whole line, for those who start an interpreter of their own."""
+        return [sys.executable, "-m", "myxa.launch", *self.words(*overrides)]
 
     def run(self, *overrides: str, timeout_s: float = 120) -> tuple[int, str, Path]:
         """Run to the end: exit status, everything printed, run directory."""
-        done = subprocess.run(
-            self.command(*overrides), capture_output=True, text=True, timeout=timeout_s, check=False, cwd=self.folder
-        )
+        done = run_command(*self.words(*overrides), folder=self.folder, timeout_s=timeout_s)
         return done.returncode, done.stdout + done.stderr, self.run_dir()
 
     def start(self, *overrides: str) -> subprocess.Popen[str]:
         """Start and return at once."""
-        return subprocess.Popen(
-            self.command(*overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder
-        )
+        return Command(self.words(*overrides), self.folder)
 
     def run_dir(self) -> Path:
         """Directory of the newest run."""

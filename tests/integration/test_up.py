@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 
 import psutil
 import pytest
@@ -14,8 +15,10 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def test_a_run_ends_with_every_prompt_accounted_for(job: Job) -> None:
-    code, said, run_dir = job.run('eval.data="data/heldout.jsonl"', "eval.num_prompts=16")
-    assert code == 0, said
+    command = job.command('eval.data="data/heldout.jsonl"', "eval.num_prompts=16")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=job.folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = job.run_dir()
     facts = audit(run_dir)
     assert len(facts.trained) == len(set(facts.trained)) == 5 * 4, "each group is trained exactly once"
     assert set(facts.states) <= {"TRAINED", "DURABLE", "READY", "DISPATCHED", "REQUEUED", "DROPPED"}, facts.states

@@ -7,13 +7,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+from commands import Command  # pyright: ignore[reportMissingImports]
 
 HERE = Path(__file__).parent
 WAIT_S = 60.0
@@ -45,13 +45,11 @@ class Run:
         path = os.pathsep.join(map(str, [HERE] if site is None else [HERE, site]))
         env = dict(os.environ) | {"PYTHONPATH": path, "TOY": toy, "COLUMNS": "200"}
         verb, *rest = arguments
-        command = [sys.executable, "-m", "myxa.launch", verb, str(file), *rest]
+        words = [verb, str(file), *rest]
         if "--program" not in rest:
-            command += ["--program", "toy_program:build"]
+            words += ["--program", "toy_program:build"]
         self._output = (folder / "output").open("w+")
-        self.process = subprocess.Popen(
-            command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT
-        )
+        self.process = Command(words, folder, env=env, log=self._output)
 
     @property
     def output(self) -> str:

@@ -8,8 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from commands import run as run_command  # pyright: ignore[reportMissingImports]
 
 from myxa.core.errors import ConfigError, LaunchError, MyxaError
 from myxa.launch.control.client import ControlClient
@@ -309,8 +308,7 @@ def test_the_commands(tmp_path: Path, run):
         client_of(one)
 
         def myxa(*words: str) -> tuple[int, str]:
-            command = [sys.executable, "-m", "myxa.launch", *words, "--run", str(one.dir)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            done = run_command(*words, "--run", str(one.dir), folder=tmp_path, timeout_s=120)
             return done.returncode, done.stdout + done.stderr
 
         assert myxa("scale", "rollout=3", "--wait", "60") == (0, "rollout/2 joins on node 0\ndone\n")

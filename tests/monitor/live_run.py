@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from commands import Command, run  # pyright: ignore[reportMissingImports]
 from run_job import Job  # pyright: ignore[reportMissingImports]
 
 from myxa.core.errors import MyxaError
@@ -23,13 +23,11 @@ END_S = 90.0
 @contextmanager
 def live(job: Job, *overrides: str, program: str = "", env: dict[str, str] | None = None) -> Generator[ControlClient]:
     """Start the job, wait for its first version, end it in good order afterwards."""
-    command = [*job.command("run.num_steps=100000", *overrides), "--quiet"]
-    command += ["--program", program] if program else []
+    words = [*job.words("run.num_steps=100000", *overrides), "--quiet"]
+    words += ["--program", program] if program else []
     log = job.folder / "printed.txt"
     with log.open("w") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, cwd=job.folder, env=env, start_new_session=True
-        )
+        process = Command(words, job.folder, has_session=True, log=file, env=env)
     try:
         client = _client(job, process, log)
         until(lambda: _version(client) >= 1, lambda: f"no step was made\n{log.read_text()}", START_S)
@@ -56,8 +54,7 @@ def until(condition: Callable[[], bool], what: Callable[[], str], timeout_s: flo
 
 def myxa(client: ControlClient, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """A command, as a person types it."""
-    command = [sys.executable, "-m", "myxa.launch", *words, "--run", str(client.run_dir)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd)
+    return run(*words, "--run", str(client.run_dir), folder=cwd, timeout_s=120)
 
 
 def _client(job: Job, process: subprocess.Popen[Any], log: Path) -> ControlClient:

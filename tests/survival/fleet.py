@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from commands import Command  # pyright: ignore[reportMissingImports]
 from run_job import Job, make_job, until  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.ledger.audit import LedgerAudit, audit_ledger
@@ -53,11 +53,7 @@ class Fleet:
         key = ("--job-key", str(self.job.folder / "job.key"))
         out = (self.job.folder / f"launcher.{len(self.launchers)}").open("w")
         with out:
-            launcher = subprocess.Popen(
-                [sys.executable, "-m", "myxa.launch", "launch", *arguments, *key],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, text=True, cwd=self.job.folder,
-                start_new_session=True,
-            )  # fmt: skip
+            launcher = Command(["launch", *arguments, *key], self.job.folder, has_session=True, log=out)
         self.launchers.append(launcher)
         return launcher
 

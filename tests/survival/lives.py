@@ -10,13 +10,13 @@ import os
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from commands import Command  # pyright: ignore[reportMissingImports]
 from run_job import Job, make_job, metrics, until  # pyright: ignore[reportMissingImports]
 
 from myxa.launch.lives.origin import Origin
@@ -81,10 +81,7 @@ class Lives:
     def resume(self, *arguments: str) -> None:
         """The next life begins."""
         assert self.run_dir is not None
-        command = [sys.executable, "-m", "myxa.launch", "resume", str(self.run_dir), "--quiet", *arguments]
-        self.launcher = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.job.folder
-        )
+        self.launcher = Command(["resume", str(self.run_dir), "--quiet", *arguments], self.job.folder)
 
     def wait(self, timeout_s: float = 120) -> int:
         """The exit status of this life, which ends by itself."""

@@ -12,13 +12,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Command  # pyright: ignore[reportMissingImports]
 from live import Live, live_run, made_steps  # pyright: ignore[reportMissingImports]
 from run_job import audit, events, metrics, until, worker_pids  # pyright: ignore[reportMissingImports]
 
@@ -180,10 +180,7 @@ def _over_a_change(victim: Victim) -> None:
 
 
 def _in_background(victim: Victim, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "myxa.launch", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=victim.live.job.folder,
-    )  # fmt: skip
+    return Command(arguments, victim.live.job.folder)
 
 
 def _in_an_evaluation(victim: Victim) -> None:

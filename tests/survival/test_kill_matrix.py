@@ -8,13 +8,12 @@ kind, which its supervisor finds out and kills). `make soak` gives every cell a 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from commands import run as run_command  # pyright: ignore[reportMissingImports]
 from recovery import PROMISED_S, recoveries, table
 from run_job import Job, metrics, until  # pyright: ignore[reportMissingImports]
 from under_chaos import ChaosRun, chaos_job, check_lossless, check_nobody_left, run_under, struck
@@ -49,10 +48,7 @@ def turn_a_knob(job: Job, after: int = 0) -> None:
     until(lambda: any((job.folder / "runs").glob("*/ledger.sqlite")), "a run")
     until(lambda: len(struck(job.run_dir())) >= after and has_stepped(job.run_dir()), "steps", timeout_s=150)
     for _ in range(NUM_TRIES):
-        subprocess.run(
-            [sys.executable, "-m", "myxa.launch", "set", "lr=0.0005", "-m", "drill"],
-            capture_output=True, timeout=120, check=False, cwd=job.folder,
-        )  # fmt: skip
+        run_command("set", "lr=0.0005", "-m", "drill", folder=job.folder, timeout_s=120)
         if len(struck(job.run_dir())) > after:
             return
 

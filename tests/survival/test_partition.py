@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run as run_command  # pyright: ignore[reportMissingImports]
 from gang_run import GangRun, gang_run
 from run_job import until, worker_pids  # pyright: ignore[reportMissingImports]
 
@@ -23,8 +22,7 @@ SLOW_RUN = ("run.chaos=true", "trainer.checkpoint_every=2", "rollout.max_groups=
 
 
 def chaos(run: GangRun, *words: str) -> Any:
-    command = [sys.executable, "-m", "myxa.launch", "chaos", *words, "--run", str(run.run_dir), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=run.job.folder)
+    done = run_command("chaos", *words, "--run", str(run.run_dir), "--json", folder=run.job.folder, timeout_s=60)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from commands import Command  # pyright: ignore[reportMissingImports]
 from run_job import Job, events, make_job  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.ledger.audit import LedgerAudit, audit_ledger
@@ -101,13 +102,11 @@ def run_under(
     somebody does meanwhile."""
     num_prompts = num_steps * BATCH
     started = time.monotonic()
-    command = job.command(
+    words = job.words(
         *RUN, f'data.train="data/prompts.jsonl@[0:{num_prompts}]"', f"chaos.strikes={json.dumps(list(strikes))}",
         f"chaos.rest_s={rest_s}", *overrides,
     )  # fmt: skip
-    launcher = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=job.folder, start_new_session=True
-    )
+    launcher = Command(words, job.folder, has_session=True)
     try:
         beside(job)
         output, _ = launcher.communicate(timeout=timeout_s)

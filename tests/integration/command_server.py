@@ -1,0 +1,118 @@
+"""A process that has imported what `myxa` imports, and is forked into one command after the other: a program for the tests.
+
+    python command_server.py DESCRIPTOR
+
+A suite starts `myxa` hundreds of times, and half of what a launcher computes in a short run is its imports. A request on
+the socket DESCRIPTOR is the words, folder and variables of one command as JSON, with its standard streams and a pipe.
+Each gets a process of its own, whose parent writes its process id and then its exit status into the pipe: what runs is
+`python -m myxa.launch` from its first line, on its own streams, signals and session. Ends when the socket is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from myxa.launch.nodes.fork_server import unfit
+
+MODULES = (
+    *("myxa.core.config", "myxa.launch.cli", "myxa.launch.commands.up", "myxa.launch.control.client"),
+    *("myxa.launch.launcher", "myxa.launch.lives.origin", "uvloop"),
+)
+MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Request:
+    """One command."""
+
+    words: list[str]
+    folder: str
+    env: dict[str, str]
+    has_session: bool
+    """Whether it leads a session of its own."""
+
+
+def told(report: int, number: int) -> None:
+    try:
+        os.write(report, f"{number}\n".encode())
+    except BrokenPipeError:
+        return  # nobody wants to know any more
+
+
+def fork(request: Request, tests: socket.socket, streams: list[int], report: int) -> bool:
+    """Returns, in the command's own process, True."""
+    if os.fork():
+        return False
+    tests.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    child = os.fork()
+    if child:
+        for stream in streams:
+            os.close(stream)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the command's to hear
+        told(report, child)
+        told(report, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        os._exit(0)
+    os.close(report)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    if request.has_session:
+        os.setsid()
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.env)
+    paths = request.env.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [request.folder, *(path for path in paths if path and path not in sys.path)]
+    sys.argv = ["myxa", *request.words]
+    return True
+
+
+def reap(signum: int, frame: object) -> None:
+    """Those that waited for commands: by hand, so that their time counts as ours."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def become_a_command(tests: socket.socket) -> bool:
+    """Serve until the socket is closed; True in each process that is to be a command."""
+    signal.signal(signal.SIGCHLD, reap)
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(tests, MAX_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            return False
+        fields: dict[str, Any] = json.loads(data)
+        *streams, report = descriptors
+        if fork(Request(**fields), tests, streams, report):
+            return True
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def main() -> None:
+    tests = socket.socket(fileno=int(sys.argv[1]))
+    tests.set_inheritable(False)
+    for module in MODULES:
+        importlib.import_module(module)
+    problem = unfit()
+    if problem:
+        sys.exit(f"no command can be forked: {problem}")
+    gc.collect()
+    gc.freeze()
+    if become_a_command(tests):
+        runpy.run_module("myxa.launch", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

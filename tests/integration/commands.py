@@ -1,0 +1,168 @@
+"""`myxa` as a process of its own, forked from one that has done its imports (command_server.py).
+
+Where the start itself is looked at, or a shell has a part in it, an interpreter is started: the first test of test_up.py,
+docs/control.md's examples, tests/launch/test_cli.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+SERVER = Path(__file__).with_name("command_server.py")
+FORK_S = 60.0
+"""Time for the server's imports, on a machine that does much else, and for the fork."""
+FOR_EVER_S = 1e6
+
+
+class _Server:
+    """Made when it is first needed, and again after it was closed."""
+
+    def __init__(self) -> None:
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # what is forked has one thread
+        self.process = subprocess.Popen(
+            [sys.executable, str(SERVER), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env, cwd="/",
+        )  # fmt: skip
+        theirs.close()
+
+    def start(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        socket.send_fds(self._ours, [json.dumps(request).encode()], descriptors)
+
+    def close(self) -> None:
+        self._ours.shutdown(socket.SHUT_RDWR)  # whoever else was forked from us has it too
+        self._ours.close()
+        self.process.wait(FORK_S)
+
+
+_server: _Server | None = None
+
+
+def close_server() -> None:
+    """After each module of tests. Commands that still run are left alone, and found."""
+    global _server
+    if _server is not None:
+        _server.close()
+        _server = None
+
+
+def _running_server() -> _Server:
+    global _server
+    if _server is None or _server.process.poll() is not None:
+        _server = _Server()
+    return _server
+
+
+class Command(subprocess.Popen[str]):
+    """One that runs, or has run. To its tests it is a child; its parent is the server's keeper of it, which alone can
+    wait for it, so that whatever waits is done here anew."""
+
+    def __init__(
+        self, words: Sequence[str], folder: Path, *, is_merged: bool = True, has_session: bool = False,
+        env: Mapping[str, str] | None = None, log: IO[str] | None = None,
+    ) -> None:  # fmt: skip
+        """`is_merged`: what it says of errors comes with the rest of its output, which is in `log`, if there is one."""
+        self.args, self.returncode = list(words), None
+        self.stdin, self.stdout, self.stderr = None, None, None
+        self._said: dict[int, bytearray] = {}
+        if log is None:
+            out, out_end = os.pipe()
+            self.stdout = os.fdopen(out, "r")
+        else:
+            out_end = os.dup(log.fileno())
+        ends = [out_end, out_end]
+        if not is_merged:
+            err, ends[1] = os.pipe()
+            self.stderr = os.fdopen(err, "r")
+        report, report_end = os.pipe()
+        self._report = os.fdopen(report, "rb", buffering=0)
+        request = {
+            "words": self.args, "folder": str(folder), "env": dict(os.environ if env is None else env),
+            "has_session": has_session,
+        }  # fmt: skip
+        with open(os.devnull) as nothing:
+            _running_server().start(request, [nothing.fileno(), *ends, report_end])
+        for end in {*ends, report_end}:
+            os.close(end)
+        self._told = b""
+        self._hear(FORK_S, 1)
+        assert self._told, f"no process was made of myxa {' '.join(words)} within {FORK_S:g} s"
+        self.pid = int(self._told.split(b"\n")[0])
+
+    def _hear(self, timeout_s: float, num_lines: int) -> None:
+        deadline = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._report, selectors.EVENT_READ)
+            while self._told.count(b"\n") < num_lines:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    return
+                heard = self._report.read(64)
+                assert heard, f"nobody makes, or waits for, the process of myxa {self.args}"
+                self._told += heard
+
+    def poll(self) -> int | None:
+        """Exit status; None: it runs."""
+        if self.returncode is None:
+            self._hear(0.0, 2)
+            if self._told.count(b"\n") == 2:
+                self.returncode = int(self._told.split(b"\n")[1])
+                self._report.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Exit status. Raises subprocess.TimeoutExpired."""
+        if self.poll() is None:
+            self._hear(FOR_EVER_S if timeout is None else timeout, 2)
+            if self.poll() is None:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+        """Everything that it said (and of errors, if not merged), once it has ended. Raises subprocess.TimeoutExpired."""
+        assert input is None
+        deadline = time.monotonic() + (FOR_EVER_S if timeout is None else timeout)
+        streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
+        with selectors.DefaultSelector() as selector:
+            for stream in streams:
+                if not stream.closed:
+                    self._said.setdefault(stream.fileno(), bytearray())
+                    selector.register(stream, selectors.EVENT_READ)
+            while selector.get_map():
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+                for key, _ in ready:
+                    heard = os.read(key.fd, 1 << 16)
+                    self._said[key.fd] += heard
+                    if not heard:
+                        selector.unregister(key.fileobj)
+        self.wait(max(0.0, deadline - time.monotonic()))
+        for stream in streams:
+            stream.close()
+        said = [bytes(part).decode(errors="replace") for part in self._said.values()]
+        return said[0] if said else "", said[1] if len(said) > 1 else ""
+
+
+def run(
+    *words: str, folder: Path, timeout_s: float = 100, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """One command to its end. Raises subprocess.TimeoutExpired; it is killed then."""
+    command = Command(words, folder, is_merged=False, env=env)
+    try:
+        out, err = command.communicate(timeout=timeout_s)
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            command.kill()
+        raise
+    return subprocess.CompletedProcess(["myxa", *words], command.wait(), out, err)
