@@ -1,8 +1,8 @@
 """What a memory manager and the holders of device memory tell each other.
 
-A *tenant* is one actor with memory on one device (a trainer rank, a rollout actor with its engine); a *gang* is all
-tenants that must hold or leave memory together. Memory is leased by *tag*, never by device, so two gangs may
-lawfully overlap while weights are handed over. Order of events of one switch:
+A *tenant* is one actor with memory on one device (a trainer rank) or, in like parts, on several (a rollout actor with
+its engine); a *gang* is all tenants that must hold or leave memory together. Memory is leased by *tag*, never by
+device, so two gangs may lawfully overlap while weights are handed over. Order of events of one switch:
 
     register    a tenant tells who it is, what it holds and how each tag can leave the device
     lease       somebody (the leader of the trainers) asks that tags of a gang be mapped; the manager then sends
@@ -16,13 +16,22 @@ Bytes of tensors never pass through these records. Ages are epochs: a command of
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from .messages import Record
 
 Tag = Literal[
-    "params", "grads", "optimizer", "frozen", "workspace", "weights", "kv_cache", "cuda_graph", "nccl", "context"
-]
+    "params", "grads", "masters", "optimizer", "optimizer.1", "optimizer.2", "optimizer.3", "optimizer.4",
+    "optimizer.5", "optimizer.6", "optimizer.7", "frozen", "workspace", "weights", "kv_cache", "cuda_graph", "nccl",
+    "context",
+]  # fmt: skip
+OPTIMIZER_PARTS: tuple[Tag, ...] = (
+    "optimizer", "optimizer.1", "optimizer.2", "optimizer.3", "optimizer.4", "optimizer.5", "optimizer.6",
+    "optimizer.7",
+)  # fmt: skip
+"""An optimizer's moments are the most that has to be copied, and nobody reads them before the update. So they lie in
+parts: what fits on the device beside the other side stays there, and what left comes back while gradients are made."""
 TagPolicy = Literal["discard", "rematerialise", "backup", "keep"]
 """How a tag leaves: dropped (zeros on return), rebuilt by its owner, copied to the host (not while clean), never."""
 Backing = Literal["mapped_dirty", "mapped_clean", "copy_out", "host", "discarded", "copy_in", "poisoned"]
@@ -37,7 +46,7 @@ class TagReport(Record, frozen=True):
 
     tag: Tag
     num_bytes: int
-    """On the device when mapped, rounded to what the device hands out."""
+    """On each of the tenant's devices when mapped, rounded to what the device hands out."""
     policy: TagPolicy
     backing: Backing
     host_bytes: int = 0
@@ -52,8 +61,10 @@ class TenantReport(Record, frozen=True):
     epoch: int
     """Of the tenant's process incarnation."""
     gang: str
-    device: str
-    """UUID of the GPU, or "host:<n>" for memory of the host that stands for a device."""
+    devices: tuple[str, ...]
+    """UUIDs of GPUs, or "host:<n>" for memory of the host that stands for a device ("host:<n>@<node>" where a run has
+    several nodes of them); one name, one device of the run. Fixed for an incarnation. With several devices, a tag is on
+    all of them or on none, and all bytes here are those of the fullest one."""
     pids: tuple[int, ...]
     """Processes whose memory this is: the actor's own, and an engine's."""
     started_at: tuple[int, ...]
@@ -70,6 +81,8 @@ class TenantReport(Record, frozen=True):
     """Under which its communicators were restored last; members of a gang must agree before they use them."""
     sequence: int = 0
     """Grows with every report of one incarnation: of two that overtook each other the later one counts."""
+    node: int = 0
+    """Where its devices and processes are."""
 
 
 class MemoryCommand(Record, frozen=True, kw_only=True):
@@ -138,6 +151,41 @@ class LeaseReply(Record, frozen=True, kw_only=True):
     dropped_bytes: int = 0
 
 
+def whole_of(tag: str) -> str:
+    """The tag that this one is a part of, or itself."""
+    return tag.partition(".")[0]
+
+
+def wholes(tags: Iterable[str]) -> str:
+    """Tags for people, parts not told apart: "params, optimizer"."""
+    return ", ".join(dict.fromkeys(whole_of(tag) for tag in tags))
+
+
+class DeviceUse(Record, frozen=True):
+    """A device that is to be measured."""
+
+    device: str
+    pids: tuple[int, ...]
+    """Processes that are known to use it; a device that is made of the host's memory is measured by them."""
+
+
+class MeasuredDevice(Record, frozen=True):
+    """One measurement of one device."""
+
+    device: str
+    capacity_bytes: int
+    free_bytes: int
+
+
+class WatchedProcess(Record, frozen=True):
+    """A process whose end has to be known."""
+
+    node: int
+    pid: int
+    started_at: int
+    """In clock ticks since boot: a number that is used again is another process."""
+
+
 class DeviceView(Record, frozen=True):
     """One device, for people."""
 
@@ -148,6 +196,7 @@ class DeviceView(Record, frozen=True):
     unattributed_bytes: int
     """Used by nobody that registered."""
     tenants: tuple[TenantReport, ...]
+    node: int = 0
 
 
 class MemoryView(Record, frozen=True):

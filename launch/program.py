@@ -28,6 +28,7 @@ from .actor_spec import ActorSpec
 from .composition.memory_parts import (
     lent_memory,
     memory_manager,
+    memory_share,
     rollout_tenancy,
     sglang_plan,
     start_timeout_s,
@@ -264,7 +265,7 @@ def _engine(
         seed=_engine_seed(spec, config),
         pause_mode=config.rollout.pause_mode,
         num_threads=spec.threads,
-        memory_share=0.6 / config.roles.rollout.count,
+        memory_share=memory_share(config),
         name=spec.name,
     )
     return EmbeddedEngine(config.model.path, options, reader=ChannelReader(), memory=lent_memory(spec, config, clock))

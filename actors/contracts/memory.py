@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from ...core.actor import Actor
-from ...core.device_memory import LeaseReply, LeaseRequest, MemoryCommand, MemoryReply, MemoryView, TenantReport
+from ...core.device_memory import (
+    DeviceUse,
+    LeaseReply,
+    LeaseRequest,
+    MeasuredDevice,
+    MemoryCommand,
+    MemoryReply,
+    MemoryView,
+    TenantReport,
+    WatchedProcess,
+)
 from ...core.handlers import call, cast
 
 
@@ -22,7 +32,7 @@ class TenantContract(Actor):
 
 
 class MemoryContract(Actor):
-    """One memory manager a node: the ledger of its devices."""
+    """The memory manager of a run: the ledger of all its shared devices."""
 
     @call(deadline=30, reentrant=True)
     async def register(self, report: TenantReport) -> int:
@@ -40,6 +50,25 @@ class MemoryContract(Actor):
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)
+    async def process_ended(self, process: WatchedProcess) -> None:
+        """Said by the agent of another node, until it is answered; twice does no harm."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
     async def view(self) -> MemoryView:
         """Who holds what, in which state, and the timeline."""
+        raise NotImplementedError
+
+
+class NodeAgentContract(Actor):
+    """What the memory manager has on a node that is not its own."""
+
+    @call(deadline=30, reentrant=True)
+    async def measure(self, uses: tuple[DeviceUse, ...]) -> tuple[MeasuredDevice, ...]:
+        """Each device once, now. Raises MemoryFault for one that is not there."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def watch(self, processes: tuple[WatchedProcess, ...]) -> tuple[WatchedProcess, ...]:
+        """Watch these, too; returns those that are gone already."""
         raise NotImplementedError

@@ -31,7 +31,8 @@ class Tenancy:
     """Where the engine's memory lies, and who leases it."""
 
     memory: EngineMemory
-    device: str
+    devices: tuple[str, ...]
+    node: int
     manager: str
     """Actor name."""
 
@@ -63,7 +64,8 @@ class RolloutTenant:
                 name=ctx.name,
                 epoch=ctx.epoch,
                 gang=ROLLOUT,
-                device=tenancy.device,
+                devices=tenancy.devices,
+                node=tenancy.node,
                 planned={r.tag: (r.num_bytes, r.policy) for r in tenancy.memory.memory_tags()},
             ),
             stores=(),

@@ -1,32 +1,39 @@
-"""The memory manager: one actor a node that decides who has the memory of its devices, and measures before it gives.
+"""The memory manager: one actor that decides who has the memory of all shared devices, and measures before it gives.
 
 Decisions are `memory/ledger`'s, which does no IO; here they are carried out: commands go to tenants by reference, each
-written to the journal before; devices are measured in a thread; processes are watched by pidfd, so that a death is
-known from the kernel. The manager holds no device memory and no context, and moves no bytes.
+written to the journal before; devices are measured and processes watched by `Sight`, on other nodes than the manager's
+through an agent. The manager holds no device memory and no context, and moves no bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import MailboxPolicy, PeerEvent, with_deadline
-from ...core.assets import DeviceMeter, DeviceReading
+from ...core.assets import DeviceMeter
 from ...core.clock import Clock
-from ...core.device_memory import LeaseReply, LeaseRequest, MemoryView, TenantReport
+from ...core.device_memory import (
+    DeviceUse,
+    LeaseReply,
+    LeaseRequest,
+    MemoryView,
+    TenantReport,
+    WatchedProcess,
+)
 from ...core.errors import CallError, MemoryFault, MyxaError
 from ...memory.ledger.arbiter import Arbiter, ArbiterOptions
 from ...memory.ledger.book import check_report
 from ...memory.ledger.instructions import Answer, Ask, Fence, Instruction, Measure, PhaseEnded, Send, Told
 from ...memory.ledger.journal import Journal
 from ...memory.ledger.timeline import Timeline
+from ...memory.ledger.wake import KEY as WATCH
 from ..contracts.memory import MemoryContract, TenantContract
 from ..contracts.roles import MonitorContract
-from ..own_thread import in_own_thread
 from ..telemetry import report_forever
-from .process_watch import ProcessWatch
+from .sight import Sight
 
 _QUIET_KINDS = frozenset({"state"})
 """For the timeline only; an event for each would drown the others."""
@@ -44,6 +51,10 @@ class ManagerOptions:
     """For a tenant to report."""
     measure_s: float = 20.0
     """For all devices of one measurement."""
+    node: int = 0
+    """Where the manager is."""
+    agents: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Actor names of its agents on other nodes with shared devices, by node."""
 
 
 class MemoryManager(MemoryContract):
@@ -59,7 +70,7 @@ class MemoryManager(MemoryContract):
         self._arbiter = Arbiter(options.arbiter, last_epoch=journal.last_epoch, known=journal.known)
         self._timeline = Timeline()
         self._waiting: dict[str, list[asyncio.Future[LeaseReply]]] = {}
-        self._processes: dict[tuple[str, int], set[int]] = {}
+        self._processes: dict[tuple[str, int], set[WatchedProcess]] = {}
         """(tenant, epoch) -> its processes that have not ended."""
         self._watched: set[str] = set()
         self._poked = asyncio.Event()
@@ -71,7 +82,14 @@ class MemoryManager(MemoryContract):
         self._meter = ActivityMeter(self.ctx.name, self._clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
         self._meter.switch("wait-data", "orders")
-        self._watch = ProcessWatch(self._process_ended)
+        self._sight = Sight(
+            self.ctx,
+            node=self._options.node,
+            agents=self._options.agents,
+            meter=self._meter_of_devices,
+            clock=self._clock,
+            on_end=self._process_ended,
+        )
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
         self.ctx.spawn(report_forever(self._telemetry, send), name="memory-telemetry")
         if self._arbiter.epoch:
@@ -87,7 +105,7 @@ class MemoryManager(MemoryContract):
             self._timeline.add(self._clock.wall(), "", tenant, text)
 
     async def on_stop(self, why: str) -> None:
-        self._watch.close()
+        self._sight.close()
         self._journal.close()
         for futures in self._waiting.values():
             for future in futures:
@@ -95,6 +113,7 @@ class MemoryManager(MemoryContract):
 
     async def on_peer(self, event: PeerEvent) -> None:
         """The registry's word that a tenant left. Its processes may live on: their end is seen by pidfd alone."""
+        self._sight.on_peer(event)
         if event.kind not in ("down", "restarted") or event.name not in self._watched:
             return
         known = self._arbiter.incarnation(event.name)
@@ -106,7 +125,7 @@ class MemoryManager(MemoryContract):
         reason = f"it left: {event.reason or event.kind}"
         left = self._processes.get((event.name, epoch), set())
         now = self._clock.monotonic()
-        if left <= {os.getpid()}:
+        if all(self._sight.is_own(process) for process in left):
             self._do(self._arbiter.died(event.name, epoch, reason, now))
         else:
             self._do(self._arbiter.unreachable(event.name, epoch, reason, now))
@@ -115,6 +134,11 @@ class MemoryManager(MemoryContract):
 
     async def register(self, report: TenantReport) -> int:
         check_report(report)
+        if not self._sight.knows(report.node):
+            raise MemoryFault(
+                f"{report.tenant} is on node {report.node}, where {self.ctx.name} sees no devices",
+                remedy="add the node to roles.memory.nodes",
+            )
         self._do(self._arbiter.registered(report, self._clock.monotonic()))
         self._heard(report)
         return self._arbiter.epoch
@@ -136,6 +160,9 @@ class MemoryManager(MemoryContract):
                 f"{self.ctx.name} came to no end of {request.request_id} within {request.deadline_s:g} s",
                 remedy="see its log; this is a bug of the manager",
             ) from error
+
+    async def process_ended(self, process: WatchedProcess) -> None:
+        self._sight.ended(process)
 
     async def view(self) -> MemoryView:
         book = self._arbiter.book
@@ -208,24 +235,34 @@ class MemoryManager(MemoryContract):
             self._heard(report)
 
     def _begin_measure(self, measure: Measure) -> None:
-        key = (measure.key, measure.devices)
-        if key not in self._measuring:  # a device that hangs is not asked again until it has answered
-            self._measuring.add(key)
-            self.ctx.spawn(self._measure(measure), name=f"measure for {measure.key}")
+        for part in self._by_node(measure) if measure.key == WATCH else (measure,):
+            key = (part.key, part.devices)
+            if key not in self._measuring:  # a device that hangs is not asked again until it has answered
+                self._measuring.add(key)
+                self.ctx.spawn(self._measure(part), name=f"measure for {part.key}")
+
+    def _by_node(self, measure: Measure) -> list[Measure]:
+        """The watch over quiet devices goes on on all other nodes when one does not answer."""
+        node_of = {device: self._arbiter.book.devices[device].node for device in measure.devices}
+        return [
+            Measure(
+                measure.key, tuple(device for device in measure.devices if node_of[device] == node), measure.after_s
+            )
+            for node in sorted(set(node_of.values()))
+        ]
 
     async def _measure(self, measure: Measure) -> None:
-        book, meter = self._arbiter.book, self._meter_of_devices
+        book = self._arbiter.book
         try:
             await asyncio.sleep(measure.after_s)
-            pids = {device: {p for t in book.on(device) for p in t.report.pids} for device in measure.devices}
-
-            def read() -> dict[str, DeviceReading]:
-                return {device: meter.measure(device, pids[device]) for device in measure.devices}
-
-            async with asyncio.timeout(self._options.measure_s):
-                readings = await in_own_thread(read, "measure devices")
-        except (MyxaError, TimeoutError) as error:
+            uses: dict[int, list[DeviceUse]] = {}
+            for device in measure.devices:
+                pids = sorted({pid for tenant in book.on(device) for pid in tenant.report.pids})
+                uses.setdefault(book.devices[device].node, []).append(DeviceUse(device, tuple(pids)))
+            readings = await self._sight.measure(uses, within_s=self._options.measure_s)
+        except MyxaError as error:
             self.ctx.log.warning("%s could not be measured: %s", ", ".join(measure.devices), error)
+            self._do(self._arbiter.unmeasured(measure.key, str(error), self._clock.monotonic()))
             await asyncio.sleep(0.5)
             return
         finally:
@@ -290,16 +327,17 @@ class MemoryManager(MemoryContract):
         is_new = key not in self._processes
         living = self._processes.setdefault(key, set())
         for pid, started_at in zip(report.pids, report.started_at, strict=False):
-            if pid not in living and self._watch.watch(pid, started_at):
-                living.add(pid)
+            process = WatchedProcess(report.node, pid, started_at)
+            if process not in living and self._sight.watch(process):
+                living.add(process)
         if is_new and not living:
             self.ctx.log.warning("%s: none of its processes %s is there", report.tenant, report.pids)
             self._ended(key)
 
-    def _process_ended(self, pid: int) -> None:
+    def _process_ended(self, process: WatchedProcess) -> None:
         for key, living in list(self._processes.items()):
-            if pid in living:
-                living.discard(pid)
+            if process in living:
+                living.discard(process)
                 if not living:
                     self._ended(key)
 

@@ -22,7 +22,7 @@ from ...core.activity import TelemetryBuffer
 from ...core.actor import PeerEvent
 from ...core.assets import AssetStore
 from ...core.clock import Clock
-from ...core.device_memory import MemoryCommand, MemoryReply, Tag, TagPolicy, TenantReport, TenantState
+from ...core.device_memory import MemoryCommand, MemoryReply, Tag, TagPolicy, TenantReport, TenantState, wholes
 from ...core.errors import MyxaError
 from ...core.host import start_time
 from ...core.patience import until_answered
@@ -60,8 +60,10 @@ class TenantOptions:
     epoch: int
     """Of the process incarnation."""
     gang: str
-    device: str
-    """UUID of the GPU, or "host:<n>"."""
+    devices: tuple[str, ...]
+    """UUIDs of the GPUs, or "host:<n>"; with several, each tag is on all of them or on none."""
+    node: int = 0
+    """Where its devices are."""
     planned: dict[Tag, tuple[int, TagPolicy]] = field(default_factory=dict[Tag, tuple[int, TagPolicy]])
     """Bytes and policy of tags that are going to be loaded: estimates, until `loaded`."""
 
@@ -83,7 +85,7 @@ class Tenant:
         telemetry: TelemetryBuffer | None = None,
     ) -> None:
         """`in_thread`: runs blocking work off the loop, one piece at a time. `pids`: whose memory this is, default this
-        process. `residue`: bytes that stay on the device when every tag has left, default 0."""
+        process. `residue`: bytes that stay on each device when every tag has left, default 0."""
         self._options = options
         self._gate = gate
         self._in_thread = in_thread
@@ -127,7 +129,7 @@ class Tenant:
             tenant=self._options.name,
             epoch=self._options.epoch,
             gang=self._options.gang,
-            device=self._options.device,
+            devices=self._options.devices,
             pids=pids,
             started_at=tuple(start_time(pid) for pid in pids),
             state=self._machine.state,
@@ -137,6 +139,7 @@ class Tenant:
             reserved_bytes=self._assets.reserved_bytes,
             comm_epoch=self._assets.comm_epoch,
             sequence=self._sequence,
+            node=self._options.node,
         )
 
     async def join(self, manager: MemoryContract) -> None:
@@ -290,7 +293,7 @@ class Tenant:
 
     def _span(self, command: MemoryCommand, wall_s: float, seconds: float) -> None:
         if self._telemetry is not None:
-            tags = ", ".join(command.tags)
+            tags = wholes(command.tags)
             self._telemetry.span(
                 command.kind, "wait-memory", wall_s, seconds, track="memory", epoch=command.epoch, tags=tags
             )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext, PeerEvent, with_deadline
 from ...core.clock import Clock
-from ...core.device_memory import LeaseRequest, Tag
+from ...core.device_memory import OPTIMIZER_PARTS, LeaseRequest, Tag, wholes
 from ...core.errors import CallError, LeaseRefused
 from ...core.patience import until_answered
 from ..contracts.memory import MemoryContract
@@ -29,7 +29,7 @@ ATTEMPTS = 3
 AGAIN_S = 1.0
 """For the registry to hear that an actor is gone."""
 TRAINER, ROLLOUT = "trainer", "rollout"
-TRAINER_TAGS: tuple[Tag, ...] = ("params", "grads", "optimizer", "frozen", "workspace", "nccl")
+TRAINER_TAGS: tuple[Tag, ...] = ("params", "grads", "masters", *OPTIMIZER_PARTS, "frozen", "workspace", "nccl")
 ROLLOUT_TAGS: tuple[Tag, ...] = ("weights", "kv_cache", "cuda_graph")
 
 
@@ -173,7 +173,7 @@ class TimeShare:
             held = "; ".join(f"{h.tenant or 'nobody known'} {h.tag} {h.num_bytes:,} ({h.state})" for h in reply.holders)
             self._telemetry.event("lease-refused", f"{gang}: {reply.reason}")
             raise LeaseRefused(
-                f"{gang} cannot have {', '.join(tags)}: {reply.reason}" + (f" [{held}]" if held else ""),
+                f"{gang} cannot have {wholes(tags)}: {reply.reason}" + (f" [{held}]" if held else ""),
                 remedy="see `myxa mem`; lower what the engine or the trainer takes, or free the device",
             )
 

@@ -31,6 +31,7 @@ class TrainerTenancy:
     """Where the rank's memory lies, and who leases it."""
 
     device: str
+    node: int
     planned: Mapping[Tag, tuple[int, TagPolicy]]
     """What the rank is going to hold: bytes and how they leave."""
     share: TimeShareOptions
@@ -82,7 +83,12 @@ class TrainerTenant:
         self._turn = BackendTurn(in_thread)
         self._tenant = Tenant(
             options=TenantOptions(
-                name=ctx.name, epoch=ctx.epoch, gang=TRAINER, device=tenancy.device, planned=dict(tenancy.planned)
+                name=ctx.name,
+                epoch=ctx.epoch,
+                gang=TRAINER,
+                devices=(tenancy.device,),
+                node=tenancy.node,
+                planned=dict(tenancy.planned),
             ),
             stores=(),
             gate=self._turn,

@@ -253,7 +253,7 @@ def main() -> None:
     args.add_argument("--cycles", type=int, default=11)
     args.add_argument("--switch-limit", type=float, default=25.0)
     add_lab_options(args)
-    args.set_defaults(scale=0.5, micro_batches=1)  # small, and its optimizer still has to leave
+    args.set_defaults(scale=0.5, micro_batches=1, mem_fraction=0.97)  # small, and most of its optimizer has to leave
     options = args.parse_args()
     shrink(options)
     if options.device == "cpu":

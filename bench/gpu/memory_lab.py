@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memory_orders import MANAGER, StandInContract, WorkDone, WorkKind, WorkOrder
+from memory_orders import ENGINE_TAGS, MANAGER, TRAINER_TAGS, StandInContract, WorkDone, WorkKind, WorkOrder
 from memory_stages import Stage
 
 from myxa.actors.contracts.memory import MemoryContract
@@ -26,8 +26,6 @@ from myxa.core.device_memory import LeaseReply, LeaseRequest, MemoryView, Tag
 from myxa.transport.node import Node
 
 HERE = Path(__file__).resolve().parent
-TRAINER_TAGS: tuple[Tag, ...] = ("params", "grads", "optimizer", "workspace")
-ENGINE_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 START_S = 90.0
 """Of a process that imports torch on a bare machine."""
 WORK_S = 120.0

@@ -8,16 +8,19 @@ from __future__ import annotations
 from typing import Literal
 
 from myxa.actors.contracts.memory import TenantContract
-from myxa.core.device_memory import Tag, TagPolicy
+from myxa.core.device_memory import OPTIMIZER_PARTS, Tag, TagPolicy
 from myxa.core.handlers import call
 from myxa.core.messages import Record
 
 WorkKind = Literal[
     "setup", "mode", "step", "baseline", "generate", "load", "digest", "rates", "residue", "pause", "resume"
 ]
+TRAINER_TAGS: tuple[Tag, ...] = ("params", "grads", "masters", *OPTIMIZER_PARTS, "workspace")
+ENGINE_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
+COPIED = frozenset[Tag](("masters", *OPTIMIZER_PARTS))
 POLICIES: dict[Tag, TagPolicy] = {
-    "params": "rematerialise", "grads": "discard", "optimizer": "backup", "workspace": "discard",
-    "weights": "discard", "kv_cache": "discard",
+    "params": "rematerialise", "grads": "discard", "workspace": "discard", "weights": "discard", "kv_cache": "discard",
+    **dict.fromkeys(COPIED, "backup"),
 }  # fmt: skip
 MANAGER = "memory/0"
 
@@ -29,7 +32,7 @@ class WorkOrder(Record, frozen=True, kw_only=True):
     amount: float = 0.0
     """step, baseline: micro-batches; generate: seconds; load: version."""
     overlap: bool = False
-    """mode: begin steps before the optimizer is there, and copy it out as soon as it is written."""
+    """mode: begin steps before the moments are there, and copy out what leaves as soon as it is written."""
 
 
 class WorkDone(Record, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from memory_figures import GIB, size
 from runs import stage
 
 from myxa.actors.backends.torch_backend.world import Gang
+from myxa.actors.tenancy.time_share import TRAINER_TAGS
 from myxa.core.clock import SystemClock
 from myxa.core.config import load_config
 from myxa.launch.composition.gang_comms import gang_comms
@@ -31,8 +32,6 @@ from myxa.launch.composition.trainer_backends import make_backend
 from myxa.launch.program import _weight_sender
 from myxa.launch.supervisor.placement import place
 from myxa.memory.arenas.torch_cache import trim_torch_cache
-
-ENGINES_TURN = ("optimizer", "grads", "params", "frozen")
 
 
 class Stages:
@@ -77,7 +76,7 @@ def measure(options: argparse.Namespace, report: Report, work: Path) -> Stages:
     gc.collect()
     trim_torch_cache(0)
     stages.look("cache given back")
-    store.release(ENGINES_TURN)
+    store.release(TRAINER_TAGS)
     stages.look("tags away")
     sender.release(0)
     gc.collect()

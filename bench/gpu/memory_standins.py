@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from memory_device import bytes_at, hashes
 
+from myxa.core.device_memory import OPTIMIZER_PARTS
+
 Allocate = Callable[[str, int], int]
 """(tag, bytes) -> address."""
 WORKED_EXAMPLE = 8_200_000_000
@@ -54,7 +56,9 @@ class Shape:
         whole = {"params": 2, "weights": 2, "grads": 4}
         if tag == "workspace":
             return 2 * self.matrix * (3 * self.tokens + self.matrix)
-        return whole[tag] * self.num_params if tag in whole else {"masters": 4, "moments": 8}[tag] * self.shard
+        if tag in OPTIMIZER_PARTS:  # two moments of a part of the shard
+            return 8 * self.shard // len(OPTIMIZER_PARTS)
+        return 4 * self.shard if tag == "masters" else whole[tag] * self.num_params
 
 
 @dataclass
@@ -93,26 +97,26 @@ class TrainerStandIn:
         at = {
             "params": allocate("params", shape.bytes_of("params")),
             "grads": allocate("grads", shape.bytes_of("grads")),
-            "masters": allocate("optimizer", shape.bytes_of("masters")),
-            "moments": allocate("optimizer", shape.bytes_of("moments")),
+            "masters": allocate("masters", shape.bytes_of("masters")),
             "workspace": allocate("workspace", shape.bytes_of("workspace")),
         }
-        self.addresses = at
+        self._moments = [(allocate(part, shape.bytes_of(part)), shape.bytes_of(part)) for part in OPTIMIZER_PARTS]
         self.params = tensor(at["params"], shape.num_params, torch.bfloat16, device).view(-1, side, side)
         self.grads = tensor(at["grads"], shape.num_params, torch.float32, device).view(-1, side, side)
         self.masters = tensor(at["masters"], shape.shard, torch.float32, device)
-        moments = tensor(at["moments"], 2 * shape.shard, torch.float32, device)
+        self._masters_at = at["masters"]
         self.masters.normal_(std=side**-0.5)
-        moments.zero_()
         space = tensor(at["workspace"], shape.bytes_of("workspace") // 2, torch.bfloat16, device)
         rows = space.view(-1, side).split([shape.tokens, shape.tokens, shape.tokens, side])
         self._x, self._y, self._dx, self._product = rows
-        weight = torch.nn.Parameter(self.masters, requires_grad=False)
-        self._optimizer = torch.optim.AdamW([weight], lr=1e-5, fused=True)
-        self._weight = weight
-        state: dict[str, Any] = self._optimizer.state[weight]
-        state["step"] = torch.zeros((), dtype=torch.float32, device=place)
-        state["exp_avg"], state["exp_avg_sq"] = moments[: shape.shard], moments[shape.shard :]
+        pieces = self.masters.chunk(len(OPTIMIZER_PARTS))
+        self._weights = [torch.nn.Parameter(piece, requires_grad=False) for piece in pieces]
+        self._optimizer = torch.optim.AdamW(self._weights, lr=1e-5, fused=True)
+        for weight, (address, num_bytes) in zip(self._weights, self._moments, strict=True):
+            moments = tensor(address, num_bytes // 4, torch.float32, device).zero_()
+            state: dict[str, Any] = self._optimizer.state[weight]
+            state["step"] = torch.zeros((), dtype=torch.float32, device=place)
+            state["exp_avg"], state["exp_avg_sq"] = moments.chunk(2)
         self.num_steps = 0
 
     def rebuild(self) -> None:
@@ -141,16 +145,17 @@ class TrainerStandIn:
     def update(self) -> None:
         """AdamW on the own quarter, then the next parameters, then no gradients."""
         own = self.grads.view(RANKS, -1)[0]
-        self._weight.grad = own
+        for weight, grad in zip(self._weights, own.chunk(len(self._weights)), strict=True):
+            weight.grad = grad
         self._optimizer.step()
-        self._weight.grad = None
+        for weight in self._weights:
+            weight.grad = None
         self.num_steps += 1
         self.rebuild()
 
-    def step(self, num: int, before: Callable[[], None], arrive: Callable[[], None]) -> Step:
-        """One step. `before`: until the masters are there; `arrive`: until the whole optimizer is."""
+    def step(self, num: int, arrive: Callable[[], None]) -> Step:
+        """One step. `arrive`: until all moments are there."""
         done = Step()
-        before()
         marks = [time.monotonic()]
         self.rebuild()
         finish(self.device)
@@ -172,11 +177,8 @@ class TrainerStandIn:
 
     def digest(self) -> list[int]:
         """Hashes of the optimizer's quarter, which is all that must survive."""
-        shape = self.shape
-        return [
-            *hashes(bytes_at(self.addresses["masters"], shape.bytes_of("masters"), self.device)),
-            *hashes(bytes_at(self.addresses["moments"], shape.bytes_of("moments"), self.device)),
-        ]
+        places = [(self._masters_at, self.shape.bytes_of("masters")), *self._moments]
+        return [each for address, num_bytes in places for each in hashes(bytes_at(address, num_bytes, self.device))]
 
 
 class EngineStandIn:

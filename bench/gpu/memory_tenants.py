@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from memory_device import device_bytes, device_name, open_arena, seconds_of, settled_used
 from memory_figures import MIB
-from memory_orders import MANAGER, POLICIES, StandInContract, WorkDone, WorkOrder
+from memory_orders import COPIED, MANAGER, POLICIES, TRAINER_TAGS, StandInContract, WorkDone, WorkOrder
 from memory_process import run
 from memory_raw import PlainCopies, synchronise
 from memory_saver import make_saver
@@ -28,7 +28,7 @@ from myxa.actors.contracts.memory import MemoryContract
 from myxa.actors.tenancy.tenant import Tenant, TenantOptions
 from myxa.core.actor import PeerEvent
 from myxa.core.assets import Moved
-from myxa.core.device_memory import MemoryCommand, MemoryReply, Tag, TagReport, TenantReport
+from myxa.core.device_memory import OPTIMIZER_PARTS, MemoryCommand, MemoryReply, Tag, TagReport, TenantReport
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.streams import Restoring, Saving
 
@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 
 class StreamedStore:
-    """An arena whose optimizer may still be on its way in when the others are there, and be on its way out while it is
-    still mapped."""
+    """An arena whose moments may still be on their way in when the others are there, and with the masters be on their
+    way out while they are still mapped."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -49,6 +49,8 @@ class StreamedStore:
         """That came in after the last restore was answered."""
         self._coming: Restoring | None = None
         self._going: Saving | None = None
+        self._left: frozenset[Tag] = frozenset()
+        """Of what is copied, what the last release asked for: the next one is like it."""
 
     def report(self) -> tuple[TagReport, ...]:
         return self.arena.report()
@@ -59,32 +61,31 @@ class StreamedStore:
         held = sum(r.num_bytes for r in self.arena.report() if r.tag in own and r.backing.startswith("mapped"))
         moved = self.arena.release(own)
         copied = moved.copied_bytes
-        if self._going is not None and "optimizer" in own:
+        self._left = own & COPIED or self._left
+        if self._going is not None and own & COPIED:
             copied += self._going.wait_all().copied_bytes  # over: what was begun early is part of this departure
             self._going = None
         return Moved(copied_bytes=copied, dropped_bytes=held - copied, seconds=moved.seconds)
 
     def restore(self, tags: Collection[Tag]) -> Moved:
         own = self._own(tags)
-        if not self.is_streaming or "optimizer" not in own:
+        if not self.is_streaming or not own & COPIED:
             moved = self.arena.restore(own)
             return Moved(copied_bytes=moved.copied_bytes, dropped_bytes=moved.dropped_bytes, seconds=moved.seconds)
         self._coming = self.arena.begin_restore(own)
-        for tag in own - {"optimizer"}:
+        for tag in own - frozenset(OPTIMIZER_PARTS):
             self._coming.wait(tag)
         return Moved()
 
-    def arrive(self, address: int | None = None) -> None:
-        """Until the optimizer is there, or the part of it up to `address`."""
-        if self._coming is not None and address is not None:
-            self._coming.wait_address(address)
-        elif self._coming is not None:
+    def arrive(self) -> None:
+        """Until all moments are there."""
+        if self._coming is not None:
             self.streamed_bytes = self._coming.wait_all().copied_bytes
             self._coming = None
 
     def begin_backup(self) -> None:
-        """The optimizer begins to leave while it stays."""
-        self._going = self.arena.begin_backup(frozenset({"optimizer"}))
+        """What left the last time begins to leave while it stays."""
+        self._going = self.arena.begin_backup(self._left)
 
     def _own(self, tags: Collection[Tag]) -> frozenset[Tag]:
         return frozenset(tags) & {report.tag for report in self.arena.report()}
@@ -157,7 +158,8 @@ class StandIn(StandInContract):
             return
         self._tenant = Tenant(
             options=TenantOptions(
-                name=self.ctx.name, epoch=self.ctx.epoch, gang=self.gang, device=device_name(self._device, self._index),
+                name=self.ctx.name, epoch=self.ctx.epoch, gang=self.gang,
+                devices=(device_name(self._device, self._index),),
                 planned={tag: (num, POLICIES[tag]) for tag, num in self.planned().items()},
             ),
             stores=(), gate=self, in_thread=self._in_thread, clock=self.ctx.clock, residue=lambda: self._residue,
@@ -269,9 +271,7 @@ class TrainerActor(StandIn):
     def planned(self) -> dict[Tag, int]:
         shape = self._shape
         return {
-            "params": shape.bytes_of("params"), "grads": shape.bytes_of("grads"),
-            "optimizer": shape.bytes_of("masters") + shape.bytes_of("moments"),
-            "workspace": shape.bytes_of("workspace"),
+            tag: shape.bytes_of(tag) for tag in TRAINER_TAGS
         }  # fmt: skip
 
     def make(self, allocate: Callable[[str, int], int]) -> None:
@@ -294,7 +294,7 @@ class TrainerActor(StandIn):
 
     def do_baseline(self, order: WorkOrder) -> WorkDone:
         """Steps that nothing disturbs; the second counts."""
-        steps = [self._trainer.step(int(order.amount), lambda: None, lambda: None) for _ in range(2)]
+        steps = [self._trainer.step(int(order.amount), lambda: None) for _ in range(2)]
         self._written()
         return WorkDone(values=asdict(steps[-1]))
 
@@ -302,12 +302,10 @@ class TrainerActor(StandIn):
         store, trainer = self._store, self._trainer
         streamed = 0
         if store is None:
-            step = trainer.step(int(order.amount), lambda: None, lambda: None)
+            step = trainer.step(int(order.amount), lambda: None)
         else:
             store.streamed_bytes = 0
-            masters = trainer.addresses["masters"]
-            last = masters + self._shape.bytes_of("masters") - 8
-            step = trainer.step(int(order.amount), lambda: store.arrive(last), store.arrive)
+            step = trainer.step(int(order.amount), store.arrive)
             streamed = store.streamed_bytes
         self._written()
         self._quiet()
@@ -325,7 +323,7 @@ class TrainerActor(StandIn):
 
     def _written(self) -> None:
         if self._store is not None:
-            for tag in ("params", "grads", "optimizer", "workspace"):
+            for tag in TRAINER_TAGS:
                 self._store.arena.mark_dirty(tag)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .section import CountInt, NonNegativeFloat, PositiveFloat, Section
+from .section import CountInt, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 ShareMode = Literal["none", "switch"]
 ArenaBackend = Literal["auto", "cuda_vmm", "torch_memory_saver", "host_vmm"]
@@ -31,7 +31,10 @@ class MemorySettings(Section, frozen=True):
     not fit is refused. 0 = what leaves by being copied (parameters, optimizer, reference model) and 5 % more: with one
     Megatron rank in bfloat16 14 bytes a parameter. Not used by torch_memory_saver."""
     capacity_mb: CountInt = 0
-    """MiB of the stand-in device "host:0" of runs on the CPU (host_vmm), which must be set there."""
+    """MiB of each stand-in device of runs on the CPU (host_vmm), which must be set there."""
+    host_devices: PositiveInt = 1
+    """Stand-in devices of runs on the CPU, "host:0", "host:1" and so on, each of `capacity_mb`. Trainer ranks and
+    engines are dealt out among them as among GPUs: several actors on one, or several devices for one engine."""
     reserve_mb: CountInt = 1024
     """MiB of each GPU that are never granted: contexts, workspaces, fragments. The stand-in device has no such."""
     workspace_mb: CountInt = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .conflict import Conflict
@@ -30,22 +30,35 @@ def _place_conflicts(config: RunConfig) -> Iterator[Conflict]:
     trainer, rollout = config.roles.trainer, config.roles.rollout
     if config.algo.kind == "sft":
         yield Conflict((SHARE, "algo.kind"), 'must be "none": algo.kind = "sft" has no engine to take turns with')
-    if set(trainer.device_ids) != set(rollout.device_ids):
+    if not _are_shared(trainer.device_ids, rollout.device_ids):
         yield Conflict(
             (SHARE, "roles.trainer.devices", "roles.rollout.devices"),
-            f'needs trainer and rollout on the same devices, they have "{trainer.devices}" and "{rollout.devices}": '
-            "set both alike",
+            f'needs engines on devices that the trainer has, they have "{trainer.devices}" (trainer) and '
+            f'"{rollout.devices}" (rollout): set both alike, or give rollout some of the trainer\'s',
         )
-    if any(role.nodes != config.roles.memory.nodes for role in (trainer, rollout)):
+    nodes = config.roles.memory.nodes
+    if nodes == "*" or any(role.nodes != nodes for role in (trainer, rollout)):
         yield Conflict(
             (SHARE, "roles.trainer.nodes", "roles.rollout.nodes", "roles.memory.nodes"),
-            "needs trainer, rollout and memory manager on one and the same node: set their nodes to [0]",
+            "needs trainer, rollout and memory manager on the same nodes, all of them named: set their nodes alike",
         )
-    if config.weights.channel in ("nccl", "disk"):
+    elif len(nodes) > 1 and config.weights.channel != "disk":
+        yield Conflict(
+            ("weights.channel", SHARE, "roles.rollout.nodes"),
+            'must be "disk" when trainer and engines take turns on several nodes (with the run directory on a file '
+            "system of all): shm and cuda_ipc do not leave the node of the rank that sends",
+        )
+    if config.weights.channel == "nccl":
         yield Conflict(
             ("weights.channel", SHARE),
-            'must be "cuda_ipc" (or "shm" on the CPU) when trainer and engine take turns on a device',
+            'must be "cuda_ipc" ("shm" on the CPU) or "disk" when trainer and engine take turns on a device',
         )
+
+
+def _are_shared(trainers: Sequence[int], engines: Sequence[int]) -> bool:
+    """Devices of the trainer alone stand idle in the engines' turn; devices of an engine alone would in the trainer's,
+    and need no lease then."""
+    return bool(engines) == bool(trainers) and set(engines) <= set(trainers)
 
 
 def _engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -55,12 +68,6 @@ def _engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
             ("engine.attach", "engine.router", SHARE),
             "must be one server for each rollout actor when trainer and engine take turns on a device: name as many in "
             "engine.attach as roles.rollout.count says, without engine.router",
-        )
-    if len(rollout.device_ids) > rollout.count:
-        yield Conflict(
-            ("roles.rollout.count", SHARE),
-            "must be one rollout actor for each GPU when trainer and engine take turns: a server over several GPUs is "
-            "not leased yet",
         )
     if "enable_memory_saver" in config.sglang:
         yield Conflict(
@@ -96,6 +103,12 @@ def _trainer_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _gpu_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    trainer = config.roles.trainer
+    if len(trainer.device_ids) != trainer.count:
+        yield Conflict(
+            ("roles.trainer.count", "roles.trainer.devices", SHARE),
+            f"must be {len(trainer.device_ids)}, one rank for each GPU: memory of a GPU without a rank is in no turn",
+        )
     if config.memory.backend == "host_vmm":
         yield Conflict(("memory.backend", "roles.trainer.devices"), 'is for runs on the CPU; use "auto"')
     if not config.memory.workspace_mb:
@@ -127,6 +140,18 @@ def _host_conflicts(config: RunConfig) -> Iterator[Conflict]:
         yield Conflict(
             ("memory.backend", "roles.trainer.devices"),
             'needs GPUs in roles.trainer.devices; use "auto"',
+        )
+    trainer, rollout, num_devices = config.roles.trainer, config.roles.rollout, config.memory.host_devices
+    for name, count in (("trainer", trainer.count), ("rollout", rollout.count)):
+        if count % num_devices and num_devices % count:
+            yield Conflict(
+                ("memory.host_devices", f"roles.{name}.count"),
+                f"cannot be dealt out among {count} actors: set it to a divisor or a multiple",
+            )
+    if trainer.count < num_devices:
+        yield Conflict(
+            ("memory.host_devices", "roles.trainer.count"),
+            f"gives {num_devices} devices to {trainer.count} trainer ranks, each of which uses one: lower it",
         )
     if not config.memory.capacity_mb:
         yield Conflict(

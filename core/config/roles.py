@@ -145,11 +145,14 @@ class MonitorRole(SingleRole, frozen=True):
     """A process whose event loop gives no sign of life: kill (at most the newest measurements are lost) or wait."""
 
 
-class MemoryRole(SingleRole, frozen=True):
-    """The memory manager of runs whose trainer and engine take turns (`memory.share = "switch"`); else not started."""
+class MemoryRole(RoleSettings, frozen=True):
+    """The memory manager of runs whose trainer and engine take turns (`memory.share = "switch"`), on the first of
+    `nodes`, and its agents on the others; else not started."""
 
     kind: Literal["memory"] = "memory"
     """Only "memory"."""
+    count: Annotated[int, Field(ge=1, le=1)] = 1
+    """Always 1."""
     when_hung: WhenHung = "kill"
     """A process whose event loop gives no sign of life: kill (tenants tell the next one what they hold) or wait."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 
 from ...actors.backends.megatron.residence import Coming
@@ -26,6 +26,12 @@ class ArenaHousing:
         """See `Housing`."""
         for tag in tags:
             self._memory.pools.drop(tag)
+
+    def divide(self, parts: Sequence[Tag]) -> None:
+        """See `Housing`."""
+        for part in parts[1:]:
+            self._memory.arena.tag(part, "backup")
+        self._memory.arena.divide(parts)
 
     def mark_dirty(self, tag: Tag) -> None:
         """See `Housing`."""
@@ -66,6 +72,9 @@ class SaverHousing:
 
     def shrink(self, tags: Collection[Tag]) -> None:
         """It cannot."""
+
+    def divide(self, parts: Sequence[Tag]) -> None:
+        """It cannot: a tag of it leaves whole."""
 
     def mark_dirty(self, tag: Tag) -> None:
         """See `Housing`."""

@@ -16,7 +16,7 @@ from ...core.config import RunConfig
 from ...core.device_memory import Tag, TagPolicy, TagReport
 from ...core.errors import ConfigError
 from ...core.protocols import Engine, EngineMemory
-from ...memory.budget import ITEM_BYTES
+from ...memory.budget import DEFAULT_SHARE, ITEM_BYTES
 from ..actor_spec import ActorSpec
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 GIB = 1 << 30
-HOST_DEVICE = "host:0"
-"""What stands for a GPU in runs on the CPU."""
 HOST_CHUNK_BYTES = 4 * MIB
 POOL_SLACK = 1.05
 """Of what is planned: tensors are padded, and sizes rounded up."""
@@ -52,26 +50,49 @@ def takes_turns(config: RunConfig) -> bool:
 
 def manager_name(config: RunConfig) -> str:
     """Actor name of the memory manager."""
-    return f"memory/{config.roles.memory.nodes[0]}"
+    return f"memory/{shared_nodes(config)[0]}"
 
 
-def device_of(spec: ActorSpec) -> str:
-    """The name under which the actor's device is leased. Raises ConfigError for a GPU that is not there."""
+def devices_of(spec: ActorSpec, config: RunConfig) -> tuple[str, ...]:
+    """The names under which the actor's devices are leased. Raises ConfigError for a GPU that is not there."""
     if not spec.devices:
-        return HOST_DEVICE
+        return host_devices_of(spec, config)
     from ...memory.gpu_facts import gpu_uuid
 
-    return gpu_uuid(spec.devices[0])
+    return tuple(gpu_uuid(number) for number in spec.devices)
+
+
+def host_devices_of(spec: ActorSpec, config: RunConfig) -> tuple[str, ...]:
+    """Of an actor on the CPU: its share of the stand-in devices, which it may have together with others."""
+    count, num_devices = config.roles[spec.role].count, config.memory.host_devices
+    local = spec.index % count
+    first = local * num_devices // count
+    numbers = range(first, first + max(1, num_devices // count))
+    return tuple(host_device(number, spec.node, config) for number in numbers)
+
+
+def host_device(number: int, node: int, config: RunConfig) -> str:
+    """What stands for a GPU in runs on the CPU. Every device of a run has a name of its own."""
+    return f"host:{number}" if len(shared_nodes(config)) == 1 else f"host:{number}@{node}"
+
+
+def shared_nodes(config: RunConfig) -> tuple[int, ...]:
+    """Nodes with shared devices; the manager is on the first."""
+    nodes = config.roles.memory.nodes
+    if nodes == "*":
+        raise ConfigError('roles.memory.nodes = "*"', remedy="name the nodes, like those of trainer and rollout")
+    return nodes
 
 
 def share_options(config: RunConfig) -> TimeShareOptions:
     """What the leader is told of taking turns."""
     from ...actors.tenancy.time_share import TimeShareOptions
 
+    num_nodes = len(shared_nodes(config))
     return TimeShareOptions(
         manager=manager_name(config),
-        trainers=tuple(f"trainer/{rank}" for rank in range(config.roles.trainer.count)),
-        rollouts=tuple(f"rollout/{index}" for index in range(config.roles.rollout.count)),
+        trainers=tuple(f"trainer/{rank}" for rank in range(num_nodes * config.roles.trainer.count)),
+        rollouts=tuple(f"rollout/{index}" for index in range(num_nodes * config.roles.rollout.count)),
         switch_s=config.memory.switch_s,
         start_s=config.engine.start_s + START_SLACK_S,
     )
@@ -84,22 +105,31 @@ def start_timeout_s(config: RunConfig) -> float:
 
 
 def memory_manager(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
-    """The manager of one node's devices. It imports no torch."""
+    """On the first of the nodes with shared devices the manager, on others its agent. It imports no torch."""
     from ...actors.tenancy.memory_manager import ManagerOptions, MemoryManager
+    from ...actors.tenancy.node_agent import NodeAgent
     from ...memory.ledger.arbiter import ArbiterOptions
     from ...memory.ledger.journal import Journal
     from ...memory.meters import DeviceMeters
 
     on_gpus = bool(config.roles.trainer.device_ids)
+    num_hosts = 0 if on_gpus else config.memory.host_devices
+    meter = DeviceMeters({host_device(n, spec.node, config): config.memory.capacity_mb * MIB for n in range(num_hosts)})
+    if spec.name != manager_name(config):
+        return NodeAgent(manager=manager_name(config), meter=meter, clock=clock)
     limits = (
         ArbiterOptions(reserve_bytes=config.memory.reserve_mb * MIB)
         if on_gpus
         else ArbiterOptions(reserve_bytes=0, margin_bytes=0)
     )
     return MemoryManager(
-        meter=DeviceMeters({} if on_gpus else {HOST_DEVICE: config.memory.capacity_mb * MIB}),
+        meter=meter,
         journal=Journal(run_dir / f"{spec.name.replace('/', '.')}.jsonl"),
-        options=ManagerOptions(arbiter=limits),
+        options=ManagerOptions(
+            arbiter=limits,
+            node=spec.node,
+            agents={node: f"memory/{node}" for node in shared_nodes(config) if node != spec.node},
+        ),
         clock=clock,
     )
 
@@ -118,9 +148,10 @@ def trainer_tenancy(spec: ActorSpec, config: RunConfig, comms: MakeComms) -> Tra
     planned = dict(trainer_plan(spec, config))
     if config.memory.workspace_mb:
         planned[WORKSPACE] = (config.memory.workspace_mb * MIB, "discard")
-    device = device_of(spec)
+    device = devices_of(spec, config)[0]
     return TrainerTenancy(
         device=device,
+        node=spec.node,
         planned=planned,
         share=share_options(config),
         vacate=functools.partial(vacate, device),
@@ -136,7 +167,7 @@ def trainer_plan(spec: ActorSpec, config: RunConfig) -> Planned:
     if spec.kind == "megatron":
         from ...actors.backends.megatron.residence import planned as planned_by_megatron
 
-        world_size = config.roles.trainer.count
+        world_size = config.roles.trainer.count * len(shared_nodes(config))
         return planned_by_megatron(
             num_parameters, config.megatron, config.trainer, world_size, has_reference=config.algo.kl_coef > 0
         )
@@ -186,16 +217,20 @@ def pool_bytes(config: RunConfig, plan: Planned) -> int:
 
 
 def make_arena(spec: ActorSpec, config: RunConfig, num_bytes: int, clock: Clock) -> Arena:
-    """An arena on the actor's device with so much host memory."""
+    """An arena on a trainer rank's device with so much host memory."""
     if spec.devices:
         from ...memory.arenas.cuda_vmm import open_cuda
 
         return open_cuda(spec.rank.local_rank if spec.rank else 0, num_bytes, clock).arena
+    return _host_arena(host_devices_of(spec, config)[0], config, num_bytes, clock)
+
+
+def _host_arena(device: str, config: RunConfig, num_bytes: int, clock: Clock) -> Arena:
     from ...memory.arenas.arena import Arena
     from ...memory.arenas.host_pool import HostPool
     from ...memory.arenas.host_vmm import HostVmmDriver
 
-    driver = HostVmmDriver(HOST_DEVICE, config.memory.capacity_mb * MIB)
+    driver = HostVmmDriver(device, config.memory.capacity_mb * MIB)
     return Arena(driver, HostPool(num_bytes), clock, chunk_bytes=HOST_CHUNK_BYTES)
 
 
@@ -208,7 +243,15 @@ def lent_memory(spec: ActorSpec, config: RunConfig, clock: Clock) -> LentMemory 
         return None
     from ...actors.engines.embedded.lent_memory import LentMemory
 
-    return LentMemory(make_arena(spec, config, 0, clock))
+    return LentMemory(*(_host_arena(device, config, 0, clock) for device in host_devices_of(spec, config)))
+
+
+def memory_share(config: RunConfig) -> float:
+    """Of the memory that an embedded engine finds (its devices', in turns), what it may plan with."""
+    num_beside = config.roles.rollout.count
+    if takes_turns(config):
+        num_beside = max(1, num_beside // config.memory.host_devices)
+    return DEFAULT_SHARE / num_beside
 
 
 def rollout_tenancy(spec: ActorSpec, config: RunConfig, engine: Engine | None) -> Tenancy | None:
@@ -220,7 +263,7 @@ def rollout_tenancy(spec: ActorSpec, config: RunConfig, engine: Engine | None) -
         raise ConfigError(f"{spec.name}: this kind of engine keeps its memory", remedy='set memory.share = "none"')
     from ...actors.rollout.tenant import Tenancy
 
-    return Tenancy(memory=engine, device=device_of(spec), manager=manager_name(config))
+    return Tenancy(memory=engine, devices=devices_of(spec, config), node=spec.node, manager=manager_name(config))
 
 
 def sglang_plan(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> tuple[TagReport, ...] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
-from ...core.device_memory import DeviceView, MemoryView, TagReport, TenantReport
+from ...core.device_memory import DeviceView, MemoryView, TagReport, TenantReport, whole_of
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -47,7 +47,8 @@ def _lines(view: MemoryView, num_events: int) -> Iterator[str]:
 
 
 def _device(device: DeviceView) -> Iterator[str]:
-    line = f"{device.device}: {size(device.capacity_bytes)}, free {size(device.free_bytes)}"
+    at = f" on node {device.node}" if device.node else ""
+    line = f"{device.device}{at}: {size(device.capacity_bytes)}, free {size(device.free_bytes)}"
     if device.unattributed_bytes > 0:
         line += f", held by nobody known {size(device.unattributed_bytes)}"
     yield line
@@ -59,13 +60,23 @@ def _tenant(tenant: TenantReport) -> Iterator[str]:
     held = sum(tag.num_bytes for tag in tenant.tags if tag.backing in ON_DEVICE)
     rest = f" + {size(tenant.residue_bytes)} that stay" if tenant.residue_bytes else ""
     yield f"  {tenant.tenant} ({tenant.gang}): {tenant.state}, {size(held)}{rest}"
-    for tag in tenant.tags:
-        yield f"    {_tag(tag)}"
+    for parts in _alike(tenant.tags):
+        yield f"    {_tag(parts)}"
 
 
-def _tag(tag: TagReport) -> str:
-    copy = f", {size(tag.host_bytes)} on the host" if tag.host_bytes and tag.backing != "host" else ""
-    return f"{tag.tag:<11}{size(tag.num_bytes):>11}  {WORDS[tag.backing]}{copy} [{tag.policy}]"
+def _alike(tags: Sequence[TagReport]) -> list[list[TagReport]]:
+    """Parts of one tag that are in the same place together, in the order of the first of each."""
+    found: dict[tuple[str, str, str], list[TagReport]] = {}
+    for tag in tags:
+        found.setdefault((whole_of(tag.tag), tag.backing, tag.policy), []).append(tag)
+    return list(found.values())
+
+
+def _tag(parts: Sequence[TagReport]) -> str:
+    first, on_host = parts[0], sum(part.host_bytes for part in parts)
+    copy = f", {size(on_host)} on the host" if on_host and first.backing != "host" else ""
+    total = size(sum(part.num_bytes for part in parts))
+    return f"{whole_of(first.tag):<11}{total:>11}  {WORDS[first.backing]}{copy} [{first.policy}]"
 
 
 def _timeline(events: Sequence[tuple[float, str, str, str]]) -> Iterator[str]:

@@ -23,6 +23,7 @@ from .departure import Departure, admit
 from .driver import VmmDriver
 from .host_pool import HostPool
 from .moving import Account, Floor, Moved, OnFreed, at_place, begin_copy_out
+from .parts import deal
 from .readback import Readback
 from .streams import Restoring, Saving
 from .tag_states import AWAY, LEAVES_BY, MAPPED, REMEDIES, Event
@@ -160,6 +161,27 @@ class Arena:
                 self._floor.give_up_copy(chunk)
             self._floor.driver.free_reservation(address, region.mapped_bytes)
             del memory.regions[address]
+
+    def divide(self, parts: Sequence[Tag]) -> None:
+        """Deal what the first tag holds out to all of these, which leave and come back each on its own from now on:
+        regions go over whole, so that the parts are as equal as these allow; small ones stay together.
+
+        MemoryFault when a part is not on the device, holds memory already, or has another policy.
+        """
+        with self._lock:
+            whole, *others = memories = [self._memory(tag) for tag in dict.fromkeys(parts)]
+            for memory in memories:
+                settle(self._floor, memory)
+                if memory.backing not in MAPPED or memory.policy != whole.policy:
+                    raise self._unfit(memory, f"a part of {whole.tag!r} ({whole.policy})")
+            if any(memory.regions for memory in others):
+                raise MemoryFault(
+                    f"{self._floor.place}: parts of tag {whole.tag!r} hold memory of their own",
+                    remedy="divide a tag once, after it was filled",
+                )
+            deal(whole, memories, self._floor.driver.granularity)
+            for memory in memories:
+                memory.step(Event.WRITTEN)
 
     def mark_dirty(self, tag: Tag) -> None:
         """Its owner changed the contents, or has filled what came back empty (policy rematerialise)."""

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ...core.assets import DeviceReading
-from ...core.device_memory import LeaseReply, LeaseRequest, MemoryReply, TenantReport
+from ...core.device_memory import LeaseReply, LeaseRequest, MemoryReply, TenantReport, wholes
 from .book import Book, Incarnation
 from .instructions import Answer, Ask, Fence, Instruction, Send, Told
 from .overrun import overruns
 from .recovery import Recovery
-from .refusal import in_words
+from .refusal import in_words, place_of
 from .switch import Switch, SwitchOptions
 from .wake import Wake
 
@@ -69,7 +69,7 @@ class Arbiter:
     def switching(self) -> str:
         """What is under way, for people."""
         return "; ".join(
-            f"{s.request.gang}: {', '.join(s.request.tags)} on {', '.join(sorted(s.devices))} ({s.stage})"
+            f"{s.request.gang}: {wholes(s.request.tags)} on {', '.join(sorted(s.devices))} ({s.stage})"
             for s in self._running
         )
 
@@ -127,6 +127,13 @@ class Arbiter:
                 switch.measured(now)
             elif switch.devices & readings.keys():
                 switch.noticed()
+        return self._go(now)
+
+    def unmeasured(self, key: str, reason: str, now: float) -> list[Instruction]:
+        """A measurement ended without readings; it is asked for again when that is due."""
+        for switch in self._running:
+            if switch.request.request_id == key:
+                switch.unmeasured(reason)
         return self._go(now)
 
     def died(self, tenant: str, epoch: int, reason: str, now: float) -> list[Instruction]:
@@ -191,7 +198,7 @@ class Arbiter:
             self._recovery.reported(report.tenant, now)
 
     def _told(self, report: TenantReport, kind: str, text: str) -> None:
-        self._out.append(Told(report.device, report.tenant, kind, text))
+        self._out.append(Told(place_of(report), report.tenant, kind, text))
 
     def _lost(self, tenant: str, now: float) -> None:
         for switch in list(self._running):
@@ -255,14 +262,16 @@ class Arbiter:
         """Members that this manager has not heard of since it was restarted, or that are being taken back."""
         gangs = {request.gang, *request.quiet}
         return any(
-            tenant.fenced and not tenant.is_dead and (tenant.report.gang in gangs or tenant.report.device in devices)
+            tenant.fenced
+            and not tenant.is_dead
+            and (tenant.report.gang in gangs or not devices.isdisjoint(tenant.report.devices))
             for tenant in self.book.tenants.values()
         )
 
     def _start(self, queued: _Queued, devices: frozenset[str], now: float) -> None:
         request = queued.request
         for device in sorted(devices):
-            self._out.append(Told(device, "", "switch", f"{request.gang} asks for {', '.join(request.tags)}"))
+            self._out.append(Told(device, "", "switch", f"{request.gang} asks for {wholes(request.tags)}"))
         switch = Switch(
             self.book,
             request,
@@ -295,8 +304,8 @@ class Arbiter:
             return frozenset()
         devices: set[str] = set()
         while True:
-            more = {t.report.device for t in live if t.report.gang in gangs}
-            reached = gangs | {t.report.gang for t in live if t.report.device in more}
+            more = {device for t in live if t.report.gang in gangs for device in t.report.devices}
+            reached = gangs | {t.report.gang for t in live if not more.isdisjoint(t.report.devices)}
             if more == devices and reached == gangs:
                 return frozenset(devices)
             devices, gangs = more, reached

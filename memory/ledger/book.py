@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ...core.assets import DeviceReading
-from ...core.device_memory import DeviceView, Holder, Tag, TagReport, TenantReport
+from ...core.device_memory import DeviceView, Holder, Tag, TagReport, TenantReport, whole_of
 from ...core.errors import MemoryFault
 from .tenant_states import STABLE, held_bytes, is_mapped
 
@@ -30,8 +30,8 @@ class Incarnation:
     fenced: str = ""
     """Why it does not count any more; empty: it does."""
     is_dead: bool = False
-    is_proven: bool = False
-    """Dead, and its memory measured as free."""
+    proven_on: set[str] = field(default_factory=set[str])
+    """Dead, and its memory measured as free on these of its devices."""
 
     @property
     def name(self) -> str:
@@ -39,7 +39,7 @@ class Incarnation:
 
     @property
     def held_bytes(self) -> int:
-        """Of its device, at worst. Fenced: everything it ever registered."""
+        """Of each of its devices, at worst. Fenced: everything it ever registered."""
         report = self.report
         if self.fenced and not self.is_dead:
             return report.residue_bytes + sum(tag.num_bytes for tag in report.tags)
@@ -48,7 +48,7 @@ class Incarnation:
 
     @property
     def untaken_bytes(self) -> int:
-        """Of `held_bytes`: not on the device yet, but may be at any moment."""
+        """Of `held_bytes`: not on the devices yet, but may be at any moment."""
         if self.is_dead:
             return 0
         return self.held_bytes - held_bytes(self.report) + self.report.reserved_bytes
@@ -58,6 +58,10 @@ class Incarnation:
         """It can be told to do something."""
         return not self.fenced and not self.is_dead
 
+    def counts_on(self, device: str) -> bool:
+        """Whether some of that device is, or may be, in its use."""
+        return device in self.report.devices and device not in self.proven_on
+
     def tag(self, name: Tag) -> TagReport | None:
         """What it last said of a tag."""
         return next((tag for tag in self.report.tags if tag.tag == name), None)
@@ -65,8 +69,9 @@ class Incarnation:
 
 @dataclass(slots=True)
 class DeviceAccount:
-    """What a device was last measured as."""
+    """Where a device is, and what it was last measured as."""
 
+    node: int = 0
     reading: DeviceReading | None = None
     baseline_bytes: int = 0
     """Used by nobody that registered, when all was quiet."""
@@ -89,8 +94,13 @@ class Book:
     def accept(self, report: TenantReport) -> Incarnation | None:
         """Book a report; None if a newer one is known already. MemoryFault for one that makes no sense."""
         check_report(report)
-        self.devices.setdefault(report.device, DeviceAccount())
         known = self.tenants.get(report.tenant)
+        if known is not None and known.report.epoch == report.epoch:
+            _check_place(known.report, report)
+        for device in report.devices:
+            self._check_node(device, report)
+        for device in report.devices:
+            self.devices.setdefault(device, DeviceAccount(report.node))
         if known is None or known.is_dead or report.epoch > known.report.epoch:
             if known is not None and not known.is_dead:
                 self._lay(known)
@@ -105,6 +115,14 @@ class Book:
             if is_mapped(tag):
                 known.promised.pop(tag.tag, None)
         return known
+
+    def _check_node(self, device: str, report: TenantReport) -> None:
+        known = self.devices.get(device)
+        if known is not None and known.node != report.node:
+            raise MemoryFault(
+                f"report of {report.tenant}: {device} is on node {known.node}, it says node {report.node}",
+                remedy="name each device of a run differently",
+            )
 
     def _lay(self, known: Incarnation) -> None:
         """A newer incarnation took its name: the old one counts until its end is proven."""
@@ -134,11 +152,13 @@ class Book:
         return None
 
     def proven(self, device: str) -> tuple[Incarnation, ...]:
-        """The memory of the dead of a device was seen to be free: forget them."""
-        gone = tuple(g for g in self.ghosts if g.is_dead and g.report.device == device)
+        """The memory of the dead of a device was seen to be free: forget those that count on no other device."""
+        there = [g for g in self.ghosts_on([device]) if g.is_dead]
+        for ghost in there:
+            ghost.proven_on.add(device)
+        gone = tuple(g for g in there if g.proven_on.issuperset(g.report.devices))
         self.ghosts = [g for g in self.ghosts if g not in gone]
         for ghost in gone:
-            ghost.is_proven = True
             if self.tenants.get(ghost.name) is ghost:
                 del self.tenants[ghost.name]
         return gone
@@ -148,9 +168,9 @@ class Book:
     def on(self, device: str) -> Iterator[Incarnation]:
         """Everybody who counts there, the unproven dead too."""
         for tenant in self.tenants.values():
-            if tenant.report.device == device and not tenant.is_dead:
+            if tenant.counts_on(device) and not tenant.is_dead:
                 yield tenant
-        yield from (g for g in self.ghosts if g.report.device == device)
+        yield from (g for g in self.ghosts if g.counts_on(device))
 
     def gang(self, name: str) -> tuple[Incarnation, ...]:
         """Members that live, sorted by name."""
@@ -159,8 +179,8 @@ class Book:
 
     def ghosts_on(self, devices: Iterable[str]) -> tuple[Incarnation, ...]:
         """The unproven dead of these devices."""
-        wanted = set(devices)
-        return tuple(g for g in self.ghosts if g.report.device in wanted)
+        wanted = tuple(devices)
+        return tuple(g for g in self.ghosts if any(g.counts_on(device) for device in wanted))
 
     def held(self, device: str) -> int:
         """By the books."""
@@ -180,7 +200,7 @@ class Book:
         mine = 0
         for name, tags in (besides or {}).items():
             tenant = self.tenants.get(name)
-            if tenant is not None and tenant.report.device == device and tenant.is_usable:
+            if tenant is not None and tenant.counts_on(device) and tenant.is_usable:
                 mine += sum(tenant.promised.get(tag, 0) for tag in tags)
         untaken = sum(tenant.untaken_bytes for tenant in self.on(device)) - mine
         by_books = account.reading.capacity_bytes - self.reserve_bytes - (self.held(device) - mine)
@@ -198,7 +218,7 @@ class Book:
     def dead_are_gone(self, device: str) -> bool:
         """Whether the last measurement shows the memory of all dead of that device as free."""
         account = self.devices[device]
-        dead = sum(g.held_bytes for g in self.ghosts if g.is_dead and g.report.device == device)
+        dead = sum(g.held_bytes for g in self.ghosts_on([device]) if g.is_dead)
         return account.reading is not None and (
             dead == 0 or self.unattributed(device) <= account.baseline_bytes + self.margin_bytes
         )
@@ -213,7 +233,10 @@ class Book:
             rows = [(tag.tag, tag.num_bytes) for tag in tenant.report.tags if is_mapped(tag) or state == "fenced"]
             rows += [(tag, n) for tag, n in tenant.promised.items() if tag not in {row[0] for row in rows}]
             rows.append(("residue", tenant.report.residue_bytes))
-            found += [Holder(device, tenant.name, tag, n, state) for tag, n in rows if n]
+            wholes: dict[str, int] = {}
+            for tag, num_bytes in rows:
+                wholes[whole_of(tag)] = wholes.get(whole_of(tag), 0) + num_bytes
+            found += [Holder(device, tenant.name, tag, n, state) for tag, n in wholes.items() if n]
         found.sort(key=lambda holder: (-holder.num_bytes, holder.tenant, holder.tag))
         nobody = self.unattributed(device) - sum(g.held_bytes for g in self.ghosts_on([device]) if g.is_dead)
         if nobody > 0:
@@ -222,9 +245,9 @@ class Book:
 
     def view(self, device: str) -> DeviceView:
         """One device, for `myxa mem`."""
-        reading = self.devices[device].reading or DeviceReading(0, 0)
+        reading, node = self.devices[device].reading or DeviceReading(0, 0), self.devices[device].node
         tenants = tuple(t.report for t in sorted(self.on(device), key=lambda t: (t.name, t.report.epoch)))
-        return DeviceView(device, reading.capacity_bytes, reading.free_bytes, self.unattributed(device), tenants)
+        return DeviceView(device, reading.capacity_bytes, reading.free_bytes, self.unattributed(device), tenants, node)
 
     def host_bytes(self) -> int:
         """Of the host pool in use."""
@@ -240,8 +263,10 @@ def check_report(report: TenantReport) -> None:
     """MemoryFault for numbers that cannot be."""
     names = [tag.tag for tag in report.tags]
     wrong = ""
-    if not (report.tenant and report.gang and report.device):
-        wrong = "tenant, gang and device need names"
+    if not (report.tenant and report.gang and report.devices and all(report.devices)):
+        wrong = "tenant, gang and devices need names"
+    elif len(set(report.devices)) != len(report.devices):
+        wrong = "a device is listed twice"
     elif len(set(names)) != len(names):
         wrong = "a tag is listed twice"
     elif any(tag.num_bytes < 0 or tag.host_bytes < 0 for tag in report.tags) or report.residue_bytes < 0:
@@ -250,3 +275,12 @@ def check_report(report: TenantReport) -> None:
         wrong = f"{len(report.pids)} processes with {len(report.started_at)} start times"
     if wrong:
         raise MemoryFault(f"report of {report.tenant or 'a tenant'}: {wrong}", remedy="mend the tenant")
+
+
+def _check_place(before: TenantReport, after: TenantReport) -> None:
+    """A living process cannot have its memory elsewhere: what it held would no longer be counted."""
+    if before.devices != after.devices:
+        raise MemoryFault(
+            f"report of {after.tenant}: was on {', '.join(before.devices)}, says {', '.join(after.devices)} now",
+            remedy="mend the tenant",
+        )

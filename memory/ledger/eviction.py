@@ -1,7 +1,8 @@
 """Which tags leave a device when a lease needs room: the cheapest that suffice, and no byte more than needed.
 
 Cost per byte freed, lowest first: bytes nobody keeps (discard), bytes whose copy on the host is still good (clean),
-bytes their owner can compute again (rematerialise), bytes that must be copied (dirty backup). A gang that runs and was
+bytes their owner can compute again (rematerialise), bytes that must be copied (dirty backup): first those that come
+back while their owner computes already, then those it has to wait for. A gang that runs and was
 not told to be quiet is disturbed only if those of quiet gangs do not suffice. Tags leave whole.
 
 Choosing the cheapest set that covers a need is a knapsack; the classes are few and the tags of a device few dozens, so
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from ...core.device_memory import Tag, TagReport
+from ...core.device_memory import OPTIMIZER_PARTS, Tag, TagReport
 from .tenant_states import can_leave, copies_when_leaving
 
 EXACT_UP_TO = 12
@@ -37,12 +38,14 @@ class Candidate:
 
 
 def rank_of(tag: TagReport) -> int:
-    """0 discard, 1 clean, 2 rematerialise, 3 dirty backup."""
+    """0 discard, 1 clean, 2 rematerialise, 3 dirty backup that nobody waits for at first, 4 other dirty backup."""
     if tag.policy == "discard":
         return 0
     if tag.policy == "rematerialise":
         return 2
-    return 3 if copies_when_leaving(tag) else 1
+    if not copies_when_leaving(tag):
+        return 1
+    return 3 if tag.tag in OPTIMIZER_PARTS else 4
 
 
 def candidate(tenant: str, gang: str, tag: TagReport, *, disturbs: bool) -> Candidate | None:

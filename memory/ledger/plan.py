@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...core.device_memory import Holder, LeaseRequest, Tag
@@ -58,8 +58,8 @@ def asked_bytes(book: Book, restore: Mapping[str, tuple[Tag, ...]]) -> dict[str,
         if tenant is None or not tenant.is_usable:
             continue
         num_bytes = sum(t.num_bytes for t in tenant.report.tags if t.tag in tags and not is_mapped(t))
-        if num_bytes:
-            asked[tenant.report.device] = asked.get(tenant.report.device, 0) + num_bytes
+        for device in tenant.report.devices if num_bytes else ():
+            asked[device] = asked.get(device, 0) + num_bytes
     return asked
 
 
@@ -102,33 +102,65 @@ def _wrong_with(request: LeaseRequest, members: tuple[Incarnation, ...]) -> Shor
 def _evict(
     book: Book, request: LeaseRequest, restore: Mapping[str, tuple[Tag, ...]]
 ) -> tuple[Candidate, ...] | Shortage:
-    """What has to leave, over all devices."""
-    running = {t.report.gang for t in book.tenants.values() if t.is_usable and t.report.state == "active"}
+    """What has to leave, over all devices. A tag that leaves one device leaves all of its tenant's."""
+    asked = asked_bytes(book, restore)
     chosen: list[Candidate] = []
-    for device, asked in asked_bytes(book, restore).items():
-        short = asked - book.room(device)
-        candidates = [
-            found
-            for t in book.on(device)
-            if t.is_usable and t.report.gang != request.gang
-            for tag in t.report.tags
-            if _is_free_to_go(book, t, tag.tag)
-            if (found := candidate(t.name, t.report.gang, tag, disturbs=_disturbs(t, running, request))) is not None
-        ]
-        picked = choose(candidates, short)
-        if (
-            picked is None
-            and any(c.num_bytes == 0 for c in candidates)
-            and not _is_full_by_books(book, device, asked, candidates)
-        ):
-            picked = tuple(candidates)  # some do not tell their size: all of them leave, and the measurement decides
-        if picked is None:
-            left = short - sum(c.num_bytes for c in candidates)
-            holders = book.holders(device)
-            may_pass = bool(book.ghosts_on([device])) or not _is_full_by_books(book, device, asked, candidates)
-            return Shortage(short_words(left, device, holders), holders, may_pass)
+    for device in asked:
+        picked = _pick(book, device, asked[device], _candidates(book, request, device), chosen)
+        if isinstance(picked, Shortage):
+            return picked
         chosen += picked
-    return _collective(book, chosen)
+    return _collective(book, _spared(book, chosen, {device: asked[device] - book.room(device) for device in asked}))
+
+
+def _candidates(book: Book, request: LeaseRequest, device: str) -> list[Candidate]:
+    """Tags of other gangs that could leave that device."""
+    running = {t.report.gang for t in book.tenants.values() if t.is_usable and t.report.state == "active"}
+    return [
+        found
+        for t in book.on(device)
+        if t.is_usable and t.report.gang != request.gang
+        for tag in t.report.tags
+        if _is_free_to_go(book, t, tag.tag)
+        if (found := candidate(t.name, t.report.gang, tag, disturbs=_disturbs(t, running, request))) is not None
+    ]
+
+
+def _pick(
+    book: Book, device: str, asked: int, candidates: list[Candidate], chosen: Sequence[Candidate]
+) -> tuple[Candidate, ...] | Shortage:
+    """Of one device's candidates; what was chosen for another device may have made room here, too."""
+    left = [c for c in candidates if c not in chosen]
+    short = asked - book.room(device) - _num_bytes(c for c in candidates if c in chosen)
+    picked = choose(left, short)
+    if picked is not None:
+        return picked
+    is_full = _is_full_by_books(book, device, asked, candidates)
+    if any(c.num_bytes == 0 for c in left) and not is_full:
+        return tuple(left)  # some do not tell their size: all of them leave, and the measurement decides
+    holders = book.holders(device)
+    may_pass = bool(book.ghosts_on([device])) or not is_full
+    return Shortage(short_words(short - _num_bytes(left), device, holders), holders, may_pass)
+
+
+def _spared(book: Book, chosen: Sequence[Candidate], short: Mapping[str, int]) -> list[Candidate]:
+    """Without those that are not needed on any device, the costliest first: a tag that was chosen for one device may
+    have made others, chosen before it for another one, superfluous."""
+    counts = {c: [device for device in short if book.tenants[c.tenant].counts_on(device)] for c in chosen}
+    surplus = {
+        device: _num_bytes(c for c in chosen if device in counts[c]) - num_bytes for device, num_bytes in short.items()
+    }
+    kept = list(chosen)
+    for each in sorted(chosen, key=lambda c: (c.disturbs, c.rank, c.num_bytes), reverse=True):
+        if each.num_bytes and all(each.num_bytes <= surplus[device] for device in counts[each]):
+            kept.remove(each)
+            for device in counts[each]:
+                surplus[device] -= each.num_bytes
+    return kept
+
+
+def _num_bytes(candidates: Iterable[Candidate]) -> int:
+    return sum(c.num_bytes for c in candidates)
 
 
 def _is_free_to_go(book: Book, tenant: Incarnation, tag: Tag) -> bool:
@@ -138,7 +170,7 @@ def _is_free_to_go(book: Book, tenant: Incarnation, tag: Tag) -> bool:
 
 def _is_full_by_books(book: Book, device: str, asked: int, candidates: list[Candidate]) -> bool:
     """The ledger alone says no, whatever will be measured."""
-    room = book.capacity(device) - book.reserve_bytes - book.held(device) + sum(c.num_bytes for c in candidates)
+    room = book.capacity(device) - book.reserve_bytes - book.held(device) + _num_bytes(candidates)
     return asked > room
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ...core.device_memory import MemoryCommand, MemoryReply
 from .book import Book
 from .instructions import Ask, Instruction, Send, Told
+from .refusal import place_of
 from .tenant_states import STABLE
 
 ASK_S = 0.5
@@ -74,7 +75,7 @@ class Recovery:
             known.fenced = ""
             known.promised.clear()
             del self._watched[name]
-            self._emit(Told(reply.report.device, name, "taken back", f"it is {reply.report.state}"))
+            self._emit(Told(place_of(reply.report), name, "taken back", f"it is {reply.report.state}"))
 
     def tick(self, now: float) -> None:
         """Ask again those who are due."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from ...core.device_memory import Holder
+from ...core.device_memory import Holder, TenantReport
 
 MAX_HOLDERS = 12
 
@@ -16,6 +16,11 @@ def in_words(num_bytes: int) -> str:
             value = num_bytes / size
             return f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
     return f"{num_bytes} bytes"
+
+
+def place_of(report: TenantReport) -> str:
+    """Where a tenant is: "GPU-6f1c", "GPU-6f1c, GPU-88a0"."""
+    return ", ".join(report.devices)
 
 
 def holders_in_words(holders: Sequence[Holder]) -> str:
@@ -34,6 +39,11 @@ def holders_in_words(holders: Sequence[Holder]) -> str:
 def short_words(short_bytes: int, device: str, holders: Sequence[Holder]) -> str:
     """Of a device that cannot be made to hold what is asked."""
     return f"refused: {in_words(short_bytes)} short on {device}, held by {holders_in_words(holders)}"
+
+
+def unmeasured_words(devices: Iterable[str], trouble: str) -> str:
+    """Of devices that nobody could look at. `trouble`: why, if anybody said."""
+    return f"refused: {', '.join(sorted(devices))} could not be measured in time" + (f": {trouble}" if trouble else "")
 
 
 def host_pool_words(need_bytes: int, used_bytes: int, limit_bytes: int) -> str:

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...core.device_memory import Holder, LeaseReply, LeaseRequest, MemoryReply, Tag
+from ...core.device_memory import Holder, LeaseReply, LeaseRequest, MemoryReply, Tag, wholes
 from .book import Book
 from .instructions import Answer, Fence, Instruction, Measure, PhaseEnded, Told
 from .plan import Shortage, SwitchPlan, build
+from .refusal import unmeasured_words
 from .tenant_states import is_mapped
 from .transition import Tally, Transition, TransitionOptions
 
@@ -71,6 +72,7 @@ class Switch:
         self._told: list[Transition] = []
         self._num_plans = 0
         self._failure = ""
+        self._trouble = ""
         self._holders: tuple[Holder, ...] = ()
         self._measure_due = 0.0
         self._epoch = epoch
@@ -103,6 +105,12 @@ class Switch:
             self._run.measured(now)
         self._follow(now)
 
+    def unmeasured(self, reason: str) -> None:
+        """No readings came; what a refusal for want of them will say."""
+        self._trouble = reason
+        if self._run is not None:
+            self._run.trouble = reason
+
     def noticed(self) -> None:
         """Readings that somebody else asked for are in the books."""
         if self._run is not None:
@@ -129,7 +137,7 @@ class Switch:
         """Time passed."""
         if self.stage == "survey" and now >= self._measure_due:
             if now >= self._forward_until:
-                self._refuse("refused: the devices could not be measured in time", now)
+                self._refuse(unmeasured_words(self.devices, self._trouble), now)
             else:
                 self._survey_again(now, 0.0)
         elif self._run is not None:
@@ -292,7 +300,7 @@ class Switch:
         self.stage = "over"
         self._run = None
         kind = "granted" if reply.granted else "refused"
-        text = f"{self.request.gang}: {', '.join(self.request.tags)}" + (f": {reply.reason}" if reply.reason else "")
+        text = f"{self.request.gang}: {wholes(self.request.tags)}" + (f": {reply.reason}" if reply.reason else "")
         for device in sorted(self.devices) or [""]:
             self._emit(Told(device, "", kind, text))
         self._emit(PhaseEnded(self.request.request_id, "switch", self._started, now, tuple(sorted(self.devices))))

@@ -15,7 +15,7 @@ from ...core.device_memory import CommandKind, MemoryCommand, MemoryReply, Tag
 from .book import PROOF_GAP_S, Book
 from .instructions import Instruction, Measure, PhaseEnded, Send, Told
 from .plan import SwitchPlan, asked_bytes
-from .refusal import short_words
+from .refusal import place_of, short_words, unmeasured_words
 
 Phase = Literal["drain", "release", "verify", "restore", "commit", "done", "failed"]
 _NEXT: Mapping[Phase, Phase] = {
@@ -87,6 +87,8 @@ class Transition:
         self._is_fallback = is_fallback
         self.phase: Phase = "drain"
         self.reason = ""
+        self.trouble = ""
+        """Why the last measurement brought no readings."""
         self.is_short = False
         """It failed because memory that was to be free is not."""
         self.silent: set[str] = set()
@@ -201,7 +203,7 @@ class Transition:
                 self._send(name, pending.command)
         if self.phase == "verify" and now >= self._measure_due:
             if now >= self._phase_until + _LONGEST_POLL_S * 2:
-                self._stop("the devices could not be measured", now)
+                self._stop(unmeasured_words(asked_bytes(self._book, self.plan.restore), self.trouble), now)
             else:
                 self._measure(now, 0.0)
 
@@ -283,7 +285,8 @@ class Transition:
         spent = now - self._phase_started
         name = f"fallback_{self.phase}" if self._is_fallback else self.phase
         self._tally.seconds[name] = self._tally.seconds.get(name, 0.0) + spent
-        devices = {self._book.tenants[n].report.device for n in self.plan.touched if n in self._book.tenants}
+        touched = [self._book.tenants[name] for name in self.plan.touched if name in self._book.tenants]
+        devices = {device for tenant in touched for device in tenant.report.devices}
         self._emit(PhaseEnded(self.key, name, self._phase_started, now, tuple(sorted(devices))))
 
     def _measure(self, now: float, after_s: float) -> None:
@@ -294,8 +297,8 @@ class Transition:
     # -- what goes wrong
 
     def _refused(self, name: str, reason: str, now: float) -> None:
-        device = self._book.tenants[name].report.device if name in self._book.tenants else ""
-        self._emit(Told(device, name, "refused", f"{self.phase}: {reason}"))
+        place = place_of(self._book.tenants[name].report) if name in self._book.tenants else ""
+        self._emit(Told(place, name, "refused", f"{self.phase}: {reason}"))
         if self._is_fallback:
             self._unwilling.add(name)
             self._go_on(now)

@@ -66,12 +66,16 @@ class Wake:
         """Measure what is due. A device in a switch is measured by it, but its dead are proven all the same."""
         if now >= self._extra:
             self._extra = float("inf")
-        ghosts = {g.report.device for g in self._book.ghosts if g.is_dead}
+        ghosts = self._haunted()
         due = [d for d in self._book.devices if now >= self._due_of(d, d in ghosts)]
         for device in due:
             self._due[device] = now
         if wanted := sorted(d for d in due if d in ghosts or d not in busy):
             self._emit(Measure(KEY, tuple(wanted)))
+
+    def _haunted(self) -> set[str]:
+        """Devices whose dead are not proven gone."""
+        return {device for device in self._book.devices if any(g.is_dead for g in self._book.ghosts_on([device]))}
 
     def _due_of(self, device: str, has_ghosts: bool) -> float:
         last = self._due.get(device)
@@ -79,5 +83,5 @@ class Wake:
 
     def wakes_at(self) -> float:
         """When `tick` has something to do."""
-        ghosts = {g.report.device for g in self._book.ghosts if g.is_dead}
+        ghosts = self._haunted()
         return min([self._extra, *(self._due_of(d, d in ghosts) for d in self._book.devices)])

@@ -26,6 +26,7 @@ class Shelf:
         self.backend: Any = None
         self.regions: list[tuple[str, str]] = []
         self.shrunk: tuple[str, ...] = ()
+        self.parts: tuple[str, ...] = ()
         self.policy: dict[str, str] = {}
         self.backing: dict[str, str] = {}
         self.copies: dict[str, list[torch.Tensor]] = {}
@@ -41,6 +42,12 @@ class Shelf:
     def shrink(self, tags: tuple[str, ...]) -> None:
         self.shrunk = tuple(tags)
 
+    def divide(self, parts: tuple[str, ...]) -> None:
+        """Moments are dealt out to the parts in turn."""
+        self.parts = parts
+        for part in parts:
+            self.policy[part], self.backing[part] = "backup", "mapped_dirty"
+
     def mark_dirty(self, tag: str) -> None:
         assert self.backing[tag].startswith("mapped") or self.backing[tag] == "copy_in", (tag, self.backing)
         self.backing[tag] = "mapped_dirty"
@@ -51,11 +58,13 @@ class Shelf:
         if tag in ("params", "grads"):
             buffers = [b for chunk in optimizer.chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers]]
             return [b.param_data if tag == "params" else b.grad_data for b in buffers]
-        states = [state for inner in optimizer.torch_optimizers() for state in inner.state.values()]
+        if tag in self.parts:
+            states = [state for inner in optimizer.torch_optimizers() for state in inner.state.values()]
+            moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+            return moments[self.parts.index(tag) :: len(self.parts)]
         masters = [p.data for inner in optimizer.torch_optimizers() for g in inner.param_groups for p in g["params"]]
         own = {t.untyped_storage().data_ptr() for t in self.tensors("params")}  # float32: the masters are these
-        masters = [m for m in masters if m.untyped_storage().data_ptr() not in own]
-        return [*masters, *(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))]
+        return [m for m in masters if m.untyped_storage().data_ptr() not in own]
 
     def report(self) -> tuple[Any, ...]:
         from myxa.core.device_memory import TagReport
@@ -103,6 +112,7 @@ def run(spec: dict[str, Any], case: dict[str, Any], rank: int, *, moves: bool) -
     from myxa.actors.backends.megatron.backend import MegatronBackend
     from myxa.actors.backends.megatron.residence import MegatronResidence, rebuilds_params
     from myxa.core.clock import SystemClock
+    from myxa.core.device_memory import OPTIMIZER_PARTS
 
     plain = steps.make_backend(spec, case | {"port": case["ports"][moves]}, rank)
     config = plain._config
@@ -112,7 +122,7 @@ def run(spec: dict[str, Any], case: dict[str, Any], rank: int, *, moves: bool) -
     backend: Any = MegatronBackend(config, residence=residence if moves else None)
     shelf.backend = backend
     backend.setup()
-    tags = ("params", "grads", "optimizer")
+    tags = ("params", "grads", "masters", *OPTIMIZER_PARTS)
     told: dict[str, Any] = {"metrics": [], "scores": []}
     try:
         dp_size, dp_rank = backend._parts.world.place.dp_size, backend._parts.world.place.dp_rank
@@ -120,7 +130,7 @@ def run(spec: dict[str, Any], case: dict[str, Any], rank: int, *, moves: bool) -
             shard = gang_rank.make_shards(seed, dp_size, kind="grpo", minibatches=2)[dp_rank]
             if moves:
                 # What leaves one device need not leave the others: rank 1 keeps its parameters once.
-                gone = tags if rank == 0 or seed != 12 else ("grads", "optimizer")
+                gone = tags if rank == 0 or seed != 12 else ("grads", *OPTIMIZER_PARTS[2:])
                 residence.release(gone)
                 residence.restore(gone)
             try:
@@ -129,13 +139,13 @@ def run(spec: dict[str, Any], case: dict[str, Any], rank: int, *, moves: bool) -
                 raise AssertionError(f"{case['name']}, moves={moves}, seed {seed}") from error
             told["metrics"].append({k: metrics[k] for k in ("train/loss", "train/grad_norm")})
             if moves:
-                residence.release(("params", "optimizer"))
-                residence.restore(("params", "optimizer"))
+                residence.release(("params", "masters", *OPTIMIZER_PARTS))
+                residence.restore(("params", "masters", *OPTIMIZER_PARTS))
             told["scores"].append([s.tolist() for s in backend.score(shard.samples)])
         folder = str(Path(spec["out"]) / case["name"] / f"checkpoint{moves}")
         if moves:
-            residence.release(("optimizer",))
-            residence.restore(("optimizer",))
+            residence.release(OPTIMIZER_PARTS)
+            residence.restore(OPTIMIZER_PARTS)
         backend.save(folder, {"version": 3})
         backend.load(folder)
         told["weights"] = {name: values.tolist() for name, values in steps.weights_of(backend).items()}

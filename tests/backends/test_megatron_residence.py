@@ -11,6 +11,7 @@ import pytest
 
 from myxa.actors.backends.megatron.residence import planned, rebuilds_params
 from myxa.core.config import MegatronSettings, TrainerConfig
+from myxa.core.device_memory import OPTIMIZER_PARTS
 from myxa.core.errors import ConfigError
 from myxa.launch.nodes.quiet_port import quiet_port
 
@@ -57,12 +58,13 @@ def test_everything_is_built_in_the_region_of_its_tag(runs: Callable[[str], list
         ("frozen", "backup"),
         ("params", "rematerialise"),
         ("grads", "discard"),
+        ("masters", "backup"),
         ("optimizer", "backup"),
     ]
-    assert moves["shrunk"] == ["frozen", "params", "grads", "optimizer"]
+    assert moves["shrunk"] == ["frozen", "params", "grads", "masters", "optimizer"]
     assert ["params", "backup"] in runs("masters")[0]["True"]["regions"]
-    assert moves["waits"] > 0, "the optimizer came in behind the restore"
-    assert set(moves["dirty"]) == {"params", "optimizer"}
+    assert moves["waits"] > 0, "moments came in behind the restore"
+    assert set(moves["dirty"]) == {"params", "masters", *OPTIMIZER_PARTS}
 
 
 def test_parameters_are_rebuilt_only_where_there_are_masters() -> None:
@@ -77,6 +79,6 @@ def test_parameters_are_rebuilt_only_where_there_are_masters() -> None:
 def test_plans_follow_layout_and_precision() -> None:
     bf16 = TrainerConfig(dtype="bfloat16")
     sizes = {t: s for t, (s, _) in planned(800, MegatronSettings(tp=2), bf16, 4, has_reference=True).items()}
-    assert sizes == {"params": 800, "grads": 1600, "optimizer": 2400, "frozen": 800}
+    assert sizes == {"params": 800, "grads": 1600, "masters": 800, "optimizer": 1600, "frozen": 800}
     one = planned(800, MegatronSettings(distributed_optimizer=False), TrainerConfig(), 1, has_reference=False)
     assert {t: s for t, (s, _) in one.items()} == {"params": 3200, "grads": 3200, "optimizer": 6400}

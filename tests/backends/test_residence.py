@@ -13,13 +13,14 @@ from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.backends.torch_backend.residence import TorchResidence, planned
 from myxa.core.clock import SystemClock
 from myxa.core.config import AlgoConfig, OptimizerConfig
+from myxa.core.device_memory import OPTIMIZER_PARTS, Tag, whole_of
 from myxa.core.samples import TrainShard
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.host_vmm import HostVmmDriver
 
 MIB = 1 << 20
-TAGS = ("params", "grads", "optimizer", "frozen")
+TAGS: tuple[Tag, ...] = ("params", "grads", *OPTIMIZER_PARTS, "frozen")
 Shards = Callable[..., tuple[TrainShard, ...]]
 
 
@@ -85,7 +86,8 @@ def test_only_what_changed_is_copied(moving: TorchBackend, residence: TorchResid
     assert again.dropped_bytes == sum(size.values())
     residence.restore(TAGS)
     moving.train(shard, {})
-    assert residence.release(TAGS).copied_bytes == size["params"] + size["optimizer"]
+    written = sum(num for tag, num in size.items() if whole_of(tag) in ("params", "optimizer"))
+    assert residence.release(TAGS).copied_bytes == written
     residence.restore(("params",))
     assert {r.tag: r.backing for r in residence.report()}["optimizer"] == "host"
 
@@ -93,6 +95,27 @@ def test_only_what_changed_is_copied(moving: TorchBackend, residence: TorchResid
 def test_plans_are_what_is_taken(moving: TorchBackend, residence: TorchResidence) -> None:
     num_parameters = sum(np.prod(array.spec.shape, dtype=int) for array in moving.export_weights())
     for tag, (num_bytes, policy) in planned(int(num_parameters), has_reference=True).items():
-        report = next(r for r in residence.report() if r.tag == tag)
-        assert policy == report.policy
-        assert num_bytes <= report.num_bytes <= 1.05 * num_bytes + MIB
+        reports = [r for r in residence.report() if whole_of(r.tag) == tag]
+        assert {r.policy for r in reports} == {policy}
+        assert num_bytes <= sum(r.num_bytes for r in reports) <= 1.05 * num_bytes + MIB
+
+
+def test_a_part_of_the_optimizer_leaves_and_the_rest_stays(
+    moving: TorchBackend, staying: TorchBackend, residence: TorchResidence, make_shards: Shards
+) -> None:
+    def both(shard: TrainShard) -> None:
+        moving.train(shard, {})
+        staying.train(shard, {})
+
+    (shard,) = make_shards(60)
+    sizes = [r.num_bytes for r in residence.report() if r.tag in OPTIMIZER_PARTS]
+    assert len(sizes) == len(OPTIMIZER_PARTS)
+    assert max(sizes) <= 1.4 * min(sizes), "parts are about equal"
+    both(shard)
+    for gone in (OPTIMIZER_PARTS[:3], OPTIMIZER_PARTS[2:5]):
+        moved = residence.release(gone)
+        assert moved.copied_bytes == sum(r.num_bytes for r in residence.report() if r.tag in gone)
+        assert {r.tag for r in residence.report() if r.backing == "host"} == set(gone)
+        residence.restore(gone)
+        both(shard)
+        assert everything(moving) == everything(staying)

@@ -8,7 +8,14 @@ import pytest
 
 from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError
-from myxa.launch.composition.memory_parts import Planned, manager_name, pool_bytes, start_timeout_s, takes_turns
+from myxa.launch.composition.memory_parts import (
+    Planned,
+    devices_of,
+    manager_name,
+    pool_bytes,
+    start_timeout_s,
+    takes_turns,
+)
 from myxa.launch.supervisor.placement import place
 
 HEAD = '[model]\npath = "m"\n[data]\ntrain = "t.jsonl"\n'
@@ -61,20 +68,59 @@ def test_the_host_pool_is_what_is_copied_unless_it_is_named(tmp_path: Path) -> N
     assert pool_bytes(load(tmp_path, ON_HOST, "memory.host_pool_gb=2.5"), plan) == 5 << 29
 
 
+TWO_NODES = tuple(f"roles.{role}.nodes=[0, 1]" for role in ("trainer", "rollout", "memory"))
+
+
+def test_turns_on_several_nodes_hand_weights_over_by_files(tmp_path: Path) -> None:
+    assert takes_turns(load(tmp_path, ON_HOST, *TWO_NODES, 'weights.channel="disk"'))
+
+
+@pytest.mark.parametrize("devices", ["0-3", "2-3", "1"])
+def test_an_engine_may_have_all_of_the_trainers_devices_or_some(tmp_path: Path, devices: str) -> None:
+    ranks = ("roles.trainer.count=4", 'roles.trainer.devices="0-3"')
+    config = load(tmp_path, ON_GPU, *ranks, f'roles.rollout.devices="{devices}"')
+    assert takes_turns(config)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "count", "expected"),
+    [
+        (1, 2, [("host:0",), ("host:0",)]),
+        (2, 2, [("host:0",), ("host:1",)]),
+        (4, 2, [("host:0", "host:1"), ("host:2", "host:3")]),
+        (2, 1, [("host:0", "host:1")]),
+        (2, 4, [("host:0",), ("host:0",), ("host:1",), ("host:1",)]),
+    ],
+)
+def test_stand_in_devices_are_dealt_out_among_engines(
+    tmp_path: Path, num_devices: int, count: int, expected: list[tuple[str, ...]]
+) -> None:
+    sizes = (f"memory.host_devices={num_devices}", "roles.trainer.count=4", f"roles.rollout.count={count}")
+    config = load(tmp_path, ON_HOST, *sizes)
+    engines = [actor for actor in place(config, 1) if actor.role == "rollout"]
+    assert [devices_of(actor, config) for actor in engines] == expected
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "expected"),
     [
         ('[memory]\nshare = "switch"\n', (), "memory.capacity_mb"),
-        (ON_GPU, ('roles.rollout.devices="1"',), 'on the same devices, they have "0" and "1"'),
-        (ON_GPU, ('roles.trainer.devices="cpu"',), "on the same devices"),
-        (ON_HOST, ("roles.trainer.nodes=[1]",), "on one and the same node"),
-        (ON_HOST, ('weights.channel="disk"',), 'must be "cuda_ipc"'),
+        (ON_GPU, ('roles.rollout.devices="1"',), 'they have "0" (trainer) and "1" (rollout): set both alike'),
+        (ON_GPU, ('roles.rollout.devices="0-1"',), "needs engines on devices that the trainer has"),
+        (ON_GPU, ('roles.rollout.devices="cpu"',), "needs engines on devices that the trainer has"),
+        (ON_GPU, ('roles.trainer.devices="cpu"',), "needs engines on devices that the trainer has"),
+        (ON_HOST, ("roles.trainer.nodes=[1]",), "on the same nodes, all of them named"),
+        (ON_HOST, TWO_NODES, 'must be "disk" when trainer and engines take turns on several nodes'),
         (ON_GPU, ('weights.channel="nccl"',), "when trainer and engine take turns on a device"),
         (ON_HOST, ('memory.backend="cuda_vmm"',), 'needs GPUs in roles.trainer.devices; use "auto"'),
         (ON_GPU, ('memory.backend="host_vmm"',), "is for runs on the CPU"),
         (ON_GPU, ("memory.workspace_mb=0",), "must be set on GPUs: MiB that a step's activations take"),
         (ON_GPU.replace("mem_fraction_static = 0.8", ""), (), "the share of the GPU that weights and cache take"),
-        (ON_GPU, ('roles.trainer.devices="0-1"', 'roles.rollout.devices="0-1"'), "one rollout actor for each GPU"),
+        (ON_GPU, ('roles.trainer.devices="0-1"', 'roles.rollout.devices="0-1"'), "one rank for each GPU"),
+        (ON_HOST, ("memory.host_devices=2",), "gives 2 devices to 1 trainer ranks"),
+        (ON_HOST, ("memory.host_devices=3", "roles.trainer.count=2"), "cannot be dealt out among 2 actors"),
+        (ON_HOST, ("memory.host_devices=2", "roles.trainer.count=2", "roles.rollout.count=3"), "among 3 actors"),
+        (ON_HOST, ("memory.host_devices=0",), "must be at least 1"),
         (ON_GPU, ('memory.params="rematerialise"',), 'needs trainer.dtype = "bfloat16"'),
         (ON_HOST, ('memory.backend="torch_memory_saver"',), 'is for roles.trainer.kind = "megatron"'),
         (ON_HOST, ('roles.trainer.kind="megatron"',), "needs GPUs in roles.trainer.devices, or"),

@@ -7,18 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
-import psutil
 import pytest
+from device_sampler import Sampler
 from run_job import Job, audit, events, metrics, until, worker_pids
-
-from myxa.core.errors import MemoryFault
-from myxa.memory.arenas.resident import device_bytes
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -48,62 +42,10 @@ def users_code(job: Job) -> None:
     (job.folder / "mine.py").write_text(USERS_CODE)
 
 
-@dataclass
-class Sampler:
-    """Looks at what the actors hold of the device, as often as it can, while a run goes on."""
-
-    job: Job
-    launcher_pid: int
-    highest: int = 0
-    seen: dict[str, int] = field(default_factory=dict)
-    num_looks: int = 0
-
-    def __enter__(self) -> Sampler:
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._look_forever)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ends.set()
-        self._thread.join(20)
-
-    def _look_forever(self) -> None:
-        pids: dict[str, int] = {}
-        while not self._ends.wait(0.005):
-            for name in ("trainer/0", "rollout/0"):
-                if name not in pids and (found := _pids(self.launcher_pid, name)):
-                    pids[name] = found[-1]
-            if len(pids) == 2:
-                self._look(*pids.values())
-
-    def _look(self, trainer: int, rollout: int) -> None:
-        try:
-            first = device_bytes([trainer], "host:0")
-            other = device_bytes([rollout], "host:0")
-            again = device_bytes([trainer], "host:0")
-        except (OSError, MemoryFault):  # a process that ends between two looks
-            return
-        if first == again:  # else the two were read at two moments, between which memory changed hands
-            self.num_looks += 1
-            self.highest = max(self.highest, first + other)
-            self.seen["trainer"] = max(self.seen.get("trainer", 0), first)
-            self.seen["rollout"] = max(self.seen.get("rollout", 0), other)
-
-
-def _pids(launcher_pid: int, name: str) -> list[int]:
-    try:
-        return worker_pids(launcher_pid, name)
-    except psutil.Error:  # the launcher has ended
-        return []
-
-
-def run_sampled(job: Job, *overrides: str) -> tuple[Sampler, Path]:
+def run_sampled(job: Job, *overrides: str, **watched: tuple[str, ...]) -> tuple[Sampler, Path]:
     process = job.start(*overrides)
     try:
-        with Sampler(job, process.pid) as sampler:
+        with Sampler(process.pid, **watched) as sampler:
             said, _ = process.communicate(timeout=150)
     finally:
         process.kill()
@@ -137,12 +79,41 @@ def test_a_run_in_turns_trains_what_a_run_trains_that_never_switches(job: Job) -
     one, other = (run / "export" / "model.safetensors" for run in (never, turns))
     assert one.read_bytes() == other.read_bytes()
     assert sampler.num_looks > 20
-    assert sampler.seen["trainer"] + sampler.seen["rollout"] > CAPACITY_MIB * MIB, "both at once would not fit"
-    assert sampler.highest <= CAPACITY_MIB * MIB
+    assert sampler.seen["trainer/0"] + sampler.seen["rollout/0"] > CAPACITY_MIB * MIB, "both at once would not fit"
+    assert sampler.highest["host:0"] <= CAPACITY_MIB * MIB
     assert sorted(audit(turns).trained) == sorted(audit(never).trained)
     refused = ask_mem(job, str(never))
     assert refused.returncode == 3
     assert "cannot be spoken to: it is over" in refused.stderr
+
+
+@pytest.mark.parametrize("num_engines", [1, 2], ids=["one over both", "one a device"])
+def test_ranks_on_two_devices_take_turns_with_engines_on_both(job: Job, num_engines: int) -> None:
+    """A gang of two ranks, one a device; an engine that has its memory on both leaves and returns as a whole."""
+    counts = ("memory.host_devices=2", "roles.trainer.count=2", f"roles.rollout.count={num_engines}")
+    rollouts = tuple(f"rollout/{index}" for index in range(num_engines))
+    sampler, run_dir = run_sampled(
+        job,
+        *TURNS,
+        *counts,
+        "run.num_steps=6",
+        'reward.fn="mine.py:score"',
+        trainers=("trainer/0", "trainer/1"),
+        rollouts=rollouts,
+        devices=("host:0", "host:1"),
+    )
+    facts = audit(run_dir)
+    assert len(facts.trained) == len(set(facts.trained)) == 6 * 4
+    assert not events(run_dir, "lease-refused")
+    assert sampler.num_looks > 20
+    assert all(used <= CAPACITY_MIB * MIB for used in sampler.highest.values()), sampler.highest
+    for rank, device in (("trainer/0", "host:0"), ("trainer/1", "host:1")):
+        assert sampler.seen[f"{rank} {device}"] > 7 * MIB
+        engine = rollouts[0] if num_engines == 1 else rank.replace("trainer", "rollout")
+        assert sampler.seen[f"{engine} {device}"] > MIB, f"{engine} has memory on {device}"
+    told = [p["values"]["guard/logprob_diff"] for p in metrics(run_dir) if "guard/logprob_diff" in p["values"]]
+    assert told
+    assert max(told) < 1e-4, "every engine has the weights that were handed over"
 
 
 def test_parked_groups_are_neither_lost_nor_trained_twice(job: Job) -> None:
@@ -152,7 +123,7 @@ def test_parked_groups_are_neither_lost_nor_trained_twice(job: Job) -> None:
     facts = audit(run_dir)
     assert len(facts.trained) == len(set(facts.trained)) == 8 * 4
     assert not facts.states.get("DROPPED")
-    assert sampler.highest <= CAPACITY_MIB * MIB
+    assert sampler.highest["host:0"] <= CAPACITY_MIB * MIB
     points = [p["values"] for p in metrics(run_dir)]
     shares = [v for v in points if "memory/exposed_s" in v]
     assert len(shares) == 8
@@ -208,7 +179,7 @@ def test_a_device_that_is_too_small_is_refused_with_who_holds_what(job: Job) -> 
     trainer_first = ('roles.trainer.restart="never"', "roles.rollout.max_restarts=1000")
     code, said, run_dir = job.run(*TURNS, "memory.capacity_mb=5", "memory.switch_s=10", *trainer_first)
     assert code != 0
-    assert "trainer cannot have params, grads, optimizer" in said, said
+    assert "trainer cannot have params, grads, masters, optimizer, frozen" in said, said
     assert "short" in said
     assert time.monotonic() - started < 60
     assert events(run_dir, "lease-refused")

@@ -52,13 +52,24 @@ TAGS: dict[str, dict[Tag, tuple[int, TagPolicy]]] = {
     "other": {"frozen": (60 * MIB, "backup"), "workspace": (100 * MIB, "discard")},
 }
 ALL: dict[str, tuple[Tag, ...]] = {gang: tuple(tags) for gang, tags in TAGS.items()}
-MEMBERS = {
-    "trainer/0": ("trainer", "gpu-a"),
-    "trainer/1": ("trainer", "gpu-b"),
-    "rollout/0": ("rollout", "gpu-a"),
-    "rollout/1": ("rollout", "gpu-b"),
-    "other/0": ("other", "gpu-b"),
+DEVICES = ("gpu-a", "gpu-b", "gpu-c")
+Members = dict[str, tuple[str, tuple[str, ...]]]
+"""Tenant -> (gang, devices)."""
+MEMBERS: Members = {
+    "trainer/0": ("trainer", ("gpu-a",)),
+    "trainer/1": ("trainer", ("gpu-b",)),
+    "rollout/0": ("rollout", ("gpu-a",)),
+    "rollout/1": ("rollout", ("gpu-b",)),
+    "other/0": ("other", ("gpu-b",)),
 }
+SPANNING: Members = {
+    "trainer/0": ("trainer", ("gpu-a",)),
+    "trainer/1": ("trainer", ("gpu-b",)),
+    "trainer/2": ("trainer", ("gpu-c",)),
+    "rollout/0": ("rollout", ("gpu-a", "gpu-b")),
+    "other/0": ("other", ("gpu-b", "gpu-c")),
+}
+"""An engine over several devices, and a gang on more of them than it."""
 
 
 @dataclass
@@ -100,23 +111,24 @@ class Process:
 
     name: str
     gang: str
-    device: str
+    devices: tuple[str, ...]
     epoch: int
     assets: dict[Tag, Asset]
     machine: TenantMachine
     is_alive: bool = True
     is_stopped: bool = False
-    is_freed: bool = False
+    freed: set[str] = field(default_factory=set)
     sequence: int = 0
     inbox: list[MemoryCommand] = field(default_factory=list)
     waiting: list[MemoryCommand] = field(default_factory=list)
     executed: list[tuple[str, int]] = field(default_factory=list)
     comm_epoch: int = 0
 
-    @property
-    def used(self) -> int:
-        """Of its device, truly."""
-        return 0 if self.is_freed else RESIDUE + sum(a.num_bytes for a in self.assets.values() if a.on_device)
+    def used(self, device: str) -> int:
+        """Of that device, truly."""
+        if device not in self.devices or device in self.freed:
+            return 0
+        return RESIDUE + sum(a.num_bytes for a in self.assets.values() if a.on_device)
 
     def report(self) -> TenantReport:
         self.sequence += 1
@@ -124,7 +136,7 @@ class Process:
             tenant=self.name,
             epoch=self.epoch,
             gang=self.gang,
-            device=self.device,
+            devices=self.devices,
             pids=(self.epoch,),
             started_at=(1,),
             state=self.machine.state,
@@ -139,7 +151,8 @@ class Process:
 class World:
     """See the module's head."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, members: Members = MEMBERS) -> None:
+        self.members = members
         self.random = random.Random(seed)
         self.now = 0.0
         self.weather = Weather()
@@ -151,15 +164,15 @@ class World:
         self.heard: dict[str, TenantReport] = {}
         self.processes: list[Process] = []
         self.live: dict[str, Process] = {}
-        self.strangers: dict[str, int] = {"gpu-a": 0, "gpu-b": 0}
+        self.strangers: dict[str, int] = dict.fromkeys(DEVICES, 0)
         self.has_cheated = False
-        self.readings: dict[str, list[tuple[float, int]]] = {"gpu-a": [], "gpu-b": []}
+        self.readings: dict[str, list[tuple[float, int]]] = {device: [] for device in DEVICES}
         self.sent: set[str] = set()
         self.leases: dict[str, tuple[LeaseRequest, float]] = {}
         self.answers: dict[str, LeaseReply] = {}
         self.last_epoch: dict[str, int] = {}
         self.num_granted = self.num_refused = 0
-        for name in MEMBERS:
+        for name in members:
             self.spawn(name)
 
     # -- time
@@ -220,8 +233,8 @@ class World:
             asked = sum(
                 t.num_bytes for t in report.tags if t.tag in command.tags and not t.backing.startswith("mapped")
             )
-            if asked:
-                restores[report.device] = restores.get(report.device, 0) + asked
+            for device in report.devices if asked else ():
+                restores[device] = restores.get(device, 0) + asked
 
     def check_proof(self, device: str, asked: int) -> None:
         """I2: a grant follows two readings, at least 20 ms apart, with room for it and nothing less in between."""
@@ -286,7 +299,7 @@ class World:
         for process in self.processes:
             if process.is_alive:
                 self.register(process, self.random.random())
-            elif not process.is_freed or process.name in self.heard:
+            elif len(process.freed) < len(process.devices) or process.name in self.heard:
                 self.at(
                     0.01, self.of_now(lambda p=process: self.do(self.arbiter.died(p.name, p.epoch, "gone", self.now)))
                 )
@@ -297,9 +310,9 @@ class World:
     # -- the tenants' side
 
     def spawn(self, name: str) -> None:
-        gang, device = MEMBERS[name]
+        gang, devices = self.members[name]
         assets: dict[Tag, Asset] = {tag: Asset(num_bytes, policy) for tag, (num_bytes, policy) in TAGS[gang].items()}
-        process = Process(name, gang, device, next(self.epochs), assets, TenantMachine(name))
+        process = Process(name, gang, devices, next(self.epochs), assets, TenantMachine(name))
         self.processes.append(process)
         self.live[name] = process
         self.register(process, 0.01)
@@ -319,7 +332,8 @@ class World:
             return
         process.is_alive = False
         self.at(self.random.random() * 0.1, lambda: self.do(self.arbiter.died(name, process.epoch, "killed", self.now)))
-        self.at(self.random.random() * 2.0, lambda: setattr(process, "is_freed", True))
+        for device in process.devices:
+            self.at(self.random.random() * 2.0, lambda d=device: process.freed.add(d))
 
     def stop(self, name: str) -> None:
         if name in self.live:
@@ -402,7 +416,7 @@ class World:
 
     def come(self, process: Process, command: MemoryCommand) -> str:
         assets = [process.assets[tag] for tag in command.tags if not process.assets[tag].on_device]
-        if self.used(process.device) + sum(a.num_bytes for a in assets) > CAPACITY:
+        if max(map(self.used, process.devices)) + sum(a.num_bytes for a in assets) > CAPACITY:
             assert self.has_cheated, f"out of memory at {process.name}: {command}"
             return "out of device memory"
         for asset in assets:
@@ -500,7 +514,7 @@ class World:
     # -- the truth
 
     def used(self, device: str) -> int:
-        return self.strangers[device] + sum(p.used for p in self.processes if p.device == device)
+        return self.strangers[device] + sum(p.used(device) for p in self.processes)
 
     def check(self) -> None:
         for device in self.readings:
@@ -511,7 +525,9 @@ class World:
         for process in self.live.values():
             known = self.arbiter.book.tenants.get(process.name)
             if known is not None and known.report.epoch == process.epoch and not known.is_dead:
-                assert known.held_bytes >= process.used, f"the ledger has less of {process.name} than it holds"
+                assert known.held_bytes >= max(map(process.used, process.devices)), (
+                    f"the ledger has less of {process.name} than it holds"
+                )
         for process in self.processes:
             for tag, asset in process.assets.items():
                 if process.is_alive and asset.policy == "backup" and asset.version:

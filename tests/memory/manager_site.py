@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from manager_toys import CAPACITY, TAGS, MortalManager, ToyContract
+from manager_toys import CAPACITY, TAGS, MortalAgent, MortalManager, ToyContract, node_of
 
 from myxa.actors.contracts.memory import MemoryContract
 from myxa.core.actor import with_deadline
@@ -31,9 +31,11 @@ class Site:
         self.folder = folder
         self.node = node
         self.members = members
-        """Actor name -> (gang, device)."""
+        """Actor name -> (gang, devices by commas)."""
         self.children: dict[str, asyncio.subprocess.Process] = {}
-        self.devices = sorted({device for _, device in members.values()})
+        self.devices = sorted({device for _, devices in members.values() for device in devices.split(",")})
+        self.managers = [f"memory/{node}" for node in sorted({0, *map(node_of, self.devices)})]
+        """The manager, and its agents."""
         self.count = itertools.count(1)
         self.peak: dict[str, int] = dict.fromkeys(self.devices, 0)
         self.peak_rss: dict[str, int] = dict.fromkeys(self.devices, 0)
@@ -84,6 +86,10 @@ class Site:
     def manager(self) -> MortalManager:
         return self.node.ref(MortalManager, "memory/0")
 
+    @property
+    def agent(self) -> MortalAgent:
+        return self.node.ref(MortalAgent, "memory/1")
+
     def toy(self, name: str) -> ToyContract:
         return self.node.ref(ToyContract, name)
 
@@ -124,12 +130,15 @@ class Site:
     async def until_registered(self) -> MemoryView:
         def all_there(view: MemoryView) -> bool:
             live = {t.tenant: t.epoch for d in view.devices for t in d.tenants}
-            return set(live) == set(self.members) and len([1 for d in view.devices for _ in d.tenants]) == len(live)
+            return set(live) == set(self.members) and all(
+                len({t.tenant for t in d.tenants}) == len(d.tenants) for d in view.devices
+            )
 
         return await self.until(all_there, 20.0, "all registered")
 
     def pids(self, device: str) -> list[int]:
-        return [c.pid for n, c in list(self.children.items()) if n in self.members and self.members[n][1] == device]
+        there = [name for name, (_, devices) in self.members.items() if device in devices.split(",")]
+        return [child.pid for name, child in list(self.children.items()) if name in there]
 
     def sample(self) -> threading.Thread:
         """Watch the processes' real memory every 5 ms until `close`."""
@@ -158,7 +167,7 @@ async def site_of(folder: Path, members: dict[str, tuple[str, str]]) -> AsyncIte
     site = Site(folder, node, members)
     try:
         node.rendezvous.save(folder / "rdzv.json")
-        for name in ("memory/0", *members):
+        for name in (*site.managers, *members):
             await site.start(name)
         await site.until_registered()
         yield site

@@ -18,10 +18,20 @@ import numpy.typing as npt
 from myxa.actors.contracts.memory import MemoryContract, TenantContract
 from myxa.actors.own_thread import in_own_thread
 from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager
+from myxa.actors.tenancy.node_agent import NodeAgent
 from myxa.actors.tenancy.tenant import Tenant, TenantOptions
 from myxa.core.actor import PeerEvent
 from myxa.core.clock import SystemClock
-from myxa.core.device_memory import MemoryCommand, MemoryReply, Tag, TagPolicy, TagReport, TenantReport
+from myxa.core.device_memory import (
+    DeviceUse,
+    MeasuredDevice,
+    MemoryCommand,
+    MemoryReply,
+    Tag,
+    TagPolicy,
+    TagReport,
+    TenantReport,
+)
 from myxa.core.handlers import call
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
@@ -71,51 +81,57 @@ class ToyContract(TenantContract):
 
 
 class Points:
-    """An arena whose moves can be died in."""
+    """Arenas, one a device and all alike, whose moves can be died in."""
 
-    def __init__(self, arena: Arena, refill: Callable[[], None]) -> None:
-        self._arena = arena
+    def __init__(self, arenas: list[Arena], refill: Callable[[], None]) -> None:
+        self._arenas = arenas
         self._refill = refill
 
     def report(self) -> tuple[TagReport, ...]:
-        return self._arena.report()
+        return self._arenas[0].report()
 
     def release(self, tags: Collection[Tag]) -> Any:
         point("before_release")
-        moved = self._arena.release(tags)
+        moved = [arena.release(tags) for arena in self._arenas]
         point("after_release")
-        return moved
+        return moved[0]
 
     def restore(self, tags: Collection[Tag]) -> Any:
         point("before_restore")
-        restoring = self._arena.begin_restore(tags)
+        restoring = [arena.begin_restore(tags) for arena in self._arenas]
         point("in_restore")
-        moved = restoring.wait_all()
+        moved = [each.wait_all() for each in restoring]
         if "params" in tags:
             self._refill()
         point("after_restore")
-        return moved
+        return moved[0]
 
 
 class Toy(ToyContract):
     """A tenant whose memory is real. Work on it is a toy, but depends on every byte."""
 
-    def __init__(self, gang: str, device: str, manager: str) -> None:
+    def __init__(self, gang: str, devices: list[str], manager: str) -> None:
         self._gang = gang
-        self._device = device
+        self._devices = devices
         self._manager = manager
         self._turn = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._arrays: dict[Tag, F32] = {}
-        self._arena: Arena | None = None
+        """On the first device; what is on the others is never written to."""
+        self._arenas: list[Arena] = []
         self._step = 0
 
     async def on_start(self) -> None:
         planned = TAGS[self._gang]
         self._tenant = Tenant(
             options=TenantOptions(
-                name=self.ctx.name, epoch=self.ctx.epoch, gang=self._gang, device=self._device, planned=dict(planned)
+                name=self.ctx.name,
+                epoch=self.ctx.epoch,
+                gang=self._gang,
+                devices=tuple(self._devices),
+                node=node_of(self._devices[0]),
+                planned=dict(planned),
             ),
             stores=(),
             gate=self,
@@ -128,24 +144,28 @@ class Toy(ToyContract):
     async def _run(self) -> None:
         await self._tenant.join(self.ctx.ref(MemoryContract, self._manager))
         await self._turn.wait()
-        driver = HostVmmDriver(self._device, CAPACITY)
+        self._arenas = [self._load(device) for device in self._devices]
+        self._tenant.add_store(Points(self._arenas, self._refill))
+        await self._tenant.loaded()
+
+    def _load(self, device: str) -> Arena:
+        driver = HostVmmDriver(device, CAPACITY)
         arena = Arena(
             driver, HostPool(64 * MIB), SystemClock(), chunk_bytes=CHUNK, on_freed=lambda _: point("in_copy_out")
         )
-        self._arena = arena
         for tag, (num_bytes, policy) in TAGS[self._gang].items():
             arena.tag(tag, policy)
             address = arena.empty(tag, num_bytes)
             raw = (ctypes.c_float * (num_bytes // 4)).from_address(address)
-            self._arrays[tag] = np.ctypeslib.as_array(raw)
-            self._arrays[tag][:] = 0.5
+            array = np.ctypeslib.as_array(raw)
+            array[:] = 0.5
+            self._arrays.setdefault(tag, array)
             arena.mark_dirty(tag)
-        self._tenant.add_store(Points(arena, self._refill))
-        await self._tenant.loaded()
+        return arena
 
     async def on_stop(self, why: str) -> None:
-        if self._arena is not None:
-            self._arena.close()
+        for arena in self._arenas:
+            arena.close()
 
     async def on_peer(self, event: PeerEvent) -> None:
         await self._tenant.on_peer(event)
@@ -158,8 +178,7 @@ class Toy(ToyContract):
 
     @property
     def arena(self) -> Arena:
-        assert self._arena is not None
-        return self._arena
+        return self._arenas[0]
 
     # -- the gate
 
@@ -245,15 +264,40 @@ class MortalManager(MemoryManager):
         await super()._send(send)
 
 
+class MortalAgent(NodeAgent):
+    """Dies where it is told to."""
+
+    @call(deadline=10, reentrant=True)
+    async def arm(self, label: str) -> int:
+        die_at.add(label)
+        return os.getpid()
+
+    async def measure(self, uses: tuple[DeviceUse, ...]) -> tuple[MeasuredDevice, ...]:
+        point("before_measure")
+        return await super().measure(uses)
+
+
+def node_of(device: str) -> int:
+    """ "host:0@1" is on node 1."""
+    return int(device.partition("@")[2] or 0)
+
+
+def agent_of(devices: list[str], node: int) -> MortalAgent:
+    meter = DeviceMeters({device: CAPACITY for device in devices if node_of(device) == node})
+    return MortalAgent(manager="memory/0", meter=meter, clock=SystemClock())
+
+
 def manager_of(run_dir: Path, devices: list[str]) -> MortalManager:
     options = ManagerOptions(
+        agents={node: f"memory/{node}" for node in map(node_of, devices) if node},
+        measure_s=3.0,
         arbiter=ArbiterOptions(
             reserve_bytes=0,
             margin_bytes=MARGIN,
             switch=SwitchOptions(transition=TransitionOptions(resend_s=1.0, verify_s=3.0), ghost_s=5.0),
-        )
+        ),
     )
-    meter = DeviceMeters(dict.fromkeys(devices, CAPACITY))
+    meter = DeviceMeters({device: CAPACITY for device in devices if not node_of(device)})
     return MortalManager(meter=meter, journal=Journal(run_dir / "memory.jsonl"), options=options, clock=SystemClock())
 
 
@@ -265,9 +309,10 @@ def wait_for_orders() -> list[str]:
 async def main(rdzv: str, run_dir: str, name: str, gang: str, device: str) -> int:
     node = await Node.attach(name=f"node-{name}", rdzv=Rendezvous.load(Path(rdzv)))
     if gang == "memory":
-        await node.start(manager_of(Path(run_dir), device.split(",")), name)
+        number, devices = int(name.rpartition("/")[2]), device.split(",")
+        await node.start(agent_of(devices, number) if number else manager_of(Path(run_dir), devices), name)
     else:
-        await node.start(Toy(gang, device, "memory/0"), name)
+        await node.start(Toy(gang, device.split(","), "memory/0"), name)
     error = await node.failed
     print(f"{name}: {error!r}", file=sys.stderr, flush=True)
     await node.close(grace_s=0.5)

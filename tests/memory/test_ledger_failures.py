@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ledger_world import ALL, CAPACITY, MIB, Asset, Process, World
+from ledger_world import ALL, CAPACITY, MIB, RESIDUE, SPANNING, Asset, Process, World
 
 from myxa.core.device_memory import LeaseReply, MemoryCommand
 
@@ -179,10 +179,59 @@ def test_the_dead_count_until_their_memory_is_seen_to_be_free(world: World) -> N
     assert {h.state for h in world.arbiter.book.holders("gpu-a") if h.tenant == "rollout/0"} == {
         "dead, not proven free"
     }
-    process.is_freed = True
+    process.freed.add("gpu-a")
     world.advance(0.5)
     assert world.arbiter.book.held("gpu-a") == held - process.report().residue_bytes - 580 * MIB
     assert world.arbiter.book.ghosts == []
+
+
+def test_the_dead_of_several_devices_count_on_each_until_it_is_seen_to_be_free_there() -> None:
+    world = World(2, SPANNING)
+    world.advance(0.5)
+    granted(world, "trainer", "rollout")
+    granted(world, "rollout", "trainer")
+    held = {device: world.arbiter.book.held(device) for device in ("gpu-a", "gpu-b")}
+    process = world.live.pop("rollout/0")
+    process.is_alive = False
+    world.do(world.arbiter.died("rollout/0", process.epoch, "killed", world.now))
+    process.freed.add("gpu-b")
+    world.advance(1.0)
+    gone = process.report().residue_bytes + 580 * MIB
+    assert world.arbiter.book.held("gpu-b") == held["gpu-b"] - gone
+    assert world.arbiter.book.held("gpu-a") == held["gpu-a"]
+    asked = world.lease("trainer", ALL["trainer"], (), True, 30.0)
+    world.advance(5.0)
+    assert asked not in world.answers, "gpu-a is not proven free"
+    process.freed.add("gpu-a")
+    world.advance(5.0)
+    assert world.arbiter.book.ghosts == []
+    assert world.answers[asked].granted
+
+
+def test_an_engine_over_several_devices_leaves_and_returns_by_one_command_each() -> None:
+    world = World(3, SPANNING)
+    world.advance(0.5)
+    granted(world, "rollout", "trainer")
+    for _ in range(2):
+        granted(world, "trainer", "rollout")
+        assert all(world.live["rollout/0"].used(device) == RESIDUE + 160 * MIB for device in ("gpu-a", "gpu-b"))
+        granted(world, "rollout", "trainer")
+    kinds = [name.split(".")[2] for name, _ in world.live["rollout/0"].executed]
+    assert kinds.count("drain") == kinds.count("release") == 2
+    assert kinds.count("restore") == kinds.count("commit") == 3
+
+
+def test_a_stranger_on_one_of_an_engines_devices_keeps_it_off_all_of_them() -> None:
+    world = World(4, SPANNING)
+    world.advance(0.5)
+    granted(world, "trainer", "rollout")
+    world.strangers["gpu-b"] = 450 * MIB
+    world.has_cheated = True
+    asked = world.lease("rollout", ALL["rollout"], ("trainer",), True, 20.0)
+    world.advance(21.0)
+    assert "short on gpu-b" in world.answers[asked].reason
+    assert not world.live["rollout/0"].assets["kv_cache"].on_device
+    assert states(world, "trainer") == {"active"}
 
 
 def test_leases_of_one_device_are_served_in_order(world: World) -> None:

@@ -15,7 +15,7 @@ from myxa.memory.ledger.journal import Journal
 
 
 def report(name: str, sequence: int = 1) -> TenantReport:
-    return TenantReport(name, 7, "trainer", "host:0", (1,), (2,), "active", (), sequence=sequence)
+    return TenantReport(name, 7, "trainer", ("host:0",), (1,), (2,), "active", (), sequence=sequence)
 
 
 def order(epoch: int) -> MemoryCommand:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from ledger_world import ALL, MEMBERS, MIB, Weather, World
+from ledger_world import ALL, DEVICES, MEMBERS, MIB, SPANNING, Members, Weather, World
 
 pytestmark = pytest.mark.timeout(110)
 
-NAMES = st.sampled_from(sorted(MEMBERS))
+NAMES = st.sampled_from(sorted(MEMBERS | SPANNING))
 COUNTS = {"steps": 0, "granted": 0, "refused": 0}
 NUM_EXAMPLES = int(os.environ.get("MYXA_LEDGER_EXAMPLES", "80"))
 STEPS = 40
@@ -21,10 +21,10 @@ STEPS = 40
 class LedgerMachine(RuleBasedStateMachine):
     """Rules are what happens to the node; the world checks the invariants at every event."""
 
-    @initialize(seed=st.integers(0, 2**32 - 1))
-    def begin(self, seed: int) -> None:
+    @initialize(seed=st.integers(0, 2**32 - 1), members=st.sampled_from([MEMBERS, SPANNING]))
+    def begin(self, seed: int, members: Members) -> None:
         print(f"seed {seed}")
-        self.world = World(seed)
+        self.world = World(seed, members)
         self.world.advance(0.5)
 
     @rule(
@@ -54,7 +54,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def respawn(self, name: str) -> None:
-        if name not in self.world.live:
+        if name in self.world.members and name not in self.world.live:
             self.world.spawn(name)
         self.world.advance(0.05)
 
@@ -80,7 +80,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def change_weather(self, drop: float, double: float, delay_s: float, slow_s: float, lie: float) -> None:
         self.world.weather = Weather(drop, double, delay_s, slow_s, lie)
 
-    @rule(device=st.sampled_from(["gpu-a", "gpu-b"]), num_mib=st.sampled_from([0, 50, 300]))
+    @rule(device=st.sampled_from(DEVICES), num_mib=st.sampled_from([0, 50, 300]))
     def stranger(self, device: str, num_mib: int) -> None:
         world = self.world
         if world.used(device) - world.strangers[device] + num_mib * MIB <= 1000 * MIB:
@@ -106,7 +106,7 @@ class LedgerMachine(RuleBasedStateMachine):
         world = self.world
         world.weather = Weather()
         world.strangers = dict.fromkeys(world.strangers, 0)
-        for name in MEMBERS:
+        for name in world.members:
             world.cont(name)
             if name not in world.live:
                 world.spawn(name)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from myxa.core.assets import DeviceReading
 from myxa.core.device_memory import (
+    OPTIMIZER_PARTS,
     Backing,
     Holder,
     LeaseRequest,
@@ -41,7 +42,7 @@ def tag(name: Tag, gib: float, policy: TagPolicy = "discard", backing: Backing =
 def tenant(
     name: str, gang: str, *tags: TagReport, state: TenantState = "active", device: str = "gpu", sequence: int = 1
 ) -> TenantReport:
-    return TenantReport(name, 1, gang, device, (1,), (1,), state, tags, sequence=sequence)
+    return TenantReport(name, 1, gang, tuple(device.split()), (1,), (1,), state, tags, sequence=sequence)
 
 
 def book_of(*reports: TenantReport, free_gib: float | None = None) -> Book:
@@ -103,9 +104,43 @@ def test_the_choice_suffices_and_nothing_of_it_could_stay(given_: list[Candidate
         assert sum(c.num_bytes for c in chosen if (c.disturbs, c.rank) == worst) == least
 
 
-def test_the_order_is_discard_clean_rematerialise_backup() -> None:
-    ranks = [rank_of(each) for each in (TRAINER[0], TRAINER[3], TRAINER[1], TRAINER[2])]
-    assert ranks == [0, 1, 2, 3]
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(sizes, st.sampled_from(["a", "b", "c", "a b", "b c", "a b c"])), max_size=8),
+    st.dictionaries(st.sampled_from("abc"), st.integers(0, 60), min_size=1),
+)
+def test_what_leaves_several_devices_suffices_on_each_and_nothing_of_it_could_stay(
+    tenants: list[tuple[int, str]], asked: dict[str, int]
+) -> None:
+    quiet = [
+        tenant(f"t/{i}", "quiet", tag("params", size, "backup"), state="quiesced", device=on)
+        for i, (size, on) in enumerate(tenants)
+    ]
+    asking = [
+        tenant(f"x/{on}", "x", tag("weights", size, "discard", "discarded"), state="cold", device=on)
+        for on, size in asked.items()
+    ]
+    book = book_of(*quiet, *asking)
+    for account in book.devices.values():
+        account.reading = DeviceReading(1000 * GIB, 0)
+    plan = build(book, ask("x", "weights"), host_limit_bytes=0)
+    there = {on: [size for size, devices in tenants if on in devices.split()] for on in asked}
+    if isinstance(plan, Shortage):
+        assert any(sum(there[on]) < size for on, size in asked.items())
+        return
+    left = [tenants[int(name.removeprefix("t/"))] for name in plan.release]
+
+    def suffices(rows: list[tuple[int, str]]) -> bool:
+        return all(sum(n for n, devices in rows if on in devices.split()) >= size for on, size in asked.items())
+
+    assert suffices(left)
+    assert not any(suffices(left[:i] + left[i + 1 :]) for i in range(len(left)))
+
+
+def test_the_order_is_discard_clean_rematerialise_streamed_backup() -> None:
+    masters = tag("masters", 8, "backup")
+    ranks = [rank_of(each) for each in (TRAINER[0], TRAINER[3], TRAINER[1], TRAINER[2], masters)]
+    assert ranks == [0, 1, 2, 3, 4]
     assert candidate("t", "g", TRAINER[4], disturbs=False) is None  # kept
 
 
@@ -124,6 +159,32 @@ def test_a_lease_takes_no_more_than_it_needs(tags: tuple[Tag, ...], leaves: set[
     assert copies_in(book, plan.restore) == 0
     assert plan.drain == ("trainer/0",)
     assert plan.commit == ("rollout/0",)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "others", "num_parts"),
+    [
+        (55, set(), 0),  # 44 of 100 held, 1 never promised
+        (75, {"grads"}, 0),
+        (78, {"grads"}, 2),
+        (91, {"grads"}, 8),
+        (92, {"grads", "masters"}, 5),
+    ],
+)
+def test_of_an_optimizer_in_parts_as_many_leave_as_are_needed(wanted: int, others: set[str], num_parts: int) -> None:
+    parts = [tag(part, 2, "backup") for part in OPTIMIZER_PARTS]
+    trainer = tenant("trainer/0", "trainer", tag("grads", 20), tag("masters", 8, "backup"), *parts)
+    engine = tenant("rollout/0", "rollout", tag("kv_cache", wanted, "discard", "discarded"), state="cold")
+    plan = plan_of(book_of(trainer, engine), ask("rollout", "kv_cache", quiet=("trainer",)))
+    left = set(plan.release.get("trainer/0", ()))
+    assert left - set(OPTIMIZER_PARTS) == others
+    assert len(left & set(OPTIMIZER_PARTS)) == num_parts
+
+
+def test_parts_are_one_holder() -> None:
+    parts = [tag(part, 2, "backup") for part in OPTIMIZER_PARTS]
+    book = book_of(tenant("trainer/0", "trainer", *parts))
+    assert [(h.tag, h.num_bytes) for h in book.holders("gpu")] == [("optimizer", 16 * GIB)]
 
 
 def test_a_gang_that_runs_is_spared_where_a_quiet_one_suffices() -> None:
@@ -188,6 +249,9 @@ def test_many_holders_are_summed_up() -> None:
         ({"tags": (TagReport("params", -1, "keep", "host"),)}, "bytes below zero"),
         ({"pids": (1, 2)}, "2 processes with 1 start times"),
         ({"gang": ""}, "need names"),
+        ({"devices": ()}, "need names"),
+        ({"devices": ("gpu", "")}, "need names"),
+        ({"devices": ("gpu", "gpu")}, "a device is listed twice"),
     ],
 )
 def test_reports_that_make_no_sense(change: dict[str, object], words: str) -> None:
@@ -205,6 +269,13 @@ def test_an_older_report_does_not_count() -> None:
     book = book_of(tenant("t/0", "t", tag("grads", 10), sequence=5))
     assert book.accept(tenant("t/0", "t", tag("grads", 1), sequence=4)) is None
     assert book.held("gpu") == 10 * GIB
+
+
+def test_a_living_tenant_cannot_move() -> None:
+    book = book_of(tenant("t/0", "t", tag("grads", 10), device="gpu0 gpu1"))
+    with pytest.raises(MemoryFault, match="t/0: was on gpu0, gpu1, says gpu1 now"):
+        book.accept(tenant("t/0", "t", tag("grads", 10), device="gpu1", sequence=2))
+    assert book.held("gpu0") == book.held("gpu1") == 10 * GIB
 
 
 # -- the tenant's side

@@ -78,8 +78,8 @@ async def open_lab(tmp_path: Path, host_limit_bytes: int = 0) -> Lab:
         meter=DeviceMeters({DEVICE: CAPACITY}), journal=journal, options=options, clock=SystemClock()
     )
     await node.start(manager, "memory/0")
-    await node.start(Toy("trainer", DEVICE, "memory/0"), "trainer/0")
-    await node.start(Toy("rollout", DEVICE, "memory/0"), "rollout/0")
+    await node.start(Toy("trainer", [DEVICE], "memory/0"), "trainer/0")
+    await node.start(Toy("rollout", [DEVICE], "memory/0"), "rollout/0")
     lab = Lab(node)
     async with asyncio.timeout(20):
         while sum(len(d.tenants) for d in (await lab.manager.view()).devices) < 2:
@@ -141,7 +141,7 @@ async def test_a_refusal_names_who_holds_what(lab: Lab, monkeypatch: pytest.Monk
     monkeypatch.setitem(TAGS, "huge", {"workspace": (60 * MIB, "discard")})
     assert (await lab.lease("trainer")).granted
     await lab.work("trainer/0")
-    await lab.node.start(Toy("huge", DEVICE, "memory/0"), "huge/0")
+    await lab.node.start(Toy("huge", [DEVICE], "memory/0"), "huge/0")
     async with asyncio.timeout(10):
         while len((await lab.manager.view()).devices[0].tenants) < 3:
             await asyncio.sleep(0.01)

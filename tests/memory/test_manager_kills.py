@@ -16,7 +16,11 @@ from myxa.memory.arenas.resident import device_bytes
 
 pytestmark = [pytest.mark.timeout(110), pytest.mark.asyncio(loop_scope="module")]
 
-MEMBERS = {"trainer/0": ("trainer", "host:0"), "rollout/0": ("rollout", "host:0")}
+MEMBERS = {
+    "trainer/0": ("trainer", "host:0"),
+    "trainer/1": ("trainer", "host:1"),
+    "rollout/0": ("rollout", "host:0,host:1"),
+}
 STABLE = {"cold", "active", "quiesced", "released", "granted"}
 VICTIM, ASKER, MANAGER = "trainer/0", "rollout/0", "memory/0"
 POINTS = [
@@ -45,12 +49,10 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
 
 def is_consistent(view: MemoryView) -> bool:
     """Nobody is in the middle of anything, nobody dead is counted, the books are what is measured."""
-    tenants = [t for d in view.devices for t in d.tenants]
     return (
         view.switching == ""
-        and bool(tenants)
-        and len({t.tenant for t in tenants}) == len(tenants)
-        and all(t.state in STABLE for t in tenants)
+        and all(d.tenants and len({t.tenant for t in d.tenants}) == len(d.tenants) for d in view.devices)
+        and all(t.state in STABLE for d in view.devices for t in d.tenants)
         and all(d.unattributed_bytes == 0 and d.free_bytes >= 0 for d in view.devices)
     )
 
@@ -72,7 +74,7 @@ async def test_a_process_that_is_killed_there(site: Site, who: str, label: str) 
     reply = await asyncio.wait_for(asked, 25)
     assert reply.granted == (who != ASKER), reply.reason
     await site.until(is_consistent, 5.0, "consistent")
-    assert device_bytes([pid], "host:0") == 0
+    assert [device_bytes([pid], device) for device in site.devices] == [0, 0]
 
     if who != MANAGER:
         await site.start(who)
@@ -84,8 +86,8 @@ async def test_a_process_that_is_killed_there(site: Site, who: str, label: str) 
         epoch = reply.epoch
         await site.toy(f"{gang}/0").work(1)
     view = await site.until(is_consistent, 5.0, "consistent")
-    assert device_bytes(site.pids("host:0"), "host:0") <= CAPACITY
-    assert view.devices[0].free_bytes >= CAPACITY - 40 * MIB
+    assert all(device_bytes(site.pids(device), device) <= CAPACITY for device in site.devices)
+    assert all(device.free_bytes >= CAPACITY - 40 * MIB for device in view.devices)
     if who == MANAGER:
         assert view.epoch > 1000
 

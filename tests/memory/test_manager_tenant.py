@@ -95,7 +95,7 @@ class Bench:
         self.turn, self.store = Turn(), Store()
         self.comms = Comms(self.store.log)
         self.tenant = Tenant(
-            options=TenantOptions(name="trainer/0", epoch=3, gang="trainer", device="gpu", planned=planned or {}),
+            options=TenantOptions(name="trainer/0", epoch=3, gang="trainer", devices=("gpu",), planned=planned or {}),
             stores=(self.store,) if has_store else (),
             gate=self.turn,
             in_thread=self._in_thread,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from myxa.core.device_memory import DeviceView, MemoryView, TagReport, TenantReport, TenantState
+from myxa.core.device_memory import OPTIMIZER_PARTS, DeviceView, MemoryView, TagReport, TenantReport, TenantState
 from myxa.launch.views.memory_view import memory_text
 
 GIB = 1 << 30
@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 def tenant(name: str, gang: str, state: TenantState, *tags: TagReport) -> TenantReport:
     return TenantReport(
-        tenant=name, epoch=1, gang=gang, device="GPU-1", pids=(7,), started_at=(3,), state=state, tags=tags,
+        tenant=name, epoch=1, gang=gang, devices=("GPU-1",), pids=(7,), started_at=(3,), state=state, tags=tags,
         residue_bytes=GIB // 2,
     )  # fmt: skip
 
@@ -44,6 +44,17 @@ def test_every_tag_is_said_with_where_it_is() -> None:
     assert "    grads          8.0 GiB  dropped [discard]" in lines
     assert "  rollout/0 (rollout): active, 100.0 GiB + 512.0 MiB that stay" in lines
     assert lines[-1].endswith("GPU-1 trainer/0  drain: 3 ms")
+
+
+def test_parts_of_a_tag_are_told_by_where_they_are() -> None:
+    parts = [TagReport(part, GIB, "backup", "mapped_dirty") for part in OPTIMIZER_PARTS[:6]]
+    parts += [TagReport(part, GIB, "backup", "host", host_bytes=GIB) for part in OPTIMIZER_PARTS[6:]]
+    device = DeviceView("GPU-1", 140 * GIB, 30 * GIB, 0, (tenant("trainer/0", "trainer", "quiesced", *parts),))
+    lines = memory_text(view(devices=(device,))).splitlines()
+    assert [line for line in lines if "optimizer" in line] == [
+        "    optimizer      6.0 GiB  on the device [backup]",
+        "    optimizer      2.0 GiB  on the host [backup]",
+    ]
 
 
 def test_a_switch_under_way_and_a_bounded_timeline() -> None:

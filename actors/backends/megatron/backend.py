@@ -100,8 +100,10 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
                     wrapped = wrap_chunks(chunks, _config_of(chunks), config.megatron, ddp_options)
                 if home is not None:
                     home.move_grads(wrapped)
-                with nullcontext() if home is None else home.for_optimizer():
+                with nullcontext() if home is None else home.for_masters():
                     optimizer = MegatronAdamW(wrapped, config.optimizer, config.megatron, precision, optimizer_options)
+                with nullcontext() if home is None else home.for_moments():
+                    optimizer.make_moments()
                 reference = self._reference(model, precision) if config.algo.kl_coef > 0 else None
                 if home is not None:
                     home.built(optimizer, lambda here: bool(world.gather(torch.tensor([here])).any()))

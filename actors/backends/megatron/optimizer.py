@@ -104,8 +104,12 @@ class MegatronAdamW:
         self.megatron = mcore.module("optimizer").get_megatron_optimizer(
             config=self._config, model_chunks=self.chunks, use_gloo_process_groups=False
         )
+        self._device = precision.device
+
+    def make_moments(self) -> None:
+        """The state of torch's optimizers; to be called once, before anything else."""
         for inner in self.torch_optimizers():
-            _prepare(inner, precision.device)
+            _prepare(inner, self._device)
 
     def torch_optimizers(self) -> Iterator[torch.optim.AdamW]:
         """The optimizers at the bottom that are torch's own AdamW (others keep their state as they like)."""

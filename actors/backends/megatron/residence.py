@@ -3,7 +3,8 @@
     frozen      what the model's constructor allocates and nobody trains, the reference model; copied once
     params      the parameters, in Megatron's contiguous buffers: rebuilt from the float32 masters, or copied
     grads       the gradient buffers: dropped, zeros when they come back
-    optimizer   masters and moments: copied, unless no step happened since; comes back while forward and backward run
+    masters     float32 parameters, where they are apart from the parameters: copied, unless no step happened since
+    optimizer   moments, in parts: copied like masters, and come back while forward and backward run
 
 Knows Megatron's buffers and optimizers, and `Housing`, which makes allocations of a thread belong to a tag; knows no
 arena, lease or step. Fulfils `core.assets.AssetStore`.
@@ -21,14 +22,12 @@ from ....core.assets import Moved, MovedBytes
 from ....core.clock import Clock
 from ....core.config import TrainerConfig
 from ....core.config.megatron import MegatronSettings
-from ....core.device_memory import Tag, TagPolicy, TagReport
+from ....core.device_memory import OPTIMIZER_PARTS, Tag, TagPolicy, TagReport
 from ....core.errors import ConfigError
 
 if TYPE_CHECKING:
     from .optimizer import MegatronAdamW
 
-LATE: Tag = "optimizer"
-"""What may still be on its way when `restore` returns."""
 MASTER_BYTES, MOMENT_BYTES = 4, 8
 
 
@@ -49,6 +48,10 @@ class Housing(Protocol):
 
     def shrink(self, tags: Collection[Tag]) -> None:
         """Give back what was freed of these tags since their regions; their pools end."""
+        ...
+
+    def divide(self, parts: Sequence[Tag]) -> None:
+        """Deal what the first one holds out to all of them, where such housing can."""
         ...
 
     def mark_dirty(self, tag: Tag) -> None:
@@ -89,7 +92,8 @@ class MegatronResidence:
         self._is_any: Callable[[bool], bool] = bool
         self._buffers: list[Any] = []
         self._buffers_seen = 0
-        self._coming: Coming | None = None
+        self._coming: dict[Tag, Coming] = {}
+        """Parts of the optimizer that `restore` did not wait for."""
         self._is_stale = False
         """Parameters came back without contents."""
 
@@ -108,9 +112,13 @@ class MegatronResidence:
         """Around Megatron's data parallelism, which makes buffers of parameters and gradients."""
         return self._home().region("params", self._params_policy)
 
-    def for_optimizer(self) -> AbstractContextManager[None]:
+    def for_masters(self) -> AbstractContextManager[None]:
         """Around the optimizer's constructor."""
-        return self._home().region("optimizer", "backup")
+        return self._home().region("masters", "backup")
+
+    def for_moments(self) -> AbstractContextManager[None]:
+        """Around making the optimizer's state."""
+        return self._home().region(OPTIMIZER_PARTS[0], "backup")
 
     def for_reference(self) -> AbstractContextManager[None]:
         """Around building the reference model."""
@@ -143,7 +151,8 @@ class MegatronResidence:
         self._optimizer, self._is_any = optimizer, is_any
         self._buffers = [cast("Any", buffer) for chunk in optimizer.chunks for buffer in unwrapped(chunk).buffers()]
         self._buffers_seen = self._num_buffer_writes()
-        self._home().shrink(("frozen", "params", "grads", "optimizer"))
+        self._home().shrink(("frozen", "params", "grads", "masters", "optimizer"))
+        self._home().divide(OPTIMIZER_PARTS)
 
     def _home(self) -> Housing:
         if self._housing is None:
@@ -157,23 +166,22 @@ class MegatronResidence:
         what left one device need not have left the others."""
         if self._params_policy != "rematerialise" or self._optimizer is None or not self._is_any(self._is_stale):
             return
-        self.arrived()
         self._optimizer.rebuild_parameters()
         self._home().mark_dirty("params")
         self._is_stale = False
 
     def arrived(self) -> None:
-        """Before masters or moments are read or written."""
-        if self._coming is not None:
-            self._coming.wait(LATE)
-            self._coming = None
+        """Before moments are read or written."""
+        for tag, coming in self._coming.items():
+            coming.wait(tag)
+        self._coming.clear()
 
     def written(self) -> None:
         """Parameters, masters and moments changed."""
         self.arrived()
         self._is_stale = False
-        self._home().mark_dirty("params")
-        self._home().mark_dirty("optimizer")
+        for tag in self._known(("params", "masters", *OPTIMIZER_PARTS)):
+            self._home().mark_dirty(tag)
         if self._in_buffers and (num := self._num_buffer_writes()) != self._buffers_seen:
             self._buffers_seen = num
             self._home().mark_dirty("frozen")
@@ -194,16 +202,15 @@ class MegatronResidence:
         return self._home().release(self._known(tags))
 
     def restore(self, tags: Collection[Tag]) -> MovedBytes:
-        """See the protocol; the optimizer may still be on its way, and parameters to be rebuilt by `ready`."""
+        """See the protocol; moments may still be on their way, and parameters to be rebuilt by `ready`."""
         started = self._clock.monotonic()
         self.arrived()
         known = self._known(tags)
         away = {r.tag: r for r in self.report() if r.tag in known and r.backing in ("host", "discarded")}
         coming = self._home().begin_restore(known)
-        if LATE in known:
-            self._coming = coming
+        self._coming = {tag: coming for tag in known if tag in OPTIMIZER_PARTS}
         for tag in known:
-            if tag != LATE:
+            if tag not in OPTIMIZER_PARTS:
                 coming.wait(tag)
         if "params" in away and self._params_policy == "rematerialise":
             self._is_stale = True
@@ -218,7 +225,7 @@ class MegatronResidence:
 
     def close(self) -> None:
         """Give everything back; no tensor on it may be used again."""
-        self._coming = None
+        self._coming.clear()
         if self._housing is not None:
             self._housing.close()
             self._housing = None
@@ -250,11 +257,11 @@ def planned(
     replicas = max(1, world_size // cut) if settings.distributed_optimizer else 1
     is_bf16 = trainer.dtype == "bfloat16"
     item = 2 if is_bf16 else 4
-    state = (MASTER_BYTES if is_bf16 else 0) + MOMENT_BYTES
     plan: dict[Tag, tuple[int, TagPolicy]] = {
         "params": (item * local, "backup"),
         "grads": (4 * local, "discard"),
-        "optimizer": (state * local // replicas, "backup"),
+        "masters": (MASTER_BYTES * local // replicas if is_bf16 else 0, "backup"),
+        "optimizer": (MOMENT_BYTES * local // replicas, "backup"),
         "frozen": (item * local if has_reference else 0, "backup"),
     }
     return {tag: (size, policy) for tag, (size, policy) in plan.items() if size}

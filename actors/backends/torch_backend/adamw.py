@@ -43,10 +43,10 @@ class AdamW:
         if residence is None:
             firsts, seconds = ([torch.zeros_like(part) for part in parts] for _ in range(2))
         else:
-            firsts, seconds = (residence.zeros_like("optimizer", parts) for _ in range(2))
+            firsts, seconds = residence.moments_like(parts)
         names = [name for name, _ in self._parameters]
         self._moments = dict(zip(names, zip(firsts, seconds, strict=True), strict=True))
-        self._gradients = [] if residence is None else residence.zeros_like("grads", parts)
+        self._gradients = [] if residence is None else residence.gradients_like(parts)
 
     @property
     def moments(self) -> dict[str, tuple[Tensor, Tensor]]:

@@ -2,7 +2,8 @@
 
     params      the float32 masters themselves: copied out, and in again, when they leave
     grads       always there between updates, zeroed instead of dropped; not copied, zeros when they come back
-    optimizer   copied, unless no update happened since; comes back while forward and backward run: the update waits
+    optimizer   in parts; copied, unless no update happened since; comes back while forward and backward run: the
+                update waits
     frozen      the reference model: copied out once, clean for ever
 
 Knows arenas and torch tensors; must not know leases, steps or models. Fulfils `core.assets.AssetStore`.
@@ -16,15 +17,14 @@ from torch import Tensor, nn
 
 from ....core.assets import Moved, MovedBytes
 from ....core.clock import Clock
-from ....core.device_memory import Tag, TagPolicy, TagReport
+from ....core.device_memory import OPTIMIZER_PARTS, Tag, TagPolicy, TagReport
 from ....memory.arenas.arena import Arena
+from ....memory.arenas.parts import LEAST_GRANULES, shares
 from ....memory.arenas.streams import Restoring
 from ....memory.arenas.tensors import empty_tensors
 from ....memory.arenas.torch_cache import vacate
 
 POLICIES: dict[Tag, TagPolicy] = {"params": "backup", "grads": "discard", "optimizer": "backup", "frozen": "backup"}
-LATE: Tag = "optimizer"
-"""What may still be on its way when `restore` returns."""
 
 
 class TorchResidence:
@@ -36,7 +36,8 @@ class TorchResidence:
         self._clock = clock
         self._coming: Restoring | None = None
         for tag, policy in POLICIES.items():
-            arena.tag(tag, policy)
+            for part in OPTIMIZER_PARTS if tag == "optimizer" else (tag,):
+                arena.tag(part, policy)
 
     # -- placing
 
@@ -47,12 +48,24 @@ class TorchResidence:
             tensor.copy_(parameter.data)
             parameter.data = tensor
 
-    def zeros_like(self, tag: Tag, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Zeros of the same shapes and types on memory of that tag."""
-        made = self._empty(tag, tensors)
-        for tensor in made:
-            tensor.zero_()
-        return made
+    def gradients_like(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Zeros of the same shapes and types."""
+        return _zeroed(self._empty("grads", parameters))
+
+    def moments_like(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """First and second moments, zeros of the same shapes and types; those of one parameter lie in one part."""
+        sizes = [2 * parameter.nbytes for parameter in parameters]
+        firsts, seconds = list(parameters), list(parameters)
+        for part, indices in zip(OPTIMIZER_PARTS, shares(sizes, len(OPTIMIZER_PARTS), self._least_bytes), strict=False):
+            own = [parameters[index] for index in indices]
+            both = _zeroed(self._empty(part, [*own, *own]))
+            for place, index in enumerate(indices):
+                firsts[index], seconds[index] = both[place], both[len(own) + place]
+        return firsts, seconds
+
+    @property
+    def _least_bytes(self) -> int:
+        return LEAST_GRANULES * self._arena.driver.granularity
 
     def _empty(self, tag: Tag, like: Sequence[Tensor]) -> list[Tensor]:
         if not like:
@@ -73,8 +86,8 @@ class TorchResidence:
     def written(self) -> None:
         """Parameters and moments changed: their copies on the host are old."""
         self.arrived()
-        self._arena.mark_dirty("params")
-        self._arena.mark_dirty("optimizer")
+        for tag in ("params", *OPTIMIZER_PARTS):
+            self._arena.mark_dirty(tag)
 
     # -- leaving and coming back
 
@@ -98,7 +111,7 @@ class TorchResidence:
         dropped = sum(r.num_bytes for r in self.report() if r.tag in known and r.backing == "discarded")
         self._coming = self._arena.begin_restore(known)
         for tag in known:
-            if tag != LATE:
+            if tag not in OPTIMIZER_PARTS:
                 self._coming.wait(tag)
         return Moved(copied_bytes=copied, dropped_bytes=dropped, seconds=self._clock.monotonic() - started)
 
@@ -109,6 +122,12 @@ class TorchResidence:
         """Give everything back; no tensor on it may be used again."""
         self._coming = None
         self._arena.close()
+
+
+def _zeroed(tensors: list[Tensor]) -> list[Tensor]:
+    for tensor in tensors:
+        tensor.zero_()
+    return tensors
 
 
 def planned(num_parameters: int, *, has_reference: bool) -> dict[Tag, tuple[int, TagPolicy]]:

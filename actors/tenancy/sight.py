@@ -1,0 +1,164 @@
+"""What a memory manager sees of its nodes: devices measured, processes watched; of its own node by itself, of another
+one through the agent there (`node_agent.py`).
+
+    measure   all devices asked about, of all nodes at the same time: half a picture proves nothing
+    watch     told to the agent until it has answered, and again, all of it, when the agent was restarted
+
+Knows agents by their contract; must not know tenants, leases or what a death means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Collection, Mapping
+
+from ...core.actor import ActorContext, PeerEvent, with_deadline
+from ...core.assets import DeviceMeter, DeviceReading
+from ...core.clock import Clock
+from ...core.device_memory import DeviceUse, WatchedProcess
+from ...core.errors import CallError, MemoryFault
+from ...core.patience import until_answered
+from ..contracts.memory import NodeAgentContract
+from ..own_thread import in_own_thread
+from .process_watch import ProcessWatch
+
+ASK_S = 5.0
+
+
+class Sight:
+    """See the module's head. Made on the manager's loop."""
+
+    def __init__(
+        self,
+        ctx: ActorContext,
+        *,
+        node: int,
+        agents: Mapping[int, str],
+        meter: DeviceMeter,
+        clock: Clock,
+        on_end: Callable[[WatchedProcess], None],
+    ) -> None:
+        """`node`: the manager's own. `agents`: actor names, by node, of all others. `on_end`: called once for each
+        watched process that ends."""
+        self._ctx = ctx
+        self._node = node
+        self._agents = dict(agents)
+        self._meter = meter
+        self._clock = clock
+        self._on_end = on_end
+        self._own = ProcessWatch(self._own_ended)
+        self._watched: dict[int, set[WatchedProcess]] = {}
+        """By node."""
+        self._told: dict[int, set[WatchedProcess]] = {}
+        """What an agent has answered for."""
+        self._telling: set[int] = set()
+        for name in self._agents.values():
+            ctx.watch(name)
+
+    def knows(self, node: int) -> bool:
+        """Whether somebody can look there."""
+        return node == self._node or node in self._agents
+
+    # -- devices
+
+    async def measure(self, uses: Mapping[int, Collection[DeviceUse]], *, within_s: float) -> dict[str, DeviceReading]:
+        """`uses`: by node. Raises MemoryFault for a device that cannot be read in time, CallError naming the agent that
+        does not answer."""
+        parts = [self._measure_at(node, tuple(of_node), within_s) for node, of_node in uses.items()]
+        found: dict[str, DeviceReading] = {}
+        for part in await asyncio.gather(*parts):
+            found |= part
+        return found
+
+    async def _measure_at(self, node: int, uses: tuple[DeviceUse, ...], within_s: float) -> dict[str, DeviceReading]:
+        if node == self._node:
+            return await self._measure_here(uses, within_s)
+        measured = await with_deadline(self._agent(node), within_s).measure(uses)
+        readings = {m.device: DeviceReading(m.capacity_bytes, m.free_bytes) for m in measured}
+        missing = [use.device for use in uses if use.device not in readings]
+        if missing:
+            raise MemoryFault(f"{self._agents[node]} does not say how full {', '.join(missing)} is", remedy="a bug")
+        return readings
+
+    async def _measure_here(self, uses: tuple[DeviceUse, ...], within_s: float) -> dict[str, DeviceReading]:
+        try:
+            async with asyncio.timeout(within_s):
+                return await in_own_thread(lambda: read_all(self._meter, uses), "measure devices")
+        except TimeoutError as error:
+            names = ", ".join(use.device for use in uses)
+            raise MemoryFault(f"{names} gave no reading within {within_s:g} s", remedy="see `nvidia-smi`") from error
+
+    def _agent(self, node: int) -> NodeAgentContract:
+        name = self._agents.get(node)
+        if name is None:
+            raise MemoryFault(f"node {node} has no agent of {self._ctx.name}", remedy="add it to roles.memory.nodes")
+        return self._ctx.ref(NodeAgentContract, name)
+
+    # -- processes
+
+    def watch(self, process: WatchedProcess) -> bool:
+        """From now on; False if it is known to be gone already."""
+        if process.node == self._node:
+            is_there = self._own.watch(process.pid, process.started_at)
+            if is_there:
+                self._watched.setdefault(self._node, set()).add(process)
+            return is_there
+        watched = self._watched.setdefault(process.node, set())
+        if process not in watched:
+            watched.add(process)
+            self._tell(process.node)
+        return True
+
+    def is_own(self, process: WatchedProcess) -> bool:
+        """The manager's process itself."""
+        return process.node == self._node and process.pid == os.getpid()
+
+    def ended(self, process: WatchedProcess) -> None:
+        """It did; said by the kernel or by an agent, perhaps twice."""
+        watched = self._watched.get(process.node, set())
+        if process in watched:
+            watched.discard(process)
+            self._told.get(process.node, set()).discard(process)
+            self._on_end(process)
+
+    def _own_ended(self, pid: int) -> None:
+        for process in [p for p in self._watched.get(self._node, ()) if p.pid == pid]:
+            self.ended(process)
+
+    def on_peer(self, event: PeerEvent) -> None:
+        """An agent that came anew watches nobody yet."""
+        node = next((node for node, name in self._agents.items() if name == event.name), None)
+        if node is not None and event.kind in ("up", "restarted"):
+            self._told.pop(node, None)
+            self._tell(node)
+
+    def _tell(self, node: int) -> None:
+        if node in self._agents and node not in self._telling:
+            self._telling.add(node)
+            self._ctx.spawn(self._tell_until_known(node), name=f"watch processes of node {node}")
+
+    async def _tell_until_known(self, node: int) -> None:
+        name = self._agents[node]
+        try:
+            while new := tuple(self._watched.get(node, set()) - self._told.get(node, set())):
+                agent = with_deadline(self._agent(node), ASK_S)
+                gone = await until_answered(
+                    lambda a=agent, n=new: a.watch(n), who=name, clock=self._clock, log=self._ctx.log
+                )
+                self._told.setdefault(node, set()).update(new)
+                for process in gone:
+                    self.ended(process)
+        except CallError as error:
+            self._ctx.log.warning("%s watches no processes: %s; it is told again when it comes anew", name, error)
+        finally:
+            self._telling.discard(node)
+
+    def close(self) -> None:
+        """Watch nothing of this node any more."""
+        self._own.close()
+
+
+def read_all(meter: DeviceMeter, uses: Collection[DeviceUse]) -> dict[str, DeviceReading]:
+    """One reading of each device. Blocks. Raises MemoryFault for a device that is not there."""
+    return {use.device: meter.measure(use.device, use.pids) for use in uses}
