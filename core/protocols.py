@@ -11,7 +11,7 @@ import msgspec
 from .assets import AssetStore, MovedBytes
 from .device_memory import Tag, TagReport
 from .messages import SamplingParams, TensorSpec, WeightManifest
-from .samples import F32, I32, FinishReason, Prompt, TrainSample, TrainShard
+from .samples import F32, I32, FinishReason, Prompt, ScoredSample, TrainSample, TrainShard
 from .weight_channel import (
     JoinOffer,
     JoinRequest,
@@ -172,6 +172,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank measured in one step; the leader gets values reduced over all ranks."""
 
     metrics: dict[str, float]
+    scores: tuple[ScoredSample, ...] = ()
+    """Of the samples of `TrainShard.shown_groups` that were computed, from one rank of each replica."""
 
 
 class PendingSave(Protocol):

@@ -167,3 +167,14 @@ class TrainShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Global number of loss tokens (all ranks) of each mini-batch."""
     minibatch_samples: tuple[float, ...]
     """Global number of samples with at least one loss token of each mini-batch."""
+    shown_groups: tuple[int, ...] = ()
+    """Groups whose tokens people are shown: the trainer's log-probs of them are told beside the metrics."""
+
+
+class ScoredSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the trainer says of a sample that it trains on, beside what the engine said when it drew the tokens."""
+
+    group_id: int
+    index: int
+    logprobs: F32
+    """float32 [R]: log-probs (nats) under the version trained from; 0 where `loss_mask` is 0."""

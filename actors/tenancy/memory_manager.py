@@ -75,6 +75,8 @@ class MemoryManager(MemoryContract):
         self._watched: set[str] = set()
         self._poked = asyncio.Event()
         self._measuring: set[tuple[str, tuple[str, ...]]] = set()
+        self._silent: set[str] = set()
+        """Tenants whose silence was said."""
 
     # -- life
 
@@ -228,8 +230,11 @@ class MemoryManager(MemoryContract):
             tenant = with_deadline(self.ctx.ref(TenantContract, name), self._options.ask_s)
             report = await tenant.memory_report()
         except CallError as error:
-            self.ctx.log.info("%s does not report: %s", name, error)
+            if name not in self._silent:
+                self._silent.add(name)
+                self.ctx.log.info("%s does not report: %s", name, error)
             return
+        self._silent.discard(name)
         if report is not None:
             self._do(self._arbiter.reported(report, self._clock.monotonic()))
             self._heard(report)

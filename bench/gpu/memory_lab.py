@@ -29,6 +29,8 @@ HERE = Path(__file__).resolve().parent
 START_S = 90.0
 """Of a process that imports torch on a bare machine."""
 WORK_S = 120.0
+SETTLE_S = 0.4
+"""What was freed counts as used until the driver has cleared it: 0.2 s after 110 GiB left."""
 KNOWN_S = 20.0
 """From being there to being known to the manager."""
 
@@ -208,6 +210,7 @@ class Lab:
         """Bytes of the worst device that nobody accounts for; 0 where nobody keeps accounts."""
         if self._way == "saver":
             return 0
+        await asyncio.sleep(SETTLE_S)
         return max(device.unattributed_bytes for device in (await self.view()).devices)
 
     # -- one round

@@ -17,7 +17,7 @@ class MemorySettings(Section, frozen=True):
 
     share: ShareMode = "none"
     """none (each has its own memory, both run at the same time) or switch (they take turns: a memory manager has
-    one of them leave the device before the other comes back; one node only; nothing that is generated is lost)."""
+    one of them leave the devices before the other comes back; nothing that is generated is lost)."""
     backend: ArenaBackend = "auto"
     """What the trainer's memory is made of: cuda_vmm (the driver's virtual memory, by GPU), torch_memory_saver (the
     library of that name; Megatron only), host_vmm (memory of the host that stands for a device, so that a machine

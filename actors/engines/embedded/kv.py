@@ -70,6 +70,10 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeroed pages of the system, which are backed when first written: memory grows with use. Numpy's own zeros would
     ask for huge pages, of which the first few tokens of each sequence touch all."""
     kind = np.dtype(np.float32 if dtype == torch.float32 else np.uint16)
-    pages = mmap.mmap(-1, math.prod(shape) * kind.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    nbytes = math.prod(shape) * kind.itemsize
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"Unable to allocate {nbytes / 2**30:.3g} GiB for keys and values ({error})") from error
     words = np.frombuffer(pages, dtype=kind).reshape(shape)
     return as_tensor(words) if dtype == torch.float32 else as_tensor(words).view(dtype)
