@@ -22,15 +22,18 @@ from memory_stages import Stage
 
 from myxa.actors.contracts.memory import MemoryContract
 from myxa.core.actor import with_deadline
-from myxa.core.device_memory import LeaseReply, LeaseRequest, MemoryView, Tag
+from myxa.core.device_memory import DeviceView, LeaseReply, LeaseRequest, MemoryView, Tag
+from myxa.memory.ledger.tenant_states import is_mapped
+from myxa.memory.meters import DeviceMeters
 from myxa.transport.node import Node
 
 HERE = Path(__file__).resolve().parent
 START_S = 90.0
 """Of a process that imports torch on a bare machine."""
 WORK_S = 120.0
-SETTLE_S = 0.4
-"""What was freed counts as used until the driver has cleared it: 0.2 s after 110 GiB left."""
+SETTLE_S = 1.0
+"""What was freed counts as used until the driver has cleared it: some 0.2 s after 110 GiB left."""
+ASTRAY = 256 << 20
 KNOWN_S = 20.0
 """From being there to being known to the manager."""
 
@@ -76,6 +79,7 @@ class Lab:
         self._first_device = first_device
         self.stages: dict[str, Stage] = {}
         self._node: Node | None = None
+        self._meter = DeviceMeters()
         self._numbers = itertools.count(1)
         self.rates: dict[str, float] = {}
         """Of plain pinned copies in the first trainer, GB/s, and what its pool took."""
@@ -103,6 +107,7 @@ class Lab:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*(asyncio.to_thread(stage.stop) for stage in self.stages.values()))
+        self._meter.close()
         if self._node is not None:
             with contextlib.suppress(Exception):
                 await self._node.close(grace_s=0.5)
@@ -207,11 +212,26 @@ class Lab:
         return await with_deadline(self.node.ref(MemoryContract, MANAGER), 10).view()
 
     async def unattributed(self) -> int:
-        """Bytes of the worst device that nobody accounts for; 0 where nobody keeps accounts."""
+        """Bytes of the worst device that nobody accounts for, measured here and now; 0 where nobody keeps accounts."""
         if self._way == "saver":
             return 0
-        await asyncio.sleep(SETTLE_S)
-        return max(device.unattributed_bytes for device in (await self.view()).devices)
+        give_up_at = time.monotonic() + SETTLE_S
+        while True:
+            devices = (await self.view()).devices
+            worst = max([await asyncio.to_thread(self._astray, device) for device in devices])
+            if worst <= ASTRAY or time.monotonic() > give_up_at:
+                return worst
+            await asyncio.sleep(0.05)
+
+    def _astray(self, device: DeviceView) -> int:
+        if device.device.startswith("host:"):  # only its manager knows which processes make it up
+            return device.unattributed_bytes
+        reading = self._meter.measure(device.device, ())
+        held = sum(
+            tenant.residue_bytes + sum(tag.num_bytes for tag in tenant.tags if is_mapped(tag)) - tenant.reserved_bytes
+            for tenant in device.tenants
+        )
+        return max(0, reading.capacity_bytes - reading.free_bytes - held)
 
     # -- one round
 

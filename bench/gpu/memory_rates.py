@@ -1,7 +1,7 @@
-"""What memory costs on this machine, and how near to that our arena comes: copies, pinning, mapping; then our arena and
-torch-memory-saver beside plain pinned copies, each in the process of its own figures.
+"""What memory costs on this machine, and how near to that our arena comes: copies, pinning, mapping, what others have
+just freed; then our arena and torch-memory-saver beside plain pinned copies, each in the process of its own figures.
 
-    python memory_rates.py [--stages raw,arena,saver] [--num-gib 32] [--device cpu]
+    python memory_rates.py [--stages raw,scrub,arena,saver] [--num-gib 32] [--device cpu]
 
 Every rate of the arena is bytes that were copied, divided by the whole time of `release` or `restore` (unmapping and
 mapping in it), divided by the rate of plain pinned copies just before. The first cycle is told apart. Bytes that are
@@ -21,10 +21,11 @@ from memory_figures import GIB, MIB, quantile, size, tell_when_ended
 from memory_stages import StageFailedError, run_stage
 
 HERE = Path(__file__).resolve().parent
-STAGES = ("raw", "arena", "saver")
-LIMITS = {"raw": 110.0, "arena": 150.0, "saver": 90.0}
+STAGES = ("raw", "scrub", "arena", "saver")
+LIMITS = {"raw": 110.0, "scrub": 60.0, "arena": 150.0, "saver": 90.0}
 """Seconds; the first process that imports torch on a bare machine takes ten of them."""
 DRY = ("--plain-bytes", str(4 * MIB))
+DRY_SCRUB = ("--held-bytes", str(64 * MIB), "--num-bytes", str(16 * MIB), "--chunk-bytes", str(2 * MIB))
 DRY_ARENA = (
     *DRY, "--num-bytes", str(48 * MIB), "--discard-bytes", str(16 * MIB), "--chunk-bytes", str(8 * MIB), "--cycles",
     "4", "--exact-bytes", str(6 * MIB), "--exact-cycles", "6", "--matrix", "128", "--graph-cycles", "2",
@@ -36,6 +37,15 @@ def arguments_of(stage: str, options: argparse.Namespace) -> tuple[str, list[str
     is_dry = options.device == "cpu"
     if stage == "saver":
         return "memory_saver.py", ["--num-bytes", str(options.saver_gib * GIB), "--limit", str(options.saver_limit)]
+    if stage == "scrub":
+        shape = DRY_SCRUB if is_dry else ()
+        return "memory_scrub.py", [
+            "--device",
+            options.device,
+            "--log",
+            str(work_folder() / "memory_holder.log"),
+            *shape,
+        ]
     if stage == "arena":
         shape = DRY_ARENA if is_dry else ("--num-bytes", str(options.num_gib * GIB), "--cycles", str(options.cycles))
         return "memory_arena.py", ["--device", options.device, *shape]
@@ -183,7 +193,21 @@ def tell_raw(report: Report, found: dict[str, Any]) -> None:
     tell_vmm(report, found["vmm"])
 
 
-TELL = {"raw": tell_raw, "arena": tell_arena, "saver": tell_saver}
+def tell_scrub(report: Report, found: dict[str, Any]) -> None:
+    alone = statistics.median(found["alone"])
+    rows = [("nobody", f"{alone:.3f}", "1")]
+    for wait_s, seconds in found["after"].items():
+        middle = statistics.median(seconds)
+        name = f"another process gave {size(found['held_bytes'])} back, {float(wait_s):g} s before"
+        rows.append((name, f"{middle:.3f}", number(middle / alone)))
+    report.table(
+        f"Mapping and copying in {size(found['num_bytes'])}, s, median of {len(found['alone'])}",
+        ("beside", "took", "times"),
+        rows,
+    )
+
+
+TELL = {"raw": tell_raw, "scrub": tell_scrub, "arena": tell_arena, "saver": tell_saver}
 
 
 def main() -> None:

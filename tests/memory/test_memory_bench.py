@@ -34,11 +34,12 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def test_the_rates_run_dry_and_every_byte_comes_back(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, GPU / "memory_rates.py", "--device", "cpu", "--stages", "arena"],
+        [sys.executable, GPU / "memory_rates.py", "--device", "cpu", "--stages", "scrub,arena"],
         env=environment(tmp_path), capture_output=True, text=True, timeout=80, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "out" / "gpu.json").read_text())["memory_rates"]
+    assert {wait: len(seconds) for wait, seconds in found["scrub"]["after"].items()} == {"0.0": 3, "1.0": 3}
     exact = found["arena"]["exact"]
     assert (exact["wrong"], exact["unzeroed"], exact["moved_pointers"], exact["drift"]["fds"]) == (0, 0, 0, 0)
     assert found["arena"]["graph"]["wrong"] == 0

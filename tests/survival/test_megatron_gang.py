@@ -1,0 +1,65 @@
+"""Megatron's ranks come back as one gang too: they hold shards of one model, so nobody can go on with half of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from gang_run import NUM_STEPS, GangRun, gang_run
+
+pytestmark = pytest.mark.timeout(400)
+
+ON_CPU = Path(__file__).resolve().parent.parent / "backends" / "on_cpu"
+
+
+def overrides(folder: Path, layout: str) -> tuple[str, ...]:
+    env = f'PYTHONPATH="{ON_CPU}", TORCHINDUCTOR_CACHE_DIR="{folder}"'
+    return (
+        'roles.trainer.kind="megatron"', layout, f"roles.trainer.env={{{env}}}", "trainer.checkpoint_every=2",
+        "trainer.keep_last=3",
+    )  # fmt: skip
+
+
+def disturb(run: GangRun, rank: int, what: signal.Signals) -> None:
+    """Once the second checkpoint is there; everything but the ranks goes on as it is."""
+    run.until_version(5)
+    engines, ranks = run.engines(), {run.rank(0), run.rank(1)}
+    at = time.time()
+    os.kill(run.rank(rank), what)
+    print(f"recovered in {run.recovery_s(at):.1f} s")
+    assert run.engines() == engines
+    assert {run.rank(0), run.rank(1)}.isdisjoint(ranks)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [
+        ("megatron.tp=2", 1),
+        pytest.param("megatron.tp=2", 0, marks=pytest.mark.soak),
+        pytest.param("megatron.pp=2", 0, marks=pytest.mark.soak),
+        pytest.param("megatron.pp=2", 1, marks=pytest.mark.soak),
+        pytest.param("megatron.distributed_optimizer=true", 1, marks=pytest.mark.soak),  # two replicas
+    ],
+)
+def test_a_rank_is_killed(tmp_path: Path, layout: str, rank: int) -> None:
+    with gang_run(tmp_path, *overrides(tmp_path, layout)) as run:
+        disturb(run, rank, signal.SIGKILL)
+        run.end()
+        run.prove()
+        (back,) = run.told("trainer-goes-back")
+        start = int(back.split()[2].rstrip(","))
+        assert start >= 2, "a checkpoint of shards that all were there"
+        assert run.versions()[start - NUM_STEPS :] == list(range(start + 1, NUM_STEPS + 1))
+
+
+@pytest.mark.soak
+def test_a_rank_stands_still_in_a_collective(tmp_path: Path) -> None:
+    """Its mate waits for its half of a layer."""
+    with gang_run(tmp_path, *overrides(tmp_path, "megatron.tp=2")) as run:
+        disturb(run, 1, signal.SIGSTOP)
+        run.end()
+        run.prove()
+        assert any("gave no sign of life" in text for text in run.told("actor-hung"))
