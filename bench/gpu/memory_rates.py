@@ -194,17 +194,15 @@ def tell_raw(report: Report, found: dict[str, Any]) -> None:
 
 
 def tell_scrub(report: Report, found: dict[str, Any]) -> None:
-    alone = statistics.median(found["alone"])
-    rows = [("nobody", f"{alone:.3f}", "1")]
-    for wait_s, seconds in found["after"].items():
-        middle = statistics.median(seconds)
-        name = f"another process gave {size(found['held_bytes'])} back, {float(wait_s):g} s before"
-        rows.append((name, f"{middle:.3f}", number(middle / alone)))
-    report.table(
-        f"Mapping and copying in {size(found['num_bytes'])}, s, median of {len(found['alone'])}",
-        ("beside", "took", "times"),
-        rows,
-    )
+    held = size(found["held_bytes"])
+    beside = {"nobody": found["alone"]}
+    beside |= {f"another process gave {held} back, {float(w):g} s before": ways for w, ways in found["after"].items()}
+    rows = [
+        (name, *(f"{statistics.median(ways[way]):.3f}" for way in ("engines", "kernel")))
+        for name, ways in beside.items()
+    ]
+    told = f"Mapping and copying in {size(found['num_bytes'])}, s, median of {len(found['alone']['kernel'])}"
+    report.table(told, ("beside", "by copy engines", "by our kernel"), rows)
 
 
 TELL = {"raw": tell_raw, "scrub": tell_scrub, "arena": tell_arena, "saver": tell_saver}

@@ -1,7 +1,8 @@
 """What copying into fresh memory costs right after another process gave its own back, and a while later.
 
 A stage of memory_rates.py. The driver clears memory that was freed before it belongs to anybody else, beside whatever
-runs by then; a switch begins to copy in just that moment. With `--device cpu` the host's VMM stands in, which clears
+runs by then; a switch begins to copy in just that moment. By the copy engines, which clear as well, and by the kernel
+that arenas use for what is waited for. With `--device cpu` the host's VMM stands in, which clears
 pages when they are touched.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from memory_stages import Stage, answer, await_go, leave
 from myxa.memory.arenas.driver import VmmDriver
 
 WAITS_S = (0.0, 1.0)
+WAYS = ("engines", "kernel")
 ROUNDS = 3
 HOLD_S = 60.0
 """For the holder to start and to map; a bare machine imports torch for ten of them."""
@@ -40,14 +43,16 @@ class Range:
     def addresses(self) -> list[int]:
         return [self._base + start for start in range(0, self.num_bytes, self._chunk)]
 
-    def come(self, source: int | None = None) -> None:
+    def come(self, source: int | None = None, *, by: str = "") -> None:
         """Map all; with `source` copy from there, each chunk as soon as it is there, and wait for the copies."""
         ticket = 0
         for index, address in enumerate(self.addresses):
             self._handles.append(self._driver.create(self._chunk))
             self._driver.map(address, self._chunk, self._handles[-1])
             if source is not None:
-                ticket = self._driver.copy_in(address, source + index * self._chunk, self._chunk)
+                ticket = self._driver.copy_in(
+                    address, source + index * self._chunk, self._chunk, is_awaited=by == "kernel"
+                )
         if ticket:
             self._driver.wait(ticket)
 
@@ -62,7 +67,7 @@ def hold(options: argparse.Namespace) -> None:
     """The other process: has memory until it is told to give it back, again and again."""
     with closing(open_driver(options.device, capacity_bytes=2 * options.held_bytes)) as driver:
         held = Range(driver, options.held_bytes, options.chunk_bytes)
-        for _ in range(ROUNDS * len(WAITS_S)):
+        for _ in range(ROUNDS * len(WAITS_S) * len(WAYS)):
             held.come()
             await_go()
             held.go()
@@ -77,27 +82,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         source = torch.ones(options.num_bytes, dtype=torch.uint8, pin_memory=options.device == "cuda")
         mine = Range(driver, options.num_bytes, options.chunk_bytes)
 
-        def arrive() -> float:
+        def arrive(way: str) -> float:
             started = time.perf_counter()
-            mine.come(source.data_ptr())
+            mine.come(source.data_ptr(), by=way)
             took_s = time.perf_counter() - started
             mine.go()
             return took_s
 
-        arrive()
-        alone = [arrive() for _ in range(ROUNDS)]
-        after: dict[str, list[float]] = {str(wait_s): [] for wait_s in WAITS_S}
+        arrive(WAYS[0])
+        alone = {way: [arrive(way) for _ in range(ROUNDS)] for way in WAYS}
+        after: dict[str, dict[str, list[float]]] = {str(wait_s): {way: [] for way in WAYS} for wait_s in WAITS_S}
         arguments = ["--hold", "--device", options.device, "--held-bytes", str(options.held_bytes)]
         arguments += ["--chunk-bytes", str(options.chunk_bytes)]
         holder = Stage("holder", __file__, arguments, log=log)
         try:
-            for _ in range(ROUNDS):
-                for wait_s in WAITS_S:
-                    holder.expect("ready", HOLD_S)
-                    holder.go()
-                    holder.expect("gone", HOLD_S)
-                    time.sleep(wait_s)
-                    after[str(wait_s)].append(arrive())
+            for _, wait_s, way in product(range(ROUNDS), WAITS_S, WAYS):
+                holder.expect("ready", HOLD_S)
+                holder.go()
+                holder.expect("gone", HOLD_S)
+                time.sleep(wait_s)
+                after[str(wait_s)][way].append(arrive(way))
         finally:
             holder.stop()
         synchronise(options.device)

@@ -69,19 +69,23 @@ async def rounds(lab: Lab, found: Found, num: int, limit_s: float, check_every: 
             found.refused = str(error)
             return
         if found.way != "saver" and index % check_every == 0:
-            found.is_equal &= await same_after_a_switch(lab, overlap=found.way == "overlap")
+            is_equal, astray = await same_after_a_switch(lab, overlap=found.way == "overlap")
+            found.is_equal &= is_equal
+            found.cycles[-1].unattributed = max(found.cycles[-1].unattributed, astray)
 
 
-async def same_after_a_switch(lab: Lab, *, overlap: bool) -> bool:
-    """The optimizer's hash after a step, while it may be on its way out, and after it came back."""
+async def same_after_a_switch(lab: Lab, *, overlap: bool) -> tuple[bool, int]:
+    """Whether the optimizer's hash is the same after a step, while it may be on its way out, and after it came back;
+    and the bytes that nobody accounts for while trainers have the device."""
     await lab.to_trainers()
     await lab.work("trainer", "step", amount=1, overlap=overlap)
     before = (await lab.work("trainer", "digest"))[0].digest
+    astray = await lab.unattributed()
     await lab.to_engines(0)
     await lab.to_trainers()
     after = (await lab.work("trainer", "digest"))[0].digest
     await lab.to_engines(0)
-    return before == after
+    return before == after, astray
 
 
 async def measure(report: Report, options: argparse.Namespace, way: str, work: Path) -> list[Found]:

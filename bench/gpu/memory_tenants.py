@@ -72,8 +72,9 @@ class StreamedStore:
         if not self.is_streaming or not own & COPIED:
             moved = self.arena.restore(own)
             return Moved(copied_bytes=moved.copied_bytes, dropped_bytes=moved.dropped_bytes, seconds=moved.seconds)
-        self._coming = self.arena.begin_restore(own)
-        for tag in own - frozenset(OPTIMIZER_PARTS):
+        awaited = own - frozenset(OPTIMIZER_PARTS)
+        self._coming = self.arena.begin_restore(own, awaited=awaited)
+        for tag in awaited:
             self._coming.wait(tag)
         return Moved()
 

@@ -41,10 +41,10 @@ class ArenaHousing:
         """See `Housing`; staged weights that an engine has let go of leave too."""
         return self._memory.release(tags)
 
-    def begin_restore(self, tags: Collection[Tag]) -> Coming:
+    def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag]) -> Coming:
         """See `Housing`."""
         self._memory.trim()
-        return self._memory.arena.begin_restore(tags)
+        return self._memory.arena.begin_restore(tags, awaited=awaited)
 
     def report(self) -> tuple[TagReport, ...]:
         """See `Housing`."""
@@ -84,7 +84,7 @@ class SaverHousing:
         """See `Housing`; what torch keeps outside of the regions leaves before."""
         return self._saver.release(tags)
 
-    def begin_restore(self, tags: Collection[Tag]) -> Coming:
+    def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag]) -> Coming:
         """See `Housing`; blocks until everything is there."""
         self._saver.restore(tags)
         return _Here()

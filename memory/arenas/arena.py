@@ -230,8 +230,9 @@ class Arena:
             Departure(self._floor, account).run(sorted(leaving, key=lambda memory: memory.priority))
             return account.total()
 
-    def begin_restore(self, tags: Collection[Tag]) -> Restoring:
-        """Map tags that are away and let their contents stream in; a tag may be touched after its `wait`.
+    def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag] = ()) -> Restoring:
+        """Map tags that are away and let their contents stream in; a tag may be touched after its `wait`. Those
+        `awaited` are wanted before anybody computes: they may take the device's processors.
 
         Raises OutOfDeviceMemory, with everything as it was, when not all of it fits.
         """
@@ -241,13 +242,13 @@ class Arena:
             for memory in memories:
                 if memory.backing == "poisoned":
                     settle(self._floor, memory)
-            arrive(self._floor, [m for m in memories if m.backing in AWAY], account)
+            arrive(self._floor, [m for m in memories if m.backing in AWAY], awaited, account)
             return Restoring(self._floor, self._lock, memories, account)
 
     def restore(self, tags: Collection[Tag]) -> Moved:
         """Bring tags back and wait for their contents. A tag under policy rematerialise comes back undefined and is
         not released from "copy_in" before its owner, who fills it, calls `mark_dirty`."""
-        return self.begin_restore(tags).wait_all()
+        return self.begin_restore(tags, awaited=tags).wait_all()
 
     def begin_backup(self, tags: Collection[Tag]) -> Saving:
         """Copy tags of policy backup to the host while they stay. Once waited for, a tag that was not marked dirty

@@ -6,16 +6,18 @@ given up, and the host has what it had. What comes back empty (discarded, rebuil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from ...core.device_memory import Tag
 from ...core.errors import MemoryFault, OutOfDeviceMemory
 from .moving import Account, Floor, at_place, finish_copy_out, wait_out
 from .tag_states import Event
 from .tagged_memory import Chunk, TaggedMemory
 
 
-def arrive(floor: Floor, coming: Sequence[TaggedMemory], account: Account) -> None:
-    """Map memories that are away and begin to fill them, highest priority first; `settle` waits for each.
+def arrive(floor: Floor, coming: Sequence[TaggedMemory], awaited: Collection[Tag], account: Account) -> None:
+    """Map memories that are away and begin to fill them, highest priority first; `settle` waits for each. `awaited`:
+    tags for which it will be called at once.
 
     What is copied goes before the others: the link is busy from the first chunk on, and mapping the rest (1.5 ms a
     GiB on an H200) happens beside it.
@@ -24,7 +26,7 @@ def arrive(floor: Floor, coming: Sequence[TaggedMemory], account: Account) -> No
     come: list[TaggedMemory] = []
     for memory in ordered:
         try:
-            _come(floor, memory, account)
+            _come(floor, memory, account, is_awaited=memory.tag in awaited)
         except Unfilled as fault:
             _step(floor, [*come, memory], account)
             wait_out(floor, [ticket for ticket, _ in memory.pending])
@@ -47,13 +49,13 @@ class Unfilled(Exception):
         self.error = error
 
 
-def _come(floor: Floor, memory: TaggedMemory, account: Account) -> None:
+def _come(floor: Floor, memory: TaggedMemory, account: Account, *, is_awaited: bool) -> None:
     """Raises MemoryFault when a chunk gets no memory, Unfilled when nothing can be copied into it."""
     for chunk in memory.chunks():
         with account.part("map"):
             floor.give_memory(chunk)
         try:
-            ticket = _fill(floor, memory, chunk, is_empty=memory.backing == "discarded")
+            ticket = _fill(floor, memory, chunk, is_awaited=is_awaited)
         except MemoryFault as error:
             raise Unfilled(error) from error
         if ticket is not None:
@@ -74,10 +76,10 @@ def _go_back(floor: Floor, memory: TaggedMemory) -> None:
         floor.take_memory(chunk)
 
 
-def _fill(floor: Floor, memory: TaggedMemory, chunk: Chunk, *, is_empty: bool) -> int | None:
+def _fill(floor: Floor, memory: TaggedMemory, chunk: Chunk, *, is_awaited: bool) -> int | None:
     if memory.policy == "rematerialise":
         return None
-    if is_empty:
+    if memory.backing == "discarded":
         return floor.driver.zero(chunk.address, chunk.num_bytes)
     if chunk.slab is None or not chunk.is_copied:
         raise MemoryFault(f"{chunk.num_bytes:,} bytes of {chunk.address:#x} have no copy on the host")
@@ -86,7 +88,7 @@ def _fill(floor: Floor, memory: TaggedMemory, chunk: Chunk, *, is_empty: bool) -
             f"the host copy of {chunk.num_bytes:,} bytes of {chunk.address:#x} changed while it was away",
             remedy="do not trust this host's memory; restart from a checkpoint",
         )
-    return floor.driver.copy_in(chunk.address, chunk.slab, chunk.num_bytes)
+    return floor.driver.copy_in(chunk.address, chunk.slab, chunk.num_bytes, is_awaited=is_awaited)
 
 
 def _refusal(floor: Floor, ordered: Sequence[TaggedMemory], error: MemoryFault) -> MemoryFault:

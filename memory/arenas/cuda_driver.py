@@ -3,6 +3,7 @@
 Knows one device and its calls; knows no tags, no pool, no torch. It works in the primary context, so memory made here
 is memory to torch, NCCL and every kernel of this process. Copies out, copies in and fillings have a stream each: none
 waits for the default stream, for another kind, or holds up torch's. A copy's ticket is an event; waiting for it sleeps.
+Copies are the engines' work, those in that somebody stands still for a kernel's (`cuda_copy_kernel.py` says why).
 
 torch's expandable segments make memory by the same calls but cannot give a tensor's memory back while the tensor
 lives, and `torch.cuda.caching_allocator_*` never does; hence these calls. Why ctypes: see `cuda_library.py`.
@@ -17,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ...core.errors import MemoryFault
+from . import cuda_copy_kernel
 from .cuda_library import (
     HAS_VMM,
     LIBRARY,
@@ -163,6 +165,7 @@ class CudaDriver(VmmDriver):
                 for _ in range(3):
                     self._lanes.append(CopyLane(cuda))
                     opened.callback(self._lanes[-1].close)
+                self._kernel = cuda_copy_kernel.load(cuda)
                 opened.pop_all()
         except MemoryFault:
             self._context.close()
@@ -224,7 +227,11 @@ class CudaDriver(VmmDriver):
             OUT, address, num_bytes, "cuMemcpyDtoHAsync_v2", ctypes.c_void_p(host_address), address, num_bytes
         )
 
-    def copy_in(self, address: int, host_address: int, num_bytes: int) -> int:
+    def copy_in(self, address: int, host_address: int, num_bytes: int, *, is_awaited: bool = False) -> int:
+        if is_awaited and self._kernel is not None:
+            ticket = self._copy_by(self._kernel, address, host_address, num_bytes)
+            if ticket:
+                return ticket
         return self._begin(
             IN, address, num_bytes, "cuMemcpyHtoDAsync_v2", address, ctypes.c_void_p(host_address), num_bytes
         )
@@ -261,15 +268,24 @@ class CudaDriver(VmmDriver):
         if errors:
             raise errors[0]
 
+    def _copy_by(self, kernel: cuda_copy_kernel.CopyKernel, address: int, host_address: int, num_bytes: int) -> int:
+        """The ticket; 0: the kernel cannot do this one."""
+        with self._context:
+            source = kernel.source(host_address, address, num_bytes)
+            if not source:
+                return 0
+            return self._issue(IN, address, num_bytes, lambda s: kernel.enqueue(s, address, source, num_bytes))
+
     def _begin(self, lane: int, address: int, num_bytes: int, name: str, *arguments: object) -> int:
         with self._context as cuda:
-            ticket = next_ticket(self._num_tickets, lane, len(self._lanes))
             what = _range(address, num_bytes)
-            self._lanes[lane].begin(
-                ticket, address, num_bytes, lambda stream: cuda.call(name, *arguments, stream, what=what)
-            )
-            self._num_tickets = ticket
-            return ticket
+            return self._issue(lane, address, num_bytes, lambda s: cuda.call(name, *arguments, s, what=what))
+
+    def _issue(self, lane: int, address: int, num_bytes: int, issue: Callable[[ctypes.c_void_p], None]) -> int:
+        ticket = next_ticket(self._num_tickets, lane, len(self._lanes))
+        self._lanes[lane].begin(ticket, address, num_bytes, issue)
+        self._num_tickets = ticket
+        return ticket
 
     def _call(self, name: str, *arguments: object, what: str = "") -> None:
         with self._context as cuda:

@@ -23,7 +23,7 @@ ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 SLEEPING_EVENT = 1 | 2  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: waiting costs no core
-REGISTERED_EVERYWHERE = 1  # CU_MEMHOSTREGISTER_PORTABLE
+REGISTERED_EVERYWHERE = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP: kernels may read it
 RDMA_WITH_VMM = 110  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
 HAS_VMM = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 HOST_NUMA_ID = 134  # CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
@@ -98,6 +98,10 @@ SIGNATURES: MappingProxyType[str, tuple[object, ...]] = MappingProxyType(
         "cuMemcpyDtoHAsync_v2": (_PTR, _U64, _SIZE, _PTR),
         "cuMemcpyHtoDAsync_v2": (_U64, _PTR, _SIZE, _PTR),
         "cuMemsetD8Async": (_U64, ctypes.c_ubyte, _SIZE, _PTR),
+        "cuModuleLoadData": (_out(_PTR), _STR),
+        "cuModuleGetFunction": (_out(_PTR), _PTR, _STR),
+        "cuLaunchKernel": (_PTR, *(_UINT,) * 7, _PTR, _out(_PTR), _out(_PTR)),
+        "cuMemHostGetDevicePointer_v2": (_out(_U64), _PTR, _UINT),
         "cuMemHostRegister_v2": (_PTR, _SIZE, _UINT),
         "cuMemHostUnregister": (_PTR,),
         "cuStreamCreate": (_out(_PTR), _UINT),

@@ -51,8 +51,9 @@ class VmmDriver(Protocol):
         """Begin a copy to the host; returns a ticket for `wait`."""
         ...
 
-    def copy_in(self, address: int, host_address: int, num_bytes: int) -> int:
-        """Begin a copy to the device; returns a ticket for `wait`."""
+    def copy_in(self, address: int, host_address: int, num_bytes: int, *, is_awaited: bool = False) -> int:
+        """Begin a copy to the device; returns a ticket for `wait`. `is_awaited`: nobody computes until it is there, so
+        it may take from the device what computing would need."""
         ...
 
     def zero(self, address: int, num_bytes: int) -> int:

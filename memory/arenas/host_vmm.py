@@ -163,7 +163,7 @@ class HostVmmDriver(VmmDriver):
         self._check_mapped(address, num_bytes)
         return self._begin(self._out, address, num_bytes, lambda: libc.copy(host_address, address, num_bytes))
 
-    def copy_in(self, address: int, host_address: int, num_bytes: int) -> int:
+    def copy_in(self, address: int, host_address: int, num_bytes: int, *, is_awaited: bool = False) -> int:
         self._check_mapped(address, num_bytes)
         return self._begin(self._in, address, num_bytes, lambda: libc.copy(address, host_address, num_bytes))
 

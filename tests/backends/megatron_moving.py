@@ -87,7 +87,7 @@ class Shelf:
             self.backing[tag] = "host" if self.policy[tag] == "backup" else "discarded"
         return Moved()
 
-    def begin_restore(self, tags: Any) -> Shelf:
+    def begin_restore(self, tags: Any, *, awaited: Any) -> Shelf:
         for tag in tags:
             if tag == "grads":
                 for tensor in self.tensors(tag):

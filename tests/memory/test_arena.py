@@ -360,7 +360,7 @@ class Watched(HostVmmDriver):
         self._tickets[ticket] = address
         return ticket
 
-    def copy_in(self, address: int, host_address: int, num_bytes: int) -> int:
+    def copy_in(self, address: int, host_address: int, num_bytes: int, *, is_awaited: bool = False) -> int:
         self.calls.append(("copy in", address))
 
         def work() -> None:

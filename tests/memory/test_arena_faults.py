@@ -65,9 +65,9 @@ class Failing(HostVmmDriver):
             flip(host_address + num_bytes - 1)
         return ticket
 
-    def copy_in(self, address: int, host_address: int, num_bytes: int) -> int:
+    def copy_in(self, address: int, host_address: int, num_bytes: int, *, is_awaited: bool = False) -> int:
         self._due("copy_in")
-        ticket = super().copy_in(address, host_address, num_bytes)
+        ticket = super().copy_in(address, host_address, num_bytes, is_awaited=is_awaited)
         if self.spoils == "in":
             self.spoils = ""
             self.wait(ticket)

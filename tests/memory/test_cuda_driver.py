@@ -100,6 +100,57 @@ def test_waiting_for_a_ticket_waits_for_all_before_it_in_its_direction_only(driv
     assert gpu.live()["events"] <= 4  # used again, not made anew
 
 
+@pytest.fixture
+def pinned_page(gpu: StandinGpu):
+    """A granule of the host that kernels of the device may read."""
+    host = ctypes.create_string_buffer(2 * GRANULE)
+    at = ctypes.addressof(host) + -ctypes.addressof(host) % 4096
+    ctypes.memset(at, 5, GRANULE)
+    unpin = pin_for(0, library=gpu.path)(at, GRANULE)
+    yield at
+    unpin()
+
+
+@pytest.mark.parametrize(
+    ("offset", "num_bytes", "by"),
+    [
+        (0, GRANULE, "cuLaunchKernel"),
+        (64, GRANULE - 64, "cuLaunchKernel"),
+        (8, 1024, "cuMemcpyHtoDAsync_v2"),  # between two units
+        (0, 1000, "cuMemcpyHtoDAsync_v2"),  # not a number of units
+        (GRANULE - 64, 128, "cuMemcpyHtoDAsync_v2"),  # not pinned to its end
+    ],
+)
+def test_what_is_awaited_is_copied_by_a_kernel_where_it_can_read_it(
+    driver: CudaDriver, gpu: StandinGpu, pinned_page: int, offset: int, num_bytes: int, by: str
+):
+    address, handle = mapped(driver, GRANULE)
+    gpu.calls()
+    ticket = driver.copy_in(address, pinned_page + offset, num_bytes, is_awaited=True)
+    assert ticket % 3 == IN
+    assert [name for name, _, _ in gpu.calls() if name in ("cuLaunchKernel", "cuMemcpyHtoDAsync_v2")] == [by]
+    with pytest.raises(MemoryFault, match="are being copied"):
+        driver.unmap(address, GRANULE)
+    driver.wait(ticket)
+    assert ctypes.string_at(address, min(num_bytes, 64)) == b"\x05" * min(num_bytes, 64)
+    driver.wait(driver.copy_in(address, pinned_page, GRANULE))
+    assert [name for name, _, _ in gpu.calls() if name == "cuLaunchKernel"] == [], "nobody stands still for it"
+    give_back(driver, address, GRANULE, handle)
+
+
+@pytest.mark.parametrize("name", ["cuModuleLoadData", "cuModuleGetFunction"])
+def test_a_gpu_that_cannot_have_the_kernel_copies_by_its_engines(gpu: StandinGpu, pinned_page: int, name: str):
+    gpu.fail(name, INVALID_VALUE)
+    driver = CudaDriver(0, gpu.path)
+    address, handle = mapped(driver, GRANULE)
+    gpu.calls()
+    driver.wait(driver.copy_in(address, pinned_page, GRANULE, is_awaited=True))
+    assert "cuLaunchKernel" not in [name for name, _, _ in gpu.calls()]
+    assert ctypes.string_at(address, 2) == b"\x05\x05"
+    give_back(driver, address, GRANULE, handle)
+    driver.close()
+
+
 def test_filling_waits_for_no_copy(driver: CudaDriver):
     host = ctypes.create_string_buffer(b"\x05" * GRANULE)
     address, handle = mapped(driver, 2 * GRANULE)
@@ -361,6 +412,23 @@ def test_tags_leave_the_device_and_come_back_to_the_bit(arena: Arena, gpu: Stand
         arena.mark_dirty("optimizer")
         arena.mark_dirty("params")
     assert gpu.is_pinned(arena._floor.pool.take(MIB), MIB)
+
+
+def test_a_restore_that_is_waited_for_takes_the_kernel_and_one_that_streams_does_not(arena: Arena, gpu: StandinGpu):
+    tags: tuple[Tag, ...] = ("params", "optimizer")
+    for tag in tags:
+        arena.tag(tag, "backup")
+        arena.empty(tag, 4 * MIB)
+    arena.release(tags)
+    gpu.calls()
+    arena.begin_restore(tags, awaited=("params",)).wait_all()
+    copies = [name for name, _, _ in gpu.calls() if name in ("cuLaunchKernel", "cuMemcpyHtoDAsync_v2")]
+    assert sorted(copies) == ["cuLaunchKernel", "cuMemcpyHtoDAsync_v2"]
+    arena.mark_dirty("optimizer")
+    arena.release(tags)
+    gpu.calls()
+    arena.restore(tags)
+    assert [name for name, _, _ in gpu.calls()].count("cuLaunchKernel") == 2
 
 
 def test_each_chunk_is_unmapped_after_its_own_copy_while_the_next_is_under_way(arena: Arena, gpu: StandinGpu):

@@ -62,8 +62,8 @@ class Housing(Protocol):
         """See `AssetStore`."""
         ...
 
-    def begin_restore(self, tags: Collection[Tag]) -> Coming:
-        """Map them; contents may still be on their way."""
+    def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag]) -> Coming:
+        """Map them; contents may still be on their way, those `awaited` faster than the others."""
         ...
 
     def report(self) -> tuple[TagReport, ...]:
@@ -206,12 +206,12 @@ class MegatronResidence:
         started = self._clock.monotonic()
         self.arrived()
         known = self._known(tags)
+        awaited: list[Tag] = [tag for tag in known if tag not in OPTIMIZER_PARTS]
         away = {r.tag: r for r in self.report() if r.tag in known and r.backing in ("host", "discarded")}
-        coming = self._home().begin_restore(known)
+        coming = self._home().begin_restore(known, awaited=awaited)
         self._coming = {tag: coming for tag in known if tag in OPTIMIZER_PARTS}
-        for tag in known:
-            if tag not in OPTIMIZER_PARTS:
-                coming.wait(tag)
+        for tag in awaited:
+            coming.wait(tag)
         if "params" in away and self._params_policy == "rematerialise":
             self._is_stale = True
         return Moved(

@@ -107,12 +107,12 @@ class TorchResidence:
         self.arrived()
         vacate(self._arena.device)
         known = self._known(tags)
+        awaited: list[Tag] = [tag for tag in known if tag not in OPTIMIZER_PARTS]
         copied = sum(r.num_bytes for r in self.report() if r.tag in known and r.backing == "host")
         dropped = sum(r.num_bytes for r in self.report() if r.tag in known and r.backing == "discarded")
-        self._coming = self._arena.begin_restore(known)
-        for tag in known:
-            if tag not in OPTIMIZER_PARTS:
-                self._coming.wait(tag)
+        self._coming = self._arena.begin_restore(known, awaited=awaited)
+        for tag in awaited:
+            self._coming.wait(tag)
         return Moved(copied_bytes=copied, dropped_bytes=dropped, seconds=self._clock.monotonic() - started)
 
     def _known(self, tags: Collection[Tag]) -> list[Tag]:
