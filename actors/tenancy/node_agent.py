@@ -10,7 +10,7 @@ from ...core.actor import MailboxPolicy
 from ...core.assets import DeviceMeter
 from ...core.clock import Clock
 from ...core.device_memory import DeviceUse, MeasuredDevice, WatchedProcess
-from ...core.errors import CallError
+from ...core.errors import MyxaError
 from ...core.patience import until_answered
 from ..contracts.memory import MemoryContract, NodeAgentContract
 from ..own_thread import in_own_thread
@@ -28,8 +28,8 @@ class NodeAgent(NodeAgentContract):
         self._manager = manager
         self._meter = meter
         self._clock = clock
-        self._processes: dict[int, WatchedProcess] = {}
-        """By pid."""
+        self._processes: dict[tuple[int, int], WatchedProcess] = {}
+        """By pid and start time."""
 
     async def on_start(self) -> None:
         self._watch = ProcessWatch(self._ended)
@@ -47,13 +47,13 @@ class NodeAgent(NodeAgentContract):
         gone: list[WatchedProcess] = []
         for process in processes:
             if self._watch.watch(process.pid, process.started_at):
-                self._processes[process.pid] = process
+                self._processes[process.pid, process.started_at] = process
             else:
                 gone.append(process)
         return tuple(gone)
 
-    def _ended(self, pid: int) -> None:
-        process = self._processes.pop(pid, None)
+    def _ended(self, pid: int, started_at: int) -> None:
+        process = self._processes.pop((pid, started_at), None)
         if process is not None:
             self.ctx.spawn(self._tell_end(process), name=f"end of process {pid}")
 
@@ -63,5 +63,5 @@ class NodeAgent(NodeAgentContract):
             await until_answered(
                 lambda: manager.process_ended(process), who=self._manager, clock=self._clock, log=self.ctx.log
             )
-        except CallError as error:
+        except MyxaError as error:
             self.ctx.log.warning("%s: that process %d ended is not told: %s", self._manager, process.pid, error)

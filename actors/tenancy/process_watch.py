@@ -13,15 +13,15 @@ from ...core.host import start_time
 
 
 class ProcessWatch:
-    """Calls `on_end(pid)` on the loop, once for each watched process that ends."""
+    """Calls `on_end(pid, started_at)` on the loop, once for each watched process that ends."""
 
-    def __init__(self, on_end: Callable[[int], None]) -> None:
+    def __init__(self, on_end: Callable[[int, int], None]) -> None:
         self._on_end = on_end
-        self._fds: dict[int, int] = {}
+        self._fds: dict[tuple[int, int], int] = {}
 
     def watch(self, pid: int, started_at: int) -> bool:
-        """From now on; False if that process is gone already."""
-        if pid in self._fds or pid == os.getpid():
+        """From now on; False if that process is gone already. `started_at` 0: whoever has the number now."""
+        if (pid, started_at) in self._fds or pid == os.getpid():
             return True
         try:
             fd = os.pidfd_open(pid)
@@ -30,21 +30,21 @@ class ProcessWatch:
         if started_at and start_time(pid) != started_at:
             os.close(fd)
             return False
-        self._fds[pid] = fd
-        asyncio.get_running_loop().add_reader(fd, self._ended, pid)
+        self._fds[pid, started_at] = fd
+        asyncio.get_running_loop().add_reader(fd, self._ended, pid, started_at)
         return True
 
-    def _ended(self, pid: int) -> None:
-        self._drop(pid)
-        self._on_end(pid)
+    def _ended(self, pid: int, started_at: int) -> None:
+        self._drop(pid, started_at)
+        self._on_end(pid, started_at)
 
-    def _drop(self, pid: int) -> None:
-        fd = self._fds.pop(pid, None)
+    def _drop(self, pid: int, started_at: int) -> None:
+        fd = self._fds.pop((pid, started_at), None)
         if fd is not None:
             asyncio.get_running_loop().remove_reader(fd)
             os.close(fd)
 
     def close(self) -> None:
         """No more calls."""
-        for pid in list(self._fds):
-            self._drop(pid)
+        for pid, started_at in list(self._fds):
+            self._drop(pid, started_at)

@@ -17,13 +17,15 @@ from ...core.actor import ActorContext, PeerEvent, with_deadline
 from ...core.assets import DeviceMeter, DeviceReading
 from ...core.clock import Clock
 from ...core.device_memory import DeviceUse, WatchedProcess
-from ...core.errors import CallError, MemoryFault
+from ...core.errors import MemoryFault, MyxaError
 from ...core.patience import until_answered
 from ..contracts.memory import NodeAgentContract
 from ..own_thread import in_own_thread
 from .process_watch import ProcessWatch
 
 ASK_S = 5.0
+AGAIN_S = 5.0
+"""After an agent refused, or stood still for as long as anybody waits."""
 
 
 class Sight:
@@ -51,7 +53,7 @@ class Sight:
         self._watched: dict[int, set[WatchedProcess]] = {}
         """By node."""
         self._told: dict[int, set[WatchedProcess]] = {}
-        """What an agent has answered for."""
+        """What the present incarnation of an agent has answered for; an answer of an earlier one finds another set."""
         self._telling: set[int] = set()
         for name in self._agents.values():
             ctx.watch(name)
@@ -122,9 +124,8 @@ class Sight:
             self._told.get(process.node, set()).discard(process)
             self._on_end(process)
 
-    def _own_ended(self, pid: int) -> None:
-        for process in [p for p in self._watched.get(self._node, ()) if p.pid == pid]:
-            self.ended(process)
+    def _own_ended(self, pid: int, started_at: int) -> None:
+        self.ended(WatchedProcess(self._node, pid, started_at))
 
     def on_peer(self, event: PeerEvent) -> None:
         """An agent that came anew watches nobody yet."""
@@ -139,20 +140,28 @@ class Sight:
             self._ctx.spawn(self._tell_until_known(node), name=f"watch processes of node {node}")
 
     async def _tell_until_known(self, node: int) -> None:
-        name = self._agents[node]
         try:
-            while new := tuple(self._watched.get(node, set()) - self._told.get(node, set())):
-                agent = with_deadline(self._agent(node), ASK_S)
-                gone = await until_answered(
-                    lambda a=agent, n=new: a.watch(n), who=name, clock=self._clock, log=self._ctx.log
-                )
-                self._told.setdefault(node, set()).update(new)
-                for process in gone:
-                    self.ended(process)
-        except CallError as error:
-            self._ctx.log.warning("%s watches no processes: %s; it is told again when it comes anew", name, error)
+            while True:
+                told = self._told.setdefault(node, set())
+                new = tuple(self._watched.get(node, set()) - told)
+                if not new:
+                    return
+                await self._tell_once(node, new, told)
         finally:
             self._telling.discard(node)
+
+    async def _tell_once(self, node: int, new: tuple[WatchedProcess, ...], told: set[WatchedProcess]) -> None:
+        name = self._agents[node]
+        agent = with_deadline(self._agent(node), ASK_S)
+        try:
+            gone = await until_answered(lambda: agent.watch(new), who=name, clock=self._clock, log=self._ctx.log)
+        except MyxaError as error:  # a fault of its own comes as what it is
+            self._ctx.log.warning("%s watches no processes: %s; it is told again in %g s", name, error, AGAIN_S)
+            await asyncio.sleep(AGAIN_S)
+            return
+        told.update(new)
+        for process in gone:
+            self.ended(process)
 
     def close(self) -> None:
         """Watch nothing of this node any more."""

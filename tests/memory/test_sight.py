@@ -1,0 +1,153 @@
+"""Whom a manager has watched on other nodes, when agents restart, refuse, or answer late; over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from myxa.actors.contracts.memory import NodeAgentContract
+from myxa.actors.tenancy import sight
+from myxa.actors.tenancy.process_watch import ProcessWatch
+from myxa.actors.tenancy.sight import Sight
+from myxa.core.actor import Actor, PeerEvent
+from myxa.core.clock import SystemClock
+from myxa.core.device_memory import MeasuredDevice, WatchedProcess
+from myxa.core.errors import MemoryFault
+from myxa.core.host import start_time
+from myxa.memory.meters import DeviceMeters
+from myxa.transport.node import Node
+
+pytestmark = [pytest.mark.timeout(30), pytest.mark.asyncio]
+
+ONE, OTHER = WatchedProcess(1, 4_000_001, 7), WatchedProcess(1, 4_000_002, 8)
+
+
+class Agent(NodeAgentContract):
+    """Answers when it is let."""
+
+    def __init__(self) -> None:
+        self.asked: list[frozenset[WatchedProcess]] = []
+        self.may_answer = asyncio.Event()
+        self.refusals = 0
+        self.gone: frozenset[WatchedProcess] = frozenset()
+
+    async def measure(self, uses: object) -> tuple[MeasuredDevice, ...]:
+        raise AssertionError(uses)
+
+    async def watch(self, processes: tuple[WatchedProcess, ...]) -> tuple[WatchedProcess, ...]:
+        self.asked.append(frozenset(processes))
+        await self.may_answer.wait()
+        if self.refusals:
+            self.refusals -= 1
+            raise MemoryFault("not now", remedy="later")
+        return tuple(self.gone.intersection(processes))
+
+
+class Manager(Actor):
+    """Somebody with a sight."""
+
+    def __init__(self) -> None:
+        self.ended: list[WatchedProcess] = []
+
+    async def on_start(self) -> None:
+        self.sight = Sight(
+            self.ctx,
+            node=0,
+            agents={1: "memory/1"},
+            meter=DeviceMeters(),
+            clock=SystemClock(),
+            on_end=self.ended.append,
+        )
+
+    async def on_peer(self, event: PeerEvent) -> None:
+        self.sight.on_peer(event)
+
+    async def on_stop(self, why: str) -> None:
+        self.sight.close()
+
+
+@asynccontextmanager
+async def both() -> AsyncIterator[tuple[Manager, Agent]]:
+    async with asyncio.timeout(20):
+        here = await Node.attach(name="launcher/0")
+        there = await Node.attach(name="there", rdzv=here.rendezvous)
+        manager, agent = Manager(), Agent()
+        try:
+            await there.start(agent, "memory/1")
+            await here.start(manager, "memory/0")
+            yield manager, agent
+        finally:
+            await there.close()
+            await here.close()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        await asyncio.sleep(0.01)
+
+
+def came_anew() -> PeerEvent:
+    return PeerEvent("restarted", "memory/1", 9)
+
+
+async def test_an_answer_of_an_agent_that_is_over_does_not_count_for_the_next_one() -> None:
+    async with both() as (manager, agent):
+        manager.sight.watch(ONE)
+        await until(lambda: len(agent.asked) == 1)
+        manager.sight.on_peer(came_anew())
+        agent.may_answer.set()
+        await until(lambda: len(agent.asked) == 2)
+        assert agent.asked == [{ONE}, {ONE}]
+        manager.sight.watch(OTHER)
+        await until(lambda: len(agent.asked) == 3)
+        assert agent.asked[2] == {OTHER}, "what it knows it is not told again"
+
+
+async def test_an_agent_that_refused_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sight, "AGAIN_S", 0.05)
+    async with both() as (manager, agent):
+        agent.refusals = 2
+        agent.may_answer.set()
+        manager.sight.watch(ONE)
+        await until(lambda: len(agent.asked) == 3)
+        manager.sight.watch(OTHER)
+        await until(lambda: len(agent.asked) == 4)
+        assert agent.asked[3] == {OTHER}
+
+
+async def test_who_ended_before_it_was_told_is_reported_once() -> None:
+    async with both() as (manager, agent):
+        agent.gone = frozenset({ONE})
+        agent.may_answer.set()
+        manager.sight.watch(ONE)
+        await until(lambda: bool(manager.ended))
+        manager.sight.ended(ONE)
+        assert manager.ended == [ONE]
+        manager.sight.on_peer(came_anew())
+        manager.sight.watch(OTHER)
+        await until(lambda: agent.asked[-1] == {OTHER})
+
+
+async def test_the_next_process_of_a_number_is_not_taken_for_the_one_before() -> None:
+    """The first has ended, and nobody has looked yet."""
+    ended: list[tuple[int, int]] = []
+    watch = ProcessWatch(lambda pid, started_at: ended.append((pid, started_at)))
+    child = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220
+    started_at = start_time(child.pid)
+    try:
+        assert watch.watch(child.pid, started_at)
+        assert watch.watch(child.pid, started_at)
+        child.kill()
+        child.wait()
+        assert not watch.watch(child.pid, started_at + 1)
+        await until(lambda: bool(ended))
+        await asyncio.sleep(0.05)
+        assert ended == [(child.pid, started_at)]
+    finally:
+        child.kill()
+        child.wait()
+        watch.close()
