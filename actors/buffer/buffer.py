@@ -307,10 +307,10 @@ class Buffer(OwnsKnobs, HeldOutPrompts, BufferContract):
             self._store.trained(step)
         self._polls.ring()
 
-    async def durable(self, version: int) -> None:
+    async def durable(self, version: int, oldest: int | None = None) -> None:
         reached("buffer.durable")
         with self._at_work("durable"):
-            self._store.ledger.durable(version)
+            self._store.ledger.durable(version, oldest)
 
     async def snapshot(self, path: str, version: int) -> FileEntry:
         newest = self._store.ledger.newest_version

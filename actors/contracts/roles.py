@@ -94,8 +94,9 @@ class BufferContract(KnobsContract):
         raise NotImplementedError
 
     @call(deadline=30)
-    async def durable(self, version: int) -> None:
-        """A checkpoint covers everything trained up to `version`; payloads before it may go. Idempotent."""
+    async def durable(self, version: int, oldest: int | None = None) -> None:
+        """A checkpoint covers everything trained up to `version`. Training may fall back to version `oldest` (None: to
+        the checkpoint before): payloads of what was trained before that may go. Idempotent."""
         raise NotImplementedError
 
     @call(deadline=600, reentrant=True)

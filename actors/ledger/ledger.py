@@ -281,27 +281,29 @@ class Ledger:
         self._newest = step + 1
         return True
 
-    def durable(self, version: int) -> int:
+    def durable(self, version: int, oldest: int | None = None) -> int:
         """A checkpoint covers version `version`. Returns how many groups became durable.
 
-        Payloads go one checkpoint later: the newest one may turn out to be damaged.
+        Payloads of what was trained since version `oldest`, of the oldest checkpoint that training may fall back to,
+        stay; and in any case since the checkpoint before this one: the newest may turn out to be damaged.
         """
         if version > self._newest:
             raise LedgerError(f"a checkpoint of version {version} is reported, but the newest is {self._newest}")
         if version <= self._durable:
             return 0
-        change = Change(meta={"durable_version": str(version), "payload_floor": str(self._durable)})
+        floor = max(self._floor, self._durable if oldest is None else min(self._durable, oldest))
+        change = Change(meta={"durable_version": str(version), "payload_floor": str(floor)})
         change.meta[LIVE + _CHECKED] = str(self._file.newest_transition())
         for row in self.rows(State.TRAINED):
             if row.step < version:
                 self._move(change, row, (State.DURABLE,), detail=f"checkpoint {version}")
         covered = self._file.query(  # what lies before the floor was freed with an earlier checkpoint
-            "SELECT group_id FROM groups WHERE state = 'DURABLE' AND step >= ? AND step < ?", self._floor, self._durable
+            "SELECT group_id FROM groups WHERE state = 'DURABLE' AND step >= ? AND step < ?", self._floor, floor
         )
         change.freed.extend((group_id,) for (group_id,) in covered)
         num_durable = len(change.rows)
         self._commit(change)
-        self._floor, self._durable = self._durable, version
+        self._floor, self._durable = floor, version
         return num_durable
 
     def rewind(self, version: int) -> int:

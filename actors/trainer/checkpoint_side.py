@@ -38,6 +38,7 @@ class RunSide:
         """What was decided so far. Raises CallError if the coordinator does not come back."""
         return await self._ask("coordinator", self._coordinator.live_knobs)
 
-    async def durable(self, version: int) -> None:
-        """The buffer may give away what only older checkpoints need. Raises CallError if it does not come back."""
-        await self._ask("buffer", lambda: self._buffer.durable(version))
+    async def durable(self, version: int, oldest: int | None) -> None:
+        """The buffer may give away what only checkpoints older than `oldest` need (None: than the one before). Raises
+        CallError if it does not come back."""
+        await self._ask("buffer", lambda: self._buffer.durable(version, oldest))

@@ -15,10 +15,10 @@ back. Knows ranks and buffer by their contracts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import msgspec
 
@@ -44,6 +44,9 @@ RETRY_LIMIT_S = 600.0
 OVERDUE_S = 60.0
 """So long a checkpoint that is written may wait for a boundary: a turn on shared devices costs the engines seconds, and
 what it is worth is the steps since the one before."""
+
+
+T = TypeVar("T")
 
 
 class RankSilent(TrainError):
@@ -277,12 +280,12 @@ class Checkpoints:
             is_kept=stays,
         )
         await self._in_thread(lambda: self._write_run_part(folder, part))
-        await self._run.durable(version)
+        await self._run.durable(version, await self._in_thread(lambda: self._oldest_to_stay(folder)))
         self._newest, self._num_failed, self._covered = (version, live), 0, version
         await self._in_thread(lambda: self._prune(folder))
 
-    async def _in_thread(self, work: Callable[[], None]) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, work)
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(None, work)
 
     def _write_run_part(self, folder: Path, part: RunPart) -> None:
         try:
@@ -302,16 +305,30 @@ class Checkpoints:
         except OSError as error:
             self._ctx.log.warning("older checkpoints beside %s could not all be deleted: %s", newest, error)
 
-    def _take_oldest(self, newest: Path) -> None:
-        found = list_checkpoints(newest.parent)  # one that lost its place to a newer one in a crash is among them
-        others = [info for info in found if info.path != newest and version_in(info.path) >= 0]
+    def _oldest_to_stay(self, newest: Path) -> int | None:
+        """Version of the oldest one that training may fall back to once the others have gone; those that stay for ever
+        bring a ledger of their own. None: the disk does not tell."""
+        try:
+            _, stay = self._parted(newest)
+        except OSError:
+            return None
+        return min(version_in(path) for path in (*(info.path for info in stay), newest))
+
+    def _parted(self, newest: Path) -> tuple[list[CheckpointInfo], list[CheckpointInfo]]:
+        """Of all others that are whole and were not undone: those that are too many, and the `keep_last` less one that
+        stay; oldest first."""
         own = look_at(newest).writer
-        good = [info for info in others if info.is_complete and not self._is_undone(info, own)]
+        good = [info for info in _beside(newest) if info.is_complete and not self._is_undone(info, own)]
         old = sorted(good, key=lambda info: version_in(info.path))
-        num_going = max(len(old) + 1 - self.keep_last, 0)
-        first = min(version_in(path) for path in (*(info.path for info in old[num_going:]), newest))
-        useless = [info for info in others if info not in good and version_in(info.path) < first]
-        for info in (*(info for info in old[:num_going] if not is_kept(info.path)), *useless):
+        num_going = max(len(old) + 1 - self.keep_last, 0) if self.keep_last else 0
+        return old[:num_going], old[num_going:]
+
+    def _take_oldest(self, newest: Path) -> None:
+        going, stay = self._parted(newest)
+        good = {info.path for info in (*going, *stay)}
+        first = min(version_in(path) for path in (*(info.path for info in stay), newest))
+        useless = [info for info in _beside(newest) if info.path not in good and version_in(info.path) < first]
+        for info in (*(info for info in going if not is_kept(info.path)), *useless):
             take_away_unread(info.path)
 
     def _is_undone(self, info: CheckpointInfo, own: Writer | None) -> bool:
@@ -351,3 +368,10 @@ class Checkpoints:
             message = f"{name} could not {what} a checkpoint: {cause}"
             kind = TrainError if isinstance(cause, RemoteError) else RankSilent
             raise kind(message, remedy=f"see the log of {name}; an older checkpoint stays whole") from cause
+
+
+def _beside(newest: Path) -> Iterator[CheckpointInfo]:
+    """All others; one that lost its place to a newer one in a crash is among them."""
+    for info in list_checkpoints(newest.parent):
+        if info.path != newest and version_in(info.path) >= 0:
+            yield info

@@ -179,7 +179,7 @@ class TrainerConfig(Section, frozen=True):
     """Whether a run that is told to stop (SIGTERM, Ctrl-C, `myxa down`, `max_wall_s`, `stop_reward`) writes a
     checkpoint of the version it stands at, also with `checkpoint_every = 0`."""
     keep_last: PositiveInt = 2
-    """Checkpoints kept; older ones are deleted."""
+    """Checkpoints kept, with the samples that going back to any of them would need; older ones are deleted."""
     keep_every: CountInt = 0
     """m: besides, each m-th checkpoint by schedule stays for ever (versions divisible by `keep_every *
     checkpoint_every`); 0 = none."""

@@ -12,7 +12,7 @@ import pytest
 from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.ledger.file import Change
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.resume import read_facts
+from myxa.actors.ledger.resume import floor_of, read_facts
 from myxa.actors.ledger.states import AT_REST, LEFTOVER, REWIND, TRANSITIONS, Row, State, check_path
 from myxa.algos.staleness import STALE
 from myxa.core.errors import LedgerError
@@ -337,6 +337,31 @@ def test_a_checkpoint_looks_only_at_what_lies_between_the_two_before(ledger: Led
         ledger.durable(step + 1)
     assert freed == list(range(8)), "each once"
     assert [ledger.payload(group_id) is None for group_id in range(10)] == [True] * 8 + [False] * 2
+
+
+def test_samples_stay_as_long_as_a_checkpoint_that_would_need_them(ledger: Ledger, path: Path) -> None:
+    """Of five checkpoints the newest four stay: training may fall back to any of them."""
+    for step in range(5):
+        train(ledger, step, draw(ledger, 2))
+        ledger.durable(step + 1, oldest=max(1, step - 2))
+    assert [ledger.payload(group_id) is None for group_id in range(10)] == [True] * 4 + [False] * 6
+    assert read_floor(ledger, path) == 2
+    with pytest.raises(LedgerError, match="cannot go back to version 1"):
+        ledger.rewind(1)
+    assert ledger.rewind(2) == 6
+    ledger.claim(2, [row.group_id for row in ledger.rows(State.READY)][:2])
+    assert ledger.trained(2)
+    ledger.durable(3, oldest=0)
+    assert read_floor(ledger, path) == 2, "what is given away does not come back"
+    ledger.claim(3, [row.group_id for row in ledger.rows(State.READY)][:2])
+    assert ledger.trained(3)
+    ledger.durable(4, oldest=4)
+    assert read_floor(ledger, path) == 3, "one only is kept: still the newest may turn out to be damaged"
+
+
+def read_floor(ledger: Ledger, path: Path) -> int:
+    assert floor_of(path) == ledger._floor
+    return ledger._floor
 
 
 def test_histories_are_walked_once_and_damage_of_what_is_newer_is_found(ledger: Ledger, path: Path) -> None:

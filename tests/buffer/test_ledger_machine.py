@@ -173,22 +173,24 @@ class LedgerMachine(RuleBasedStateMachine):
             with pytest.raises(LedgerError):
                 self.ledger.trained(step)
 
-    @rule(back=st.integers(-1, 2))
-    def durable(self, back: int) -> None:
+    @rule(back=st.integers(-1, 2), kept=st.none() | st.integers(0, 4))
+    def durable(self, back: int, kept: int | None) -> None:
         version = max(0, self.newest - back)
+        oldest = None if kept is None else max(0, version - kept)
         if version > self.newest:
             with pytest.raises(LedgerError):
-                self.ledger.durable(version)
+                self.ledger.durable(version, oldest)
             return
-        self.ledger.durable(version)
+        self.ledger.durable(version, oldest)
         if version <= self.durable_version:
             return
+        wanted = self.durable_version if oldest is None else min(oldest, self.durable_version)
+        self.floor, self.durable_version = max(self.floor, wanted), version
         for known in self.groups.values():
             if known.state in (State.TRAINED, State.DURABLE) and known.step < version:
-                if known.step < self.durable_version:
+                if known.step < self.floor:
                     known.payload = None
                 known.state = State.DURABLE
-        self.floor, self.durable_version = self.durable_version, version
 
     @rule(back=st.integers(-2, 3))
     def rewind(self, back: int) -> None:

@@ -101,7 +101,7 @@ class Data(BufferContract):
     async def rewind(self, version: int, lineage: int) -> int:
         return 0
 
-    async def durable(self, version: int) -> None:
+    async def durable(self, version: int, oldest: int | None = None) -> None:
         self.durables.append(version)
 
     async def snapshot(self, path: str, version: int) -> FileEntry:

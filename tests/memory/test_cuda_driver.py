@@ -107,6 +107,7 @@ def pinned_page(gpu: StandinGpu):
     at = ctypes.addressof(host) + -ctypes.addressof(host) % 4096
     ctypes.memset(at, 5, GRANULE)
     unpin = pin_for(0, library=gpu.path)(at, GRANULE)
+    assert unpin is not None
     yield at
     unpin()
 

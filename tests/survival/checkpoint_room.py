@@ -71,6 +71,7 @@ class Buffer:
 
     def __init__(self) -> None:
         self.durables: list[int] = []
+        self.oldest: list[int | None] = []
         self.failing: list[Exception] = []
 
     async def snapshot(self, path: str, version: int) -> FileEntry:
@@ -79,8 +80,9 @@ class Buffer:
         Path(path).write_text(f"ledger of {version}")
         return describe_file(Path(path))
 
-    async def durable(self, version: int) -> None:
+    async def durable(self, version: int, oldest: int | None = None) -> None:
         self.durables.append(version)
+        self.oldest.append(oldest)
 
 
 class Coordinator:
