@@ -244,11 +244,14 @@ class RecentGroup(Record, frozen=True):
     rollout: str
     attempt: int
     wall_s: float
-    """When it was finished; 0: before the buffer was restarted."""
+    """When it was finished; 0: before the buffer was restarted, or too many others since."""
     state: str
     """In the ledger, now."""
     step: int
     """Claimed for, or trained in, this step; -1: none."""
+    train_logprobs: tuple[F32, ...] = ()
+    """Per sample, float32 [R]: the trainer's log-probs (`ScoredSample`); empty arrays of those that it did not compute;
+    no array of a group that it was not asked about, or that it has not trained."""
 
 
 class DumpReport(Record, frozen=True):

@@ -168,7 +168,7 @@ class TrainShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     minibatch_samples: tuple[float, ...]
     """Global number of samples with at least one loss token of each mini-batch."""
     shown_groups: tuple[int, ...] = ()
-    """Groups whose tokens people are shown: the trainer's log-probs of them are told beside the metrics."""
+    """Groups that people are shown: the trainer's log-probs of their tokens are told beside the metrics."""
 
 
 class ScoredSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -177,4 +177,5 @@ class ScoredSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     group_id: int
     index: int
     logprobs: F32
-    """float32 [R]: log-probs (nats) under the version trained from; 0 where `loss_mask` is 0."""
+    """float32 [R]: log-probs (nats) in the pass that the update was made of: in the first mini-batch under the version
+    trained from, in the others after the updates of those before; 0 where `loss_mask` is 0."""

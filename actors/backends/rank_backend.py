@@ -72,7 +72,7 @@ class _World(Protocol):
 class _Stepper(Protocol):
     def settings_for(self, knobs: dict[str, float]) -> StepSettings: ...
 
-    def train(self, shard: TrainShard, settings: StepSettings) -> dict[str, float]: ...
+    def train(self, shard: TrainShard, settings: StepSettings) -> StepStats: ...
 
     def score(self, samples: Sequence[TrainSample], max_tokens: int) -> list[F32]: ...
 
@@ -160,8 +160,7 @@ class RankBackend(Generic[C, P]):
         parts = self._ready()
         settings = parts.stepper.settings_for(knobs)
         with parts.world.phase(f"train step {shard.step}"):
-            metrics = parts.stepper.train(shard, settings)
-        return StepStats(metrics=metrics)
+            return parts.stepper.train(shard, settings)
 
     def judge_knobs(self, knobs: dict[str, float], *, saves: bool) -> str:
         """See `core.protocols.TrainBackend`."""

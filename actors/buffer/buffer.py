@@ -35,7 +35,7 @@ from ...core.messages import (
     SamplingParams,
 )
 from ...core.protocols import PromptSource
-from ...core.samples import Group
+from ...core.samples import Group, ScoredSample
 from ..contracts.roles import BufferContract, MonitorContract
 from ..engine_versions import EngineVersions, Rewind, Weights
 from ..knobs.joining import catch_up
@@ -301,10 +301,11 @@ class Buffer(OwnsKnobs, HeldOutPrompts, BufferContract):
         with self._at_work("fetch"):
             return self._store.fetch(group_ids)
 
-    async def trained(self, step: int) -> None:
+    async def trained(self, step: int, scores: tuple[ScoredSample, ...] = ()) -> None:
         reached("buffer.trained")
         with self._at_work("trained"):
             self._store.trained(step)
+            self._recent.scored(scores)
         self._polls.ring()
 
     async def durable(self, version: int, oldest: int | None = None) -> None:

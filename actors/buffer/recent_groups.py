@@ -1,19 +1,28 @@
 """The groups that were finished last, kept for people who want to look at samples. Bounded by count and by tokens.
 
-Knows groups and where the ledger says they are. Must not know who looks.
+A few of every step come back from training with the trainer's log-probs of their tokens. Knows groups and where the
+ledger says they are. Must not know who looks.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from itertools import islice
 
+import msgspec
+import numpy as np
+
+from ...core.errors import LedgerError
 from ...core.messages import PutResult, RecentGroup
-from ...core.samples import Group
+from ...core.samples import F32, Group, Sample, ScoredSample
 from ..ledger.ledger import Ledger
+from ..ledger.payload import decode_group
 
 MAX_GROUPS = 64
 MAX_TOKENS = 1 << 20
 """Of all groups that are kept: about 20 MB."""
+MAX_SCORED = 16
 ANSWER_TOKENS = 1 << 18
 """Of all groups in one answer."""
 
@@ -23,8 +32,9 @@ class RecentGroups:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._found: deque[RecentGroup] = deque()
+        self._finished: deque[RecentGroup] = deque()
         self._num_tokens = 0
+        self._scored: deque[RecentGroup] = deque(maxlen=MAX_SCORED)
 
     def add(self, group: Group, attempt: int, rollout: str, result: PutResult, wall_s: float) -> None:
         """A finished group arrived, and this became of it."""
@@ -40,36 +50,69 @@ class RecentGroups:
             state="",
             step=-1,
         )
-        self._found.appendleft(found)
+        self._finished.appendleft(found)
         self._num_tokens += _num_tokens(group)
-        while len(self._found) > MAX_GROUPS or (self._num_tokens > MAX_TOKENS and len(self._found) > 1):
-            self._num_tokens -= _num_tokens(self._found.pop().group)
+        while len(self._finished) > MAX_GROUPS or (self._num_tokens > MAX_TOKENS and len(self._finished) > 1):
+            self._num_tokens -= _num_tokens(self._finished.pop().group)
+
+    def scored(self, scores: Iterable[ScoredSample]) -> None:
+        """The trainer's log-probs of some samples of a step, which it bounds in number and tokens."""
+        by_group: dict[int, dict[int, F32]] = {}
+        for score in scores:
+            by_group.setdefault(score.group_id, {})[score.index] = score.logprobs
+        for group_id, logprobs in by_group.items():
+            found = next((f for f in self._finished if f.group.group_id == group_id), None)
+            found = found or self._from_ledger(group_id)
+            if found is not None:
+                told = tuple(_fitting(sample, logprobs.get(sample.index)) for sample in found.group.samples)
+                others = [f for f in self._scored if f.group.group_id != group_id]
+                self._scored = deque([msgspec.structs.replace(found, train_logprobs=told), *others], MAX_SCORED)
 
     def newest(self, num_groups: int) -> tuple[RecentGroup, ...]:
-        """At most so many, with where they are now."""
+        """At most so many, with where they are now: those that were finished last, then up to as many that the trainer
+        has scored, so that a batch that is larger than the shelf does not hide them."""
+        scored = list(self._scored)[: num_groups // 2]
+        known = {found.group.group_id for found in scored}
+        fresh = (found for found in self._finished if found.group.group_id not in known)
         told: list[RecentGroup] = []
         left = ANSWER_TOKENS
-        for found in self._found:
+        for found in (*islice(fresh, num_groups - len(scored)), *scored):
             left -= _num_tokens(found.group)
-            if len(told) >= num_groups or (left < 0 and told):
+            if left < 0 and told:
                 break
             told.append(self._now(found))
         return tuple(told)
+
+    def _from_ledger(self, group_id: int) -> RecentGroup | None:
+        """One that was finished long before it was trained, or before the buffer was started again."""
+        row = self._ledger.find(group_id)
+        try:
+            group = decode_group(group_id, self._ledger.payload(group_id) or b"")
+        except LedgerError:  # given away since, or damaged: nothing that training depends on is looked at here
+            return None
+        return RecentGroup(
+            group=group,
+            outcome="kept",
+            reason="",
+            rollout="",
+            attempt=0 if row is None else row.attempt,
+            wall_s=0.0,
+            state="",
+            step=-1,
+        )
 
     def _now(self, found: RecentGroup) -> RecentGroup:
         row = self._ledger.find(found.group.group_id)
         if row is None:
             return found
-        return RecentGroup(
-            group=found.group,
-            outcome=found.outcome,
-            reason=found.reason or row.reason,
-            rollout=found.rollout,
-            attempt=found.attempt,
-            wall_s=found.wall_s,
-            state=str(row.state),
-            step=row.step,
-        )
+        return msgspec.structs.replace(found, reason=found.reason or row.reason, state=str(row.state), step=row.step)
+
+
+def _fitting(sample: Sample, logprobs: F32 | None) -> F32:
+    """Empty where the trainer did not tell, or told of another answer."""
+    if logprobs is None or len(logprobs) != len(sample.response_ids):
+        return np.zeros(0, dtype=np.float32)
+    return logprobs
 
 
 def _num_tokens(group: Group) -> int:

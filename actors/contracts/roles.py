@@ -28,7 +28,7 @@ from ...core.messages import (
     Telemetry,
     WeightManifest,
 )
-from ...core.samples import Group, Prompt
+from ...core.samples import Group, Prompt, ScoredSample
 from .knobs import ConductContract, KnobsContract
 from .rollout import RolloutContract
 from .trainer import TrainerContract
@@ -89,8 +89,9 @@ class BufferContract(KnobsContract):
         raise NotImplementedError
 
     @call(deadline=30)
-    async def trained(self, step: int) -> None:
-        """The claim of `step` was trained; version `step + 1` exists. Idempotent."""
+    async def trained(self, step: int, scores: tuple[ScoredSample, ...] = ()) -> None:
+        """The claim of `step` was trained; version `step + 1` exists. Idempotent. `scores`: the trainer's log-probs of
+        some of its groups, for people who look at samples."""
         raise NotImplementedError
 
     @call(deadline=30)
@@ -120,7 +121,8 @@ class BufferContract(KnobsContract):
 
     @call(deadline=30, reentrant=True, safe=True)
     async def recent(self, num_groups: int) -> tuple[RecentGroup, ...]:
-        """The groups that were finished last, newest first; at most so many, fewer if they are long."""
+        """The groups that were finished last, newest first, and then as many at most that the trainer has scored; no
+        more than that in all, fewer if they are long."""
         raise NotImplementedError
 
     @call(deadline=1800, reentrant=True)

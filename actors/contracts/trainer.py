@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...core.handlers import call
 from ...core.knobs import LiveKnobs
 from ...core.messages import Scores, WeightManifest
+from ...core.protocols import StepStats
 from ...core.samples import TrainSample, TrainShard
 from ...core.weight_channel import (
     JoinOffer,
@@ -26,8 +27,8 @@ class TrainerContract(TenantContract, KnobsContract):
     """One rank of the trainer gang; rank 0 leads."""
 
     @call(deadline=600)
-    async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> dict[str, float]:
-        """This rank's part of one step; returns the metrics (reduced over ranks)."""
+    async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> StepStats:
+        """This rank's part of one step; returns the metrics (reduced over ranks), and its scores of what is shown."""
         raise NotImplementedError
 
     @call(deadline=600)

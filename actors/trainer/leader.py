@@ -254,13 +254,12 @@ class Leader:
         if self._share is not None:
             await self._share.take()
         with self._meter.during("wait-data", "ranks"):
-            metrics.update(await self._ranks.train(shards, self._knobs.for_step()))
-        metrics.update(self._knobs.metrics())
-        metrics["knobs/epoch"] = float(self._owner.epoch)
+            stats = await self._ranks.train(shards, self._knobs.for_step())
+        metrics |= stats.metrics | self._knobs.metrics() | {"knobs/epoch": float(self._owner.epoch)}
         made = self._standing.version = version + 1
         reached("trainer.trained")
         with self._meter.during("wait-data", "tell buffer"):
-            await self._ask("buffer", lambda: self._buffer.trained(version))
+            await self._ask("buffer", lambda: self._buffer.trained(version, stats.scores))
         await self._is_end(made)  # before anything is written or published as the run's last
         if self._share is not None:
             await self._write_if_due(made)

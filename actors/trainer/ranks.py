@@ -13,6 +13,7 @@ from ...core.actor import ActorContext
 from ...core.actor_group import ActorGroup
 from ...core.clock import Clock
 from ...core.errors import DeadlineExceeded, GatherError, TrainError
+from ...core.protocols import StepStats
 from ...core.samples import TrainShard
 from ..contracts.roles import TrainerContract
 
@@ -46,18 +47,18 @@ class Ranks:
         """All of them, rank 0 first."""
         return self.together.names
 
-    async def train(self, shards: Sequence[TrainShard], knobs: dict[str, float]) -> dict[str, float]:
-        """All ranks at once, with the same values; returns the metrics. Raises TrainError naming who failed."""
+    async def train(self, shards: Sequence[TrainShard], knobs: dict[str, float]) -> StepStats:
+        """All ranks at once, with the same values; returns rank 0's metrics and the scores of all. Raises TrainError
+        naming who failed."""
         started, began = self._clock.wall(), self._clock.monotonic()
         try:
-            metrics = await self.together.scatter(
-                lambda rank, i: rank.train_shard(shards[self._shard_of_rank[i]], knobs)
-            )
+            stats = await self.together.scatter(lambda rank, i: rank.train_shard(shards[self._shard_of_rank[i]], knobs))
         except GatherError as error:
             raise self._failed(shards[0].step, error) from error
         group_ids = {sample.group_id for shard in shards for sample in shard.samples}
         self._telemetry.hop("train", group_ids, started, self._clock.monotonic() - began, step=shards[0].step)
-        return dict(metrics["trainer/0"])
+        scores = tuple(score for told in stats.values() for score in told.scores)
+        return StepStats(metrics=stats["trainer/0"].metrics, scores=scores)
 
     def _failed(self, step: int, error: GatherError) -> TrainError:
         name, cause = next(iter(error.errors.items()))

@@ -11,6 +11,10 @@ from ...algos.baselines import group_advantages
 from ...algos.packing import plan_shards
 from ...core.samples import Group, TrainSample, TrainShard
 
+SHOWN_GROUPS = 4
+SHOWN_TOKENS = 1 << 18
+"""Of the responses of all groups that are shown: a MiB of log-probs."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
@@ -63,10 +67,19 @@ def plan_step(step: int, groups: Sequence[Group], options: PlanOptions) -> tuple
     )
     loss_tokens = [float(s.loss_mask.sum()) for s in samples]
     num_minibatches = len(plan[0])
+    shown = shown_groups(groups)
     members = [[i for rank in plan for micro in rank[m] for i in micro] for m in range(num_minibatches)]
     tokens = tuple(sum(loss_tokens[i] for i in part) for part in members)
     counts = tuple(float(sum(1 for i in part if loss_tokens[i] > 0)) for part in members)
-    return tuple(_shard(step, rank, samples, tokens, counts) for rank in plan)
+    return tuple(_shard(step, rank, samples, tokens, counts, shown) for rank in plan)
+
+
+def shown_groups(groups: Sequence[Group]) -> tuple[int, ...]:
+    """Ids of those that people are shown with the trainer's log-probs: the first with different rewards, for what
+    decides nothing may not be computed; those of demonstrations are all equal."""
+    telling = [group for group in groups if np.ptp(group.rewards) > 0] or groups
+    lengths = np.cumsum([sum(len(s.response_ids) for s in group.samples) for group in telling])
+    return tuple(g.group_id for g, end in zip(telling[:SHOWN_GROUPS], lengths, strict=False) if end <= SHOWN_TOKENS)
 
 
 def _train_sample(group: Group, i: int, advantage: float) -> TrainSample:
@@ -91,6 +104,7 @@ def _shard(
     samples: Sequence[TrainSample],
     tokens: tuple[float, ...],
     counts: tuple[float, ...],
+    shown: tuple[int, ...],
 ) -> TrainShard:
     """Renumber one rank's part of the plan to indexes into its own samples."""
     mine = [i for minibatch in rank_plan for micro in minibatch for i in micro]
@@ -101,6 +115,7 @@ def _shard(
         minibatches=tuple(tuple(tuple(local[i] for i in micro) for micro in minibatch) for minibatch in rank_plan),
         minibatch_tokens=tokens,
         minibatch_samples=counts,
+        shown_groups=shown,
     )
 
 

@@ -27,7 +27,7 @@ from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
 from ...core.errors import NotReady, TrainError
 from ...core.knobs import KnobChange, KnobValue, KnobVote, LiveKnobs
 from ...core.messages import Scores, WeightManifest
-from ...core.protocols import PendingSave, TrainBackend, WeightSender, WeightWriter
+from ...core.protocols import PendingSave, StepStats, TrainBackend, WeightSender, WeightWriter
 from ...core.samples import TrainSample, TrainShard
 from ..contracts.roles import MonitorContract
 from ..knobs.owner import KnobOwner, OwnsKnobs
@@ -219,7 +219,7 @@ class Trainer(OwnsKnobs, SendsWeights):
         if self._tenant is not None:
             await self._tenant.until_turn()
 
-    async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> dict[str, float]:
+    async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> StepStats:
         await self._until_turn()
         is_first, self._has_trained = not self._has_trained, True
         if is_first and self._options.rank:
@@ -227,7 +227,7 @@ class Trainer(OwnsKnobs, SendsWeights):
         with self._meter.during("compute", f"train {shard.step}"), self._blocking("first step", when=is_first):
             stats = await self._in_thread(lambda: self._backend.train(shard, knobs))
         self._version = shard.step + 1
-        return stats.metrics
+        return stats
 
     async def score(self, samples: tuple[TrainSample, ...]) -> Scores:
         await self._until_turn()

@@ -11,13 +11,14 @@ from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from ...actors.contracts.roles import BufferContract
 from ...core.actor import with_deadline
 from ...core.knobs import Operator
 from ...core.messages import DumpReport, RecentGroup, Record
 from ...core.protocols import Tokenizer
-from ...core.samples import Sample
+from ...core.samples import F32, Sample
 from .verb import Arguments, Room, Verb
 
 ASK_S = 20.0
@@ -27,6 +28,7 @@ MAX_GROUPS = 64
 MAX_TOKENS = 1 << 16
 """Told in one answer, of all samples together."""
 NOT_A_CHARACTER = "\ufffd"
+NOT_SCORED: F32 = np.zeros(0, dtype=np.float32)
 
 
 class DumpArguments(Arguments, frozen=True, kw_only=True):
@@ -61,7 +63,10 @@ class ShownSample(Record, frozen=True):
     tokens: tuple[str, ...]
     """Text of each token of the response; empty where a character goes on from the token before."""
     logprobs: tuple[float, ...]
-    """When they were drawn, nats; the trainer's own are not kept."""
+    """When they were drawn, nats."""
+    train_logprobs: tuple[float, ...]
+    """The trainer's own, in the step that trained it, 0 where the mask is 0; of the first groups of each step that
+    differ in reward, else empty."""
     versions: tuple[int, ...]
     loss_mask: tuple[int, ...]
 
@@ -131,6 +136,7 @@ def _shown(found: Sequence[RecentGroup], tokenizer: Tokenizer, max_tokens: int) 
 def _shown_group(recent: RecentGroup, tokenizer: Tokenizer, max_tokens: int) -> ShownGroup:
     group = recent.group
     parts = group.reward_parts or tuple({} for _ in group.samples)
+    scores = recent.train_logprobs or tuple(NOT_SCORED for _ in group.samples)
     return ShownGroup(
         group_id=group.group_id,
         prompt="\n".join(f"{message.role}: {message.content}" for message in group.prompt.messages),
@@ -143,14 +149,14 @@ def _shown_group(recent: RecentGroup, tokenizer: Tokenizer, max_tokens: int) -> 
         rollout=recent.rollout,
         wall_s=recent.wall_s,
         samples=tuple(
-            _shown_sample(sample, float(reward), of, tokenizer, max_tokens)
-            for sample, reward, of in zip(group.samples, group.rewards, parts, strict=True)
+            _shown_sample(sample, float(reward), of, trained, tokenizer, max_tokens)
+            for sample, reward, of, trained in zip(group.samples, group.rewards, parts, scores, strict=True)
         ),
     )
 
 
 def _shown_sample(
-    sample: Sample, reward: float, parts: dict[str, float], tokenizer: Tokenizer, max_tokens: int
+    sample: Sample, reward: float, parts: dict[str, float], scores: F32, tokenizer: Tokenizer, max_tokens: int
 ) -> ShownSample:
     ids = sample.response_ids[:max_tokens].tolist()
     return ShownSample(
@@ -164,6 +170,7 @@ def _shown_sample(
         num_tokens=len(sample.response_ids),
         tokens=token_texts(ids, tokenizer),
         logprobs=tuple(sample.logprobs[:max_tokens].tolist()),
+        train_logprobs=tuple(scores[:max_tokens].tolist()),
         versions=tuple(sample.versions[:max_tokens].tolist()),
         loss_mask=tuple(sample.loss_mask[:max_tokens].tolist()),
     )

@@ -23,6 +23,7 @@ from myxa.actors.backends.torch_backend.world import Gang
 from myxa.actors.trainer.step_plan import PlanOptions, plan_step
 from myxa.core.config import AlgoConfig, OptimizerConfig, TrainerConfig
 from myxa.core.errors import MyxaError
+from myxa.core.protocols import StepStats
 from myxa.core.samples import Group, Message, Prompt, Sample, TrainShard
 
 VOCAB = 262
@@ -149,6 +150,15 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     finally:
         backend.close()
     return result
+
+
+def shown(shard: TrainShard, stats: StepStats) -> dict[str, float]:
+    """Sample that the step told of -> how far from the log-probs that the shard came with."""
+    drawn = {(s.group_id, s.index): s.logprobs for s in shard.samples}
+    return {
+        f"{score.group_id}/{score.index}": float(np.abs(score.logprobs - drawn[score.group_id, score.index]).max())
+        for score in stats.scores
+    }
 
 
 def parameters_of(backend: TorchBackend) -> list[Any]:

@@ -107,7 +107,9 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
         if case.get("export_hf"):
             backend.export_hf(str(out / "hf"))
         mine = with_own_scores(shards[0], backend.score_shard(shards[0]))
-        result["metrics_of_own_scores"] = backend.train(mine, {}).metrics
+        stats = backend.train(mine, {})
+        result["metrics_of_own_scores"] = stats.metrics
+        result["shown"] = gang_rank.shown(mine, stats)
         if case.get("poison"):
             poisoned = gang_rank.poisoned(shards[0], rank=place.dp_size - 1, own=place.dp_rank)
             gang_rank.keep(out / "before_nan.npz", weights_of(backend))

@@ -258,6 +258,19 @@ def test_samples_of_our_own_scores_have_no_divergence_at_all(num_ranks: int, gan
 
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_what_people_are_shown_is_told_by_one_rank_of_each_replica(num_ranks: int, gangs: Gangs) -> None:
+    for case in (case for case in CASES[num_ranks] if "watches_routing" not in case):
+        ranks = results(gangs(num_ranks), case["name"])
+        assert not any(result["shown"] for result in ranks if not result["is_teller"])
+        told = [sample for result in ranks for sample in result["shown"]]
+        assert len({sample.partition("/")[0] for sample in told}) == 4, "groups"
+        assert len(told) == len(set(told))
+        if case.get("algo", GRPO)["minibatches"] == 1:
+            assert all(gap == 0.0 for result in ranks for gap in result["shown"].values()), case["name"]
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize(("source", "target"), [("tp2-pp2", "dp4"), ("dp4", "tp2-pp2-back")])
 def test_checkpoints_go_from_layout_to_layout(source: str, target: str, gangs: Gangs) -> None:
     out = gangs(4)

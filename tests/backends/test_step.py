@@ -55,6 +55,27 @@ def test_the_first_ratio_is_one_to_the_last_bit(
         assert metrics["train/approx_kl"] != 0.0, "later mini-batches have moved on"
 
 
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_the_log_probs_that_people_are_shown_are_those_of_the_pass(
+    backends: Backends, make_shards: Shards, minibatches: int
+) -> None:
+    backend = backends(algo={"minibatches": minibatches, "batch_size": 6})
+    (shard,) = make_shards(31, minibatches=minibatches)
+    scores = backend.score_shard(shard)
+    told = {(s.group_id, s.index): s.logprobs for s in backend.train(shard, {}).scores}
+    assert {group_id for group_id, _ in told} == set(shard.shown_groups)
+    assert len(shard.shown_groups) == 4
+    first = {i for micro in shard.minibatches[0] for i in micro}
+    for i, sample in enumerate(shard.samples):
+        is_told = sample.group_id in shard.shown_groups and sample.loss_mask.any() and sample.advantage != 0.0
+        assert ((sample.group_id, sample.index) in told) == bool(is_told)
+        if is_told:
+            same = np.array_equal(told[sample.group_id, sample.index], scores[i])
+            assert same == (i in first), "later mini-batches have moved on"
+    nobody = msgspec.structs.replace(shard, shown_groups=())
+    assert backend.train(nobody, {}).scores == ()
+
+
 def test_kl_towards_the_reference_begins_at_zero_and_grows(backends: Backends, make_shards: Shards) -> None:
     backend = backends(algo={"kl_coef": 0.1}, optimizer=PLAIN)
     (shard,) = make_shards(32)

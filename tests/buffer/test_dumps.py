@@ -15,7 +15,7 @@ from myxa.actors.buffer import group_dump, recent_groups
 from myxa.actors.buffer.group_dump import DumpedGroup, read_groups, read_header
 from myxa.core.errors import BadRequest, DataError
 from myxa.core.messages import DumpReport, GroupReturned
-from myxa.core.samples import Group, Sample
+from myxa.core.samples import Group, Sample, ScoredSample
 
 MIB = 1 << 20
 ARRAYS = ("prompt_ids", "response_ids", "logprobs", "loss_mask", "versions")
@@ -175,3 +175,35 @@ async def test_the_newest_groups_are_shown_with_what_became_of_them(
             await desk.put(assignment)
         monkeypatch.setattr(recent_groups, "ANSWER_TOKENS", 10**9)
         assert [f.group.group_id for f in await desk.ref.recent(10)] == [4, 3, 2]
+
+
+def score(group_id: int, index: int, length: int = 5, logprob: float = -0.25) -> ScoredSample:
+    return ScoredSample(group_id=group_id, index=index, logprobs=np.full(length, logprob, dtype=np.float32))
+
+
+@pytest.mark.asyncio
+async def test_trained_groups_come_back_with_the_trainer_s_log_probs(
+    shop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recent_groups, "MAX_GROUPS", 3)
+    async with shop.open(max_staleness=9, batch_size=4) as desk:
+        for assignment in (await desk.draw(max_groups=4)).assignments:
+            await desk.put(assignment)
+        length = len((await desk.ref.recent(1))[0].group.samples[0].response_ids)
+        assert [f.group.group_id for f in await desk.ref.recent(9)] == [3, 2, 1]
+        await desk.ref.claim(0, 0.0)
+        told = (score(0, 1, length), score(2, 0, length), score(2, 1, length + 1), score(99, 0, length))
+        await desk.ref.trained(0, told)
+        found = await desk.ref.recent(6)
+        assert [(f.group.group_id, f.state, f.step) for f in found] == [
+            (3, "TRAINED", 0),
+            (1, "TRAINED", 0),
+            (2, "TRAINED", 0),
+            (0, "TRAINED", 0),
+        ]
+        assert [[len(part) for part in f.train_logprobs] for f in found] == [[], [], [length, 0], [0, length]]
+        assert found[3].train_logprobs[1].tolist() == [-0.25] * length
+        assert (found[3].wall_s, found[3].outcome) == (0.0, "kept"), "it had left the shelf"
+        assert [f.group.group_id for f in await desk.ref.recent(2)] == [3, 2]
+        await desk.ref.trained(0, told)  # the leader asks again
+        assert [f.group.group_id for f in await desk.ref.recent(6)] == [3, 1, 2, 0]

@@ -27,7 +27,7 @@ from myxa.core.errors import EngineError
 from myxa.core.file_entry import FileEntry, describe_file
 from myxa.core.knobs import KnobChange, KnobCommit, KnobValue, LiveKnobs
 from myxa.core.messages import BufferStats, CanaryAnswers, Claim, GroupMeta, StepReport, WeightManifest
-from myxa.core.samples import Group, Message, Prompt, Sample
+from myxa.core.samples import Group, Message, Prompt, Sample, ScoredSample
 from myxa.transport.node import Node
 
 BATCH = 4
@@ -94,7 +94,7 @@ class Data(BufferContract):
     async def fetch(self, group_ids: tuple[int, ...]) -> tuple[Group, ...]:
         return tuple(make_group(g, g // BATCH) for g in group_ids)
 
-    async def trained(self, step: int) -> None:
+    async def trained(self, step: int, scores: tuple[ScoredSample, ...] = ()) -> None:
         if self.when_trained is not None:
             await self.when_trained(step)
 

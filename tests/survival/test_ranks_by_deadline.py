@@ -16,6 +16,7 @@ from myxa.core.activity import TelemetryBuffer
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock
 from myxa.core.errors import TrainError
+from myxa.core.protocols import StepStats
 from myxa.core.samples import TrainShard
 from myxa.transport.node import Node
 
@@ -26,9 +27,9 @@ class Rank(TrainerContract):
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
 
-    async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> dict[str, float]:
+    async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> StepStats:
         await self.may_answer.wait()
-        return {"train/loss": knobs["lr"]}
+        return StepStats(metrics={"train/loss": knobs["lr"]})
 
 
 class Asker(Actor):
@@ -81,7 +82,7 @@ async def test_who_has_not_answered_is_named_at_the_deadline():
         assert "trainer.step_timeout_s" in str(caught.value)
         for rank in it.ranks:
             rank.may_answer.set()
-        assert await it.calls.train(SHARDS, {"lr": 2.0}) == {"train/loss": 2.0}
+        assert (await it.calls.train(SHARDS, {"lr": 2.0})).metrics == {"train/loss": 2.0}
 
 
 @pytest.mark.asyncio

@@ -30,7 +30,9 @@ PATIENCE_S = 90.0
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run that trains until it is ended."""
     job = make_job(tmp_path_factory.mktemp("job"))
-    process = job.start("run.num_steps=100000", "control.dashboard_port=0")
+    # the little model earns nothing, so without an entropy term no token would be computed; and it moves fast
+    terms = ("algo.entropy_coef=0.001", "async.max_staleness=0")
+    process = job.start("run.num_steps=100000", "control.dashboard_port=0", *terms)
     try:
         until(
             lambda: (job.folder / "runs").exists() and bool(list((job.folder / "runs").glob("*/dashboard.url"))),
@@ -61,6 +63,14 @@ def read(url: str, path: str, **changes: Any) -> Any:
         return json.loads(answer.read())
 
 
+def gaps_of(url: str) -> Iterator[float]:
+    """|trainer - engine| of every token that is told with both, over the newest groups."""
+    for group in read(url, "/api/view/samples")["result"]["groups"]:
+        for sample in group["samples"]:
+            told = zip(sample["logprobs"], sample["train_logprobs"], sample["loss_mask"], strict=False)
+            yield from (abs(drawn - trained) for drawn, trained, is_trained in told if is_trained)
+
+
 @pytest.mark.timeout(300)
 def test_the_launcher_serves_the_dashboard_and_only_shows(run_dir: Path) -> None:
     path = run_dir / "dashboard.url"
@@ -78,6 +88,12 @@ def test_the_launcher_serves_the_dashboard_and_only_shows(run_dir: Path) -> None
     (group, *_) = read(url, "/api/view/samples")["result"]["groups"]
     sample = group["samples"][0]
     assert len(sample["tokens"]) == len(sample["logprobs"]) == len(sample["versions"])
+    gaps = list(gaps_of(url))
+    while not gaps:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+        gaps = list(gaps_of(url))
+    assert 0.0 <= max(gaps) < 1e-3, "the same tokens under the same weights"
     with pytest.raises(urllib.error.HTTPError) as refused:
         read(url, "/api/operate/set", method="POST", data=b"{}", headers={"Content-Type": "application/json"})
     assert refused.value.code == 403

@@ -32,7 +32,9 @@ from ....algos.objective import (
 from ....core.chaos import reached
 from ....core.clock import Clock
 from ....core.errors import TrainError
+from ....core.protocols import StepStats
 from ....core.samples import F32, TrainSample, TrainShard
+from ..shown_scores import ShownScores
 from ..torch_backend.accounting import (
     charges_kl,
     fill_advantages,
@@ -64,6 +66,7 @@ class _Step:
     settings: StepSettings
     objective: ObjectiveConfig
     tally: Tally
+    shown: ShownScores
     num_updates: int = 0
 
 
@@ -96,15 +99,15 @@ class MegatronStepper:
         """The settings with live values put in; needs no other rank. Raises ConfigError for impossible ones."""
         return with_knobs(self._settings, knobs, has_reference=self._reference is not None)
 
-    def train(self, shard: TrainShard, settings: StepSettings) -> dict[str, float]:
-        """One update per mini-batch; returns metrics, equal on all ranks except for times.
+    def train(self, shard: TrainShard, settings: StepSettings) -> StepStats:
+        """One update per mini-batch; returns metrics, equal on all ranks except for times, and what is shown.
 
         Ranks of one replica give the same shard. Raises TrainError, on all ranks and before the update concerned, if a
         loss or gradient is not finite.
         """
         started_s = self._clock.monotonic()
         objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
-        step = _Step(shard, settings, objective, Tally())
+        step = _Step(shard, settings, objective, Tally(), ShownScores(shard))
         minibatches = cut_shard(shard, self._cutting_for(objective))
         self._score_before(step, [micro for minibatch in minibatches for micro in minibatch])
         for number, micros in enumerate(minibatches):
@@ -113,7 +116,7 @@ class MegatronStepper:
                 if problem is not None:
                     self._optimizer.forget_gradients()
                     raise self._world.agreed(problem)
-        return self._metrics(step, minibatches, started_s)
+        return StepStats(metrics=self._metrics(step, minibatches, started_s), scores=step.shown.told())
 
     def score_shard(self, shard: TrainShard) -> list[F32]:
         """Log-probs of each sample's loss tokens, float32 [R] (0 where the mask is 0), through exactly the passes that
@@ -221,6 +224,8 @@ class MegatronStepper:
         losses: list[Tensor] = []
 
         def loss_of(number: int, scores: TokenScores) -> Tensor:
+            if self._world.place.is_teller:
+                step.shown.take(micros[number].layout, scores.logprobs_M)
             batch = token_batch(micros[number], scores.logprobs_M, scores.entropy_M)
             objective = policy_objective(batch, step.objective, normaliser)
             with torch.no_grad():
@@ -246,7 +251,7 @@ class MegatronStepper:
         Gradients are summed over replicas as they are made, so the micro-batches of one round are accused together.
         """
         for k, micro in enumerate(micros):
-            spare = _Step(step.shard, step.settings, step.objective, Tally())
+            spare = _Step(step.shard, step.settings, step.objective, Tally(), ShownScores(step.shard))
             alone = [micro, *self._empty(self._cutting.multiple_of_micros - 1)]
             self._passes(spare, alone, normaliser, is_first=False)
             if not math.isfinite(self._optimizer.gradient_norm()):

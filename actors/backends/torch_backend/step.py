@@ -31,7 +31,9 @@ from ....algos.objective import (
 from ....core.chaos import reached
 from ....core.clock import Clock
 from ....core.errors import TrainError
+from ....core.protocols import StepStats
 from ....core.samples import F32, TrainSample, TrainShard
+from ..shown_scores import ShownScores
 from .accounting import (
     charges_kl,
     fill_advantages,
@@ -70,6 +72,7 @@ class _Step:
     settings: StepSettings
     objective: ObjectiveConfig
     tally: Tally
+    shown: ShownScores
     num_updates: int = 0
 
 
@@ -97,14 +100,14 @@ class Stepper:
         """The settings with live values put in; needs no other rank. Raises ConfigError for impossible ones."""
         return with_knobs(self._settings, knobs, has_reference=self._reference is not None)
 
-    def train(self, shard: TrainShard, settings: StepSettings) -> dict[str, float]:
-        """One update per mini-batch; returns metrics, equal on all ranks except for times.
+    def train(self, shard: TrainShard, settings: StepSettings) -> StepStats:
+        """One update per mini-batch; returns metrics, equal on all ranks except for times, and what is shown.
 
         Raises TrainError, on all ranks and before the update concerned, if a loss or gradient is not finite.
         """
         started_s = self._clock.monotonic()
         objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
-        step = _Step(shard, settings, objective, Tally())
+        step = _Step(shard, settings, objective, Tally(), ShownScores(shard))
         minibatches = cut_shard(shard, self._cutting_for(objective))
         self._score_before(step, [micro for minibatch in minibatches for micro in minibatch])
         for number, micros in enumerate(minibatches):
@@ -113,7 +116,7 @@ class Stepper:
                 if problem is not None:
                     self._optimizer.forget_gradients()
                     raise self._world.agreed(problem)
-        return self._metrics(step, minibatches, started_s)
+        return StepStats(metrics=self._metrics(step, minibatches, started_s), scores=step.shown.told())
 
     def score_shard(self, shard: TrainShard) -> list[F32]:
         """Log-probs of each sample's loss tokens, float32 [R] (0 where the mask is 0), through exactly the passes that
@@ -206,6 +209,7 @@ class Stepper:
         needs_entropy_grad = step.objective.entropy_coef > 0
         reached("trainer.forward")
         scores = self._replica.forward(micro.layout, needs_entropy_grad=needs_entropy_grad)
+        step.shown.take(micro.layout, scores.logprobs_M)
         batch = token_batch(micro, scores.logprobs_M, scores.entropy_M)
         objective = policy_objective(batch, step.objective, normaliser)
         with torch.no_grad():
@@ -219,7 +223,7 @@ class Stepper:
         bad = -1
         for k, micro in enumerate(micros):
             self._optimizer.forget_gradients()
-            spare = _Step(step.shard, step.settings, step.objective, Tally())
+            spare = _Step(step.shard, step.settings, step.objective, Tally(), ShownScores(step.shard))
             backward(self._loss(spare, micro, normaliser, is_first=False))
             if bad < 0 and not self._replica.local_gradient_is_finite():
                 bad = k
