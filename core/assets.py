@@ -62,8 +62,8 @@ class DeviceReading:
 
     capacity_bytes: int
     free_bytes: int
-    num_processes: int = -1
-    """That use it, as the device tells; -1: it does not tell."""
+    driver_bytes: int = 0
+    """That the driver keeps for itself, whoever uses the device: neither free nor anybody's; 0: it does not tell."""
 
 
 class DeviceMeter(Protocol):

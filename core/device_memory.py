@@ -175,6 +175,8 @@ class MeasuredDevice(Record, frozen=True):
     device: str
     capacity_bytes: int
     free_bytes: int
+    driver_bytes: int = 0
+    """See `core.assets.DeviceReading`."""
 
 
 class WatchedProcess(Record, frozen=True):

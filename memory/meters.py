@@ -29,6 +29,8 @@ class DeviceMeters:
         self._nvml: Any = None
         self._has_looked = False
         self._handles: dict[str, Any] = {}
+        self._kept: dict[str, int] = {}
+        """By the driver, of each device; asked for once."""
 
     def measure(self, device: str, pids: Collection[int]) -> DeviceReading:
         """Now. Raises MemoryFault for a device that nobody here knows."""
@@ -60,8 +62,9 @@ class DeviceMeters:
         try:
             if device not in self._handles:
                 self._handles[device] = nvml.nvmlDeviceGetHandleByUUID(device)
+                self._kept[device] = _kept_by_driver(nvml, self._handles[device])
             info = nvml.nvmlDeviceGetMemoryInfo(self._handles[device])
-            return DeviceReading(int(info.total), int(info.free))
+            return DeviceReading(int(info.total), int(info.free), self._kept[device])
         except nvml.NVMLError as error:
             raise MemoryFault(f"{device}: {error}", remedy="see `nvidia-smi -L` for the GPUs of this node") from error
 
@@ -72,6 +75,17 @@ class DeviceMeters:
                 self._nvml.nvmlShutdown()
                 self._nvml, self._has_looked = None, False
                 self._handles.clear()
+
+
+def _kept_by_driver(nvml: Any, handle: Any) -> int:
+    """What the first version of the question counts as used; 0 where the second is not known (drivers before 510)."""
+    second = getattr(nvml, "nvmlMemory_v2", None)
+    if second is None:
+        return 0
+    try:
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=second).reserved)
+    except nvml.NVMLError:
+        return 0
 
 
 def _by_smi(device: str) -> DeviceReading:

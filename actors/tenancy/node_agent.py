@@ -40,7 +40,8 @@ class NodeAgent(NodeAgentContract):
     async def measure(self, uses: tuple[DeviceUse, ...]) -> tuple[MeasuredDevice, ...]:
         found = await in_own_thread(lambda: read_all(self._meter, uses), "measure devices")
         return tuple(
-            MeasuredDevice(device, reading.capacity_bytes, reading.free_bytes) for device, reading in found.items()
+            MeasuredDevice(device, reading.capacity_bytes, reading.free_bytes, reading.driver_bytes)
+            for device, reading in found.items()
         )
 
     async def watch(self, processes: tuple[WatchedProcess, ...]) -> tuple[WatchedProcess, ...]:

@@ -77,7 +77,7 @@ class Sight:
         if node == self._node:
             return await self._measure_here(uses, within_s)
         measured = await with_deadline(self._agent(node), within_s).measure(uses)
-        readings = {m.device: DeviceReading(m.capacity_bytes, m.free_bytes) for m in measured}
+        readings = {m.device: DeviceReading(m.capacity_bytes, m.free_bytes, m.driver_bytes) for m in measured}
         missing = [use.device for use in uses if use.device not in readings]
         if missing:
             raise MemoryFault(f"{self._agents[node]} does not say how full {', '.join(missing)} is", remedy="a bug")

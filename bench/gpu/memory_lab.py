@@ -231,7 +231,7 @@ class Lab:
             tenant.residue_bytes + sum(tag.num_bytes for tag in tenant.tags if is_mapped(tag)) - tenant.reserved_bytes
             for tenant in device.tenants
         )
-        return max(0, reading.capacity_bytes - reading.free_bytes - held)
+        return max(0, reading.capacity_bytes - reading.free_bytes - reading.driver_bytes - held)
 
     # -- one round
 

@@ -208,12 +208,12 @@ class Book:
         return min(by_books, by_measurement)
 
     def unattributed(self, device: str) -> int:
-        """Used by nobody that registered, by the last measurement. The dead count as nobody."""
+        """Used by nobody that registered, nor by the driver, by the last measurement. The dead count as nobody."""
         reading = self.devices[device].reading
         if reading is None:
             return 0
         taken = sum(t.held_bytes - t.untaken_bytes for t in self.on(device) if not t.is_dead)
-        return max(0, reading.capacity_bytes - reading.free_bytes - taken)
+        return max(0, reading.capacity_bytes - reading.free_bytes - reading.driver_bytes - taken)
 
     def dead_are_gone(self, device: str) -> bool:
         """Whether the last measurement shows the memory of all dead of that device as free."""

@@ -328,3 +328,12 @@ def test_the_table_is_closed() -> None:
                 assert at_work in ALLOWED[state], (kind, state)
     with pytest.raises(MemoryFault, match="cannot go from active to releasing"):
         move("t/0", "active", "releasing")
+
+
+def test_what_the_driver_keeps_for_itself_is_held_by_somebody() -> None:
+    book = book_of(tenant("trainer/0", "trainer", *TRAINER), free_gib=19.0)
+    stranger = 100 * GIB - 19 * GIB - book.held("gpu")
+    assert book.unattributed("gpu") == stranger == int(1.5 * GIB)
+    book.devices["gpu"].reading = DeviceReading(100 * GIB, 19 * GIB, driver_bytes=GIB)
+    assert book.unattributed("gpu") == stranger - GIB
+    assert [(h.tenant, h.num_bytes) for h in book.holders("gpu") if not h.tenant] == [("", stranger - GIB)]

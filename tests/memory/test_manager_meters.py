@@ -76,7 +76,8 @@ def test_neither_is_there(meters: DeviceMeters, monkeypatch: pytest.MonkeyPatch,
         meters.measure(GPU, [])
 
 
-def test_nvml_is_opened_once_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_old", [False, True])
+def test_nvml_is_opened_once_and_let_go(monkeypatch: pytest.MonkeyPatch, is_old: bool) -> None:
     """A stand-in with NVML's names and manners: handles by UUID, errors of its own kind."""
     calls: list[str] = []
 
@@ -89,17 +90,27 @@ def test_nvml_is_opened_once_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None
             raise NVMLError("Not Found")
         return "handle"
 
+    def memory_of(handle: str, version: int = 1) -> SimpleNamespace:
+        """The first version counts as used what the second tells apart."""
+        assert handle == "handle"
+        if version == 1:
+            return SimpleNamespace(total=100, free=40, used=60)
+        if is_old:
+            raise NVMLError("Function Not Found")
+        return SimpleNamespace(total=100, free=40, used=53, reserved=7)
+
     nvml = ModuleType("pynvml")
     nvml.__dict__.update(
         NVMLError=NVMLError,
         nvmlInit=lambda: calls.append("init"),
         nvmlShutdown=lambda: calls.append("shutdown"),
         nvmlDeviceGetHandleByUUID=handle_of,
-        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=100, free=40, used=60),
+        nvmlDeviceGetMemoryInfo=memory_of,
+        nvmlMemory_v2=2,
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     meters = DeviceMeters()
-    assert [meters.measure(GPU, []) for _ in range(2)] == [DeviceReading(100, 40)] * 2
+    assert [meters.measure(GPU, []) for _ in range(2)] == [DeviceReading(100, 40, 0 if is_old else 7)] * 2
     with pytest.raises(MemoryFault, match="GPU-other: Not Found"):
         meters.measure("GPU-other", [])
     meters.close()
