@@ -12,7 +12,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,23 +144,37 @@ class Insider:
         server = self._victim.curve if over_tcp else ""
         while num_sent < num_frames:
             lane = Lane(rng.randrange(2))
-            client = self.connect(kinds[lane], server)
-            client.send(self.hello(self.node.name))
-            for _ in range(min(PER_CONNECTION, num_frames - num_sent)):
-                pool = self.corpus.calls if rng.random() < 0.7 else self.corpus.others
-                data = bytearray(self.corpus.numbered(rng.choice(pool)))
-                if rng.random() < 0.8:
-                    data = rng.choice(ENVELOPE_MUTATIONS)(rng, data, self.corpus)
-                for message in as_messages(rng, [bytes(data)]):
+            num_before = num_sent
+            try:
+                client = self.connect(kinds[lane], server)
+                client.send(self.hello(self.node.name))
+            except OSError:  # shown out at the door of a Unix socket
+                return num_sent
+            try:
+                for message in self._frames(min(PER_CONNECTION, num_frames - num_sent)):
                     parts = [message] if rng.random() < 0.98 else [message] * rng.randrange(2, 40)
-                    try:
-                        client.send_multipart(parts)
-                    except zmq.Again:  # banned, and not let in again
-                        client.close(linger=0)
-                        return num_sent
+                    client.send_multipart(parts)
                     num_sent += 1
+            except zmq.Again:  # banned, and not let in again
+                client.close(linger=0)
+                return num_sent
+            except OSError:  # banned: a Unix socket is closed at once
+                client.close(linger=0)
+                if num_sent == num_before:
+                    return num_sent
+                continue
             client.close(linger=200)
         return num_sent
+
+    def _frames(self, num: int) -> Iterator[bytes]:
+        """So many of the corpus, most of them broken; some come as several messages."""
+        rng = self._rng
+        for _ in range(num):
+            pool = self.corpus.calls if rng.random() < 0.7 else self.corpus.others
+            data = bytearray(self.corpus.numbered(rng.choice(pool)))
+            if rng.random() < 0.8:
+                data = rng.choice(ENVELOPE_MUTATIONS)(rng, data, self.corpus)
+            yield from as_messages(rng, [bytes(data)])
 
     def close(self) -> None:
         for client in self.sockets:

@@ -52,7 +52,7 @@ def _in_process(num_frames: int, seed: int) -> None:
         tally = asyncio.run(in_process.fuzz(size, seed + piece))
         counted = tally.counters
         print(
-            f"| {tally.frames:,} | {counted['malformed']:,} | {counted['banned']:,} | {tally.answers['NACK']:,} "
+            f"| {tally.frames:,} | {counted.get('malformed', 0):,} | {counted.get('banned', 0):,} | {tally.answers['NACK']:,} "
             f"| {tally.executed:,} | {tally.good_calls:,} | {tally.objects[0]:,} -> {tally.objects[-1]:,} "
             f"| {tally.rss_mib[0]:.0f} -> {tally.rss_mib[-1]:.0f} | {tally.seconds:.0f} |",
             flush=True,
