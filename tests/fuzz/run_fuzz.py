@@ -50,9 +50,9 @@ def _in_process(num_frames: int, seed: int) -> None:
     for piece in range(-(-num_frames // PIECE)):
         size = min(PIECE, num_frames - piece * PIECE)
         tally = asyncio.run(in_process.fuzz(size, seed + piece))
-        counted = tally.counters
+        malformed, banned = (tally.counters.get(name, 0) for name in ("malformed", "banned"))
         print(
-            f"| {tally.frames:,} | {counted.get('malformed', 0):,} | {counted.get('banned', 0):,} | {tally.answers['NACK']:,} "
+            f"| {tally.frames:,} | {malformed:,} | {banned:,} | {tally.answers['NACK']:,} "
             f"| {tally.executed:,} | {tally.good_calls:,} | {tally.objects[0]:,} -> {tally.objects[-1]:,} "
             f"| {tally.rss_mib[0]:.0f} -> {tally.rss_mib[-1]:.0f} | {tally.seconds:.0f} |",
             flush=True,
