@@ -50,8 +50,9 @@ async def _pictures(context: Any, url: str, out: Path, scheme: str) -> None:
         await page.screenshot(path=out / f"{scheme}-{name}.png", full_page=True)
         print(out / f"{scheme}-{name}.png")
     if scheme == "light":
-        await page.click('[data-colour="version"]')
-        await page.screenshot(path=out / "light-samples-version.png", full_page=True)
+        for colour in ("gap", "version"):
+            await page.click(f'[data-colour="{colour}"]')
+            await page.screenshot(path=out / f"light-samples-{colour}.png", full_page=True)
         await page.goto(f"{url.partition('?')[0]}#knobs")
         if await page.query_selector('[aria-label="turn lr"]'):
             await page.click('[aria-label="turn lr"]')

@@ -113,6 +113,12 @@ async def test_what_a_model_wrote_stays_text(planting, seat, tmp_path: Path) -> 
         await says(page, ".tokens", "onerror='window.hacked=true'")
         await says(page, ".prompt", "\\u202e")
         assert await page.locator(".tok.h3, .tok.h4, .tok.h2").count() > 3
+        await page.click('[data-colour="gap"]')
+        await says(page, "#token-key", "|trainer - engine|")
+        scored = page.locator(".group", has_text="group 1002")
+        assert await scored.locator(".tok.h3").count() >= 4, "tokens that differ by two nats"
+        assert await page.locator(".tok.h3").count() == await scored.locator(".tok.h3").count(), "others were not scored"
+        assert "gap -2" in (await scored.locator(".tok.h3").first.get_attribute("title") or "")
         await page.click('[data-colour="version"]')
         assert await page.locator(".tok.v4").count() > 3  # 118 and 119, of six colours
         assert await page.locator(".tok.v5").count() > 3
