@@ -6,6 +6,7 @@ Shown twice: as a report at once (cause first, under 25 lines), and shortly as t
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -133,6 +134,25 @@ def read_tail(path: Path, num_lines: int = NUM_LINES) -> tuple[str, ...]:
     while kept and not kept[-1]:
         kept.pop()
     return tuple(kept[-num_lines:])
+
+
+def read_end(path: Path, status: int) -> tuple[str, ...]:
+    """As `read_tail`, of a process that ended so; with the cause if it had no room to write any."""
+    tail = read_tail(path)
+    if status <= 0 or any(line.startswith(CAUSE) for line in tail):
+        return tail
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            os.write(descriptor, b"\n")  # a quota is no less full than a disk, and statvfs does not tell of it
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        return tail
+    except OSError as error:
+        what = f"{CAUSE}nothing can be written to its log any more: {error.strerror}"
+        return (*tail[1 - NUM_LINES :], f"{what} -- make room in {path.parent}")
+    return tail
 
 
 def _cut(line: str, limit: int) -> str:

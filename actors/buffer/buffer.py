@@ -17,7 +17,7 @@ from ...algos.staleness import Admission
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import MailboxPolicy, PeerEvent
 from ...core.chaos import reached
-from ...core.errors import BadRequest, DataError, LedgerError, UserCodeError
+from ...core.errors import BadRequest, DataError, Draining, LedgerError, UserCodeError
 from ...core.file_entry import FileEntry
 from ...core.knobs import KnobValue
 from ...core.messages import (
@@ -188,16 +188,13 @@ class Buffer(OwnsKnobs, HeldOutPrompts, BufferContract):
             if waited_s is None:
                 return DrawReply(blocked_by=blocked_by)
 
-    @property
-    def _newest(self) -> int:
-        return self._store.admission.newest_version
-
     def _draw_now(self, request: DrawRequest) -> tuple[list[Assignment], DrawBlock]:
         store = self._store
         started_s, wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
         with self._at_work("draw"):
             told = Weights(request.lineage, request.version)
-            served = self._versions.serving(request.rollout, request.epoch, told, self._newest)
+            newest = store.admission.newest_version
+            served = self._versions.serving(request.rollout, request.epoch, told, newest)
             version, is_undone = served.version, served.is_undone
             assignments = [] if store.is_finished else store.draw(request, version, started_s, is_undone=is_undone)
             if assignments:
@@ -382,9 +379,11 @@ class Buffer(OwnsKnobs, HeldOutPrompts, BufferContract):
                 self.ctx.fail(error)
                 raise
             except LedgerError as error:
-                if self._store.ledger.is_broken:
-                    self.ctx.fail(error)
-                raise
+                if not self._store.ledger.is_broken:
+                    raise
+                self.ctx.fail(error)
+                # Nothing was written, and the next buffer can: whoever takes it for a no gives up a finished group.
+                raise Draining(f"{self.ctx.name} ends: {error.message}", remedy=error.remedy) from error
 
     def _tell(self, kind: str, text: str) -> None:
         self.ctx.log.info("%s: %s", kind, text)

@@ -19,6 +19,8 @@ from .states import AT_REST, REWIND, TRANSITIONS, Row, State
 
 FORMAT = "1"
 
+UNWRITABLE = "is the disk full or the file system read-only?"
+
 LIVE = "live/"
 """Prefix of the keys of settings that were changed while the run went on."""
 
@@ -180,7 +182,8 @@ class LedgerFile(LedgerReader):
             self._prepare(identity)
         except sqlite3.Error as error:
             self._lock.close()
-            raise LedgerError(f"{path} cannot be used as a ledger: {error}", remedy="is it another file?") from error
+            remedy = UNWRITABLE if _is_of_the_disk(error) else "is it another file?"
+            raise LedgerError(f"{path} cannot be used as a ledger: {error}", remedy=remedy) from error
         except BaseException:
             self._lock.close()
             raise
@@ -248,9 +251,13 @@ class LedgerFile(LedgerReader):
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: sqlite3.Error) -> LedgerError:
-        return LedgerError(
-            f"{self.path} cannot be written: {error}", remedy="is the disk full or the file system read-only?"
-        )
+        return LedgerError(f"{self.path} cannot be written: {error}", remedy=UNWRITABLE)
+
+
+def _is_of_the_disk(error: sqlite3.Error) -> bool:
+    """Whether SQLite could not write, rather than not understand what it read."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest says where in SQLite
+    return code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
 
 
 def _reading(path: Path) -> str:

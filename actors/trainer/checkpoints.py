@@ -26,7 +26,7 @@ from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext
 from ...core.actor_group import ActorGroup
 from ...core.clock import Clock
-from ...core.errors import GatherError, MyxaError, RemoteError, TrainError
+from ...core.errors import CallError, GatherError, MyxaError, RemoteError, TrainError
 from ...core.file_entry import FileEntry
 from ...core.knobs import LiveKnobs
 from ..checkpoints.drafts import Writer, hold_drafts, let_go_drafts, partial_of, sweep
@@ -183,6 +183,9 @@ class Checkpoints:
             await self._in_thread(lambda: self._hold(holder))
             try:
                 await (self._begin(version, live) if self._options.is_async else self._write(version, live))
+            except MyxaError as error:
+                await self._clear_after(error, holder)
+                raise
             finally:
                 if self._pending is None:
                     self._let_go()
@@ -248,6 +251,9 @@ class Checkpoints:
                 took_s = self._clock.monotonic() - pending.begun_at
                 self._telemetry.metric(pending.version, {"checkpoint/async_s": took_s})
                 await self._is_there(pending.version, pending.folder, pending.live, ledger)
+        except MyxaError as error:
+            await self._clear_after(error, pending.folder.parent)
+            raise
         finally:
             self._pending = None
             self._let_go()
@@ -337,7 +343,7 @@ class Checkpoints:
 
     def _hold(self, holder: Path) -> None:
         """Nobody else clears away what is written from now on. Raises TrainError if the disk refuses."""
-        self._sweep(holder)  # what failed before may have filled the disk
+        self._sweep(holder)  # what others left may have filled the disk
         try:
             self._drafts = hold_drafts(holder, self._options.writer)
         except TrainError as error:
@@ -346,6 +352,12 @@ class Checkpoints:
     def close(self) -> None:
         """This process ends, or the actor: what is left half written is for whoever writes next to clear."""
         self._let_go()
+
+    async def _clear_after(self, error: MyxaError, holder: Path) -> None:
+        """What could not be finished has filled the disk, which the ledger needs; unless a rank may write on."""
+        if not isinstance(error, RankSilent):
+            self._let_go()
+            await self._in_thread(lambda: self._sweep(holder))
 
     def _let_go(self) -> None:
         if self._drafts is not None:
@@ -366,7 +378,9 @@ class Checkpoints:
         except GatherError as error:
             name, cause = next(iter(error.errors.items()))
             message = f"{name} could not {what} a checkpoint: {cause}"
-            kind = TrainError if isinstance(cause, RemoteError) else RankSilent
+            # What a handler raised travels as what it is where it is of our tree: only a call that failed is silence.
+            is_silent = isinstance(cause, CallError) and not isinstance(cause, RemoteError)
+            kind = RankSilent if is_silent else TrainError
             raise kind(message, remedy=f"see the log of {name}; an older checkpoint stays whole") from cause
 
 

@@ -32,7 +32,7 @@ from ..contracts import (
     StartReply,
     SupervisorContract,
 )
-from ..first_failure import read_tail
+from ..first_failure import read_end
 from ..run_dir import RunDir
 from ..worker_spec import DEFAULT_PROGRAM, WorkerSpec, write_spec
 from .child import Child, start_child
@@ -278,7 +278,7 @@ class Agent(AgentContract):
             node=self._options.node,
             log_path=str(child.log_path),
             pid=child.pid,
-            tail=read_tail(child.log_path),
+            tail=read_end(child.log_path, status),
         )
         if not self._is_stopped:
             self.ctx.spawn(self._tell(end), name=f"end of {child.name}")

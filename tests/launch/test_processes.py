@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import uvloop
 
 from myxa.core.errors import ConfigError, LaunchError
 from myxa.core.lifeline import die_with_parent
-from myxa.launch.first_failure import FirstFailure, read_tail
+from myxa.launch.first_failure import FirstFailure, read_end, read_tail
 from myxa.launch.nodes.child import Child, start_child
 from myxa.launch.run_dir import RunDir
 from myxa.launch.runtime_dir import RuntimeDir
@@ -211,3 +212,24 @@ def test_the_tail_is_the_last_lines_and_the_cause_comes_last(tmp_path: Path):
     text = FirstFailure("rollout/1", "exit status 1", str(log), tail, node=2).last_words()
     assert text.splitlines() == [f"log: {log} on node 2", "first failure: rollout/1: exit status 1 (node 2)"]
     assert read_tail(tmp_path / "none") == ()
+
+
+def test_a_log_that_has_no_room_for_the_cause_says_so_in_its_place(tmp_path: Path):
+    log = tmp_path / "buffer.1.log"
+    log.write_text("INFO it serves\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size, before[1]))  # Python ignores SIGXFSZ
+    try:
+        full, killed = read_end(log, 1), read_end(log, -9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert killed == ("INFO it serves",), "nobody expects a word of it"
+    why = f"myxa: nothing can be written to its log any more: File too large -- make room in {tmp_path}"
+    assert full == ("INFO it serves", why)
+    assert FirstFailure("buffer", "buffer ended with exit status 1", str(log), full).report().splitlines() == [
+        "first failure: buffer ended with exit status 1", why, f"---- end of {log} ----", "INFO it serves",
+    ]  # fmt: skip
+    assert read_end(log, 1) == ("INFO it serves",), "there is room: it had nothing to say"
+    log.write_text("myxa: the disk is full -- make room\n")
+    assert read_end(log, 1) == ("myxa: the disk is full -- make room",)
+    assert read_end(tmp_path / "none", 1) == ()

@@ -187,17 +187,34 @@ async def test_a_rank_that_does_not_answer_is_not_waited_for_again(tmp_path: Pat
         await room.checkpoints.save_by_schedule(1)
 
 
+@both_ways
+@pytest.mark.asyncio
+async def test_a_rank_whose_error_is_of_our_own_tree_is_not_silent(tmp_path: Path, is_async: bool):
+    """What a rank raises comes as what it is: training goes on, as after any other that fails."""
+    room = CheckpointRoom(tmp_path, every=1, is_async=is_async)
+    told = GatherError("failed", errors={"trainer/1": TrainError("cannot write rank-00001.safetensors: no space left")})
+    room.ranks.failing.update({name: [told] for name in ("save_checkpoint", "checkpoint_written")})
+    await room.checkpoints.save_by_schedule(1)
+    await room.files_are_written()
+    await room.checkpoints.at_boundary(2)
+    (text,) = room.told("checkpoint-failed")
+    assert "trainer/1 could not" in text
+    assert "no space left" in text
+    assert "training goes on, the next one follows in 30 s" in text
+
+
 # -- what is left on the disk
 
 
 @pytest.mark.asyncio
-async def test_what_a_failed_attempt_left_is_gone_before_the_next_one_begins(tmp_path: Path):
+async def test_what_a_failed_attempt_left_is_gone_at_once(tmp_path: Path):
+    """It may have filled the disk, which the ledger needs until the next attempt."""
     room = CheckpointRoom(tmp_path, every=1, keep_last=0)
     room.ranks.failing["save_checkpoint"] = [refused()]
     room.buffer.failing = [MyxaError("the disk is full")]
     holder = tmp_path / "checkpoints"
     await room.checkpoints.save_by_schedule(1)
-    assert [path.name for path in holder.iterdir()] == [".partial-version_00000001"]
+    assert list(holder.iterdir()) == []
     await room.checkpoints.save_by_schedule(2)
     assert [path.name for path in holder.iterdir()] == ["version_00000002"]
 

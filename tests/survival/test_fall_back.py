@@ -21,8 +21,8 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def whole_ones(run_dir: Path) -> list[Path]:
-    """Checkpoints by version."""
-    return sorted(path.parent for path in run_dir.glob("checkpoints/version_*/run.json"))
+    """Checkpoints by version, also one that its writer was stopped before it had told the run of."""
+    return sorted(path.parent for path in run_dir.glob("checkpoints/version_*/manifest.json"))
 
 
 def damage(checkpoint: Path) -> None:

@@ -1,0 +1,106 @@
+"""`metrics.jsonl` and `events.jsonl` on a disk that is full for a while, and for too long; the kernel's refusals are made up
+here, a real file system that is full is in tests/survival/test_full_disk.py."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from myxa.actors.sinks import line_file
+from myxa.actors.sinks.jsonl import JsonlSink
+from myxa.actors.sinks.line_file import LineFile
+from myxa.core.clock import ManualClock
+from myxa.core.messages import Event, MetricPoint, Telemetry
+from myxa.core.sink import SinkContext
+
+NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
+
+
+class Told:
+    """Collects what is told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+
+    def __call__(self, kind: str, text: str) -> None:
+        self.events.append((kind, text))
+
+
+def room_for(num_bytes: int, refusal: OSError) -> Callable[[int, bytes], int]:
+    """os.write on a disk with so much room: the kernel writes less when there is less."""
+    real, room = os.write, [num_bytes]
+
+    def write(file: int, data: bytes) -> int:
+        if not room[0]:
+            raise refusal
+        written = real(file, data[: room[0]])
+        room[0] -= written
+        return written
+
+    return write
+
+
+def bundle(step: int) -> Telemetry:
+    return Telemetry(
+        metrics=(MetricPoint(source="trainer/0", step=step, wall_s=1.0 + step, values={"train/loss": 1.0}),),
+        events=(Event(source="buffer", wall_s=1.0, kind="group-dropped", text="a text"),),
+    )
+
+
+def test_lines_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    sink = JsonlSink()
+    sink.open(SinkContext(run_dir=tmp_path, run_name="sort", clock=ManualClock(), emit=told))
+    monkeypatch.setattr(os, "write", room_for(30, NO_ROOM))
+    for step in range(3):
+        sink.write(bundle(step))
+        sink.flush()
+    assert sorted(told.events) == [
+        ("disk-full", f"{name}.jsonl waits for room in {tmp_path}: No space left on device")
+        for name in ("events", "metrics")
+    ]
+    monkeypatch.undo()
+    sink.write(bundle(3))
+    sink.flush()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
+    assert len([json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]) == 4
+    assert [kind for kind, _ in told.events] == ["disk-full"] * 2 + ["disk-has-room"] * 2
+    sink.close()
+
+
+def test_what_is_no_lack_of_room_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = LineFile(tmp_path / "lines", Told())
+    monkeypatch.setattr(os, "write", room_for(0, OSError(errno.EIO, "Input/output error")))
+    lines.add(b"a line\n")
+    with pytest.raises(OSError, match="Input/output error"):
+        lines.flush()
+    with pytest.raises(OSError, match="Input/output error"):
+        lines.close()
+
+
+def test_lines_that_wait_for_too_long_are_lost_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    lines = LineFile(tmp_path / "lines", told)
+    monkeypatch.setattr(line_file, "MAX_WAITING_BYTES", 100)
+    quota = OSError(errno.EDQUOT, "Disk quota exceeded")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", room_for(6, quota))
+        for number in range(50):
+            lines.add(b"line %03d\n" % number)
+            lines.flush()
+    lines.flush()
+    kept = (tmp_path / "lines").read_text().splitlines()
+    assert 5 < len(kept) < 15
+    assert kept[0] == "line 000", "it was half written"
+    assert kept[1:] == [f"line {number:03d}" for number in range(50 - len(kept) + 1, 50)]
+    assert [kind for kind, _ in told.events] == ["disk-full", "disk-has-room"]
+    assert f"{50 - len(kept)} lines were lost" in told.events[-1][1]
+    monkeypatch.setattr(os, "write", room_for(0, quota))
+    lines.add(b"the last\n")
+    with pytest.raises(OSError, match="1 lines are lost, there was no room"):
+        lines.close()

@@ -1,0 +1,159 @@
+"""A run on a file system of its own that is filled up in mid-run: a program for the tests.
+
+    python full_disk.py SCENE FOLDER
+
+FOLDER/runs is the mount point of a small tmpfs, in the caller's mount namespace. Ends with 0 if the scene went as it is
+to go; else what was wrong is on its standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from commands import run as run_command  # pyright: ignore[reportMissingImports]
+from lives import BATCH, NUM_PROMPTS, Lives, make_lives
+from run_job import events, metrics, until  # pyright: ignore[reportMissingImports]
+
+from myxa.actors.checkpoints.folder import look_at
+from myxa.actors.ledger.audit import audit_ledger
+from myxa.actors.ledger.states import REDRAWN
+from myxa.launch.lives.origin import Origin
+
+MIB = 1 << 20
+ROOM_BYTES = 3 * MIB
+"""More than the ledger will need, less than a checkpoint, which is 5.4 MiB."""
+
+FLUSHED_S = 0.7
+"""The monitor writes every half second, so it has met the full disk; less than the buffer's restarts take in all."""
+
+
+class Ballast:
+    """A file that leaves so much of a file system and no more."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "ballast"
+
+    def fill(self, but: int = 0) -> None:
+        with self._path.open("wb") as file:
+            for piece in (MIB, 4096):
+                self._pour(file.fileno(), piece, but)
+        left = free_bytes(self._path.parent)
+        print(f"{self._path.stat().st_size} bytes of ballast, {left} are left")
+        assert left <= but, "the run itself can only have taken more"
+
+    def _pour(self, descriptor: int, piece: int, but: int) -> None:
+        while free_bytes(self._path.parent) >= but + piece:
+            try:
+                os.posix_fallocate(descriptor, os.fstat(descriptor).st_size, piece)
+            except OSError:  # the run was faster
+                return
+
+    def empty(self) -> None:
+        self._path.unlink()
+
+
+def free_bytes(folder: Path) -> int:
+    space = os.statvfs(folder)
+    return space.f_bavail * space.f_frsize
+
+
+def stays_full(lives: Lives, ballast: Ballast) -> None:
+    """The buffer cannot write its ledger, however often it is started: the run ends, and says why. Once there is room
+    again it goes on."""
+    assert lives.run_dir is not None
+    ballast.fill()
+    assert lives.wait(60) == 4
+    said = lives.said[-1]
+    at = said.index("first failure: ")
+    first = said[at:].splitlines()
+    assert "buffer ended with exit status 1" in first[0], said
+    assert first[1].startswith("myxa: "), said
+    assert any(words in first[1] for words in ("No space left on device", "disk is full")), said
+    ballast.empty()
+    assert audit_ledger(lives.run_dir / "ledger.sqlite").problems == ()
+    lives.resume()
+    assert lives.wait() == 0
+    assert Origin.load(lives.run_dir).lives[-1].ledger == "its own ledger"
+
+
+def has_room_again(lives: Lives, ballast: Ballast) -> None:
+    """Before the buffer has been started too often: nothing is lost, and training does not go back."""
+    assert lives.run_dir is not None
+    run_dir = lives.run_dir
+    ballast.fill()
+    until(lambda: (run_dir / "logs" / "buffer.1.log").exists(), "the end of the first buffer", timeout_s=30)
+    time.sleep(FLUSHED_S)
+    ballast.empty()
+    assert lives.wait() == 0
+    assert "buffer ended: exit status 1" in lives.said[-1]
+    assert (run_dir / "logs" / "trainer.0.0.log").exists()
+    assert not (run_dir / "logs" / "trainer.0.1.log").exists(), "no fault of the trainer's"
+    assert audit_ledger(run_dir / "ledger.sqlite").num_rewound == 0
+    steps = [point["step"] for point in metrics(run_dir) if "train/loss" in point["values"]]
+    assert steps == list(range(1, NUM_PROMPTS // BATCH + 1)), "measurements waited for room"
+
+
+def has_no_room_for_a_checkpoint(lives: Lives, ballast: Ballast) -> None:
+    """It is told, and training goes on; once there is room one can be written."""
+    assert lives.run_dir is not None
+    run_dir = lives.run_dir
+    ballast.fill(but=ROOM_BYTES)
+    newest = whole_ones(run_dir)[-1]
+    until(lambda: bool(events(run_dir, "checkpoint-failed")), "a checkpoint that fails", timeout_s=30)
+    lives.until_version(lives.version() + 2)
+    (told,) = [event["text"] for event in events(run_dir, "checkpoint-failed")]
+    for words in (
+        "trainer/0 could not save a checkpoint",
+        "No space left",
+        "attempt 1;",
+        "the next one follows in 30 s",
+    ):
+        assert words in told, told
+    assert not list(run_dir.glob("checkpoints/.partial-*")), "what was half written filled the disk"
+    assert whole_ones(run_dir)[-1] == newest
+    asked = run_command("ckpt", "--run", str(run_dir), folder=run_dir.parent)
+    assert asked.returncode != 0
+    assert "No space left" in asked.stderr, asked
+    ballast.empty()
+    written = run_command("ckpt", "--run", str(run_dir), "--json", folder=run_dir.parent)
+    assert written.returncode == 0, written
+    assert look_at(Path(json.loads(written.stdout)["folder"])).is_complete
+    assert lives.wait() == 0
+    assert not (run_dir / "logs" / "trainer.0.1.log").exists(), "training went on"
+    assert not (run_dir / "logs" / "buffer.4.log").exists()
+
+
+def whole_ones(run_dir: Path) -> list[Path]:
+    """Checkpoints by version."""
+    return sorted(path.parent for path in run_dir.glob("checkpoints/version_*/run.json"))
+
+
+SCENES = {scene.__name__: scene for scene in (stays_full, has_room_again, has_no_room_for_a_checkpoint)}
+
+
+def play(scene: str, folder: Path) -> None:
+    lives = make_lives(folder, f"rollout.max_groups={BATCH}", patience_s=0.4)
+    try:
+        lives.begin()
+        lives.until_version(3)  # there is a checkpoint to go on from
+        SCENES[scene](lives, Ballast(folder / "runs"))
+        assert lives.run_dir is not None
+        audit = audit_ledger(lives.run_dir / "ledger.sqlite")
+        assert (audit.problems, audit.num_waiting) == ((), 0)
+        lost = set(audit.dropped) - {str(reason) for reason in REDRAWN}  # going back, some may be too old: drawn again
+        assert not lost, f"{audit.dropped}"
+        assert audit.trained == Counter(range(NUM_PROMPTS)), "the multiset of an undisturbed run"
+    finally:
+        lives.end()
+        with contextlib.suppress(OSError):
+            print((folder / "runs" / "latest" / "logs" / "launcher.0.log").read_text()[-3000:])
+
+
+if __name__ == "__main__":
+    play(sys.argv[1], Path(sys.argv[2]))

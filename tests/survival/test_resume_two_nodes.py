@@ -1,0 +1,116 @@
+"""A run on two nodes, a rank of its gang and an engine on each, is killed as a whole (both launchers and every actor), and
+`myxa resume` on two nodes goes on to the end of the data: each prompt is trained on once. Two launchers on this machine
+meet over tcp, as on two."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import Command  # pyright: ignore[reportMissingImports]
+from lives import BATCH, FLAGS, NUM_PROMPTS, REWARD, consumed
+from run_job import Job, events, make_job, metrics, until, worker_pids  # pyright: ignore[reportMissingImports]
+
+from myxa.actors.ledger.audit import audit_ledger
+from myxa.launch.lives.origin import Origin
+
+pytestmark = pytest.mark.timeout(180)
+
+SPREAD = (
+    *FLAGS, 'roles.trainer.nodes="*"', 'roles.rollout.nodes="*"', 'weights.channel="disk"', f"rollout.max_groups={BATCH}",
+)  # fmt: skip
+
+
+class TwoNodes:
+    """Launchers of one run, in one life after the other."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.launchers: list[subprocess.Popen[str]] = []
+        self._num_lives = 0
+
+    @property
+    def run_dir(self) -> Path:
+        return self.job.run_dir()
+
+    def begin(self, *words: str) -> None:
+        """`words`: what is launched, or resumed, on both."""
+        self._num_lives += 1
+        folder = self.job.folder
+        meeting = ("--rdzv-file", str(folder / f"rdzv.{self._num_lives}"), "--job-key", str(folder / "job.key"))
+        self.launchers = []
+        for node, more in enumerate((("--rdzv", "127.0.0.1:0"), ())):
+            place = ("--nnodes", "2", "--node-rank", str(node), *meeting, *more, "--lost-timeout", "6")
+            with (folder / f"said.{self._num_lives}.{node}").open("w") as log:
+                self.launchers.append(Command([*words, *place], folder, log=log))
+
+    def version(self) -> int:
+        """The newest that the metrics tell of."""
+        assert all(launcher.poll() is None for launcher in self.launchers), self.said()
+        with contextlib.suppress(OSError, ValueError):  # it is not there, or a line is being written
+            return max((p["step"] for p in metrics(self.run_dir) if "train/loss" in p["values"]), default=0)
+        return 0
+
+    def kill(self) -> int:
+        """SIGKILL of both launchers and of all that they started; returns of how many processes."""
+        roots = [psutil.Process(launcher.pid) for launcher in self.launchers if launcher.poll() is None]
+        everyone = [process for root in roots for process in (root, *root.children(recursive=True))]
+        for process in everyone:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        for launcher in self.launchers:
+            launcher.wait(30)
+        _, alive = psutil.wait_procs(everyone, timeout=20)
+        assert not alive, f"outlive their launchers: {alive}"
+        return len(everyone)
+
+    def wait(self) -> list[int]:
+        """Exit statuses of a life that ends by itself."""
+        return [launcher.wait(100) for launcher in self.launchers]
+
+    def said(self) -> str:
+        return "\n".join(
+            f"== {file.name}\n{file.read_text()[-3000:]}" for file in sorted(self.job.folder.glob("said.*"))
+        )
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
+    job = make_job(tmp_path)
+    (tmp_path / "patient.py").write_text(REWARD.format(patience_s=0.3))
+    made = TwoNodes(job)
+    try:
+        yield made
+    finally:
+        made.kill()
+        print(made.said())
+
+
+def test_a_run_on_two_nodes_that_is_killed_as_a_whole_goes_on_on_two(nodes: TwoNodes):
+    sets = [part for item in (*SPREAD, f'run.dir="{nodes.job.folder}/runs"') for part in ("--set", item)]
+    nodes.begin("launch", str(nodes.job.folder / "run.toml"), *sets)
+    until(lambda: nodes.version() >= 5, "the fifth step")
+    run_dir = nodes.run_dir
+    for node, launcher in enumerate(nodes.launchers):
+        assert worker_pids(launcher.pid, f"trainer/{node}"), f"no rank on node {node}"
+        assert worker_pids(launcher.pid, f"rollout/{node}"), f"no engine on node {node}"
+    assert nodes.kill() >= 8, "also the buffer and the coordinator"
+    assert audit_ledger(run_dir / "ledger.sqlite").problems == ()
+    nodes.begin("resume", str(run_dir))
+    assert nodes.wait() == [0, 0], nodes.said()
+    found = consumed(run_dir)
+    assert found.draws == dict.fromkeys(range(NUM_PROMPTS), 1), "the multiset of an undisturbed run"
+    assert found.steps == dict.fromkeys(range(NUM_PROMPTS // BATCH), BATCH)
+    assert found.net == {}
+    audit = audit_ledger(run_dir / "ledger.sqlite")
+    assert (audit.problems, audit.num_waiting, audit.trained) == ((), 0, Counter(range(NUM_PROMPTS)))
+    assert len(Origin.load(run_dir).lives) == 2
+    (told,) = [event["text"] for event in events(run_dir, "resumed")]
+    assert "its own ledger" in told
