@@ -184,7 +184,9 @@ class ProfileReply(_Record, frozen=True, kw_only=True):
     """On that node."""
     num_samples: int
     top: tuple[str, ...]
-    """Where most was seen, most first."""
+    """Where most was seen, most first; of a server behind the actor, the traces of its ranks."""
+    refused: str = ""
+    """Why there is no profile of this one, where there is one of others."""
 
 
 class ChildEnd(_Record, frozen=True, kw_only=True):

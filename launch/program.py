@@ -201,7 +201,7 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
     from ..actors.engines.sglang import SglangEngine, SglangOptions
     from ..actors.engines.sglang_launched import LaunchedSglang, SglangLaunch
 
-    engine = config.engine
+    engine, urls = config.engine, servers_of(spec, config)
     options = SglangOptions(
         vocab_size=model.vocab_size,
         context_length=engine.context_length,
@@ -211,10 +211,10 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         start_s=engine.start_s,
         admin_key=_attach_key(config),
         generate_url=engine.router,
+        profile_dir="" if urls else str(run_dir / "profiles"),
         name=spec.name,
     )
     routes = _server_routes(config, senders)
-    urls = servers_of(spec, config)
     if not urls:
         launch = SglangLaunch(
             python=engine.python or sys.executable,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...core.engine_profile import EngineTrace
 from ...core.handlers import call
 from ...core.messages import CanaryAnswers, EngineStatus, EvalRequest, EvalResult, WeightAck, WeightManifest
 from ...core.weight_channel import WeightProgress
@@ -40,6 +41,11 @@ class RolloutContract(TenantContract, KnobsContract):
     @call(deadline=10, reentrant=True)
     async def status(self) -> EngineStatus:
         """Engine version and load."""
+        raise NotImplementedError
+
+    @call(deadline=120, reentrant=True, cancellable=False)
+    async def profile_engine(self, duration_s: float) -> tuple[EngineTrace, ...]:
+        """Have the servers behind this actor profile themselves; empty if the engine is in its own process."""
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)

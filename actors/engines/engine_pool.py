@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from ...core.engine_profile import EngineTrace
 from ...core.errors import EngineError, RequestRefused, WeightsRefused
 from ...core.messages import WeightManifest
 from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
@@ -319,6 +320,19 @@ class EnginePool:
             running=sum(info.running for info in found),
             waiting=sum(info.waiting for info in found),
         )
+
+    async def profile(self, duration_s: float) -> tuple[EngineTrace, ...]:
+        """Of every server that serves. One that refuses is none the worse for it, and is not fenced."""
+
+        async def one(server: PoolServer, client: Member) -> tuple[EngineTrace, ...]:
+            try:
+                return await client.profile(duration_s)
+            except EngineError as err:
+                return (EngineTrace(engine=server.name, refused=str(err)),)
+
+        asked = [(server, server.client) for server in self._require_some()]
+        told = await asyncio.gather(*(one(server, client) for server, client in asked if client is not None))
+        return tuple(trace for traces in told for trace in traces)
 
     def states(self) -> dict[str, MemberState]:
         """Address -> state."""

@@ -16,11 +16,12 @@ from typing import Protocol
 
 import msgspec
 
+from ...core.engine_profile import ProfilesItself
 from ...core.errors import EngineError
 from ...core.protocols import Engine, EngineInfo, TellsProgress
 
 
-class Member(Engine, TellsProgress, Protocol):
+class Member(Engine, TellsProgress, ProfilesItself, Protocol):
     """A client of one server."""
 
     def cut(self) -> None:

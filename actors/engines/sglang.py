@@ -25,6 +25,7 @@ import aiohttp
 
 from ...core.assets import Moved, MovedBytes
 from ...core.device_memory import Tag, TagReport
+from ...core.engine_profile import EngineTrace
 from ...core.errors import EngineError, RequestRefused, WeightsRefused
 from ...core.messages import WeightManifest
 from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
@@ -35,6 +36,7 @@ from .open_request import OpenRequests
 from .server_silence import Silence
 from .sglang_http import Look, SglangHttp
 from .sglang_memory import SglangMemory
+from .sglang_profile import SglangProfiler
 from .sglang_wire import DONE, HeldTokens, Lines, read_chunk, request_body, version_number, whole_number
 from .weight_route import Routes, WeightRoute, folder_routes
 
@@ -70,6 +72,8 @@ class SglangOptions:
     """Bearer of all calls; empty: the server asks for none."""
     generate_url: str = ""
     """Where requests are sent, if not to the server itself: a router in front of it."""
+    profile_dir: str = ""
+    """Where the server, on this file system, writes its profiles; empty: where it does by itself."""
     name: str = "sglang"
 
 
@@ -87,6 +91,7 @@ class SglangEngine:
         self._generate_url = (options.generate_url or url).rstrip("/") + "/generate"
         self._routes = routes(self._http)
         self._memory = SglangMemory(self._http, call_s=options.call_s) if saves_memory else None
+        self._profiler = SglangProfiler(self._http, name=options.name, folder=options.profile_dir)
         self._is_parked = False
         self._looking = asyncio.Lock()
         """Held while the server is asked for its health, which may make it generate."""
@@ -376,6 +381,10 @@ class SglangEngine:
             running=self._open.num_arrived,
             waiting=len(self._open) - self._open.num_arrived,
         )
+
+    async def profile(self, duration_s: float) -> tuple[EngineTrace, ...]:
+        """See `core.engine_profile.ProfilesItself`."""
+        return (await self._profiler.record(duration_s),)
 
     async def _served_version(self) -> int:
         self._version = version_number((await self._http.get("/model_info")).get("weight_version"))

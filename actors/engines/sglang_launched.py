@@ -25,6 +25,7 @@ import psutil
 
 from ...core.assets import MovedBytes
 from ...core.device_memory import Tag, TagReport
+from ...core.engine_profile import EngineTrace
 from ...core.errors import ConfigError, EngineError, RequestRefused, WeightsRefused
 from ...core.messages import WeightManifest
 from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
@@ -264,6 +265,10 @@ class LaunchedSglang:
     async def info(self) -> EngineInfo:
         """See `core.protocols.Engine`."""
         return await self._ask(self._running().info())
+
+    async def profile(self, duration_s: float) -> tuple[EngineTrace, ...]:
+        """See `core.engine_profile.ProfilesItself`."""
+        return await self._ask(self._running().profile(duration_s))
 
     # -- memory
 

@@ -1,4 +1,4 @@
-"""Knobs that every actor process has, whatever its role: how much it logs, and how often it reports to the monitor.
+"""Knobs that every actor process has, whatever its role: how much it and its parts log, how often it reports.
 
 Each owner adds them to its own by `KnobOwner.add`. Actors that share a process (embedded ones) share its logger: a
 level set at one of them holds for all. Knows logging and the report pace only.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 
 from ...core.knobs import KnobValue, Tunable
+from ...core.suggestion import nearest
 from ..telemetry import ReportPace
 from .owner import Knob
 
@@ -16,6 +17,13 @@ OWNER = "process"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOGGER = "myxa"
 """Parent of every logger of the house; other packages' are left alone."""
+MODULES = (
+    "actors", "autopilot", "backends", "chaos", "control", "embed", "launcher", "memory", "pool", "sglang",
+    "simulation", "transport", "weights", "worker",
+)  # fmt: skip
+"""Loggers below it that have a name of their own, whichever of them a process uses. A closed list, so that a mistyped
+one is refused."""
+NO_PARTS = "none"
 
 _LOG_LEVEL = Tunable(
     name="log_level",
@@ -24,6 +32,14 @@ _LOG_LEVEL = Tunable(
     owner=OWNER,
     choices=LEVELS,
     help="The least important messages that this actor's process writes into its log.",
+)
+_LOG_MODULES = Tunable(
+    name="log_modules",
+    kind="text",
+    boundary="now",
+    owner=OWNER,
+    help="Parts of this process that log from another level on than log_level, such as transport:DEBUG,sglang:ERROR, "
+    f"or none. There are {', '.join(MODULES)}.",
 )
 _REPORT_S = Tunable(
     name="report_s",
@@ -36,7 +52,7 @@ _REPORT_S = Tunable(
     help="Seconds between two reports of this actor to the monitor: metrics, events, time accounting.",
 )
 
-TUNABLES: tuple[Tunable, ...] = (_LOG_LEVEL, _REPORT_S)
+TUNABLES: tuple[Tunable, ...] = (_LOG_LEVEL, _LOG_MODULES, _REPORT_S)
 
 
 def process_knobs(pace: ReportPace) -> tuple[Knob, ...]:
@@ -47,6 +63,7 @@ def process_knobs(pace: ReportPace) -> tuple[Knob, ...]:
 
     return (
         Knob(tunable=_LOG_LEVEL, read=_level, use=_set_level),
+        Knob(tunable=_LOG_MODULES, read=_modules, use=_set_modules, judge=_judge_modules),
         Knob(tunable=_REPORT_S, read=lambda: pace.every_s, use=change_pace),
     )
 
@@ -60,3 +77,33 @@ def _level() -> str:
 
 def _set_level(value: KnobValue) -> None:
     logging.getLogger(LOGGER).setLevel(str(value))
+
+
+def _modules() -> str:
+    """As it would be typed; the loggers themselves are asked, so that it holds for every actor of the process."""
+    levels = {name: logging.getLogger(f"{LOGGER}.{name}").level for name in MODULES}
+    return ",".join(f"{name}:{logging.getLevelName(level)}" for name, level in levels.items() if level) or NO_PARTS
+
+
+def _set_modules(value: KnobValue) -> None:
+    wanted = dict(_pairs(str(value)))
+    for name in MODULES:
+        logging.getLogger(f"{LOGGER}.{name}").setLevel(wanted.get(name, logging.NOTSET))
+
+
+def _judge_modules(value: KnobValue) -> str:
+    for name, level in _pairs(str(value)):
+        if name not in MODULES:
+            near = nearest(name, MODULES)
+            return (
+                f'no part is called "{name}"{f", did you mean {near}?" if near else ""}; there are {", ".join(MODULES)}'
+            )
+        if level not in LEVELS:
+            return f'{name} has no level "{level}"; write {name}:DEBUG, or one of {", ".join(LEVELS)}'
+    return ""
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    """(part, level) of each; the level is empty where there is no colon."""
+    parts = (part.partition(":") for part in ("" if text == NO_PARTS else text).split(",") if part.strip())
+    return [(name.strip(), level.strip()) for name, _, level in parts]

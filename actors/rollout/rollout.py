@@ -21,6 +21,7 @@ from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import MailboxPolicy, PeerEvent
 from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
+from ...core.engine_profile import EngineTrace
 from ...core.errors import CallError, EngineError, EngineLied
 from ...core.flow_sampling import Hop
 from ...core.knobs import KnobChange, KnobVote
@@ -44,6 +45,7 @@ from ..telemetry import ReportPace, report_forever
 from ..workflows.context import Workflow
 from ..workflows.episode import Generate, ModelAccess
 from .canary_answer import answer_canary
+from .engine_profile import profile_engine
 from .engine_weights import EngineWeights
 from .evaluation import evaluate
 from .gauges import gauge_forever
@@ -244,12 +246,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             return engine.generate
         self._meter.switch("wait-memory", "room to load")
         self._tenant = RolloutTenant(
-            self.ctx,
-            engine,
-            self._tenancy,
-            telemetry=self._telemetry,
-            clock=self._clock,
-            on_change=self._time.turn,
+            self.ctx, engine, self._tenancy, telemetry=self._telemetry, clock=self._clock, on_change=self._time.turn
         )
         await self._tenant.until_room()
         self._meter.switch("other", "start")
@@ -360,6 +357,9 @@ class Rollout(OwnsKnobs, RolloutContract):
             waiting=waiting,
             draining=self._pull.is_draining,
         )
+
+    async def profile_engine(self, duration_s: float) -> tuple[EngineTrace, ...]:
+        return await profile_engine(self._engine, duration_s, self.ctx.name)
 
     async def _report(self) -> EngineStatus:
         """For a coordinator that must know what needs to be handed over."""

@@ -5,12 +5,15 @@ Knows one folder. Whoever makes it says how large; nothing is taken from a disk 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 from ...core.errors import ConfigError, LaunchError
 
 BALLAST = "chaos-ballast"
+NUM_TRIES = 5
+"""To take all that is left, of a disk that others write to."""
 
 
 class Ballast:
@@ -33,16 +36,24 @@ class Ballast:
                 remedy="put run.dir on a file system of its own, such as a small tmpfs",
             )
         self.empty()
-        space = os.statvfs(folder)
-        taken = min(size_bytes, space.f_bavail * space.f_frsize)
+        for _ in range(NUM_TRIES - 1):
+            space = os.statvfs(folder)
+            left = space.f_bavail * space.f_frsize
+            with contextlib.suppress(LaunchError):
+                return self._take(min(size_bytes, left))
+            if size_bytes <= left:
+                break
+        return self._take(size_bytes)
+
+    def _take(self, num_bytes: int) -> int:
         try:
             with self._path.open("wb") as file:
-                if taken:
-                    os.posix_fallocate(file.fileno(), 0, taken)
+                if num_bytes:
+                    os.posix_fallocate(file.fileno(), 0, num_bytes)
         except OSError as error:
             self.empty()
             raise LaunchError(f"{self._path} cannot be written: {error.strerror}", remedy="ask for less") from error
-        return taken
+        return num_bytes
 
     def empty(self) -> None:
         """Give it all back."""

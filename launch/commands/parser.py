@@ -6,11 +6,18 @@ click and typer were considered: argparse is at hand, imports in a few milliseco
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ...core.errors import ConfigError
 from ...core.suggestion import nearest
+
+OTHER_WORDS: Mapping[str, str] = {
+    "status": "ps", "info": "ps", "list": "ps", "stats": "top", "metrics": "watch", "events": "watch", "tail": "logs",
+    "show": "get", "checkpoint": "ckpt", "run": "up", "start": "up", "train": "up", "stop": "down", "end": "down",
+    "quit": "down", "exit": "down", "shutdown": "down",
+}  # fmt: skip
+"""What other programs call it -> our command. By their letters some would be taken for another one: stop for top."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,6 +37,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Told like every other mistake, as JSON where that was asked for; argparse would print its usage and exit."""
+        if self.commands and message.endswith(": COMMAND"):
+            raise ConfigError(
+                f"a command is missing after {self.prog!r}", remedy=f"there are: {', '.join(self.commands)}"
+            )
         raise ConfigError(f"{self.prog.removeprefix('myxa ')}: {message}", remedy=f"`{self.prog} --help`")
 
     @property
@@ -54,7 +65,8 @@ def mistaken_command(parser: Parser, words: Sequence[str]) -> str:
     above: list[str] = []
     for place, word in path_of(parser, words):
         if word not in place.commands:
-            near = nearest(word, place.commands)
+            other = OTHER_WORDS.get(word.lower())
+            near = other if other in place.commands else nearest(word, place.commands)
             hint = f"did you mean {near!r}?" if near else f"there are: {', '.join(place.commands)}"
             return f"{' '.join([*above, word])!r} is no command -- {hint}"
         above.append(word)

@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from ...actors.contracts.roles import RolloutContract
 from ...core.actor import with_deadline
+from ...core.engine_profile import EngineTrace
 from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
 from ...core.knobs import Operator
 from ..contracts import (
@@ -24,6 +26,7 @@ from ..contracts import (
     StackReply,
     process_name,
 )
+from ..supervisor.roster import ActorRecord
 from .targets import find_targets
 from .verb import Arguments, Room, Verb
 
@@ -35,6 +38,8 @@ FOLLOW_S = 0.5
 """Between two looks at a log that is followed."""
 SPARE_S = 60.0
 """A profile may take so much longer than it lasts, to be written."""
+ENGINE_SPARE_S = 80.0
+"""The same of a server: it is waited for to begin (20 s at most), and to write (50 s)."""
 LAUNCHER = "launcher"
 
 Target = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
@@ -73,6 +78,8 @@ class ProfileArguments(Arguments, frozen=True, kw_only=True):
     kind: Literal["stacks", "memory", "torch"] = "stacks"
     for_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 10.0
     interval_s: Annotated[float, msgspec.Meta(ge=0.001, le=1)] = 0.01
+    engine: bool = True
+    """Also of the servers behind rollout actors, by their own profiler; never with "memory"."""
 
 
 # -- logs --------------------------------------------------------------------------------------------------------------
@@ -179,11 +186,55 @@ async def _facts(room: Room, arguments: TargetArguments, who: Operator) -> list[
 
 
 async def _profile(room: Room, arguments: ProfileArguments, who: Operator) -> list[ProfileReply]:
+    """Of several, one that refuses says why in its place; raises if all of them do."""
     meant = find_targets(arguments.target, room.supervisor.roster())
     order = ProfileOrder(kind=arguments.kind, duration_s=arguments.for_s, interval_s=arguments.interval_s)
-    refs = [with_deadline(_process(room, record.name), arguments.for_s + SPARE_S) for record in meant]
-    waits = (_asked(r.name, ref.profile(order)) for r, ref in zip(meant, refs, strict=True))
-    return list(await asyncio.gather(*waits))
+    is_served = room.config.roles.rollout.kind == "sglang" and arguments.engine and arguments.kind != "memory"
+    looks = [
+        (record, look(room, record, order))
+        for record in meant
+        for look in ((_own_profile, _engine_profiles) if is_served and record.role == "rollout" else (_own_profile,))
+    ]
+    answers = await asyncio.gather(*(look for _, look in looks), return_exceptions=True)
+    told: list[ProfileReply] = []
+    errors: list[MyxaError] = []
+    for (record, _), answer in zip(looks, answers, strict=True):
+        if isinstance(answer, MyxaError):
+            errors.append(answer)
+            told.append(_refusal(record.name, record.node, str(answer).removeprefix(f"{record.name}: ")))
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            told += answer
+    if len(errors) == len(told):
+        raise errors[0]
+    return told
+
+
+async def _own_profile(room: Room, record: ActorRecord, order: ProfileOrder) -> list[ProfileReply]:
+    ref = with_deadline(_process(room, record.name), order.duration_s + SPARE_S)
+    return [await _asked(record.name, ref.profile(order))]
+
+
+async def _engine_profiles(room: Room, record: ActorRecord, order: ProfileOrder) -> list[ProfileReply]:
+    """Never raises for a server's sake: what the actor's own process did is told all the same."""
+    ref = with_deadline(room.node.ref(RolloutContract, record.name), order.duration_s + ENGINE_SPARE_S)
+    try:
+        traces = await ref.profile_engine(order.duration_s)
+    except CallError as error:
+        traces = (EngineTrace(engine=record.name, refused=str(error)),)
+    return [_of_engine(record, trace) for trace in traces]
+
+
+def _of_engine(record: ActorRecord, trace: EngineTrace) -> ProfileReply:
+    name = f"{record.name}, its server{'' if trace.engine == record.name else f' {trace.engine}'}"
+    if trace.refused:
+        return _refusal(name, record.node, trace.refused)
+    return ProfileReply(name=name, node=record.node, path=trace.place, num_samples=len(trace.files), top=trace.files)
+
+
+def _refusal(name: str, node: int, why: str) -> ProfileReply:
+    return ProfileReply(name=name, node=node, path="", num_samples=0, top=(), refused=why)
 
 
 async def _asked(name: str, answer: Awaitable[T]) -> T:

@@ -79,6 +79,8 @@ class ProcessActor(ProcessContract):
             self._folder.mkdir(parents=True, exist_ok=True)
             path, work = self._chosen(order)
             num_samples, top = await in_own_thread(partial(work, path), name=f"profile {order.kind}")
+        except ConfigError as error:
+            raise ConfigError(f"{self._name}: {error.message}", remedy=error.remedy) from error
         finally:
             self._is_profiling = False
         return ProfileReply(name=self._name, node=self._node, path=str(path), num_samples=num_samples, top=top)

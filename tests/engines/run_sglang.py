@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gzip
 import json
 import shutil
 import subprocess
@@ -20,17 +21,19 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from contract import SCENARIOS, Subject, collect, endless, fails, started
-from contract_subjects import Scores, all_scenarios, client_of, digest_of, make_versions, publisher
+from contract_subjects import CLIENT, Scores, all_scenarios, client_of, digest_of, make_versions, publisher
 from real_server import RealServer, environment_of, real_server
 from recording import Places, Writer
 from recording_proxy import Proxy, proxy
 from route_probes import aborted_children, answers, calls
 
+from myxa.actors.engines.sglang import SglangEngine
 from myxa.core.errors import EngineError
 
 SCENARIO_S = 120.0
@@ -131,6 +134,7 @@ class Run:
                 if "--skip-tokenizer-init" not in self._options.extra:  # without texts other calls are possible
                     await self._probes(record)
                 await self._about(record)
+            await self._profile()
             await self._death()
         return self._failed
 
@@ -199,6 +203,24 @@ class Run:
             "models": digest_of(self._versions),
         }
         (record / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+    async def _profile(self) -> None:
+        """Its own profiler writes what it did where it is told; what does not run cannot be stopped."""
+        await self._reset()
+        folder = self._folder / "profiles"
+        engine = SglangEngine(self._server.url, replace(CLIENT, profile_dir=str(folder)))
+        try:
+            await engine.start()
+            async with asyncio.timeout(SCENARIO_S), started(engine, endless("p")):
+                (trace,) = await engine.profile(0.5)
+        finally:
+            await engine.close()
+        (name,) = trace.files
+        with gzip.open(folder / name) as file:
+            assert any(event["name"].startswith("aten::") for event in json.load(file)["traceEvents"])
+        async with aiohttp.ClientSession() as session, session.post(f"{self._server.url}/stop_profile") as answer:
+            assert answer.status == 500
+        say("ok             the server profiles itself")
 
     async def _death(self) -> None:
         """A server that is killed under a running stream: an error that names it, soon, and no hang."""

@@ -5,6 +5,7 @@ The servers are tests/engines/stand_in: SGLang's name, flags and routes with the
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 
 import psutil
+from commands import run as run_command
 from run_job import Job, events, metrics, until
 
 STAND_IN = Path(__file__).parents[1] / "engines" / "stand_in"
@@ -61,6 +63,46 @@ def test_a_run_through_a_launched_server(job: Job) -> None:
     assert "fired up" in (run_dir / "logs" / "rollout.0.sglang.log").read_text()
     assert servers_of(run_dir) == []
     assert not re.search(r"api.key.*[\w-]{32}", (run_dir / "logs" / "rollout.0.0.log").read_text())
+
+
+def test_a_profile_of_a_rollout_actor_is_also_one_of_its_server(job: Job) -> None:
+    env = f'{{PYTHONPATH="{STAND_IN}", TORCHINDUCTOR_CACHE_DIR="{job.folder / "cache"}"}}'  # torch's profiler makes one
+    run = job.start(*LAUNCHES, f"roles.rollout.env={env}", "run.num_steps=100000", "guard.every=0")
+    try:
+        until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
+        run_dir = job.run_dir()
+        until(lambda: steps_done(run_dir) > 2, "the first steps")
+
+        def profile(*words: str) -> tuple[int, list[str]]:
+            done = run_command("profile", "rollout/0", *words, "--run", str(run_dir), folder=job.folder, timeout_s=120)
+            return done.returncode, (done.stdout + done.stderr).splitlines()
+
+        code, said = profile("--for", "1s")
+        assert code == 0, said
+        assert said[0].startswith("rollout/0: ")
+        assert said[0].endswith("speedscope.json")
+        at = next(
+            number for number, line in enumerate(said) if line.startswith("rollout/0, its server http://127.0.0.1:")
+        )
+        assert said[at].endswith(f": {run_dir / 'profiles'}")
+        (trace,) = [line.strip() for line in said[at + 1 :]]
+        with gzip.open(run_dir / "profiles" / trace) as file:
+            assert any(event["name"].startswith("aten::") for event in json.load(file)["traceEvents"])
+        code, said = profile("--for", "0.2s", "--no-engine")
+        assert code == 0, said
+        assert not [line for line in said if "its server" in line]
+        before = steps_done(run_dir)
+        (server,) = servers_of(run_dir)
+        server.suspend()
+        code, said = profile("--for", "0.5s")
+        assert code == 1, said
+        assert said[0].endswith("speedscope.json"), "the actor's own is there all the same"
+        assert any(line.startswith("rollout/0, its server: not profiled: rollout/0") for line in said), said
+        until(lambda: steps_done(run_dir) > before + 5, "the run goes on, with another server")
+    finally:
+        run.send_signal(signal.SIGINT)
+        run.communicate(timeout=60)
+    assert servers_of(run_dir) == []
 
 
 def test_a_server_that_is_killed_is_replaced_and_never_serves_what_it_does_not_have(job: Job) -> None:

@@ -17,6 +17,11 @@ from myxa.launch.cli import main
     [
         (["uup", "run.toml"], "'uup' is no command -- did you mean 'up'?"),
         (["luanch"], "did you mean 'launch'?"),
+        (["stop"], "'stop' is no command -- did you mean 'down'?"),
+        (["status"], "'status' is no command -- did you mean 'ps'?"),
+        (["config", "stop"], "'config stop' is no command -- there are: diff, save"),
+        (["config"], "a command is missing after 'myxa config' -- there are: diff, save"),
+        (["profile", "all", "--for", "11min"], "'11min' is more than 10min"),
         (["engine", "sreve"], "'engine sreve' is no command -- did you mean 'serve'?"),
         (["xyzzy"], "there are: up, launch, demo, "),
     ],

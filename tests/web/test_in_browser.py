@@ -117,7 +117,9 @@ async def test_what_a_model_wrote_stays_text(planting, seat, tmp_path: Path) -> 
         await says(page, "#token-key", "|trainer - engine|")
         scored = page.locator(".group", has_text="group 1002")
         assert await scored.locator(".tok.h3").count() >= 4, "tokens that differ by two nats"
-        assert await page.locator(".tok.h3").count() == await scored.locator(".tok.h3").count(), "others were not scored"
+        assert await page.locator(".tok.h3").count() == await scored.locator(".tok.h3").count(), (
+            "others were not scored"
+        )
         assert "gap -2" in (await scored.locator(".tok.h3").first.get_attribute("title") or "")
         await page.click('[data-colour="version"]')
         assert await page.locator(".tok.v4").count() > 3  # 118 and 119, of six colours

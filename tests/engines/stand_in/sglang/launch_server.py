@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 from aiohttp import web
+from sglang.srt.profiler import ServerProfiler
 from sglang.srt.server_args import prepare_server_args
 
 from myxa.actors.engines import http_server
@@ -28,7 +29,14 @@ from myxa.actors.engines.http_server import serve
 
 
 class SilentWhilePaused(EngineServer):
-    """The real one answers `/health` by generating a token, so it does not while it is paused."""
+    """The real one answers `/health` by generating a token, so it does not while it is paused. It profiles itself."""
+
+    def app(self) -> web.Application:
+        app = super().app()
+        profiler = ServerProfiler()
+        app.router.add_post("/start_profile", profiler.start)
+        app.router.add_post("/stop_profile", profiler.stop)
+        return app
 
     async def _health(self, request: web.Request) -> web.Response:
         while self._is_paused:

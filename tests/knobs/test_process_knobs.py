@@ -1,0 +1,88 @@
+"""How much a process logs, as a whole and part by part: knobs that every actor's process has."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from myxa.actors.knobs.owner import KnobOwner
+from myxa.actors.knobs.process import MODULES, process_knobs
+from myxa.actors.telemetry import ReportPace
+from myxa.core.clock import ManualClock
+from myxa.core.knobs import KnobChange, KnobCommit, KnobValue, KnobVote
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def levels_as_before() -> Iterator[None]:
+    loggers = [logging.getLogger("myxa"), *(logging.getLogger(f"myxa.{name}") for name in MODULES)]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+
+
+@pytest.fixture
+def owner() -> KnobOwner:
+    return KnobOwner("rollout/0", process_knobs(ReportPace(1.0)), stands_at=lambda: -1, clock=ManualClock())
+
+
+def turn(owner: KnobOwner, epoch: int, **values: KnobValue) -> KnobVote:
+    vote = owner.prepare(KnobChange(epoch=epoch, values=values))
+    if vote.accepted:
+        owner.commit(KnobCommit(epoch=epoch, at=0, values=values))
+    return vote
+
+
+def value(owner: KnobOwner, name: str) -> KnobValue:
+    return next(state.value for state in owner.sheet().knobs if state.tunable.name == name)
+
+
+def test_a_part_logs_from_its_own_level_on_and_the_others_from_that_of_the_process(owner, caplog):
+    assert turn(owner, 1, log_level="WARNING", log_modules="transport:DEBUG,sglang : ERROR").accepted
+    for name in ("transport", "sglang", "pool"):
+        for level in (logging.DEBUG, logging.WARNING, logging.ERROR):
+            logging.getLogger(f"myxa.{name}").log(level, "said")
+    seen = [(record.name.removeprefix("myxa."), record.levelname) for record in caplog.records]
+    assert [name for name, _ in seen] == ["transport"] * 3 + ["sglang"] + ["pool"] * 2
+    assert ("sglang", "ERROR") in seen
+    assert value(owner, "log_modules") == "sglang:ERROR,transport:DEBUG"
+
+
+def test_what_is_named_no_more_goes_by_the_process_again(owner):
+    turn(owner, 1, log_modules="transport:DEBUG")
+    turn(owner, 2, log_modules="pool:ERROR")
+    assert value(owner, "log_modules") == "pool:ERROR"
+    turn(owner, 3, log_modules="none")
+    assert value(owner, "log_modules") == "none"
+    assert logging.getLogger("myxa.transport").level == logging.NOTSET
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("transprot:DEBUG", "did you mean transport?"),
+        ("transport:LOUD", 'transport has no level "LOUD"; write transport:DEBUG'),
+        ("transport", 'transport has no level ""'),
+        ("transport:debug", "one of DEBUG, INFO, WARNING, ERROR"),
+        (":DEBUG", 'no part is called ""'),
+    ],
+)
+def test_a_mistake_is_refused_with_what_there_is_and_changes_nothing(text, word, owner):
+    vote = turn(owner, 1, log_modules=text)
+    assert not vote.accepted
+    assert word in vote.reason
+    assert value(owner, "log_modules") == "none"
+
+
+def test_the_list_of_parts_is_that_of_the_loggers():
+    folders = ("core", "transport", "memory", "algos", "actors", "launch")
+    text = "\n".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    named = set(re.findall(r'getLogger\("myxa\.(\w+)"\)', text))
+    by_file = {"actors"} if re.search(r"getLogger\(__name__\)", text) else set[str]()
+    assert named | by_file == set(MODULES)
