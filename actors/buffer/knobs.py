@@ -20,10 +20,11 @@ from ...core.clock import Clock
 from ...core.errors import BadRequest, ConfigError
 from ...core.knobs import KnobChange, KnobCommit, KnobSheet, KnobValue, KnobVote, Tunable
 from ..knobs.owner import Knob, KnobOwner
-from .settings import BufferValues, LiveSettings
+from .settings import MAX_ID, NO_IDS, BufferValues, LiveSettings, stop_ids
 
 OWNER = "buffer"
 MAX_TOKENS = 1 << 20
+MAX_STOPS = 64
 COLDEST = 1e-3
 """Below it engines draw greedily, whatever the temperature says."""
 
@@ -40,6 +41,8 @@ class BufferLimits:
     """Failures of one prompt, after which it is not drawn again; 0: never."""
     max_deaths: int = 3
     """Of rollout actors or engines, that one group may bring about."""
+    vocab_size: int = MAX_ID + 1
+    """Engines refuse requests with token ids from here on."""
 
 
 class BufferKnobs(KnobOwner):
@@ -63,6 +66,7 @@ class BufferKnobs(KnobOwner):
         self._settings = settings
         self._admission = admission
         self._retune = retune
+        self._vocab_size = limits.vocab_size
         self._staged: dict[str, KnobValue] = {}
         knobs = [self._knob(tunable) for tunable in buffer_tunables(filters, limits)]
         super().__init__(name, knobs, stands_at=stands_at, clock=clock, telemetry=telemetry)
@@ -122,6 +126,14 @@ class BufferKnobs(KnobOwner):
             return f"{error.message} -- {error.remedy}"
         if new.num_samples < 2 and new.group_filter == "zero_variance":
             return 'group_filter = "zero_variance" would leave out every group of one sample: set group_filter too'
+        try:
+            ids = stop_ids(new.stop_token_ids)
+        except ValueError as error:
+            return f"stop_token_ids: {error}: write 13,198 or {NO_IDS}"
+        if len(ids) > MAX_STOPS:
+            return f"stop_token_ids: {len(ids)} of them, but at most {MAX_STOPS} are told"
+        if ids and max(ids) >= self._vocab_size:
+            return f"stop_token_ids: {max(ids)} is no token of the model, which has {self._vocab_size}"
         return ""
 
     def _consequence(self, new: BufferValues) -> str:
@@ -228,6 +240,14 @@ def _sampling_tunables() -> tuple[Tunable, ...]:
             high=1 << 20,
             unit="tokens",
             help=f"Only so many of the likeliest tokens are drawn; -1 = no limit. {_FROM_NOW_ON}",
+        ),
+        Tunable(  # without a key: there it is a list
+            name="stop_token_ids",
+            kind="text",
+            boundary="request",
+            owner=OWNER,
+            help="Token ids that end a turn besides the model's own: 13,198 or 13, or none; in the run file "
+            f"rollout.stop_token_ids. {_FROM_NOW_ON}",
         ),
     )
 

@@ -18,6 +18,9 @@ from ...core.messages import Record, SamplingParams
 from ..ledger.ledger import Ledger
 
 _KNOBS, _PAUSED, _STOPPING = "knobs", "paused", "stopping"
+NO_IDS = "none"
+MAX_ID = (1 << 31) - 1
+MAX_DIGITS = 10
 _ADMISSION = ("max_staleness", "on_stale", "window")
 _TOGETHER = (_ADMISSION, ("num_samples", "group_filter"))
 """Values that are judged together: an edit of one in the run file takes back the changes of all of them."""
@@ -36,6 +39,8 @@ class BufferValues(Record, frozen=True):
     max_new_tokens: int
     num_samples: int
     group_filter: str
+    stop_token_ids: str = NO_IDS
+    """As `stop_ids` reads it."""
 
     @classmethod
     def first(cls, admission: Admission, sampling: SamplingParams, num_samples: int, group_filter: str) -> BufferValues:
@@ -50,7 +55,23 @@ class BufferValues(Record, frozen=True):
             max_new_tokens=sampling.max_new_tokens,
             num_samples=num_samples,
             group_filter=group_filter,
+            stop_token_ids=",".join(map(str, sampling.stop_token_ids)) or NO_IDS,
         )
+
+
+def stop_ids(text: str) -> tuple[int, ...]:
+    """Token ids of "13,198", or "13," on a command line, where 13 is a number; none of "none".
+
+    Raises ValueError for what is no list of numbers from 0 on."""
+    if text == NO_IDS:
+        return ()
+    words = [word.strip() for word in text.removesuffix(",").split(",")]
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise ValueError(f"{text!r} is no list of token ids")
+    ids = tuple(int(word) for word in words if len(word) <= MAX_DIGITS)
+    if len(ids) != len(words) or max(ids) > MAX_ID:
+        raise ValueError(f"token ids are at most {MAX_ID}")
+    return ids
 
 
 class Terms(Record, frozen=True):
@@ -148,6 +169,7 @@ class LiveSettings:
             top_p=values.top_p,
             top_k=values.top_k,
             max_new_tokens=values.max_new_tokens,
+            stop_token_ids=stop_ids(values.stop_token_ids),
         )
         return Terms(knobs=self.epoch, sampling=sampling)
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.activity import ActivityMeter
 from ...core.actor_group import ActorGroup
 from ...core.errors import GatherError, MyxaError, TrainError
+from ..checkpoints.folder import list_checkpoints
 from ..contracts.roles import TrainerContract
 from .checkpoints import Checkpoints
+
+MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,8 @@ class CheckpointOrders:
         self._waiting.clear()
 
     async def _save(self, version: int) -> Path:
+        if self._checkpoints.lacks(version):
+            await asyncio.to_thread(_check_room, self._checkpoints.folder_of(version).parent)
         await self._checkpoints.save(version)
         await self._checkpoints.settle()
         return self._checkpoints.folder_of(version)
@@ -100,6 +106,24 @@ class CheckpointOrders:
             name, cause = next(iter(error.errors.items()))
             raise TrainError(f"{name} could not export the model: {cause}", remedy=f"see the log of {name}") from cause
         return folder
+
+
+def _check_room(holder: Path) -> None:
+    """Raises TrainError where the disk has less room than the newest checkpoint takes. Without one nobody knows."""
+    try:
+        newest = next((info for info in reversed(list_checkpoints(holder)) if info.is_complete), None)
+        if newest is None:
+            return
+        num_bytes = sum(path.stat().st_size for path in newest.path.rglob("*") if path.is_file())
+        num_free = shutil.disk_usage(holder).free
+    except OSError:  # it is written, or not, as far as the disk goes
+        return
+    if num_free < num_bytes:
+        raise TrainError(
+            f"no space left for a checkpoint: the newest takes {num_bytes / MIB:.1f} MiB, and {num_free / MIB:.1f} MiB "
+            f"are free in {holder}",
+            remedy="make room there, for example by a lower trainer.keep_last",
+        )
 
 
 def _tell(order: _Order, outcome: str | Exception) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...core.errors import ConfigError
 
-_BARE = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/*,-]*")
+_BARE = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/*,-]*|\d+,(\d+,)*\d*")
 _WORDS = {"True": "true", "False": "false"}
 _LASTING = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>steps?|s|min|h)")
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}

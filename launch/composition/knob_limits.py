@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from ...actors.buffer.knobs import MAX_TOKENS, BufferLimits
+from ...actors.buffer.settings import MAX_ID
 from ...core.config import COMPARING_KINDS, RunConfig
+from ...core.errors import ModelError
 
 MAX_DEATHS = 10
 """A run may bear a thousand deaths of an actor, but not of one prompt."""
@@ -21,4 +23,15 @@ def buffer_limits(config: RunConfig) -> BufferLimits:
         max_new_tokens=context_length - 1 if context_length else MAX_TOKENS,
         quarantine_after=quarantine_after,
         max_deaths=max_deaths,
+        vocab_size=_vocab_size(config.model.path),
     )
+
+
+def _vocab_size(model_path: str) -> int:
+    """As the model's folder says it; without one that can be read here, whatever is a token id at all."""
+    from ...actors.models.hf_folder import read_config
+
+    try:
+        return read_config(model_path).vocab_size
+    except ModelError:
+        return MAX_ID + 1

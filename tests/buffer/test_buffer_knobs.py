@@ -38,7 +38,7 @@ async def test_the_sheet_tells_every_knob_as_the_run_file_has_it(shop: Any) -> N
         assert (sheet.owner, sheet.epoch) == ("buffer", 0)
         assert values.items() >= {
             "max_staleness": 3, "on_stale": "pace", "window": 0, "temperature": 0.5, "top_p": 1.0, "top_k": -1,
-            "max_new_tokens": 9, "num_samples": 2, "group_filter": "own",
+            "max_new_tokens": 9, "num_samples": 2, "group_filter": "own", "stop_token_ids": "none",
         }.items()  # fmt: skip
         for state in sheet.knobs:
             assert state.value == state.first
@@ -57,12 +57,14 @@ async def test_groups_are_drawn_under_the_values_in_force_and_keep_them(
     async with shop.open(max_staleness=3) as desk:
         (before,) = (await desk.draw(max_groups=1)).assignments
         assert (before.knobs, before.sampling.temperature, before.num_samples) == (0, 1.0, 2)
-        vote = await desk.change(7, temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=8, num_samples=3)
+        vote = await desk.change(
+            7, temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=8, num_samples=3, stop_token_ids="13, 198"
+        )
         assert vote.accepted, vote
         (after,) = (await desk.draw(max_groups=1)).assignments
         drawn = after.sampling
         assert (after.knobs, drawn.temperature, drawn.top_p, drawn.top_k) == (7, 0.7, 0.9, 5)
-        assert (drawn.max_new_tokens, after.num_samples) == (8, 3)
+        assert (drawn.max_new_tokens, after.num_samples, drawn.stop_token_ids) == (8, 3, (13, 198))
         partial = (msgspec.structs.replace(make_sample(0, 1, [0, 0], "abort"), temperature=1.0),)
         for assignment, tokens in ((before, partial), (after, ())):
             group_id = assignment.prompt.group_id
@@ -156,13 +158,21 @@ REFUSED = [
     ({"group_filter": "os:system"}, "must be one of zero_variance, none, own"),
     ({"temperature": 0.5, "top_p": 0.0}, "top_p"),
     ({"temprature": 0.5}, 'did you mean "temperature"'),
+    ({"stop_token_ids": ""}, "'' is no list of token ids: write 13,198 or none"),
+    ({"stop_token_ids": "13,,"}, "'13,,' is no list of token ids"),
+    ({"stop_token_ids": ","}, "',' is no list of token ids"),
+    ({"stop_token_ids": "13,-1"}, "'13,-1' is no list of token ids"),
+    ({"stop_token_ids": "13," + "9" * 5000}, "token ids are at most 2147483647"),
+    ({"stop_token_ids": "1" + ",1" * 64}, "65 of them, but at most 64 are told"),
+    ({"stop_token_ids": 0.5}, "must be text"),
+    ({"stop_token_ids": "320"}, "320 is no token of the model, which has 320"),
 ]
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("values", "text"), REFUSED, ids=[text for _, text in REFUSED])
 async def test_what_is_refused_changes_nothing(shop: Any, values: dict[str, Any], text: str) -> None:
-    limits = BufferLimits(min_samples=2, max_new_tokens=64)
+    limits = BufferLimits(min_samples=2, max_new_tokens=64, vocab_size=320)
     async with shop.open(max_staleness=2, limits=limits) as desk:
         before = await desk.ref.knobs()
         vote = await desk.ref.prepare_knobs(KnobChange(epoch=1, values=values))

@@ -40,6 +40,7 @@ CHANGES: dict[str, st.SearchStrategy[Any]] = {
     "top_k": st.sampled_from([-1, 0, 5]),
     "num_samples": st.integers(0, 3),
     "group_filter": st.sampled_from(["none", "zero_variance", "os:system"]),
+    "stop_token_ids": st.sampled_from(["none", "13", "13,198", "eos", ""]),
 }
 
 

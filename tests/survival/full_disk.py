@@ -119,7 +119,7 @@ def has_no_room_for_a_checkpoint(lives: Lives, ballast: Ballast) -> None:
     assert whole_ones(run_dir)[-1] == newest
     asked = run_command("ckpt", "--run", str(run_dir), folder=run_dir.parent)
     assert asked.returncode != 0
-    assert "No space left" in asked.stderr, asked
+    assert "no space left for a checkpoint: the newest takes" in asked.stderr, asked
     ballast.empty()
     written = run_command("ckpt", "--run", str(run_dir), "--json", folder=run_dir.parent)
     assert written.returncode == 0, written

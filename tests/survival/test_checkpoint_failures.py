@@ -3,7 +3,9 @@ no more than another attempt: training goes on meanwhile."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,6 +203,24 @@ async def test_a_rank_whose_error_is_of_our_own_tree_is_not_silent(tmp_path: Pat
     assert "trainer/1 could not" in text
     assert "no space left" in text
     assert "training goes on, the next one follows in 30 s" in text
+
+
+@pytest.mark.asyncio
+async def test_one_that_is_asked_for_is_refused_where_the_newest_would_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    room = CheckpointRoom(tmp_path)
+    folder = Path(await room.ask(3))
+    num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    num_calls = len(room.ranks.called)
+    free = num_bytes - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with pytest.raises(TrainError, match=f"no space left for a checkpoint: .* are free in {tmp_path}"):
+        await room.ask(4)
+    assert len(room.ranks.called) == num_calls, "nobody began"
+    assert Path(await room.ask(3)) == folder, "it is there already"
+    free += 1
+    assert Path(await room.ask(4)).is_dir()
 
 
 # -- what is left on the disk

@@ -48,7 +48,7 @@ def lives(tmp_path: Path) -> Iterator[Lives]:
         made.end()
 
 
-@pytest.mark.parametrize("keep_last", [2, 3])
+@pytest.mark.parametrize("keep_last", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_a_killed_run_goes_on_from_the_oldest_that_was_kept(lives: Lives, keep_last: int):
     lives.overrides = (*lives.overrides, f"trainer.keep_last={keep_last}")
     lives.begin()
