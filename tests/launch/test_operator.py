@@ -191,6 +191,7 @@ def test_stacks_of_a_process_that_answers_and_of_one_that_hangs(tmp_path: Path, 
         again = client.ask("stack", 60, target="rollout/1")[0]
         assert again == hung, "who only looks does not make it write all the time"
         check_py_spy(client)
+        (one.dir / "rollout.1.hang").unlink()  # or the next one may hang before it has said that it serves
         os.kill(one.pid_of("rollout/1"), signal.SIGKILL)
         one.until_serving("rollout/1", attempt=1)
         finish(one)
