@@ -246,8 +246,8 @@ def _sampling_tunables() -> tuple[Tunable, ...]:
             kind="text",
             boundary="request",
             owner=OWNER,
-            help="Token ids that end a turn besides the model's own: 13,198 or 13, or none; in the run file "
-            f"rollout.stop_token_ids. {_FROM_NOW_ON}",
+            help="Token ids that end a turn besides the model's own: 13,198 (13, for one alone) or none; in the run "
+            f"file rollout.stop_token_ids. {_FROM_NOW_ON}",
         ),
     )
 

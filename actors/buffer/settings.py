@@ -20,7 +20,7 @@ from ..ledger.ledger import Ledger
 _KNOBS, _PAUSED, _STOPPING = "knobs", "paused", "stopping"
 NO_IDS = "none"
 MAX_ID = (1 << 31) - 1
-MAX_DIGITS = 10
+MAX_DIGITS = len(str(MAX_ID))
 _ADMISSION = ("max_staleness", "on_stale", "window")
 _TOGETHER = (_ADMISSION, ("num_samples", "group_filter"))
 """Values that are judged together: an edit of one in the run file takes back the changes of all of them."""
@@ -62,7 +62,8 @@ class BufferValues(Record, frozen=True):
 def stop_ids(text: str) -> tuple[int, ...]:
     """Token ids of "13,198", or "13," on a command line, where 13 is a number; none of "none".
 
-    Raises ValueError for what is no list of numbers from 0 on."""
+    Raises ValueError for what is no list of numbers from 0 on.
+    """
     if text == NO_IDS:
         return ()
     words = [word.strip() for word in text.removesuffix(",").split(",")]

@@ -16,7 +16,7 @@ from pathlib import Path
 from ...core.activity import ActivityMeter
 from ...core.actor_group import ActorGroup
 from ...core.errors import GatherError, MyxaError, TrainError
-from ..checkpoints.folder import list_checkpoints
+from ..checkpoints.folder import newest_checkpoint
 from ..contracts.roles import TrainerContract
 from .checkpoints import Checkpoints
 
@@ -111,7 +111,7 @@ class CheckpointOrders:
 def _check_room(holder: Path) -> None:
     """Raises TrainError where the disk has less room than the newest checkpoint takes. Without one nobody knows."""
     try:
-        newest = next((info for info in reversed(list_checkpoints(holder)) if info.is_complete), None)
+        newest, _ = newest_checkpoint(holder)
         if newest is None:
             return
         num_bytes = sum(path.stat().st_size for path in newest.path.rglob("*") if path.is_file())

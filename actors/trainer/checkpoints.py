@@ -15,7 +15,7 @@ back. Knows ranks and buffer by their contracts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
@@ -81,6 +81,18 @@ class _Pending:
     live: LiveKnobs
     begun_at: float
     written: asyncio.Task[FileEntry | TrainError]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parted:
+    """What lies beside the newest checkpoint."""
+
+    too_many: list[CheckpointInfo]
+    """Whole ones that `keep_last` does not keep, oldest first."""
+    others: list[CheckpointInfo]
+    """Torn, or undone."""
+    first_to_stay: int
+    """Version of the oldest whole one that stays; the newest is one of these."""
 
 
 class Checkpoints:
@@ -315,27 +327,29 @@ class Checkpoints:
         """Version of the oldest one that training may fall back to once the others have gone; those that stay for ever
         bring a ledger of their own. None: the disk does not tell."""
         try:
-            _, stay = self._parted(newest)
+            return self._parted(newest).first_to_stay
         except OSError:
             return None
-        return min(version_in(path) for path in (*(info.path for info in stay), newest))
-
-    def _parted(self, newest: Path) -> tuple[list[CheckpointInfo], list[CheckpointInfo]]:
-        """Of all others that are whole and were not undone: those that are too many, and the `keep_last` less one that
-        stay; oldest first."""
-        own = look_at(newest).writer
-        good = [info for info in _beside(newest) if info.is_complete and not self._is_undone(info, own)]
-        old = sorted(good, key=lambda info: version_in(info.path))
-        num_going = max(len(old) + 1 - self.keep_last, 0) if self.keep_last else 0
-        return old[:num_going], old[num_going:]
 
     def _take_oldest(self, newest: Path) -> None:
-        going, stay = self._parted(newest)
-        good = {info.path for info in (*going, *stay)}
-        first = min(version_in(path) for path in (*(info.path for info in stay), newest))
-        useless = [info for info in _beside(newest) if info.path not in good and version_in(info.path) < first]
-        for info in (*(info for info in going if not is_kept(info.path)), *useless):
+        parted = self._parted(newest)
+        useless = [info for info in parted.others if version_in(info.path) < parted.first_to_stay]
+        for info in (*(info for info in parted.too_many if not is_kept(info.path)), *useless):
             take_away_unread(info.path)
+
+    def _parted(self, newest: Path) -> _Parted:
+        """The `keep_last` newest stay, all of them for 0."""
+        own = look_at(newest).writer
+        found = list_checkpoints(newest.parent)  # one that lost its place to a newer one in a crash is among them
+        beside = [info for info in found if info.path != newest and version_in(info.path) >= 0]
+        good = [info for info in beside if info.is_complete and not self._is_undone(info, own)]
+        old = sorted(good, key=lambda info: version_in(info.path))
+        num_going = max(len(old) + 1 - self.keep_last, 0) if self.keep_last else 0
+        return _Parted(
+            too_many=old[:num_going],
+            others=[info for info in beside if info not in good],
+            first_to_stay=min(version_in(path) for path in (*(info.path for info in old[num_going:]), newest)),
+        )
 
     def _is_undone(self, info: CheckpointInfo, own: Writer | None) -> bool:
         """Whether an earlier life or attempt than `own` wrote it of a version behind which training went back since."""
@@ -382,10 +396,3 @@ class Checkpoints:
             is_silent = isinstance(cause, CallError) and not isinstance(cause, RemoteError)
             kind = RankSilent if is_silent else TrainError
             raise kind(message, remedy=f"see the log of {name}; an older checkpoint stays whole") from cause
-
-
-def _beside(newest: Path) -> Iterator[CheckpointInfo]:
-    """All others; one that lost its place to a newer one in a crash is among them."""
-    for info in list_checkpoints(newest.parent):
-        if info.path != newest and version_in(info.path) >= 0:
-            yield info

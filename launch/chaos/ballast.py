@@ -5,8 +5,8 @@ Knows one folder. Whoever makes it says how large; nothing is taken from a disk 
 
 from __future__ import annotations
 
-import contextlib
 import os
+import shutil
 from pathlib import Path
 
 from ...core.errors import ConfigError, LaunchError
@@ -36,14 +36,16 @@ class Ballast:
                 remedy="put run.dir on a file system of its own, such as a small tmpfs",
             )
         self.empty()
-        for _ in range(NUM_TRIES - 1):
-            space = os.statvfs(folder)
-            left = space.f_bavail * space.f_frsize
-            with contextlib.suppress(LaunchError):
-                return self._take(min(size_bytes, left))
-            if size_bytes <= left:
-                break
-        return self._take(size_bytes)
+        return self._fill(size_bytes, NUM_TRIES)
+
+    def _fill(self, size_bytes: int, num_tries: int) -> int:
+        wanted = min(size_bytes, shutil.disk_usage(self._path.parent).free)
+        try:
+            return self._take(wanted)
+        except LaunchError:
+            if wanted == size_bytes or num_tries == 1:
+                raise
+        return self._fill(size_bytes, num_tries - 1)  # others have written meanwhile: less is left
 
     def _take(self, num_bytes: int) -> int:
         try:
