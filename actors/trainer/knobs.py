@@ -19,6 +19,7 @@ from .step_plan import PlanOptions
 
 OWNER = "trainer"
 CHANNEL = "weight_channel"
+"""Knob that the leader asks for by name."""
 
 
 def _knob(name: str, key: str, kind: KnobKind, text: str, *, boundary: Boundary = "step", **limits: Any) -> Tunable:
@@ -144,7 +145,7 @@ LEADER_TUNABLES: tuple[Tunable, ...] = (
         high=1000,
     ),
     _knob(
-        CHANNEL,
+        "weight_channel",
         "",
         "choice",
         "How new weights get to the engines, see docs/weights.md; in the run file weights.channel. What was published "

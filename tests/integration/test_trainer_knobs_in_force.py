@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_room import trainer_room
+from trainer_room import Conductor, trainer_room
 
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.weights.channel import ChannelReader
@@ -295,6 +295,10 @@ async def test_a_run_that_is_stopped_ends_with_its_newest_version_in_the_engines
         assert room.conductor.given == [0, 2]
 
 
+def _by(channel: str, epoch: int) -> LiveKnob:
+    return LiveKnob(name="weight_channel", target="", value=channel, first="shm", epoch=epoch, at=2)
+
+
 @pytest.mark.asyncio
 async def test_weights_go_over_to_another_channel_and_nothing_of_the_old_one_is_left(
     model: Path, tmp_path: Path
@@ -321,9 +325,7 @@ async def test_weights_go_over_to_another_channel_and_nothing_of_the_old_one_is_
         assert room.trainer._ends.open == ("disk",)
         with ChannelReader().open(told[2]) as tensors:
             assert len(tensors) == len(told[1].tensors)
-        room.conductor.live = LiveKnobs(
-            epoch=3, knobs=(LiveKnob(name="weight_channel", target="", value="disk", first="shm", epoch=3, at=2),)
-        )
+        room.conductor.live = LiveKnobs(epoch=3, knobs=(_by("disk", 3),))
         folder = await room.conductor.trainer.checkpoint_at_boundary(export=False)
 
         # No engine can take version 2: it is published anew by what was decided since, for there may never be another.
@@ -334,7 +336,11 @@ async def test_weights_go_over_to_another_channel_and_nothing_of_the_old_one_is_
         assert [(m.version, m.channel, m.attempt) for m in told[2:]] == [(2, "disk", 0), (2, "nccl", 1)]
         assert not (run / "weights").exists()
     async with trainer_room(model, tmp_path / "again", resume=folder) as room:
-        assert [(m.version, m.channel) for m in room.conductor.manifests] == [(2, "disk")]
+        assert [(m.version, m.channel) for m in room.conductor.manifests] == [(2, "disk")], "as its checkpoint says"
+    conductor = Conductor()
+    conductor.live = LiveKnobs(epoch=4, knobs=(_by("nccl", 4),))
+    async with trainer_room(model, tmp_path / "more", resume=folder, conductor=conductor):
+        assert [(m.version, m.channel) for m in conductor.manifests] == [(2, "nccl")], "this run's own word is newer"
 
 
 # -- time

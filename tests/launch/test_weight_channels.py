@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from myxa.actors.coordinator.adopter import AdoptionLimits
 from myxa.core.config import RunConfig
 from myxa.launch.composition.weight_channels import (
+    COMMIT_S,
     choose_channel,
     is_between_devices,
     prepare_s,
@@ -57,6 +59,8 @@ def test_a_named_channel_is_taken_and_bounds_the_commit():
     assert choose_channel(chosen) == "nccl" and is_between_devices("nccl") and not is_between_devices("disk")
     assert sent_commit_s(chosen) == 57.0 and prepare_s(chosen) == 60.0
     assert prepare_s(config("nccl", SERVER, join_s=300.0)) == 310.0
+    limits = AdoptionLimits(prepare_s=60.0, commit_s=COMMIT_S, sent_commit_s=sent_commit_s(chosen))
+    assert (limits.commit_by("nccl"), limits.commit_by("disk")) == (57.0, 30.0), "as each version comes"
 
 
 @pytest.mark.parametrize(

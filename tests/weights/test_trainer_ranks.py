@@ -25,6 +25,7 @@ from myxa.actors.trainer.step_plan import PlanOptions
 from myxa.actors.trainer.trainer import Trainer, TrainerOptions
 from myxa.actors.weights.channel import make_writer
 from myxa.actors.weights.sender import DeviceWeightSender
+from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock
 from myxa.core.errors import MyxaError
 from myxa.core.host import boot_id
@@ -127,7 +128,7 @@ async def own_answer(folder: Path) -> tuple[list[int], list[float]]:
 @pytest.mark.asyncio
 @pytest.mark.timeout(90)
 async def test_stages_publish_send_and_release_together_while_they_train_and_go_over_to_folders_and_back(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folders = [tmp_path / f"version{n}" for n in range(2)]
     for seed, folder in enumerate(folders):
@@ -162,10 +163,22 @@ async def test_stages_publish_send_and_release_together_while_they_train_and_go_
                     stage.may_go_on.set()
                 await asyncio.gather(*training)
 
+                # Nobody goes over to what an engine cannot take, or does not say.
+                wish = KnobChange(epoch=1, values={"weight_channel": "disk"})
+                await node.start(deaf := Actor(), name="rollout/1")
+                assert "rollout/1" in (await first.prepare_knobs(wish)).reason
+                await node.stop(deaf.ctx.name, grace_s=1)
+                with monkeypatch.context() as far:
+                    far.setattr("myxa.actors.rollout.channel_reach.boot_id", lambda: "elsewhere")
+                    asker._run_dir = str(tmp_path)
+                    vote = await first.prepare_knobs(wish)
+                assert not vote.accepted and not first.knob_owner.holds("weights", 99)
+                assert f"rollout/0: is on another host than trainer/0, and {tmp_path} is not on" in vote.reason
+
                 # To folders, while the version before can still be asked for.
                 for stage in stages:
                     stage.version = 0
-                folder = await go_over(first, 1, "disk", 2)
+                folder = await go_over(first, 2, "disk", 2)
                 assert (folder.channel, Path(folder.location).parent) == ("disk", tmp_path / "weights")
                 assert (await senders.plan("trainer/1", PlanRequest(version=1))).buckets
                 read, expected = await serves(engine, folder), await own_answer(folders[0])
@@ -181,7 +194,7 @@ async def test_stages_publish_send_and_release_together_while_they_train_and_go_
                 # And back, through new groups.
                 for stage in stages:
                     stage.version = 1
-                again = await go_over(first, 2, "nccl", 3)
+                again = await go_over(first, 3, "nccl", 3)
                 assert again.location == "trainer/0,trainer/1"
                 assert await serves(engine, again) == sent
                 await first.release_weights(2)
