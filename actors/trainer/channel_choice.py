@@ -29,13 +29,7 @@ ASK_S = 5.0
 class ChannelChoice:
     """See the module's head. One per leader."""
 
-    def __init__(
-        self,
-        owner: KnobOwner,
-        knobs: TrainerKnobs,
-        begins_with: WeightChannel,
-        side: RunSide,
-    ) -> None:
+    def __init__(self, owner: KnobOwner, knobs: TrainerKnobs, begins_with: WeightChannel, side: RunSide) -> None:
         """`begins_with`: the run file's. `side` tells what was decided in this run."""
         self._owner = owner
         self._knobs = knobs
@@ -61,9 +55,10 @@ class ChannelChoice:
 
     def newest(self) -> WeightChannel:
         """For the first version after a start, and for one that is published again."""
-        if not self._knobs.text(CHANNEL):
+        if not (in_force := self._knobs.text(CHANNEL)):
             return self._begins_with
-        return cast(WeightChannel, self._kept or self._owner.newest(CHANNEL))
+        told = self._owner.newest(CHANNEL)  # what waits for its number is newer than what was decided before the start
+        return cast(WeightChannel, told if told != in_force else self._kept or told)
 
 
 async def refuses(ctx: ActorContext, channel: KnobValue, refused: Mapping[WeightChannel, str]) -> str:

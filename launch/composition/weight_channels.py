@@ -58,5 +58,7 @@ COMMIT_S = 30.0
 
 
 def sent_commit_s(config: RunConfig) -> float:
-    """The same of one that is sent meanwhile: a transfer, and once more through a new group."""
+    """The same of one that is sent meanwhile: a transfer, and once more through a new group. 0: it never is."""
+    if config.roles.rollout.kind == "embedded":
+        return 0.0
     return 2 * config.weights.transfer_s + config.weights.join_s + MARGIN_S

@@ -339,8 +339,13 @@ async def test_weights_go_over_to_another_channel_and_nothing_of_the_old_one_is_
         assert [(m.version, m.channel) for m in room.conductor.manifests] == [(2, "disk")], "as its checkpoint says"
     conductor = Conductor()
     conductor.live = LiveKnobs(epoch=4, knobs=(_by("nccl", 4),))
-    async with trainer_room(model, tmp_path / "more", resume=folder, conductor=conductor):
+    async with trainer_room(model, tmp_path / "more", resume=folder, conductor=conductor) as room:
         assert [(m.version, m.channel) for m in conductor.manifests] == [(2, "nccl")], "this run's own word is newer"
+        await conductor.change(5, weight_channel="disk")
+        await conductor.trainer.publish_again(2)
+        room.data.ring()
+        await conductor.until(lambda: len(conductor.manifests) == 2, "version 2, published again")
+        assert conductor.manifests[1].channel == "disk", "and what was decided since is newer still"
 
 
 # -- time

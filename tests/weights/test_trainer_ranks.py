@@ -164,21 +164,21 @@ async def test_stages_publish_send_and_release_together_while_they_train_and_go_
                 await asyncio.gather(*training)
 
                 # Nobody goes over to what an engine cannot take, or does not say.
-                wish = KnobChange(epoch=1, values={"weight_channel": "disk"})
+                wishes = [KnobChange(epoch=epoch, values={"weight_channel": "disk"}) for epoch in (1, 2)]
                 await node.start(deaf := Actor(), name="rollout/1")
-                assert "rollout/1" in (await first.prepare_knobs(wish)).reason
+                assert "rollout/1" in (await first.prepare_knobs(wishes[0])).reason
                 await node.stop(deaf.ctx.name, grace_s=1)
                 with monkeypatch.context() as far:
                     far.setattr("myxa.actors.rollout.channel_reach.boot_id", lambda: "elsewhere")
                     asker._run_dir = str(tmp_path)
-                    vote = await first.prepare_knobs(wish)
+                    vote = await first.prepare_knobs(wishes[1])
                 assert not vote.accepted and not first.knob_owner.holds("weights", 99)
                 assert f"rollout/0: is on another host than trainer/0, and {tmp_path} is not on" in vote.reason
 
                 # To folders, while the version before can still be asked for.
                 for stage in stages:
                     stage.version = 0
-                folder = await go_over(first, 2, "disk", 2)
+                folder = await go_over(first, 3, "disk", 2)
                 assert (folder.channel, Path(folder.location).parent) == ("disk", tmp_path / "weights")
                 assert (await senders.plan("trainer/1", PlanRequest(version=1))).buckets
                 read, expected = await serves(engine, folder), await own_answer(folders[0])
@@ -194,7 +194,7 @@ async def test_stages_publish_send_and_release_together_while_they_train_and_go_
                 # And back, through new groups.
                 for stage in stages:
                     stage.version = 1
-                again = await go_over(first, 3, "nccl", 3)
+                again = await go_over(first, 4, "nccl", 3)
                 assert again.location == "trainer/0,trainer/1"
                 assert await serves(engine, again) == sent
                 await first.release_weights(2)
