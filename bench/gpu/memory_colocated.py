@@ -40,6 +40,8 @@ RUN_FILE = "memory_colocated.toml"
 WORKSPACE_MIB = 3072
 """Of the device for every 1024 tokens of a micro-batch: activations and logits of 1.7B, without recomputation (39 GiB
 were seen for 16,384)."""
+GROUPS = 48
+"""In flight on all servers: if one had room for all, the first to adopt a version would take all."""
 RESIDUE_MIB, GANG_RESIDUE_MIB = 1024.0, 1536.0
 SAMPLE_S = 0.2
 LEAST_S = 100.0
@@ -143,7 +145,8 @@ def sets_of(options: argparse.Namespace, way: str, mem_fraction: float) -> list[
     num_servers = options.gpus if options.servers == "each" else 1
     sets = [
         f'run.name="{way}"', f"run.num_steps={options.steps}", f"roles.trainer.count={options.gpus}",
-        f"roles.rollout.count={num_servers}", *WAYS[way], *options.overrides,
+        f"roles.rollout.count={num_servers}", f"rollout.max_groups={GROUPS // num_servers}", *WAYS[way],
+        *options.overrides,
     ]  # fmt: skip
     if options.device == "cpu":
         return [
@@ -151,6 +154,7 @@ def sets_of(options: argparse.Namespace, way: str, mem_fraction: float) -> list[
             'roles.rollout.kind="embedded"', 'roles.rollout.devices="cpu"', "roles.rollout.threads=1",
             f"memory.capacity_mb={options.capacity_mib}", f"memory.host_devices={options.gpus}",
             "memory.workspace_mb=0", "rollout.max_new_tokens=8",
+            f"rollout.max_groups={6 // num_servers}",
             "algo.batch_size=2", "rollout.num_samples=4",
         ]  # fmt: skip
     workspace = options.tokens * WORKSPACE_MIB // 1024
