@@ -1,6 +1,6 @@
 """Who dies, what happens, on real GPUs: a trainer rank, an SGLang server, the coordinator, then everything at once.
 
-    python chaos.py [--placement two|gang|colocated] [--backend megatron|torch] [--ranks 1] [--steps 300] [--limit 400]
+    python chaos.py [--placement two|gang|colocated] [--backend megatron|torch] [--ranks 1] [--limit 400]
     python chaos.py --device cpu [--python INTERPRETER]
 
 One run (`kill.toml`), each prompt to be trained on once. Placements:
@@ -53,6 +53,8 @@ BATCH, BATCH_ON_CPU = 16, 4
 STRIKE_AT = 8
 """Step in which the trainer dies."""
 STEPS_MADE = "SELECT wall_s, detail FROM transitions WHERE to_state = 'TRAINED' AND detail LIKE 'version %'"
+STEPS = {"two": 300, "gang": 300, "colocated": 120}
+"""Of data: while a server starts again up to four steps a second are made by the other, one and a half on one GPU."""
 RESUMED_STEPS = 3
 """Made after the resumption before the time counts as over and the end of the data is waited for."""
 
@@ -156,11 +158,13 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     args.add_argument("--backend", choices=("torch", "megatron"), default="torch")
     args.add_argument("--ranks", type=int, default=1, help="of the trainer")
     args.add_argument("--shape", choices=[*PRESETS, *SHAPES], default="")
-    args.add_argument("--steps", type=int, default=300, help="of data: 4 a second go by while a server starts again")
+    args.add_argument("--steps", type=int, default=0, help="of data; 0: as many as last until the end")
     args.add_argument("--limit", type=float, default=400.0, help="seconds")
     args.add_argument("--python", default="", help="with --device cpu: an interpreter that has SGLang")
     args.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE")
-    return args.parse_args(argv)
+    options = args.parse_args(argv)
+    options.steps = options.steps or STEPS[options.placement]
+    return options
 
 
 def chaos_sets(options: argparse.Namespace) -> list[str]:

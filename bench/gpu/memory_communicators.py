@@ -254,15 +254,20 @@ TELL: dict[str, Callable[[Report, GangOf], None]] = {
 }  # fmt: skip
 
 
-def measure(options: argparse.Namespace) -> None:
-    is_cpu = options.device == "cpu"
-    report = Report(f"memory_communicators{options.ranks}", is_dry=is_cpu)
+def compile_proxy(report: Report) -> None:
     started_s = time.monotonic()
     try:
         load()
     except MemoryFault as error:
         report.missing(str(error))
     report.say(f"- proxy backend compiled and loaded in {time.monotonic() - started_s:.0f} s")
+
+
+def measure(options: argparse.Namespace) -> None:
+    is_cpu = options.device == "cpu"
+    report = Report(f"memory_communicators{options.ranks}", is_dry=is_cpu)
+    if {"reload", "kill"} & set(options.stages.split(",")):
+        compile_proxy(report)
     work = work_folder() / f"communicators{options.ranks}"
     work.mkdir(parents=True, exist_ok=True)
     gang = GangOf(options, work)

@@ -105,6 +105,7 @@ def main() -> None:
     args.add_argument("--tokens", type=int, default=8192)
     args.add_argument("--capacity-mib", type=int, default=0)
     args.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE")
+    args.set_defaults(gpus=1, servers="each")
     options = args.parse_args()
     report = Report("memory_residue", is_dry=options.device == "cpu")
     if options.device == "cpu":
