@@ -131,13 +131,14 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
 
 def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.buffer.buffer import Buffer
+    from ..actors.buffer.difficulty import Window
     from ..actors.buffer.group_filter import load_group_filters
-    from ..actors.data.prompts import open_prompts
+    from ..actors.data.mixed import open_data
     from ..algos.staleness import Admission
     from .composition.checkpoint_parts import earlier_ledger
     from .composition.knob_limits import buffer_limits
 
-    prompts = open_prompts(config)
+    prompts = open_data(config)
     prompts.check_batch(config.algo.batch_size)
     return Buffer(
         source=prompts,
@@ -152,6 +153,9 @@ def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> 
         num_samples=config.rollout.num_samples,
         sampling=train_sampling(config),
         group_filter=load_group_filters(config.algo.group_filter),
+        difficulty=Window(
+            low=config.data.difficulty_low, high=config.data.difficulty_high, skips=config.data.difficulty_skips
+        ),
         limits=buffer_limits(config),
         resume_from=earlier_ledger(config, run_dir),
     )

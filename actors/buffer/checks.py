@@ -89,6 +89,11 @@ def refusal(group: Group, prompt: Prompt, num_samples: int, group_filter: GroupF
     return verdict or None, ""
 
 
+def mean_reward(group: Group) -> float:
+    """Over all members."""
+    return float(group.rewards.mean(dtype=np.float64))
+
+
 def num_response_tokens(group: Group) -> int:
     """Response tokens of all members."""
     return num_tokens_of(group.samples)

@@ -49,6 +49,9 @@ class NumberedRows:
             group_id=draw, row=row, pass_index=pass_index, messages=(Message(role="user", content=f"row {row}"),)
         )
 
+    def row_of(self, draw: int) -> int | None:
+        return None if self.max_passes and draw >= self.num_rows * self.max_passes else draw % self.num_rows
+
     def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
         found = [self.prompt(draw) for draw in range(min(limit, 3))]
         return tuple(prompt for prompt in found if prompt is not None)
