@@ -131,7 +131,6 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
 
 def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.buffer.buffer import Buffer
-    from ..actors.buffer.difficulty import Window
     from ..actors.buffer.group_filter import load_group_filters
     from ..actors.data.mixed import open_data
     from ..algos.staleness import Admission
@@ -153,9 +152,6 @@ def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> 
         num_samples=config.rollout.num_samples,
         sampling=train_sampling(config),
         group_filter=load_group_filters(config.algo.group_filter),
-        difficulty=Window(
-            low=config.data.difficulty_low, high=config.data.difficulty_high, skips=config.data.difficulty_skips
-        ),
         limits=buffer_limits(config),
         resume_from=earlier_ledger(config, run_dir),
     )
@@ -314,6 +310,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         num_ranks=max(shards) + 1,
         max_tokens=config.trainer.max_tokens_per_microbatch,
         minibatches=config.algo.minibatches,
+        sources=tuple(sorted(config.data.sources)),
     )
     leader = LeaderOptions(
         world_size=gang.world_size,

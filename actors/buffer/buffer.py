@@ -44,7 +44,6 @@ from ..ledger.ledger import Ledger
 from ..ledger.resume import continue_ledger
 from ..own_thread import in_own_thread
 from ..telemetry import ReportPace, report_forever
-from .difficulty import NO_WINDOW, Window
 from .dumps import BufferDumps
 from .gauges import buffer_gauges, inventory
 from .group_filter import GroupFilters
@@ -76,13 +75,12 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
         num_samples: int,
         sampling: SamplingParams,
         group_filter: GroupFilters,
-        difficulty: Window = NO_WINDOW,
         limits: BufferLimits | None = None,
         resume_from: Path | None = None,
     ) -> None:
-        """`num_samples`, `sampling`, `admission`, `difficulty`, the chosen filter and the weights of sources are what
-        the run file says; knobs change them within `limits`. `resume_from`: ledger of an earlier run that this one goes
-        on from; it is copied to `ledger_path` unless that exists already."""
+        """`num_samples`, `sampling`, `admission`, the chosen filter and the weights of sources are what the run file
+        says; knobs change them within `limits`. `resume_from`: ledger of an earlier run that this one goes on from; it
+        is copied to `ledger_path` unless that exists already."""
         self._source = source
         self._ledger_path = ledger_path
         self._run = run
@@ -90,7 +88,6 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
         self._num_samples = num_samples
         self._sampling = sampling
         self._filters = group_filter
-        self._difficulty = difficulty
         self._limits = limits or BufferLimits()
         self._resume_from = resume_from
         self._ledger: Ledger | None = None
@@ -118,9 +115,8 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
             clock=clock,
             log=self.ctx.log,
         )
-        weights = Sources(self._source).weights
         values = BufferValues.first(self._admission, self._sampling, self._num_samples, self._filters.chosen)
-        values = values.with_draws(weights, self._difficulty)
+        values = values.with_draws(Sources(self._source).weights, self._limits.difficulty)
         settings = LiveSettings(ledger, self._admission, values, self._sampling)
         self._store = BufferStore(
             source=self._source,
@@ -147,7 +143,6 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
             self._admission,
             filters=tuple(self._filters.by_name),
             limits=self._limits,
-            sources=tuple(weights),
             retune=self._retune,
             stands_at=lambda: self._store.ledger.next_step - 1,
             clock=clock,

@@ -20,6 +20,7 @@ from ...core.clock import Clock
 from ...core.errors import BadRequest, ConfigError
 from ...core.knobs import KnobChange, KnobCommit, KnobSheet, KnobValue, KnobVote, Tunable
 from ..knobs.owner import Knob, KnobOwner
+from .difficulty import NO_WINDOW, Window
 from .draw_tunables import draw_tunables
 from .mix import parse_mix
 from .settings import MAX_ID, NO_IDS, BufferValues, LiveSettings, stop_ids
@@ -43,6 +44,8 @@ class BufferLimits:
     """Failures of one prompt, after which it is not drawn again; 0: never."""
     max_deaths: int = 3
     """Of rollout actors or engines, that one group may bring about."""
+    difficulty: Window = NO_WINDOW
+    """Of prompts that are drawn, as the run file says."""
     vocab_size: int = MAX_ID + 1
     """Engines refuse requests with token ids from here on."""
 
@@ -58,21 +61,20 @@ class BufferKnobs(KnobOwner):
         *,
         filters: Sequence[str],
         limits: BufferLimits,
-        sources: Sequence[str] = (),
         retune: Callable[[dict[str, KnobValue], int], None],
         stands_at: Callable[[], int],
         clock: Clock,
         telemetry: TelemetryBuffer | None = None,
     ) -> None:
-        """`filters`: names of the group filters that were loaded; `sources`: of the sources, where there are several.
-        `retune(values, epoch)`: keep these values, and use them from now on."""
+        """`filters`: names of the group filters that were loaded. `retune(values, epoch)`: keep these values, and use
+        them from now on."""
         self._settings = settings
         self._admission = admission
         self._retune = retune
         self._vocab_size = limits.vocab_size
-        self._sources = sources
+        self._sources = settings.first.sources
         self._staged: dict[str, KnobValue] = {}
-        knobs = [self._knob(tunable) for tunable in buffer_tunables(filters, limits, sources)]
+        knobs = [self._knob(tunable) for tunable in buffer_tunables(filters, limits, self._sources)]
         super().__init__(name, knobs, stands_at=stands_at, clock=clock, telemetry=telemetry)
         self.took_up(settings.epochs)
         self._past_epoch = settings.newest_epoch_kept()

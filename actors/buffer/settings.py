@@ -70,6 +70,11 @@ class BufferValues(Record, frozen=True):
             stop_token_ids=",".join(map(str, sampling.stop_token_ids)) or NO_IDS,
         )
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the sources, where there are several."""
+        return tuple(part.partition(":")[0] for part in self.mix.split(",")) if self.mix else ()
+
     def with_draws(self, weights: Mapping[str, float], window: Window) -> BufferValues:
         """The same, drawing by these. `weights`: of the sources, where there are several."""
         return msgspec.structs.replace(

@@ -57,8 +57,10 @@ _INVARIANTS: tuple[tuple[str, str], ...] = (
     ),
     (
         "repeats a draw that was not dropped",
-        "redraw_of >= 0 AND (redraw_of, draw, source, source_draw) NOT IN "
-        "(SELECT group_id, draw, source, source_draw FROM groups WHERE state = 'DROPPED')",
+        (
+            "redraw_of >= 0 AND (redraw_of, draw, source, source_draw) NOT IN "
+            "(SELECT group_id, draw, source, source_draw FROM groups WHERE state = 'DROPPED')"
+        ),
     ),
     ("was dispatched under unknown terms", "terms != 0 AND terms NOT IN (SELECT id FROM terms)"),
 )

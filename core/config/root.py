@@ -132,6 +132,11 @@ def _sft_conflicts(config: RunConfig) -> Iterator[Conflict]:
                 (f"{place}.answer_key", f"{place}.preset", "algo.kind"),
                 'algo.kind = "sft" needs demonstrations: name their column here, or use preset = "chat"',
             )
+    if learns and config.data.difficulty_low != config.data.difficulty_high:
+        yield Conflict(
+            ("data.difficulty_high", "data.difficulty_low", "algo.kind"),
+            'must be equal to data.difficulty_low: algo.kind = "sft" has no rewards to judge prompts by',
+        )
     if learns and config.rollout.num_samples != 1:
         yield Conflict(
             ("rollout.num_samples", "algo.kind"), 'must be 1: algo.kind = "sft" has one demonstration per prompt'
