@@ -171,7 +171,7 @@ def make_buffer(
     path: Path,
     *,
     run: str = "run-1",
-    rows: NumberedRows | None = None,
+    rows: Any = None,
     policy: str = "pace",
     max_staleness: int = 1,
     batch_size: int = 2,
