@@ -102,7 +102,7 @@ class PromptCursor:
         names = [name for name in self._wanted if not self._is_ended(name, ahead[name])]
         dry = [name for name in names if self.difficulty.is_hopeless(name, self.window)]
         found = [name for name in names if name not in dry]
-        self._tell_of(set(self._wanted) - set(found), set(dry), ahead)
+        self._tell_of(set(self._wanted) - set(found), set(dry), ahead, rest="; others go on" if found else "")
         if dry and not found:
             self.is_waiting = has_new or bool(self.ledger.rows(State.DISPATCHED, State.REQUEUED))
             if not self.is_waiting:
@@ -143,14 +143,14 @@ class PromptCursor:
     def _is_ended(self, name: str, ahead: int) -> bool:
         return not self.sources.has(name, self.ledger.draws.taken[name] + ahead)
 
-    def _tell_of(self, off: set[str], dry: set[str], ahead: Counter[str]) -> None:
+    def _tell_of(self, off: set[str], dry: set[str], ahead: Counter[str], *, rest: str) -> None:
         """Once of each source that is drawn from no more while there are several."""
         for name in sorted(off - self._off) if self._weights else ():
             if name in dry:
-                self._news.append(("source-outside", f"{self.difficulty.in_words([name], self.window)}; others go on"))
+                self._news.append(("source-outside", f"{self.difficulty.in_words([name], self.window)}{rest}"))
             else:
                 num_draws = self.ledger.draws.taken[name] + ahead[name]
-                self._news.append(("source-ended", f"{name} has no more prompts after {num_draws} draws; others go on"))
+                self._news.append(("source-ended", f"{name} has no more prompts after {num_draws} draws{rest}"))
         self._off = off
 
 

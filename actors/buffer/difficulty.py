@@ -104,7 +104,8 @@ class Difficulty:
         if self._seen is None:
             self._seen = {}
             for group_id, source, draw, reward in self._ledger.judged():
-                self._note(group_id, source, draw, reward)
+                if self._sources.has(source, draw):  # else passes were taken away from a run that goes on
+                    self._note(group_id, source, draw, reward)
         return self._seen
 
     def _note(self, group_id: int, source: str, draw: int, reward: float) -> None:

@@ -34,8 +34,8 @@ class Sources:
         return len(self._by_name[name])
 
     def has(self, name: str, draw: int) -> bool:
-        """Whether a source has so many draws."""
-        return self._by_name[name].row_of(draw) is not None
+        """Whether a source has that draw."""
+        return name in self._by_name and self._by_name[name].row_of(draw) is not None
 
     def place(self, name: str, draw: int) -> tuple[int, int]:
         """(pass, row of the pass) of a draw from a source. Raises LedgerError if the source does not have it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -30,8 +32,8 @@ def group(group_id: int, rewards: list[float], *, length: int = 5, version: int 
 
 
 def options(**changes: int) -> PlanOptions:
-    values = {"num_ranks": 2, "max_tokens": 40, "minibatches": 1} | changes
-    return PlanOptions(kind="grpo", normalise_std=True, **values)
+    first = PlanOptions(kind="grpo", normalise_std=True, num_ranks=2, max_tokens=40, minibatches=1)
+    return replace(first, **changes)
 
 
 def test_every_sample_lands_on_exactly_one_rank_and_micro_batch() -> None:

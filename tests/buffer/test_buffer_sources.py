@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from mixed_rows import mixed  # pyright: ignore[reportMissingImports]
+from mixed_rows import mixed
 
 from myxa.actors.buffer.difficulty import Window
 from myxa.actors.buffer.gauges import buffer_gauges
