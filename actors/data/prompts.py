@@ -89,10 +89,14 @@ class PromptDataset:
 
     def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
         """The first held-out prompts. Their group ids are -1, -2, ..., so that they are never taken for draws."""
-        if self._held_out is None:
-            return ()
-        count = min(limit, len(self._held_out))
-        return tuple(self._held_out.prompt(row, group_id=-1 - row, pass_index=0) for row in range(count))
+        return held_out_prompts(self._held_out, limit)
+
+
+def held_out_prompts(rows: RowSet | None, limit: int) -> tuple[Prompt, ...]:
+    """The first of these rows, with group ids -1, -2, ..."""
+    if rows is None:
+        return ()
+    return tuple(rows.prompt(row, group_id=-1 - row, pass_index=0) for row in range(min(limit, len(rows))))
 
 
 def named(prompt: Prompt, name: str) -> Prompt:
@@ -106,7 +110,7 @@ def open_prompts(config: RunConfig) -> PromptDataset:
     return open_source(config, "", open_held_out(config))
 
 
-def open_source(config: RunConfig, name: str, held_out: RowSet | None) -> PromptDataset:
+def open_source(config: RunConfig, name: str, held_out: RowSet | None = None) -> PromptDataset:
     """Open and check one source of a run, which has that name. Raises as `open_prompts`."""
     part = config.data.parts()[name]
     rows = RowSet(

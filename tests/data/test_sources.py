@@ -98,3 +98,18 @@ def test_mistakes_name_the_source(tmp_path: Path) -> None:
     ):
         small.check_batch(9)
     opened({"a": {"path": a}, "b": {"path": a, "max_passes": 0}}, max_passes=2).check_batch(9)
+
+
+def test_skipped_rows_of_every_file_are_told_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = [{"prompt": "q", "label": "1"}]
+    paths = {name: write(tmp_path, name, [*good, {"promt": name}]) for name in ("a", "b", "held")}
+    raw = {
+        "model": {"path": "m"}, "eval": {"data": paths["held"]},
+        "data": {"sources": {name: {"path": paths[name]} for name in ("a", "b")}, "on_bad_line": "skip"},
+    }  # fmt: skip
+    dataset = open_data(RunConfig.model_validate(raw))
+    assert [p.group_id for p in dataset.eval_prompts(5)] == [-1]
+    assert dataset.num_bad == len(dataset.bad_rows) == 3
+    (said,) = caplog.messages
+    assert said.startswith("3 bad rows are left out; the first: ")
+    assert all(f'{name}.jsonl:2: column "prompt" is missing' in said for name in ("a", "b", "held"))
