@@ -34,11 +34,15 @@ class LongPolls:
         wanted_s = wait_s if wait_s > 0 else 0.0  # NaN and negative: do not wait
         return self._ctx.clock.monotonic() + min(wanted_s, limit_s)
 
-    async def wait(self, until_s: float) -> float | None:
-        """Seconds waited until something changed; None if the time was over first."""
+    async def wait(self, until_s: float, *, is_urgent: bool = False) -> float | None:
+        """Seconds waited until something changed; None if the time was over first. `is_urgent`: only until others had
+        their turn."""
         started_s = self._ctx.clock.monotonic()
         if started_s >= until_s:
             return None
+        if is_urgent:
+            await asyncio.sleep(0)
+            return 0.0
         try:
             async with asyncio.timeout(until_s - started_s):
                 await self._changed.wait()

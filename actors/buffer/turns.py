@@ -70,7 +70,7 @@ class Turns:
         handed_back = self._handed_back(request, now_s)
         if not max_groups:
             return "suspect"
-        if not self.may_draw:
+        if not self.may_draw or self._cursor.is_waiting:
             if not handed_back:
                 return "data-exhausted"
             if not allowed and self._dispatchable(handed_back, version):  # for others: its engine is in doubt
