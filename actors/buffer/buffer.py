@@ -178,13 +178,21 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
             self._store.hear(request)
             self._mind_losses()
             self._versions.told(request.rollout, request.epoch, Weights(request.lineage, request.version))
+        try:
+            return await self._answer(request)
+        finally:
+            self._store.shares.leaves(request.rollout)
+
+    async def _answer(self, request: DrawRequest) -> DrawReply:
+        """As soon as there is something to say, or its time is over."""
         until_s = self._polls.until_s(request.wait_s)
         while True:
             assignments, blocked_by = self._draw_now(request)
             is_news = request.blocked_by is not None and blocked_by != request.blocked_by
             if assignments or is_news or blocked_by == "finished" or request.max_groups < 1:
                 return DrawReply(assignments=tuple(assignments), blocked_by=blocked_by)
-            waited_s = await self._polls.wait(until_s, is_urgent=self._store.cursor.is_searching)
+            look_at_s = self._store.waits(request, self.ctx.clock.monotonic())
+            waited_s = await self._polls.wait(until_s, look_at_s, is_urgent=self._store.cursor.is_searching)
             self._draw_wait_s += waited_s or 0.0
             if waited_s is None:
                 return DrawReply(blocked_by=blocked_by)
@@ -219,6 +227,7 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
 
     async def adopted(self, rollout: str, epoch: int, version: int, lineage: int) -> None:
         if self._versions.told(rollout, epoch, Weights(lineage, version)):
+            self._store.shares.follows(rollout)
             self._polls.ring()
 
     async def drop_group(self, dropped: GroupDropped) -> None:

@@ -8,6 +8,7 @@ loop, no clock but the one it is told.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ from .payloads import Payloads, oldest_version
 from .quarantine import Quarantine
 from .recent_rewards import RecentRewards
 from .settings import LiveSettings
+from .shares import Shares
 from .suspects import POISON, Suspects
 from .turns import Turns
 
@@ -62,7 +64,10 @@ class BufferStore:
         self.cursor = PromptCursor(source, ledger, quarantine)
         self.cursor.use(settings.values.mix, settings.values.difficulty)
         self.suspects = Suspects(ledger, max_deaths)
-        self._turns = Turns(ledger, admission, settings, self.cursor, self.suspects, started_s + REATTACH_S)
+        self.shares = Shares()
+        self._turns = Turns(
+            ledger, admission, settings, self.cursor, self.suspects, self.shares, started_s + REATTACH_S
+        )
         self._filters = filters
         self._log = log
         self.is_finished = False
@@ -100,7 +105,8 @@ class BufferStore:
                 if len(again) < max_groups and self.admission.may_dispatch(version, row.group_id):
                     self.admission.dispatched(row.group_id, version, is_undone=is_undone)
                     again.append(row)
-            while len(again) + len(draft.prompts) < max_groups and self.admission.may_dispatch(version):
+            num_new = min(max_groups - len(again), self._turns.num_new(request, now_s))
+            while len(draft.prompts) < num_new and self.admission.may_dispatch(version):
                 drawn = draft.next() if self._turns.wants_new else None
                 if drawn is None:
                     break
@@ -109,9 +115,17 @@ class BufferStore:
         except BaseException:
             self._rebuild()
             raise
+        if given:
+            self.shares.served(request.rollout)
         num_tokens = {work.prompt.group_id: num_tokens_of(work.partial) for work in given}
         self.suspects.dispatched((request.rollout, request.epoch), num_tokens, now_s)
         return given
+
+    def waits(self, request: DrawRequest, now_s: float) -> float:
+        """That draw is held. When to look again even if nothing happens."""
+        self.shares.waits(request.rollout, request.room or request.max_groups)
+        free_at_s = self.shares.next_change_s(request.rollout, now_s)
+        return math.inf if free_at_s is None else free_at_s
 
     def _dispatch(self, again: list[Row], draft: Draft, request: DrawRequest, version: int) -> list[Assignment]:
         if not (again or draft.rows):
@@ -236,6 +250,7 @@ class BufferStore:
 
     def gone(self, rollout: str, epoch: int) -> int:
         """An incarnation (and every older one) of a rollout actor ended; returns how many groups it had."""
+        self.shares.served(rollout)
         rows = [row for row in self._owned_by(rollout) if row.epoch <= epoch]
         self._died(rows, f"{rollout} (epoch {epoch}) is gone")
         return len(rows)
