@@ -237,22 +237,22 @@ class ActorCell:
 
     def accept(self, inbound: Inbound) -> None:
         """Take a message; raises Draining, Overloaded or WouldDeadlock and then will not touch it again."""
-        state, chain = self.state, inbound.chain
+        state, chain, is_serial = self.state, inbound.chain, not inbound.spec.declaration.is_reentrant
         if state is not _RUNNING and state in _REFUSES:
             raise Draining(f"{self.name} is shutting down and takes no {inbound.spec.name}")
-        is_reentrant = inbound.spec.declaration.is_reentrant
-        if chain and not is_reentrant and self.tag in chain:
+        if chain and is_serial and self.tag in chain:
             path = " -> ".join([*chain, self.tag])
             raise WouldDeadlock(
                 f"{self.name}.{inbound.spec.name} was called by an actor that {self.name} itself waits for: {path}",
                 remedy="make the handler reentrant, or answer before calling back",
             )
-        self._mailbox.admit()
-        if state is _RUNNING and (is_reentrant or not (self._is_busy or self._is_turning or self._mailbox.waiting)):
-            self._run(inbound)
-            return
-        self._mailbox.put(inbound)
-        self._turn_soon()
+        mailbox = self._mailbox
+        mailbox.admit()
+        if state is not _RUNNING or (is_serial and (self._is_busy or self._is_turning or mailbox.waiting)):
+            mailbox.put(inbound)
+            self._turn_soon()
+        else:
+            self._run(inbound, is_serial)
 
     def post(self, event: PeerEvent) -> None:
         """Queue a peer event; never refused while the actor lives."""
@@ -289,36 +289,45 @@ class ActorCell:
                 item = self._mailbox.take()
                 if item is None:
                     return
-                self._run(item)
+                if isinstance(item, PeerEvent):
+                    self._run_event(item)
+                else:
+                    self._run(item, not item.spec.declaration.is_reentrant)
         finally:
             self._is_turning = False
             self._note_quiet()
         if len(self._mailbox):
             self._turn_soon()
 
-    def _run(self, item: Inbound | PeerEvent) -> None:
+    def _run(self, inbound: Inbound, is_serial: bool) -> None:
         """Let its handler begin."""
-        if isinstance(item, PeerEvent):
-            is_serial, turn = True, self._tell(item, CallScope(chain=self._own_chain))
-        else:
-            is_serial, chain = not item.spec.declaration.is_reentrant, item.chain
-            if is_serial:
-                chain = (*chain, self.tag) if chain else self._own_chain
-            turn = self._serve(item, is_serial, CallScope(item.deadline_at, chain, item.trace, item.caller))
-        self._num_begun += 1
+        chain = inbound.chain
         if is_serial:
             self._is_busy = True
-        task = self._eager.start(turn, self._context.copy())
+            chain = (*chain, self.tag) if chain else self._own_chain
+        self._num_begun += 1
+        scope = CallScope(inbound.deadline_at, chain, inbound.trace, inbound.caller)
+        task = self._eager.start(self._serve(inbound, is_serial, scope), self._context.copy())
         if task is not None:
-            task.set_name(f"{self.name}: {_label(item)}")
-            self._running[id(item)] = _Turn(item, task)
+            self._note_running(inbound, task)
+
+    def _run_event(self, event: PeerEvent) -> None:
+        self._is_busy = True
+        self._num_begun += 1
+        task = self._eager.start(self._tell(event, CallScope(chain=self._own_chain)), self._context.copy())
+        if task is not None:
+            self._note_running(event, task)
+
+    def _note_running(self, item: Inbound | PeerEvent, task: asyncio.Task[Any]) -> None:
+        task.set_name(f"{self.name}: {_label(item)}")
+        self._running[id(item)] = _Turn(item, task)
 
     def _finish(self, item: Inbound | PeerEvent, is_serial: bool) -> None:
         """Its handler has ended."""
         if self._running:
             self._running.pop(id(item), None)
         self._num_begun -= 1
-        if not isinstance(item, PeerEvent):
+        if type(item) is not PeerEvent:
             self._mailbox.release()
         if is_serial:
             self._is_busy = False

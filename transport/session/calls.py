@@ -68,6 +68,8 @@ class Calls:
     def submit(self, order: Order, route: Route, sink: CallSink) -> int:
         """Begin a call; returns its number. If it raises (too large, overloaded, draining, no way), it never began."""
         now = self._now()
+        if order.is_plain and (corr := self._send_at_once(order, route, sink, now)):
+            return corr
         if order.kind == "cast":
             self._casts.check(order.target, now)
         try:
@@ -81,9 +83,6 @@ class Calls:
                 return self.submit_later(order, sink)
             left_s = max(0.0, link.drains_until - now)
             raise Draining(f"{order.target}: its process is shutting down and takes no calls", retry_after_s=left_s)
-        is_plain = not (order.chain or order.frames or order.key or order.trace or order.kind == "cast")
-        if is_plain and len(order.body) <= self._small_body and not link.waiting[0] and link.windows[0].take_one():
-            return self._send_at_once(link, order, route, sink, now)
         call = PendingCall(self._next_corr, order, sink)
         self._address(call, route)
         self._next_corr += 1
@@ -91,14 +90,21 @@ class Calls:
         self._push(link, call)
         return call.corr
 
-    def _send_at_once(self, link: Link, order: Order, route: Route, sink: CallSink, now: float) -> int:
-        """What happens to nearly every call, in one: it is small, has no options, and there was credit for it."""
+    def _send_at_once(self, order: Order, route: Route, sink: CallSink, now: float) -> int:
+        """What happens to nearly every call, in one: it is small, its callee is known, and there is credit for it.
+        0: not so."""
+        links, body, peer = self._links, order.body, route.peer
+        link = links.find(peer)
+        if link is None or link.drains_until or link.waiting[0] or links.is_closed or len(body) > self._small_body:
+            return 0
+        if not link.windows[0].take_one():
+            return 0
         corr = self._next_corr
         self._next_corr = corr + 1
-        call = PendingCall(corr, order, sink, _SENT, route.peer, route, None, _CONTROL_LANE, 1, None, 1)
+        call = PendingCall(corr, order, sink, _SENT, peer, route, None, _CONTROL_LANE, 1, None, 1)
         self._pending[corr] = link.pending[corr] = call
-        call.parcel = self._links.send_plain(
-            link, _CALL, corr, order.body, route.actor, route.method, order.is_resendable, 1, ttl_ms_of(order, now)
+        call.parcel = links.send_plain(
+            link, _CALL, corr, body, route.actor, route.method, order.is_resendable, 1, ttl_ms_of(order, now)
         )
         return corr
 
@@ -154,16 +160,17 @@ class Calls:
 
     def on_answer(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
         """REPLY, ERROR, NACK or END. Of a stream: once all items sent before it have come."""
-        call = link.pending.get(envelope.corr)
+        corr = envelope.corr
+        call = link.pending.get(corr)
         if call is None:
             self._on_late(link, envelope)
             return
         if envelope.kind is _REPLY and not envelope.actor:  # nearly always: here in brief what `_end` does
             call.end()
-            del link.pending[envelope.corr]
-            self._pending.pop(envelope.corr, None)
+            del link.pending[corr]
+            self._pending.pop(corr, None)
             if call.is_timed:
-                self._wheel.clear(envelope.corr)
+                self._wheel.clear(corr)
             call.sink.done(envelope)
             return
         if call.order.kind == "stream" and envelope.actor > call.next_item:

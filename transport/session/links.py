@@ -16,7 +16,7 @@ from ...core.errors import NotSent, StaleEpoch
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel, Transport
 from .credit import UNIT_BYTES, Grant, SendWindow
-from .frames import IDEMPOTENT, LIMITS, NO_TTL, Buffer, Envelope, Kind, encode, pack_header, stamp
+from .frames import IDEMPOTENT, LIMITS, NO_TTL, WORDS, Buffer, Envelope, Kind, address_of, encode, pack_head, stamp
 from .lent import Lent
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 STRANGER_LINGER_S = 1.0
 _CHUNK_UNITS = LIMITS.chunk // UNIT_BYTES
 """Envelopes that cost more travel in chunks."""
+_WORDS = WORDS
 _CONTROL_LANE = Lane.CONTROL
 _CONTROL, _BULK, _BOTH = (Lane.CONTROL,), (Lane.BULK,), (Lane.CONTROL, Lane.BULK)
 
@@ -57,8 +58,14 @@ _TRANSITIONS: dict[tuple[LinkState, str], LinkState] = {
 class Link:
     """One other incarnation."""
 
-    def __init__(self, key: PeerKey, endpoints: Endpoints) -> None:
+    def __init__(self, key: PeerKey, endpoints: Endpoints, own: PeerKey) -> None:
         self.key = key
+        self._address_in = address_of(key, own)
+        self.address_in = self._address_in
+        """In the header of what it sends to us; otherwise it is not meant for this incarnation, or not from that one.
+        Of one that is down: nothing, for it is looked at closely."""
+        self.address_out = address_of(own, key)
+        """In the header of what we send to it."""
         self.endpoints = endpoints
         self.state = LinkState.OPENING
         self.is_down = False
@@ -88,6 +95,7 @@ class Link:
         """Move to the next state; an event that the table does not know in this state is a bug."""
         self.state = _TRANSITIONS[self.state, event]
         self.is_down = self.state is LinkState.DOWN
+        self.address_in = b"" if self.is_down else self._address_in
 
     def reopen(self) -> None:
         """It was given up and is tried again: what we send begins anew, what it sends goes on where it was."""
@@ -110,15 +118,13 @@ class Link:
         return control.released | bulk.released << 16
 
     def take_credit(self, word: int) -> tuple[Lane, ...]:
-        """Apply the other side's counters; the lanes that gained room."""
+        """Apply the other side's counters; the lanes that gained room and have a use for it."""
         changed = word ^ self.last_word
-        if not changed:
-            return ()
         self.last_word = word
         has_gained = self.windows[0].released(word & 0xFFFF)
         if changed > 0xFFFF and self.windows[1].released(word >> 16):
             return _BOTH if has_gained else _BULK
-        return _CONTROL if has_gained else ()
+        return _CONTROL if has_gained and self.waiting[0] else ()
 
 
 class Links:
@@ -138,7 +144,7 @@ class Links:
         """Not to be reached when last tried. They may live and still send: what they said of themselves holds."""
         self.is_closed = False
         """This process is going: no link is opened any more."""
-        self.itself = Link(own, transport.endpoints)
+        self.itself = Link(own, transport.endpoints, own)
         """The way to ourselves: always up, no transport between."""
         self.itself.on("connected")
         self._links[own] = self.itself
@@ -173,7 +179,7 @@ class Links:
                 raise StaleEpoch(f"{key} has ended", remedy="look its name up again")
             self._transport.connect(key, endpoints)
             given_up = self._given_up.pop(key, None)
-            link = self._links[key] = given_up or Link(key, endpoints)
+            link = self._links[key] = given_up or Link(key, endpoints, self.own)
             if given_up is not None:
                 link.endpoints = endpoints
                 link.reopen()
@@ -255,9 +261,8 @@ class Links:
         """The same for an envelope of the control lane without options and arrays, which is made here and now."""
         control, bulk = link.grants  # here in brief what `credit_word` does
         control.announced, bulk.announced = control.released, bulk.released
-        own_id, own_epoch = self.own
-        header = pack_header(
-            kind, IDEMPOTENT if is_idempotent else 0, method, actor, corr, own_id, own_epoch, link.key[1], ttl_ms,
+        header = pack_head(
+            _WORDS[kind], IDEMPOTENT if is_idempotent else 0, method, actor, corr, link.address_out, ttl_ms,
             0, len(body), control.released | bulk.released << 16,
         )  # fmt: skip
         parcel = Parcel(header + body, cost)

@@ -24,7 +24,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     method: int
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Order(msgspec.Struct, frozen=True, gc=False):
     """What is to be called, with which bytes."""
 
     target: str
@@ -40,6 +40,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     chain: tuple[str, ...] = ()
     trace: bytes = b""
     window: int = 0
+    is_plain: bool = False
+    """A call without options and arrays: what nearly every call is, and what `Calls.submit` is quickest with."""
 
 
 class CallSink(Protocol):

@@ -22,7 +22,21 @@ from .credit import cost_of
 from .dialect import PROTOCOL, Dialect
 from .farewell import read_farewell, write_farewell
 from .faults import decode_fault, encode_fault
-from .frames import LIMITS, VERSION, Buffer, Envelope, Kind, Limits, Malformed, decode, encode, peek
+from .frames import (
+    HEADER_BYTES,
+    LIMITS,
+    VERSION,
+    WORDS,
+    Buffer,
+    Envelope,
+    Kind,
+    Limits,
+    Malformed,
+    decode,
+    encode,
+    peek,
+    read_head,
+)
 from .hello import Hello, read_hello, write_hello
 from .links import Link, Links
 from .pulse import Pulse
@@ -34,6 +48,7 @@ from .strikes import Strikes
 ANOTHER = "asked for another incarnation than"
 REPLACED = "was replaced, or was reported dead"
 _HELLO = Kind.HELLO
+_LEAST = HEADER_BYTES
 LOOPBACK = b"self"
 """Source of what a process sends to itself."""
 GOODBYE_LINGER_S = 2.0
@@ -60,6 +75,9 @@ class Session:
         self._transport = transport
         self._host = host
         self._limits = (limits.of_control(), limits)
+        self._is_wary = False
+        """Look at each envelope closely: somebody is banned, or this process is closing."""
+        self._plain_bytes = min(limits.bulk_from, limits.control_body, limits.body, limits.message)
         self._links = Links(own, transport, host.loop_back)
         self.calls = Calls(self._links, clock, limits)
         self.serving = Serving(self._links, host, clock, limits)
@@ -89,6 +107,8 @@ class Session:
             Kind.PONG: self.pulse.on_pong,
             Kind.GOODBYE: self._on_goodbye,
         }
+        self._plain = {WORDS[kind]: (kind, handle) for kind, handle in self._dispatch.items()}
+        """The same by the first word of an envelope."""
 
     # -- from the transport
 
@@ -103,8 +123,32 @@ class Session:
         return encode(self._envelope(Kind.HELLO, peer, body=write_hello(hello)))
 
     def received(self, source: bytes, lane: Lane, data: memoryview) -> None:
+        link, size = self._sources[lane].get(source), len(data)
+        if link is None or not _LEAST <= size <= self._plain_bytes or self._is_wary:
+            self._examine(source, lane, data)
+            return
+        word, flags, method, actor, corr, address, ttl_ms, num_frames, body_len, credit = read_head(data)
+        found = self._plain.get(word)
+        if found is None or address != link.address_in or body_len != size - _LEAST or num_frames or flags:
+            self._examine(source, lane, data)
+            return
+        if credit != link.last_word and (gained := link.take_credit(credit)):
+            self._make_use_of(link, gained)
+        kind, handle = found
+        node_id, epoch = link.key
+        body = data[_LEAST:]
+        handle(link, lane, Envelope(kind, node_id, epoch, self._epoch, corr, actor, method, ttl_ms, credit, body), size)
+
+    def _make_use_of(self, link: Link, gained: tuple[Lane, ...]) -> None:
+        for room in gained:
+            if link.waiting[room]:
+                self.calls.on_room(link, room)
+
+    def _examine(self, source: bytes, lane: Lane, data: memoryview) -> None:
+        """The same for whatever comes, also from those who are not known."""
         if self._links.is_closed or (self._strikes.has_bans and self._is_banned(source)):
             return
+        self._is_wary = self._strikes.has_bans
         envelope = decode(data, self._limits[lane])
         link = self._sources[lane].get(source)
         if (
@@ -118,9 +162,7 @@ class Session:
             self._on_irregular(source, lane, link, envelope)
             return
         if envelope.credit != link.last_word:
-            for room in link.take_credit(envelope.credit):
-                if link.waiting[room]:
-                    self.calls.on_room(link, room)
+            self._make_use_of(link, link.take_credit(envelope.credit))
         self._dispatch[envelope.kind](link, lane, envelope, len(data))
 
     def _on_irregular(self, source: bytes, lane: Lane, link: Link | None, envelope: Envelope | Malformed) -> None:
@@ -145,6 +187,7 @@ class Session:
         self.counters["malformed"] += 1
         if source != LOOPBACK and self._strikes.strike(source, self._clock.monotonic()):
             self.counters["banned"] += 1
+            self._is_wary = True
             self._sources[lane].pop(source, None)
             if self._door is not None:
                 self._door.ban(source, lane)
@@ -247,7 +290,7 @@ class Session:
     def close(self) -> None:
         """Say goodbye to everybody; calls that are still pending end now."""
         self.calls.fail_all("this process is closing")
-        self._links.is_closed = True
+        self._links.is_closed = self._is_wary = True
         for link in self._links.all():
             if link.key != self.own:
                 self._links.send(link, Lane.CONTROL, encode(self._envelope(Kind.GOODBYE, link.key)))
