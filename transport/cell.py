@@ -251,8 +251,8 @@ class ActorCell:
         if state is not _RUNNING or (is_serial and (self._is_busy or self._is_turning or mailbox.waiting)):
             mailbox.put(inbound)
             self._turn_soon()
-        else:
-            self._run(inbound, is_serial)
+            return
+        self._run(inbound, is_serial)
 
     def post(self, event: PeerEvent) -> None:
         """Queue a peer event; never refused while the actor lives."""

@@ -22,9 +22,10 @@ from ...core.errors import (
     StreamBroken,
 )
 from ..wire import Lane
+from . import credit
 from .credit import UNIT_BYTES, cost_of
 from .faults import decode_fault
-from .frames import HEADER_BYTES, LIMITS, Envelope, Kind, Limits, encoded_bytes
+from .frames import HEADER_BYTES, LIMITS, NO_TTL, Envelope, Kind, Limits, encoded_bytes
 from .links import Link, Links
 from .pending import CallSink, CallState, Order, PendingCall, Route, RouteOf, envelope_of, ttl_ms_of
 from .refused_casts import RefusedCasts
@@ -32,7 +33,7 @@ from .wheel import Wheel
 
 LAST_WORDS_S = 1.0  # by which the news that an actor ended may overtake its last answers
 _CALL, _CAST, _REPLY, _END = Kind.CALL, Kind.CAST, Kind.REPLY, Kind.END
-_SENT, _PARKED = CallState.SENT, CallState.PARKED  # members of an Enum are looked up in Python
+_SENT, _PARKED, _ENDED = CallState.SENT, CallState.PARKED, CallState.ENDED  # members of an Enum are looked up in Python
 _CONTROL_LANE = Lane.CONTROL
 _TRY_ELSEWHERE = (Draining, NoSuchActor, StaleEpoch, PeerDied)
 """Answers to a resendable call that only mean: not from this incarnation."""
@@ -67,9 +68,9 @@ class Calls:
 
     def submit(self, order: Order, route: Route, sink: CallSink) -> int:
         """Begin a call; returns its number. If it raises (too large, overloaded, draining, no way), it never began."""
-        now = self._now()
-        if order.is_plain and (corr := self._send_at_once(order, route, sink, now)):
+        if order.is_plain and (corr := self._send_at_once(order, route, sink)):
             return corr
+        now = self._now()
         if order.kind == "cast":
             self._casts.check(order.target, now)
         try:
@@ -90,22 +91,27 @@ class Calls:
         self._push(link, call)
         return call.corr
 
-    def _send_at_once(self, order: Order, route: Route, sink: CallSink, now: float) -> int:
+    def _send_at_once(self, order: Order, route: Route, sink: CallSink) -> int:
         """What happens to nearly every call, in one: it is small, its callee is known, and there is credit for it.
         0: not so."""
         links, body, peer = self._links, order.body, route.peer
         link = links.find(peer)
         if link is None or link.drains_until or link.waiting[0] or links.is_closed or len(body) > self._small_body:
             return 0
-        if not link.windows[0].take_one():
+        window = link.windows[0]
+        num_sent = window.num_sent
+        if (num_sent - window.num_back & 0xFFFF) >= credit.WINDOW_UNITS:
             return 0
+        window.num_sent = num_sent + 1 & 0xFFFF  # here in brief what `spend` does
         corr = self._next_corr
         self._next_corr = corr + 1
         call = PendingCall(corr, order, sink, _SENT, peer, route, None, _CONTROL_LANE, 1, None, 1)
         self._pending[corr] = link.pending[corr] = call
-        call.parcel = links.send_plain(
-            link, _CALL, corr, body, route.actor, route.method, order.is_resendable, 1, ttl_ms_of(order, now)
-        )
+        due_at = order.deadline_at
+        ttl_ms = NO_TTL
+        if due_at is not None and not 0 <= (ttl_ms := int((due_at - self._now()) * 1000)) < NO_TTL:
+            ttl_ms = ttl_ms_of(order, self._now())
+        call.parcel = links.send_plain(link, _CALL, corr, body, route.actor, route.method, order.is_resendable, 1, ttl_ms)
         return corr
 
     def submit_later(self, order: Order, sink: CallSink) -> int:
@@ -166,7 +172,10 @@ class Calls:
             self._on_late(link, envelope)
             return
         if envelope.kind is _REPLY and not envelope.actor:  # nearly always: here in brief what `_end` does
-            call.end()
+            if call.order.is_plain:
+                call.state = _ENDED
+            else:
+                call.end()
             del link.pending[corr]
             self._pending.pop(corr, None)
             if call.is_timed:

@@ -7,6 +7,7 @@ OPENING --connected--> UP --lost--> LOST --connected--> UP
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -30,6 +31,10 @@ _CHUNK_UNITS = LIMITS.chunk // UNIT_BYTES
 _WORDS = WORDS
 _CONTROL_LANE = Lane.CONTROL
 _CONTROL, _BULK, _BOTH = (Lane.CONTROL,), (Lane.BULK,), (Lane.CONTROL, Lane.BULK)
+
+
+def _nowhere(_parcel: Parcel) -> None:
+    """There is no connection; as `Transport.send` to a peer that is not known."""
 
 
 class LinkState(Enum):
@@ -67,6 +72,8 @@ class Link:
         self.address_out = address_of(own, key)
         """In the header of what we send to it."""
         self.endpoints = endpoints
+        self.outlet: Callable[[Parcel], object] = _nowhere
+        """By which small envelopes leave for it."""
         self.state = LinkState.OPENING
         self.is_down = False
         """In state DOWN."""
@@ -96,6 +103,8 @@ class Link:
         self.state = _TRANSITIONS[self.state, event]
         self.is_down = self.state is LinkState.DOWN
         self.address_in = b"" if self.is_down else self._address_in
+        if self.is_down:
+            self.outlet = _nowhere
 
     def reopen(self) -> None:
         """It was given up and is tried again: what we send begins anew, what it sends goes on where it was."""
@@ -121,10 +130,16 @@ class Link:
         """Apply the other side's counters; the lanes that gained room and have a use for it."""
         changed = word ^ self.last_word
         self.last_word = word
-        has_gained = self.windows[0].released(word & 0xFFFF)
+        window, counter = self.windows[0], word & 0xFFFF
+        if changed <= 0xFFFF and not self.waiting[0]:
+            num_back = window.num_back  # nearly always: here in brief what `released` does
+            if 0 < (counter - num_back & 0xFFFF) <= (window.num_sent - num_back & 0xFFFF):
+                window.num_back = counter
+                return ()
+        has_gained = window.released(counter)
         if changed > 0xFFFF and self.windows[1].released(word >> 16):
             return _BOTH if has_gained else _BULK
-        return _CONTROL if has_gained and self.waiting[0] else ()
+        return _CONTROL if has_gained else ()
 
 
 class Links:
@@ -138,6 +153,8 @@ class Links:
         self._takes_lent: bool = getattr(transport, "takes_lent", False)
         self._loop_back = loop_back
         self._links: dict[PeerKey, Link] = {}
+        self.find = self._links.get
+        """The link to an incarnation, or None."""
         self._newest: dict[int, int] = {}
         self._over: dict[int, int] = {}
         self._given_up: dict[PeerKey, Link] = {}
@@ -147,13 +164,11 @@ class Links:
         self.itself = Link(own, transport.endpoints, own)
         """The way to ourselves: always up, no transport between."""
         self.itself.on("connected")
+        self.itself.outlet = functools.partial(self._hand_over, self.itself, _CONTROL_LANE)
         self._links[own] = self.itself
 
     def all(self) -> list[Link]:
         return list(self._links.values())
-
-    def find(self, key: PeerKey) -> Link | None:
-        return self._links.get(key)
 
     def newest(self, node_id: int) -> int:
         """Highest epoch heard of for that node; 0: none."""
@@ -183,6 +198,7 @@ class Links:
             if given_up is not None:
                 link.endpoints = endpoints
                 link.reopen()
+            link.outlet = self._transport.outlet(key)
         return link
 
     def learn(self, link: Link, endpoints: Endpoints) -> None:
@@ -260,15 +276,16 @@ class Links:
     ) -> Parcel:
         """The same for an envelope of the control lane without options and arrays, which is made here and now."""
         control, bulk = link.grants  # here in brief what `credit_word` does
-        control.announced, bulk.announced = control.released, bulk.released
+        word = control.announced = control.released
+        if bulk.released or bulk.announced:
+            bulk.announced = bulk.released
+            word |= bulk.released << 16
         header = pack_head(
             _WORDS[kind], IDEMPOTENT if is_idempotent else 0, method, actor, corr, link.address_out, ttl_ms,
-            0, len(body), control.released | bulk.released << 16,
+            0, len(body), word,
         )  # fmt: skip
         parcel = Parcel(header + body, cost)
-        if link is self.itself:
-            return self._hand_over(link, _CONTROL_LANE, parcel)
-        self._transport.send(link.key, _CONTROL_LANE, parcel)
+        link.outlet(parcel)
         return parcel
 
     def _hand_over(self, link: Link, lane: Lane, parcel: Parcel) -> Parcel:

@@ -23,6 +23,7 @@ from ...core.errors import (
 )
 from ...core.ids import PeerKey
 from ..wire import Lane
+from . import credit
 from .credit import UNIT_BYTES, cost_of
 from .faults import encode_fault
 from .frames import HEADER_BYTES, LIMITS, NO_TTL, Buffer, Envelope, Kind, Limits, encode
@@ -173,7 +174,10 @@ class Serving:
             self.take_up(arrival)
         elif not arrival.is_taken_up:  # the same, in brief
             arrival.is_taken_up = True
-            if link.grants[arrival.lane].give(arrival.cost):
+            grant, cost = link.grants[arrival.lane], arrival.cost
+            grant.held -= cost
+            grant.released = released = grant.released + cost & 0xFFFF
+            if (released - grant.announced & 0xFFFF) >= credit.DUE_UNITS:
                 self._links.send_plain(link, _CREDIT, 0)
 
     def check_deadline(self, arrival: Arrival) -> None:
