@@ -45,8 +45,10 @@ NUM_WAYS = 2
 class Finder(Protocol):
     """Where the courier asks for addresses."""
 
-    routes: Mapping[tuple[str, str, str], Route]
-    """Of callee, handler and schema, as far as `route` would say the same."""
+    @property
+    def routes(self) -> Mapping[tuple[str, str, str], Route]:
+        """Of callee, handler and schema, as far as `route` would say the same; the same object always."""
+        ...
 
     def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None:
         """What is known now."""
@@ -209,21 +211,17 @@ class Courier:
         return self._fetched(self._porter, envelope, target, spec)
 
     def _order(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Order:
-        declaration, kind, now, scope = spec.declaration, spec.declaration.kind, self._now(), current_scope()
-        if scope is NO_SCOPE and kind == "call" and (deadline_s is None or deadline_s > 0):  # here in brief
-            body, frames = codecs_of(spec).request.encode(request)
-            if not frames:
-                due_at = None if deadline_s is None else now + deadline_s
-                return Order(
-                    target, spec.name, spec.schema, kind, body, (), due_at, declaration.is_idempotent, is_plain=True
-                )
-        waits = kind != "cast"
-        left_s = deadline_s
-        if waits and scope.deadline_at is not None:
+        declaration, now, scope = spec.declaration, self._now(), current_scope()
+        kind = declaration.kind
+        waits, left_s = kind != "cast", deadline_s
+        if scope is not NO_SCOPE and waits and scope.deadline_at is not None:
             left_s = remaining_s(deadline_s, now)
         if left_s is not None and left_s <= 0:
             raise _named(NotSent(f"{target}.{spec.name}: no time is left of the call that makes it"), target)
         body, frames = codecs_of(spec).request.encode(request)
+        if scope is NO_SCOPE and kind == "call" and not frames:  # nearly always
+            deadline_at = None if left_s is None else now + left_s
+            return Order(target, spec.name, spec.schema, kind, body, deadline_at, declaration.is_idempotent, True)
         if declaration.is_idempotent:  # it may be sent again much later: the caller's arrays may have changed by then
             frames = tuple(bytes(frame) for frame in frames)
         return Order(

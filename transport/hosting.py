@@ -42,8 +42,8 @@ class Hosting:
     def __init__(self, keeper: Keeper) -> None:
         self._cells: dict[int, ActorCell] = {}
         self._next_index = 0
-        self._posts: dict[tuple[int, int], Post] = {}
-        """By numbers of actor and handler: those that were called, and that anybody may call."""
+        self._posts: dict[int, Post] = {}
+        """By number of the actor and, in the lower 16 bits, of the handler: of calls and streams that came before."""
         self._session: Session | None = None
         self._watched: list[tuple[str, ActorCell]] = []
         self._keeper = keeper
@@ -104,7 +104,7 @@ class Hosting:
 
     def deliver(self, arrival: Arrival) -> None:
         envelope = arrival.envelope
-        post = self._posts.get((envelope.actor, envelope.method))
+        post = self._posts.get(envelope.actor << 16 | envelope.method)
         if post is None or arrival.is_cast or envelope.key or self.guard is not None or self.retry_after_s is not None:
             post = self._post_for(arrival)
         cell, spec, codecs, serving = post
@@ -140,7 +140,7 @@ class Hosting:
             raise Draining(why, retry_after_s=self.retry_after_s)
         post = cell, spec, cell.codecs[method], self._session.serving
         if kind not in ("cast", "put"):
-            self._posts[envelope.actor, method] = post
+            self._posts[envelope.actor << 16 | method] = post
         return post
 
     def abandon(self, arrival: Arrival) -> None:

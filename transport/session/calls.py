@@ -105,7 +105,7 @@ class Calls:
         window.num_sent = num_sent + 1 & 0xFFFF  # here in brief what `spend` does
         corr = self._next_corr
         self._next_corr = corr + 1
-        call = PendingCall(corr, order, sink, _SENT, peer, route, None, _CONTROL_LANE, 1, None, 1)
+        call = PendingCall(corr, order, sink, _SENT, peer, route, 1, 1)
         self._pending[corr] = link.pending[corr] = call
         due_at = order.deadline_at
         ttl_ms = NO_TTL

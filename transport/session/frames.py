@@ -12,10 +12,9 @@ it costs a getsockopt per part, and a part's address is odd, so arrays would hav
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from itertools import accumulate, pairwise
 

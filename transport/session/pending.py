@@ -33,15 +33,15 @@ class Order(msgspec.Struct, frozen=True, gc=False):
     """Fingerprint of the handler's types."""
     kind: HandlerKind
     body: Buffer
-    frames: tuple[Buffer, ...] = ()
     deadline_at: float | None = None
     is_resendable: bool = False
+    is_plain: bool = False
+    """A call (not a cast, put or stream) without options and arrays, as nearly all are: `Calls.submit` is quick with it."""
+    frames: tuple[Buffer, ...] = ()
     key: bytes = b""
     chain: tuple[str, ...] = ()
     trace: bytes = b""
     window: int = 0
-    is_plain: bool = False
-    """A call without options and arrays: what nearly every call is, and what `Calls.submit` is quickest with."""
 
 
 class CallSink(Protocol):
@@ -79,13 +79,13 @@ class PendingCall(msgspec.Struct, eq=False):
     peer: PeerKey = NOBODY
     route: Route | None = None
     """Where it goes; what is said of the call at sending comes from here and from the order ..."""
+    cost: int = 0
+    num_sent: int = 0
+    """How often it was handed to the transport."""
+    parcel: Parcel | None = None
     whole: Envelope | None = None
     """... unless it has options or arrays: then this is encoded when there is credit for it."""
     lane: Lane = Lane.CONTROL
-    cost: int = 0
-    parcel: Parcel | None = None
-    num_sent: int = 0
-    """How often it was handed to the transport."""
     next_item: int = 0
     demanded: int = 0
     """Items of a stream that may come in all, as the consumer said last; 0: it said nothing, the window holds."""
