@@ -140,6 +140,12 @@ class Connection:
                 self.close()
                 return
             if self._part is None:
+                if size >= SOLE_AT:
+                    length, head, num_bytes = read_sole(room)
+                    end = SOLE_AT + num_bytes
+                    if head == SOLE_HEAD and length == num_bytes + SOLE_BYTES and size == end + 7 & -8:
+                        self._hand_over(memoryview(bytearray(room[SOLE_AT:end])))  # nearly always, to a loop at leisure
+                        return
                 self._data = memoryview(bytearray(room[:size]))
             elif size < len(room):
                 self._room = room[size:]
@@ -153,12 +159,13 @@ class Connection:
             if not self._hand_over() or size < len(room):
                 return
 
-    def _hand_over(self) -> bool:
-        """All messages that have come whole. False: the turn was over before, or the connection."""
+    def _hand_over(self, sole: memoryview | None = None) -> bool:
+        """All messages that have come whole; `sole`: only that envelope has. False: the turn was over before, or the
+        connection."""
         departures = self._porch.departures
         departures.hold()
         try:
-            return self._cut()
+            return self._cut() if sole is None else self._take(sole)
         except Exception as error:  # noqa: BLE001  # a bug in the session must be heard of and cost one message
             _log.error("the session failed on a message", exc_info=error)
             self._wait()
@@ -172,6 +179,15 @@ class Connection:
             departures.is_holding = False
             if departures.due:
                 departures.release()
+
+    def _take(self, sole: memoryview) -> bool:
+        porch = self._porch
+        if (sink := porch.sink) is not None:
+            self.has_spoken = True
+            sink.received(self.source, porch.lane, sole)
+            if porch.turn.note_taken():
+                self._wait()
+        return False
 
     def _cut(self) -> bool:
         porch, data, source = self._porch, self._data, self.source
