@@ -4,7 +4,7 @@ Serial handlers run one after another, re-entrant ones beside them. A handler be
 becomes a task, which can be cancelled alone, when it first waits for something (`eager.py`). Knows messages only as
 `Inbound`; never sees a socket.
 
-    NEW -> STARTING -> RUNNING -> DRAINING -> STOPPED       (also STARTING | RUNNING | DRAINING -> STOPPED by failure)
+Its states are in `cell_states.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -24,6 +23,7 @@ from ..core.handlers import HandlerSpec, handlers_of
 from ..core.ids import PeerKey
 from ..core.mailbox import Mailbox
 from ..core.scope import NO_SCOPE, CallScope, enter_scope, fresh_context
+from .cell_states import NEXT, CellState
 from .codec import codecs_of
 from .eager import Eager
 
@@ -62,25 +62,6 @@ class Inbound(Protocol):
     async def send_items(self, items: AsyncIterator[Any]) -> None:
         """Answer of a stream handler: all items as the consumer asks for them, then the end."""
         ...
-
-
-class CellState(Enum):
-    """Where an actor stands."""
-
-    NEW = "new"
-    STARTING = "starting"
-    RUNNING = "running"
-    DRAINING = "draining"
-    STOPPED = "stopped"
-
-
-_NEXT: dict[CellState, tuple[CellState, ...]] = {
-    CellState.NEW: (CellState.STARTING,),
-    CellState.STARTING: (CellState.RUNNING, CellState.STOPPED),
-    CellState.RUNNING: (CellState.DRAINING, CellState.STOPPED),
-    CellState.DRAINING: (CellState.STOPPED,),
-    CellState.STOPPED: (),
-}
 
 
 _RUNNING = CellState.RUNNING  # members of an Enum are looked up in Python
@@ -180,7 +161,7 @@ class ActorCell:
         self._on_failed(self, error)
 
     def _become(self, state: CellState) -> None:
-        if state not in _NEXT[self.state]:
+        if state not in NEXT[self.state]:
             raise RuntimeError(f"{self.name}: an actor that is {self.state.value} cannot become {state.value}")
         self.state = state
 
@@ -314,7 +295,7 @@ class ActorCell:
     def _run_event(self, event: PeerEvent) -> None:
         self._is_busy = True
         self._num_begun += 1
-        task = self._eager.start(self._tell(event, CallScope(chain=self._own_chain)), self._context.copy())
+        task = self._eager.start(self._tell(event), self._context.copy())
         if task is not None:
             self._note_running(event, task)
 
@@ -343,8 +324,8 @@ class ActorCell:
         if not self._quiet.is_set() and self._is_quiet():
             self._quiet.set()
 
-    async def _tell(self, event: PeerEvent, scope: CallScope) -> None:
-        enter_scope(scope)
+    async def _tell(self, event: PeerEvent) -> None:
+        enter_scope(CallScope(chain=self._own_chain))
         try:
             await self.actor.on_peer(event)
         except Exception as error:  # noqa: BLE001  # the actor's own code: its error fails the actor

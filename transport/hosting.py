@@ -15,12 +15,12 @@ from .codec import Codecs
 from .inbound import Delivery
 from .registry.directory import ActorRecord
 from .session.guard import Guard
+from .session.reception import LOOPBACK
 from .session.serving import Arrival, Serving
-from .session.session import LOOPBACK, Session
+from .session.session import Session
 from .tensors.contract import MEMORY_INDEX
 from .tensors.porter import Porter
 from .wire import Lane
-
 
 Post = tuple[ActorCell, HandlerSpec, Codecs, Serving]
 """What handles a call."""

@@ -12,7 +12,6 @@ from ...core.errors import (
     CallError,
     DeadlineExceeded,
     Draining,
-    MessageTooLarge,
     MyxaError,
     NoSuchActor,
     NotExecuted,
@@ -23,11 +22,11 @@ from ...core.errors import (
 )
 from ..wire import Lane
 from . import credit
-from .credit import UNIT_BYTES, cost_of
+from .credit import UNIT_BYTES
 from .faults import decode_fault
-from .frames import HEADER_BYTES, LIMITS, NO_TTL, Envelope, Kind, Limits, encoded_bytes
+from .frames import HEADER_BYTES, LIMITS, NO_TTL, Envelope, Kind, Limits
 from .links import Link, Links
-from .pending import CallSink, CallState, Order, PendingCall, Route, RouteOf, envelope_of, ttl_ms_of
+from .pending import CallSink, CallState, Order, PendingCall, Route, RouteOf, ttl_ms_of
 from .refused_casts import RefusedCasts
 from .wheel import Wheel
 
@@ -85,7 +84,7 @@ class Calls:
             left_s = max(0.0, link.drains_until - now)
             raise Draining(f"{order.target}: its process is shutting down and takes no calls", retry_after_s=left_s)
         call = PendingCall(self._next_corr, order, sink)
-        self._address(call, route)
+        call.address(route, self._links.own, self._limits)
         self._next_corr += 1
         self._pending[call.corr] = call
         self._push(link, call)
@@ -111,7 +110,9 @@ class Calls:
         ttl_ms = NO_TTL
         if due_at is not None and not 0 <= (ttl_ms := int((due_at - self._now()) * 1000)) < NO_TTL:
             ttl_ms = ttl_ms_of(order, self._now())
-        call.parcel = links.send_plain(link, _CALL, corr, body, route.actor, route.method, order.is_resendable, 1, ttl_ms)
+        call.parcel = links.send_plain(
+            link, _CALL, corr, body, route.actor, route.method, order.is_resendable, 1, ttl_ms
+        )
         return corr
 
     def submit_later(self, order: Order, sink: CallSink) -> int:
@@ -307,7 +308,7 @@ class Calls:
             if link.drains_until:
                 return
             self._unpark(call)
-            self._address(call, route)
+            call.address(route, self._links.own, self._limits)
             call.state = CallState.WAITING
             self._push(link, call)
 
@@ -321,23 +322,6 @@ class Calls:
             self._end_of(call, why)
 
     # -- the way of one call
-
-    def _address(self, call: PendingCall, route: Route) -> None:
-        order = call.order
-        call.peer, call.route = route.peer, route
-        num_bytes = HEADER_BYTES + len(order.body)
-        if order.chain or order.frames or order.key or order.trace or num_bytes > self._limits.bulk_from:
-            call.whole = envelope_of(call, order, route, self._links.own)  # copied when there is credit, not before
-            num_bytes = encoded_bytes(call.whole)
-            call.lane = Lane.BULK if num_bytes > self._limits.bulk_from else Lane.CONTROL
-        else:
-            call.whole, call.lane = None, _CONTROL_LANE
-        call.cost = cost_of(num_bytes)
-        if num_bytes > self._limits.message or len(order.body) > self._limits.body:
-            raise MessageTooLarge(
-                f"{call}: {num_bytes} bytes are over the limit of {self._limits.message} (body: {self._limits.body})",
-                remedy="send it in parts, or by shared memory",
-            )
 
     def _push(self, link: Link, call: PendingCall) -> None:
         link.pending[call.corr] = call

@@ -7,11 +7,12 @@ from typing import Protocol
 
 import msgspec
 
-from ...core.errors import CallError, MyxaError
+from ...core.errors import CallError, MessageTooLarge, MyxaError
 from ...core.handlers import HandlerKind
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel
-from .frames import NO_TTL, Buffer, Envelope, Kind
+from .credit import cost_of
+from .frames import HEADER_BYTES, NO_TTL, Buffer, Envelope, Kind, Limits, encoded_bytes
 from .lent import lent_of
 
 
@@ -36,7 +37,7 @@ class Order(msgspec.Struct, frozen=True, gc=False):
     deadline_at: float | None = None
     is_resendable: bool = False
     is_plain: bool = False
-    """A call (not a cast, put or stream) without options and arrays, as nearly all are: `Calls.submit` is quick with it."""
+    """A call (no cast, put or stream) without options and arrays: `Calls.submit` is quick with it."""
     frames: tuple[Buffer, ...] = ()
     key: bytes = b""
     chain: tuple[str, ...] = ()
@@ -97,6 +98,24 @@ class PendingCall(msgspec.Struct, eq=False):
     """Why there will be no answer, if it is not on its way already."""
     last: Envelope | None = None
     """The end, or the error, that overtook items."""
+
+    def address(self, route: Route, own: PeerKey, limits: Limits) -> None:
+        """It goes there. Raises MessageTooLarge."""
+        order = self.order
+        self.peer, self.route = route.peer, route
+        num_bytes = HEADER_BYTES + len(order.body)
+        if order.chain or order.frames or order.key or order.trace or num_bytes > limits.bulk_from:
+            self.whole = envelope_of(self, order, route, own)  # copied when there is credit, not before
+            num_bytes = encoded_bytes(self.whole)
+            self.lane = Lane.BULK if num_bytes > limits.bulk_from else Lane.CONTROL
+        else:
+            self.whole, self.lane = None, Lane.CONTROL
+        self.cost = cost_of(num_bytes)
+        if num_bytes > limits.message or len(order.body) > limits.body:
+            raise MessageTooLarge(
+                f"{self}: {num_bytes} bytes are over the limit of {limits.message} (body: {limits.body})",
+                remedy="send it in parts, or by shared memory",
+            )
 
     def end(self) -> None:
         """Its outcome is known; its arrays are their owner's again."""

@@ -20,7 +20,7 @@ from ..session.unwrapping import Unwrapping
 from ..turn_budget import TurnBudget
 from ..wire import Lane, Sink
 from .sockets import shut
-from .stream import LENGTH_BYTES, MAX_MESSAGE, SOLE_AT, SOLE_HEAD, length_at, padded, read_sole
+from .stream import LENGTH_BYTES, MAX_MESSAGE, SOLE_AT, SOLE_HEAD, end_of_sole, length_at, padded, read_sole
 
 PART_BYTES = 64 * 1024
 """Room for a message that has not come whole, at first; doubled when it is full."""
@@ -140,12 +140,9 @@ class Connection:
                 self.close()
                 return
             if self._part is None:
-                if size >= SOLE_AT:
-                    length, head, num_bytes = read_sole(room)
-                    end = SOLE_AT + num_bytes
-                    if head == SOLE_HEAD and length == num_bytes + SOLE_BYTES and size == end + 7 & -8:
-                        self._hand_over(memoryview(bytearray(room[SOLE_AT:end])))  # nearly always, to a loop at leisure
-                        return
+                if (end := end_of_sole(room, size)) is not None:  # nearly always, when the loop is at leisure
+                    self._hand_over(memoryview(bytearray(room[SOLE_AT:end])))
+                    return
                 self._data = memoryview(bytearray(room[:size]))
             elif size < len(room):
                 self._room = room[size:]

@@ -37,6 +37,15 @@ def framed_sole(envelope: bytes | bytearray) -> bytes:
     return b"".join((_SOLE.pack(size + SOLE_BYTES, SOLE_HEAD, size), envelope, _PADS[size & 7]))
 
 
+def end_of_sole(data: memoryview, size: int) -> int | None:
+    """Where the envelope ends, if the first `size` bytes are a message of one and nothing else."""
+    if size < SOLE_AT:
+        return None
+    length, head, num_bytes = read_sole(data)
+    end = SOLE_AT + num_bytes
+    return end if head == SOLE_HEAD and length == num_bytes + SOLE_BYTES and size == end + 7 & -8 else None
+
+
 def padded(length: int) -> int:
     """What a message of that length takes up behind it."""
     return (length + 7) & -8
