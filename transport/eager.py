@@ -42,7 +42,7 @@ class Eager:
         """
         loop, stand_in = self._loop, self._stand_in
         self._stand_in = None
-        if stand_in is None or (task := stand_in.task).cancelling():  # only by that it can have ended
+        if stand_in is None or (task := stand_in.task).done() or task.cancelling():
             stand_in = _StandIn(loop)
             task = stand_in.task
         outer: asyncio.Task[Any] | None = None

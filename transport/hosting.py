@@ -105,7 +105,13 @@ class Hosting:
     def deliver(self, arrival: Arrival) -> None:
         envelope = arrival.envelope
         post = self._posts.get(envelope.actor << 16 | envelope.method)
-        if post is None or arrival.is_cast or envelope.key or self.guard is not None or self.retry_after_s is not None:
+        if (
+            post is None
+            or arrival.is_cast
+            or envelope.key
+            or self.retry_after_s is not None
+            or (self.guard is not None and self.guard.observers)
+        ):
             post = self._post_for(arrival)
         cell, spec, codecs, serving = post
         delivery = arrival.handle = Delivery(

@@ -33,7 +33,6 @@ from .wheel import Wheel
 LAST_WORDS_S = 1.0  # by which the news that an actor ended may overtake its last answers
 _CALL, _CAST, _REPLY, _END = Kind.CALL, Kind.CAST, Kind.REPLY, Kind.END
 _SENT, _PARKED, _ENDED = CallState.SENT, CallState.PARKED, CallState.ENDED  # members of an Enum are looked up in Python
-_CONTROL_LANE = Lane.CONTROL
 _TRY_ELSEWHERE = (Draining, NoSuchActor, StaleEpoch, PeerDied)
 """Answers to a resendable call that only mean: not from this incarnation."""
 
@@ -173,7 +172,7 @@ class Calls:
             self._on_late(link, envelope)
             return
         if envelope.kind is _REPLY and not envelope.actor:  # nearly always: here in brief what `_end` does
-            if call.order.is_plain:
+            if call.cost == 1:  # so little is never lent
                 call.state = _ENDED
             else:
                 call.end()

@@ -174,7 +174,6 @@ class Reception:
             self._desk.on_stale(link, envelope)
 
     def malformed(self, source: bytes, lane: Lane, reason: str) -> None:
-        del reason
         if self._strikes.has_bans and self._is_banned(source):
             return
         self._counters["malformed"] += 1
