@@ -3,9 +3,9 @@
     python bench/call_stages.py [--depth 64] [--calls 1280]
 
 Caller and callee are two nodes of one process, on one loop, over the Unix socket that two processes would use. Counts
-depend on Python's version and not on the machine; what else runs there moves them by a few percent (heartbeats, deadlines
-of calls that take longer than a tick). Not in them: C (JSON, struct, the event loop, the kernel), about half of a call's
-time. Prints markdown.
+depend on Python's version and not on the machine; what else runs there moves them by a few percent (heartbeats, and
+deadlines of calls that take longer than a tick). Not in them: C (JSON, struct, the event loop, the kernel), about half
+of a call's time. Prints markdown.
 """
 
 from __future__ import annotations
