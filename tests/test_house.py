@@ -117,9 +117,10 @@ def unlisted_packages(root: Path) -> list[str]:
 
 
 def wrong_links(root: Path) -> list[str]:
-    """`.ns/myxa` holds one relative link per floor and root file, and nothing else."""
+    """`.ns/myxa` holds one relative link per floor and root file, and nothing else but what Python leaves there."""
     wanted = {name: f"../../{name}" for name in (*FLOORS, "__init__.py", "py.typed")}
-    found = {path.name: str(path.readlink()) if path.is_symlink() else "" for path in (root / ".ns/myxa").iterdir()}
+    links = [path for path in (root / ".ns/myxa").iterdir() if path.name != "__pycache__"]
+    found = {path.name: str(path.readlink()) if path.is_symlink() else "" for path in links}
     return [f".ns/myxa/{name}: {found.get(name)!r}, want {wanted.get(name)!r}"
             for name in sorted(wanted.keys() | found.keys()) if found.get(name) != wanted.get(name)]  # fmt: skip
 
