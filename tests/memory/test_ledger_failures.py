@@ -208,6 +208,69 @@ def test_the_dead_of_several_devices_count_on_each_until_it_is_seen_to_be_free_t
     assert world.answers[asked].granted
 
 
+def killed_unnoticed(world: World, name: str, unnoticed_s: float) -> None:
+    """Its memory is free at once; that it died is known later."""
+    process = world.live.pop(name)
+    process.is_alive = False
+    process.freed.update(process.devices)
+    world.advance(unnoticed_s)
+    world.do(world.arbiter.died(name, process.epoch, "killed", world.now))
+
+
+def test_a_death_that_is_noticed_late_is_proven_as_soon_as_it_is_noticed() -> None:
+    """The device is measured between the two: less is used than the living say they hold, which hides what others use
+    (a context that its process does not count)."""
+    world = World(5)
+    world.advance(0.5)
+    world.strangers["gpu-b"] = 20 * MIB
+    granted(world, "trainer")
+    granted(world, "rollout", "trainer")
+    world.advance(5.5)
+    killed_unnoticed(world, "rollout/1", unnoticed_s=5.5)
+    world.advance(0.2)
+    assert world.arbiter.book.ghosts == []
+    world.spawn("rollout/1")
+    world.advance(0.2)
+    assert granted(world, "rollout", "trainer")
+
+
+def test_of_the_dead_no_more_counts_than_the_measurement_leaves() -> None:
+    """Somebody who lives has taken more since they were well: that is no proof, but most of their memory is free."""
+    world = World(6)
+    world.advance(0.5)
+    granted(world, "trainer")
+    granted(world, "rollout", "trainer")
+    world.advance(5.5)
+    live = world.arbiter.book.held("gpu-b") - world.live["rollout/1"].used("gpu-b")
+    world.strangers["gpu-b"] = 60 * MIB
+    killed_unnoticed(world, "rollout/1", unnoticed_s=0.1)
+    world.advance(0.5)
+    assert world.arbiter.book.held("gpu-b") == live + 60 * MIB
+    ghost = [h for h in world.arbiter.book.holders("gpu-b") if h.state == "dead, not proven free"]
+    assert sum(h.num_bytes for h in ghost) == 60 * MIB
+    assert not [h for h in world.arbiter.book.holders("gpu-b") if not h.tenant]
+    world.spawn("rollout/1")
+    world.advance(0.2)
+    assert granted(world, "rollout", "trainer")
+
+
+def test_a_refusal_for_the_dead_says_what_is_measured() -> None:
+    world = World(7)
+    world.advance(0.5)
+    granted(world, "trainer")
+    granted(world, "rollout", "trainer")
+    world.advance(5.5)
+    process = world.live.pop("rollout/1")
+    process.is_alive = False  # its memory stays
+    world.do(world.arbiter.died("rollout/1", process.epoch, "killed", world.now))
+    world.spawn("rollout/1")
+    world.advance(0.2)
+    reason = answer(world, "rollout", "trainer").reason
+    assert "rollout/1 kv_cache 420 MiB (dead, not proven free)" in reason
+    assert "MiB used by nobody that lives, before they died 0 bytes" in reason
+    assert "measured: " in reason
+
+
 def test_an_engine_over_several_devices_leaves_and_returns_by_one_command_each() -> None:
     world = World(3, SPANNING)
     world.advance(0.5)
