@@ -19,7 +19,7 @@ from ...core.actor_group import ActorGroup
 from ...core.errors import GatherError, TrainError
 from ...core.knobs import LiveKnobs
 from ...core.messages import WeightChannel, WeightManifest
-from ...core.weight_channel import SENT_CHANNELS
+from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS
 from ..contracts.roles import TrainerContract
 from .channel_choice import ChannelChoice
 from .manifest_parts import join_parts
@@ -76,6 +76,8 @@ class Publisher:
         manifest = join_parts(parts)
         if manifest is None:
             raise TrainError(f"no rank gathered weights for version {version}", remedy="see the log of trainer/0")
+        if channel in SHARED_CHANNELS and len(set(manifest.digest.split(","))) > 1:
+            self._ctx.log.warning("version %d differs between its senders: %s", version, manifest.location)
         manifest = msgspec.structs.replace(manifest, lineage=self._ctx.epoch, attempt=self._attempt_at(version))
         self._unreleased[version] = tuple(name for name, part in parts.items() if part is not None)
         self.newest, self._manifest = version, manifest
