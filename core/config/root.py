@@ -306,6 +306,12 @@ def _handle_conflicts(config: RunConfig, path: str) -> Iterator[Conflict]:
             f"hands each engine memory of its own GPU, and GPU {lone[0]} has an engine but no trainer rank; "
             'give it one, or use "disk", or "nccl" with engines on GPUs of their own',
         )
+    sizes = ("pp_size",) if config.sglang.get("enable_dp_attention") else ("pp_size", "dp_size")
+    for size in sizes:
+        if config.sglang.get(size, 1) not in (0, 1):
+            yield Conflict(
+                (path, f"sglang.{size}"), "hands memory to each tensor-parallel rank of a server, and it has others"
+            )
     if rollout.device_ids and rollout.nodes != trainer.nodes:
         yield Conflict(
             (path, "roles.rollout.nodes", "roles.trainer.nodes"),

@@ -31,6 +31,8 @@ class Incarnation:
     fenced: str = ""
     """Why it does not count any more; empty: it does."""
     is_dead: bool = False
+    has_lost_a_process: bool = False
+    """One of its processes ended since it last told how it stands: it may hold less than it said."""
     proven_on: set[str] = field(default_factory=set[str])
     """Dead, and its memory measured as free on these of its devices."""
 
@@ -117,7 +119,7 @@ class Book:
             return self.tenants[report.tenant]
         if (report.epoch, report.sequence) <= (known.report.epoch, known.report.sequence):
             return known if report == known.report else None
-        known.report = report
+        known.report, known.has_lost_a_process = report, False
         for tag in report.tags:
             if is_mapped(tag):
                 known.promised.pop(tag.tag, None)
@@ -142,6 +144,12 @@ class Book:
         if known is not None and not known.is_dead:
             known.fenced = known.fenced or reason
         return known
+
+    def lost_a_process(self, name: str, epoch: int) -> None:
+        """One of that incarnation's processes ended, others go on."""
+        known = self.tenants.get(name)
+        if known is not None and known.report.epoch == epoch:
+            known.has_lost_a_process = True
 
     def died(self, name: str, epoch: int) -> Incarnation | None:
         """All processes of that incarnation ended. Returns it, unless that was known."""
@@ -200,8 +208,13 @@ class Book:
         reading = self.devices[device].reading
         if not dead or reading is None:
             return dead
+        return min(dead, max(0, self._beyond_doubt(device)))
+
+    def _beyond_doubt(self, device: str) -> int:
+        """Used, by the last measurement, beside what the living hold for sure; others cannot hold more than that."""
+        reading = self.devices[device].reading
         sure = sum(t.sure_bytes for t in self.on(device) if not t.is_dead)
-        return min(dead, max(0, reading.capacity_bytes - reading.free_bytes - reading.driver_bytes - sure))
+        return 0 if reading is None else reading.capacity_bytes - reading.free_bytes - reading.driver_bytes - sure
 
     def capacity(self, device: str) -> int:
         """0 before the first measurement."""
@@ -238,11 +251,16 @@ class Book:
 
     def settle_baseline(self, device: str) -> None:
         """All is quiet: what nobody registered uses now may be used later. A reading that has less than the living say
-        they hold says nothing about others: somebody has died of whom it is not known yet, or has not taken what he
-        was given, and what is missing of his hides theirs."""
-        beyond = self._beyond_the_books(device)
+        they hold tells no more of others than a limit, and less than they hold for sure, nothing: somebody has died of
+        whom it is not known yet, and what is missing of his hides theirs."""
+        if any(t.has_lost_a_process for t in self.on(device)):
+            return
+        account = self.devices[device]
+        beyond, limit = self._beyond_the_books(device), self._beyond_doubt(device)
         if beyond >= 0:
-            self.devices[device].baseline_bytes = beyond
+            account.baseline_bytes = beyond
+        elif limit >= 0:
+            account.baseline_bytes = min(account.baseline_bytes, limit)
 
     def dead_are_gone(self, device: str) -> bool:
         """Whether the last measurement shows the memory of all dead of that device as free."""

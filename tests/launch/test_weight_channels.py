@@ -29,12 +29,14 @@ def config(
             "model": {"path": "m"},
             "data": {"train": "d.jsonl"},
             "weights": {"channel": channel, **weights},
-            "roles": {"rollout": rollout or {}, "trainer": trainer or {}},
+            "roles": {"rollout": rollout or {}, "trainer": {k: v for k, v in (trainer or {}).items() if k != "sglang"}},
+            "sglang": (trainer or {}).get("sglang", {}),
         }
     )
 
 
 SERVER = {"kind": "sglang"}
+TWO, TWO_RANKS = SERVER | {"devices": "0-1"}, {"devices": "0-1", "count": 2}
 
 
 @pytest.mark.parametrize(
@@ -51,6 +53,9 @@ SERVER = {"kind": "sglang"}
         (SERVER | {"devices": "0-3"}, {"devices": "2"}, "disk"),
         (SERVER | {"devices": "0-1"}, {"devices": "0-3", "count": 4}, "cuda_ipc"),
         (SERVER | {"devices": "0-3"}, {"devices": "0-3", "count": 2}, "disk"),
+        (TWO, TWO_RANKS, "cuda_ipc"),
+        (TWO, TWO_RANKS | {"sglang": {"dp_size": 2}}, "disk"),
+        (TWO, TWO_RANKS | {"sglang": {"dp_size": 2, "enable_dp_attention": True}}, "cuda_ipc"),
         (SERVER | {"devices": "0", "nodes": [0, 1]}, {"devices": "0", "nodes": [0, 1]}, "cuda_ipc"),
         (SERVER | {"devices": "0", "nodes": [1]}, {"devices": "0"}, "nccl"),
     ],
@@ -81,6 +86,8 @@ def test_a_named_channel_is_taken_and_bounds_the_commit():
         ("cuda_ipc", SERVER | {"devices": "0-2"}, {"devices": "0-1", "count": 2}, "GPU 2 has an engine but no trainer"),
         ("cuda_ipc", SERVER | {"devices": "0,1"}, {"devices": "0,1"}, "GPU 1 has an engine but no trainer rank"),
         ("cuda_ipc", SERVER | {"devices": "0", "nodes": [1]}, {"devices": "0"}, "on the same nodes"),
+        ("cuda_ipc", TWO, TWO_RANKS | {"sglang": {"dp_size": 2}}, "each tensor-parallel rank of a server"),
+        ("cuda_ipc", TWO, TWO_RANKS | {"sglang": {"pp_size": 2}}, "each tensor-parallel rank of a server"),
         ("nccl", SERVER | {"devices": "0-1"}, {"devices": "1"}, "two processes on GPU 1"),
     ],
 )

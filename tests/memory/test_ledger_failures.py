@@ -234,6 +234,41 @@ def test_a_death_that_is_noticed_late_is_proven_as_soon_as_it_is_noticed() -> No
     assert granted(world, "rollout", "trainer")
 
 
+def test_what_is_measured_after_a_tenant_lost_a_process_is_no_baseline() -> None:
+    """Of a server and its actor the server has ended. It held little: what is missing hides only a part of what others
+    use, so that the numbers alone do not show it."""
+    world = World(8)
+    world.advance(0.5)
+    world.strangers["gpu-b"] = 90 * MIB
+    granted(world, "trainer")
+    process = world.live["rollout/1"]
+    process.assets["cuda_graph"].on_device = True
+    world.hear(process.report(), world.arbiter.reported)
+    world.advance(5.5)
+    assert world.arbiter.book.devices["gpu-b"].baseline_bytes == 90 * MIB
+    world.arbiter.lost_a_process("rollout/1", process.epoch)
+    killed_unnoticed(world, "rollout/1", unnoticed_s=5.5)
+    world.advance(0.2)
+    assert world.arbiter.book.ghosts == []
+
+
+def test_room_that_nobody_took_limits_the_baseline() -> None:
+    """While a tenant that loads has not told what it holds, that looks like a stranger's. Once it has, and less is used
+    than it may take, a stranger cannot have more than what is not surely its own."""
+    world = World(9)
+    world.advance(0.5)
+    process, account = world.live["other/0"], world.arbiter.book.devices["gpu-b"]
+    world.strangers["gpu-b"] = 300 * MIB
+    world.advance(5.5)
+    assert account.baseline_bytes == 300 * MIB
+    world.strangers["gpu-b"] = 30 * MIB
+    process.assets["workspace"].on_device = True  # room of 100 MiB
+    world.strangers["gpu-b"] -= 100 * MIB  # of which nothing is taken
+    world.hear(process.report(), world.arbiter.reported)
+    world.advance(5.5)
+    assert account.baseline_bytes == 30 * MIB
+
+
 def test_of_the_dead_no_more_counts_than_the_measurement_leaves() -> None:
     """Somebody who lives has taken more since they were well: that is no proof, but most of their memory is free."""
     world = World(6)
