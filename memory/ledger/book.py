@@ -252,12 +252,14 @@ class Book:
     def settle_baseline(self, device: str) -> None:
         """All is quiet: what nobody registered uses now may be used later. A reading that has less than the living say
         they hold tells no more of others than a limit, and less than they hold for sure, nothing: somebody has died of
-        whom it is not known yet, and what is missing of his hides theirs."""
+        whom it is not known yet, and what is missing of his hides theirs. While a tenant loads, what it has not told of
+        looks like others'; that is no more than a limit either."""
         if any(t.has_lost_a_process for t in self.on(device)):
             return
         account = self.devices[device]
         beyond, limit = self._beyond_the_books(device), self._beyond_doubt(device)
-        if beyond >= 0:
+        is_loading = any(t.report.reserved_bytes for t in self.on(device))
+        if beyond >= 0 and not is_loading:
             account.baseline_bytes = beyond
         elif limit >= 0:
             account.baseline_bytes = min(account.baseline_bytes, limit)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from ledger_world import ALL, CAPACITY, MIB, RESIDUE, SPANNING, Asset, Process, World
+from msgspec.structs import replace
 
-from myxa.core.device_memory import LeaseReply, MemoryCommand
+from myxa.core.device_memory import LeaseReply, MemoryCommand, TagReport
 
 
 @pytest.fixture
@@ -252,9 +253,23 @@ def test_what_is_measured_after_a_tenant_lost_a_process_is_no_baseline() -> None
     assert world.arbiter.book.ghosts == []
 
 
+def test_what_a_tenant_loads_is_not_taken_for_a_strangers() -> None:
+    world = World(10)
+    world.advance(0.5)
+    process, account = world.live["rollout/1"], world.arbiter.book.devices["gpu-b"]
+    world.strangers["gpu-b"] = 30 * MIB
+    world.advance(5.5)
+    told = world.arbiter.book.tenants["rollout/1"].report
+    loads = TagReport("kv_cache", 420 * MIB, "discard", "mapped_dirty")
+    world.do(world.arbiter.reported(replace(told, tags=(loads,), reserved_bytes=420 * MIB, sequence=100), world.now))
+    process.assets["kv_cache"].on_device = True
+    world.advance(5.5)
+    assert world.arbiter.book.unattributed("gpu-b") == 450 * MIB
+    assert account.baseline_bytes == 30 * MIB
+
+
 def test_room_that_nobody_took_limits_the_baseline() -> None:
-    """While a tenant that loads has not told what it holds, that looks like a stranger's. Once it has, and less is used
-    than it may take, a stranger cannot have more than what is not surely its own."""
+    """Less is used than its owner may take: a stranger cannot have more than what is not surely the owner's."""
     world = World(9)
     world.advance(0.5)
     process, account = world.live["other/0"], world.arbiter.book.devices["gpu-b"]
