@@ -212,9 +212,10 @@ class TrainBackend(Protocol):
         """HF-named tensors on rank 0 (empty list on other ranks). Collective: every rank must call it."""
         ...
 
-    def export_device(self) -> Iterator[tuple[str, Any]]:
+    def export_device(self, *, to_all: bool = False) -> Iterator[tuple[str, Any]]:
         """(HuggingFace name, whole torch tensor on this rank's device, in the serving dtype) on sending ranks, always
-        in the same order; nothing elsewhere. Collective: every rank must exhaust it. A tensor's values hold as long as
+        in the same order; nothing elsewhere. With `to_all` the whole model, on every rank. Collective: every rank must
+        exhaust it. A tensor's values hold as long as
         the tensor is kept and nothing is trained."""
         ...
 
@@ -270,9 +271,9 @@ class WeightSender(Protocol):
     `publish` in the order of the backend's calls. Errors are TrainError."""
 
     def publish(self, version: int, export: Callable[[], Iterator[tuple[str, Any]]]) -> WeightManifest | None:
-        """Copy a version (`export` is `TrainBackend.export_device`; the first time it is gone through twice, on every
-        rank) into staging memory, where it stays until `release`. None where nothing was handed over: this rank does
-        not send."""
+        """Copy a version (`export` is `TrainBackend.export_device`, over SHARED_CHANNELS with `to_all`; the first time
+        it is gone through twice, on every rank) into staging memory, where it stays until `release`. None where nothing
+        is kept: this rank does not send."""
         ...
 
     def release(self, version: int) -> None:

@@ -1,6 +1,6 @@
 """What trainer ranks and engines tell each other about weights that travel from device to device.
 
-A *sender* is a trainer rank that holds whole tensors; a *channel* is a process group of one sender and the ranks of one
+A *sender* is a trainer rank that has whole tensors; a *channel* is a process group of one sender and the ranks of one
 engine. Bytes never pass through these records. Order of events:
 
     plan    which tensors lie in which bucket, byte for byte; the same for every version of one model
@@ -20,6 +20,10 @@ CollectiveBackend = Literal["nccl", "gloo"]
 
 SENT_CHANNELS: frozenset[WeightChannel] = frozenset({"nccl", "cuda_ipc"})
 """Between devices, from every rank that holds whole tensors; over the others rank 0 writes what engines read."""
+
+SHARED_CHANNELS: frozenset[WeightChannel] = frozenset({"cuda_ipc"})
+"""Of these: memory is opened by processes on the GPU that it lies on, and by no others. So every sender has the whole
+model, for the engines of its own GPU; over the others each has a part, for all engines."""
 
 
 class Bucket(Record, frozen=True):
@@ -92,17 +96,19 @@ class SendReport(Record, frozen=True):
 
 
 class ShareRequest(Record, frozen=True):
-    """Handles of a version's buckets, for processes on the same GPUs."""
+    """Handles of a version's buckets, for processes on the sender's GPU."""
 
     version: int
     num_ranks: int
-    """Every rank of the engine opens handles of its own."""
+    """Ranks of the engine on that GPU; each opens handles of its own."""
 
 
 class ShareReply(Record, frozen=True):
-    """`payloads[bucket][rank]`: what that rank of a server is handed, base64 (see `actors/weights/cuda_ipc.py`)."""
+    """`payloads[bucket][rank]`: what each of the ranks is handed, base64 (see `actors/weights/cuda_ipc.py`)."""
 
     payloads: tuple[tuple[str, ...], ...]
+    fingerprint: str = ""
+    """Of the plan by which the buckets are cut: ranks of one server may be handed memory of several senders."""
 
 
 class SampleRequest(Record, frozen=True):

@@ -41,6 +41,7 @@ from .composition.weight_channels import (
     choose_channel,
     is_between_devices,
     prepare_s,
+    ranks_beside,
     refused_channels,
     sent_commit_s,
 )
@@ -222,7 +223,7 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         profile_dir="" if urls else str(run_dir / "profiles"),
         name=spec.name,
     )
-    routes = _server_routes(config, senders)
+    routes = _server_routes(spec, config, senders)
     if not urls:
         launch = SglangLaunch(
             python=engine.python or sys.executable,
@@ -340,7 +341,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     options = TrainerOptions(rank=gang.rank, leader=leader, block_limit_s=block_limit_s(spec))
     return Trainer(
         backend=backend,
-        ends=channel_ends(config, run_dir, gang.rank),
+        ends=channel_ends(config, run_dir, gang.rank, local_rank=gang.local_rank),
         options=options,
         clock=clock,
         tenancy=trainer_tenancy(spec, config, comms),
@@ -355,13 +356,17 @@ def _guard(config: RunConfig) -> CanaryOptions:
     return CanaryOptions(every=guard.every, bound=bound, is_fatal=guard.above == "fail")
 
 
-def _server_routes(config: RunConfig, senders: TrainerSenders) -> Routes:
+def _server_routes(spec: ActorSpec, config: RunConfig, senders: TrainerSenders) -> Routes:
     """Every channel by which a server can take weights."""
     from ..actors.engines.sglang_weights import DeviceRouteOptions, device_routes
 
     weights = config.weights
     options = DeviceRouteOptions(
-        host=boot_id(), join_s=weights.join_s, send_s=weights.transfer_s, verify_every=weights.verify_every
+        host=boot_id(),
+        join_s=weights.join_s,
+        send_s=weights.transfer_s,
+        verify_every=weights.verify_every,
+        same_gpu=ranks_beside(config, spec.node, spec.devices),
     )
     return device_routes(senders, options)
 

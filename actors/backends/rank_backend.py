@@ -82,7 +82,7 @@ class _Stepper(Protocol):
 class _Exporter(Protocol):
     def on_host(self) -> list[NamedArray]: ...
 
-    def on_device(self) -> Iterator[tuple[str, Tensor]]: ...
+    def on_device(self, *, to_all: bool = False) -> Iterator[tuple[str, Tensor]]: ...
 
     def write(self, folder: str) -> None: ...
 
@@ -195,12 +195,13 @@ class RankBackend(Generic[C, P]):
         with parts.world.phase("export weights"):
             return parts.exporter.on_host()
 
-    def export_device(self) -> Iterator[tuple[str, Tensor]]:
+    def export_device(self, *, to_all: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(HF name, whole tensor on this rank's device, in the serving type) on sending ranks, in a fixed order;
-        nothing elsewhere. Collective: every rank goes through it to its end."""
+        nothing elsewhere. `to_all`: the whole model on every rank. Collective: every rank goes through it to its
+        end."""
         parts = self._ready()
         with parts.world.phase("export weights on the device"):
-            yield from parts.exporter.on_device()
+            yield from parts.exporter.on_device(to_all=to_all)
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
         """Write a checkpoint to `folder`; it appears there when it is complete on all ranks. Collective.

@@ -2,13 +2,13 @@
 
     nccl       prepare   plan from every sender; once per server incarnation: both sides join a process group
                load      per sender, at the same time: it broadcasts its buckets, the server is told of each in turn
-    cuda_ipc   prepare   memory handles from every sender
+    cuda_ipc   prepare   memory handles of the whole model, for each rank of the server from the sender on its GPU
                load      the server is handed the handles of each bucket in turn
 
-Every sender (a trainer rank; one per pipeline stage) has a channel of its own with this server, so that stages add up
-and nobody waits for a lock. The version is announced when the last bucket is in. What fails is named: phase, bucket,
-server and sender. A channel that failed is given up on both sides and never built again under its name; the version is
-then sent once more, whole, through a new one, for a server that is alive can always be made whole again.
+Over nccl every sender (a trainer rank; one per pipeline stage) has a channel of its own with this server, so that
+stages add up and nobody waits for a lock. The version is announced when the last bucket is in. What fails is named:
+phase, bucket, server and sender. A channel that failed is given up on both sides and never built again under its name;
+the version is then sent once more, whole, through a new one, for a server that is alive can always be made whole again.
 
 Knows SGLang's routes and the `WeightSenders` protocol; must not know torch or the trainer.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -46,6 +47,9 @@ class DeviceRouteOptions:
     """Deadline for telling a server to leave a group that failed; it may be stuck in it, or dead."""
     verify_every: int = 0
     """After every so many versions some of the server's weights are read back; 0: never."""
+    same_gpu: tuple[str, ...] = ()
+    """For each tensor-parallel rank of the server the trainer rank on its GPU; empty: nobody said on which GPUs the
+    server is, so there can be one sender only."""
 
 
 def device_routes(senders: WeightSenders, options: DeviceRouteOptions) -> Routes:
@@ -217,7 +221,8 @@ class GroupRoute:
 
 
 class HandleRoute:
-    """Channel "cuda_ipc": memory handles, for a server on the sender's GPU."""
+    """Channel "cuda_ipc": memory handles. A handle of another GPU's memory would open, and cost a context there; but a
+    copy from it into memory that torch-memory-saver made is refused: that is mapped for its own GPU alone."""
 
     def __init__(self, server: ServerControl, senders: WeightSenders, options: DeviceRouteOptions) -> None:
         self._server = server
@@ -228,10 +233,28 @@ class HandleRoute:
         self.beacon = Beacon()
 
     async def prepare(self, manifest: WeightManifest) -> None:
-        """Handles of all buckets of all senders."""
-        senders = _senders_of(manifest)
-        request = ShareRequest(version=manifest.version, num_ranks=await self._plans.num_ranks())
-        await _together([self._look(senders, manifest.version), self._share(senders, request)])
+        """Handles of all buckets, for every rank of the server."""
+        givers = self._givers(_senders_of(manifest), await self._plans.num_ranks(), manifest.version)
+        await _together([self._look(givers[:1], manifest.version), self._share(givers, manifest.version)])
+
+    def _givers(self, senders: list[str], num_ranks: int, version: int) -> list[str]:
+        """For each rank of the server, the sender on its GPU."""
+        place, named = self._server.place, self._options.same_gpu
+        if not named and len(senders) == 1:
+            return senders * num_ranks
+        if len(named) != num_ranks:
+            raise EngineError(
+                f"{place}: its {num_ranks} tensor-parallel ranks are handed memory of their own GPUs, but its actor "
+                f"has {len(named)} GPUs that trainer ranks are on",
+                remedy="set roles.rollout.devices to the GPUs of the servers, one server for each rollout actor",
+            )
+        if missing := sorted(set(named) - set(senders)):
+            raise EngineError(
+                f"{place}: {', '.join(missing)}, on its GPU, shares nothing of weight version {version}; "
+                f"{', '.join(senders)} do",
+                remedy="this is a bug of the placement; see roles.trainer.devices and roles.rollout.devices",
+            )
+        return list(named)
 
     async def _look(self, senders: list[str], version: int) -> None:
         """At what was loaded before, if some of it is to be read back; that needs the plans, loading does not."""
@@ -241,12 +264,22 @@ class HandleRoute:
             await self._plans.verify(senders)
         await _together(self._named("plan", sender, self._plans.ask(sender, version)) for sender in senders)
 
-    async def _share(self, senders: list[str], request: ShareRequest) -> None:
+    async def _share(self, givers: list[str], version: int) -> None:
+        counts = Counter(givers)
         replies = await _together(
-            self._named("share", sender, self._senders.share(sender, request)) for sender in senders
+            self._named("share", sender, self._senders.share(sender, ShareRequest(version=version, num_ranks=count)))
+            for sender, count in counts.items()
         )
-        self._bodies = [tensor_body(payloads, None) for reply in replies for payloads in reply.payloads]
-        self._bodies[-1]["weight_version"] = str(request.version)
+        if len({(reply.fingerprint, len(reply.payloads)) for reply in replies}) > 1:
+            raise EngineError(
+                f"{self._server.place}: {', '.join(counts)} cut weight version {version} differently",
+                remedy="this is a bug: ranks of a trainer have the same model and settings",
+            )
+        self._bodies = []
+        for of_bucket in zip(*(reply.payloads for reply in replies), strict=True):
+            left = {sender: iter(payloads) for sender, payloads in zip(counts, of_bucket, strict=True)}
+            self._bodies.append(tensor_body([next(left[sender]) for sender in givers], None))
+        self._bodies[-1]["weight_version"] = str(version)
 
     async def load(self, manifest: WeightManifest) -> bool:
         """Hand the handles over; each may be used once."""

@@ -343,7 +343,9 @@ class MemoryManager(MemoryContract):
         for key, living in list(self._processes.items()):
             if process in living:
                 living.discard(process)
-                if not living:
+                if living:
+                    self._arbiter.lost_a_process(*key)
+                else:
                     self._ended(key)
 
     def _ended(self, key: tuple[str, int]) -> None:

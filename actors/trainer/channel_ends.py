@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from ...core.errors import TrainError
 from ...core.messages import WeightChannel, WeightManifest
 from ...core.protocols import TrainBackend, WeightSender, WeightWriter
-from ...core.weight_channel import SENT_CHANNELS
+from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ class ChannelEnds:
             sender = self._senders.get(channel)
             if sender is None:
                 sender = self._senders[channel] = self._makers.sender(channel)
-            manifest = await in_thread(lambda: sender.publish(version, backend.export_device))
+            to_all = channel in SHARED_CHANNELS
+            manifest = await in_thread(lambda: sender.publish(version, lambda: backend.export_device(to_all=to_all)))
         else:
             tensors = await in_thread(backend.export_weights)
             manifest = None

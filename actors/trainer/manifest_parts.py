@@ -1,4 +1,5 @@
-"""One manifest out of what several sending ranks publish of one version (pipeline stages, experts): pure."""
+"""One manifest out of what several sending ranks publish of one version: parts of the model (pipeline stages), or over
+a shared channel the whole model each. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from ...core.messages import WeightManifest
+from ...core.weight_channel import SHARED_CHANNELS
 
 
 def join_parts(parts: Mapping[str, WeightManifest | None]) -> WeightManifest | None:
@@ -14,9 +16,10 @@ def join_parts(parts: Mapping[str, WeightManifest | None]) -> WeightManifest | N
     published = [part for part in parts.values() if part is not None]
     if len(published) < 2:
         return published[0] if published else None
+    is_whole = published[0].channel in SHARED_CHANNELS
     return msgspec.structs.replace(
         published[0],
         location=",".join(part.location for part in published),
         digest=",".join(part.digest for part in published),
-        num_bytes=sum(part.num_bytes for part in published),
+        num_bytes=published[0].num_bytes if is_whole else sum(part.num_bytes for part in published),
     )

@@ -19,7 +19,7 @@ from ...core.actor_group import ActorGroup
 from ...core.errors import GatherError, TrainError
 from ...core.knobs import LiveKnobs
 from ...core.messages import WeightChannel, WeightManifest
-from ...core.weight_channel import SENT_CHANNELS
+from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS
 from ..contracts.roles import TrainerContract
 from .channel_choice import ChannelChoice
 from .manifest_parts import join_parts
@@ -53,6 +53,8 @@ class Publisher:
         """Version -> ranks that published it."""
         self._untold: dict[int, tuple[str, ...]] = {}
         """Version that was released -> ranks beside this one that have not heard it."""
+        self._letting_go: set[int] = set()
+        """Versions of which the other ranks are being told; what they staged is still there."""
         self._release_seen = asyncio.Event()
         self.newest = -1
         """Version that was published last; -1: none."""
@@ -76,6 +78,8 @@ class Publisher:
         manifest = join_parts(parts)
         if manifest is None:
             raise TrainError(f"no rank gathered weights for version {version}", remedy="see the log of trainer/0")
+        if channel in SHARED_CHANNELS and len(set(manifest.digest.split(","))) > 1:
+            self._ctx.log.warning("version %d differs between its senders: %s", version, manifest.location)
         manifest = msgspec.structs.replace(manifest, lineage=self._ctx.epoch, attempt=self._attempt_at(version))
         self._unreleased[version] = tuple(name for name, part in parts.items() if part is not None)
         self.newest, self._manifest = version, manifest
@@ -102,7 +106,14 @@ class Publisher:
         others = tuple(name for name in self._unreleased.pop(version, ()) if name != self._ctx.name)
         if others:
             self._untold[version] = others
-        self._release_seen.set()
+        self._letting_go.add(version)
+        try:
+            await self._tell_untold()
+        finally:
+            self._letting_go.discard(version)
+            self._release_seen.set()
+
+    async def _tell_untold(self) -> None:
         for untold, names in list(self._untold.items()):
             try:
                 await self._ctx.group(TrainerContract, names).all(TrainerContract.release_weights, untold)
@@ -113,11 +124,12 @@ class Publisher:
                 del self._untold[untold]
 
     async def await_release(self, version: int, at_most: int = 0) -> None:
-        """Wait, for the sake of `version`, until the engines let go of all published versions but `at_most`."""
+        """Wait, for the sake of `version`, until the engines let go of all published versions but `at_most`, and the
+        other ranks of what they staged of them: that memory is wanted by others."""
         try:
             with self._meter.during("wait-weights", f"release for {version}"):
                 async with asyncio.timeout(RELEASE_DEADLINE_S):
-                    while len(self._unreleased) > at_most:
+                    while len(self._unreleased) + len(self._letting_go) > at_most:
                         self._release_seen.clear()
                         await self._release_seen.wait()
         except TimeoutError as err:

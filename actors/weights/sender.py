@@ -51,13 +51,16 @@ class DeviceWeightSender:
         host: str,
         quantise: Callable[[Tensors], Tensors] | None = None,
         keeps_buffers: bool = True,
+        is_needed: bool = True,
     ) -> None:
         """`host`: boot id of this host. `quantise`: turns exported tensors into those that the engines hold.
-        `keeps_buffers`: see `Staging`."""
+        `keeps_buffers`: see `Staging`. `is_needed` False: no engine asks this rank for what it is given, so it keeps
+        nothing, and only takes part in gathering."""
         self._name = name
         self._channel: SentChannel = channel
         self._host = host
         self._quantise = quantise
+        self._is_needed = is_needed
         self._staging = Staging(bucket_bytes, keeps_buffers=keeps_buffers)
         self._channels = Channels(name, host)
         self._metadata: tuple[str, tuple[Written, ...]] = ("", ())
@@ -65,8 +68,7 @@ class DeviceWeightSender:
 
     def publish(self, version: int, export: Callable[[], Tensors]) -> WeightManifest | None:
         """See the protocol."""
-        quantise = self._quantise
-        staged = self._staging.publish(version, export if quantise is None else lambda: quantise(export()))
+        staged = self._staging.publish(version, lambda: self._wanted(export()))
         if staged is None:
             return None
         self._channels.published()
@@ -80,6 +82,16 @@ class DeviceWeightSender:
             digest=staged.digest,
             host=self._host,
         )
+
+    def _wanted(self, tensors: Tensors) -> Tensors:
+        """What is staged of an export, which is gone through to its end either way."""
+        if not self._is_needed:
+            for _ in tensors:
+                pass
+        elif self._quantise is None:
+            yield from tensors
+        else:
+            yield from self._quantise(tensors)
 
     def release(self, version: int) -> None:
         """See the protocol."""
@@ -128,7 +140,7 @@ class DeviceWeightSender:
                 )
         finally:
             self._staging.done(staged)
-        return ShareReply(payloads=payloads)
+        return ShareReply(payloads=payloads, fingerprint=staged.buffers.plan.fingerprint)
 
     def _metadata_of(self, plan: WeightPlan) -> tuple[Written, ...]:
         """What is told of each bucket, the same for all versions of the plan."""

@@ -65,6 +65,11 @@ def percent(share: float | None) -> str:
     return "-" if share is None or not math.isfinite(share) else f"{share:.1%}"
 
 
+def _missed_by(value: float, limit: float) -> str:
+    """As a share of the limit, if it is one that has shares."""
+    return f"missed by {abs(value / limit - 1):.0%}" if limit else f"missed by {number(abs(value))}"
+
+
 def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
@@ -101,7 +106,7 @@ class Report:
         is_met = value is not None and (value <= limit if at_most is not None else value >= limit)
         self._num_missed += not is_met
         sign = "<=" if at_most is not None else ">="
-        verdict = "met" if is_met else "not measured" if value is None else f"missed by {abs(value / limit - 1):.0%}"
+        verdict = "met" if is_met else "not measured" if value is None else _missed_by(value, limit)
         self._goals.append((text, f"{sign} {number(limit)}", number(value), verdict))
         self.keep("goals", [list(goal) for goal in self._goals])
 

@@ -89,6 +89,18 @@ class Rank:
     def number(self, name: str, default: float) -> float:
         return float(self.options.get(name, default))
 
+    def goes_on(self, cycle: int, until: float) -> bool:
+        """Whether there is another cycle: rank 0's clock says, for all."""
+        self.reach("cycle")
+        if self.rank == 0:
+            self.store.set(f"go on {cycle}", "1" if time.monotonic() < until or cycle < 3 else "0")
+        return self.store.get(f"go on {cycle}") == b"1"
+
+    def step(self, what: str) -> None:
+        """Into the log: the last line of one that stands still says in what. It ends by itself, with its stacks."""
+        print(f"{time.strftime('%H:%M:%S')} {what}", flush=True)
+        faulthandler.dump_traceback_later(self.number("hangs", 45.0), exit=True)
+
 
 def counts() -> tuple[int, int]:
     """Open files and threads of this process."""
@@ -193,10 +205,7 @@ def reload(me: Rank) -> None:
     freed: list[int] = []
     until = time.monotonic() + me.number("seconds", 60.0)
     for cycle in range(int(me.number("cycles", 50))):
-        me.reach("cycle")
-        if me.rank == 0:
-            me.store.set(f"go on {cycle}", "1" if time.monotonic() < until or cycle < 3 else "0")
-        if me.store.get(f"go on {cycle}") == b"0":
+        if not me.goes_on(cycle, until):
             break
         before = me.free()
         started = time.perf_counter()
@@ -232,6 +241,7 @@ def suspend(me: Rank) -> None:
     if rung is None:
         me.keep(missing="; ".join(f"{each.way}: {each.reason}" for each in rungs))
         return
+    me.step("join")
     peers = Peers.over(PrefixStore("peers", me.store), me.rank, range(me.num_ranks))
     comms = native_comms(peers) if rung.way == "native" else ctypes_comms(peers, NcclLibrary())
     me.join(me.native)
@@ -240,20 +250,27 @@ def suspend(me: Rank) -> None:
         use(me, group, 1.0)
     stats = comms.stats()
     me.keep(way=rung.way, num_groups=len(groups), told=stats.device_bytes, bus_before=bus_gb_s(me))
+    me.step("capture")
     graph, value = captured(me)
     cycles: dict[str, list[float]] = {"release": [], "restore": [], "first": []}
     freed: list[int] = []
     seen: list[tuple[int, int, int]] = []
+    until = time.monotonic() + me.number("seconds", 60.0)
     for cycle in range(int(me.number("cycles", 50))):
-        me.reach("cycle")
+        me.step(f"cycle {cycle}: the others")
+        if not me.goes_on(cycle, until):
+            break
+        me.step(f"cycle {cycle}: release")
         before, started = me.free(), time.perf_counter()
         told = comms.release(2 * cycle + 1, TIMEOUT_S).device_bytes
         released = time.perf_counter()
         freed.append(me.free() - before)
+        me.step(f"cycle {cycle}: restore")
         resumed = time.perf_counter()
         comms.restore(2 * cycle + 2, TIMEOUT_S)
         restored = time.perf_counter()
-        for group in groups:
+        for number, group in enumerate(groups):
+            me.step(f"cycle {cycle}: use of group {number}")
             use(me, group, float(cycle))
         torch.cuda.synchronize()
         cycles["first"].append(time.perf_counter() - restored)
@@ -261,12 +278,14 @@ def suspend(me: Rank) -> None:
         cycles["restore"].append(restored - resumed)
         seen.append((*counts(), me.free()))
         me.keep(cycles=cycles, counts=seen, freed=freed, told_away=told)
+    me.step("replay")
     value.fill_(float(me.rank))
     graph.replay()
     torch.cuda.synchronize()
     is_right = float(value[0]) == me.num_ranks * (me.num_ranks - 1) / 2
     me.keep(bus_after=bus_gb_s(me), graph="right" if is_right else f"WRONG: {float(value[0])}")
     me.reach("ended")
+    faulthandler.cancel_dump_traceback_later()
 
 
 def captured(me: Rank) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:

@@ -49,6 +49,10 @@ LEAVES_S = 2.0
 """After its limit, until a survivor has left."""
 
 
+LOG_END = 3000
+"""Characters of a log: the stacks of a rank that stood still are in it."""
+
+
 class GangFailedError(Exception):
     """A rank ended badly, or none in time."""
 
@@ -99,12 +103,17 @@ class GangOf:
                 process.wait()
         bad = [index for index, status in enumerate(statuses) if status != 0]
         if bad:
-            text = logs[bad[0]].read_text(encoding="utf-8", errors="replace")[-1500:]
-            kept = self.work / f"{name}.{bad[0]}.json"
-            found = kept.read_text(encoding="utf-8")[-400:] if kept.exists() else "nothing"
-            raise GangFailedError(f"{name}: rank {bad[0]} ended with {statuses[bad[0]]}; it had found {found}\n{text}")
-        return [json.loads((self.work / f"{name}.{rank}.json").read_text())
-                for rank in range(self.num_ranks) if rank not in dying]  # fmt: skip
+            ends = [
+                f"{name}: rank {rank} ended with {statuses[rank]}; its log ends with\n"
+                + logs[rank].read_text(encoding="utf-8", errors="replace")[-LOG_END:]
+                for rank in bad
+            ]
+            raise GangFailedError("\n".join(ends))
+        return self.kept(name)
+
+    def kept(self, name: str) -> list[dict[str, Any]]:
+        """What the ranks found so far, of those that found something."""
+        return [json.loads(file.read_text()) for file in sorted(self.work.glob(f"{name}.*.json"))]
 
 
 # -- stages ------------------------------------------------------------------------------------------------------------
@@ -213,7 +222,14 @@ def tell_suspend(report: Report, gang: GangOf) -> None:
             report.keep("suspend", "; ".join(f"{rung.way}: {rung.reason}" for rung in rungs))
             report.say("- suspend NOT RUN: " + "; ".join(f"{rung.way}: {rung.reason}" for rung in rungs))
             return
-    found = gang.run("suspend", f"cycles={gang.options.cycles}", environment=environment)
+    words = (f"cycles={gang.options.cycles}", f"seconds={gang.options.seconds}")
+    try:
+        found = gang.run("suspend", *words, environment=environment, limit_s=gang.options.seconds + 100)
+    except GangFailedError:
+        found = gang.kept("suspend")
+        report.keep("suspend", found)
+        tell_unfinished(report, found)
+        raise
     report.keep("suspend", found)
     if "missing" in found[0]:
         report.say(f"- suspend NOT RUN: {found[0]['missing']}")
@@ -225,6 +241,27 @@ def tell_suspend(report: Report, gang: GangOf) -> None:
     ]
     head = ("rank", "NCCL tells, MiB", "while suspended, MiB", "freed, MiB", "graph with an all-reduce, replayed after")
     report.table("What a suspend gives back", head, rows)
+
+
+def tell_unfinished(report: Report, found: list[dict[str, Any]]) -> None:
+    """Of a gang that did not come to its end: the cycles that all ranks did."""
+    rows = [
+        (str(index), str(len(rank.get("freed", ()))),
+         *(number(median(rank.get("cycles", {}).get(part, ())[1:])) for part in ("release", "restore", "first")),
+         mib(median(rank.get("freed", ())[1:])), " -> ".join(str(at[0]) for at in ends(rank)),
+         " -> ".join(str(at[1]) for at in ends(rank)),
+         mib(ends(rank)[0][2] - ends(rank)[-1][2] if ends(rank) else None))
+        for index, rank in enumerate(found)
+    ]  # fmt: skip
+    head = ("rank", "cycles done", "release, s", "restore, s", "first use, s", "freed, MiB", "files", "threads",
+            "drift, MiB")  # fmt: skip
+    report.table("suspend, as far as it went (medians without the first cycle)", head, rows)
+
+
+def ends(rank: dict[str, Any]) -> list[list[int]]:
+    """What was counted after the second cycle and after the last."""
+    seen = rank.get("counts", [])
+    return [seen[1], seen[-1]] if len(seen) > 1 else []
 
 
 def tell_kill(report: Report, gang: GangOf) -> None:
@@ -290,7 +327,7 @@ def main() -> None:
     args.add_argument("--ranks", type=int, choices=(2, 4), default=2)
     args.add_argument("--stages", default=",".join(STAGES))
     args.add_argument("--cycles", type=int, default=50)
-    args.add_argument("--seconds", type=float, default=45.0, help="for the cycles of reload")
+    args.add_argument("--seconds", type=float, default=45.0, help="for the cycles of reload, and of suspend")
     args.add_argument("--nccl", default="", help="a libnccl.so.2 of 2.29.7 or newer, for suspend")
     options = args.parse_args()
     if options.device == "cpu":

@@ -64,7 +64,7 @@ def measure(options: argparse.Namespace, report: Report, work: Path) -> Stages:
     spec = next(actor for actor in place(config, 1) if actor.role == "trainer")
     gang, _ = gang_comms(config, Gang(), on_gpus=True)
     backend = make_backend(spec, config, gang, SystemClock())
-    sender = weight_sender(config, 0, choose_channel(config))
+    sender = weight_sender(config, 0, choose_channel(config), local_rank=0)
     store = backend.memory()
     assert store is not None
     stages = Stages(store)

@@ -168,6 +168,12 @@ class TrainerRole(RoleSettings, frozen=True):
     when_hung: WhenHung = "kill"
     """A rank whose event loop gives no sign of life: kill (its mates would wait for it in a collective) or wait."""
 
+    @property
+    def rank_devices(self) -> tuple[int, ...]:
+        """GPU of each rank of a node, by local rank; empty on CPU."""
+        devices = self.device_ids
+        return tuple(devices[local % len(devices)] for local in range(self.count)) if devices else ()
+
     @field_validator("restart")
     @classmethod
     def _ranks_restart_together(cls, value: RestartPolicy) -> RestartPolicy:

@@ -293,13 +293,42 @@ def _weight_conflicts(config: RunConfig) -> Iterator[Conflict]:
         yield Conflict((path, "roles.rollout.kind"), 'is not for servers: they take "nccl", "cuda_ipc" or "disk"')
     if channel == "shm" and (rollout.nodes == "*" or set(rollout.nodes) != set(trainer.nodes)):
         yield Conflict((path, "roles.rollout.nodes", "roles.trainer.nodes"), "needs both roles on the same nodes")
-    if channel == "cuda_ipc" and not trainer.device_ids:
-        yield Conflict((path, "roles.trainer.devices"), "shares memory of the trainer's GPUs, and it names none")
+    if channel == "cuda_ipc":
+        yield from _handle_conflicts(config, path)
     shared = set(rollout.device_ids) & set(trainer.device_ids)
     if channel == "nccl" and shared and rollout.nodes == trainer.nodes:
         yield Conflict(
             (path, "roles.rollout.devices", "roles.trainer.devices"),
             f'cannot join two processes on GPU {min(shared)}; use "cuda_ipc"',
+        )
+
+
+def _handle_conflicts(config: RunConfig, path: str) -> Iterator[Conflict]:
+    """A handle is opened on the GPU that its memory lies on: a copy to another one's paused memory is refused there."""
+    rollout, trainer = config.roles.rollout, config.roles.trainer
+    if not trainer.device_ids:
+        yield Conflict((path, "roles.trainer.devices"), "shares memory of the trainer's GPUs, and it names none")
+        return
+    if not rollout.device_ids and (trainer.count > 1 or trainer.nodes != rollout.nodes):
+        yield Conflict(
+            (path, "roles.rollout.devices"), "hands each engine memory of its own GPU: name the GPUs of the engines"
+        )
+    if lone := sorted(set(rollout.device_ids) - set(trainer.rank_devices)):
+        yield Conflict(
+            (path, "roles.rollout.devices", "roles.trainer.devices"),
+            f"hands each engine memory of its own GPU, and GPU {lone[0]} has an engine but no trainer rank; "
+            'give it one, or use "disk", or "nccl" with engines on GPUs of their own',
+        )
+    sizes = ("pp_size",) if config.sglang.get("enable_dp_attention") else ("pp_size", "dp_size")
+    for size in sizes:
+        if config.sglang.get(size, 1) not in (0, 1):
+            yield Conflict(
+                (path, f"sglang.{size}"), "hands memory to each tensor-parallel rank of a server, and it has others"
+            )
+    if rollout.device_ids and rollout.nodes != trainer.nodes:
+        yield Conflict(
+            (path, "roles.rollout.nodes", "roles.trainer.nodes"),
+            "hands each engine memory of its own GPU: both roles must be on the same nodes",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import get_args
 
 from ...core.config import RunConfig, channel_conflicts
@@ -23,8 +24,26 @@ def choose_channel(config: RunConfig) -> WeightChannel:
         return "disk" if is_spread else "shm"
     if not (rollout.device_ids and trainer.device_ids):
         return "disk"
-    shares_a_gpu = rollout.nodes == trainer.nodes and set(rollout.device_ids) & set(trainer.device_ids)
-    return "cuda_ipc" if shares_a_gpu else "nccl"
+    if rollout.nodes != trainer.nodes or not set(rollout.device_ids) & set(trainer.device_ids):
+        return "nccl"
+    return "disk" if any(channel_conflicts(config, "cuda_ipc")) else "cuda_ipc"
+
+
+def is_beside_an_engine(config: RunConfig, local_rank: int) -> bool:
+    """Whether that trainer rank of a node is on the GPU of an engine. Engines whose GPUs nobody named are with the only
+    rank there is."""
+    engines = config.roles.rollout.device_ids
+    return not engines or config.roles.trainer.rank_devices[local_rank] in engines
+
+
+def ranks_beside(config: RunConfig, node: int, devices: Sequence[int]) -> tuple[str, ...]:
+    """For each of an engine's GPUs the trainer rank (actor name) on it; empty unless all have one."""
+    trainer = config.roles.trainer
+    here = {device: local for local, device in enumerate(trainer.rank_devices)}
+    if (trainer.nodes != "*" and node not in trainer.nodes) or not here.keys() >= set(devices):
+        return ()
+    first = (node if trainer.nodes == "*" else trainer.nodes.index(node)) * trainer.count
+    return tuple(f"trainer/{first + here[device]}" for device in devices)
 
 
 def is_between_devices(channel: WeightChannel) -> bool:

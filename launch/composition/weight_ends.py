@@ -12,16 +12,18 @@ from ...core.config import RunConfig
 from ...core.host import boot_id
 from ...core.messages import WeightChannel
 from ...core.protocols import WeightSender, WeightWriter
+from ...core.weight_channel import SHARED_CHANNELS
 from .memory_parts import takes_turns
+from .weight_channels import is_beside_an_engine
 
 MIB = 1 << 20
 
 
-def channel_ends(config: RunConfig, run_dir: Path, rank: int) -> ChannelEnds:
+def channel_ends(config: RunConfig, run_dir: Path, rank: int, *, local_rank: int) -> ChannelEnds:
     """Of one rank; each end is made when it is first used."""
     makers = EndMakers(
         writer=lambda channel: weight_writer(config, run_dir, channel),
-        sender=lambda channel: weight_sender(config, rank, channel),
+        sender=lambda channel: weight_sender(config, rank, channel, local_rank=local_rank),
     )
     return ChannelEnds(f"trainer/{rank}", makers, writes=rank == 0)
 
@@ -33,7 +35,7 @@ def weight_writer(config: RunConfig, run_dir: Path, channel: WeightChannel) -> W
     return make_writer(cast(ReadChannel, channel), run_dir / "weights", Path(config.model.path))
 
 
-def weight_sender(config: RunConfig, rank: int, channel: WeightChannel) -> WeightSender:
+def weight_sender(config: RunConfig, rank: int, channel: WeightChannel, *, local_rank: int) -> WeightSender:
     """What sends versions from this rank's device."""
     from ...actors.weights.fp8 import Fp8Rule
     from ...actors.weights.sender import DeviceWeightSender, SentChannel
@@ -46,4 +48,5 @@ def weight_sender(config: RunConfig, rank: int, channel: WeightChannel) -> Weigh
         host=boot_id(),
         quantise=None if rule is None else rule.apply,
         keeps_buffers=not takes_turns(config),
+        is_needed=channel not in SHARED_CHANNELS or is_beside_an_engine(config, local_rank),
     )

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from ...core.config import RoleName, RoleSettings, RolesSettings, RolloutRole, RunConfig
 from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec, RankSpec
-from ..composition.weight_channels import choose_channel
 
 START_ORDER: tuple[RoleName, ...] = ("monitor", "buffer", "coordinator", "memory", "trainer", "rollout")
 """Who is needed by others starts first; they are stopped in reverse."""
@@ -27,20 +26,7 @@ def place(config: RunConfig, num_nodes: int) -> tuple[ActorSpec, ...]:
     problems = placement_problems(config, num_nodes)
     if problems:
         raise ConfigError("\n".join(problems))
-    actors = tuple(actor for role in started_roles(config) for actor in _place_role(role, config.roles, num_nodes))
-    return _with_sight(actors) if choose_channel(config) == "cuda_ipc" else actors
-
-
-def _with_sight(actors: tuple[ActorSpec, ...]) -> tuple[ActorSpec, ...]:
-    """With engines that see the trainer's GPUs of their node behind their own: a server cannot open memory of a GPU
-    that its process does not see."""
-    trainers = {actor.node: actor.visible_devices for actor in actors if actor.role == "trainer"}
-    return tuple(
-        replace(actor, visible_devices=tuple(dict.fromkeys((*actor.devices, *trainers.get(actor.node, ())))))
-        if actor.role == "rollout"
-        else actor
-        for actor in actors
-    )
+    return tuple(actor for role in started_roles(config) for actor in _place_role(role, config.roles, num_nodes))
 
 
 def placement_problems(config: RunConfig, num_nodes: int) -> list[str]:

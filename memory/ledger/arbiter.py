@@ -136,6 +136,10 @@ class Arbiter:
                 switch.unmeasured(reason)
         return self._go(now)
 
+    def lost_a_process(self, tenant: str, epoch: int) -> None:
+        """One of an incarnation's processes ended; that it is dead is said when the last one has."""
+        self.book.lost_a_process(tenant, epoch)
+
     def died(self, tenant: str, epoch: int, reason: str, now: float) -> list[Instruction]:
         """All processes of an incarnation ended."""
         gone = self.book.died(tenant, epoch)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from ...core.assets import DeviceReading
 from ...core.device_memory import DeviceView, Holder, Tag, TagReport, TenantReport, whole_of
 from ...core.errors import MemoryFault
-from .tenant_states import STABLE, held_bytes, is_mapped
+from .refusal import unproven_words
+from .tenant_states import COUNTED_ONLY, STABLE, held_bytes, is_mapped
 
 PROOF_GAP_S = 0.02
 """Between the two measurements that prove memory free."""
@@ -30,6 +31,8 @@ class Incarnation:
     fenced: str = ""
     """Why it does not count any more; empty: it does."""
     is_dead: bool = False
+    has_lost_a_process: bool = False
+    """One of its processes ended since it last told how it stands: it may hold less than it said."""
     proven_on: set[str] = field(default_factory=set[str])
     """Dead, and its memory measured as free on these of its devices."""
 
@@ -57,6 +60,12 @@ class Incarnation:
     def is_usable(self) -> bool:
         """It can be told to do something."""
         return not self.fenced and not self.is_dead
+
+    @property
+    def sure_bytes(self) -> int:
+        """Of `held_bytes`: on the devices now, beyond doubt."""
+        counted = sum(t.num_bytes for t in self.report.tags if t.tag in COUNTED_ONLY and is_mapped(t))
+        return max(0, self.held_bytes - self.untaken_bytes - counted)
 
     def counts_on(self, device: str) -> bool:
         """Whether some of that device is, or may be, in its use."""
@@ -110,7 +119,7 @@ class Book:
             return self.tenants[report.tenant]
         if (report.epoch, report.sequence) <= (known.report.epoch, known.report.sequence):
             return known if report == known.report else None
-        known.report = report
+        known.report, known.has_lost_a_process = report, False
         for tag in report.tags:
             if is_mapped(tag):
                 known.promised.pop(tag.tag, None)
@@ -135,6 +144,12 @@ class Book:
         if known is not None and not known.is_dead:
             known.fenced = known.fenced or reason
         return known
+
+    def lost_a_process(self, name: str, epoch: int) -> None:
+        """One of that incarnation's processes ended, others go on."""
+        known = self.tenants.get(name)
+        if known is not None and known.report.epoch == epoch:
+            known.has_lost_a_process = True
 
     def died(self, name: str, epoch: int) -> Incarnation | None:
         """All processes of that incarnation ended. Returns it, unless that was known."""
@@ -183,8 +198,23 @@ class Book:
         return tuple(g for g in self.ghosts if any(g.counts_on(device) for device in wanted))
 
     def held(self, device: str) -> int:
-        """By the books."""
-        return sum(tenant.held_bytes for tenant in self.on(device))
+        """By the books, of the dead what is not measured as free."""
+        return sum(t.held_bytes for t in self.on(device) if not t.is_dead) + self.unproven(device)
+
+    def unproven(self, device: str) -> int:
+        """Of the dead: what they held, but no more than the last measurement leaves when everything is taken off that
+        the living hold beyond doubt. So memory that is seen to be free is free, whatever the rest is proven by."""
+        dead = sum(g.held_bytes for g in self.ghosts_on([device]) if g.is_dead)
+        reading = self.devices[device].reading
+        if not dead or reading is None:
+            return dead
+        return min(dead, max(0, self._beyond_doubt(device)))
+
+    def _beyond_doubt(self, device: str) -> int:
+        """Used, by the last measurement, beside what the living hold for sure; others cannot hold more than that."""
+        reading = self.devices[device].reading
+        sure = sum(t.sure_bytes for t in self.on(device) if not t.is_dead)
+        return 0 if reading is None else reading.capacity_bytes - reading.free_bytes - reading.driver_bytes - sure
 
     def capacity(self, device: str) -> int:
         """0 before the first measurement."""
@@ -209,11 +239,30 @@ class Book:
 
     def unattributed(self, device: str) -> int:
         """Used by nobody that registered, nor by the driver, by the last measurement. The dead count as nobody."""
+        return max(0, self._beyond_the_books(device))
+
+    def _beyond_the_books(self, device: str) -> int:
+        """As `unattributed`; below zero where less is used than the living say they hold."""
         reading = self.devices[device].reading
         if reading is None:
             return 0
         taken = sum(t.held_bytes - t.untaken_bytes for t in self.on(device) if not t.is_dead)
-        return max(0, reading.capacity_bytes - reading.free_bytes - reading.driver_bytes - taken)
+        return reading.capacity_bytes - reading.free_bytes - reading.driver_bytes - taken
+
+    def settle_baseline(self, device: str) -> None:
+        """All is quiet: what nobody registered uses now may be used later. A reading that has less than the living say
+        they hold tells no more of others than a limit, and less than they hold for sure, nothing: somebody has died of
+        whom it is not known yet, and what is missing of his hides theirs. While a tenant loads, what it has not told of
+        looks like others'; that is no more than a limit either."""
+        if any(t.has_lost_a_process for t in self.on(device)):
+            return
+        account = self.devices[device]
+        beyond, limit = self._beyond_the_books(device), self._beyond_doubt(device)
+        is_loading = any(t.report.reserved_bytes for t in self.on(device))
+        if beyond >= 0 and not is_loading:
+            account.baseline_bytes = beyond
+        elif limit >= 0:
+            account.baseline_bytes = min(account.baseline_bytes, limit)
 
     def dead_are_gone(self, device: str) -> bool:
         """Whether the last measurement shows the memory of all dead of that device as free."""
@@ -228,20 +277,31 @@ class Book:
     def holders(self, device: str) -> tuple[Holder, ...]:
         """Largest first, what nobody registered last."""
         found: list[Holder] = []
+        unproven = self.unproven(device)
         for tenant in self.on(device):
             state = "dead, not proven free" if tenant.is_dead else "fenced" if tenant.fenced else tenant.report.state
             rows = [(tag.tag, tag.num_bytes) for tag in tenant.report.tags if is_mapped(tag) or state == "fenced"]
             rows += [(tag, n) for tag, n in tenant.promised.items() if tag not in {row[0] for row in rows}]
             rows.append(("residue", tenant.report.residue_bytes))
+            rows.sort(key=lambda row: -row[1])
             wholes: dict[str, int] = {}
             for tag, num_bytes in rows:
-                wholes[whole_of(tag)] = wholes.get(whole_of(tag), 0) + num_bytes
+                counted = min(num_bytes, unproven) if tenant.is_dead else num_bytes
+                unproven -= counted if tenant.is_dead else 0
+                wholes[whole_of(tag)] = wholes.get(whole_of(tag), 0) + counted
             found += [Holder(device, tenant.name, tag, n, state) for tag, n in wholes.items() if n]
         found.sort(key=lambda holder: (-holder.num_bytes, holder.tenant, holder.tag))
-        nobody = self.unattributed(device) - sum(g.held_bytes for g in self.ghosts_on([device]) if g.is_dead)
+        nobody = self.unattributed(device) - self.unproven(device)
         if nobody > 0:
             found.append(Holder(device, "", "", nobody, ""))
         return tuple(found)
+
+    def measured_words(self, device: str) -> str:
+        """What keeps the dead from being proven free, for a refusal; "" where there are none."""
+        account = self.devices[device]
+        if account.reading is None or not any(g.is_dead for g in self.ghosts_on([device])):
+            return ""
+        return unproven_words(account.reading, self.unattributed(device), account.baseline_bytes)
 
     def view(self, device: str) -> DeviceView:
         """One device, for `myxa mem`."""

@@ -140,7 +140,8 @@ def _pick(
         return tuple(left)  # some do not tell their size: all of them leave, and the measurement decides
     holders = book.holders(device)
     may_pass = bool(book.ghosts_on([device])) or not is_full
-    return Shortage(short_words(short - _num_bytes(left), device, holders), holders, may_pass)
+    words = short_words(short - _num_bytes(left), device, holders, book.measured_words(device))
+    return Shortage(words, holders, may_pass)
 
 
 def _spared(book: Book, chosen: Sequence[Candidate], short: Mapping[str, int]) -> list[Candidate]:

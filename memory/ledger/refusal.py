@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ...core.assets import DeviceReading
 from ...core.device_memory import Holder, TenantReport
 
 MAX_HOLDERS = 12
@@ -36,9 +37,18 @@ def holders_in_words(holders: Sequence[Holder]) -> str:
     return ", ".join(parts) or "nobody"
 
 
-def short_words(short_bytes: int, device: str, holders: Sequence[Holder]) -> str:
-    """Of a device that cannot be made to hold what is asked."""
-    return f"refused: {in_words(short_bytes)} short on {device}, held by {holders_in_words(holders)}"
+def short_words(short_bytes: int, device: str, holders: Sequence[Holder], measured: str = "") -> str:
+    """Of a device that cannot be made to hold what is asked. `measured`: see `unproven_words`."""
+    return f"refused: {in_words(short_bytes)} short on {device}, held by {holders_in_words(holders)}{measured}"
+
+
+def unproven_words(reading: DeviceReading, nobody_bytes: int, before_bytes: int) -> str:
+    """Why the memory of the dead is not proven free. `nobody_bytes`: used, and by nobody that lives; `before_bytes`:
+    how much of that there was when all lived."""
+    return (
+        f"; measured: {in_words(reading.free_bytes)} of {in_words(reading.capacity_bytes)} free, "
+        f"{in_words(nobody_bytes)} used by nobody that lives, before they died {in_words(before_bytes)}"
+    )
 
 
 def unmeasured_words(devices: Iterable[str], trouble: str) -> str:

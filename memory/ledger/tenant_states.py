@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from ...core.device_memory import Backing, CommandKind, TagReport, TenantReport, TenantState
+from ...core.device_memory import Backing, CommandKind, Tag, TagReport, TenantReport, TenantState
 from ...core.errors import MemoryFault
 
 ALLOWED: MappingProxyType[TenantState, frozenset[TenantState]] = MappingProxyType(
@@ -48,6 +48,10 @@ STARTS_FROM: MappingProxyType[CommandKind, frozenset[TenantState]] = MappingProx
 STABLE: frozenset[TenantState] = frozenset({"cold", "active", "quiesced", "released", "granted"})
 MAPPED: frozenset[Backing] = frozenset({"mapped_dirty", "mapped_clean", "copy_out", "copy_in"})
 """Backings that hold device memory."""
+
+
+COUNTED_ONLY: frozenset[Tag] = frozenset({"workspace"})
+"""Tags that are room, not memory: how much of it is taken, the tenant does not say."""
 
 
 def move(place: str, now: TenantState, to: TenantState) -> TenantState:

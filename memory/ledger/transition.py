@@ -159,7 +159,8 @@ class Transition:
         if now >= self._phase_until or not self._is_shrinking(sum(short.values()), now):
             device = max(short, key=lambda d: short[d])
             self.is_short = True
-            self._stop(short_words(short[device], device, self._book.holders(device)), now)
+            holders, measured = self._book.holders(device), self._book.measured_words(device)
+            self._stop(short_words(short[device], device, holders, measured), now)
             return
         self._measure(now, self._poll_s)
         self._poll_s = min(2 * self._poll_s, _LONGEST_POLL_S)

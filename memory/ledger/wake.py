@@ -40,9 +40,8 @@ class Wake:
             else:
                 self._prove(device, now)
         elif not is_busy:
-            account = self._book.devices[device]
-            account.baseline_bytes = self._book.unattributed(device)
-            self._alarm(device, account.baseline_bytes)
+            self._book.settle_baseline(device)
+            self._alarm(device, self._book.unattributed(device))
 
     def _prove(self, device: str, now: float) -> None:
         """Two readings, 20 ms apart, that have the memory of the dead free."""

@@ -137,6 +137,10 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
         result["metrics"] = [backend.train(shards[0], {}).metrics, backend.train(shards[1], LIVE).metrics]
         result["mark"] = [float(p.detach().double().sum()) for p in parameters_of(backend)]
         keep(out / "weights.npz", weights_of(backend))
+        result["sent"], result["sent_to_all"] = (
+            {name: float(t.double().sum()) for name, t in backend.export_device(to_all=to_all)}
+            for to_all in (False, True)
+        )
         backend.save(str(out / "checkpoints" / "two"), {"version": 2})
         result["metrics"].append(backend.train(shards[2], {}).metrics)
         keep(out / "weights_on.npz", weights_of(backend))

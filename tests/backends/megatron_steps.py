@@ -92,6 +92,7 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
         result["metrics"] += [backend.train(shards[1], gang_rank.LIVE).metrics, backend.train(shards[2], {}).metrics]
         gang_rank.keep(out / "weights.npz", weights_of(backend))
         result["on_device"] = {name: float(t.double().sum()) for name, t in backend.export_device()}
+        result["on_all"] = {name: float(t.double().sum()) for name, t in backend.export_device(to_all=True)}
         if case.get("save"):
             folder = str(out / "checkpoint")
             pending = backend.begin_save(folder, {"version": 3}) if case.get("saves_later") else None

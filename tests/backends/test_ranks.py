@@ -51,6 +51,13 @@ def test_weights_agree_with_one_process(gangs: tuple[Gang, Gang]) -> None:
         np.testing.assert_allclose(many[name], one[name], rtol=0, atol=1e-5, err_msg=name)
 
 
+def test_on_the_device_the_first_rank_sends_all_or_every_rank_has_all(gangs: tuple[Gang, Gang]) -> None:
+    expected = {name: float(value.astype(np.float64).sum()) for name, value in load(gangs[1], "weights").items()}
+    for rank, result in enumerate(gangs[1][1]):
+        assert result["sent_to_all"] == pytest.approx(expected, abs=1e-6)
+        assert result["sent"] == (result["sent_to_all"] if rank == 0 else {})
+
+
 def test_knobs_of_a_step_are_those_of_all_ranks(gangs: tuple[Gang, Gang]) -> None:
     (_, (alone,)), (_, ranks) = gangs
     first, second, third = (metrics["train/lr"] for metrics in alone["metrics"])

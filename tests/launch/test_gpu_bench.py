@@ -185,12 +185,19 @@ def test_goals_decide_the_status_and_everything_is_written_down(
         with pytest.raises(SystemExit) as ended:
             other.end()
         assert ended.value.code == figures.MISSED
+    none = figures.Report("none")
+    none.goal("nothing lost", 3.0, at_most=0.0)
+    none.goal("nothing lost", 0.0, at_most=0.0)
+    with pytest.raises(SystemExit) as ended:
+        none.end()
+    assert ended.value.code == figures.MISSED
     with pytest.raises(SystemExit) as ended:
         figures.Report("third").missing("no server")
     assert ended.value.code == figures.MISSING
     assert "| 1 | x/y |" in capsys.readouterr().out
     found = json.loads((out / "gpu.json").read_text())
     assert found["other"]["goals"][0][3] == "missed by 50%"
+    assert [goal[3] for goal in found["none"]["goals"]] == ["missed by 3.00", "met"], "of 0 there are no shares"
     assert found["third"]["missing"] == "no server"
 
 

@@ -121,7 +121,11 @@ def test_the_gpus_of_who_is_still_leaving_are_in_use(tmp_path: Path):
             ('roles.rollout.kind="sglang"', "roles.rollout.count=2", 'engine.attach=["http://a:1", "http://b:1"]'),
             "the 2 servers of engine.attach were divided among",
         ),
-        ("rollout", 3, (*GPUS[:-1], 'weights.channel="cuda_ipc"'), "cuda_ipc"),
+        (
+            "rollout", 3,
+            (*GPUS[:2], 'roles.trainer.devices="0-3"', "roles.trainer.count=4", 'weights.channel="cuda_ipc"'),
+            "cuda_ipc",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_reason(tmp_path: Path, role, count, overrides, message):

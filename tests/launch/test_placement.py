@@ -54,17 +54,11 @@ def test_ranks_are_numbered_as_torchrun_does(tmp_path: Path):
     assert {a.restart for a in ranks} == {"gang"}
 
 
-def test_engines_that_read_the_trainers_memory_see_its_gpus_behind_their_own(tmp_path: Path):
+def test_an_engine_that_reads_the_trainers_memory_sees_no_gpu_but_its_own(tmp_path: Path):
     flags = ('roles.rollout.kind="sglang"', "roles.trainer.count=4", "roles.rollout.count=2")
     shared = ('roles.trainer.devices="0-3"', 'roles.rollout.devices="0-3"')
     engines = [a for a in place(config(tmp_path, *flags, *shared), 1) if a.role == "rollout"]
-    assert [a.devices for a in engines] == [(0, 1), (2, 3)]
-    assert [a.visible_devices for a in engines] == [(0, 1, 2, 3), (2, 3, 0, 1)]
-    apart = ('roles.trainer.devices="0-3"', 'roles.rollout.devices="4-5"')
-    assert [a.visible_devices for a in place(config(tmp_path, *flags, *apart), 1) if a.role == "rollout"] == [
-        (4,),
-        (5,),
-    ]
+    assert [a.devices for a in engines] == [a.visible_devices for a in engines] == [(0, 1), (2, 3)]
 
 
 def test_all_impossible_places_are_told_at_once(tmp_path: Path):

@@ -12,8 +12,10 @@ from myxa.core.config import RunConfig
 from myxa.launch.composition.weight_channels import (
     COMMIT_S,
     choose_channel,
+    is_beside_an_engine,
     is_between_devices,
     prepare_s,
+    ranks_beside,
     refused_channels,
     sent_commit_s,
 )
@@ -27,12 +29,14 @@ def config(
             "model": {"path": "m"},
             "data": {"train": "d.jsonl"},
             "weights": {"channel": channel, **weights},
-            "roles": {"rollout": rollout or {}, "trainer": trainer or {}},
+            "roles": {"rollout": rollout or {}, "trainer": {k: v for k, v in (trainer or {}).items() if k != "sglang"}},
+            "sglang": (trainer or {}).get("sglang", {}),
         }
     )
 
 
 SERVER = {"kind": "sglang"}
+TWO, TWO_RANKS = SERVER | {"devices": "0-1"}, {"devices": "0-1", "count": 2}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +50,13 @@ SERVER = {"kind": "sglang"}
         (SERVER, {"devices": "0"}, "disk"),
         (SERVER | {"devices": "1"}, {"devices": "0"}, "nccl"),
         (SERVER | {"devices": "0"}, {"devices": "0"}, "cuda_ipc"),
-        (SERVER | {"devices": "0-3"}, {"devices": "2"}, "cuda_ipc"),
+        (SERVER | {"devices": "0-3"}, {"devices": "2"}, "disk"),
+        (SERVER | {"devices": "0-1"}, {"devices": "0-3", "count": 4}, "cuda_ipc"),
+        (SERVER | {"devices": "0-3"}, {"devices": "0-3", "count": 2}, "disk"),
+        (TWO, TWO_RANKS, "cuda_ipc"),
+        (TWO, TWO_RANKS | {"sglang": {"dp_size": 2}}, "disk"),
+        (TWO, TWO_RANKS | {"sglang": {"dp_size": 2, "enable_dp_attention": True}}, "cuda_ipc"),
+        (SERVER | {"devices": "0", "nodes": [0, 1]}, {"devices": "0", "nodes": [0, 1]}, "cuda_ipc"),
         (SERVER | {"devices": "0", "nodes": [1]}, {"devices": "0"}, "nccl"),
     ],
 )
@@ -72,6 +82,12 @@ def test_a_named_channel_is_taken_and_bounds_the_commit():
         ("shm", SERVER, {}, "is not for servers"),
         ("shm", {"nodes": [1]}, {}, "same nodes"),
         ("cuda_ipc", SERVER, {}, "it names none"),
+        ("cuda_ipc", SERVER, {"devices": "0-1", "count": 2}, "name the GPUs of the engines"),
+        ("cuda_ipc", SERVER | {"devices": "0-2"}, {"devices": "0-1", "count": 2}, "GPU 2 has an engine but no trainer"),
+        ("cuda_ipc", SERVER | {"devices": "0,1"}, {"devices": "0,1"}, "GPU 1 has an engine but no trainer rank"),
+        ("cuda_ipc", SERVER | {"devices": "0", "nodes": [1]}, {"devices": "0"}, "on the same nodes"),
+        ("cuda_ipc", TWO, TWO_RANKS | {"sglang": {"dp_size": 2}}, "each tensor-parallel rank of a server"),
+        ("cuda_ipc", TWO, TWO_RANKS | {"sglang": {"pp_size": 2}}, "each tensor-parallel rank of a server"),
         ("nccl", SERVER | {"devices": "0-1"}, {"devices": "1"}, "two processes on GPU 1"),
     ],
 )
@@ -101,3 +117,16 @@ def test_a_run_may_go_over_to_what_it_was_started_for(run: RunConfig, free: set[
     assert {"shm", "disk", "nccl", "cuda_ipc"} - set(refused) == free
     assert choose_channel(run) in free, "and back to what it began with"
     assert all(refused.values()), "the others have a reason"
+
+
+def test_each_engine_is_handed_memory_of_the_rank_on_its_own_gpu():
+    trainer = {"devices": "2-5", "count": 4, "nodes": [1, 3]}
+    run = config("cuda_ipc", SERVER | {"devices": "3-4", "nodes": [1, 3]}, trainer)
+    assert ranks_beside(run, 1, (3, 4)) == ("trainer/1", "trainer/2"), "one for each tensor-parallel rank"
+    assert ranks_beside(run, 3, (4,)) == ("trainer/6",), "ranks are numbered node by node"
+    assert ranks_beside(run, 1, (3, 6)) == ranks_beside(run, 0, (3,)) == (), "no rank is there"
+    assert [is_beside_an_engine(run, local) for local in range(4)] == [False, True, True, False]
+    alone = config("cuda_ipc", SERVER, {"devices": "0"})
+    assert is_beside_an_engine(alone, 0) and ranks_beside(alone, 0, ()) == ()
+    everywhere = config("cuda_ipc", SERVER | {"devices": "0", "nodes": "*"}, {"devices": "0", "nodes": "*"})
+    assert ranks_beside(everywhere, 2, (0,)) == ("trainer/2",)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from ledger_world import ALL, CAPACITY, MIB, RESIDUE, SPANNING, Asset, Process, World
+from msgspec.structs import replace
 
-from myxa.core.device_memory import LeaseReply, MemoryCommand
+from myxa.core.device_memory import LeaseReply, MemoryCommand, TagReport
 
 
 @pytest.fixture
@@ -206,6 +207,118 @@ def test_the_dead_of_several_devices_count_on_each_until_it_is_seen_to_be_free_t
     world.advance(5.0)
     assert world.arbiter.book.ghosts == []
     assert world.answers[asked].granted
+
+
+def killed_unnoticed(world: World, name: str, unnoticed_s: float) -> None:
+    """Its memory is free at once; that it died is known later."""
+    process = world.live.pop(name)
+    process.is_alive = False
+    process.freed.update(process.devices)
+    world.advance(unnoticed_s)
+    world.do(world.arbiter.died(name, process.epoch, "killed", world.now))
+
+
+def test_a_death_that_is_noticed_late_is_proven_as_soon_as_it_is_noticed() -> None:
+    """The device is measured between the two: less is used than the living say they hold, which hides what others use
+    (a context that its process does not count)."""
+    world = World(5)
+    world.advance(0.5)
+    world.strangers["gpu-b"] = 20 * MIB
+    granted(world, "trainer")
+    granted(world, "rollout", "trainer")
+    world.advance(5.5)
+    killed_unnoticed(world, "rollout/1", unnoticed_s=5.5)
+    world.advance(0.2)
+    assert world.arbiter.book.ghosts == []
+    world.spawn("rollout/1")
+    world.advance(0.2)
+    assert granted(world, "rollout", "trainer")
+
+
+def test_what_is_measured_after_a_tenant_lost_a_process_is_no_baseline() -> None:
+    """Of a server and its actor the server has ended. It held little: what is missing hides only a part of what others
+    use, so that the numbers alone do not show it."""
+    world = World(8)
+    world.advance(0.5)
+    world.strangers["gpu-b"] = 90 * MIB
+    granted(world, "trainer")
+    process = world.live["rollout/1"]
+    process.assets["cuda_graph"].on_device = True
+    world.hear(process.report(), world.arbiter.reported)
+    world.advance(5.5)
+    assert world.arbiter.book.devices["gpu-b"].baseline_bytes == 90 * MIB
+    world.arbiter.lost_a_process("rollout/1", process.epoch)
+    killed_unnoticed(world, "rollout/1", unnoticed_s=5.5)
+    world.advance(0.2)
+    assert world.arbiter.book.ghosts == []
+
+
+def test_what_a_tenant_loads_is_not_taken_for_a_strangers() -> None:
+    world = World(10)
+    world.advance(0.5)
+    process, account = world.live["rollout/1"], world.arbiter.book.devices["gpu-b"]
+    world.strangers["gpu-b"] = 30 * MIB
+    world.advance(5.5)
+    told = world.arbiter.book.tenants["rollout/1"].report
+    loads = TagReport("kv_cache", 420 * MIB, "discard", "mapped_dirty")
+    world.do(world.arbiter.reported(replace(told, tags=(loads,), reserved_bytes=420 * MIB, sequence=100), world.now))
+    process.assets["kv_cache"].on_device = True
+    world.advance(5.5)
+    assert world.arbiter.book.unattributed("gpu-b") == 450 * MIB
+    assert account.baseline_bytes == 30 * MIB
+
+
+def test_room_that_nobody_took_limits_the_baseline() -> None:
+    """Less is used than its owner may take: a stranger cannot have more than what is not surely the owner's."""
+    world = World(9)
+    world.advance(0.5)
+    process, account = world.live["other/0"], world.arbiter.book.devices["gpu-b"]
+    world.strangers["gpu-b"] = 300 * MIB
+    world.advance(5.5)
+    assert account.baseline_bytes == 300 * MIB
+    world.strangers["gpu-b"] = 30 * MIB
+    process.assets["workspace"].on_device = True  # room of 100 MiB
+    world.strangers["gpu-b"] -= 100 * MIB  # of which nothing is taken
+    world.hear(process.report(), world.arbiter.reported)
+    world.advance(5.5)
+    assert account.baseline_bytes == 30 * MIB
+
+
+def test_of_the_dead_no_more_counts_than_the_measurement_leaves() -> None:
+    """Somebody who lives has taken more since they were well: that is no proof, but most of their memory is free."""
+    world = World(6)
+    world.advance(0.5)
+    granted(world, "trainer")
+    granted(world, "rollout", "trainer")
+    world.advance(5.5)
+    live = world.arbiter.book.held("gpu-b") - world.live["rollout/1"].used("gpu-b")
+    world.strangers["gpu-b"] = 60 * MIB
+    killed_unnoticed(world, "rollout/1", unnoticed_s=0.1)
+    world.advance(0.5)
+    assert world.arbiter.book.held("gpu-b") == live + 60 * MIB
+    ghost = [h for h in world.arbiter.book.holders("gpu-b") if h.state == "dead, not proven free"]
+    assert sum(h.num_bytes for h in ghost) == 60 * MIB
+    assert not [h for h in world.arbiter.book.holders("gpu-b") if not h.tenant]
+    world.spawn("rollout/1")
+    world.advance(0.2)
+    assert granted(world, "rollout", "trainer")
+
+
+def test_a_refusal_for_the_dead_says_what_is_measured() -> None:
+    world = World(7)
+    world.advance(0.5)
+    granted(world, "trainer")
+    granted(world, "rollout", "trainer")
+    world.advance(5.5)
+    process = world.live.pop("rollout/1")
+    process.is_alive = False  # its memory stays
+    world.do(world.arbiter.died("rollout/1", process.epoch, "killed", world.now))
+    world.spawn("rollout/1")
+    world.advance(0.2)
+    reason = answer(world, "rollout", "trainer").reason
+    assert "rollout/1 kv_cache 420 MiB (dead, not proven free)" in reason
+    assert "MiB used by nobody that lives, before they died 0 bytes" in reason
+    assert "measured: " in reason
 
 
 def test_an_engine_over_several_devices_leaves_and_returns_by_one_command_each() -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -138,6 +139,72 @@ def test_a_gang_that_leaves_its_devices_makes_the_steps_of_one_that_stays(tmp_pa
         assert not stayed["switches"]
         assert [switch["copied"] > 0 for switch in left["switches"]] == [True] * 3
         assert stayed["weights"] == left["weights"]
+
+
+def steps_of(*norms: float, weights: str = "w") -> list[dict[str, Any]]:
+    """What two ranks found, the second one's norms as given."""
+    mates = ((1.0,) * len(norms), norms)
+    return [{"steps": [{"train/grad_norm": norm} for norm in rank], "weights": weights} for rank in mates]
+
+
+@pytest.mark.parametrize(
+    ("left", "again", "verdict", "said"),
+    [
+        (steps_of(1.0, 2.0), None, "met", ""),
+        (steps_of(1.0, 2.5), steps_of(1.0, 2.0), "missed by 1.00", "rank 1, step 1: train/grad_norm 2.0 and 2.5"),
+        (steps_of(1.0, 2.0, weights="v"), steps_of(1.0, 2.0), "missed by 2.00", "at first the last weights alone"),
+        (steps_of(1.0, 2.5), steps_of(1.5, 2.0), "not measured", "training itself does not repeat: 1 differ"),
+    ],
+)
+def test_a_difference_is_a_switchs_only_where_training_itself_repeats(
+    bench: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    left: list[dict[str, Any]], again: list[dict[str, Any]] | None, verdict: str, said: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("OUT", str(tmp_path))
+    report = bench("figures").Report("some")
+
+    def third() -> list[dict[str, Any]]:
+        assert again is not None, "nothing differs: it is not made"
+        return again
+
+    bench("memory_gang_training").judge(report, steps_of(1.0, 2.0), left, third)
+    found = json.loads((tmp_path / "gpu.json").read_text())["some"]
+    assert found["goals"][0][3] == verdict
+    assert said in (tmp_path / "gpu.md").read_text()
+
+
+def test_a_gang_that_stands_still_has_told_what_it_measured(
+    bench: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    communicators = bench("memory_communicators")
+    mib = 1 << 20
+    half_way = {
+        "cycles": {part: [9.0, 0.5, 0.5] for part in ("release", "restore", "first")},
+        "freed": [5 * mib, 7 * mib, 7 * mib], "counts": [[90, 20, 9 * mib], [91, 20, 8 * mib], [91, 21, 6 * mib]],
+    }  # fmt: skip
+    communicators.tell_unfinished(bench("figures").Report("some"), [half_way, {"at": "nothing yet"}])
+    told = (tmp_path / "gpu.md").read_text()
+    assert "| 0 | 3 | 0.500 | 0.500 | 0.500 | 7.00 | 91 -> 91 | 20 -> 21 | 2.00 |" in told
+    assert "| 1 | 0 | - | - | - | - |  |  | - |" in told
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_stands_still_ends_with_its_stacks_and_the_step_that_it_was_in(tmp_path: Path) -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(GPU)!r})
+import threading, memory_comm_rank as ranks
+class Alone(ranks.Rank):
+    def __init__(self): self.options = {{"hangs": "1"}}
+me = Alone()
+me.step("cycle 3: release")
+threading.Event().wait(30)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(tmp_path), capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 1
+    assert "cycle 3: release" in done.stdout and "Timeout" in done.stderr and "<string>" in done.stderr
 
 
 def test_a_lab_of_stand_ins_takes_turns_and_loses_nothing(tmp_path: Path) -> None:

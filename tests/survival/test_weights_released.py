@@ -38,6 +38,8 @@ class Gang:
         self.staged: dict[str, set[int]] = {name: set() for name in RANKS}
         self.deaf = 0
         """So many calls to rank 1 miss their deadline."""
+        self.may_hear = asyncio.Event()
+        self.may_hear.set()
         self.coordinator: Any = None
         self.tasks: list[asyncio.Task[Any]] = []
         ctx: Any = self
@@ -68,6 +70,7 @@ class Gang:
         return {name: WeightManifest(version, channel, name, 0, 1, (), "aa", "") for name in RANKS}
 
     async def _tell_other(self, method: Callable[..., Any], version: int) -> None:
+        await self.may_hear.wait()
         if self.deaf:
             self.deaf -= 1
             raise GatherError("trainer/1 failed", errors={"trainer/1": DeadlineExceeded("no answer")})
@@ -90,6 +93,24 @@ async def test_a_rank_that_did_not_hear_it_is_told_again_with_the_next_one():
     await asyncio.wait_for(gang.publisher.await_release(4, at_most=2), 5)
     await gang.release(2)
     assert gang.staged == {"trainer/0": {3}, "trainer/1": {3}}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("deaf", [0, 1])
+async def test_nobody_is_said_to_have_let_go_before_the_other_ranks_gave_their_memory_back(deaf: int):
+    """Where devices are shared in turns engines are given them next. A rank that cannot be told is not waited for."""
+    gang = Gang()
+    await gang.publisher.publish(1)
+    gang.may_hear.clear()
+    gang.deaf = deaf
+    waiting = asyncio.create_task(gang.publisher.await_release(1))
+    releasing = asyncio.create_task(gang.release(1))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert gang.staged["trainer/0"] == set() and not waiting.done(), "trainer/1 still has it on its device"
+    gang.may_hear.set()
+    await asyncio.wait_for(asyncio.gather(waiting, releasing), 5)
+    assert gang.staged["trainer/1"] == ({1} if deaf else set())
 
 
 @pytest.mark.asyncio

@@ -12,18 +12,23 @@ from myxa.core.errors import EngineError
 from myxa.core.messages import WeightManifest
 from myxa.core.weight_channel import ShareReply, ShareRequest
 
-PAYLOADS = {"trainer/0": ShareReply(payloads=(("a",), ("b",))), "trainer/1": ShareReply(payloads=(("c",),))}
-
 
 class Senders:
-    """Answers `share`; whatever else is asked for is not there."""
+    """Answers `share` with payloads that say whose they are: sender, bucket, number. Whatever else is asked for is not
+    there."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_buckets: int = 2) -> None:
         self.asked: list[tuple[str, ShareRequest]] = []
+        self.cuts: dict[str, str] = {}
+        self._num_buckets = num_buckets
 
     async def share(self, sender: str, request: ShareRequest) -> ShareReply:
         self.asked.append((sender, request))
-        return PAYLOADS[sender]
+        payloads = tuple(
+            tuple(f"{sender} {bucket}.{number}" for number in range(request.num_ranks))
+            for bucket in range(self._num_buckets)
+        )
+        return ShareReply(payloads=payloads, fingerprint=self.cuts.get(sender, "cut"))
 
 
 class Server:
@@ -31,13 +36,14 @@ class Server:
 
     place, url = "rollout/0 at http://here", "http://here"
 
-    def __init__(self, refuses: str = "") -> None:
+    def __init__(self, tp_size: int = 1, refuses: str = "") -> None:
         self.calls: list[tuple[str, Mapping[str, Any]]] = []
+        self._tp_size = tp_size
         self._refuses = refuses
 
     async def get(self, path: str) -> Mapping[str, Any]:
         self.calls.append((path, {}))
-        return {"tp_size": 1}
+        return {"tp_size": self._tp_size}
 
     async def post(self, path: str, body: Mapping[str, Any], *, within_s: float = 0.0) -> Mapping[str, Any]:
         self.calls.append((path, body))
@@ -50,39 +56,74 @@ class Server:
         raise NotImplementedError
 
 
-def manifest(version: int) -> WeightManifest:
+def manifest(version: int, senders: str = "trainer/0,trainer/1,trainer/2,trainer/3") -> WeightManifest:
     return WeightManifest(
-        version=version, channel="cuda_ipc", location="trainer/0,trainer/1", generation=0, num_bytes=0, tensors=(),
-        digest="", host="",
+        version=version, channel="cuda_ipc", location=senders, generation=0, num_bytes=0, tensors=(), digest="", host="",
     )  # fmt: skip
 
 
-def route(server: Server, senders: Senders) -> HandleRoute:
-    return HandleRoute(server, senders, DeviceRouteOptions(host="here"))  # pyright: ignore[reportArgumentType]
+def route(server: Server, senders: Senders, *same_gpu: str) -> HandleRoute:
+    options = DeviceRouteOptions(host="here", same_gpu=same_gpu)
+    return HandleRoute(server, senders, options)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.asyncio
-async def test_all_handles_are_fetched_before_and_the_last_bucket_announces():
+async def test_all_handles_are_fetched_before_from_the_rank_on_its_gpu_and_the_last_bucket_announces():
     server, senders = Server(), Senders()
-    way = route(server, senders)
+    way = route(server, senders, "trainer/1")
     for version in (3, 4):
         server.calls.clear()
         await way.prepare(manifest(version))
         assert [path for path, _ in server.calls] == (["/server_info"] if version == 3 else []), (
             "nothing is asked twice"
         )
-        assert [sender for sender, _ in senders.asked[-2:]] == ["trainer/0", "trainer/1"]
-        assert senders.asked[-1][1] == ShareRequest(version=version, num_ranks=1)
+        assert senders.asked == [("trainer/1", ShareRequest(version=version, num_ranks=1))], "no other GPU's"
+        senders.asked.clear()
         server.calls.clear()
         assert await way.load(manifest(version)), "the server's own answer says the version"
-        assert [body["serialized_named_tensors"] for _, body in server.calls] == [["a"], ["b"], ["c"]]
-        assert [body.get("weight_version") for _, body in server.calls] == [None, None, str(version)]
+        sent = [body["serialized_named_tensors"] for _, body in server.calls]
+        assert sent == [["trainer/1 0.0"], ["trainer/1 1.0"]]
+        assert [body.get("weight_version") for _, body in server.calls] == [None, str(version)]
+
+
+@pytest.mark.asyncio
+async def test_each_rank_of_a_server_is_handed_memory_of_its_own_gpu():
+    server, senders = Server(tp_size=2), Senders()
+    way = route(server, senders, "trainer/3", "trainer/2")
+    await way.prepare(manifest(3))
+    assert sorted(sender for sender, _ in senders.asked) == ["trainer/2", "trainer/3"]
+    server.calls.clear()
+    await way.load(manifest(3))
+    sent = [body["serialized_named_tensors"] for _, body in server.calls]
+    assert sent == [["trainer/3 0.0", "trainer/2 0.0"], ["trainer/3 1.0", "trainer/2 1.0"]]
+
+
+@pytest.mark.asyncio
+async def test_without_named_gpus_there_can_be_one_sender_only():
+    server, senders = Server(tp_size=2), Senders(num_buckets=1)
+    await route(server, senders).prepare(manifest(3, "trainer/0"))
+    assert senders.asked == [("trainer/0", ShareRequest(version=3, num_ranks=2))], "a handle is for one reader"
+    with pytest.raises(EngineError, match="2 tensor-parallel ranks are handed memory of their own GPUs, .* has 0 GPUs"):
+        await route(server, senders).prepare(manifest(3))
+
+
+@pytest.mark.asyncio
+async def test_what_does_not_fit_is_refused_before_the_server_hears_of_it():
+    server, senders = Server(), Senders()
+    with pytest.raises(EngineError, match="its 1 tensor-parallel ranks .* has 2 GPUs .* one server for each"):
+        await route(server, senders, "trainer/0", "trainer/1").prepare(manifest(3))
+    with pytest.raises(EngineError, match="trainer/1, on its GPU, shares nothing of weight version 3; trainer/0 do"):
+        await route(server, senders, "trainer/1").prepare(manifest(3, "trainer/0"))
+    senders.cuts["trainer/1"] = "other"
+    with pytest.raises(EngineError, match="trainer/0, trainer/1 cut weight version 3 differently"):
+        await route(Server(tp_size=2), senders, "trainer/0", "trainer/1").prepare(manifest(3))
+    assert {path for path, _ in server.calls} == {"/server_info"}
 
 
 @pytest.mark.asyncio
 async def test_a_bucket_that_is_refused_is_named_and_the_rest_is_not_sent():
-    server = Server(refuses="b")
-    way = route(server, Senders())
+    server = Server(refuses="trainer/0 1.0")
+    way = route(server, Senders(num_buckets=3), "trainer/0")
     await way.prepare(manifest(3))
     server.calls.clear()
     with pytest.raises(EngineError, match="rollout/0 at http://here: bucket 2 of 3: no such tensor"):

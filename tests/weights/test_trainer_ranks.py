@@ -24,7 +24,7 @@ from myxa.actors.trainer.leader_options import LeaderOptions
 from myxa.actors.trainer.step_plan import PlanOptions
 from myxa.actors.trainer.trainer import Trainer, TrainerOptions
 from myxa.actors.weights.channel import make_writer
-from myxa.actors.weights.sender import DeviceWeightSender
+from myxa.actors.weights.sender import DeviceWeightSender, SentChannel
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock
 from myxa.core.errors import MyxaError
@@ -32,7 +32,7 @@ from myxa.core.host import boot_id
 from myxa.core.knobs import KnobChange, KnobCommit
 from myxa.core.messages import WeightChannel, WeightManifest
 from myxa.core.protocols import NamedArray, StepStats
-from myxa.core.weight_channel import PlanRequest
+from myxa.core.weight_channel import PlanRequest, ShareRequest
 from myxa.transport.node import Node
 
 
@@ -44,6 +44,7 @@ class StageBackend:
         self._layer = layer
         self._takes = takes
         self.version = 0
+        self.num_exports = self.num_exhausted = 0
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
@@ -57,10 +58,12 @@ class StageBackend:
         assert self.may_go_on.wait(30)
         return StepStats(metrics={})
 
-    def export_device(self) -> Iterator[tuple[str, Tensor]]:
+    def export_device(self, *, to_all: bool = False) -> Iterator[tuple[str, Tensor]]:
+        self.num_exports += 1
         for name, tensor in tensors_of(self._folders[self.version]):
-            if (self._layer in name) == self._takes:
+            if to_all or (self._layer in name) == self._takes:
                 yield name, tensor
+        self.num_exhausted += 1
 
     def export_weights(self) -> list[NamedArray]:
         return arrays_of(self._folders[self.version])
@@ -72,16 +75,19 @@ class StageBackend:
         self.may_go_on.set()
 
 
-def trainer(rank: int, backend: StageBackend, run_dir: Path) -> Trainer:
+def trainer(rank: int, backend: StageBackend, run_dir: Path, channel: SentChannel = "nccl", beside: int = 2) -> Trainer:
+    """`beside`: so many ranks, the first ones, are on the GPUs of engines."""
     plan = PlanOptions(kind="grpo", normalise_std=True, num_ranks=2, max_tokens=100, minibatches=1)
     leader = LeaderOptions(
         world_size=2, num_steps=1, plan=plan, publishes=True, run_dir=str(run_dir),
-        checkpoints=CheckpointOptions(run_dir=str(run_dir)), channel="nccl",
+        checkpoints=CheckpointOptions(run_dir=str(run_dir)), channel=channel,
     )  # fmt: skip
     name = f"trainer/{rank}"
     makers = EndMakers(
         writer=lambda channel: make_writer("disk", run_dir / "weights", run_dir / "version0"),
-        sender=lambda channel: DeviceWeightSender(name, channel="nccl", bucket_bytes=1 << 18, host=boot_id()),
+        sender=lambda named: DeviceWeightSender(
+            name, channel=channel, bucket_bytes=1 << 18, host=boot_id(), is_needed=rank < beside
+        ),
     )
     return Trainer(
         backend=backend,  # pyright: ignore[reportArgumentType]
@@ -114,6 +120,48 @@ async def serves(engine: SglangEngine, manifest: WeightManifest) -> tuple[list[i
     ids, logprobs, versions = await greedy(engine, f"at-{manifest.version}")
     assert versions == {manifest.version}
     return ids, logprobs
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(60)
+async def test_over_a_shared_channel_each_rank_beside_an_engine_has_the_whole_model(tmp_path: Path):
+    folders = [tmp_path / f"version{n}" for n in range(2)]
+    for seed, folder in enumerate(folders):
+        make_tiny_model(folder, "0p5m", seed=seed, vocab_size=VOCAB, context_length=CONTEXT)
+    stages = [StageBackend(folders, ".layers.1.", takes) for takes in (False, True)]
+    senders = TrainerSenders()
+    for beside, location in ((2, "trainer/0,trainer/1"), (1, "trainer/0")):
+        ranks = [trainer(rank, stages[rank], tmp_path, "cuda_ipc", beside) for rank in (0, 1)]
+        node = await Node.attach(name="launcher/0")
+        try:
+            for rank, actor in enumerate(ranks):
+                await node.start(actor, name=f"trainer/{rank}")
+            await node.start(asker := Asker(), name="rollout/0")
+            senders.speak_as(asker)
+            async with asyncio.timeout(30):
+                while ranks[0]._leader is None:
+                    await asyncio.sleep(0.01)
+            for stage in stages:
+                stage.num_exports = stage.num_exhausted = 0
+            for version in (1, 2):
+                manifest = await ranks[0]._leader._publisher.publish(version)
+                assert (manifest.location, manifest.channel) == (location, "cuda_ipc")
+                assert manifest.num_bytes == sum(tensor.nbytes for _, tensor in tensors_of(folders[0])), "not twice"
+                plans = [await senders.plan(name, PlanRequest(version=version)) for name in location.split(",")]
+                names = [sorted(t.name for bucket in plan.buckets for t in bucket.tensors) for plan in plans]
+                assert names == [sorted(name for name, _ in tensors_of(folders[0]))] * beside
+                assert len({(plan.fingerprint, plan.digest) for plan in plans}) == 1
+                with pytest.raises(MyxaError, match='"cuda_ipc" shares GPU memory, but the weights are on cpu'):
+                    await senders.share("trainer/0", ShareRequest(version=version, num_ranks=1))
+                if beside == 1:
+                    with pytest.raises(MyxaError, match=f"trainer/1 does not send weight version {version}"):
+                        await senders.share("trainer/1", ShareRequest(version=version, num_ranks=1))
+            assert {(s.num_exports, s.num_exhausted) for s in stages} == {(3, 3)}, "gathering takes all, equally often"
+            for version in (1, 2):
+                await ranks[0].release_weights(version)
+            assert not any(rank._ends._held for rank in ranks)
+        finally:
+            await node.close(grace_s=1)
 
 
 async def own_answer(folder: Path) -> tuple[list[int], list[float]]:

@@ -186,10 +186,10 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
             return ""
         return "megatron.offload_optimizer does not go with checkpoints yet: begin the run without it"
 
-    def _hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _hf_tensors(self, to_all: bool) -> Iterator[tuple[str, Tensor]]:
         parts = self._ready()
         parts.optimizer.settle()
-        return iter_hf_tensors(parts.pipeline.chunks, parts.model, self._config.layout)
+        return iter_hf_tensors(parts.pipeline.chunks, parts.model, self._config.layout, to_all=to_all)
 
 
 def _config_of(chunks: Sequence[nn.Module]) -> Any:

@@ -38,8 +38,9 @@ class Exporter:
         dtype: torch.dtype,
         serving_dtype: torch.dtype,
         model_path: str,
-        tensors: Callable[[], Iterator[tuple[str, Tensor]]],
+        tensors: Callable[[bool], Iterator[tuple[str, Tensor]]],
     ) -> None:
+        """`tensors(to_all)`: whole tensors, see `hf_export`."""
         self._world = world
         self._config = config
         self._dtype = dtype
@@ -48,12 +49,13 @@ class Exporter:
         self._tensors = tensors
         self._buffers: dict[str, Tensor] = {}
 
-    def on_device(self) -> Iterator[tuple[str, Tensor]]:
-        """(HuggingFace name, whole tensor) of this stage on its sending rank, in a fixed order; nothing elsewhere.
+    def on_device(self, *, to_all: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(HuggingFace name, whole tensor) of this stage on its sending rank, in a fixed order; nothing elsewhere. With
+        `to_all` of all stages on every rank.
 
         Collective: every rank must go through it to its end.
         """
-        for name, tensor in self._tensors():
+        for name, tensor in self._tensors(to_all):
             yield name, tensor.detach().to(self._serving_dtype)
 
     def on_host(self) -> list[NamedArray]:
@@ -94,7 +96,7 @@ class Exporter:
     def _collect(self) -> None:
         """Bring every stage's tensors into rank 0's buffers: its own, then stage by stage."""
         is_first = self._world.place.pp_rank == 0
-        for name, found in self._tensors():
+        for name, found in self._tensors(False):
             tensor = found.detach().to(self._dtype)
             if self._world.rank == 0:
                 self._keep(name, tensor)

@@ -66,15 +66,15 @@ class Exporter:
             torch.cuda.synchronize(self._replica.world.device)  # the copies to the host are under way until now
         return arrays
 
-    def on_device(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor on this rank's device) in the order of `tensors`, on rank 0; nothing on other ranks.
+    def on_device(self, *, to_all: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor on this rank's device) in the order of `tensors`, on rank 0, or on all.
 
         Collective: every rank must exhaust it. Live parameters where they are whole and of the serving type already.
         """
         parameters = dict(self._replica.parameters())
         for name in self._config.tensor_shapes():
             whole = whole_tensor(parameters[name].detach())
-            if self._replica.world.rank == 0:
+            if to_all or self._replica.world.rank == 0:
                 yield name, whole.to(self._serving_dtype)
 
     def write(self, folder: str) -> None:
