@@ -18,6 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from myxa.launch.child_env import server_env
+
+ROOM = 1024
 SERVER = Path(__file__).with_name("command_server.py")
 FORK_S = 60.0
 """Time for the server's imports, on a machine that does much else, and for the fork."""
@@ -29,9 +32,9 @@ class _Server:
 
     def __init__(self) -> None:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # what is forked has one thread
+        env = {**server_env(os.environ), "OPENBLAS_NUM_THREADS": "1"}  # what is forked has one thread
         self.process = subprocess.Popen(
-            [sys.executable, str(SERVER), str(theirs.fileno())],
+            [sys.executable, str(SERVER), str(theirs.fileno()), "." * ROOM],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env, cwd="/",
         )  # fmt: skip
         theirs.close()
@@ -49,7 +52,7 @@ _server: _Server | None = None
 
 
 def close_server() -> None:
-    """After each module of tests. Commands that still run are left alone, and found."""
+    """At the end of a session, or where it shall be made anew. Commands that still run are left alone, and found."""
     global _server
     if _server is not None:
         _server.close()
