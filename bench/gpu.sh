@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The GPU benchmark: what one, two or four H200 reach with the real engines.
+# The GPU benchmark: what one, two or four GPUs reach with the real engines.
 #
 #   bench/gpu.sh [--dry] [part ...]        default: facts learn rollout train
 #
@@ -18,10 +18,11 @@
 #     memory_selfcheck      the driver's calls, the allocator    1 GPU, 30 s
 #     memory_rates          copies, pinning, mapping; arenas     1 GPU, 150 s
 #     memory_switch         trainer and engine take turns        1 GPU, 150 s
-#     memory_colocated      a run that shares one GPU, two ways  1 GPU, SGLang, Megatron, 300 s
+#     memory_colocated      a run in turns, two ways, or a gang  1, 2 or 4 GPUs, SGLang, Megatron, 300 s
 #     memory_residue        what stays of a trainer's process    1 GPU, Megatron, 60 s
-#     memory_communicators  communicators leave and come back    2 or 4 GPUs, 120 s
-#     memory_gang           four GPUs switch together            4 GPUs, 150 s
+#     memory_communicators  communicators leave and come back    2 or 4 GPUs, 150 s
+#     memory_gang           GPUs that switch together            2 or 4 GPUs, 150 s
+#     memory_gang_training  switches change no step of a gang    2 or 4 GPUs, Megatron, 120 s
 #
 # Figures go to gpu.md and gpu.json in $OUT (default ./bench-out), logs to logs.tar.gz there. A part that lacks something
 # here says so and does not count as passed. Every part has a time limit (LIMIT_<part>, seconds) and may be given other
@@ -47,7 +48,9 @@ export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} NCCL_CUMEM_ENABLE=${NCCL_CUMEM_EN
 mkdir -p "$GPU_WORK"
 cd "$GPU_WORK" || exit 1
 
+building=""
 pack() {
+  [ -z "$building" ] || kill "$building" 2>/dev/null
   find . -type f \( -name '*.log' -o -name metrics.jsonl -o -name events.jsonl \) -size -8M -print0 2>/dev/null \
     | tar czf "$OUT/logs.tar.gz" --null -T - 2>/dev/null
   cd / && [ -z "$made_work" ] || rm -rf "$made_work"
@@ -66,6 +69,10 @@ placement=colocated
 budget=${GPU_BUDGET:-0}
 engine=${GPU_ENGINE:-attach} backend=${GPU_BACKEND:-torch}
 ranks=$((num_gpus >= 4 ? 4 : 2))
+turns=""
+[ "$num_gpus" -ge 2 ] && turns="--gpus $ranks --ways ours --mem-fraction 0.85,0.8 --limit 230 --budget 285"
+dying=$placement
+[ "$num_gpus" -eq 2 ] && dying=gang
 
 declare -A script=(
   [facts]=facts.py [rollout]=rollout_speed.py [train]=train_speed.py [train4]=train_speed.py [learn]=learn.py
@@ -74,26 +81,27 @@ declare -A script=(
   [memory_selfcheck]=memory_selfcheck.py [memory_rates]=memory_rates.py [memory_switch]=memory_switch.py
   [memory_colocated]=memory_colocated.py [memory_residue]=memory_residue.py
   [memory_communicators]=memory_communicators.py [memory_gang]=memory_gang.py
+  [memory_gang_training]=memory_gang_training.py
 )
 declare -A limit=(
   [facts]=60 [rollout]=270 [train]=270 [train4]=200 [learn]=500 [async20]=330 [weights]=330 [logprobs]=360 [layouts]=330
   [kill]=230 [live]=240 [chaos]=460
   [memory_selfcheck]=90 [memory_rates]=200 [memory_switch]=180 [memory_colocated]=300 [memory_residue]=90
   [memory_communicators]=200
-  [memory_gang]=150
+  [memory_gang]=170 [memory_gang_training]=200
 )
 declare -A gpus=(
   [facts]=1 [rollout]=1 [train]=1 [train4]=4 [learn]=1 [async20]=1 [weights]=1 [logprobs]=1 [layouts]=2
   [kill]=1 [live]=1 [chaos]=1
   [memory_selfcheck]=1 [memory_rates]=1 [memory_switch]=1 [memory_colocated]=1 [memory_residue]=1
-  [memory_communicators]=2 [memory_gang]=4
+  [memory_communicators]=2 [memory_gang]=2 [memory_gang_training]=2
 )
 declare -A modules=(
   [facts]="" [rollout]=sglang [train]="" [train4]="" [learn]=sglang [async20]=sglang [weights]=sglang [logprobs]=sglang
   [layouts]="megatron.core transformers pytest" [kill]=sglang [live]=sglang [chaos]=sglang
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]=""
   [memory_colocated]="sglang megatron.core torch_memory_saver" [memory_residue]=megatron.core
-  [memory_communicators]="" [memory_gang]=""
+  [memory_communicators]="" [memory_gang]="" [memory_gang_training]=megatron.core
 )
 declare -A arguments=(
   [facts]="" [rollout]="" [train]="--cases $backend:0.6b,$backend:1.7b" [train4]="--part train4 --world 4 --cases $backend:1.7b"
@@ -101,9 +109,10 @@ declare -A arguments=(
   [async20]="--placement $placement --engine $engine --backend $backend"
   [weights]="--placement $placement --backend $backend" [logprobs]="--backends $backend" [layouts]="--ranks $ranks"
   [kill]="--placement $placement --backend $backend" [live]="--placement $placement --backend $backend"
-  [chaos]="--placement $placement --backend $backend --ranks $((num_gpus >= 3 ? 2 : 1))"
-  [memory_selfcheck]="" [memory_rates]="" [memory_switch]="" [memory_colocated]=""
-  [memory_residue]="" [memory_communicators]="--ranks $ranks" [memory_gang]=""
+  [chaos]="--placement $dying --backend $backend --ranks $((num_gpus >= 2 ? 2 : 1))"
+  [memory_selfcheck]="" [memory_rates]="" [memory_switch]="" [memory_colocated]="$turns"
+  [memory_residue]="" [memory_communicators]="--ranks $ranks --stages kill,reload,suspend,sizes --seconds 75"
+  [memory_gang]="--num-devices $ranks" [memory_gang_training]="--ranks $ranks"
 )
 declare -A dry_arguments=(
   [facts]="" [rollout]="--groups 4 --in-flight 2 --longest 12 --rounds 1"
@@ -113,12 +122,13 @@ declare -A dry_arguments=(
   [async20]="--engine attach --set run.num_steps=4" [weights]="--updates 3" [logprobs]="--prompts 8 --num-new 16"
   [layouts]="--ranks 2 --first 2" [kill]="--limit 100" [live]="--limit 100" [chaos]="--steps 60 --limit 300"
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]="" [memory_colocated]=""
-  [memory_residue]="" [memory_communicators]="--ranks 2" [memory_gang]=""
+  [memory_residue]="" [memory_communicators]="--ranks 2" [memory_gang]="--num-devices 2"
+  [memory_gang_training]="--ranks 2"
 )
 memory=(memory_selfcheck memory_rates memory_switch memory_residue memory_colocated)
-[ "$num_gpus" -ge 2 ] && memory=(memory_selfcheck memory_communicators)
-[ "$num_gpus" -ge 4 ] && memory+=(memory_gang)
-[ -n "$dry" ] && memory=(memory_selfcheck memory_rates memory_switch memory_communicators memory_gang memory_colocated)
+[ "$num_gpus" -ge 2 ] && memory=(memory_selfcheck memory_communicators memory_gang memory_gang_training memory_colocated)
+[ -n "$dry" ] && memory=(memory_selfcheck memory_rates memory_switch memory_communicators memory_gang
+  memory_gang_training memory_colocated)
 asked=("${parts[@]}") parts=()
 for part in "${asked[@]}"; do
   if [ "$part" = memory ]; then parts+=("${memory[@]}"); else parts+=("$part"); fi
@@ -136,6 +146,9 @@ lacking() { # why a part cannot run here, or nothing
 }
 
 echo "bench/gpu.sh: ${parts[*]} on $num_gpus GPUs, $("$python" -V 2>&1), figures in $OUT" | tee -a "$OUT/gpu.md"
+case " ${parts[*]:1} " in *" memory_communicators "* | *" memory_gang_training "*)  # compile beside the parts before
+  "$python" -c 'from myxa.memory.communicators.proxy_build import load; load()' & building=$! ;;
+esac
 summary="| part | result | seconds |
 |---|---|---|"
 all_passed=0

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .messages import Record, TensorSpec
+from .messages import Record, TensorSpec, WeightChannel
 
 CollectiveBackend = Literal["nccl", "gloo"]
+
+SENT_CHANNELS: frozenset[WeightChannel] = frozenset({"nccl", "cuda_ipc"})
+"""Between devices, from every rank that holds whole tensors; over the others rank 0 writes what engines read."""
 
 
 class Bucket(Record, frozen=True):

@@ -23,7 +23,7 @@ from ..core.config import RoleName, RunConfig
 from ..core.errors import ConfigError
 from ..core.host import boot_id, parent_mark
 from ..core.messages import SamplingParams
-from ..core.protocols import Engine, WeightSender, WeightWriter
+from ..core.protocols import Engine
 from .actor_spec import ActorSpec
 from .composition.memory_parts import (
     lent_memory,
@@ -36,13 +36,19 @@ from .composition.memory_parts import (
     trainer_tenancy,
 )
 from .composition.trainer_backends import make_backend, shard_of_rank
-from .composition.weight_channels import choose_channel, commit_s, is_between_devices, prepare_s
+from .composition.weight_channels import (
+    COMMIT_S,
+    choose_channel,
+    is_between_devices,
+    prepare_s,
+    refused_channels,
+    sent_commit_s,
+)
 from .supervisor.attached_servers import servers_of
 
 if TYPE_CHECKING:
     from ..actors.engines.weight_route import Routes
 
-MIB = 1 << 20
 NCCL_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """SGLang sets these for itself; members of a group must agree on the first, or it fails with "invalid argument"."""
 
@@ -121,7 +127,8 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
             start_timeout_s=start_timeout_s(config),
             takes_turns=takes_turns(config),
             prepare_s=prepare_s(config),
-            commit_s=commit_s(config),
+            commit_s=COMMIT_S,
+            sent_commit_s=sent_commit_s(config),
             stall_s=config.weights.stall_s,
             adopt_at_once=config.weights.adopt_at_once,
         ),
@@ -188,6 +195,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
             max_error_rate=config.reward.max_error_rate,
             save_partials_s=config.rollout.save_partials_s,
             through_router=bool(config.engine.router),
+            run_dir=str(run_dir),
         ),
         clock=clock,
     )
@@ -293,6 +301,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     from .composition.checkpoint_parts import checkpoint_options
     from .composition.gang_comms import gang_comms
     from .composition.gang_start import GangStart, block_limit_s, standby_folder
+    from .composition.weight_ends import channel_ends
 
     if is_between_devices(choose_channel(config)):  # before anybody looks at what NCCL can do here
         for name, value in NCCL_ENVIRONMENT.items():
@@ -320,7 +329,8 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         checkpoints=checkpoint_options(spec, config, run_dir),
         export_at_end=config.trainer.export_at_end,
         step_values=step_values(config.algo, config.optimizer),
-        max_unreleased=2 if is_between_devices(choose_channel(config)) else 3,
+        channel=choose_channel(config),
+        refused_channels=refused_channels(config),
         shard_of_rank=shards,
         step_timeout_s=config.trainer.step_timeout_s,
         standby=StandbyOptions(standby_folder(spec, config), config.trainer.standby_every),
@@ -329,8 +339,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     options = TrainerOptions(rank=gang.rank, leader=leader, block_limit_s=block_limit_s(spec))
     return Trainer(
         backend=backend,
-        writer=_weight_writer(config, run_dir),
-        sender=_weight_sender(config, gang.rank),
+        ends=channel_ends(config, run_dir, gang.rank),
         options=options,
         clock=clock,
         tenancy=trainer_tenancy(spec, config, comms),
@@ -343,35 +352,6 @@ def _guard(config: RunConfig) -> CanaryOptions:
     precision = precision_of(config.trainer.dtype, config.engine.dtype, config.sglang)
     bound = BOUNDS[precision] if guard.bound == "auto" else guard.bound
     return CanaryOptions(every=guard.every, bound=bound, is_fatal=guard.above == "fail")
-
-
-def _weight_writer(config: RunConfig, run_dir: Path) -> WeightWriter | None:
-    """Where engines read versions from; None where they are sent."""
-    from ..actors.weights.channel import make_writer
-
-    channel = choose_channel(config)
-    if channel not in ("shm", "disk"):
-        return None
-    return make_writer(channel, run_dir / "weights", Path(config.model.path))
-
-
-def _weight_sender(config: RunConfig, rank: int) -> WeightSender | None:
-    """What sends versions from this rank's device; None where they are read."""
-    channel = choose_channel(config)
-    if channel not in ("nccl", "cuda_ipc"):
-        return None
-    from ..actors.weights.fp8 import Fp8Rule
-    from ..actors.weights.sender import DeviceWeightSender
-
-    rule = Fp8Rule.of_folder(Path(config.weights.served_folder or config.model.path))
-    return DeviceWeightSender(
-        f"trainer/{rank}",
-        channel=channel,
-        bucket_bytes=config.weights.bucket_mb * MIB,
-        host=boot_id(),
-        quantise=None if rule is None else rule.apply,
-        keeps_buffers=not takes_turns(config),
-    )
 
 
 def _server_routes(config: RunConfig, senders: TrainerSenders) -> Routes:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from ...core.engine_profile import EngineTrace
 from ...core.handlers import call
-from ...core.messages import CanaryAnswers, EngineStatus, EvalRequest, EvalResult, WeightAck, WeightManifest
+from ...core.messages import (
+    CanaryAnswers,
+    EngineStatus,
+    EvalRequest,
+    EvalResult,
+    WeightAck,
+    WeightChannel,
+    WeightManifest,
+)
 from ...core.weight_channel import WeightProgress
 from .knobs import KnobsContract
 from .memory import TenantContract
@@ -26,6 +34,12 @@ class RolloutContract(TenantContract, KnobsContract):
     @call(deadline=5, reentrant=True, safe=True)
     async def weight_progress(self) -> WeightProgress:
         """How far an adoption that is under way is."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True, safe=True)
+    async def judge_channel(self, channel: WeightChannel, host: str) -> str:
+        """Why weights that a trainer on `host` (its boot id) publishes by that channel cannot reach this engine; empty:
+        they can."""
         raise NotImplementedError
 
     @call(deadline=600, reentrant=True)

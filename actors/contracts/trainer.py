@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...core.handlers import call
 from ...core.knobs import LiveKnobs
-from ...core.messages import Scores, WeightManifest
+from ...core.messages import Scores, WeightChannel, WeightManifest
 from ...core.protocols import StepStats
 from ...core.samples import TrainSample, TrainShard
 from ...core.weight_channel import (
@@ -37,8 +37,9 @@ class TrainerContract(TenantContract, KnobsContract):
         raise NotImplementedError
 
     @call(deadline=600)
-    async def publish(self, version: int) -> WeightManifest | None:
-        """Gather and write the weights; a manifest of its part from every rank that publishes, None from the others."""
+    async def publish(self, version: int, channel: WeightChannel) -> WeightManifest | None:
+        """Gather and write the weights for that channel, the same on every rank; a manifest of its part from every rank
+        that publishes, None from the others."""
         raise NotImplementedError
 
     @call(deadline=1800)

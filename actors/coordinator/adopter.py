@@ -19,8 +19,8 @@ from ...core.actor import ActorContext, with_deadline
 from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.errors import CallError, Draining, EngineError, MyxaError, NoSuchActor, PeerDied, RemoteError
-from ...core.messages import WeightAck
-from ...core.weight_channel import WeightProgress
+from ...core.messages import WeightAck, WeightChannel
+from ...core.weight_channel import SENT_CHANNELS, WeightProgress
 from ..contracts.roles import RolloutContract, TrainerContract
 from .adoption import Adopt, Adoption
 from .stall import Stall
@@ -47,8 +47,15 @@ class AdoptionLimits:
 
     prepare_s: float
     commit_s: float
+    """Where the engine reads the bytes."""
+    sent_commit_s: float = 0.0
+    """Where they are sent meanwhile; 0: as long as that."""
     stall_s: float = 20.0
     """Without any progress; 0: the phases' deadlines only."""
+
+    def commit_by(self, channel: WeightChannel) -> float:
+        """How long a commit may take whose bytes come by that channel."""
+        return self.sent_commit_s or self.commit_s if channel in SENT_CHANNELS else self.commit_s
 
 
 class StandsStill(Exception):
@@ -112,7 +119,7 @@ class Adopter:
     async def engines_at(self, version: int | None) -> list[str]:
         """Engines that serve exactly that version (None: any). Raises EngineError when none comes to it in time."""
         try:
-            async with asyncio.timeout(self._limits.prepare_s + self._limits.commit_s):
+            async with asyncio.timeout(self._limits.prepare_s + max(self._limits.commit_s, self._limits.sent_commit_s)):
                 while not (ready := self._adoption.engines_at(version)):
                     self._adopted.clear()
                     await self._adopted.wait()
@@ -161,8 +168,8 @@ class Adopter:
             ack = await self._watched(name, self._limits.prepare_s, prepare)
             if ack.accepted:
                 phase = "commit"
-                commit = with_deadline(engine, self._limits.commit_s).commit_weights(version)
-                ack = await self._watched(name, self._limits.commit_s, commit)
+                limit_s = self._limits.commit_by(instruction.manifest.channel)
+                ack = await self._watched(name, limit_s, with_deadline(engine, limit_s).commit_weights(version))
         except (Draining, NoSuchActor, PeerDied) as err:
             text = f"{name} (epoch {epoch}) left during {phase}: {err.message}"
             self._ctx.log.info("engine-left: %s", text)

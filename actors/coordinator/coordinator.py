@@ -111,7 +111,12 @@ class Coordinator(OperatorHandlers):
         self._adopter = Adopter(
             self.ctx,
             self._adoption,
-            limits=AdoptionLimits(prepare_s=options.prepare_s, commit_s=options.commit_s, stall_s=options.stall_s),
+            limits=AdoptionLimits(
+                prepare_s=options.prepare_s,
+                commit_s=options.commit_s,
+                sent_commit_s=options.sent_commit_s,
+                stall_s=options.stall_s,
+            ),
             on_adopted=self.fleet.adopted,
             on_work=self._changed.set,
             meter=self.meter,

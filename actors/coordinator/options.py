@@ -36,6 +36,8 @@ class CoordinatorOptions:
     start_timeout_s: float = 300.0
     prepare_s: float = 60.0
     commit_s: float = 30.0
+    """Of an engine that reads the new version's bytes; `sent_commit_s`: of one that they are sent to meanwhile."""
+    sent_commit_s: float = 0.0
     stall_s: float = 20.0
     """An engine's update may stand still for so long; 0: only the deadlines of its phases count."""
     adopt_at_once: int = 1

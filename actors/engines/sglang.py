@@ -38,7 +38,7 @@ from .sglang_http import Look, SglangHttp
 from .sglang_memory import SglangMemory
 from .sglang_profile import SglangProfiler
 from .sglang_wire import DONE, HeldTokens, Lines, read_chunk, request_body, version_number, whole_number
-from .weight_route import Routes, WeightRoute, folder_routes
+from .weight_route import Routes, WeightRoute, close_others, folder_routes
 
 MAX_LINE_BYTES = 256 << 20
 _log = logging.getLogger("myxa.sglang")
@@ -320,6 +320,7 @@ class SglangEngine:
             finally:
                 if not self._is_paused and not self._torn:
                     await self._go_on()
+            await close_others(self._routes, manifest.channel)
 
     async def _verify(self, manifest: WeightManifest) -> None:
         served = await self._served_version()

@@ -268,7 +268,8 @@ class HandleRoute:
         return await _named(phase, sender, self._server.place, work)
 
     async def close(self) -> None:
-        """Handles that were not used go with the sender's memory."""
+        """Handles that were not used go; the memory is the sender's."""
+        self._bodies = []
 
 
 def _senders_of(manifest: WeightManifest) -> list[str]:

@@ -73,12 +73,19 @@ class WeightRoute(Protocol):
         ...
 
     async def close(self) -> None:
-        """Leave groups, free staging; never raises."""
+        """Leave groups, free staging; never raises. A later version may come by it all the same."""
         ...
 
 
 Routes = Callable[[ServerControl], Mapping[str, WeightRoute]]
 """Channel name -> route, made for one server."""
+
+
+async def close_others(routes: Mapping[str, WeightRoute], channel: str) -> None:
+    """The server has a version by `channel`: what other channels hold of earlier ones is of no more use."""
+    for name, route in routes.items():
+        if name != channel:
+            await route.close()
 
 
 def announces(answer: Mapping[str, Any], version: int) -> bool:

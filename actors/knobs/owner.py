@@ -114,6 +114,11 @@ class KnobOwner:
         )
         return KnobSheet(owner=self.owner, knobs=states, epoch=self.epoch)
 
+    def newest(self, name: str) -> KnobValue:
+        """What was decided last for a knob, whether its boundary came or not."""
+        waiting = [w for w in self._waiting if w.name == name]
+        return max(waiting, key=lambda w: w.epoch).value if waiting else self._knobs[name].read()
+
     # -- the change
 
     def prepare(self, change: KnobChange) -> KnobVote:

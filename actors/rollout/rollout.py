@@ -37,7 +37,7 @@ from ...core.messages import (
 from ...core.protocols import Engine, PausesAsTold, Tokenizer
 from ...core.samples import NO_VERSION
 from ...core.weight_channel import WeightProgress
-from ..contracts.roles import BufferContract, MonitorContract, RolloutContract
+from ..contracts.roles import BufferContract, MonitorContract
 from ..engine_versions import ALWAYS_NEWEST, Weights
 from ..knobs.owner import KnobOwner, OwnsKnobs
 from ..knobs.process import process_knobs
@@ -45,6 +45,7 @@ from ..telemetry import ReportPace, report_forever
 from ..workflows.context import Workflow
 from ..workflows.episode import Generate, ModelAccess
 from .canary_answer import answer_canary
+from .channel_reach import ReachedByChannels
 from .engine_profile import profile_engine
 from .engine_weights import EngineWeights
 from .evaluation import evaluate
@@ -78,9 +79,11 @@ class RolloutOptions:
     """How often tokens so far are told to the buffer; 0: never."""
     through_router: bool = False
     """Requests may be answered by a server that has not loaded the newest version yet."""
+    run_dir: str = ""
+    """Through which weights may travel."""
 
 
-class Rollout(OwnsKnobs, RolloutContract):
+class Rollout(OwnsKnobs, ReachedByChannels):
     """One engine and the groups that use it. See the module's head."""
 
     mailbox = MailboxPolicy(size=4096)
@@ -101,7 +104,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._workflow = workflow
         self._scorer = scorer
         self._tokenizer = tokenizer
-        self._options = options
+        self._options, self._run_dir = options, options.run_dir
         self._clock = clock
         self._version = NO_VERSION
         self._serving = asyncio.Event()

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from ...core.config import AlgoConfig, OptimizerConfig
 from ...core.knobs import Boundary, KnobKind, KnobSheet, KnobValue, Tunable
+from ...core.messages import WeightChannel
 from ..knobs.owner import Knob
 from .step_plan import PlanOptions
 
 OWNER = "trainer"
+CHANNEL = "weight_channel"
+"""Knob that the leader asks for by name."""
 
 
 def _knob(name: str, key: str, kind: KnobKind, text: str, *, boundary: Boundary = "step", **limits: Any) -> Tunable:
@@ -141,6 +144,15 @@ LEADER_TUNABLES: tuple[Tunable, ...] = (
         low=1,
         high=1000,
     ),
+    _knob(
+        "weight_channel",
+        "",
+        "choice",
+        "How new weights get to the engines, see docs/weights.md; in the run file weights.channel. What was published "
+        "before stays readable; the old channel's memory, folders and groups go once no engine needs them.",
+        boundary="weights",
+        choices=get_args(WeightChannel),
+    ),
 )
 """What the leader uses by itself."""
 
@@ -182,6 +194,10 @@ class TrainerKnobs:
         """A whole number in force; `otherwise` where there is no such knob."""
         return int(self._values.get(name, otherwise))
 
+    def text(self, name: str) -> str:
+        """A choice in force; empty where there is no such knob."""
+        return str(self._values.get(name, ""))
+
     def refuses_end(self, values: Mapping[str, KnobValue], earliest: int) -> str:
         """Why the run cannot end with `num_steps`, if that is among the values; the step from version `earliest` is the
         first that could know of it."""
@@ -211,8 +227,9 @@ class TrainerKnobs:
         return replace(options, minibatches=minibatches, max_tokens=max_tokens)
 
     def metrics(self) -> dict[str, float]:
-        """Knobs that were ever changed, as they are now."""
-        return {f"knob/{name}": float(self._values[name]) for name in sorted(self._moved)}
+        """Knobs that were ever changed, as they are now; those that are numbers."""
+        moved = {name: self._values[name] for name in sorted(self._moved)}
+        return {f"knob/{name}": float(value) for name, value in moved.items() if not isinstance(value, str)}
 
 
 def after(sheet: KnobSheet, values: Mapping[str, KnobValue]) -> dict[str, KnobValue]:

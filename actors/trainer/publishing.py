@@ -3,12 +3,13 @@
     publish    all ranks gather and write or stage a version; first, room is made: not too many at once are kept
     released   no engine reads a version any more; ranks beside the leader's that published a part of it are told
 
-Knows ranks by their contract. Must not know channels, engines or which versions are worth publishing.
+Knows ranks by their contract. Must not know engines, how bytes travel, or which versions are worth publishing.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 
@@ -16,24 +17,38 @@ from ...core.activity import ActivityMeter
 from ...core.actor import ActorContext
 from ...core.actor_group import ActorGroup
 from ...core.errors import GatherError, TrainError
-from ...core.messages import WeightManifest
+from ...core.knobs import LiveKnobs
+from ...core.messages import WeightChannel, WeightManifest
+from ...core.weight_channel import SENT_CHANNELS
 from ..contracts.roles import TrainerContract
+from .channel_choice import ChannelChoice
 from .manifest_parts import join_parts
 
 RELEASE_DEADLINE_S = 300.0
+
+
+def max_unreleased(channel: WeightChannel) -> int:
+    """Versions that engines may still be reading; one more waits. Between devices they lie in the trainer's memory."""
+    return 2 if channel in SENT_CHANNELS else 3
 
 
 class Publisher:
     """See the module's head. One per leader."""
 
     def __init__(
-        self, ctx: ActorContext, ranks: ActorGroup[TrainerContract], max_unreleased: int, meter: ActivityMeter
+        self,
+        ctx: ActorContext,
+        ranks: ActorGroup[TrainerContract],
+        channels: ChannelChoice,
+        meter: ActivityMeter,
+        limit: Callable[[WeightChannel], int] = max_unreleased,
     ) -> None:
-        """`ranks` fail fast together. `max_unreleased`: versions that engines may still be reading; one more waits."""
+        """`ranks` fail fast together."""
         self._ctx = ctx
         self._ranks = ranks
-        self._max_unreleased = max_unreleased
+        self._channels = channels
         self._meter = meter
+        self._limit = limit
         self._unreleased: dict[int, tuple[str, ...]] = {}
         """Version -> ranks that published it."""
         self._untold: dict[int, tuple[str, ...]] = {}
@@ -43,13 +58,21 @@ class Publisher:
         """Version that was published last; -1: none."""
         self._manifest: WeightManifest | None = None
 
+    async def first(self, version: int, kept: LiveKnobs | None) -> WeightManifest:
+        """As `publish`, of the version that the gang begins with; `kept` is what its checkpoint says of the knobs."""
+        await self._channels.take_up(kept)
+        return await self.publish(version)
+
     async def publish(self, version: int) -> WeightManifest:
         """Where engines find `version`. Raises TrainError when no rank gathered it, or nobody lets go of older ones."""
-        if version not in self._unreleased and len(self._unreleased) >= self._max_unreleased:
-            await self.await_release(version, at_most=self._max_unreleased - 1)
+        is_new = self._manifest is not None and version != self.newest
+        channel = self._channels.of_new() if is_new else self._channels.newest()
+        limit = self._limit(channel)
+        if version not in self._unreleased and len(self._unreleased) >= limit:
+            await self.await_release(version, at_most=limit - 1)
         self._untold.pop(version, None)  # ranks that publish it again let go of what they had
         with self._meter.during("wait-weights", f"publish others {version}"):
-            parts = await self._ranks.all(TrainerContract.publish, version)
+            parts = await self._ranks.all(TrainerContract.publish, version, channel)
         manifest = join_parts(parts)
         if manifest is None:
             raise TrainError(f"no rank gathered weights for version {version}", remedy="see the log of trainer/0")

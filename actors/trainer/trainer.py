@@ -1,10 +1,9 @@
 """The trainer role: a gang of ranks around one `TrainBackend` each; rank 0 leads (see `leader.py`).
 
 A rank does what the leader asks, one call at a time, in one worker thread: collectives need one order on all ranks,
-and the event loop stays free to answer. Weights leave through a `WeightWriter` (files, shared memory) or through a
-`WeightSender` (device to device), beside that thread: engines that take them never wait for a training step. Knows
-these protocols and `TrainBackend`; knows no engine and no concrete backend. Version v exists when all ranks finished
-the optimizer step that made it.
+and the event loop stays free to answer. Weights leave through the rank's ends of the weight channels
+(`channel_ends.py`), beside that thread: engines that take them never wait for a training step. Knows `TrainBackend`;
+knows no engine and no concrete backend. Version v exists when all ranks finished the optimizer step that made it.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
 from ...core.errors import NotReady, TrainError
 from ...core.knobs import KnobChange, KnobValue, KnobVote, LiveKnobs
-from ...core.messages import Scores, WeightManifest
-from ...core.protocols import PendingSave, StepStats, TrainBackend, WeightSender, WeightWriter
+from ...core.messages import Scores, WeightChannel, WeightManifest
+from ...core.protocols import PendingSave, StepStats, TrainBackend
 from ...core.samples import TrainSample, TrainShard
 from ..contracts.roles import MonitorContract
 from ..knobs.owner import KnobOwner, OwnsKnobs
@@ -35,7 +34,9 @@ from ..knobs.process import process_knobs
 from ..own_thread import in_own_thread
 from ..telemetry import ReportPace, report_forever
 from ..tenancy.time_share import TimeShare
-from .knobs import after, of_ranks
+from .channel_choice import refuses
+from .channel_ends import ChannelEnds
+from .knobs import CHANNEL, after, of_ranks
 from .leader import Leader
 from .leader_options import LeaderOptions
 from .sending import SendsWeights
@@ -68,24 +69,21 @@ class Trainer(OwnsKnobs, SendsWeights):
         self,
         *,
         backend: TrainBackend,
-        writer: WeightWriter | None,
+        ends: ChannelEnds,
         options: TrainerOptions,
         clock: Clock,
-        sender: WeightSender | None = None,
         tenancy: TrainerTenancy | None = None,
         start: StartFinder | None = None,
     ) -> None:
-        """Versions go to `sender` if there is one, else to `writer`. `tenancy`: where the rank shares its device with
+        """`ends`: of the weight channels, none made yet. `tenancy`: where the rank shares its device with
         an engine in turns. `start`: tells rank 0 where all begin; asked in a thread. None: from the model folder."""
         self._backend = backend
-        self._writer = writer
-        self._sender = sender
+        self._ends = ends
         self._options = options
         self._finder = start or FixedStart()
         self._start = StartPoint()
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="backend")
-        self._weights_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._is_set_up = asyncio.Event()
         self._leader: Leader | None = None
         self._tenancy = tenancy
@@ -191,11 +189,11 @@ class Trainer(OwnsKnobs, SendsWeights):
         if self._leader is not None:
             self._leader.stop(why)
             self._leader.checkpoints.close()
-        if self._sender is not None:
-            self._sender.close()
-        ends: dict[ThreadPoolExecutor, Callable[[], None]] = {self._thread: self._backend.close}
-        if self._writer is not None:
-            ends[self._weights_thread] = self._writer.close
+        self._ends.close_senders()
+        ends: dict[ThreadPoolExecutor, Callable[[], None]] = {
+            self._thread: self._backend.close,
+            self._ends.thread: self._ends.close_writers,
+        }
         in_thread = asyncio.get_running_loop().run_in_executor
         closing = {thread: in_thread(thread, close) for thread, close in ends.items()}
         done, _ = await asyncio.wait(closing.values(), timeout=CLOSE_S)
@@ -204,10 +202,6 @@ class Trainer(OwnsKnobs, SendsWeights):
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    async def _beside(self, work: Callable[[], T]) -> T:
-        """Work on published weights: it does not wait for a training step."""
-        return await asyncio.get_running_loop().run_in_executor(self._weights_thread, work)
 
     def _blocking(self, why: str, *, when: bool = True) -> AbstractContextManager[None]:
         return self.ctx.busy(self._options.block_limit_s, why) if when else nullcontext()
@@ -235,17 +229,11 @@ class Trainer(OwnsKnobs, SendsWeights):
             parts = await self._in_thread(lambda: self._backend.score(samples))
         return Scores(logprobs=np.concatenate([np.asarray(part, dtype=np.float32) for part in parts]))
 
-    async def publish(self, version: int) -> WeightManifest | None:
+    async def publish(self, version: int, channel: WeightChannel) -> WeightManifest | None:
         await self._is_set_up.wait()
         with self._meter.during("compute", f"publish {version}", makes_version=version):
             reached("trainer.publish")
-            sender, writer = self._sender, self._writer
-            if sender is not None:
-                return await self._in_thread(lambda: sender.publish(version, self._backend.export_device))
-            tensors = await self._in_thread(self._backend.export_weights)
-            if self._options.rank != 0 or writer is None:
-                return None
-            return await self._beside(lambda: writer.publish(version, tensors))
+            return await self._ends.publish(version, channel, self._backend, self._in_thread)
 
     def _extra(self, live: LiveKnobs) -> dict[str, Any]:
         return {**marks_of(self._start, self._version), "knobs": msgspec.json.decode(msgspec.json.encode(live))}
@@ -308,11 +296,7 @@ class Trainer(OwnsKnobs, SendsWeights):
         return self._leader
 
     async def release_weights(self, version: int) -> None:
-        sender, writer = self._sender, self._writer
-        if sender is not None:
-            sender.release(version)
-        elif writer is not None:
-            await self._beside(lambda: writer.release(version))
+        await self._ends.release(version)
         if self._options.rank == 0:
             await self._require_leader().released(version)
 
@@ -327,7 +311,10 @@ class Trainer(OwnsKnobs, SendsWeights):
 
     async def prepare_knobs(self, change: KnobChange) -> KnobVote:
         vote = await super().prepare_knobs(change)
-        if not vote.accepted or not (reason := self._refusal(change.values, vote.earliest)):
+        reason = self._refusal(change.values, vote.earliest) if vote.accepted else ""
+        if vote.accepted and not reason and CHANNEL in change.values:
+            reason = await refuses(self.ctx, change.values[CHANNEL], self._options.leader.refused_channels)
+        if not reason:
             return vote
         self.knob_owner.abort(change.epoch)
         return KnobVote(owner=self.ctx.name, accepted=False, reason=reason)

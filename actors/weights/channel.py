@@ -1,9 +1,9 @@
-"""Which weight channel: chosen once for the writer, told by each manifest to the reader."""
+"""Which weight channel: chosen for the writer by whoever publishes, told by each manifest to the reader."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,8 @@ from ...core.messages import WeightManifest
 from ...core.protocols import NamedArray, WeightWriter
 from .disk import DiskWeightReader, DiskWeightWriter
 from .shm import ShmWeightReader, ShmWeightWriter
+
+ReadChannel = Literal["shm", "disk"]
 
 
 class ChannelReader:
@@ -25,7 +27,7 @@ class ChannelReader:
     def open(self, manifest: WeightManifest) -> AbstractContextManager[Mapping[str, NamedArray]]:
         """See the protocol. Shared memory of another host is refused by name instead of failing as a missing file."""
         if manifest.channel == "disk":
-            return self._disk.open(manifest)
+            return self._open_folder(manifest)
         if manifest.host != boot_id():
             raise EngineError(
                 f"weight version {manifest.version} lies in the shared memory of another host ({manifest.host})",
@@ -33,12 +35,19 @@ class ChannelReader:
             )
         return self._shm.open(manifest)
 
+    @contextmanager
+    def _open_folder(self, manifest: WeightManifest) -> Generator[Mapping[str, NamedArray]]:
+        """Slabs of earlier versions are let go: a run that went over to folders writes no others."""
+        with self._disk.open(manifest) as tensors:
+            yield tensors
+        self._shm.close()
+
     def close(self) -> None:
         """See the protocol."""
         self._shm.close()
 
 
-def make_writer(channel: Literal["shm", "disk"], folder: Path, model_folder: Path) -> WeightWriter:
+def make_writer(channel: ReadChannel, folder: Path, model_folder: Path) -> WeightWriter:
     """The trainer's end. `folder` holds the versions of the disk channel; `model_folder` gives config and tokenizer."""
     if channel == "disk":
         return DiskWeightWriter(folder, model_folder, boot_id())

@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...core.errors import EngineError, MyxaError, TrainError
@@ -67,9 +67,11 @@ class DiskWeightWriter:
             shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Delete every folder that was not released."""
+        """Delete every folder that was not released, and the one around them."""
         for version in list(self._folders):
             self.release(version)
+        with suppress(OSError):  # there is none, or somebody else's things are in it
+            self._root.rmdir()
 
 
 class DiskWeightReader:

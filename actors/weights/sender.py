@@ -36,6 +36,7 @@ from .plan import WeightPlan
 from .staging import Staging, beside_training
 
 Tensors = Iterator[tuple[str, Any]]
+SentChannel = Literal["nccl", "cuda_ipc"]
 
 
 class DeviceWeightSender:
@@ -45,7 +46,7 @@ class DeviceWeightSender:
         self,
         name: str,
         *,
-        channel: Literal["nccl", "cuda_ipc"],
+        channel: SentChannel,
         bucket_bytes: int,
         host: str,
         quantise: Callable[[Tensors], Tensors] | None = None,
@@ -54,7 +55,7 @@ class DeviceWeightSender:
         """`host`: boot id of this host. `quantise`: turns exported tensors into those that the engines hold.
         `keeps_buffers`: see `Staging`."""
         self._name = name
-        self._channel: Literal["nccl", "cuda_ipc"] = channel
+        self._channel: SentChannel = channel
         self._host = host
         self._quantise = quantise
         self._staging = Staging(bucket_bytes, keeps_buffers=keeps_buffers)

@@ -1,10 +1,15 @@
 """Who dies, what happens, on real GPUs: a trainer rank, an SGLang server, the coordinator, then everything at once.
 
-    python chaos.py [--placement two|colocated] [--backend megatron|torch] [--ranks 1] [--steps 120] [--limit 400]
+    python chaos.py [--placement two|gang|colocated] [--backend megatron|torch] [--ranks 1] [--limit 400]
     python chaos.py --device cpu [--python INTERPRETER]
 
-One run (`kill.toml`, trainer on GPU 0, two servers that share GPU 1; "colocated": all on GPU 0, weights by CUDA IPC),
-each prompt to be trained on once. In this order:
+One run (`kill.toml`), each prompt to be trained on once. Placements:
+
+    two         trainer on GPU 0 (GPUs 0 to RANKS - 1), two servers that share the next one, weights by NCCL
+    gang        the same, but the two servers share the GPU of the gang's last rank
+    colocated   one trainer rank and both servers on GPU 0, weights by CUDA IPC
+
+In this order:
 
     trainer       SIGKILL of a rank that has its gradients and has not summed them
     engine        SIGKILL of a server in the middle of a broadcast (as in `kill_in_broadcast.py`)
@@ -48,6 +53,8 @@ BATCH, BATCH_ON_CPU = 16, 4
 STRIKE_AT = 8
 """Step in which the trainer dies."""
 STEPS_MADE = "SELECT wall_s, detail FROM transitions WHERE to_state = 'TRAINED' AND detail LIKE 'version %'"
+STEPS = {"two": 300, "gang": 300, "colocated": 120}
+"""Of data: while a server starts again up to four steps a second are made by the other, one and a half on one GPU."""
 RESUMED_STEPS = 3
 """Made after the resumption before the time counts as over and the end of the data is waited for."""
 
@@ -86,12 +93,13 @@ class Deaths:
         self.rows.append((who, f"{back_s - killed_s:.1f}", str(self.steps(killed_s, back_s)), what))
 
 
-def trainer_dies(deaths: Deaths) -> None:
+def trainer_dies(deaths: Deaths, num_ranks: int) -> None:
     marks = deaths.trial.run_dir / MARKS
     deaths.trial.until(lambda: any(marks.glob("*.json")), "the trainer's strike")
     killed_s = next(marks.glob("*.json")).stat().st_mtime
     back_s = deaths.first("a step after the trainer's death", deaths.step_times, killed_s)
-    deaths.note("trainer/0, before its gradients are summed", killed_s, back_s, "a step is made")
+    who = f"trainer/{num_ranks - 1} of {num_ranks}, before its gradients are summed"
+    deaths.note(who, killed_s, back_s, "a step is made")
 
 
 def engine_dies(deaths: Deaths) -> None:
@@ -146,17 +154,17 @@ def judge(report: Report, deaths: Deaths, num_prompts: int) -> None:
 
 def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser(__doc__)
-    args.add_argument("--placement", choices=("two", "colocated"), default="two", help="GPUs: two, or a shared one")
+    args.add_argument("--placement", choices=("two", "gang", "colocated"), default="two", help="who has which GPU")
     args.add_argument("--backend", choices=("torch", "megatron"), default="torch")
-    args.add_argument(
-        "--ranks", type=int, default=1, help="of the trainer, GPUs 0 to RANKS - 1; the engines' is the next"
-    )
+    args.add_argument("--ranks", type=int, default=1, help="of the trainer")
     args.add_argument("--shape", choices=[*PRESETS, *SHAPES], default="")
-    args.add_argument("--steps", type=int, default=120, help="of data")
+    args.add_argument("--steps", type=int, default=0, help="of data; 0: as many as last until the end")
     args.add_argument("--limit", type=float, default=400.0, help="seconds")
     args.add_argument("--python", default="", help="with --device cpu: an interpreter that has SGLang")
     args.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE")
-    return args.parse_args(argv)
+    options = args.parse_args(argv)
+    options.steps = options.steps or STEPS[options.placement]
+    return options
 
 
 def chaos_sets(options: argparse.Namespace) -> list[str]:
@@ -169,10 +177,11 @@ def chaos_sets(options: argparse.Namespace) -> list[str]:
         "trainer.checkpoint_every=4", f"roles.trainer.count={options.ranks}", "roles.rollout.max_restarts=20",
     ]  # fmt: skip
     if not is_cpu and options.ranks > 1:
-        devices = f"0-{options.ranks - 1}"
-        sets += [
-            f'roles.trainer.devices="{devices}"', f'roles.rollout.env={{CUDA_VISIBLE_DEVICES="{options.ranks}"}}'
-        ]  # fmt: skip
+        last = options.ranks - 1
+        engines = last if options.placement == "gang" else options.ranks
+        sets += [f'roles.trainer.devices="0-{last}"', f'roles.rollout.env={{CUDA_VISIBLE_DEVICES="{engines}"}}']
+    if not is_cpu and options.placement == "gang":
+        sets += ["sglang.mem_fraction_static=0.2"]
     return sets
 
 
@@ -194,7 +203,7 @@ def main() -> None:
     try:
         trial = deaths.trial
         trial.until(lambda: all(len(trial.adopted(n)) > WARM_VERSIONS for n in (SPARED, VICTIM)), "both engines work")
-        trainer_dies(deaths)
+        trainer_dies(deaths, options.ranks)
         engine_dies(deaths)
         coordinator_dies(deaths)
         resume = [sys.executable, "-m", "myxa.launch", "resume", str(trial.run_dir), "--quiet", *program_of(command)]

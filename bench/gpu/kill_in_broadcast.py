@@ -160,7 +160,7 @@ def launch_command(options: argparse.Namespace, work: Path) -> tuple[list[str], 
         sets += [
             *cpu_overrides(), "roles.rollout.threads=1", 'engine.dtype="float32"', "guard.every=2",
             f'roles.rollout.env={{PYTHONPATH="{path}", STAND_IN_ACCESS_LOG="1", CUDA_VISIBLE_DEVICES=""}}',
-            "algo.batch_size=4", "engine.max_running=16",
+            "algo.batch_size=4", "engine.max_running=16", "rollout.max_groups=4",
         ]  # fmt: skip
         sets += [f'engine.python="{options.python}"', *ON_CPU] if options.python else []
     command = [sys.executable, "-m", "myxa.launch", "up", str(work / "kill.toml"), "--quiet"]

@@ -7,11 +7,13 @@ Writes OUT/<stage>.<rank>.json. What is measured is told in the parent.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,13 @@ class Rank:
         key = f"{point}.{self._number}"
         self.store.set(f"{key}/{self.rank}", "1")
         self.store.wait([f"{key}/{rank}" for rank in range(self.num_ranks)], timedelta(seconds=TIMEOUT_S))
+
+    def leave(self, others: Sequence[int]) -> None:
+        """End, rank 0 after all `others`: it is the host of the store in which they still look."""
+        if self.rank != 0:
+            self.store.set(f"left/{self.rank}", "1")
+        elif others:
+            self.store.wait([f"left/{rank}" for rank in others], timedelta(seconds=TIMEOUT_S))
 
     def keep(self, **facts: Any) -> None:
         self.found |= facts
@@ -283,6 +292,7 @@ def kill(me: Rank) -> None:
     me.reach("used")
     if me.rank == me.num_ranks - 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    faulthandler.dump_traceback_later(me.number("hangs", 45.0), exit=True)  # into the log: where it hangs
     value = torch.ones(MIB, device=me.device)
     work = dist.all_reduce(value, async_op=True)
     limit_s = me.number("limit", 5.0)
@@ -293,10 +303,12 @@ def kill(me: Rank) -> None:
     except MemoryFault as error:
         said = str(error)
     told_s = time.perf_counter() - started
+    me.keep(said=said, told_s=told_s, limit_s=limit_s, held=held)
     comms.abort()
-    aborted_s = time.perf_counter() - started - told_s
+    me.keep(aborted_s=time.perf_counter() - started - told_s)
     del work
-    me.keep(said=said, told_s=told_s, limit_s=limit_s, aborted_s=aborted_s, held=held, left=at_start - me.free())
+    me.keep(left=at_start - me.free())
+    faulthandler.cancel_dump_traceback_later()
 
 
 STAGES = {"sizes": sizes, "reload": reload, "suspend": suspend, "kill": kill}
@@ -308,6 +320,7 @@ def main() -> None:
     name = options.pop("name", stage)
     me = Rank(name, Path(out), int(rank), int(num_ranks), int(port), device, **options)
     STAGES[stage](me)
+    me.leave(range(1, me.num_ranks - (stage == "kill")))
     sys.stdout.flush()
     os._exit(0)  # destructors of communicators whose peers ended already may wait
 

@@ -100,7 +100,9 @@ class GangOf:
         bad = [index for index, status in enumerate(statuses) if status != 0]
         if bad:
             text = logs[bad[0]].read_text(encoding="utf-8", errors="replace")[-1500:]
-            raise GangFailedError(f"{name}: rank {bad[0]} ended with {statuses[bad[0]]}:\n{text}")
+            kept = self.work / f"{name}.{bad[0]}.json"
+            found = kept.read_text(encoding="utf-8")[-400:] if kept.exists() else "nothing"
+            raise GangFailedError(f"{name}: rank {bad[0]} ended with {statuses[bad[0]]}; it had found {found}\n{text}")
         return [json.loads((self.work / f"{name}.{rank}.json").read_text())
                 for rank in range(self.num_ranks) if rank not in dying]  # fmt: skip
 
@@ -228,7 +230,7 @@ def tell_suspend(report: Report, gang: GangOf) -> None:
 def tell_kill(report: Report, gang: GangOf) -> None:
     last = gang.num_ranks - 1
     # else torch's watchdog takes the process down as soon as NCCL tells of the dead peer
-    found = gang.run("kill", dying=[last], limit_s=90.0, environment={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
+    found = gang.run("kill", dying=[last], limit_s=80.0, environment={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
     report.keep("kill", found)
     rows = [
         (str(index), number(rank["limit_s"]), number(rank["told_s"]), number(rank["aborted_s"]), mib(rank["held"]),
@@ -252,15 +254,20 @@ TELL: dict[str, Callable[[Report, GangOf], None]] = {
 }  # fmt: skip
 
 
-def measure(options: argparse.Namespace) -> None:
-    is_cpu = options.device == "cpu"
-    report = Report(f"memory_communicators{options.ranks}", is_dry=is_cpu)
+def compile_proxy(report: Report) -> None:
     started_s = time.monotonic()
     try:
         load()
     except MemoryFault as error:
         report.missing(str(error))
     report.say(f"- proxy backend compiled and loaded in {time.monotonic() - started_s:.0f} s")
+
+
+def measure(options: argparse.Namespace) -> None:
+    is_cpu = options.device == "cpu"
+    report = Report(f"memory_communicators{options.ranks}", is_dry=is_cpu)
+    if {"reload", "kill"} & set(options.stages.split(",")):
+        compile_proxy(report)
     work = work_folder() / f"communicators{options.ranks}"
     work.mkdir(parents=True, exist_ok=True)
     gang = GangOf(options, work)

@@ -1,6 +1,6 @@
-"""Four GPUs that switch together: their copies at once, the skew of a gang, a soak, and processes killed on the way.
+"""Two or four GPUs that switch together: their copies at once, the skew of a gang, a soak, processes killed on the way.
 
-    python memory_gang.py [--stages together,switches,kills] [--num-devices 4] [--device cpu]
+    python memory_gang.py [--stages switches,kills,together] [--num-devices 2] [--device cpu]
 
 together   every GPU's arena moves the same tag, first alone and then all at once; then a soak of all policies on all
 switches   the gang of trainers and the gang of engines of memory_lab.py take turns on all GPUs
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import Report, median, number, parser, work_folder
+from memory_device import device_bytes
 from memory_figures import GIB, MIB, quantile, size, tell_when_ended
 from memory_lab import (
     ENGINE_TAGS,
@@ -37,10 +38,12 @@ from memory_stages import READY, Stage, StageFailedError
 from myxa.core.errors import CallError
 
 SCRIPT = str(Path(__file__).with_name("memory_arena.py"))
-STAGES = ("together", "switches", "kills")
+STAGES = ("switches", "kills", "together")
 ROUND_S = 60.0
 CONSISTENT_S = 5.0
 GIVE_UP_S = 20.0
+LEFT_BYTES = 17 * GIB // 4
+"""Of a GPU, beside the engine: both processes' residues, and some of the trainer."""
 
 
 # -- copies of all at once ---------------------------------------------------------------------------------------------
@@ -192,8 +195,7 @@ async def kill_leaving_trainer(lab: Lab) -> tuple[float | None, str]:
 
 
 async def kill_active_trainer(lab: Lab) -> tuple[float | None, str]:
-    if lab.trainers[1:]:
-        await lab.to_trainers()
+    await lab.to_trainers()
     name = lab.trainers[0]
     return await until_gone(lab, name, kill(lab, name))
 
@@ -248,33 +250,35 @@ POINTS = {
 def main() -> None:
     args = parser(__doc__)
     args.add_argument("--stages", default=",".join(STAGES))
-    args.add_argument("--num-devices", type=int, default=4)
+    args.add_argument("--num-devices", type=int, choices=(2, 3, 4), default=4)
     args.add_argument("--gib", type=int, default=16, help="of the tag that all GPUs move at once")
     args.add_argument("--cycles", type=int, default=11)
     args.add_argument("--switch-limit", type=float, default=25.0)
     add_lab_options(args)
-    args.set_defaults(scale=0.5, micro_batches=1, mem_fraction=0.97)  # small, and most of its optimizer has to leave
+    args.set_defaults(scale=0.5, micro_batches=1, mem_fraction=0.0)  # small, and most of its optimizer has to leave
     options = args.parse_args()
     shrink(options)
     if options.device == "cpu":
-        options.num_devices, options.cycles = 3, 4
+        options.cycles, options.mem_fraction = 4, 0.97
+    elif not options.mem_fraction:
+        options.mem_fraction = 1 - LEFT_BYTES / device_bytes(0)[1]
     report = Report("memory_gang", is_dry=options.device == "cpu")
     tell_when_ended(report)
     work = work_folder() / "memory_gang"
     asked = options.stages.split(",")
     failed: list[str] = []
     try:
-        if "together" in asked:
-            together(report, options, work / "together")
-    except StageFailedError as error:
-        report.say(f"- together: {error}\n")
-        failed.append("together")
-    try:
         if {"switches", "kills"} & set(asked):
             asyncio.run(turns(report, options, work / "turns", asked))
     except (LabError, StageFailedError, CallError) as error:
         report.say(f"- switches: {error}\n")
         failed.append("switches")
+    try:
+        if "together" in asked:
+            together(report, options, work / "together")
+    except StageFailedError as error:
+        report.say(f"- together: {error}\n")
+        failed.append("together")
     if failed:
         report.failed(", ".join(failed))
     report.end()

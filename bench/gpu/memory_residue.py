@@ -29,7 +29,8 @@ from myxa.core.clock import SystemClock
 from myxa.core.config import load_config
 from myxa.launch.composition.gang_comms import gang_comms
 from myxa.launch.composition.trainer_backends import make_backend
-from myxa.launch.program import _weight_sender
+from myxa.launch.composition.weight_channels import choose_channel
+from myxa.launch.composition.weight_ends import weight_sender
 from myxa.launch.supervisor.placement import place
 from myxa.memory.arenas.torch_cache import trim_torch_cache
 
@@ -63,8 +64,7 @@ def measure(options: argparse.Namespace, report: Report, work: Path) -> Stages:
     spec = next(actor for actor in place(config, 1) if actor.role == "trainer")
     gang, _ = gang_comms(config, Gang(), on_gpus=True)
     backend = make_backend(spec, config, gang, SystemClock())
-    sender = _weight_sender(config, 0)
-    assert sender is not None
+    sender = weight_sender(config, 0, choose_channel(config))
     store = backend.memory()
     assert store is not None
     stages = Stages(store)
@@ -105,6 +105,7 @@ def main() -> None:
     args.add_argument("--tokens", type=int, default=8192)
     args.add_argument("--capacity-mib", type=int, default=0)
     args.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE")
+    args.set_defaults(gpus=1, servers="each")
     options = args.parse_args()
     report = Report("memory_residue", is_dry=options.device == "cpu")
     if options.device == "cpu":

@@ -19,7 +19,7 @@ from .roles import (
     WhenHung,
     parse_devices,
 )
-from .root import RunConfig
+from .root import RunConfig, channel_conflicts
 from .settings import (
     DataSettings,
     EngineSettings,
@@ -60,6 +60,7 @@ __all__ = [
     "TrainerConfig",
     "TrainerRole",
     "WhenHung",
+    "channel_conflicts",
     "dump_config",
     "inspect_config",
     "load_config",

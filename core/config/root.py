@@ -28,7 +28,7 @@ from .settings import (
 )
 from .sglang import owned_conflicts
 from .tables import Table, as_table
-from .weights import WeightSettings
+from .weights import ChannelName, WeightSettings
 
 SFT_DEFAULTS = (
     ("rollout", "workflow", "demonstration"),
@@ -288,6 +288,12 @@ def _weight_conflicts(config: RunConfig) -> Iterator[Conflict]:
             (path, "roles.rollout.devices", "roles.trainer.devices"),
             f'cannot join two processes on GPU {min(shared)}; use "cuda_ipc"',
         )
+
+
+def channel_conflicts(config: RunConfig, channel: ChannelName) -> Iterator[Conflict]:
+    """What would be in the way of another `weights.channel` in this run."""
+    weights = config.weights.model_copy(update={"channel": channel})
+    return _weight_conflicts(config.model_copy(update={"weights": weights}))
 
 
 def _chaos_conflicts(config: RunConfig) -> Iterator[Conflict]:

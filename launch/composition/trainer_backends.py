@@ -12,7 +12,6 @@ from ...core.config import RunConfig
 from ...core.protocols import TrainBackend
 from ..actor_spec import ActorSpec
 from .memory_parts import megatron_residence, torch_residence
-from .weight_channels import choose_channel, is_between_devices
 
 if TYPE_CHECKING:
     from ...actors.backends.torch_backend.world import Gang
@@ -69,5 +68,5 @@ def _told(spec: ActorSpec, config: RunConfig, gang: Gang) -> dict[str, Any]:
 
 
 def _serving_dtype(config: RunConfig) -> str:
-    """The engines' number type, where tensors go from device to device; elsewhere the trainer's own."""
-    return config.engine.dtype if is_between_devices(choose_channel(config)) else ""
+    """The engines' number type, for servers, to which tensors may go from device to device; else the trainer's own."""
+    return config.engine.dtype if config.roles.rollout.kind == "sglang" else ""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from ...core.config import RunConfig
+from typing import get_args
+
+from ...core.config import RunConfig, channel_conflicts
 from ...core.messages import WeightChannel
+from ...core.weight_channel import SENT_CHANNELS
 
 MARGIN_S = 10.0
 """For everything around the phases that have deadlines of their own."""
@@ -26,7 +29,23 @@ def choose_channel(config: RunConfig) -> WeightChannel:
 
 def is_between_devices(channel: WeightChannel) -> bool:
     """Whether weights are sent, not read."""
-    return channel in ("nccl", "cuda_ipc")
+    return channel in SENT_CHANNELS
+
+
+def refused_channels(config: RunConfig) -> dict[WeightChannel, str]:
+    """Channels that a run of this shape cannot go over to, and why: what a run file may not say either, and between
+    GPUs those for which its processes were not started."""
+    began, found = choose_channel(config), dict[WeightChannel, str]()
+    for channel in get_args(WeightChannel):
+        conflicts = [f"{each.cause} ({', '.join(each.paths[1:])})" for each in channel_conflicts(config, channel)]
+        if conflicts:
+            found[channel] = "; ".join(conflicts)
+        elif is_between_devices(channel) and config.roles.trainer.device_ids and channel != began:
+            found[channel] = (
+                f"processes on GPUs were started for {began}: the devices that they see, NCCL's settings and the "
+                f'memory that was planned are those of that; start the run with weights.channel = "{channel}"'
+            )
+    return found
 
 
 def prepare_s(config: RunConfig) -> float:
@@ -34,8 +53,12 @@ def prepare_s(config: RunConfig) -> float:
     return max(60.0, config.weights.join_s + MARGIN_S)
 
 
-def commit_s(config: RunConfig) -> float:
-    """How long one engine may take a version in: a transfer, and once more through a new group."""
-    if not is_between_devices(choose_channel(config)):
-        return 30.0
+COMMIT_S = 30.0
+"""How long one engine may take a version in that it reads."""
+
+
+def sent_commit_s(config: RunConfig) -> float:
+    """The same of one that is sent meanwhile: a transfer, and once more through a new group. 0: it never is."""
+    if config.roles.rollout.kind == "embedded":
+        return 0.0
     return 2 * config.weights.transfer_s + config.weights.join_s + MARGIN_S

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from run_job import Job, audit, events, metrics, until
+from run_job import Job, audit, events, metrics, until, worker_pids
 
 from myxa.actors.contracts.roles import CoordinatorContract
 from myxa.core.knobs import ChangeReply, ChangeRequest, KnobValue, Operator
@@ -38,6 +39,16 @@ async def at_the_seat(job: Job, name: str) -> AsyncGenerator[CoordinatorContract
         await node.close()
 
 
+def slabs(pid: int, name: str) -> int:
+    """Slabs of shared memory that an actor's process has open or mapped."""
+    found = 0
+    for worker in worker_pids(pid, name):
+        fds = Path(f"/proc/{worker}/fd")
+        found += sum("myxa-slab" in os.readlink(fd) for fd in fds.iterdir() if fd.is_symlink())
+        found += Path(f"/proc/{worker}/maps").read_text().count("myxa-slab")
+    return found
+
+
 async def change(coordinator: CoordinatorContract, **values: KnobValue) -> ChangeReply:
     reply = await coordinator.change_knobs(ChangeRequest(values=values, who=ME, reason="a test"))
     assert not reply.refused, reply.refused
@@ -55,8 +66,14 @@ async def test_two_ranks_use_a_knob_in_the_same_step_and_a_resumed_run_goes_on_w
             assert refused.epoch == 0
             assert "mis_low" in refused.refused
             until(lambda: len(steps(job)) >= first.at + 3, "steps with it")
-            second = await change(coordinator, weights_every=3, temperature=1.3, minibatches=2)
+            impossible = await coordinator.change_knobs(ChangeRequest(values={"weight_channel": "nccl"}, who=ME))
+            assert 'embedded engines take "shm" or "disk" (roles.rollout.kind)' in impossible.refused
+            assert slabs(process.pid, "trainer/0") and slabs(process.pid, "rollout/0")
+            second = await change(coordinator, weights_every=3, temperature=1.3, minibatches=2, weight_channel="disk")
             until(lambda: len(steps(job)) >= second.at + 8, "steps with weights given every third step")
+            weights = job.run_dir() / "weights"
+            assert 1 <= len(list(weights.iterdir())) <= 3, "versions that were released are deleted"
+            assert not slabs(process.pid, "trainer/0") and not slabs(process.pid, "rollout/0"), "all were let go"
             folder = Path(await coordinator.checkpoint_now(ME, "", False))
             rest = await coordinator.pause_run(ME, "")
             export = Path(await coordinator.checkpoint_now(ME, "", True))
@@ -82,6 +99,9 @@ async def test_two_ranks_use_a_knob_in_the_same_step_and_a_resumed_run_goes_on_w
     assert extra["knobs"]["epoch"] == second.epoch
     trained = audit(job.run_dir()).trained
     assert len(trained) == len(set(trained)) == (rest + 2) * 4
+    adopted = [e["data"]["version"] for e in events(job.run_dir(), "weights-adopted")]
+    assert adopted == sorted(set(adopted)) and adopted[-1] == rest + 2, "none was missed when the channel changed"
+    assert not events(job.run_dir(), "weights-refused") and not weights.exists(), "and nothing is left over"
 
     version = extra["version"]
     status, said, run = job.run(f"trainer.resume={folder}", f"run.num_steps={version + 2}", "roles.trainer.count=2")
@@ -91,6 +111,8 @@ async def test_two_ranks_use_a_knob_in_the_same_step_and_a_resumed_run_goes_on_w
     for values in resumed.values():
         assert values["train/lr"] == pytest.approx(4e-4)
         assert values["knob/minibatches"] == 2
+    assert "weight_channel = disk" in str(events(run, "knobs-restored"))
+    assert not events(run, "weights-refused") and not (run / "weights").exists()
     assert events(run, "knobs-restored")
 
 
@@ -104,8 +126,9 @@ async def test_where_engines_and_trainer_take_turns_things_are_written_in_the_tr
     try:
         until(lambda: len(steps(job)) >= 2, "the second step")
         async with at_the_seat(job, "operator-1") as coordinator:
-            refused = await coordinator.change_knobs(ChangeRequest(values={"weights_every": 2}, who=ME))
-            assert "weights_every" in refused.refused
+            values: dict[str, KnobValue] = {"weights_every": 2, "weight_channel": "disk"}
+            refused = await coordinator.change_knobs(ChangeRequest(values=values, who=ME))
+            assert all(f"no knob {name!r}" in refused.refused for name in values)
             running = Path(await coordinator.checkpoint_now(ME, "", False))
             rest = await coordinator.pause_run(ME, "")
             until(lambda: rest - 1 in steps(job), "the pause")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from trainer_room import trainer_room
+from trainer_room import Conductor, trainer_room
 
 from myxa.actors.models.tiny import make_tiny_model
+from myxa.actors.weights.channel import ChannelReader
 from myxa.core.knobs import KnobChange, KnobCommit, KnobValue, LiveKnob, LiveKnobs
 
 pytestmark = pytest.mark.timeout(120)
@@ -291,6 +293,59 @@ async def test_a_run_that_is_stopped_ends_with_its_newest_version_in_the_engines
         async with asyncio.timeout(60):
             await room.conductor.finished.wait()
         assert room.conductor.given == [0, 2]
+
+
+def _by(channel: str, epoch: int) -> LiveKnob:
+    return LiveKnob(name="weight_channel", target="", value=channel, first="shm", epoch=epoch, at=2)
+
+
+@pytest.mark.asyncio
+async def test_weights_go_over_to_another_channel_and_nothing_of_the_old_one_is_left(
+    model: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    async with trainer_room(model, run) as room:
+        for epoch, (channel, why) in enumerate([("cuda_ipc", "there is no GPU"), ("smoke", "must be one of")], 1):
+            vote = await room.conductor.trainer.prepare_knobs(
+                KnobChange(epoch=epoch, values={"weight_channel": channel})
+            )
+            assert not vote.accepted
+            assert why in vote.reason
+        room.data.allow(1)
+        await room.conductor.steps(1)
+        assert await room.conductor.change(3, weight_channel="disk") == 2
+        room.data.allow(2)
+        steps = await room.conductor.steps(2)
+        told = room.conductor.manifests
+        assert [manifest.channel for manifest in told] == ["shm", "shm", "disk"]
+        assert "knob/weight_channel" not in steps[1], "metrics are numbers"
+        async with asyncio.timeout(20):
+            while os.path.lexists(told[1].location):  # until the last slab was released
+                await asyncio.sleep(0.01)
+        assert room.trainer._ends.open == ("disk",)
+        with ChannelReader().open(told[2]) as tensors:
+            assert len(tensors) == len(told[1].tensors)
+        room.conductor.live = LiveKnobs(epoch=3, knobs=(_by("disk", 3),))
+        folder = await room.conductor.trainer.checkpoint_at_boundary(export=False)
+
+        # No engine can take version 2: it is published anew by what was decided since, for there may never be another.
+        assert await room.conductor.change(4, weight_channel="nccl") == 3
+        await room.conductor.trainer.publish_again(2)
+        room.data.ring()
+        await room.conductor.until(lambda: len(told) == 4, "version 2, published again")
+        assert [(m.version, m.channel, m.attempt) for m in told[2:]] == [(2, "disk", 0), (2, "nccl", 1)]
+        assert not (run / "weights").exists()
+    async with trainer_room(model, tmp_path / "again", resume=folder) as room:
+        assert [(m.version, m.channel) for m in room.conductor.manifests] == [(2, "disk")], "as its checkpoint says"
+    conductor = Conductor()
+    conductor.live = LiveKnobs(epoch=4, knobs=(_by("nccl", 4),))
+    async with trainer_room(model, tmp_path / "more", resume=folder, conductor=conductor) as room:
+        assert [(m.version, m.channel) for m in conductor.manifests] == [(2, "nccl")], "this run's own word is newer"
+        await conductor.change(5, weight_channel="disk")
+        await conductor.trainer.publish_again(2)
+        room.data.ring()
+        await conductor.until(lambda: len(conductor.manifests) == 2, "version 2, published again")
+        assert conductor.manifests[1].channel == "disk", "and what was decided since is newer still"
 
 
 # -- time

@@ -14,6 +14,7 @@ from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.contracts.roles import BufferContract, CoordinatorContract, TrainerContract
 from myxa.actors.trainer.canary import CanaryOptions
+from myxa.actors.trainer.channel_ends import ChannelEnds, EndMakers
 from myxa.actors.trainer.checkpoints import CheckpointOptions
 from myxa.actors.trainer.knobs import step_values
 from myxa.actors.trainer.leader_options import LeaderOptions
@@ -21,10 +22,12 @@ from myxa.actors.trainer.start_point import FixedStart
 from myxa.actors.trainer.step_plan import PlanOptions
 from myxa.actors.trainer.trainer import Trainer, TrainerOptions
 from myxa.actors.weights.channel import make_writer
+from myxa.actors.weights.sender import DeviceWeightSender
 from myxa.core.clock import SystemClock
 from myxa.core.config import AlgoConfig, OptimizerConfig
 from myxa.core.errors import EngineError
 from myxa.core.file_entry import FileEntry, describe_file
+from myxa.core.host import boot_id
 from myxa.core.knobs import KnobChange, KnobCommit, KnobValue, LiveKnobs
 from myxa.core.messages import BufferStats, CanaryAnswers, Claim, GroupMeta, StepReport, WeightManifest
 from myxa.core.samples import Group, Message, Prompt, Sample, ScoredSample
@@ -129,6 +132,7 @@ class Conductor(CoordinatorContract):
         self._restored = restored or {}
         self.reports: list[StepReport] = []
         self.given: list[int] = []
+        self.manifests: list[WeightManifest] = []
         self.asked_canary: list[int] = []
         self.live = LiveKnobs()
         self.resumed: LiveKnobs | None = None
@@ -168,6 +172,7 @@ class Conductor(CoordinatorContract):
             for version in self.given[-1:]:
                 self.ctx.spawn(self.trainer.release_weights(version), name="release")
             self.given.append(manifest.version)
+            self.manifests.append(manifest)
         self._news.set()
 
     async def trainer_finished(self, version: int, reason: str) -> None:
@@ -238,10 +243,15 @@ async def trainer_room(
         export_at_end=False,
         guard=CanaryOptions(every=guard_every, bound=1.0),
         step_values=step_values(algo_config, optimizer_config),
+        refused_channels={"cuda_ipc": "there is no GPU"},
+    )
+    makers = EndMakers(
+        writer=lambda channel: make_writer(channel, run_dir / "weights", model),  # pyright: ignore[reportArgumentType]
+        sender=lambda channel: DeviceWeightSender("trainer/0", channel="nccl", bucket_bytes=1 << 20, host=boot_id()),
     )
     trainer = Trainer(
         backend=TorchBackend(settings),
-        writer=make_writer("shm", run_dir / "weights", model),
+        ends=ChannelEnds("trainer/0", makers, writes=True),
         options=TrainerOptions(rank=0, leader=leader),
         start=FixedStart(resume),
         clock=SystemClock(),

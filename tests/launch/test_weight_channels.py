@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from myxa.actors.coordinator.adopter import AdoptionLimits
 from myxa.core.config import RunConfig
-from myxa.launch.composition.weight_channels import choose_channel, commit_s, is_between_devices, prepare_s
+from myxa.launch.composition.weight_channels import (
+    COMMIT_S,
+    choose_channel,
+    is_between_devices,
+    prepare_s,
+    refused_channels,
+    sent_commit_s,
+)
 
 
 def config(
@@ -49,9 +57,11 @@ def test_auto_takes_the_shortest_way_there_is(rollout: dict[str, Any], trainer: 
 def test_a_named_channel_is_taken_and_bounds_the_commit():
     chosen = config("nccl", SERVER, join_s=7.0, transfer_s=20.0)
     assert choose_channel(chosen) == "nccl" and is_between_devices("nccl") and not is_between_devices("disk")
-    assert commit_s(chosen) == 57.0 and prepare_s(chosen) == 60.0
+    assert sent_commit_s(config()) == 0.0, "an embedded engine reads"
+    assert sent_commit_s(chosen) == 57.0 and prepare_s(chosen) == 60.0
     assert prepare_s(config("nccl", SERVER, join_s=300.0)) == 310.0
-    assert commit_s(config()) == 30.0
+    limits = AdoptionLimits(prepare_s=60.0, commit_s=COMMIT_S, sent_commit_s=sent_commit_s(chosen))
+    assert (limits.commit_by("nccl"), limits.commit_by("disk")) == (57.0, 30.0), "as each version comes"
 
 
 @pytest.mark.parametrize(
@@ -68,3 +78,26 @@ def test_a_named_channel_is_taken_and_bounds_the_commit():
 def test_what_cannot_be_is_said(channel: str, rollout: dict[str, Any], trainer: dict[str, Any], said: str):
     with pytest.raises(ValidationError, match=said):
         config(channel, rollout, trainer)
+    refused = refused_channels(config(rollout=rollout, trainer=trainer))
+    assert said in refused[channel], "nor may the run go over to it"  # pyright: ignore[reportArgumentType]
+
+
+GPUS = (SERVER | {"devices": "1"}, {"devices": "0"})
+
+
+@pytest.mark.parametrize(
+    ("run", "free"),
+    [
+        (config(), {"shm", "disk"}),
+        (config(rollout={"nodes": [1]}), {"disk"}),
+        (config(rollout=SERVER), {"disk", "nccl"}),
+        (config(rollout=GPUS[0], trainer=GPUS[1]), {"disk", "nccl"}),
+        (config("disk", *GPUS), {"disk"}),
+        (config(rollout=SERVER | {"devices": "0"}, trainer=GPUS[1]), {"disk", "cuda_ipc"}),
+    ],
+)
+def test_a_run_may_go_over_to_what_it_was_started_for(run: RunConfig, free: set[str]):
+    refused = refused_channels(run)
+    assert {"shm", "disk", "nccl", "cuda_ipc"} - set(refused) == free
+    assert choose_channel(run) in free, "and back to what it began with"
+    assert all(refused.values()), "the others have a reason"

@@ -19,6 +19,7 @@ import torch
 
 from myxa.core.config import load_config
 from myxa.core.device_memory import OPTIMIZER_PARTS
+from myxa.launch.supervisor.placement import place
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "bench" / "gpu"
@@ -98,21 +99,45 @@ def test_the_worked_example_has_the_bytes_of_the_specification(bench: Callable[[
     assert sizes == pytest.approx([16.4, 32.8, 24.6], rel=0.03)
 
 
-@pytest.mark.parametrize(("device", "way"), [("cuda", "ours"), ("cuda", "saver"), ("cpu", "ours")])
+@pytest.mark.parametrize(
+    ("device", "way", "gpus", "servers"),
+    [("cuda", "ours", 1, "each"), ("cuda", "saver", 1, "each"), ("cpu", "ours", 1, "each"),
+     ("cuda", "ours", 2, "each"), ("cuda", "ours", 2, "one"), ("cpu", "ours", 2, "each")],
+)  # fmt: skip
 def test_the_colocated_runs_load_and_differ_in_the_memory_only(
-    bench: Callable[[str], ModuleType], tmp_path: Path, way: str, device: str
+    bench: Callable[[str], ModuleType], tmp_path: Path, way: str, device: str, gpus: int, servers: str
 ) -> None:
     colocated = bench("memory_colocated")
     bench("runs").stage(tmp_path, colocated.RUN_FILE, launches=device == "cuda")
-    options = argparse.Namespace(device=device, steps=5, overrides=[], capacity_mib=100, tokens=8192)
+    options = argparse.Namespace(
+        device=device, steps=5, overrides=[], capacity_mib=100, tokens=8192, gpus=gpus, servers=servers
+    )
     config = load_config([tmp_path / colocated.RUN_FILE], colocated.sets_of(options, way, 0.9))
     assert config.memory.share == "switch"
     assert config.memory.backend == ("auto" if way == "ours" else "torch_memory_saver")
+    dealt = {actor.name: actor.devices for actor in place(config, 1) if actor.role in ("trainer", "rollout")}
     if device == "cuda":
+        servers_on = {"rollout/0": (0, 1)} if servers == "one" else {f"rollout/{gpu}": (gpu,) for gpu in range(gpus)}
+        assert dealt == {f"trainer/{gpu}": (gpu,) for gpu in range(gpus)} | servers_on
         assert config.sglang["mem_fraction_static"] == 0.9
         assert config.memory.workspace_mb == 24 * 1024
     else:
-        assert not config.roles.trainer.device_ids
+        assert set(dealt.values()) == {()}
+        assert config.memory.host_devices == gpus
+
+
+def test_a_gang_that_leaves_its_devices_makes_the_steps_of_one_that_stays(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, GPU / "memory_gang_training.py", "--device", "cpu"],
+        env=environment(tmp_path), capture_output=True, text=True, timeout=85, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out" / "gpu.json").read_text())["memory_gang_training2"]
+    assert {verdict for *_, verdict in found["goals"]} == {"met"}
+    for stayed, left in zip(found["stayed"], found["left"], strict=True):
+        assert not stayed["switches"]
+        assert [switch["copied"] > 0 for switch in left["switches"]] == [True] * 3
+        assert stayed["weights"] == left["weights"]
 
 
 def test_a_lab_of_stand_ins_takes_turns_and_loses_nothing(tmp_path: Path) -> None:

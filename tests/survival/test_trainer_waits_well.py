@@ -161,7 +161,7 @@ async def test_it_ends_although_a_publication_hangs(model: Path, tmp_path: Path,
         may_end.wait(4 * HANG_S)
 
     async with trainer_room(model, tmp_path) as room:
-        monkeypatch.setattr(room.trainer._writer, "publish", publish)
+        monkeypatch.setattr(room.trainer._ends._writers["shm"], "publish", publish)
         room.data.allow(1)
         while not hangs.is_set():
             await asyncio.sleep(0.01)

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from myxa.actors.knobs.owner import KnobOwner
+from myxa.actors.trainer.channel_choice import ChannelChoice
+from myxa.actors.trainer.knobs import TrainerKnobs
 from myxa.actors.trainer.publishing import Publisher
 from myxa.actors.trainer.standing import Standing
 from myxa.core.activity import ActivityMeter
@@ -18,7 +21,7 @@ from myxa.core.actor import PeerEvent
 from myxa.core.clock import SystemClock
 from myxa.core.errors import DeadlineExceeded, GatherError
 from myxa.core.knobs import LiveKnobs
-from myxa.core.messages import WeightManifest
+from myxa.core.messages import WeightChannel, WeightManifest
 
 RANKS = ("trainer/0", "trainer/1")
 
@@ -39,7 +42,12 @@ class Gang:
         self.tasks: list[asyncio.Task[Any]] = []
         ctx: Any = self
         ranks: Any = SimpleNamespace(all=self._publish)
-        self.publisher = Publisher(ctx, ranks, 9, ActivityMeter(self.name, SystemClock()))
+        knobs = TrainerKnobs({"weight_channel": "nccl"})
+        owner = KnobOwner(self.name, knobs.knobs(), stands_at=lambda: -1, clock=SystemClock())
+        side: Any = None
+        channels = ChannelChoice(owner, knobs, "nccl", side)
+        meter = ActivityMeter(self.name, SystemClock())
+        self.publisher = Publisher(ctx, ranks, channels, meter, lambda channel: 9)
 
     def spawn(self, work: Any, *, name: str) -> None:
         self.tasks.append(asyncio.create_task(work, name=name))
@@ -51,11 +59,13 @@ class Gang:
         assert tuple(names) == ("trainer/1",)
         return SimpleNamespace(all=self._tell_other)
 
-    async def _publish(self, method: Callable[..., Any], version: int) -> dict[str, WeightManifest]:
+    async def _publish(
+        self, method: Callable[..., Any], version: int, channel: WeightChannel
+    ) -> dict[str, WeightManifest]:
         await self.may_publish.wait()
         for staged in self.staged.values():
             staged.add(version)
-        return {name: WeightManifest(version, "nccl", name, 0, 1, (), "aa", "") for name in RANKS}
+        return {name: WeightManifest(version, channel, name, 0, 1, (), "aa", "") for name in RANKS}
 
     async def _tell_other(self, method: Callable[..., Any], version: int) -> None:
         if self.deaf:

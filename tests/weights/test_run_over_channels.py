@@ -16,13 +16,22 @@ from run_job import (  # pyright: ignore[reportMissingImports]  # of tests/integ
 )
 from weight_lab import serving
 
+from myxa.actors.contracts.roles import CoordinatorContract
+from myxa.core.knobs import ChangeReply, ChangeRequest, KnobValue, Operator
+from myxa.transport.address import Rendezvous
+from myxa.transport.node import Node
 
+
+@pytest.mark.asyncio
 @pytest.mark.timeout(180)
-def test_a_sharded_trainer_sends_what_the_server_then_computes_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_sharded_trainer_sends_what_the_server_then_computes_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """And goes over to folders and back, while the run goes on."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # sharding imports torch's compiler
     job = make_job(tmp_path)
     with serving(tmp_path / "model") as server:
-        code, said, run_dir = job.run(
+        process = job.start(
             "roles.rollout.kind=sglang",
             f'engine.attach=["{server.url}"]',
             "weights.channel=nccl",
@@ -33,20 +42,45 @@ def test_a_sharded_trainer_sends_what_the_server_then_computes_with(tmp_path: Pa
             "async.max_staleness=0",
             "reward.fn=regex",
             'reward.pattern="[1-4]"',
-            "run.num_steps=4",
+            "run.num_steps=100000",
             "guard.every=0",
-            timeout_s=150,
         )
-    assert code == 0, said
-    assert len(set(audit(run_dir).trained)) == 16
+        try:
+            until(lambda: len(_adopted(job, "rollout/0")) >= 2, "the second version in the server")
+            run_dir = job.run_dir()
+            node = await Node.attach(name="operator-1", rdzv=Rendezvous.load(run_dir / "rdzv.json"))
+            coordinator, me = node.ref(CoordinatorContract, "coordinator"), Operator(user="test")
+
+            async def turn(**values: KnobValue) -> ChangeReply:
+                reply = await coordinator.change_knobs(ChangeRequest(values=values, who=me))
+                if reply.epoch:
+                    until(lambda: reply.at in _adopted(job, "rollout/0"), f"version {reply.at} in the server")
+                return reply
+
+            assert 'they take "nccl", "cuda_ipc" or "disk"' in (await turn(weight_channel="shm")).refused
+            assert "and it names none" in (await turn(weight_channel="cuda_ipc")).refused
+            over = (await turn(weight_channel="disk")).at
+            assert [path.name for path in (run_dir / "weights").iterdir()][-1:], "they go through folders now"
+            back = (await turn(weight_channel="nccl")).at
+            last = await coordinator.pause_run(me, "") + 1
+            assert not (await coordinator.change_knobs(ChangeRequest(values={"num_steps": last}, who=me))).refused
+            await coordinator.resume_run(me, "")
+            await node.close()
+            said, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()
+            process.wait()
+    assert process.returncode == 0, said
+    assert 2 <= over < back
+    assert len(set(audit(run_dir).trained)) == 4 * last
     steps = [p["values"] for p in metrics(run_dir) if "train/logprob_diff_abs_max" in p["values"]]
-    assert len(steps) == 4
+    assert len(steps) == last
     assert max(abs(s["train/grad_norm"]) for s in steps) > 0, "the weights changed"
     assert max(s["train/logprob_diff_abs_max"] for s in steps) < 2e-4, "the server computes with the trainer's weights"
-    adopted = [e["data"]["version"] for e in events(run_dir, "weights-adopted")]
-    assert adopted == sorted(set(adopted)) and adopted[0] == 0 and adopted[-1] == 4
-    assert not (run_dir / "weights").exists(), "nothing went through folders"
-    assert not events(run_dir, "engine-fenced")
+    adopted = _adopted(job, "rollout/0")
+    assert adopted == list(range(last + 1)), "each version, by whichever channel"
+    assert not (run_dir / "weights").exists(), "folders went with the last version that lay in one"
+    assert not events(run_dir, "engine-fenced") and not events(run_dir, "weights-refused")
 
 
 @pytest.mark.soak

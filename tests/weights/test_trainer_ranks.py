@@ -1,4 +1,5 @@
-"""Trainer ranks that each hold a part of the model: published together, asked by reference, released together."""
+"""Trainer ranks that each hold a part of the model: published together, asked by reference, released together; and a
+run that goes over to another channel in between."""
 
 from __future__ import annotations
 
@@ -8,23 +9,30 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from model_tensors import tensors_of
+from model_tensors import arrays_of, tensors_of
 from torch import Tensor
 from weight_lab import CONTEXT, VOCAB, engine_of, greedy, serving, started
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
+from myxa.actors.engines.sglang import SglangEngine
 from myxa.actors.models.tiny import make_tiny_model
+from myxa.actors.rollout.channel_reach import ReachedByChannels
 from myxa.actors.rollout.weight_senders import TrainerSenders
+from myxa.actors.trainer.channel_ends import ChannelEnds, EndMakers
 from myxa.actors.trainer.checkpoints import CheckpointOptions
 from myxa.actors.trainer.leader_options import LeaderOptions
 from myxa.actors.trainer.step_plan import PlanOptions
 from myxa.actors.trainer.trainer import Trainer, TrainerOptions
+from myxa.actors.weights.channel import make_writer
 from myxa.actors.weights.sender import DeviceWeightSender
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock
 from myxa.core.errors import MyxaError
 from myxa.core.host import boot_id
-from myxa.core.protocols import StepStats
+from myxa.core.knobs import KnobChange, KnobCommit
+from myxa.core.messages import WeightChannel, WeightManifest
+from myxa.core.protocols import NamedArray, StepStats
+from myxa.core.weight_channel import PlanRequest
 from myxa.transport.node import Node
 
 
@@ -54,39 +62,79 @@ class StageBackend:
             if (self._layer in name) == self._takes:
                 yield name, tensor
 
+    def export_weights(self) -> list[NamedArray]:
+        return arrays_of(self._folders[self.version])
+
+    def judge_knobs(self, values, *, saves):
+        return ""
+
     def close(self) -> None:
         self.may_go_on.set()
 
 
-def trainer(rank: int, backend: StageBackend, run_dir: Path) -> tuple[Trainer, DeviceWeightSender]:
+def trainer(rank: int, backend: StageBackend, run_dir: Path) -> Trainer:
     plan = PlanOptions(kind="grpo", normalise_std=True, num_ranks=2, max_tokens=100, minibatches=1)
     leader = LeaderOptions(
         world_size=2, num_steps=1, plan=plan, publishes=True, run_dir=str(run_dir),
-        checkpoints=CheckpointOptions(run_dir=str(run_dir)), max_unreleased=2,
+        checkpoints=CheckpointOptions(run_dir=str(run_dir)), channel="nccl",
     )  # fmt: skip
-    sender = DeviceWeightSender(f"trainer/{rank}", channel="nccl", bucket_bytes=1 << 18, host=boot_id())
-    made = Trainer(
+    name = f"trainer/{rank}"
+    makers = EndMakers(
+        writer=lambda channel: make_writer("disk", run_dir / "weights", run_dir / "version0"),
+        sender=lambda channel: DeviceWeightSender(name, channel="nccl", bucket_bytes=1 << 18, host=boot_id()),
+    )
+    return Trainer(
         backend=backend,  # pyright: ignore[reportArgumentType]
-        writer=None,
-        sender=sender,
+        ends=ChannelEnds(name, makers, writes=rank == 0),
         options=TrainerOptions(rank=rank, leader=leader),
         clock=SystemClock(),
     )
-    return made, sender
 
 
-class Asker(Actor):
+class Asker(ReachedByChannels):
     """The rollout actor whose calls the engine's are."""
+
+    _run_dir = ""
+
+
+async def go_over(leader: Trainer, epoch: int, channel: WeightChannel, version: int) -> WeightManifest:
+    """Turn the knob, and publish the version that it was decided for."""
+    vote = await leader.prepare_knobs(KnobChange(epoch=epoch, values={"weight_channel": channel}))
+    assert vote.accepted, vote.reason
+    await leader.commit_knobs(KnobCommit(epoch=epoch, at=version, values={"weight_channel": channel}))
+    await leader.knob_owner.pass_boundary("weights", version, 5)
+    assert leader._leader is not None
+    return await leader._leader._publisher.publish(version)
+
+
+async def serves(engine: SglangEngine, manifest: WeightManifest) -> tuple[list[int], list[float]]:
+    """What it answers once it has adopted that version."""
+    await engine.prepare_weights(manifest)
+    await engine.commit_weights(manifest.version)
+    ids, logprobs, versions = await greedy(engine, f"at-{manifest.version}")
+    assert versions == {manifest.version}
+    return ids, logprobs
+
+
+async def own_answer(folder: Path) -> tuple[list[int], list[float]]:
+    """Of the folder's weights themselves."""
+    own = EmbeddedEngine(folder)
+    await own.start()
+    ids, logprobs, _ = await greedy(own, "own")
+    await own.close()
+    return ids, logprobs
 
 
 @pytest.mark.asyncio
 @pytest.mark.timeout(90)
-async def test_stages_publish_send_and_release_together_while_they_train(tmp_path: Path):
+async def test_stages_publish_send_and_release_together_while_they_train_and_go_over_to_folders_and_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folders = [tmp_path / f"version{n}" for n in range(2)]
     for seed, folder in enumerate(folders):
         make_tiny_model(folder, "0p5m", seed=seed, vocab_size=VOCAB, context_length=CONTEXT)
     stages = [StageBackend(folders, ".layers.1.", takes) for takes in (False, True)]
-    (first, first_sender), (second, second_sender) = (trainer(r, stages[r], tmp_path) for r in (0, 1))
+    first, second = (trainer(rank, stages[rank], tmp_path) for rank in (0, 1))
     asker, senders = Asker(), TrainerSenders()
     node = await Node.attach(name="launcher/0")
     try:
@@ -108,21 +156,51 @@ async def test_stages_publish_send_and_release_together_while_they_train(tmp_pat
             training = [asyncio.get_running_loop().run_in_executor(t._thread, s.train, None, {})
                         for t, s in zip((first, second), stages, strict=True)]  # fmt: skip
             async with started(engine_of(server.url, senders)) as engine:
-                await engine.prepare_weights(manifest)
-                await engine.commit_weights(1)
-                ids, logprobs, versions = await greedy(engine, "after")
-            assert versions == {1} and not any(t.done() for t in training), "nobody waited for the training step"
-            await first.release_weights(1)
-            for sender in (first_sender, second_sender):
-                with pytest.raises(MyxaError, match="version 1 is not staged"):
-                    sender._staging.read(1)
-            for stage in stages:
-                stage.may_go_on.set()
-            await asyncio.gather(*training)
-        own = EmbeddedEngine(folders[1])
-        await own.start()
-        expected = await greedy(own, "own")
-        await own.close()
-        assert ids == expected[0] and logprobs == pytest.approx(expected[1], abs=1e-5)
+                sent = await serves(engine, manifest)
+                assert not any(t.done() for t in training), "nobody waited for the training step"
+                ends = [rank._ends.group_sender() for rank in (first, second)]
+                for stage in stages:
+                    stage.may_go_on.set()
+                await asyncio.gather(*training)
+
+                # Nobody goes over to what an engine cannot take, or does not say.
+                wishes = [KnobChange(epoch=epoch, values={"weight_channel": "disk"}) for epoch in (1, 2)]
+                await node.start(deaf := Actor(), name="rollout/1")
+                assert "rollout/1" in (await first.prepare_knobs(wishes[0])).reason
+                await node.stop(deaf.ctx.name, grace_s=1)
+                with monkeypatch.context() as far:
+                    far.setattr("myxa.actors.rollout.channel_reach.boot_id", lambda: "elsewhere")
+                    asker._run_dir = str(tmp_path)
+                    vote = await first.prepare_knobs(wishes[1])
+                assert not vote.accepted and not first.knob_owner.holds("weights", 99)
+                assert f"rollout/0: is on another host than trainer/0, and {tmp_path} is not on" in vote.reason
+
+                # To folders, while the version before can still be asked for.
+                for stage in stages:
+                    stage.version = 0
+                folder = await go_over(first, 3, "disk", 2)
+                assert (folder.channel, Path(folder.location).parent) == ("disk", tmp_path / "weights")
+                assert (await senders.plan("trainer/1", PlanRequest(version=1))).buckets
+                read, expected = await serves(engine, folder), await own_answer(folders[0])
+                assert read[0] == expected[0] and read[1] == pytest.approx(expected[1], abs=1e-5)
+                assert not engine._routes["nccl"]._channels, "the server has left both groups"  # pyright: ignore[reportAttributeAccessIssue]
+                await first.release_weights(1)
+                for rank, end in zip((first, second), ends, strict=True):
+                    assert "nccl" not in rank._ends.open
+                    assert end._channels.progress() == {} == end._staging._staged  # pyright: ignore[reportAttributeAccessIssue]
+                with pytest.raises(MyxaError, match="trainer/1 does not send weight version 1: it was released"):
+                    await senders.plan("trainer/1", PlanRequest(version=1))
+
+                # And back, through new groups.
+                for stage in stages:
+                    stage.version = 1
+                again = await go_over(first, 4, "nccl", 3)
+                assert again.location == "trainer/0,trainer/1"
+                assert await serves(engine, again) == sent
+                await first.release_weights(2)
+                assert first._ends.open == second._ends.open == ("nccl",)
+                assert not (tmp_path / "weights").exists()
+        expected = await own_answer(folders[1])
+        assert sent[0] == expected[0] and sent[1] == pytest.approx(expected[1], abs=1e-5)
     finally:
         await node.close(grace_s=1)

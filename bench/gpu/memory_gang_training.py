@@ -1,0 +1,256 @@
+"""A gang of ranks trains, leaves its GPUs every few steps and comes back: are its steps those of one that never left?
+
+    python memory_gang_training.py [--ranks 2] [--backend megatron] [--shape 0.6b] [--steps 100] [--every 5]
+    python memory_gang_training.py --device cpu
+
+Data parallelism over NCCL, one rank a GPU, the backend that `myxa up` would build from `memory_colocated.toml`. At each
+switch the communicators are released, parameters, gradients and optimizer leave, then all come back, and training goes
+on with the next step. The same steps without a switch are made before, with deterministic kernels in both. Compared,
+bit by bit: every step's loss, norm of the gradients and whatever else it tells but times, and the last weights. If
+something differs, the steps are made once more without a switch, which tells whether training itself repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from figures import Report, median, number, parser, work_folder
+from make_model import make_apart
+from memory_colocated import RUN_FILE, sets_of
+from memory_figures import MIB, quantile, tell_when_ended
+from runs import stage
+from servers import free_port
+from train_speed import make_shard, wait_for
+
+from myxa.actors.backends.torch_backend.world import Gang
+from myxa.actors.tenancy.time_share import TRAINER_TAGS
+from myxa.core.clock import SystemClock
+from myxa.core.config import load_config
+from myxa.launch.composition.gang_comms import gang_comms
+from myxa.launch.composition.trainer_backends import make_backend
+from myxa.launch.supervisor.placement import place
+
+NORM = "train/grad_norm"
+TIMES = ("_s", "_per_s")
+COMMS_S = 60.0
+SWITCH_S = 4.0
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+class Member:
+    """This process: a backend whose memory can leave, and what releases its communicators."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+
+        self._torch, self._options = torch, options
+        self._is_cuda = options.device == "cuda"
+        if self._is_cuda:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        self.rank = int(os.environ["RANK"])
+        sets = [*sets_of(options, "ours", 0.85), f'model.path="{options.folder / "model"}"']
+        config = load_config([options.folder / RUN_FILE], sets)
+        spec = next(actor for actor in place(config, 1) if actor.name == f"trainer/{self.rank}")
+        gang, make_comms = gang_comms(config, Gang.from_environment(os.environ), on_gpus=self._is_cuda)
+        self.backend = make_backend(spec, config, gang, SystemClock())
+        self.facts = self.backend.setup()
+        comms, store = make_comms(), self.backend.memory()
+        assert comms is not None, "a gang has communicators to give back"
+        assert store is not None, "a run that takes turns has memory that leaves"
+        self.comms, self.store = comms, store
+        self._epoch = 0
+
+    def free(self) -> int:
+        """Bytes of the device; 0 without one."""
+        if not self._is_cuda:
+            return 0
+        self._torch.cuda.synchronize()
+        self._torch.cuda.empty_cache()
+        return int(self._torch.cuda.mem_get_info()[0])
+
+    def switch(self) -> dict[str, float]:
+        """Out and in again; seconds, and bytes."""
+        before = self.free()
+        marks = [time.perf_counter()]
+        self.comms.release(self._next(), COMMS_S)
+        marks.append(time.perf_counter())
+        moved = self.store.release(TRAINER_TAGS)
+        marks.append(time.perf_counter())
+        freed = self.free() - before
+        back = time.perf_counter()
+        self.store.restore(TRAINER_TAGS)
+        marks.append(marks[-1] + time.perf_counter() - back)
+        back = time.perf_counter()
+        self.comms.restore(self._next(), COMMS_S)
+        marks.append(marks[-1] + time.perf_counter() - back)
+        names = ("communicators out", "tags out", "tags in", "communicators in")
+        took = {name: marks[index + 1] - marks[index] for index, name in enumerate(names)}
+        return {**took, "all": marks[-1] - marks[0], "freed": float(freed), "copied": float(moved.copied_bytes)}
+
+    def _next(self) -> int:
+        self._epoch += 1
+        return self._epoch
+
+
+def rank_main(options: argparse.Namespace) -> None:
+    """Train; leave what the steps told, the switches and a digest of the last weights in a file."""
+    me = Member(options)
+    vocab_size = json.loads((options.folder / "model" / "config.json").read_text())["vocab_size"]
+    steps: list[dict[str, float]] = []
+    switches: list[dict[str, float]] = []
+    for step in range(options.steps):
+        if options.switches and step and step % options.every == 0:
+            switches.append(me.switch())
+        stats = me.backend.train(make_shard(options, me.rank, vocab_size, step), {})
+        steps.append({name: value for name, value in stats.metrics.items() if not name.endswith(TIMES)})
+    digest = hashlib.sha256()
+    for array in me.backend.export_weights():
+        digest.update(array.data)
+    found = {
+        "steps": steps, "switches": switches, "weights": digest.hexdigest(),
+        "facts": {name: str(value) for name, value in me.facts.items()},
+    }  # fmt: skip
+    target = options.folder / f"{options.name}.{me.rank}.json"
+    target.with_suffix(".partial").write_text(json.dumps(found))
+    target.with_suffix(".partial").replace(target)
+    me.backend.exchange("done")  # rank 0 hosts the store
+    sys.stdout.flush()
+    os._exit(0)  # native threads of collectives have nothing more to do
+
+
+# -- all ranks ---------------------------------------------------------------------------------------------------------
+
+
+class RanksFailedError(Exception):
+    """A rank ended badly, or none in time."""
+
+
+def run(options: argparse.Namespace, name: str, *, switches: bool) -> list[dict[str, Any]]:
+    """What each rank found."""
+    base = {
+        **os.environ, "WORLD_SIZE": str(options.ranks), "LOCAL_WORLD_SIZE": str(options.ranks), "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "4" if options.device == "cuda" else "1",
+    }  # fmt: skip
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), *sys.argv[1:], "--name", name]
+    command += ["--folder", str(options.folder), *(("--switches",) if switches else ())]
+    logs = [options.folder / f"{name}.{rank}.log" for rank in range(options.ranks)]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, log in enumerate(logs):
+            environment = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with log.open("wb") as file:
+                processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
+        statuses = wait_for(processes, options.limit)
+    finally:
+        for process in processes:
+            with contextlib.suppress(OSError):
+                process.kill()
+            process.wait()
+    bad = next((rank for rank, status in enumerate(statuses) if status != 0), None)
+    if bad is not None:
+        text = logs[bad].read_text(encoding="utf-8", errors="replace")[-1500:]
+        raise RanksFailedError(f"{name}: rank {bad} ended with {statuses[bad]}:\n{text}")
+    return [json.loads((options.folder / f"{name}.{rank}.json").read_text()) for rank in range(options.ranks)]
+
+
+def num_unequal(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> int:
+    """Steps of any rank that told something else, to the bit, and ranks with other last weights."""
+    pairs = list(zip(one, other, strict=True))
+    steps = sum(a != b for x, y in pairs for a, b in zip(x["steps"], y["steps"], strict=True))
+    return steps + sum(x["weights"] != y["weights"] for x, y in pairs)
+
+
+def tell_switches(report: Report, found: list[dict[str, Any]]) -> None:
+    """The slowest rank of each switch."""
+    switches = [rank["switches"] for rank in found]
+    rows: list[tuple[str, ...]] = []
+    for part in ("communicators out", "tags out", "tags in", "communicators in", "all"):
+        slowest = [max(rank[index][part] for rank in switches) for index in range(len(switches[0]))]
+        cells = (slowest[0], median(slowest[1:]), quantile(slowest[1:], 0.95))
+        rows.append((part, *(number(cell) for cell in cells)))
+        if part == "all":
+            report.goal("a switch out and in, s, median", median(slowest[1:]), at_most=SWITCH_S)
+    title = f"{len(switches[0])} switches of {len(found)} ranks, the slowest"
+    report.table(title, ("", "first, s", "median of the rest, s", "95 %, s"), rows)
+    for rank, each in enumerate(switches):
+        freed, copied = (median([switch[what] for switch in each]) or 0.0 for what in ("freed", "copied"))
+        report.say(f"- rank {rank}: {freed / MIB:,.0f} MiB left the device, {copied / MIB:,.0f} MiB of them copied")
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
+    stayed = run(options, "stayed", switches=False)
+    left = run(options, "left", switches=True)
+    report.say(f"- {stayed[0]['facts']}")
+    report.keep("stayed", stayed)
+    report.keep("left", left)
+    tell_switches(report, left)
+    told = stayed[0]["steps"]
+    rows = [(name, *(number(step[name]) for step in (told[0], told[-1]))) for name in sorted(told[0])]
+    report.table("What a step tells", ("", "first step", "last step"), rows)
+    norms = {step[NORM] for step in told}
+    report.goal("different norms of gradients in all steps", float(len(norms)), at_least=0.9 * len(told))
+    unequal = num_unequal(stayed, left)
+    report.goal("steps and weights that are not bit-equal to those without a switch", float(unequal), at_most=0.0)
+    if unequal:
+        again = num_unequal(stayed, run(options, "again", switches=False))
+        report.say(f"- of the same steps once more, without a switch, {again} differ")
+        report.keep("again", again)
+
+
+def main() -> None:
+    args = parser(__doc__)
+    args.add_argument("--ranks", type=int, default=2)
+    args.add_argument("--backend", choices=("torch", "megatron"), default="megatron")
+    args.add_argument("--shape", default="0.6b")
+    args.add_argument("--steps", type=int, default=100)
+    args.add_argument("--every", type=int, default=5)
+    args.add_argument("--packs", type=int, default=1)
+    args.add_argument("--per-pack", type=int, default=4)
+    args.add_argument("--length", type=int, default=512)
+    args.add_argument("--limit", type=float, default=90.0, help="seconds for one run")
+    args.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE")
+    args.add_argument("--folder", type=Path, default=None, help=argparse.SUPPRESS)
+    args.add_argument("--name", default="", help=argparse.SUPPRESS)
+    args.add_argument("--switches", action="store_true", help=argparse.SUPPRESS)
+    args.set_defaults(gpus=0, servers="each", capacity_mib=64)
+    options = args.parse_args()
+    options.gpus = options.world = options.ranks
+    is_cpu = options.device == "cpu"
+    if is_cpu:
+        options.shape, options.steps, options.length, options.backend = "dry", 20, 64, "torch"
+    options.tokens = options.per_pack * options.length
+    options.overrides = [
+        f'roles.trainer.kind="{options.backend}"', 'memory.communicators="reload"', 'algo.correction="none"',
+        f"rollout.max_new_tokens={options.length}", "optimizer.lr=1e-4", *options.overrides,
+    ]  # fmt: skip
+    if options.name:
+        rank_main(options)
+        return
+    report = Report(f"memory_gang_training{options.ranks}", is_dry=is_cpu)
+    tell_when_ended(report)
+    options.folder = work_folder() / "memory_gang_training"
+    stage(options.folder, RUN_FILE, "spread_reward.py", launches=not is_cpu)
+    make_apart(options.folder / "model", options.shape, options.device)
+    (options.folder / "data").mkdir(parents=True, exist_ok=True)
+    (options.folder / "data" / "prompts.jsonl").write_text('{"prompt": "a", "label": "a"}\n')
+    try:
+        measure(options, report)
+    except RanksFailedError as error:
+        report.failed(str(error))
+    report.end()
+
+
+if __name__ == "__main__":
+    main()
