@@ -27,7 +27,7 @@ def declared() -> tuple[Tunable, ...]:
     """All knobs that the product has: trainer, buffer, rollout actors, coordinator, every process."""
     return (
         *trainer_knobs.TUNABLES,
-        *buffer_tunables(tuple(GROUP_FILTERS), BufferLimits()),
+        *buffer_tunables(tuple(GROUP_FILTERS), BufferLimits(), sources=("math", "code")),
         *rollout_knobs.TUNABLES,
         *COORDINATOR_TUNABLES,
         *process_knobs.TUNABLES,

@@ -73,6 +73,8 @@ class DrawRequest(Record, frozen=True):
     whatever the reason."""
     lineage: int = 0
     """Of the weights that its engine serves (`WeightManifest.lineage`)."""
+    room: int = 0
+    """Groups that the actor could take in all, now and by draws to come; 0: no more than `max_groups`."""
 
 
 class DrawReply(Record, frozen=True):

@@ -11,7 +11,7 @@ import msgspec
 from .assets import AssetStore, MovedBytes
 from .device_memory import Tag, TagReport
 from .messages import SamplingParams, TensorSpec, WeightManifest
-from .samples import F32, I32, FinishReason, Prompt, ScoredSample, TrainSample, TrainShard
+from .samples import F32, I32, FinishReason, ScoredSample, TrainSample, TrainShard
 from .weight_channel import (
     JoinOffer,
     JoinRequest,
@@ -368,26 +368,4 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids."""
-        ...
-
-
-class PromptSource(Protocol):
-    """A dataset as the buffer sees it: a pure function from draw number to prompt. The cursor is the ledger's."""
-
-    def __len__(self) -> int:
-        """Rows in one pass."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal exactly when every draw gives the same prompt: a ledger belongs to one."""
-        ...
-
-    def prompt(self, draw: int) -> Prompt | None:
-        """The prompt of a draw (from 0), `group_id == draw`; None from the first draw on that is beyond the data.
-        Raises DataError if the row cannot be read."""
-        ...
-
-    def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
-        """The first `limit` held-out prompts; empty without an evaluation set."""
         ...

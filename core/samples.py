@@ -43,6 +43,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     metadata: dict[str, Any] = {}
     source: str = ""
     """Dataset path the row came from."""
+    source_name: str = ""
+    """Its name among several sources; empty: there is only one."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -139,12 +139,12 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
 def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.buffer.buffer import Buffer
     from ..actors.buffer.group_filter import load_group_filters
-    from ..actors.data.prompts import open_prompts
+    from ..actors.data.mixed import open_data
     from ..algos.staleness import Admission
     from .composition.checkpoint_parts import earlier_ledger
     from .composition.knob_limits import buffer_limits
 
-    prompts = open_prompts(config)
+    prompts = open_data(config)
     prompts.check_batch(config.algo.batch_size)
     return Buffer(
         source=prompts,
@@ -319,6 +319,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         num_ranks=max(shards) + 1,
         max_tokens=config.trainer.max_tokens_per_microbatch,
         minibatches=config.algo.minibatches,
+        sources=tuple(sorted(config.data.sources)),
     )
     leader = LeaderOptions(
         world_size=gang.world_size,

@@ -27,14 +27,12 @@ from ...core.messages import (
     DrawBlock,
     DrawReply,
     DrawRequest,
-    DumpReport,
     GroupDropped,
     GroupReturned,
     PutResult,
-    RecentGroup,
     SamplingParams,
 )
-from ...core.protocols import PromptSource
+from ...core.prompt_sources import MixedSources, PromptSource
 from ...core.samples import Group, ScoredSample
 from ..contracts.roles import BufferContract, MonitorContract
 from ..engine_versions import EngineVersions, Rewind, Weights
@@ -55,12 +53,14 @@ from .long_poll import LongPolls
 from .quarantine import open_quarantine
 from .recent_groups import RecentGroups
 from .settings import BufferValues, LiveSettings
+from .shown_groups import ShownGroups
+from .sources import Sources
 from .store import BufferStore
 
 _REWINDS = "rewinds"
 
 
-class Buffer(OwnsKnobs, HeldOutPrompts, BufferContract):
+class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
     """Prompt cursor, ledger, finished groups, admission; and the held-out prompts."""
 
     mailbox = MailboxPolicy(size=4096)
@@ -68,7 +68,7 @@ class Buffer(OwnsKnobs, HeldOutPrompts, BufferContract):
     def __init__(
         self,
         *,
-        source: PromptSource,
+        source: PromptSource | MixedSources,
         ledger_path: Path,
         run: str,
         admission: Admission,
@@ -78,9 +78,9 @@ class Buffer(OwnsKnobs, HeldOutPrompts, BufferContract):
         limits: BufferLimits | None = None,
         resume_from: Path | None = None,
     ) -> None:
-        """`num_samples`, `sampling`, `admission` and the chosen filter are what the run file says; knobs change them
-        within `limits`. `resume_from`: ledger of an earlier run that this one goes on from; it is copied to
-        `ledger_path` unless that exists already."""
+        """`num_samples`, `sampling`, `admission`, the chosen filter and the weights of sources are what the run file
+        says; knobs change them within `limits`. `resume_from`: ledger of an earlier run that this one goes on from; it
+        is copied to `ledger_path` unless that exists already."""
         self._source = source
         self._ledger_path = ledger_path
         self._run = run
@@ -116,6 +116,7 @@ class Buffer(OwnsKnobs, HeldOutPrompts, BufferContract):
             log=self.ctx.log,
         )
         values = BufferValues.first(self._admission, self._sampling, self._num_samples, self._filters.chosen)
+        values = values.with_draws(Sources(self._source).weights, self._limits.difficulty)
         settings = LiveSettings(ledger, self._admission, values, self._sampling)
         self._store = BufferStore(
             source=self._source,
@@ -177,13 +178,21 @@ class Buffer(OwnsKnobs, HeldOutPrompts, BufferContract):
             self._store.hear(request)
             self._mind_losses()
             self._versions.told(request.rollout, request.epoch, Weights(request.lineage, request.version))
+        try:
+            return await self._answer(request)
+        finally:
+            self._store.shares.leaves(request.rollout)
+
+    async def _answer(self, request: DrawRequest) -> DrawReply:
+        """As soon as there is something to say, or its time is over."""
         until_s = self._polls.until_s(request.wait_s)
         while True:
             assignments, blocked_by = self._draw_now(request)
             is_news = request.blocked_by is not None and blocked_by != request.blocked_by
             if assignments or is_news or blocked_by == "finished" or request.max_groups < 1:
                 return DrawReply(assignments=tuple(assignments), blocked_by=blocked_by)
-            waited_s = await self._polls.wait(until_s)
+            look_at_s = self._store.waits(request, self.ctx.clock.monotonic())
+            waited_s = await self._polls.wait(until_s, look_at_s, is_urgent=self._store.cursor.is_searching)
             self._draw_wait_s += waited_s or 0.0
             if waited_s is None:
                 return DrawReply(blocked_by=blocked_by)
@@ -218,6 +227,7 @@ class Buffer(OwnsKnobs, HeldOutPrompts, BufferContract):
 
     async def adopted(self, rollout: str, epoch: int, version: int, lineage: int) -> None:
         if self._versions.told(rollout, epoch, Weights(lineage, version)):
+            self._store.shares.follows(rollout)
             self._polls.ring()
 
     async def drop_group(self, dropped: GroupDropped) -> None:
@@ -233,8 +243,8 @@ class Buffer(OwnsKnobs, HeldOutPrompts, BufferContract):
     def _mind_losses(self) -> None:
         for text in self._store.suspects.take_news():
             self._tell("group-suspected", text)
-        for text in self._store.cursor.take_news():
-            self._tell("prompt-quarantined", text)
+        for kind, text in self._store.cursor.take_news():
+            self._tell(kind, text)
         drought = self._store.drought
         if (error := drought.verdict) is not None:
             self.ctx.fail(error)
@@ -346,18 +356,6 @@ class Buffer(OwnsKnobs, HeldOutPrompts, BufferContract):
         """What the time between two messages counts as."""
         is_resting = not self._store.settings.serves(self._store.ledger.next_step)
         self._meter.switch(*(("paused", "paused") if is_resting else ("wait-data", "messages")))
-
-    async def recent(self, num_groups: int) -> tuple[RecentGroup, ...]:
-        return self._recent.newest(num_groups)
-
-    async def dump(self, max_bytes: int) -> DumpReport:
-        return await self._dumps.whole(max_bytes)
-
-    async def dump_next(self, num_groups: int, max_bytes: int) -> DumpReport:
-        return await self._dumps.begin_next(num_groups, max_bytes)
-
-    async def dumps(self) -> tuple[DumpReport, ...]:
-        return self._dumps.reports()
 
     async def stop_drawing(self) -> None:
         with self._at_work("stop"):

@@ -29,7 +29,8 @@ _DTYPES = {
 
 def wrong_in_group(group: Group, prompt: Prompt, num_samples: int) -> str | None:
     """What is wrong with a group that answers `prompt`; None if nothing is."""
-    if (group.prompt.row, group.prompt.pass_index) != (prompt.row, prompt.pass_index):
+    theirs, ours = ((one.source_name, one.row, one.pass_index) for one in (group.prompt, prompt))
+    if theirs != ours:
         return f"answers row {group.prompt.row} of pass {group.prompt.pass_index}, asked was row {prompt.row}"
     if len(group.samples) != num_samples:
         return f"has {len(group.samples)} samples, {num_samples} were asked for"
@@ -87,6 +88,11 @@ def refusal(group: Group, prompt: Prompt, num_samples: int, group_filter: GroupF
             remedy="return a reason to leave the group out, or None",
         )
     return verdict or None, ""
+
+
+def mean_reward(group: Group) -> float:
+    """Over all members."""
+    return float(group.rewards.mean(dtype=np.float64))
 
 
 def num_response_tokens(group: Group) -> int:

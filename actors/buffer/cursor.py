@@ -1,92 +1,219 @@
-"""Which prompt comes next: first those whose tokens grew too old, then the source in order of draws.
+"""Which prompt comes next: first those whose tokens grew too old, then the sources by their shares, each in the order
+of its draws.
 
-The cursor itself is derived from the ledger; this only asks the source. A quarantined prompt is drawn and given up in
-the same moment, so that every draw is in the ledger. Knows no admission and no actor.
+The cursor itself is derived from the ledger; this only asks the sources. A prompt that is passed over, because it is
+quarantined or outside the difficulty window, is drawn and given up in the same moment, so that every draw is in the
+ledger. Knows no admission and no actor.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
-
-from ...core.errors import DataError, LedgerError
-from ...core.protocols import PromptSource
+from ...core.errors import DataError
+from ...core.prompt_sources import MixedSources, PromptSource
 from ...core.samples import Prompt
+from ..ledger.draws import Stretch
 from ..ledger.ledger import Ledger
-from ..ledger.states import Row
-from .quarantine import QUARANTINED, Quarantine
+from ..ledger.states import OUT_OF_WINDOW, QUARANTINED, Row, State
+from .difficulty import NO_WINDOW, Difficulty, Window
+from .mix import mix_text, next_source, parse_mix, shares_of
+from .quarantine import Quarantine
+from .sources import Sources
 
 MAX_PASSED_OVER = 1000
 """Quarantined prompts in a row; then there is nothing to train on."""
+NOTHING_INSIDE = (
+    "widen data.difficulty_low and data.difficulty_high, make them equal (no window), or let prompts be tried again "
+    "with data.difficulty_skips above 0; then resume the run"
+)
+MAX_LOOKS = 1000
+"""Draws that are passed over at one go, after which others may have their turn."""
 
 
 class PromptCursor:
-    """Prompts as the groups they become. Raises what the source raises (DataError)."""
+    """Prompts as the groups they become. Raises what the sources raise (DataError)."""
 
-    def __init__(self, source: PromptSource, ledger: Ledger, quarantine: Quarantine | None = None) -> None:
-        self.source = source
-        self._ledger = ledger
+    def __init__(
+        self, source: PromptSource | MixedSources, ledger: Ledger, quarantine: Quarantine | None = None
+    ) -> None:
+        self.sources = Sources(source)
+        self.ledger = ledger
         self.quarantine = quarantine
-        self._end: int | None = None
-        """First draw that the source does not have, once known."""
+        self.difficulty = Difficulty(ledger, self.sources)
+        self.window = NO_WINDOW
+        self.num_quarantined = 0
+        """In a row."""
+        self.is_searching = False
+        """The last draft ended for the number of prompts that it passed over: go on at once."""
+        self.is_waiting = False
+        """The last draft found nothing inside the window, and groups are under way that may change that."""
+        self._weights = parse_mix(mix_text(self.sources.weights), self.sources.names) if self.sources.weights else {}
+        self._shares: dict[tuple[str, ...], dict[str, int]] = {}
+        self._off: set[str] = {name for name in self.sources.names if self._is_ended(name, 0)}
+        """Sources that had nothing more at the last look."""
+        self._news: list[tuple[str, str]] = []
 
-    def next(self, ahead: Sequence[Row], num_samples: int) -> tuple[Row, Prompt] | None:
-        """The group, of so many samples, that comes after those `ahead`, which are not in the ledger yet; None when
-        there is none, or a quarantined one is next, which the ledger takes only after those `ahead`.
+    def use(self, mix: str, window: Window) -> None:
+        """Draw by these from now on. `mix` was judged before, and is empty where there is nothing to choose."""
+        if window != self.window:
+            self.window = window
+            self.difficulty.changed()
+        self._weights = parse_mix(mix, self.sources.names) if mix else {}
+        self._shares.clear()
 
-        Raises DataError when nothing but quarantined prompts comes."""
-        for _ in range(MAX_PASSED_OVER):
-            drawn = self._next(ahead, num_samples)
-            if drawn is None or self.quarantine is None or not self.quarantine.holds(drawn[1]):
-                return drawn
-            if ahead:
-                return None
-            self._ledger.dispatch([replace(drawn[0], reason=QUARANTINED)])
-        raise DataError(
-            f"{MAX_PASSED_OVER} prompts in a row are quarantined: reward or workflow failed for each of them",
-            remedy="mend the function, then empty quarantine.jsonl or set reward.quarantine_after = 0",
-        )
-
-    def _next(self, ahead: Sequence[Row], num_samples: int) -> tuple[Row, Prompt] | None:
-        group_id = self._ledger.next_group_id + len(ahead)
-        repeated = {row.redraw_of for row in ahead if row.redraw_of >= 0}
-        dropped, draw = self._ledger.redraw(repeated) or (-1, self._ledger.next_draw + len(ahead) - len(repeated))
-        prompt = self._prompt(draw)
-        if prompt is None:
-            return None
-        row = Row(group_id, draw, dropped, num_samples)
-        return row, msgspec.structs.replace(prompt, group_id=group_id)
+    def draft(self, num_samples: int) -> Draft:
+        """The next draws, of groups of so many samples, as they will be once the ledger has them."""
+        self.is_searching = self.is_waiting = False
+        return Draft(self, num_samples)
 
     def prompt_of(self, row: Row) -> Prompt:
         """The prompt of a group that was drawn. Raises LedgerError if the source does not have it any more."""
-        prompt = self._prompt(row.draw)
-        if prompt is None:
-            raise LedgerError(
-                f"group {row.group_id} was draw {row.draw}, which the data no longer has",
-                remedy="was data.max_passes lowered for a run that goes on?",
-            )
-        return msgspec.structs.replace(prompt, group_id=row.group_id)
+        return self.sources.prompt(row)
+
+    def finished(self, row: Row, reward: float) -> None:
+        """A group was finished, with that mean reward."""
+        self.difficulty.judged(row, reward, self.window)
 
     def failed(self, row: Row, reason: str, detail: str) -> None:
         """A group was dropped: its prompt may be quarantined for that."""
         if self.quarantine is not None:
             self.quarantine.failed(self.prompt_of(row), row.draw, reason, detail)
 
-    def take_news(self) -> list[str]:
-        """Prompts that were quarantined since the last look, in words."""
-        return [] if self.quarantine is None else self.quarantine.take_news()
+    def take_news(self) -> list[tuple[str, str]]:
+        """(kind of event, words) of what happened to prompts and sources since the last look."""
+        news, self._news = self._news, []
+        quarantined = [] if self.quarantine is None else self.quarantine.take_news()
+        return [*news, *(("prompt-quarantined", text) for text in quarantined)]
 
     @property
     def has_next(self) -> bool:
         """Is there a prompt that nobody has got?"""
-        return self._ledger.redraw() is not None or self._prompt(self._ledger.next_draw) is not None
+        return self.ledger.redraw() is not None or any(not self._is_ended(name, 0) for name in self._wanted)
 
-    def _prompt(self, draw: int) -> Prompt | None:
-        if self._end is not None and draw >= self._end:
+    def names_on(self, ahead: Counter[str], *, has_new: bool) -> list[str]:
+        """Sources to draw from, after so many draws `ahead` of each; empty: there is none, or none yet.
+
+        Raises DataError if no prompt is inside the window, and no group is under way (`has_new`: or about to be) whose
+        rewards might tell something new.
+        """
+        names = [name for name in self._wanted if not self._is_ended(name, ahead[name])]
+        dry = [name for name in names if self.difficulty.is_hopeless(name, self.window)]
+        found = [name for name in names if name not in dry]
+        self._tell_of(set(self._wanted) - set(found), set(dry), ahead, rest="; others go on" if found else "")
+        if dry and not found:
+            self.is_waiting = has_new or bool(self.ledger.rows(State.DISPATCHED, State.REQUEUED))
+            if not self.is_waiting:
+                raise DataError(self.difficulty.in_words(dry, self.window), remedy=NOTHING_INSIDE)
+        return found
+
+    def shares(self, names: Sequence[str]) -> dict[str, int]:
+        """Of these sources among each other."""
+        key = tuple(names)
+        if key not in self._shares:
+            self._shares[key] = shares_of({name: self._weights[name] for name in names})
+        return self._shares[key]
+
+    @property
+    def chooses(self) -> bool:
+        """Whether there are several sources."""
+        return bool(self._weights)
+
+    def is_outside(self, row: Row) -> bool:
+        """Whether a draw is passed over for its difficulty. One that is repeated keeps its prompt."""
+        return row.redraw_of < 0 and self.difficulty.passes_over(row, self.window)
+
+    def is_quarantined(self, prompt: Prompt) -> bool:
+        """Whether a prompt is on that list. Raises DataError if nothing else came for long."""
+        is_held = self.quarantine is not None and self.quarantine.holds(prompt)
+        self.num_quarantined = self.num_quarantined + 1 if is_held else 0
+        if self.num_quarantined >= MAX_PASSED_OVER:
+            raise DataError(
+                f"{MAX_PASSED_OVER} prompts in a row are quarantined: reward or workflow failed for each of them",
+                remedy="mend the function, then empty quarantine.jsonl or set reward.quarantine_after = 0",
+            )
+        return is_held
+
+    @property
+    def _wanted(self) -> list[str]:
+        return [name for name in self.sources.names if not self._weights or self._weights[name]]
+
+    def _is_ended(self, name: str, ahead: int) -> bool:
+        return not self.sources.has(name, self.ledger.draws.taken[name] + ahead)
+
+    def _tell_of(self, off: set[str], dry: set[str], ahead: Counter[str], *, rest: str) -> None:
+        """Once of each source that is drawn from no more while there are several."""
+        for name in sorted(off - self._off) if self._weights else ():
+            if name in dry:
+                self._news.append(("source-outside", f"{self.difficulty.in_words([name], self.window)}{rest}"))
+            else:
+                num_draws = self.ledger.draws.taken[name] + ahead[name]
+                self._news.append(("source-ended", f"{name} has no more prompts after {num_draws} draws{rest}"))
+        self._off = off
+
+
+class Draft:
+    """Draws that the ledger does not have yet. One per request; what is not written is forgotten with it."""
+
+    def __init__(self, cursor: PromptCursor, num_samples: int) -> None:
+        self._cursor = cursor
+        self._num_samples = num_samples
+        self._ledger = cursor.ledger
+        self._taken: Counter[str] = Counter()
+        self._repeated: set[int] = set()
+        self._in_stretch: Counter[str] = Counter(cursor.ledger.draws.in_stretch)
+        self.stretch = cursor.ledger.draws.stretch
+        """Of the newest draw."""
+        self.rows: list[Row] = []
+        """In order, those that are passed over among them."""
+        self.prompts: dict[int, Prompt] = {}
+        """Group -> prompt, of those that are not."""
+
+    def next(self) -> Row | None:
+        """The next group; None when there is none, for now (`PromptCursor.is_searching`: look again at once, or
+        `is_waiting`) or at all. Raises DataError when there never will be any that may be given out."""
+        for _ in range(MAX_LOOKS):
+            row = self._take()
+            if row is None:
+                return None
+            if self._cursor.is_outside(row):
+                self.rows.append(replace(row, reason=OUT_OF_WINDOW))
+                continue
+            prompt = self._cursor.prompt_of(row)
+            if self._cursor.is_quarantined(prompt):
+                self.rows.append(replace(row, reason=QUARANTINED))
+                continue
+            self.rows.append(row)
+            self.prompts[row.group_id] = prompt
+            self._in_stretch[row.source] += row.redraw_of < 0
+            return row
+        self._cursor.is_searching = True
+        return None
+
+    def _take(self) -> Row | None:
+        """The next draw, whether its prompt may be given out or not."""
+        group_id = self._ledger.next_group_id + len(self.rows)
+        if (again := self._ledger.redraw(self._repeated)) is not None:
+            dropped, draw = again
+            self._repeated.add(dropped)
+            before = self._ledger.find(dropped)
+            source, number = ("", -1) if before is None else (before.source, before.source_draw)
+            return Row(group_id, draw, dropped, self._num_samples, source=source, source_draw=number)
+        names = self._cursor.names_on(self._taken, has_new=bool(self.prompts))
+        if not names:
             return None
-        prompt = self.source.prompt(draw)
-        if prompt is None:
-            self._end = draw
-        return prompt
+        draw = self._ledger.next_draw + self._taken.total()
+        name = self._choose(names, draw) if self._cursor.chooses else names[0]
+        number = self._ledger.draws.taken[name] + self._taken[name]
+        self._taken[name] += 1
+        return Row(group_id, draw, -1, self._num_samples, source=name, source_draw=number if name else -1)
+
+    def _choose(self, names: Sequence[str], draw: int) -> str:
+        """By the shares of the sources that there are now, counted from the draw on that first went by them."""
+        shares = self._cursor.shares(names)
+        mix = ",".join(f"{name}:{share}" for name, share in shares.items())
+        if mix != self.stretch.mix:
+            self.stretch, self._in_stretch = Stretch(mix, draw), Counter[str]()
+        return next_source(shares, self._in_stretch)

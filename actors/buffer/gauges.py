@@ -18,8 +18,22 @@ def buffer_gauges(store: BufferStore) -> dict[str, float]:
         "buffer/drawn": float(stats.drawn),
         "buffer/quarantined": float(len(store.cursor.quarantine or ())),
     }
+    if store.cursor.chooses:
+        values |= _of_sources(store)
     values |= {f"buffer/dropped/{reason}": float(count) for reason, count in stats.dropped.items()}
     return values | {f"buffer/mean_tokens/{name}": mean for name, mean in stats.mean_tokens.items()}
+
+
+def _of_sources(store: BufferStore) -> dict[str, float]:
+    """Of each: prompts drawn, its share since the ratios were last changed, and how its newest groups did."""
+    draws, values = store.ledger.draws, dict[str, float]()
+    total = draws.in_stretch.total()
+    for name in store.cursor.sources.names:
+        values[f"buffer/source/{name}/drawn"] = float(draws.taken[name])
+        values[f"buffer/source/{name}/share"] = draws.in_stretch[name] / total if total else 0.0
+        if (reward := store.recent_rewards.mean(name)) is not None:
+            values[f"buffer/source/{name}/reward"] = reward
+    return values
 
 
 def inventory(store: BufferStore) -> str:

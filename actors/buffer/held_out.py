@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import msgspec
 
-from ...core.protocols import PromptSource
+from ...core.prompt_sources import MixedSources, PromptSource
 from ...core.samples import Prompt
 from ..contracts.roles import DataContract
+from .sources import Sources
 
 CANARY_ID = -1_000_000
 """Group id of the first canary prompt; the others follow downwards, far from held-out prompts."""
@@ -18,15 +19,13 @@ CANARY_ID = -1_000_000
 class HeldOutPrompts(DataContract):
     """See the module's head."""
 
-    _source: PromptSource
+    _source: PromptSource | MixedSources
 
     async def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
         return self._source.eval_prompts(max(limit, 0))
 
     async def canary_prompts(self, limit: int) -> tuple[Prompt, ...]:
-        drawn = (self._source.prompt(draw) for draw in range(max(limit, 0)))
+        found = Sources(self._source).first_prompts(max(limit, 0))
         return tuple(
-            msgspec.structs.replace(prompt, group_id=CANARY_ID - draw)
-            for draw, prompt in enumerate(drawn)
-            if prompt is not None
+            msgspec.structs.replace(prompt, group_id=CANARY_ID - number) for number, prompt in enumerate(found)
         )

@@ -20,6 +20,9 @@ from ...core.clock import Clock
 from ...core.errors import BadRequest, ConfigError
 from ...core.knobs import KnobChange, KnobCommit, KnobSheet, KnobValue, KnobVote, Tunable
 from ..knobs.owner import Knob, KnobOwner
+from .difficulty import NO_WINDOW, Window
+from .draw_tunables import draw_tunables
+from .mix import parse_mix
 from .settings import MAX_ID, NO_IDS, BufferValues, LiveSettings, stop_ids
 
 OWNER = "buffer"
@@ -41,6 +44,8 @@ class BufferLimits:
     """Failures of one prompt, after which it is not drawn again; 0: never."""
     max_deaths: int = 3
     """Of rollout actors or engines, that one group may bring about."""
+    difficulty: Window = NO_WINDOW
+    """Of prompts that are drawn, as the run file says."""
     vocab_size: int = MAX_ID + 1
     """Engines refuse requests with token ids from here on."""
 
@@ -67,8 +72,9 @@ class BufferKnobs(KnobOwner):
         self._admission = admission
         self._retune = retune
         self._vocab_size = limits.vocab_size
+        self._sources = settings.first.sources
         self._staged: dict[str, KnobValue] = {}
-        knobs = [self._knob(tunable) for tunable in buffer_tunables(filters, limits)]
+        knobs = [self._knob(tunable) for tunable in buffer_tunables(filters, limits, self._sources)]
         super().__init__(name, knobs, stands_at=stands_at, clock=clock, telemetry=telemetry)
         self.took_up(settings.epochs)
         self._past_epoch = settings.newest_epoch_kept()
@@ -134,6 +140,17 @@ class BufferKnobs(KnobOwner):
             return f"stop_token_ids: {len(ids)} of them, but at most {MAX_STOPS} are told"
         if ids and max(ids) >= self._vocab_size:
             return f"stop_token_ids: {max(ids)} is no token of the model, which has {self._vocab_size}"
+        return self._of_draws(new)
+
+    def _of_draws(self, new: BufferValues) -> str:
+        if new.difficulty_low > new.difficulty_high:
+            low, high = f"{new.difficulty_low:g}", f"{new.difficulty_high:g}"
+            return f"difficulty_low = {low} is above difficulty_high = {high}: set both, or make them equal (no window)"
+        try:
+            if self._sources:
+                parse_mix(new.mix, self._sources)
+        except ValueError as error:
+            return f"mix: {error}"
         return ""
 
     def _consequence(self, new: BufferValues) -> str:
@@ -162,9 +179,16 @@ _JUDGES: dict[str, Callable[[KnobValue], str]] = {"temperature": _warm_enough, "
 _FROM_NOW_ON = "Groups dispatched from now on; those under way keep theirs, also when another engine continues them."
 
 
-def buffer_tunables(filters: Sequence[str], limits: BufferLimits) -> tuple[Tunable, ...]:
-    """What the buffer declares. `filters`: names of the group filters that there are."""
-    return (*_admission_tunables(), *_sampling_tunables(), *_size_tunables(limits), _filter_tunable(filters))
+def buffer_tunables(filters: Sequence[str], limits: BufferLimits, sources: Sequence[str] = ()) -> tuple[Tunable, ...]:
+    """What the buffer declares. `filters`: names of the group filters that there are; `sources`: where there are
+    several, theirs."""
+    return (
+        *_admission_tunables(),
+        *_sampling_tunables(),
+        *_size_tunables(limits),
+        _filter_tunable(filters),
+        *draw_tunables(is_mixed=bool(sources)),
+    )
 
 
 def _admission_tunables() -> tuple[Tunable, ...]:

@@ -7,6 +7,7 @@ caller to caller, and callers are few.
 from __future__ import annotations
 
 import asyncio
+import math
 
 from ...core.actor import ActorContext
 
@@ -34,14 +35,19 @@ class LongPolls:
         wanted_s = wait_s if wait_s > 0 else 0.0  # NaN and negative: do not wait
         return self._ctx.clock.monotonic() + min(wanted_s, limit_s)
 
-    async def wait(self, until_s: float) -> float | None:
-        """Seconds waited until something changed; None if the time was over first."""
+    async def wait(self, until_s: float, look_at_s: float = math.inf, *, is_urgent: bool = False) -> float | None:
+        """Seconds waited until something changed, or until `look_at_s`; None if the time was over first. `is_urgent`:
+        only until others had their turn."""
         started_s = self._ctx.clock.monotonic()
         if started_s >= until_s:
             return None
+        if is_urgent:
+            await asyncio.sleep(0)
+            return 0.0
         try:
-            async with asyncio.timeout(until_s - started_s):
+            async with asyncio.timeout(min(until_s, look_at_s) - started_s):
                 await self._changed.wait()
         except TimeoutError:
-            return None
+            if self._ctx.clock.monotonic() >= until_s:
+                return None
         return self._ctx.clock.monotonic() - started_s

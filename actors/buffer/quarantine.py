@@ -15,29 +15,28 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from ...core.errors import DataError
 from ...core.file_entry import sync_folder
-from ...core.protocols import PromptSource
+from ...core.prompt_sources import MixedSources, PromptSource
 from ...core.samples import Prompt
 from ..ledger.ledger import Ledger
+from .sources import Sources
 from .suspects import POISON
 
 _FILE = "quarantine.jsonl"
-QUARANTINED = "quarantined"
-"""Reason of groups that were drawn and given up at once."""
 AT_ONCE = ("reward-crash", POISON)
 """Of these, one time is enough: it ended a process, and more than once."""
 COUNTED = ("reward-error", "workflow-error", *AT_ONCE)
 """Reasons for which a group was dropped that are held against its prompt."""
 MAX_DETAIL = 500
 
-Failure = tuple[int, str]
-"""Draw number and reason of a dropped group."""
+Failure = tuple[Prompt, int, str]
+"""Prompt, draw number and reason of a dropped group."""
 
 
 class QuarantinedPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,11 +61,10 @@ class Quarantine:
         path: Path,
         *,
         after: int,
-        prompt_of: Callable[[int], Prompt | None],
         failures: Iterable[Failure],
         log: logging.Logger,
     ) -> None:
-        """`after`: failures of one prompt. `prompt_of`: what a draw brings. `failures`: those that the ledger knows."""
+        """`after`: failures of one prompt. `failures`: those that the ledger knows."""
         self._path = path
         self._after = after
         self._log = log
@@ -77,10 +75,8 @@ class Quarantine:
         if not after:
             return
         is_known = self._found()
-        for draw, reason in failures:
-            prompt = prompt_of(draw)
-            if prompt is not None:
-                self._note(prompt, draw, reason, "", may_list=not is_known)
+        for prompt, draw, reason in failures:
+            self._note(prompt, draw, reason, "", may_list=not is_known)
         if not is_known:
             self._append(*self._listed.values())
 
@@ -205,7 +201,14 @@ class Quarantine:
                         return
 
 
-def open_quarantine(folder: Path, source: PromptSource, ledger: Ledger, after: int, log: logging.Logger) -> Quarantine:
+def open_quarantine(
+    folder: Path, source: PromptSource | MixedSources, ledger: Ledger, after: int, log: logging.Logger
+) -> Quarantine:
     """The list of the run in that folder."""
-    failures = ledger.given_up(COUNTED)
-    return Quarantine(folder / _FILE, after=after, prompt_of=source.prompt, failures=failures, log=log)
+    return Quarantine(folder / _FILE, after=after, failures=_failures(Sources(source), ledger), log=log)
+
+
+def _failures(sources: Sources, ledger: Ledger) -> Iterator[Failure]:
+    for row in ledger.given_up(COUNTED):
+        if sources.has(row.source, row.draw_of_source):
+            yield sources.prompt(row), row.draw, row.reason

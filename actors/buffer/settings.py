@@ -16,13 +16,15 @@ from ...core.errors import LedgerError
 from ...core.knobs import KnobValue
 from ...core.messages import Record, SamplingParams
 from ..ledger.ledger import Ledger
+from .difficulty import Window
+from .mix import mix_text
 
 _KNOBS, _PAUSED, _STOPPING = "knobs", "paused", "stopping"
 NO_IDS = "none"
 MAX_ID = (1 << 31) - 1
 MAX_DIGITS = len(str(MAX_ID))
 _ADMISSION = ("max_staleness", "on_stale", "window")
-_TOGETHER = (_ADMISSION, ("num_samples", "group_filter"))
+_TOGETHER = (_ADMISSION, ("num_samples", "group_filter"), ("difficulty_low", "difficulty_high"))
 """Values that are judged together: an edit of one in the run file takes back the changes of all of them."""
 
 
@@ -41,6 +43,16 @@ class BufferValues(Record, frozen=True):
     group_filter: str
     stop_token_ids: str = NO_IDS
     """As `stop_ids` reads it."""
+    mix: str = ""
+    """As `parse_mix` reads it; empty: there is one source."""
+    difficulty_low: float = 0.0
+    difficulty_high: float = 0.0
+    difficulty_skips: int = 3
+
+    @property
+    def difficulty(self) -> Window:
+        """Of prompts that are drawn."""
+        return Window(low=self.difficulty_low, high=self.difficulty_high, skips=self.difficulty_skips)
 
     @classmethod
     def first(cls, admission: Admission, sampling: SamplingParams, num_samples: int, group_filter: str) -> BufferValues:
@@ -56,6 +68,21 @@ class BufferValues(Record, frozen=True):
             num_samples=num_samples,
             group_filter=group_filter,
             stop_token_ids=",".join(map(str, sampling.stop_token_ids)) or NO_IDS,
+        )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the sources, where there are several."""
+        return tuple(part.partition(":")[0] for part in self.mix.split(",")) if self.mix else ()
+
+    def with_draws(self, weights: Mapping[str, float], window: Window) -> BufferValues:
+        """The same, drawing by these. `weights`: of the sources, where there are several."""
+        return msgspec.structs.replace(
+            self,
+            mix=mix_text(weights),
+            difficulty_low=window.low,
+            difficulty_high=window.high,
+            difficulty_skips=window.skips,
         )
 
 

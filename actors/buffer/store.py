@@ -8,6 +8,7 @@ loop, no clock but the one it is told.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -16,17 +17,19 @@ from ...algos.staleness import Admission, LinePlace, Overdue, Stage
 from ...core.errors import LedgerError
 from ...core.knobs import KnobValue
 from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupMeta, GroupReturned, PutResult
-from ...core.protocols import PromptSource
-from ...core.samples import NO_VERSION, Group, Prompt, Sample
+from ...core.prompt_sources import MixedSources, PromptSource
+from ...core.samples import NO_VERSION, Group, Sample
 from ..ledger.ledger import Ledger
 from ..ledger.payload import encode
 from ..ledger.states import LEFTOVER, OPEN, Row, State
-from .checks import INVALID, num_response_tokens, num_tokens_of, refusal, wrong_in_partial
-from .cursor import PromptCursor
+from .checks import INVALID, mean_reward, num_response_tokens, num_tokens_of, refusal, wrong_in_partial
+from .cursor import Draft, PromptCursor
 from .drought import Drought
 from .payloads import Payloads, oldest_version
 from .quarantine import Quarantine
+from .recent_rewards import RecentRewards
 from .settings import LiveSettings
+from .shares import Shares
 from .suspects import POISON, Suspects
 from .turns import Turns
 
@@ -42,7 +45,7 @@ class BufferStore:
     def __init__(
         self,
         *,
-        source: PromptSource,
+        source: PromptSource | MixedSources,
         ledger: Ledger,
         admission: Admission,
         settings: LiveSettings,
@@ -59,13 +62,18 @@ class BufferStore:
         self.settings = settings
         self.payloads = Payloads(ledger, settings)
         self.cursor = PromptCursor(source, ledger, quarantine)
+        self.cursor.use(settings.values.mix, settings.values.difficulty)
         self.suspects = Suspects(ledger, max_deaths)
-        self._turns = Turns(ledger, admission, settings, self.cursor, self.suspects, started_s + REATTACH_S)
+        self.shares = Shares()
+        self._turns = Turns(
+            ledger, admission, settings, self.cursor, self.suspects, self.shares, started_s + REATTACH_S
+        )
         self._filters = filters
         self._log = log
         self.is_finished = False
         """No batch will ever come again."""
         self.drought = Drought(admission.batch_size)
+        self.recent_rewards = RecentRewards()
         self._rebuild()
 
     # ---- drawing
@@ -90,41 +98,47 @@ class BufferStore:
         if not self._turns.is_open:
             return []
         again: list[Row] = []
-        new: list[tuple[Row, Prompt]] = []
-        num_samples = self.settings.values.num_samples
+        draft = self.cursor.draft(self.settings.values.num_samples)
         try:
             waiting, max_groups = self._turns.turn(request, version, now_s)
             for row in waiting:
                 if len(again) < max_groups and self.admission.may_dispatch(version, row.group_id):
                     self.admission.dispatched(row.group_id, version, is_undone=is_undone)
                     again.append(row)
-            while len(again) + len(new) < max_groups and self.admission.may_dispatch(version):
-                drawn = self.cursor.next([row for row, _ in new], num_samples) if self._turns.wants_new else None
+            num_new = min(max_groups - len(again), self._turns.num_new(request, now_s))
+            while len(draft.prompts) < num_new and self.admission.may_dispatch(version):
+                drawn = draft.next() if self._turns.wants_new else None
                 if drawn is None:
                     break
-                self.admission.dispatched(drawn[0].group_id, version, is_undone=is_undone)
-                new.append(drawn)
-            given = self._dispatch(again, new, request, min(version, self.admission.newest_version))
+                self.admission.dispatched(drawn.group_id, version, is_undone=is_undone)
+            given = self._dispatch(again, draft, request, min(version, self.admission.newest_version))
         except BaseException:
             self._rebuild()
             raise
+        if given:
+            self.shares.served(request.rollout)
         num_tokens = {work.prompt.group_id: num_tokens_of(work.partial) for work in given}
         self.suspects.dispatched((request.rollout, request.epoch), num_tokens, now_s)
         return given
 
-    def _dispatch(
-        self, again: list[Row], new: list[tuple[Row, Prompt]], request: DrawRequest, version: int
-    ) -> list[Assignment]:
-        if not (again or new):
+    def waits(self, request: DrawRequest, now_s: float) -> float:
+        """That draw is held. When to look again even if nothing happens."""
+        self.shares.waits(request.rollout, request.room or request.max_groups)
+        free_at_s = self.shares.next_change_s(request.rollout, now_s)
+        return math.inf if free_at_s is None else free_at_s
+
+    def _dispatch(self, again: list[Row], draft: Draft, request: DrawRequest, version: int) -> list[Assignment]:
+        if not (again or draft.rows):
             return []
         partials = {row.group_id: self.payloads.partial(row.group_id) for row in again}
         theirs = {"rollout": request.rollout, "epoch": request.epoch}
         started = [replace(row, **theirs, version=self.admission.version_of(row.group_id)) for row in again]
-        number = self.payloads.number_terms(self.settings.terms) if new else 0
-        fresh = [replace(row, **theirs, version=version, terms=number) for row, _ in new]
-        prompts = {row.group_id: self.cursor.prompt_of(row) for row in again}
-        prompts |= {row.group_id: prompt for row, prompt in new}
-        self.ledger.dispatch(fresh, started)
+        number = self.payloads.number_terms(self.settings.terms) if draft.prompts else 0
+        given = {"version": version, "terms": number, **theirs}
+        drawn = [row if row.reason else replace(row, **given) for row in draft.rows]
+        fresh = [row for row in drawn if not row.reason]
+        prompts = {row.group_id: self.cursor.prompt_of(row) for row in again} | draft.prompts
+        self.ledger.dispatch(drawn, started, draft.stretch)
         terms = {row.group_id: self.payloads.terms_of(row) for row in (*started, *fresh)}
         return [
             Assignment(
@@ -159,22 +173,33 @@ class BufferStore:
         if reason == INVALID:
             self._log.warning("group %d of %s is dropped: %s", group_id, rollout, detail)
         num_tokens = num_response_tokens(group)
+        payload = b""
         if reason is None:
             try:
                 payload = encode(group)
             except ValueError as error:
                 reason, detail = INVALID, str(error)
-            else:
-                return self._keep(group, payload, num_tokens, row.version)
-        self.ledger.refuse(group_id, reason, detail=detail, num_tokens=num_tokens)
+        reward = None if reason == INVALID else mean_reward(group)
+        if reason is None:
+            result = self._keep(group, payload, num_tokens, row.version, reward)
+        else:
+            result = self._refuse(row, reason, detail, num_tokens, reward)
+        if reward is not None:
+            self.cursor.finished(row, reward)
+            self.recent_rewards.add(row.source, reward)
+        return result
+
+    def _refuse(self, row: Row, reason: str, detail: str, num_tokens: int, reward: float | None) -> PutResult:
+        group_id = row.group_id
+        self.ledger.refuse(group_id, reason, detail=detail, num_tokens=num_tokens, reward=reward)
         self.admission.filtered(group_id)
         self.drought.left_out(reason, detail)
         return PutResult(outcome="filtered", reason=detail or reason)
 
-    def _keep(self, group: Group, payload: bytes, num_tokens: int, announced: int) -> PutResult:
+    def _keep(self, group: Group, payload: bytes, num_tokens: int, announced: int, reward: float | None) -> PutResult:
         group_id, stamp = group.group_id, group.oldest_version()
         version = announced if stamp == NO_VERSION else self.admission.counted(group_id, stamp)
-        self.ledger.finish(group_id, payload, version=version, num_tokens=num_tokens)
+        self.ledger.finish(group_id, payload, version=version, num_tokens=num_tokens, reward=reward)
         self.admission.ready(group_id, version)
         self.drought.kept()
         self.payloads.keep_meta(group, version)
@@ -225,6 +250,7 @@ class BufferStore:
 
     def gone(self, rollout: str, epoch: int) -> int:
         """An incarnation (and every older one) of a rollout actor ended; returns how many groups it had."""
+        self.shares.served(rollout)
         rows = [row for row in self._owned_by(rollout) if row.epoch <= epoch]
         self._died(rows, f"{rollout} (epoch {epoch}) is gone")
         return len(rows)
@@ -300,6 +326,7 @@ class BufferStore:
     def retune(self, values: Mapping[str, KnobValue], epoch: int) -> tuple[Overdue, ...]:
         """Other values of knobs from now on; returns what had to be dropped for them."""
         overdue = self.settings.change(values, epoch)
+        self.cursor.use(self.settings.values.mix, self.settings.values.difficulty)
         self._drop_overdue(overdue)
         return overdue
 

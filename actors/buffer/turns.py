@@ -1,4 +1,4 @@
-"""Whose turn it is: what an actor that asks for work may get of what was handed back, and in one word why it gets none.
+"""Whose turn it is: what an actor that asks for work may get, and in one word why it gets none.
 
 Writes nothing, dispatches nothing. Knows ledger, admission and suspects by what they tell; must not know prompts'
 content, messages' ways or what becomes of a group that is given away.
@@ -6,12 +6,15 @@ content, messages' ways or what becomes of a group that is given away.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ...algos.staleness import Admission
 from ...core.messages import DrawBlock, DrawRequest
 from ..ledger.ledger import Ledger
 from ..ledger.states import Row, State
 from .cursor import PromptCursor
 from .settings import LiveSettings
+from .shares import Shares
 from .suspects import Suspects
 
 
@@ -25,6 +28,7 @@ class Turns:
         settings: LiveSettings,
         cursor: PromptCursor,
         suspects: Suspects,
+        shares: Shares,
         reattach_until_s: float,
     ) -> None:
         """`reattach_until_s`: so long a group waits for the actor that may still have it in hand."""
@@ -34,6 +38,7 @@ class Turns:
         self._cursor = cursor
         self._suspects = suspects
         self._reattach_until_s = reattach_until_s
+        self._shares = shares
 
     @property
     def may_draw(self) -> bool:
@@ -62,6 +67,11 @@ class Turns:
         allowed, max_groups = self._suspects.turn(actor, holding, list(waiting), request.max_groups, now_s)
         return [waiting[group_id] for group_id in allowed], max_groups
 
+    def num_new(self, request: DrawRequest, now_s: float) -> int:
+        """Groups that this actor may begin, as far as others are owed some; how many in all is for admission to say."""
+        num_free = max(0, self._admission.slots_total - self._admission.slots_used)
+        return self._shares.limit(request.rollout, request.room or request.max_groups, num_free, self._held, now_s)
+
     def why_none(self, request: DrawRequest, version: int, now_s: float) -> DrawBlock:
         """Why an engine that serves `version` got nothing just now."""
         if not self.is_open or self._has_enough:
@@ -70,7 +80,7 @@ class Turns:
         handed_back = self._handed_back(request, now_s)
         if not max_groups:
             return "suspect"
-        if not self.may_draw:
+        if not self.may_draw or self._cursor.is_waiting:
             if not handed_back:
                 return "data-exhausted"
             if not allowed and self._dispatchable(handed_back, version):  # for others: its engine is in doubt
@@ -84,6 +94,10 @@ class Turns:
         if (until := self._settings.until_step) is None:
             return False
         return self._admission.num_open >= (until - self._ledger.next_step) * self._admission.batch_size
+
+    def _held(self) -> Counter[str]:
+        """Groups in hand, by rollout actor."""
+        return Counter(row.rollout for row in self._ledger.rows(State.DISPATCHED))
 
     def _dispatchable(self, rows: list[Row], version: int) -> list[Row]:
         return [row for row in rows if self._admission.may_dispatch(version, row.group_id)]

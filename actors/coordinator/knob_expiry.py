@@ -1,7 +1,7 @@
 """Changes that go back by themselves: after so many training steps, or seconds. Sans-IO.
 
-Steps are exact for knobs with numbered boundaries: their way back is begun one version early and committed for the very
-number. The others go back when the run has come to that version.
+Steps are exact for knobs with numbered boundaries: their way back is begun some versions early and committed for the
+very number. The others go back when the run has come to that version.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from .knob_decisions import Decided
 from .knob_plan import breadth, fits, overlap
 
+AHEAD = 3
+"""Versions before its number at which the way back is begun; with steps of milliseconds one may pass meanwhile."""
 _AT_ONCE_S = 1e-9
 """A time that is over: 0 means none."""
 
@@ -58,7 +60,7 @@ class Expiries:
         numbered = names & decided.plan.numbered
         if numbered:
             end = decided.at + for_steps
-            self._open.append(Expiry(decided.epoch, numbered, target, due_version=end - 1, not_before=end))
+            self._open.append(Expiry(decided.epoch, numbered, target, due_version=end - AHEAD, not_before=end))
         if names - numbered:
             self._open.append(Expiry(decided.epoch, names - numbered, target, due_version=version + for_steps))
 

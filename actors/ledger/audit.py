@@ -23,6 +23,7 @@ _GROUPS = (
     "SELECT group_id, draw, redraw_of, state, step, reason, "
     "group_id IN (SELECT group_id FROM payloads WHERE is_whole) FROM groups ORDER BY group_id"
 )
+_SOURCES = "SELECT source, source_draw, redraw_of FROM groups WHERE source != '' ORDER BY group_id"
 _MOVES = "SELECT group_id, from_state, to_state FROM transitions ORDER BY seq"
 
 BUSY_S = 10.0
@@ -76,6 +77,8 @@ def audit_ledger(path: Path) -> LedgerAudit:
             db.execute("BEGIN")  # one moment of a run that may go on
             groups = [_Group(*values) for values in db.execute(_GROUPS)]
             moves = [_Move(*values) for values in db.execute(_MOVES)]
+            is_mixed = any(column[1] == "source" for column in db.execute("PRAGMA table_info(groups)"))
+            draws: list[tuple[str, int, int]] = db.execute(_SOURCES).fetchall() if is_mixed else []
             marks = dict(db.execute("SELECT key, value FROM meta"))
             durable, floor = int(marks["durable_version"]), int(marks["payload_floor"])
     except (sqlite3.Error, KeyError, ValueError) as error:
@@ -83,7 +86,13 @@ def audit_ledger(path: Path) -> LedgerAudit:
     done = [group for group in groups if group.state in _DONE]
     known = {str(state): state for state in State}
     again = {group.redraw_of for group in groups}
-    problems = (*_row_problems(groups), *_draw_problems(groups), *_step_problems(done), *_walk(groups, moves))
+    problems = (
+        *_row_problems(groups),
+        *_draw_problems(groups),
+        *_source_problems(draws),
+        *_step_problems(done),
+        *_walk(groups, moves),
+    )
     return LedgerAudit(
         num_draws=len({group.draw for group in groups}),
         states=dict(Counter(known[group.state] for group in groups if group.state in known)),
@@ -121,6 +130,15 @@ def _draw_problems(groups: Sequence[_Group]) -> Iterator[str]:
     for draw, count in living.items():
         if count > 1:
             yield f"draw {draw} is in {count} groups at once"
+
+
+def _source_problems(draws: Sequence[tuple[str, int, int]]) -> Iterator[str]:
+    """Every source was drawn from in the order of its draws, each once but for those that are drawn again."""
+    taken: Counter[str] = Counter()
+    for source, number, redraw_of in draws:
+        if redraw_of < 0 and number != taken[source]:
+            yield f"draw {number} of {source} was taken after {taken[source]} draws of it"
+        taken[source] += redraw_of < 0
 
 
 def _step_problems(done: Sequence[_Group]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from ...core.errors import LedgerError
 from ...core.file_lock import is_locked, lock_remedy, take_lock
-from .states import AT_REST, REWIND, TRANSITIONS, Row, State
+from .states import AT_REST, PASSED_OVER, REWIND, TRANSITIONS, Row, State
 
 FORMAT = "1"
 
@@ -25,10 +25,13 @@ LIVE = "live/"
 """Prefix of the keys of settings that were changed while the run went on."""
 
 _COLUMNS = tuple(f.name for f in fields(Row))
+_LATER = {"terms": "0", "source": "''", "source_draw": "-1", "reward": "NULL"}
+"""Columns that ledgers did not have from the beginning, and what is true of a row from before."""
+_KINDS = {"group_id": "INTEGER PRIMARY KEY", "reward": ""}
 _SCHEMA = f"""
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE groups(
-  {", ".join(f"{name} {'INTEGER PRIMARY KEY' if name == 'group_id' else 'NOT NULL'}" for name in _COLUMNS)});
+  {", ".join(f"{name} {_KINDS.get(name, 'NOT NULL')}" for name in _COLUMNS)});
 CREATE INDEX groups_by_state ON groups(state, step);
 CREATE TABLE payloads(group_id INTEGER PRIMARY KEY, is_whole INTEGER NOT NULL, data BLOB NOT NULL);
 CREATE TABLE transitions(
@@ -47,14 +50,17 @@ _INVARIANTS: tuple[tuple[str, str], ...] = (
     ("has a step although it was not claimed", "step >= 0 AND state NOT IN ('CLAIMED', 'TRAINED', 'DURABLE')"),
     ("has no step although it was claimed", "step < 0 AND state IN ('CLAIMED', 'TRAINED', 'DURABLE')"),
     ("is dropped without a reason, or has one and is not dropped", "(state = 'DROPPED') != (reason != '')"),
-    ("was dispatched by nobody", "attempt < 1 AND reason != 'quarantined'"),
+    ("was dispatched by nobody", f"attempt < 1 AND reason NOT IN ({', '.join(repr(r) for r in PASSED_OVER)})"),
     (
         "is durable without a checkpoint that covers it",
         "state = 'DURABLE' AND step >= (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'durable_version')",
     ),
     (
         "repeats a draw that was not dropped",
-        "redraw_of >= 0 AND (redraw_of, draw) NOT IN (SELECT group_id, draw FROM groups WHERE state = 'DROPPED')",
+        (
+            "redraw_of >= 0 AND (redraw_of, draw, source, source_draw) NOT IN "
+            "(SELECT group_id, draw, source, source_draw FROM groups WHERE state = 'DROPPED')"
+        ),
     ),
     ("was dispatched under unknown terms", "terms != 0 AND terms NOT IN (SELECT id FROM terms)"),
 )
@@ -82,16 +88,23 @@ class LedgerReader:
         try:
             self._db = sqlite3.connect(_reading(path), uri=True)
             self._db.execute("PRAGMA busy_timeout=10000")
-            columns = {column[1] for column in self._db.execute("PRAGMA table_info(groups)")}
-            if columns and "terms" not in columns:  # ledgers from before there were terms
+            lacking = self._lacking()
+            if "terms" in lacking:
                 self._db.execute(_TERMS.replace("TABLE", "TEMP TABLE", 1))
-                self._db.execute("CREATE TEMP VIEW groups AS SELECT *, 0 AS terms FROM main.groups")
+            if lacking:
+                as_before = ", ".join(f"{value} AS {name}" for name, value in lacking.items())
+                self._db.execute(f"CREATE TEMP VIEW groups AS SELECT *, {as_before} FROM main.groups")
         except sqlite3.Error as error:
             raise LedgerError(f"{path} cannot be used as a ledger: {error}", remedy="is it another file?") from error
 
     def close(self) -> None:
         """Release the file; never raises."""
         self._db.close()
+
+    def _lacking(self) -> dict[str, str]:
+        """Columns that this ledger, from before there were any, does not have, and their value in all its rows."""
+        known = {column[1] for column in self._db.execute("PRAGMA table_info(groups)")}
+        return {name: value for name, value in _LATER.items() if name not in known} if known else {}
 
     def query(self, sql: str, *args: Any) -> list[tuple[Any, ...]]:
         """Rows of a SELECT."""
@@ -161,6 +174,12 @@ class LedgerReader:
                 f"{self.path} is damaged: draws up to {highest}, of which {distinct} are known and {first} drawn once"
             )
 
+        self._forbid(
+            "is not numbered among its source's draws without a gap",
+            "SELECT MAX(group_id), source FROM groups WHERE source != '' GROUP BY source "
+            "HAVING SUM(redraw_of < 0) != MAX(source_draw) + 1 OR COUNT(DISTINCT source_draw) != MAX(source_draw) + 1",
+        )
+
     def _forbid(self, text: str, sql: str, *args: Any) -> None:
         broken = self.query(sql, *args)
         if broken:
@@ -213,8 +232,9 @@ class LedgerFile(LedgerReader):
                     remedy="resume with the run's own files, or start a run with an empty directory",
                 )
         self._db.execute(_TERMS)  # ledgers from before there were terms
-        if "terms" not in {column[1] for column in self._db.execute("PRAGMA table_info(groups)")}:
-            self._db.execute("ALTER TABLE groups ADD COLUMN terms NOT NULL DEFAULT 0")
+        for name, value in self._lacking().items():
+            kind = _KINDS.get(name, f"NOT NULL DEFAULT {value}")
+            self._db.execute(f"ALTER TABLE groups ADD COLUMN {name} {kind}")
 
     def add_terms(self, data: str) -> int:
         """The number of these terms, new or known. Raises LedgerError if the file cannot be written."""
@@ -229,7 +249,10 @@ class LedgerFile(LedgerReader):
         """Write all of it or nothing. Raises LedgerError, and then nothing is written."""
         row_marks = ", ".join("?" * len(_COLUMNS))
         batches: tuple[tuple[str, Sequence[Any]], ...] = (
-            (f"INSERT OR REPLACE INTO groups VALUES ({row_marks})", [astuple(r) for r in change.rows.values()]),
+            (
+                f"INSERT OR REPLACE INTO groups({', '.join(_COLUMNS)}) VALUES ({row_marks})",
+                [astuple(row) for row in change.rows.values()],
+            ),
             ("INSERT INTO transitions VALUES (NULL, ?, ?, ?, ?, ?, ?)", change.transitions),
             ("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", change.payloads),
             ("DELETE FROM payloads WHERE group_id = ?", change.freed),

@@ -9,13 +9,14 @@ Knows rows and payload bytes. Must not know admission, messages, sockets, or wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ...core.errors import LedgerError
+from .draws import Draws, Stretch
 from .file import LIVE, Change, LedgerFile
-from .states import LEFTOVER, OPEN, REDRAWN, REWIND, TRANSITIONS, Row, State, check_path
+from .states import LEFTOVER, OPEN, REWIND, TRANSITIONS, Row, State, check_path
 from .tally import Tally
 
 _FINISH = (State.FINISHED, State.REWARDED, State.READY)
@@ -58,20 +59,13 @@ class Ledger:
         for row in movable:
             self._rows[row.state][row.group_id] = row
         query = self._file.query
-        self._next_id, self._next_draw = query(
-            "SELECT COALESCE(MAX(group_id), -1) + 1, COALESCE(MAX(draw), -1) + 1 FROM groups"
-        )[0]
+        self.draws = Draws(self._file)
+        """What was drawn from which source. To be looked at only."""
         newest = query("SELECT COALESCE(MAX(step), -1) + 1 FROM groups WHERE state IN ('TRAINED', 'DURABLE')")[0][0]
         claimed = query("SELECT COALESCE(MAX(step), -1) + 1 FROM groups WHERE state = 'CLAIMED'")[0][0]
         self._newest = max(self._base, newest)
         self._next_step = max(self._newest, claimed)
         self._tally = Tally(query(Tally.SQL))
-        again = self._file.rows(
-            f"state = 'DROPPED' AND reason IN ({', '.join('?' * len(REDRAWN))}) "
-            "AND group_id NOT IN (SELECT redraw_of FROM groups)",
-            *sorted(REDRAWN),
-        )
-        self._redraws = {row.group_id: row.draw for row in again}
         self._terms = self._file.terms()
         change = Change(meta={LIVE + _CHECKED: str(self._file.newest_transition())})
         for row in movable:
@@ -84,12 +78,12 @@ class Ledger:
     @property
     def next_group_id(self) -> int:
         """Id of the next group."""
-        return self._next_id
+        return self.draws.next_id
 
     @property
     def next_draw(self) -> int:
-        """The cursor: the first draw of the prompt source that nobody got yet."""
-        return self._next_draw
+        """The cursor: the first draw that nobody got yet."""
+        return self.draws.next_draw
 
     @property
     def next_step(self) -> int:
@@ -113,25 +107,26 @@ class Ledger:
 
     def redraw(self, besides: Collection[int] = ()) -> tuple[int, int] | None:
         """(dropped group, its draw number) of the first prompt that is to be drawn once more, `besides` left out."""
-        return next((item for item in self._redraws.items() if item[0] not in besides), None)
+        return next((item for item in self.draws.redraws.items() if item[0] not in besides), None)
 
     def find(self, group_id: int) -> Row | None:
         """Where a group is; None if it was never drawn."""
         for rows in self._rows.values():
             if group_id in rows:
                 return rows[group_id]
-        if not 0 <= group_id < self._next_id:
+        if not 0 <= group_id < self.draws.next_id:
             return None
         return next(iter(self._file.rows("group_id = ?", group_id)), None)
 
-    def given_up(self, reasons: Sequence[str]) -> list[tuple[int, str]]:
-        """(draw, reason) of all groups that were dropped for one of these reasons."""
-        marks = ", ".join("?" * len(reasons))
-        found = self._file.query(
-            f"SELECT draw, reason FROM groups WHERE state = 'DROPPED' AND reason IN ({marks}) ORDER BY group_id",
-            *reasons,
-        )
-        return [(int(draw), str(reason)) for draw, reason in found]
+    def given_up(self, reasons: Sequence[str]) -> list[Row]:
+        """All groups that were dropped for one of these reasons, oldest first."""
+        return self._file.rows(f"state = 'DROPPED' AND reason IN ({', '.join('?' * len(reasons))})", *reasons)
+
+    def judged(self) -> Iterator[tuple[int, str, int, float]]:
+        """(group, source, draw of that source, mean reward) of all groups that were finished, oldest first."""
+        draw = "CASE WHEN source_draw < 0 THEN draw ELSE source_draw END"
+        sql = f"SELECT group_id, source, {draw}, reward FROM groups WHERE reward IS NOT NULL ORDER BY group_id"
+        return iter(self._file.query(sql))
 
     def rows(self, *states: State) -> list[Row]:
         """Groups in these states (not DROPPED, not DURABLE), oldest first."""
@@ -178,16 +173,16 @@ class Ledger:
 
     # ---- the life of a group
 
-    def dispatch(self, new: Sequence[Row] = (), again: Sequence[Row] = ()) -> None:
+    def dispatch(self, new: Sequence[Row] = (), again: Sequence[Row] = (), stretch: Stretch | None = None) -> None:
         """Groups start: new draws (ids in sequence), and requeued ones. Attempts are counted here.
 
         The given rows say `rollout`, `epoch` and `version` (lower bound of the oldest token); a new one that has a
-        reason is given up at once.
+        reason is given up at once. `stretch`: that the newest draws belong to, if sources are chosen at all.
         """
         change = Change()
         for offset, row in enumerate(new):
-            if row.group_id != self._next_id + offset:
-                raise LedgerError(f"group {row.group_id} is drawn, but the next id is {self._next_id + offset}")
+            if row.group_id != self.draws.next_id + offset:
+                raise LedgerError(f"group {row.group_id} is drawn, but the next id is {self.draws.next_id + offset}")
             if row.reason:
                 self._move(change, row, (State.DROPPED,))
             else:
@@ -196,9 +191,7 @@ class Ledger:
             at = self._get(row.group_id)
             wanted = replace(at, rollout=row.rollout, epoch=row.epoch, version=row.version, attempt=at.attempt + 1)
             self._move(change, wanted, (State.DISPATCHED,), detail=row.rollout)
-        self._commit(change)
-        for row in new:
-            self._redraws.pop(row.redraw_of, None)
+        self._commit(change, stretch)
 
     def reattach(self, group_ids: Iterable[int]) -> None:
         """The buffer was restarted, and the actors that had these groups still have them: the attempt goes on."""
@@ -207,18 +200,22 @@ class Ledger:
             self._move(change, self._get(group_id), (State.DISPATCHED,), detail="still in hand")
         self._commit(change)
 
-    def finish(self, group_id: int, payload: bytes, *, version: int, num_tokens: int) -> None:
-        """A whole group with rewards arrived and is kept. `version`: of its oldest token, -1 if no engine took part."""
+    def finish(
+        self, group_id: int, payload: bytes, *, version: int, num_tokens: int, reward: float | None = None
+    ) -> None:
+        """A whole group with rewards arrived and is kept. `version`: of its oldest token, -1 if no engine took part;
+        `reward`: mean over its members."""
         change = Change()
         change.payloads.append((group_id, True, payload))
-        self._move(change, replace(self._get(group_id), version=version, num_tokens=num_tokens), _FINISH)
+        row = replace(self._get(group_id), version=version, num_tokens=num_tokens, reward=reward)
+        self._move(change, row, _FINISH)
         self._commit(change)
 
-    def refuse(self, group_id: int, reason: str, *, detail: str, num_tokens: int) -> None:
-        """A whole group arrived and is not kept: filtered, or its samples are wrong."""
+    def refuse(self, group_id: int, reason: str, *, detail: str, num_tokens: int, reward: float | None = None) -> None:
+        """A whole group arrived and is not kept: filtered, or its samples are wrong, and then it has no reward."""
         change = Change()
         change.freed.append((group_id,))
-        row = replace(self._get(group_id), reason=_named(reason), num_tokens=num_tokens)
+        row = replace(self._get(group_id), reason=_named(reason), num_tokens=num_tokens, reward=reward)
         self._move(change, row, _REFUSE, detail=detail)
         self._commit(change)
 
@@ -374,11 +371,15 @@ class Ledger:
             at = to
         change.rows[row.group_id] = replace(row, state=at)
 
-    def _commit(self, change: Change) -> None:
+    def _commit(self, change: Change, stretch: Stretch | None = None) -> None:
         if not (change.rows or change.meta):
             return
+        if stretch is not None:
+            change.meta |= self.draws.mark(stretch)
         before = {group_id: self.find(group_id) for group_id in change.rows}
         self._file.commit(change)
+        if stretch is not None:
+            self.draws.begin(stretch)
         for group_id, row in change.rows.items():
             self._mirror(before[group_id], row)
 
@@ -388,10 +389,7 @@ class Ledger:
             self._rows[before.state].pop(row.group_id, None)
         if row.state not in (State.DROPPED, State.DURABLE):
             self._rows[row.state][row.group_id] = row
-        if row.reason in REDRAWN and before is not None and not before.reason:
-            self._redraws[row.group_id] = row.draw
-        self._next_id = max(self._next_id, row.group_id + 1)
-        self._next_draw = max(self._next_draw, row.draw + 1)
+        self.draws.note(before, row)
 
 
 def _named(reason: str) -> str:

@@ -28,7 +28,7 @@ class State(enum.StrEnum):
 _S = State
 
 TRANSITIONS: Mapping[State, frozenset[State]] = {
-    # DROPPED: its prompt is quarantined, so nobody gets it.
+    # DROPPED: its prompt is passed over, so nobody gets it.
     _S.DRAWN: frozenset({_S.DISPATCHED, _S.DROPPED}),
     _S.DISPATCHED: frozenset({_S.FINISHED, _S.REQUEUED, _S.DROPPED}),
     # FINISHED: the buffer was restarted meanwhile, and the first worker delivers before anybody else got the group.
@@ -66,13 +66,18 @@ REDRAWN = frozenset({STALE, STALE_AFTER_RETUNE, STALE_STAMP})
 """Reasons for which the prompt is drawn once more: nothing was wrong with it, only its tokens grew old."""
 
 
+QUARANTINED, OUT_OF_WINDOW = "quarantined", "out-of-window"
+PASSED_OVER = (QUARANTINED, OUT_OF_WINDOW)
+"""Reasons of groups that were drawn and given up at once, for what their prompts did before."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One group in the ledger. -1 stands for "none" in numbers."""
 
     group_id: int
     draw: int
-    """Number of the draw from the prompt source; differs from `group_id` once a prompt had to be drawn again."""
+    """Number of the draw, over all sources; differs from `group_id` once a prompt had to be drawn again."""
     redraw_of: int
     """The dropped group whose prompt this one repeats."""
     num_samples: int
@@ -91,6 +96,17 @@ class Row:
     """Response tokens of all members, once known."""
     terms: int = 0
     """Under which terms it was dispatched first, as the ledger numbers them; 0: before ledgers kept terms."""
+    source: str = ""
+    """Name of the source that was drawn from; empty: there is only one."""
+    source_draw: int = -1
+    """Number of the draw among those from that source; -1: the only source, so it is `draw`."""
+    reward: float | None = None
+    """Mean over its members, once it was finished; also of a group that was filtered then."""
+
+    @property
+    def draw_of_source(self) -> int:
+        """Which of its source's draws it was."""
+        return self.draw if self.source_draw < 0 else self.source_draw
 
 
 def check_path(row: Row, path: tuple[State, ...], table: Mapping[State, frozenset[State]] = TRANSITIONS) -> None:

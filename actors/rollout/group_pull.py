@@ -112,6 +112,7 @@ class GroupPull:
                 version=weights.version,
                 lineage=weights.lineage,
                 max_groups=min(free, DRAW_AT_ONCE),
+                room=free,
                 wait_s=POLL_S,
                 holding=tuple(self._in_flight),
                 blocked_by=self._blocked_by,

@@ -250,7 +250,7 @@ class Leader:
         started = self._clock.monotonic()
         await self._pass_step(version)
         with self._meter.during("compute", f"plan {version}"):
-            metrics, lags = batch_metrics(version, batch)
+            metrics, lags = batch_metrics(version, batch, self._options.plan.sources)
             shards = plan_step(version, batch.groups, self._knobs.planned(self._options.plan))
         if self._share is not None:
             await self._share.take()

@@ -28,6 +28,8 @@ class PlanOptions:
     """Tokens (P + R) a micro-batch may hold; a single longer sample sits alone."""
     minibatches: int
     """Optimizer steps per batch."""
+    sources: tuple[str, ...] = ()
+    """Names of the sources of prompts, where there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +121,10 @@ def _shard(
     )
 
 
-def batch_metrics(step: int, batch: Batch) -> tuple[dict[str, float], tuple[int, ...]]:
+def batch_metrics(step: int, batch: Batch, sources: Sequence[str] = ()) -> tuple[dict[str, float], tuple[int, ...]]:
     """Reward, length, lag and knob facts of a batch, and the lag of every group (-1: no engine took part).
 
+    `sources`: names, where there are several: the share of each in the batch, and its mean reward.
     Demonstrations alone have no reward to tell of: every one of them counts 1.
     """
     groups = batch.groups
@@ -149,6 +152,17 @@ def batch_metrics(step: int, batch: Batch) -> tuple[dict[str, float], tuple[int,
         metrics["reward/mean"] = float(rewards.mean())
         metrics["reward/std"] = float(rewards.std())
         metrics["reward/zero_std_groups"] = float(sum(s == 0.0 for s in spread))
+    metrics |= _of_sources(groups, sources, has_rewards="reward/mean" in metrics)
     for lag in range(max(known) + 1):  # zeros too: who shows the newest values must not see those of an older step
         metrics[f"lag_hist/{lag}"] = float(known.count(lag))
     return metrics, lags
+
+
+def _of_sources(groups: Sequence[Group], names: Sequence[str], *, has_rewards: bool) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name in names:
+        mine = [group.rewards for group in groups if group.prompt.source_name == name]
+        found[f"batch/source/{name}"] = len(mine) / len(groups)
+        if mine and has_rewards:
+            found[f"reward/source/{name}"] = float(np.concatenate(mine).astype(np.float64).mean())
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .conflict import Conflict
+from .data import DataSettings, SourceSettings
 from .dumping import dump_config
 from .learning import COMPARING_KINDS, AlgoConfig, AlgoKind, AsyncSettings, OptimizerConfig, TrainerConfig
 from .loading import Inspected, inspect_config, load_config
@@ -21,7 +22,6 @@ from .roles import (
 )
 from .root import RunConfig, channel_conflicts
 from .settings import (
-    DataSettings,
     EngineSettings,
     EvalSettings,
     GuardSettings,
@@ -57,6 +57,7 @@ __all__ = [
     "RolloutSettings",
     "RunConfig",
     "RunSettings",
+    "SourceSettings",
     "TrainerConfig",
     "TrainerRole",
     "WhenHung",

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import ConfigError
-from .fields import paths_with_meaning
+from .fields import ANY_NAME, paths_with_meaning
 from .key_lines import key_lines
 from .problems import Origin, Origins, Problem, described, misspelt_aliases, problems_of, render
 from .root import RunConfig
@@ -102,7 +102,8 @@ def _check(layers: _Layers) -> RunConfig | None:
 
 def _touches(problem: Problem, bad: set[KeyPath]) -> bool:
     paths = (problem.path, *problem.involved)
-    return any(path[:length] in bad for path in paths for length in range(1, len(path) + 1))
+    is_in_bad = any(path[:length] in bad for path in paths for length in range(1, len(path) + 1))
+    return is_in_bad or any(path[: len(table)] == table for table in problem.involved for path in bad)
 
 
 def _leave_out(table: Table, problem: Problem, bad: set[KeyPath]) -> bool:
@@ -212,10 +213,20 @@ def _default_run_dir(layers: _Layers) -> None:
 
 
 def _resolve(table: Table, folder: Path) -> None:
-    for path, meaning in paths_with_meaning(RunConfig):
-        if holds(table, path):
-            above = table_made_at(table, path[:-1])
-            above[path[-1]] = _resolve_value(above[path[-1]], meaning, folder)
+    for pattern, meaning in paths_with_meaning(RunConfig):
+        for path in _paths_like(pattern, table):
+            if holds(table, path):
+                above = table_made_at(table, path[:-1])
+                above[path[-1]] = _resolve_value(above[path[-1]], meaning, folder)
+
+
+def _paths_like(pattern: KeyPath, table: Table) -> list[KeyPath]:
+    """The paths that a pattern stands for: itself, or one for each name that the user has written in that place."""
+    if ANY_NAME not in pattern:
+        return [pattern]
+    at = pattern.index(ANY_NAME)
+    named = table_at(table, pattern[:at]) or {}
+    return [(*pattern[:at], name, *pattern[at + 1 :]) for name in named]
 
 
 def _resolve_value(value: Any, meaning: Meaning, folder: Path) -> Any:

@@ -20,10 +20,8 @@ def missing_paths(config: RunConfig) -> tuple[str, ...]:
 
 def _named_paths(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     yield "model.path", config.model.path, "folder"
-    for source in parse_sources(config.data.train):
-        yield "data.train", source.path, "file"
-    for source in parse_sources(config.eval.data):
-        yield "eval.data", source.path, "file"
+    for key, value in config.data_files():
+        yield from ((key, source.path, "file") for source in parse_sources(value))
     if config.trainer.resume:
         yield "trainer.resume", config.trainer.resume, "folder"
     if config.weights.served_folder:

@@ -14,6 +14,7 @@ from ..suggestion import suggest
 from .conflict import CONFLICTS, Conflict
 from .fields import find, keys_of
 from .root import RunConfig
+from .section import OrElse
 from .tables import KeyPath, Table, table_at
 
 SHOWN_CHARS = 60
@@ -175,7 +176,8 @@ def _missing(path: KeyPath) -> list[Problem]:
         required = [(*path, key) for key, info in keys_of(section).items() if info.is_required()]
         return [problem for one in required for problem in _missing(one)]
     about = (field.description or "").splitlines()[0].rstrip(".")
-    return [Problem(path, f"is missing: {about}", None, is_required=True)]
+    others = tuple((*path[:-1], mark.key) for mark in field.metadata if isinstance(mark, OrElse))
+    return [Problem(path, f"is missing: {about}", None, involved=others, is_required=True)]
 
 
 def _file_path(location: tuple[int | str, ...], table: Table) -> KeyPath:

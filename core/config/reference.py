@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
 
-from .fields import keys_of, section_of
+from .fields import keys_of, named_section_of, section_of
 from .problems import value_text
 from .roles import RoleSettings, RolesSettings
 from .root import RunConfig
@@ -20,7 +21,8 @@ HEAD = """# The run file
 One TOML file describes a run; `myxa up run.toml` starts it. This page is generated from the section classes in
 `core/config` by `myxa.core.config.reference.render_reference`; a test compares the two.
 
-* The smallest run file names a model and data: `[model] path` and `[data] train`. All else has a default.
+* The smallest run file names a model and data: `[model] path` and `[data] train` (or `[data.sources.NAME] path`). All
+  else has a default.
 * Several files are merged key by key, later ones winning; `--set section.key=value` wins over files
   (TOML values; a bare word is text).
 * An unknown key, a wrong type or a value out of range is an error, never a warning. All errors of a file are told at
@@ -45,7 +47,16 @@ def render_reference() -> str:
             parts.extend(_role_parts())
         elif section is not None:
             parts.append(_section_part(f"[{key}]", section, keys_of(section)))
+            parts.extend(_named_parts(key, section))
     return "\n".join(parts)
+
+
+def _named_parts(key: str, section: type[Section]) -> Iterator[str]:
+    """Tables below a section whose names are the user's."""
+    for name, field in keys_of(section).items():
+        named = named_section_of(field)
+        if named is not None:
+            yield _section_part(f"[{key}.{name}.NAME]", named, keys_of(named))
 
 
 def _role_parts() -> Iterator[str]:
@@ -67,7 +78,7 @@ def _differs(key: str, field: FieldInfo) -> bool:
 
 
 def _section_part(title: str, section: type[Section], keys: Mapping[str, FieldInfo]) -> str:
-    about = (section.__doc__ or "").strip()
+    about = inspect.cleandoc(section.__doc__ or "")
     rows = [_row(key, field) for key, field in keys.items()]
     head = ["| key | value | default | meaning |", "|---|---|---|---|"]
     return "\n".join([f"## {title}", "", about, "", *head, *rows, ""])
@@ -92,6 +103,10 @@ def _kind_text(field: FieldInfo) -> str:
         if isinstance(mark, Means):
             return MEANING_TEXT[mark.meaning]
     return _type_text(field.annotation) + _bounds_text(field.metadata)
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def _bounds_text(metadata: list[Any]) -> str:
@@ -120,5 +135,5 @@ def _type_text(kind: Any) -> str:
         count = "" if Ellipsis in get_args(kind) else f"{len(items)} "
         return f"array of {count}{_type_text(items[0])}s"
     if origin is dict:
-        return "table"
+        return "tables" if _is_section(get_args(kind)[-1]) else "table"
     return str(kind)

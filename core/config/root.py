@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from .chaos import ChaosSettings
 from .conflict import Conflict
 from .control import ControlSettings
+from .data import DataSettings
 from .learning import COMPARING_KINDS, AlgoConfig, AsyncSettings, OptimizerConfig, TrainerConfig
 from .megatron import MegatronSettings
 from .memory import MemorySettings
@@ -16,7 +17,6 @@ from .memory_checks import memory_conflicts
 from .roles import RolesSettings
 from .section import Section
 from .settings import (
-    DataSettings,
     EngineSettings,
     EvalSettings,
     GuardSettings,
@@ -81,6 +81,12 @@ class RunConfig(Section, frozen=True):
     roles: RolesSettings = RolesSettings()
     """Which actors run where."""
 
+    def data_files(self) -> Iterator[tuple[str, str | tuple[str, ...]]]:
+        """Every key that names data files, and what it says."""
+        for name, part in self.data.parts().items():
+            yield self.data.key_of(name), part.train
+        yield "eval.data", self.eval.data
+
     @model_validator(mode="before")
     @classmethod
     def _fill_for_sft(cls, raw: object) -> object:
@@ -119,10 +125,17 @@ def _sft_conflicts(config: RunConfig) -> Iterator[Conflict]:
             ("algo.kind", "rollout.workflow"),
             'must be "sft": rollout.workflow = "demonstration" gives every sample the same reward',
         )
-    if learns and config.data.preset != "chat" and not config.data.answer_key:
+    for name, part in config.data.parts().items() if learns else ():
+        if part.preset != "chat" and not part.answer_key:
+            place = f"data.sources.{name}" if name else "data"
+            yield Conflict(
+                (f"{place}.answer_key", f"{place}.preset", "algo.kind"),
+                'algo.kind = "sft" needs demonstrations: name their column here, or use preset = "chat"',
+            )
+    if learns and config.data.difficulty_low != config.data.difficulty_high:
         yield Conflict(
-            ("data.answer_key", "data.preset", "algo.kind"),
-            'algo.kind = "sft" needs demonstrations: name their column here, or use preset = "chat"',
+            ("data.difficulty_high", "data.difficulty_low", "algo.kind"),
+            'must be equal to data.difficulty_low: algo.kind = "sft" has no rewards to judge prompts by',
         )
     if learns and config.rollout.num_samples != 1:
         yield Conflict(
@@ -305,7 +318,7 @@ def _chaos_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 def _bounded_data_conflicts(config: RunConfig) -> Iterator[Conflict]:
     endless = config.run.num_steps == 0 and config.run.max_wall_s == 0 and config.run.stop_reward == 0
-    if endless and config.data.max_passes == 0:
+    if endless and any(part.max_passes == 0 for part in config.data.parts().values()):
         yield Conflict(
             ("run.num_steps", "run.max_wall_s", "data.max_passes"),
             "makes a run that never ends: set it, run.max_wall_s, run.stop_reward or data.max_passes",

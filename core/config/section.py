@@ -29,6 +29,13 @@ class Means:
     meaning: Meaning
 
 
+@dataclass(frozen=True, slots=True)
+class OrElse:
+    """A required key that may be left out where that one beside it says something."""
+
+    key: str
+
+
 PathText = Annotated[str, Means("path")]
 SourceText = Annotated[str | Annotated[tuple[str, ...], Strict(False)], Means("sources")]
 CodeName = Annotated[str, Means("code")]

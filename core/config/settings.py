@@ -84,46 +84,6 @@ class ModelSettings(Section, frozen=True):
     """HuggingFace folder: config.json, safetensors, tokenizer files."""
 
 
-class DataSettings(Section, frozen=True):
-    """The prompts that are trained on."""
-
-    train: Annotated[SourceText, Field(min_length=1)]
-    """JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99."""
-    preset: Literal["slime", "verl", "chat", "plain"] = "slime"
-    """How rows are laid out: slime (prompt, label, metadata), verl (prompt, reward_model, data_source, extra_info),
-    chat (messages; the last assistant message is the demonstration), plain (prompt, label)."""
-    prompt_key: str = ""
-    """Column with the prompt: text, or a list of messages. Dots reach into objects. Empty = the preset's."""
-    label_key: str = ""
-    """Column with the expected answer. Empty = the preset's."""
-    metadata_key: str = ""
-    """Column with an object handed to reward and workflow as it is. Empty = the preset's."""
-    messages_key: str = ""
-    """Column with the conversation of the `chat` preset. Empty = "messages"."""
-    answer_key: str = ""
-    """Column with the demonstration to be learnt by SFT. Empty = the preset's (chat: last assistant message)."""
-    system: str = ""
-    """System message put in front of conversations that have none; empty = none."""
-    shuffle: bool = True
-    """Whether each pass goes through the rows in a new order (from `run.seed`); false = file order."""
-    max_passes: CountInt = 0
-    """Passes over the data after which it is exhausted; 0 = endless."""
-    on_bad_line: Literal["stop", "skip"] = "stop"
-    """stop: a bad row ends the run with its place; skip: bad rows are left out and counted."""
-
-    @field_validator("train")
-    @classmethod
-    def _sources_parse(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        return check_sources(value)
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """Columns that the preset does not look at."""
-        if self.preset == "chat" and self.prompt_key:
-            yield Conflict(("prompt_key", "preset"), 'is not used by preset = "chat"; set messages_key')
-        if self.preset != "chat" and self.messages_key:
-            yield Conflict(("messages_key", "preset"), f'is used by preset = "chat" only, not "{self.preset}"')
-
-
 class EvalSettings(Section, frozen=True):
     """Evaluation on held-out prompts, beside training. Read with the keys and preset of `[data]`."""
 

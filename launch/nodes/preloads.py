@@ -33,7 +33,7 @@ KITS: Mapping[str, Kit] = {
         (
             *("myxa.launch.worker", "myxa.launch.program", "myxa.launch.composition.monitor_parts"),
             *("myxa.launch.composition.checkpoint_parts", "myxa.launch.composition.knob_limits"),
-            *("myxa.actors.buffer.buffer", "myxa.actors.coordinator.coordinator", "myxa.actors.data.prompts"),
+            *("myxa.actors.buffer.buffer", "myxa.actors.coordinator.coordinator", "myxa.actors.data.mixed"),
             *("myxa.actors.rollout.rollout", "myxa.actors.rewards.rewarder", "myxa.actors.models.hf_folder"),
             *("myxa.actors.workflows.single_turn", "myxa.actors.workflows.demonstration", "numpy.random"),
         ),

@@ -45,12 +45,13 @@ class Batch:
     """Batches that all passes hold; None: endless."""
 
 
-def batch_of(config: RunConfig, model: ModelConfig | None, world_size: int, num_rows: int | None) -> Batch:
-    """All counts."""
+def batch_of(
+    config: RunConfig, model: ModelConfig | None, world_size: int, num_rows: int | None, num_draws: int | None
+) -> Batch:
+    """All counts. `num_draws`: prompts in all passes; None: endless, or not known."""
     algo, rollout, steps = config.algo, config.rollout, config.run.num_steps
     samples = algo.batch_size * rollout.num_samples
     passes = steps * algo.batch_size / num_rows if num_rows and steps else None
-    bounded = config.data.max_passes * num_rows // algo.batch_size if num_rows and config.data.max_passes else None
     return Batch(
         num_prompts=algo.batch_size,
         num_samples=samples,
@@ -64,7 +65,7 @@ def batch_of(config: RunConfig, model: ModelConfig | None, world_size: int, num_
         micro_batches_per_replica=None if model is None else num_micro_batches(config, model, world_size),
         num_rows=num_rows,
         passes=passes,
-        steps_in_data=bounded,
+        steps_in_data=None if num_draws is None else num_draws // algo.batch_size,
     )
 
 

@@ -5,15 +5,15 @@ Knows row files and layouts. Must not know who draws from them; the buffer looks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...actors.data.layout import Layout
-from ...actors.data.prompts import LABEL_REWARDS
+from ...actors.data.prompts import layout_of
 from ...actors.data.row_file import RowError, RowFile, check_data_file
 from ...actors.data.row_set import open_rows
-from ...core.config import RunConfig
+from ...core.config import DataSettings, RunConfig
 from ...core.config.source import Source, parse_sources
 from ...core.errors import DataError, MyxaError
 from ..preflight.finding import Finding
@@ -31,15 +31,52 @@ class DataGlance:
     num_rows: int | None
     """Chosen rows of all files; None: too large to be counted, or not to be read."""
     findings: tuple[Finding, ...]
+    num_draws: int | None = None
+    """Prompts in all passes over all sources that have a weight; None: endless, or not counted."""
 
 
-def glance(config: RunConfig, key: str, value: str | tuple[str, ...]) -> DataGlance:
-    """Look at the files of `data.train` or `eval.data`; errors of the files themselves (missing, empty, of a foreign
-    format) are left to the preflight."""
-    is_sft = config.algo.kind == "sft"
-    layout = Layout(
-        config.data, needs_label=config.reward.fn in LABEL_REWARDS and not is_sft, needs_demonstration=is_sft
+@dataclass(frozen=True, slots=True)
+class PlannedSource:
+    """One of several sources of prompts, before the run."""
+
+    name: str
+    num_rows: int | None
+    """As in `DataGlance`."""
+    share: float
+    """Of the prompts that are drawn, as long as no source has ended."""
+    max_passes: int
+    """0: endless."""
+    passes: float | None
+    """At least so many, of a run that ends by steps; None: it does not, or the rows were not counted."""
+
+
+def glance_at_sources(config: RunConfig) -> tuple[DataGlance, tuple[PlannedSource, ...]]:
+    """Look at the files of all sources of prompts; the second is empty where there is one without a name."""
+    parts = config.data.parts()
+    seen = {name: glance(config, config.data.key_of(name), part.train, part) for name, part in parts.items()}
+    counts = [one.num_rows for one in seen.values()]
+    known = [count for count in counts if count is not None]
+    total = sum(known) if len(known) == len(counts) else None
+    findings = tuple(finding for one in seen.values() for finding in one.findings)
+    drawn = [name for name in parts if not name or config.data.sources[name].weight]
+    draws = [(seen[name].num_rows or 0) * parts[name].max_passes for name in drawn]
+    planned = tuple(
+        _planned(config, name, seen[name].num_rows, part.max_passes) for name, part in parts.items() if name
     )
+    return DataGlance(total, findings, sum(draws) if all(draws) else None), planned
+
+
+def _planned(config: RunConfig, name: str, num_rows: int | None, max_passes: int) -> PlannedSource:
+    share = config.data.sources[name].weight / sum(source.weight for source in config.data.sources.values())
+    prompts = config.run.num_steps * config.algo.batch_size * share
+    passes = prompts / num_rows if num_rows and config.run.num_steps else None
+    return PlannedSource(name, num_rows, share, max_passes, passes)
+
+
+def glance(config: RunConfig, key: str, value: str | tuple[str, ...], part: DataSettings | None = None) -> DataGlance:
+    """Look at the files that a key names, whose rows are laid out as `part` says (or `[data]`); errors of the files
+    themselves (missing, empty, of a foreign format) are left to the preflight."""
+    layout = layout_of(config, part or config.data)
     total: int | None = 0
     findings: list[Finding] = []
     for source in parse_sources(value):
@@ -87,22 +124,41 @@ def _first_rows(
             return
 
 
-def batch_findings(config: RunConfig, num_rows: int | None) -> Iterator[Finding]:
+def source_findings(config: RunConfig, sources: Sequence[PlannedSource]) -> Iterator[Finding]:
+    """Sources that end before the run, or that nobody draws from."""
+    for source in sources:
+        key = f"data.sources.{source.name}"
+        if source.max_passes and source.passes is not None and source.passes > source.max_passes:
+            error = DataError(
+                f"{key}.max_passes = {source.max_passes}: the run asks for {source.passes:.2f} passes over "
+                f"{source.num_rows} rows; from its end on the other sources fill its share",
+                remedy=f"raise it (0 = endless), or lower {key}.weight",
+            )
+            yield Finding(f"{key}.max_passes", error, is_warning=True)
+        if not source.share:
+            error = DataError(
+                f"{key}.weight = 0: nothing is drawn from it", remedy="set the knob mix when it is wanted"
+            )
+            yield Finding(f"{key}.weight", error, is_warning=True)
+
+
+def batch_findings(config: RunConfig, seen: DataGlance) -> Iterator[Finding]:
     """Data that is less than the run asks for."""
+    num_rows, num_draws, batch = seen.num_rows, seen.num_draws, config.algo.batch_size
     if not num_rows:
         return
-    batch, passes = config.algo.batch_size, config.data.max_passes
-    if passes and passes * num_rows < batch:
+    key = "data.sources" if config.data.sources else "data.train"
+    bound = "max_passes of the sources" if config.data.sources else f"data.max_passes = {config.data.max_passes}"
+    if num_draws is not None and num_draws < batch:
         error = DataError(
-            f"data.train: {num_rows} rows and data.max_passes = {passes} are fewer prompts than one batch, "
-            f"algo.batch_size = {batch}",
+            f"{key}: {num_rows} rows and {bound} are fewer prompts than one batch, algo.batch_size = {batch}",
             remedy="lower algo.batch_size, or raise data.max_passes (0 = endless)",
         )
         yield Finding("algo.batch_size", error)
-    elif passes and config.run.num_steps and passes * num_rows < batch * config.run.num_steps:
+    elif num_draws is not None and config.run.num_steps and num_draws < batch * config.run.num_steps:
         error = DataError(
-            f"data.max_passes = {passes}: the data ends after {passes * num_rows // batch} of {config.run.num_steps} "
-            "steps, earlier if groups are left out",
+            f"{bound}: the data ends after {num_draws // batch} of {config.run.num_steps} steps, earlier if groups are "
+            "left out",
             remedy="raise data.max_passes (0 = endless), or lower run.num_steps",
         )
         yield Finding("data.max_passes", error, is_warning=True)

@@ -11,6 +11,7 @@ import msgspec
 from ..memory_part import count_text, size_text
 from ..preflight.disk import Disk
 from .batch import Batch
+from .data_glance import PlannedSource
 from .device_memory import Load, Memory
 from .run_plan import Placement, RunPlan
 from .staleness_plan import STEP_RATIOS, StalenessPlan
@@ -41,6 +42,7 @@ def plan_text(plan: RunPlan, *, shows_commands: bool = True) -> str:
         _placement(plan.placement),
         _memory(plan.memory, plan.num_parameters),
         _batch(plan.batch),
+        _sources(plan.sources),
         _staleness(plan.staleness),
         _disk(plan.disk),
         _starts(plan) if shows_commands else iter(()),
@@ -114,6 +116,18 @@ def _batch(batch: Batch | None) -> Iterator[str]:
     if batch.num_rows is not None:
         passes = f", at least {batch.passes:.2f} passes" if batch.passes is not None else ""
         yield f"{batch.num_rows:,} rows of data{passes}"
+
+
+def _sources(sources: Sequence[PlannedSource]) -> Iterator[str]:
+    if not sources:
+        return
+    yield _heading("sources of prompts")
+    width = max(len(source.name) for source in sources)
+    for source in sources:
+        rows = "rows not counted" if source.num_rows is None else f"{source.num_rows:,} rows"
+        passes = "" if source.passes is None else f", {source.passes:.2f} passes"
+        bound = f" of at most {source.max_passes}" if source.max_passes and passes else ""
+        yield f"  {source.name:<{width}} {source.share:>7.2%} of the prompts, {rows}{passes}{bound}"
 
 
 def _staleness(plan: StalenessPlan | None) -> Iterator[str]:

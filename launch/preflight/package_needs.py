@@ -84,6 +84,6 @@ def _of_rollout(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
 
 
 def _of_buffer(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
-    sources = (*parse_sources(config.data.train), *parse_sources(config.eval.data))
+    sources = (source for _, value in config.data_files() for source in parse_sources(value))
     if any(source.path.endswith(".parquet") for source in sources):
         yield Need("pyarrow", "which parquet files need", "install pyarrow there (extra parquet)")

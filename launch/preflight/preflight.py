@@ -173,7 +173,7 @@ def _check_functions(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator
 def _check_data(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
     if not any(actor.role == "buffer" for actor in actors):
         return
-    for key, value in (("data.train", config.data.train), ("eval.data", config.eval.data)):
+    for key, value in config.data_files():
         for source in parse_sources(value):
             yield from looked(key, check_data_file, source.path, key)
 

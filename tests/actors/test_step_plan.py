@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -30,8 +32,8 @@ def group(group_id: int, rewards: list[float], *, length: int = 5, version: int 
 
 
 def options(**changes: int) -> PlanOptions:
-    values = {"num_ranks": 2, "max_tokens": 40, "minibatches": 1} | changes
-    return PlanOptions(kind="grpo", normalise_std=True, **values)
+    first = PlanOptions(kind="grpo", normalise_std=True, num_ranks=2, max_tokens=40, minibatches=1)
+    return replace(first, **changes)
 
 
 def test_every_sample_lands_on_exactly_one_rank_and_micro_batch() -> None:
@@ -99,6 +101,21 @@ def test_lag_counts_from_the_oldest_token_of_the_group() -> None:
     assert lags == (2, 0)
     assert (metrics["lag/max"], metrics["lag_hist/2"], metrics["lag_hist/0"]) == (2.0, 1.0, 1.0)
     assert metrics["reward/zero_std_groups"] == 1.0
+
+
+def test_each_source_has_its_share_and_its_reward() -> None:
+    def of(source: str, found: Group) -> Group:
+        prompt = msgspec.structs.replace(found.prompt, source_name=source)
+        return msgspec.structs.replace(found, prompt=prompt)
+
+    groups = [of("math", group(0, [0.0, 1.0])), of("math", group(1, [1.0, 1.0])), of("code", group(2, [0.0, 0.0]))]
+    told, _ = batch_metrics(3, Batch(groups), ("code", "math", "web"))
+    shares = {name: value for name, value in told.items() if "/source/" in name}
+    assert shares == {
+        "batch/source/code": pytest.approx(1 / 3), "batch/source/math": pytest.approx(2 / 3), "batch/source/web": 0.0,
+        "reward/source/code": 0.0, "reward/source/math": 0.75,
+    }  # fmt: skip
+    assert not [name for name in batch_metrics(3, Batch(groups))[0] if "/source/" in name]
 
 
 def test_samples_without_an_engine_have_no_lag() -> None:

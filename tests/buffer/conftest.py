@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from myxa.core.knobs import KnobChange, KnobCommit, KnobState, KnobValue, KnobVo
 from myxa.core.messages import Assignment, DrawBlock, DrawReply, DrawRequest, PutResult, SamplingParams
 from myxa.core.samples import Group, Message, Prompt, Sample
 from myxa.transport.node import Node
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @dataclass
@@ -48,6 +51,9 @@ class NumberedRows:
         return Prompt(
             group_id=draw, row=row, pass_index=pass_index, messages=(Message(role="user", content=f"row {row}"),)
         )
+
+    def row_of(self, draw: int) -> int | None:
+        return None if self.max_passes and draw >= self.num_rows * self.max_passes else draw % self.num_rows
 
     def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
         found = [self.prompt(draw) for draw in range(min(limit, 3))]
@@ -165,7 +171,7 @@ def make_buffer(
     path: Path,
     *,
     run: str = "run-1",
-    rows: NumberedRows | None = None,
+    rows: Any = None,
     policy: str = "pace",
     max_staleness: int = 1,
     batch_size: int = 2,

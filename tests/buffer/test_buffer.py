@@ -81,10 +81,11 @@ async def test_admission_holds_draws_back_and_adoption_releases_them(shop: Any) 
         other = asyncio.ensure_future(desk.draw(version=0, wait_s=0.2, rollout="rollout/1"))
         await asyncio.sleep(0.05)
         await desk.adopted("rollout/0", 1, 1)
-        assert [a.prompt.group_id for a in (await waiting).assignments] == [4, 5]
-        assert (await other).blocked_by == "staleness", "rollout/1 has adopted nothing, and no slot is left"
+        assert [a.prompt.group_id for a in (await waiting).assignments] == [4], "one of two slots is the other's"
+        assert (await other).blocked_by == "weights", "rollout/1 has adopted nothing"
         await desk.adopted("rollout/1", 1, 1)
-        assert (await desk.draw(version=0, epoch=2, rollout="rollout/1")).blocked_by == "staleness", "another epoch"
+        assert (await desk.draw(version=0, epoch=2, rollout="rollout/1")).blocked_by == "weights", "another epoch"
+        assert [a.prompt.group_id for a in (await desk.draw(version=1)).assignments] == [5], "it does not ask any more"
 
 
 @pytest.mark.asyncio

@@ -240,6 +240,9 @@ def _rows() -> Any:
             said = Message(role="user", content=str(draw % 7))
             return Prompt(group_id=draw, row=draw % 7, pass_index=draw // 7, messages=(said,))
 
+        def row_of(self, draw: int) -> int:
+            return draw % 7
+
     return Rows()
 
 

@@ -39,6 +39,9 @@ class Rows:
     def prompt(self, draw: int) -> Prompt | None:
         return Prompt(group_id=draw, row=draw, pass_index=0, messages=(Message(role="user", content="q"),))
 
+    def row_of(self, draw: int) -> int | None:
+        return draw
+
     def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
         return ()
 

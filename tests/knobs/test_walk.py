@@ -8,7 +8,22 @@ import statistics
 import pytest
 import torch  # noqa: F401  # what its import opens and starts is not the run's doing
 from run_job import audit, make_job  # pyright: ignore[reportMissingImports]
-from walk import COLD, FEW, FIRST_LR, NEW_LR, Walk, claimed, knobs_of_checkpoint, seated, steps, take
+from walk import (
+    COLD,
+    FEW,
+    FIRST_LR,
+    HIGH,
+    LOW,
+    NEW_LR,
+    ROWS,
+    SKIPS,
+    Walk,
+    claimed,
+    knobs_of_checkpoint,
+    seated,
+    steps,
+    take,
+)
 
 from myxa.actors.audit import AUDIT_FILE, read_audit, verify_audit
 from myxa.launch.commands.replay import replay, trajectory
@@ -127,6 +142,66 @@ def test_pause_steps_and_checkpoint(walk: Walk) -> None:
     assert kept["epoch"] == walk.epoch("undo filter")
 
 
+def test_the_mix_of_sources_is_the_one_in_force(walk: Walk) -> None:
+    """Half and half before the change; from its first draw on never further than half a prompt from what was asked."""
+    groups = [g.group for groups in claimed(walk.seat.run_dir).values() for g in groups if g.group is not None]
+    assert {g.prompt.metadata["data_source"] for g in groups} == {"left", "right"}
+    assert all(g.prompt.source_name == g.prompt.metadata["data_source"] for g in groups)
+    ((mark,),) = walk.seat.ledger("SELECT value FROM meta WHERE key = 'mix'")
+    since, _, shares = mark.partition(" ")
+    assert shares == "left:1,right:3"
+    rows = walk.seat.ledger(
+        "SELECT draw, source FROM groups WHERE redraw_of < 0 AND reason != 'out-of-window' ORDER BY draw"
+    )
+    for drawn, share in (
+        ([name for draw, name in rows if draw < int(since)], 0.5),
+        ([name for draw, name in rows if draw >= int(since)], 0.75),
+    ):
+        assert len(drawn) > 30
+        for count in range(1, len(drawn) + 1):
+            assert abs(drawn[:count].count("right") - share * count) <= 0.5
+    later = [g.prompt.source_name for g in groups if g.knobs >= walk.epoch("mix")]
+    assert later.count("right") / len(later) == pytest.approx(0.75, abs=0.1), "what was trained on is as it was drawn"
+    told = [v for n, v in steps(walk.seat.run_dir).items() if n > walk.versions["mix"] + 3]
+    assert sum(v["batch/source/right"] for v in told) / len(told) == pytest.approx(0.75, abs=0.1)
+    assert all(v["batch/source/left"] + v["batch/source/right"] == 1 for v in told)
+    assert {name for v in told for name in v if name.startswith("reward/source/")} == {
+        "reward/source/left",
+        "reward/source/right",
+    }
+
+
+def test_prompts_outside_the_window_are_passed_over_for_one_pass(walk: Walk) -> None:
+    """By samples: what was dispatched under the window had a history inside it, none, or one that is two passes old."""
+    rows = walk.seat.ledger(
+        "SELECT g.group_id, source, source_draw, redraw_of, reason, reward, MIN(t.wall_s) FILTER (WHERE from_state = "
+        "'DRAWN'), MIN(t.wall_s) FILTER (WHERE to_state = 'REWARDED') FROM groups g JOIN transitions t USING (group_id) "
+        "GROUP BY g.group_id ORDER BY g.group_id"
+    )
+    dumped = [g.group for groups in claimed(walk.seat.run_dir).values() for g in groups if g.group is not None]
+    means = {g.group_id: float(g.rewards.mean()) for g in dumped}
+    begun = min(g.group_id for g in dumped if g.knobs >= walk.epoch("difficulty"))
+    num_inside = num_outside = num_again = 0
+    for group_id, source, draw, redraw_of, reason, reward, drawn_s, _ in rows:
+        assert group_id not in means or reward == pytest.approx(means[group_id])
+        if group_id < begun or redraw_of >= 0:
+            continue
+        before = [
+            (other, was) for other, name, number, *_, was, _, done_s in rows
+            if (name, number % ROWS) == (source, draw % ROWS) and other < group_id and done_s and done_s < drawn_s
+        ]  # fmt: skip
+        if not before:
+            continue
+        newest, was = max(before)
+        is_old = draw // ROWS - rows[newest][2] // ROWS > SKIPS
+        is_inside = LOW <= was <= HIGH
+        assert (reason == "out-of-window") == (not is_inside and not is_old), (group_id, was)
+        num_inside, num_again = num_inside + is_inside, num_again + (is_old and not is_inside)
+        num_outside += reason == "out-of-window"
+    assert num_inside > 5 and num_outside > 5
+    assert num_again, "a prompt that was passed over comes back"
+
+
 def test_bad_values_are_refused_with_the_reason(walk: Walk) -> None:
     for what, reason in {
         "range": "lr = -1: must be above 0",
@@ -135,6 +210,8 @@ def test_bad_values_are_refused_with_the_reason(walk: Walk) -> None:
         "guard": "more than 10 times the run file's",
         "expect": "not 0.123 as expected",
         "half": "lr = -1: must be above 0",
+        "source": "there is no source 'rigt'; did you mean \"right\"?",
+        "window": "difficulty_low = 0.9 is above difficulty_high = 0.7: set both, or make them equal (no window)",
     }.items():
         assert reason in walk.refusals[what]
 

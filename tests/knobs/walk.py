@@ -22,6 +22,16 @@ NEW_LR = 5e-4
 COLD = 0.7
 FEW = 3
 NUM_TIMED = 24
+ROWS = 40
+"""Of each of two sources of prompts, `left` and `right`, in file order: their draw n is row n % ROWS."""
+SOURCES = (
+    'data.train=""',
+    f"data.sources.left.path=data/prompts.jsonl@[0:{ROWS}]",
+    f"data.sources.right.path=data/prompts.jsonl@[{ROWS}:{2 * ROWS}]",
+    "data.shuffle=false",
+)
+MIX = "left:0.25,right:0.75"
+LOW, HIGH, SKIPS = 0.3, 0.7, 1
 
 REWARD = '''"""Half of all answers are right, whoever gives them: most groups have both kinds, and some do not."""
 
@@ -119,7 +129,9 @@ def seated(job: Job, *overrides: str) -> Iterator[Seat]:
     """A run on its way, ended by `down` when the block is left."""
     reward = job.folder / "half.py"
     reward.write_text(REWARD)
-    process = job.start("run.num_steps=100000", "async.max_staleness=0", f'reward.fn="{reward}:score"', *overrides)
+    process = job.start(
+        "run.num_steps=100000", "async.max_staleness=0", f'reward.fn="{reward}:score"', *SOURCES, *overrides
+    )
     try:
         until(lambda: process.poll() is not None or _is_training(job), "the first step")
         seat = Seat(job, ControlClient.of(job.run_dir()))
@@ -160,6 +172,11 @@ def take(walk: Walk) -> None:
     _scale(walk)
     _leave_groups_out(walk)
     _hold(walk)
+    walk.set("mix", mix=MIX)
+    seat.goes_on(6)
+    walk.set("difficulty", difficulty_low=LOW, difficulty_high=HIGH, difficulty_skips=SKIPS)
+    until(lambda: bool(seat.ledger("SELECT 1 FROM groups WHERE reason = 'out-of-window'")), "a prompt passed over")
+    seat.goes_on(10)
     undone = walk.undo("undo lr", walk.epoch("lr"))
     until(lambda: seat.version() >= undone["at"] + 2, "steps with the old rate")
     _ask_for_nonsense(walk)
@@ -225,6 +242,8 @@ def _ask_for_nonsense(walk: Walk) -> None:
         "guard": {"values": {"lr": 100 * FIRST_LR}},
         "expect": {"values": {"temperature": 0.9}, "expect": {"temperature": 0.123}},
         "half": {"values": {"temperature": 0.9, "lr": -1}},
+        "source": {"values": {"mix": "left:1,rigt:1"}},
+        "window": {"values": {"difficulty_low": 0.9}},
     }.items():
         walk.refusals[what] = _refusal(seat, asked)
     after = seat.client.ask("get")

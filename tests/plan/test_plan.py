@@ -46,6 +46,50 @@ def test_a_good_run(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     assert after == before, "nothing was made"
 
 
+SOURCES = """\
+[data]
+max_passes = 8
+[data.sources.long]
+path = "data/train.jsonl"
+weight = 3
+[data.sources.short]
+path = "data/train.jsonl@[0:4]"
+[data.sources.later]
+path = "data/three.jsonl"
+weight = 0
+"""
+
+
+def test_sources_of_prompts(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    text = RUN.replace('[data]\ntrain = "data/train.jsonl"\n', SOURCES)
+    code, answer = plan(site.write(text), capsys=capsys)
+    told = [(s["name"], s["num_rows"], s["share"], s["passes"], s["max_passes"]) for s in answer["sources"]]
+    assert told == [("later", 3, 0.0, 0.0, 8), ("long", 40, 0.75, 3.0, 8), ("short", 4, 0.25, 10.0, 8)]
+    assert answer["batch"]["steps_in_data"] == 44, "8 passes over 40 and 4 rows, by 8"
+    warnings = {one["key"]: one["message"] for one in answer["problems"]}
+    assert code == 0 and sorted(warnings) == ["data.sources.later.weight", "data.sources.short.max_passes"]
+    assert "asks for 10.00 passes over 4 rows" in warnings["data.sources.short.max_passes"]
+    assert main(["plan", str(site.folder / "run.toml")]) == 0
+    page = capsys.readouterr().out
+    assert "== sources of prompts\n" in page
+    assert "  long   75.00% of the prompts, 40 rows, 3.00 passes of at most 8\n" in page
+    for wrong, key, word in (
+        (text.replace("data/three.jsonl", "data/none.jsonl"), "data.sources.later.path", "there is no file"),
+        (text.replace("data/three.jsonl", "data/other_column.jsonl"), "data.sources.later.path", 'column "prompt" is'),
+        (
+            text.replace("weight = 3", "weight = 0")
+            .replace("[0:4]", "[0:1]")
+            .replace("max_passes = 8", "max_passes = 1"),
+            "algo.batch_size",
+            "than",
+        ),
+    ):
+        code, answer = plan(site.write(wrong), capsys=capsys)
+        assert code
+        found = [one for one in answer["problems"] if one["key"] == key and word in one["message"]]
+        assert found and found[0]["severity"] == "error", answer["problems"]
+
+
 def test_the_page(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(site.write(RUN))]) == 0
     page = capsys.readouterr().out

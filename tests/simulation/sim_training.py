@@ -49,6 +49,9 @@ class Rows:
             return None
         return Prompt(group_id=draw, row=draw, pass_index=0, messages=(Message(role="user", content=f"row {draw}"),))
 
+    def row_of(self, draw: int) -> int | None:
+        return draw if draw < self.num_rows else None
+
     def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
         return ()
 

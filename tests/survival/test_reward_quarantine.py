@@ -15,9 +15,9 @@ from run_job import Job, audit, events, make_job, metrics  # pyright: ignore[rep
 from myxa.actors.buffer import cursor as buffer_cursor
 from myxa.actors.buffer import quarantine as quarantine_module
 from myxa.actors.buffer.cursor import PromptCursor
-from myxa.actors.buffer.quarantine import QUARANTINED, Quarantine, open_quarantine
+from myxa.actors.buffer.quarantine import Quarantine, open_quarantine
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.states import Row, State
+from myxa.actors.ledger.states import QUARANTINED, Row, State
 from myxa.core.errors import DataError
 from myxa.core.samples import Message, Prompt
 
@@ -42,6 +42,9 @@ class Rows:
         words = (Message(role="user", content="?"),)
         return Prompt(group_id=draw, row=row, pass_index=pass_index, messages=words, source="rows.jsonl")
 
+    def row_of(self, draw: int) -> int | None:
+        return None if self.passes and draw >= self.num * self.passes else draw % self.num
+
     def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
         return ()
 
@@ -56,10 +59,11 @@ class Shop:
 
     def draw(self, num_groups: int) -> list[Row]:
         """As one draw of a rollout actor does it."""
+        draft = self.cursor.draft(2)
         new: list[Row] = []
-        while len(new) < num_groups and (drawn := self.cursor.next(new, 2)) is not None:
-            new.append(drawn[0])
-        self.ledger.dispatch(new)
+        while len(new) < num_groups and (drawn := draft.next()) is not None:
+            new.append(drawn)
+        self.ledger.dispatch(draft.rows, stretch=draft.stretch)
         return new
 
     def drop(self, row: Row, reason: str, detail: str = "it raised") -> None:
@@ -96,16 +100,17 @@ def test_it_is_drawn_no_more_and_every_draw_is_accounted_for(shop: Open, tmp_pat
     for number in range(2):
         for row in here.draw(4):
             here.drop(row, "reward-error" if row.draw % 4 == 2 else "engine-error", f"pass {number}")
-    (news,) = here.cursor.take_news()
+    ((kind, news),) = here.cursor.take_news()
+    assert kind == "prompt-quarantined"
     assert news == (
         "row 2 of rows.jsonl is not drawn again: reward-error 2 times; the last one: pass 1 -- mend it and take its line "
         f"out of {tmp_path / 'quarantine.jsonl'}"
     )
     assert here.cursor.take_news() == []
-    assert row_numbers(here.draw(4)) == [0, 1], "what comes before it in the same draw is drawn first"
-    assert row_numbers(here.draw(4)) == [3, 0, 1]
-    assert here.ledger.tally.dropped[QUARANTINED] == 1
-    (passed_over,) = [row for row in map(here.ledger.find, range(12)) if row is not None and row.reason == QUARANTINED]
+    assert row_numbers(here.draw(4)) == [0, 1, 3, 0]
+    assert row_numbers(here.draw(2)) == [1, 3]
+    assert here.ledger.tally.dropped[QUARANTINED] == 2
+    passed_over, _ = [row for row in map(here.ledger.find, range(16)) if row is not None and row.reason == QUARANTINED]
     assert (passed_over.state, passed_over.attempt, passed_over.draw) == (State.DROPPED, 0, 10)
     assert len(here.quarantine) == 1
     (line,) = (tmp_path / "quarantine.jsonl").read_text().splitlines()
@@ -121,7 +126,7 @@ def test_it_is_drawn_no_more_and_every_draw_is_accounted_for(shop: Open, tmp_pat
 def test_one_that_ended_its_worker_gets_no_second_chance(shop: Open) -> None:
     here = shop(after=5)
     here.drop(here.draw(1)[0], "reward-crash")
-    assert "reward-crash once" in here.cursor.take_news()[0]
+    assert "reward-crash once" in here.cursor.take_news()[0][1]
     assert row_numbers([row for _ in range(8) for row in here.draw(1)]) == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
@@ -145,7 +150,7 @@ def test_without_its_line_it_is_free_and_has_one_more_try(shop: Open, tmp_path: 
     (row, *_) = here.draw(4)
     assert row.draw == 8, "row 0 is back"
     here.drop(row, "reward-error")
-    assert "reward-error 3 times" in here.cursor.take_news()[0]
+    assert "reward-error 3 times" in here.cursor.take_news()[0][1]
 
 
 def test_zero_heeds_no_list(shop: Open, tmp_path: Path) -> None:
@@ -164,7 +169,7 @@ def test_a_data_set_that_is_all_quarantined_ends_the_run(shop: Open, monkeypatch
         here.drop(row, "reward-error")
     with pytest.raises(DataError, match="20 prompts in a row are quarantined"):
         here.draw(4)
-    here = shop(after=1, passes=7)
+    here = shop(after=1, passes=5)
     assert here.draw(4) == [], "the data ends first"
     assert not here.cursor.has_next
 
@@ -181,7 +186,7 @@ def test_a_line_that_is_none_is_named_and_the_next_buffer_makes_a_new_list(
     assert f"{file}:2 is no quarantined prompt" in caplog.text
     torn = file.read_bytes()
     here = shop(after=1)
-    (news,) = here.cursor.take_news()
+    ((_, news),) = here.cursor.take_news()
     assert f"{file}:2 is no quarantined prompt" in news and "take out whole lines" in news and ".bad" in news
     assert (tmp_path / "quarantine.jsonl.bad").read_bytes() == torn
     assert [json.loads(line)["row"] for line in file.read_text().splitlines()] == [0]
@@ -225,7 +230,7 @@ def test_an_editor_that_puts_another_file_in_its_place_loses_nothing(
 
 
 def test_a_disk_that_refuses_is_no_reason_to_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = Quarantine(tmp_path / "gone" / "q.jsonl", after=1, prompt_of=Rows(4).prompt, failures=(), log=LOG)
+    made = Quarantine(tmp_path / "gone" / "q.jsonl", after=1, failures=(), log=LOG)
     prompt = Rows(4).prompt(1)
     assert prompt is not None
     made.failed(prompt, 1, "reward-error", "it raised")

@@ -1,0 +1,166 @@
+"""The section that says what is trained on: one source of prompts, or several with names and weights.
+
+A source is read like `[data]` says, but for the keys that it has itself. Must not know files' contents.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from .conflict import Conflict
+from .section import CountInt, NonNegativeFloat, OrElse, Section, SourceText
+from .source import check_sources
+from .tables import as_table
+
+SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+MAX_SOURCES = 64
+MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
+_COLUMN_KEYS = ("prompt_key", "label_key", "metadata_key", "messages_key", "answer_key")
+
+
+class SourceSettings(Section, frozen=True):
+    """One of several sources of prompts, `NAME` is its own: letters, digits, `_`, `-`, at most 64. Keys that are left
+    out are as in `[data]`, but for the columns of a source with a preset of its own, which are that preset's."""
+
+    path: Annotated[SourceText, Field(min_length=1)]
+    """JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99."""
+    weight: Annotated[NonNegativeFloat, Field(le=MAX_WEIGHT)] = 1.0
+    """Its share of the prompts, in proportion to the others' weights; 0 = none for now. Live knob: `mix`."""
+    preset: Literal["", "slime", "verl", "chat", "plain"] = ""
+    """How rows are laid out; empty = as in `[data]`."""
+    prompt_key: str = ""
+    """Column with the prompt. Empty = as in `[data]`, or the preset's."""
+    label_key: str = ""
+    """Column with the expected answer. Empty = likewise."""
+    metadata_key: str = ""
+    """Column with an object handed to reward and workflow as it is. Empty = likewise."""
+    messages_key: str = ""
+    """Column with the conversation of the `chat` preset. Empty = likewise."""
+    answer_key: str = ""
+    """Column with the demonstration to be learnt by SFT. Empty = likewise."""
+    system: str = ""
+    """System message put in front of conversations that have none; empty = as in `[data]`."""
+    max_passes: Annotated[int, Field(ge=-1)] = -1
+    """Passes over this source after which it is exhausted and the others go on without it; 0 = endless, -1 = as in
+    `[data]`."""
+
+    @field_validator("path")
+    @classmethod
+    def _sources_parse(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        return check_sources(value)
+
+    @field_validator("weight")
+    @classmethod
+    def _weight_counts(cls, value: float) -> float:
+        if 0 < value < MIN_WEIGHT:
+            raise ValueError(f"must be 0 or at least {MIN_WEIGHT:g}")
+        return value
+
+
+class DataSettings(Section, frozen=True):
+    """The prompts that are trained on."""
+
+    train: Annotated[SourceText, OrElse("sources")]
+    """JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99.
+    Left out where `sources` names several."""
+    sources: dict[str, SourceSettings] = {}
+    """Several sources instead of `train`, each a table `[data.sources.NAME]`: see there."""
+    preset: Literal["slime", "verl", "chat", "plain"] = "slime"
+    """How rows are laid out: slime (prompt, label, metadata), verl (prompt, reward_model, data_source, extra_info),
+    chat (messages; the last assistant message is the demonstration), plain (prompt, label)."""
+    prompt_key: str = ""
+    """Column with the prompt: text, or a list of messages. Dots reach into objects. Empty = the preset's."""
+    label_key: str = ""
+    """Column with the expected answer. Empty = the preset's."""
+    metadata_key: str = ""
+    """Column with an object handed to reward and workflow as it is. Empty = the preset's."""
+    messages_key: str = ""
+    """Column with the conversation of the `chat` preset. Empty = "messages"."""
+    answer_key: str = ""
+    """Column with the demonstration to be learnt by SFT. Empty = the preset's (chat: last assistant message)."""
+    system: str = ""
+    """System message put in front of conversations that have none; empty = none."""
+    shuffle: bool = True
+    """Whether each pass goes through the rows in a new order (from `run.seed`); false = file order."""
+    max_passes: CountInt = 0
+    """Passes over the data after which it is exhausted; 0 = endless."""
+    on_bad_line: Literal["stop", "skip"] = "stop"
+    """stop: a bad row ends the run with its place; skip: bad rows are left out and counted."""
+    difficulty_low: float = 0.0
+    """A prompt whose newest finished group has a mean reward below this (or above `difficulty_high`) is passed over
+    when it comes up again; equal to `difficulty_high` = no such window."""
+    difficulty_high: float = 0.0
+    """The window's upper end; both ends are inside."""
+    difficulty_skips: CountInt = 3
+    """Passes in a row that such a prompt is passed over at most, after which it is tried again; 0 = never again."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _train_may_be_left_out(cls, raw: object) -> object:
+        table = as_table(raw)
+        return {"train": "", **table} if table is not None and table.get("sources") else raw
+
+    @field_validator("train")
+    @classmethod
+    def _sources_parse(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        return check_sources(value)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Columns that the preset does not look at, and sources that do not go together."""
+        if not (self.train or self.sources):
+            yield Conflict(("train",), "must not be empty")
+        if self.preset == "chat" and self.prompt_key:
+            yield Conflict(("prompt_key", "preset"), 'is not used by preset = "chat"; set messages_key')
+        if self.preset != "chat" and self.messages_key:
+            yield Conflict(("messages_key", "preset"), f'is used by preset = "chat" only, not "{self.preset}"')
+        if self.difficulty_low > self.difficulty_high:
+            yield Conflict(
+                ("difficulty_low", "difficulty_high"), f"is above difficulty_high = {self.difficulty_high:g}"
+            )
+        yield from _mix_conflicts(self)
+
+    def parts(self) -> Mapping[str, Self]:
+        """Each source by its name, as a section of its own in which all is said; the only one is called ""."""
+        if not self.sources:
+            return {"": self}
+        return {name: self._part(source) for name, source in sorted(self.sources.items())}
+
+    def key_of(self, name: str) -> str:
+        """The key of the run file that names a source's files."""
+        return f"data.sources.{name}.path" if name else "data.train"
+
+    def _part(self, source: SourceSettings) -> Self:
+        own: dict[str, Any] = {"train": source.path, "sources": {}}
+        inherits = source.preset in ("", self.preset)
+        for key in _COLUMN_KEYS:
+            own[key] = getattr(source, key) or (getattr(self, key) if inherits else "")
+        own["preset"] = source.preset or self.preset
+        own["system"] = source.system or self.system
+        own["max_passes"] = self.max_passes if source.max_passes < 0 else source.max_passes
+        return self.model_copy(update=own)
+
+
+def _mix_conflicts(data: DataSettings) -> Iterator[Conflict]:
+    if not data.sources:
+        return
+    if data.train:
+        yield Conflict(("train", "sources"), "does not go with [data.sources]: make it one of them, with a name")
+    if len(data.sources) > MAX_SOURCES:
+        yield Conflict(("sources",), f"has {len(data.sources)} sources, but at most {MAX_SOURCES} are mixed")
+    for name, source in data.sources.items():
+        if not SOURCE_NAME.fullmatch(name):
+            yield Conflict(
+                (f"sources.{name}",), "a source's name is 1 to 64 letters, digits, '_' or '-', no sign first"
+            )
+        preset = source.preset or data.preset
+        if preset == "chat" and source.prompt_key:
+            yield Conflict((f"sources.{name}.prompt_key",), 'is not used by preset = "chat"; set messages_key')
+        if preset != "chat" and source.messages_key:
+            yield Conflict((f"sources.{name}.messages_key",), f'is used by preset = "chat" only, not "{preset}"')
+    if not any(source.weight for source in data.sources.values()):
+        paths = tuple(f"sources.{name}.weight" for name in data.sources)
+        yield Conflict(paths, "so no source has a weight: give one of them more than 0")

@@ -1,0 +1,124 @@
+"""A buffer over several sources, on a real node: what an operator may say of their shares and of the window, and what a
+run hears of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from mixed_rows import mixed
+
+from myxa.actors.buffer.difficulty import Window
+from myxa.actors.buffer.gauges import buffer_gauges
+from myxa.actors.buffer.knobs import BufferLimits
+from myxa.core.errors import DataError
+from myxa.core.knobs import KnobChange
+from myxa.core.samples import Group
+
+WAIT_S = 20.0
+
+
+def names(reply: Any) -> list[str]:
+    return [assignment.prompt.source_name for assignment in reply.assignments]
+
+
+async def knobs_of(desk: Any) -> dict[str, Any]:
+    return {state.tunable.name: state.value for state in (await desk.ref.knobs()).knobs}
+
+
+@pytest.mark.asyncio
+async def test_the_mix_is_used_from_the_next_draw_on_and_outlives_the_process(shop: Any) -> None:
+    rows = mixed(code=50, math=50)
+    async with shop.open(rows=rows, max_staleness=30) as desk:
+        assert (await knobs_of(desk))["mix"] == "code:1,math:1"
+        assert names(await desk.draw(max_groups=4)) == ["code", "math"] * 2
+        assert (await desk.change(1, mix="math:3, code:1")).accepted
+        drawn = Counter(names(await desk.draw(max_groups=8)))
+        assert drawn == {"math": 6, "code": 2}
+        assert (await desk.change(2, mix="math:1,code:0")).accepted
+        assert set(names(await desk.draw(max_groups=3))) == {"math"}
+        gauges = buffer_gauges(desk.buffer._store)
+        assert (gauges["buffer/source/math/share"], gauges["buffer/source/code/share"]) == (1.0, 0.0)
+        assert (gauges["buffer/source/math/drawn"], gauges["buffer/source/code/drawn"]) == (11.0, 4.0)
+        assert "buffer/source/math/reward" not in gauges
+        canaries = await desk.data.canary_prompts(3)
+        assert [(p.source_name, p.row) for p in canaries] == [("code", 0), ("math", 0), ("code", 1)]
+        assert len({p.group_id for p in canaries}) == 3
+    async with shop.open(rows=rows, max_staleness=30) as desk:
+        assert (await knobs_of(desk))["mix"] == "math:1,code:0"
+        reply = await desk.draw(max_groups=25)
+        assert set(names(reply)[15:]) == {"math"}, "after those that were under way"
+
+
+@pytest.mark.asyncio
+async def test_a_run_with_one_source_has_no_mix(shop: Any) -> None:
+    async with shop.open() as desk:
+        assert "mix" not in await knobs_of(desk)
+        vote = await desk.ref.prepare_knobs(KnobChange(epoch=1, values={"mix": "math:1"}))
+        assert not vote.accepted and "has no knob 'mix'" in vote.reason
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"mix": "math:1,cod:1"}, "mix: there is no source 'cod'; did you mean \"code\"?"),
+        ({"mix": "math:1,code:-1"}, "mix: the weight of code is -1: must be 0, or from"),
+        ({"mix": "math:0,code:0"}, "mix: no source has a weight"),
+        ({"mix": "math:1"}, "mix: it says nothing of code: write code:0 to switch it off"),
+        ({"mix": 0.5}, "must be text"),
+        ({"difficulty_low": 0.5}, "difficulty_low = 0.5 is above difficulty_high = 0: set both, or make them equal"),
+        ({"difficulty_high": float("inf")}, "must be finite"),
+        ({"difficulty_skips": -1}, "from 0"),
+    ],
+)
+async def test_what_is_no_mix_and_no_window_is_refused(shop: Any, values: dict[str, Any], text: str) -> None:
+    async with shop.open(rows=mixed(code=5, math=5)) as desk:
+        before = await desk.ref.knobs()
+        vote = await desk.ref.prepare_knobs(KnobChange(epoch=1, values=values))
+        assert not vote.accepted and text in vote.reason, vote.reason
+        assert await desk.ref.knobs() == before
+
+
+@pytest.mark.asyncio
+async def test_a_window_is_looked_through_within_one_draw(shop: Any, make_group: Callable[..., Group]) -> None:
+    """One good prompt of 2600: two and a half rounds of the search, in which others have their turn."""
+    window = Window(low=0.2, high=0.8, skips=0)
+    rows = mixed(only=2600).by_name["only"]
+    limits = BufferLimits(difficulty=window)
+    async with shop.open(rows=rows, max_staleness=2000, limits=limits, group_filter="zero_variance") as desk:
+        for assignment in (await desk.draw(max_groups=2600)).assignments:
+            rewards = [0.0, 1.0] if assignment.prompt.row == 2599 else [1.0, 1.0]
+            await desk.ref.put_group(make_group(assignment, rewards=rewards), 1, "rollout/0")
+        (found,) = (await desk.draw(max_groups=1, wait_s=WAIT_S)).assignments
+        assert (found.prompt.row, found.prompt.pass_index) == (2599, 1)
+        stats = await desk.ref.stats()
+        assert stats.dropped == {"zero_variance": 2599, "out-of-window": 2599}
+        assert buffer_gauges(desk.buffer._store)["buffer/dropped/out-of-window"] == 2599
+
+
+@pytest.mark.asyncio
+async def test_a_window_that_leaves_nothing_ends_the_run_once_nothing_is_under_way(
+    shop: Any, make_group: Callable[..., Group]
+) -> None:
+    rows = mixed(a=2, b=2)
+    limits = BufferLimits(difficulty=Window(low=0.2, high=0.8, skips=0))
+    async with shop.open(rows=rows, max_staleness=9, limits=limits) as desk:
+        first, second, *others = (await desk.draw(max_groups=4)).assignments
+        again, *_ = [(await desk.draw(max_groups=1)).assignments[0] for _ in range(4)]
+        for assignment in (first, second, *others, *desk.seen[5:]):
+            await desk.ref.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
+        reply = await desk.draw(max_groups=1)
+        assert (reply.assignments, reply.blocked_by) == ((), "data-exhausted"), "what is under way may change it"
+        await desk.ref.put_group(make_group(again, rewards=[1.0, 1.0]), 1, "rollout/0")
+        with pytest.raises(Exception, match="outside the difficulty window"):
+            await desk.draw(max_groups=1)
+        failure = await desk.failure()
+        assert isinstance(failure, DataError)
+        assert (
+            "the mean rewards of all 4 prompts lie outside the difficulty window 0.2 to 0.8: 0 below it, 4 above"
+            in str(failure)
+        )
+        assert "data.difficulty_skips" in str(failure)

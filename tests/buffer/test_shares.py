@@ -1,0 +1,121 @@
+"""Who waits gets his share: of slots that come back at once, none is for whoever asks first alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from myxa.actors.buffer.shares import OWED_S, Shares
+
+FREE = 16
+
+
+def test_one_alone_may_take_all():
+    assert Shares().limit("rollout/0", 100, FREE, dict, 0.0) == FREE
+
+
+def test_half_stays_for_the_other_who_waits():
+    shares, held = Shares(), Counter[str]()
+    shares.waits("rollout/1", 100)
+    assert shares.limit("rollout/0", 100, FREE, lambda: held, 0.0) == FREE // 2
+    held["rollout/0"] = FREE // 2
+    assert shares.limit("rollout/0", 100, FREE // 2, lambda: held, 0.0) == 0, "not by several draws either"
+    assert shares.limit("rollout/1", 100, FREE // 2, lambda: held, 0.0) == FREE // 2
+
+
+def test_who_has_more_in_hand_already_gets_less():
+    shares = Shares()
+    shares.waits("rollout/1", 100)
+    assert shares.limit("rollout/0", 100, FREE, lambda: {"rollout/0": 10}, 0.0) == 3
+    assert shares.limit("rollout/0", 100, FREE, lambda: {"rollout/1": 10}, 0.0) == FREE - 3
+    assert shares.limit("rollout/0", 100, FREE, lambda: {"rollout/1": 100}, 0.0) == FREE
+
+
+def test_no_more_is_kept_than_the_other_has_room_for():
+    shares = Shares()
+    shares.waits("rollout/1", 2)
+    assert shares.limit("rollout/0", 100, FREE, dict, 0.0) == FREE - 2
+
+
+def test_an_engine_that_does_not_follow_holds_nobody_up_for_long():
+    shares = Shares()
+    shares.waits("rollout/1", 100)
+    assert shares.limit("rollout/0", 100, FREE, dict, 5.0) == FREE // 2
+    assert shares.next_change_s("rollout/0", 5.0) == 5.0 + OWED_S
+    shares.waits("rollout/1", 100)  # it asks again and again
+    assert shares.limit("rollout/0", 100, FREE, dict, 5.0 + OWED_S) == FREE
+    assert shares.next_change_s("rollout/0", 5.0 + OWED_S) is None
+    shares.follows("rollout/1")
+    assert shares.limit("rollout/0", 100, FREE, dict, 6.0 + OWED_S) == FREE // 2
+    shares.served("rollout/1")
+    assert shares.limit("rollout/0", 100, FREE, dict, 6.0 + OWED_S) == FREE
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1),
+    st.integers(0, 60),
+    st.randoms(use_true_random=False),
+)
+def test_all_that_is_free_is_taken_in_whatever_order_they_come_and_nobody_is_far_ahead(actors, num_free, lot):
+    shares, held = Shares(), Counter({name: num for name, (_, num) in actors.items()})
+    room = {name: room for name, (room, _) in actors.items()}
+    for name in actors:
+        shares.waits(name, room[name])
+    left, at_first = num_free, Counter(held)
+    for _ in range(len(actors) + 1):
+        for name in lot.sample(sorted(actors), len(actors)):
+            taken = min(room[name], shares.limit(name, room[name], left, lambda: held, 0.0))
+            assert 0 <= taken <= left
+            if taken:
+                shares.served(name)
+                held[name], room[name], left = held[name] + taken, room[name] - taken, left - taken
+                if room[name]:
+                    shares.waits(name, room[name])
+    assert left == max(0, num_free - sum(each for each, _ in actors.values())), "no slot stays free while there is room"
+    for name, (at_most, _) in actors.items():
+        assert held[name] >= min(at_first[name] + at_most, even_level(actors, num_free)), "nobody is left behind"
+
+
+def even_level(actors: dict[str, tuple[int, int]], num_free: int) -> int:
+    """Groups in hand to which one group after the other, each to whoever has fewest and room, brings all."""
+    level = 0
+    while sum(min(room, max(0, level + 1 - num)) for room, num in actors.values()) <= num_free and level < 200:
+        level += 1
+    return level
+
+
+@pytest.mark.asyncio
+async def test_a_buffer_keeps_slots_for_the_engine_that_has_not_adopted_yet(shop):
+    async with shop.open(max_staleness=1, batch_size=8) as desk:
+        first = (await desk.draw()).assignments
+        assert len(first) > 8
+        for assignment in first:
+            await desk.put(assignment)
+        waiting = asyncio.ensure_future(desk.draw(rollout="rollout/1", version=0, wait_s=20.0))
+        await desk.draw(blocked_by=None)  # whoever asked before has been heard
+        await desk.train(0)
+        await desk.adopted("rollout/0", 1, 1)
+        mine = (await desk.draw(version=1)).assignments
+        assert len(mine) == 4
+        assert not waiting.done()
+        await desk.adopted("rollout/1", 1, 1)
+        assert len((await waiting).assignments) == 4
+
+
+@pytest.mark.asyncio
+async def test_a_buffer_gives_them_to_others_in_the_end(shop, monkeypatch):
+    monkeypatch.setattr("myxa.actors.buffer.shares.OWED_S", 0.3)
+    async with shop.open(max_staleness=1, batch_size=8) as desk:
+        for assignment in (await desk.draw()).assignments:
+            await desk.put(assignment)
+        waiting = asyncio.ensure_future(desk.draw(rollout="rollout/1", version=0, wait_s=5.0))
+        await desk.draw(blocked_by=None)
+        await desk.train(0)
+        await desk.adopted("rollout/0", 1, 1)
+        assert len((await desk.draw(version=1)).assignments) == 4
+        assert len((await desk.draw(version=1, wait_s=4.0)).assignments) == 4, "nothing else happens meanwhile"
+        waiting.cancel()
