@@ -4,7 +4,7 @@ Serial handlers run one after another, re-entrant ones beside them. A handler be
 becomes a task, which can be cancelled alone, when it first waits for something (`eager.py`). Knows messages only as
 `Inbound`; never sees a socket.
 
-    NEW -> STARTING -> RUNNING -> DRAINING -> STOPPED       (also STARTING | RUNNING | DRAINING -> STOPPED by failure)
+Its states are in `cell_states.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -24,6 +23,7 @@ from ..core.handlers import HandlerSpec, handlers_of
 from ..core.ids import PeerKey
 from ..core.mailbox import Mailbox
 from ..core.scope import NO_SCOPE, CallScope, enter_scope, fresh_context
+from .cell_states import NEXT, CellState
 from .codec import codecs_of
 from .eager import Eager
 
@@ -62,25 +62,6 @@ class Inbound(Protocol):
     async def send_items(self, items: AsyncIterator[Any]) -> None:
         """Answer of a stream handler: all items as the consumer asks for them, then the end."""
         ...
-
-
-class CellState(Enum):
-    """Where an actor stands."""
-
-    NEW = "new"
-    STARTING = "starting"
-    RUNNING = "running"
-    DRAINING = "draining"
-    STOPPED = "stopped"
-
-
-_NEXT: dict[CellState, tuple[CellState, ...]] = {
-    CellState.NEW: (CellState.STARTING,),
-    CellState.STARTING: (CellState.RUNNING, CellState.STOPPED),
-    CellState.RUNNING: (CellState.DRAINING, CellState.STOPPED),
-    CellState.DRAINING: (CellState.STOPPED,),
-    CellState.STOPPED: (),
-}
 
 
 _RUNNING = CellState.RUNNING  # members of an Enum are looked up in Python
@@ -180,7 +161,7 @@ class ActorCell:
         self._on_failed(self, error)
 
     def _become(self, state: CellState) -> None:
-        if state not in _NEXT[self.state]:
+        if state not in NEXT[self.state]:
             raise RuntimeError(f"{self.name}: an actor that is {self.state.value} cannot become {state.value}")
         self.state = state
 
@@ -237,22 +218,22 @@ class ActorCell:
 
     def accept(self, inbound: Inbound) -> None:
         """Take a message; raises Draining, Overloaded or WouldDeadlock and then will not touch it again."""
-        state, chain = self.state, inbound.chain
+        state, chain, is_serial = self.state, inbound.chain, not inbound.spec.declaration.is_reentrant
         if state is not _RUNNING and state in _REFUSES:
             raise Draining(f"{self.name} is shutting down and takes no {inbound.spec.name}")
-        is_reentrant = inbound.spec.declaration.is_reentrant
-        if chain and not is_reentrant and self.tag in chain:
+        if chain and is_serial and self.tag in chain:
             path = " -> ".join([*chain, self.tag])
             raise WouldDeadlock(
                 f"{self.name}.{inbound.spec.name} was called by an actor that {self.name} itself waits for: {path}",
                 remedy="make the handler reentrant, or answer before calling back",
             )
-        self._mailbox.admit()
-        if state is _RUNNING and (is_reentrant or not (self._is_busy or self._is_turning or self._mailbox.waiting)):
-            self._run(inbound)
+        mailbox = self._mailbox
+        mailbox.admit()
+        if state is not _RUNNING or (is_serial and (self._is_busy or self._is_turning or mailbox.waiting)):
+            mailbox.put(inbound)
+            self._turn_soon()
             return
-        self._mailbox.put(inbound)
-        self._turn_soon()
+        self._run(inbound, is_serial)
 
     def post(self, event: PeerEvent) -> None:
         """Queue a peer event; never refused while the actor lives."""
@@ -289,36 +270,45 @@ class ActorCell:
                 item = self._mailbox.take()
                 if item is None:
                     return
-                self._run(item)
+                if isinstance(item, PeerEvent):
+                    self._run_event(item)
+                else:
+                    self._run(item, not item.spec.declaration.is_reentrant)
         finally:
             self._is_turning = False
             self._note_quiet()
         if len(self._mailbox):
             self._turn_soon()
 
-    def _run(self, item: Inbound | PeerEvent) -> None:
+    def _run(self, inbound: Inbound, is_serial: bool) -> None:
         """Let its handler begin."""
-        if isinstance(item, PeerEvent):
-            is_serial, turn = True, self._tell(item, CallScope(chain=self._own_chain))
-        else:
-            is_serial, chain = not item.spec.declaration.is_reentrant, item.chain
-            if is_serial:
-                chain = (*chain, self.tag) if chain else self._own_chain
-            turn = self._serve(item, is_serial, CallScope(item.deadline_at, chain, item.trace, item.caller))
-        self._num_begun += 1
+        chain = inbound.chain
         if is_serial:
             self._is_busy = True
-        task = self._eager.start(turn, self._context.copy())
+            chain = (*chain, self.tag) if chain else self._own_chain
+        self._num_begun += 1
+        scope = CallScope(inbound.deadline_at, chain, inbound.trace, inbound.caller)
+        task = self._eager.start(self._serve(inbound, is_serial, scope), self._context.copy())
         if task is not None:
-            task.set_name(f"{self.name}: {_label(item)}")
-            self._running[id(item)] = _Turn(item, task)
+            self._note_running(inbound, task)
+
+    def _run_event(self, event: PeerEvent) -> None:
+        self._is_busy = True
+        self._num_begun += 1
+        task = self._eager.start(self._tell(event), self._context.copy())
+        if task is not None:
+            self._note_running(event, task)
+
+    def _note_running(self, item: Inbound | PeerEvent, task: asyncio.Task[Any]) -> None:
+        task.set_name(f"{self.name}: {_label(item)}")
+        self._running[id(item)] = _Turn(item, task)
 
     def _finish(self, item: Inbound | PeerEvent, is_serial: bool) -> None:
         """Its handler has ended."""
         if self._running:
             self._running.pop(id(item), None)
         self._num_begun -= 1
-        if not isinstance(item, PeerEvent):
+        if type(item) is not PeerEvent:
             self._mailbox.release()
         if is_serial:
             self._is_busy = False
@@ -334,8 +324,8 @@ class ActorCell:
         if not self._quiet.is_set() and self._is_quiet():
             self._quiet.set()
 
-    async def _tell(self, event: PeerEvent, scope: CallScope) -> None:
-        enter_scope(scope)
+    async def _tell(self, event: PeerEvent) -> None:
+        enter_scope(CallScope(chain=self._own_chain))
         try:
             await self.actor.on_peer(event)
         except Exception as error:  # noqa: BLE001  # the actor's own code: its error fails the actor

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -45,6 +45,11 @@ NUM_WAYS = 2
 class Finder(Protocol):
     """Where the courier asks for addresses."""
 
+    @property
+    def routes(self) -> Mapping[tuple[str, str, str], Route]:
+        """Of callee, handler and schema, as far as `route` would say the same; the same object always."""
+        ...
+
     def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None:
         """What is known now."""
         ...
@@ -65,6 +70,8 @@ class Courier:
         self._calls = calls
         self._finder = finder
         self._clock = clock
+        self._now = clock.monotonic
+        self._routes = finder.routes
         self._porter = porter
         """Takes large arrays out of messages; None: all travel whole."""
         self._new_future = asyncio.get_running_loop().create_future
@@ -74,8 +81,8 @@ class Courier:
         if order.frames and self._porter is not None and self._porter.is_wanted(order.frames):
             envelope = await self._exchange_by_handles(self._porter, order, spec)
         else:
-            route = self._finder.route(target, spec)
-            if not isinstance(route, Route):
+            route = self._routes.get((target, spec.name, spec.schema))
+            if route is None:
                 route = await self._route(order, spec)
             future = self._new_future()
             waiter = _Waiter(future)
@@ -204,22 +211,23 @@ class Courier:
         return self._fetched(self._porter, envelope, target, spec)
 
     def _order(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Order:
-        declaration = spec.declaration
-        now = self._clock.monotonic()
-        scope = current_scope()
-        waits = declaration.kind != "cast"
-        left_s = deadline_s
-        if waits and scope.deadline_at is not None:
+        declaration, now, scope = spec.declaration, self._now(), current_scope()
+        kind = declaration.kind
+        waits, left_s = kind != "cast", deadline_s
+        if scope is not NO_SCOPE and waits and scope.deadline_at is not None:
             left_s = remaining_s(deadline_s, now)
         if left_s is not None and left_s <= 0:
             raise _named(NotSent(f"{target}.{spec.name}: no time is left of the call that makes it"), target)
         body, frames = codecs_of(spec).request.encode(request)
+        if scope is NO_SCOPE and kind == "call" and not frames:  # nearly always
+            deadline_at = None if left_s is None else now + left_s
+            return Order(target, spec.name, spec.schema, kind, body, deadline_at, declaration.is_idempotent, True)
         if declaration.is_idempotent:  # it may be sent again much later: the caller's arrays may have changed by then
             frames = tuple(bytes(frame) for frame in frames)
         return Order(
-            target=target, method=spec.name, schema=spec.schema, kind=declaration.kind, body=body, frames=frames,
+            target=target, method=spec.name, schema=spec.schema, kind=kind, body=body, frames=frames,
             deadline_at=None if left_s is None else now + left_s, is_resendable=declaration.is_idempotent,
-            key=_key(target, spec, request, body, frames) if declaration.kind == "put" else b"",
+            key=_key(target, spec, request, body, frames) if kind == "put" else b"",
             chain=scope.chain if waits else NO_SCOPE.chain, trace=scope.trace, window=declaration.window,
         )  # fmt: skip
 

@@ -45,10 +45,15 @@ class Eager:
         if stand_in is None or (task := stand_in.task).done() or task.cancelling():
             stand_in = _StandIn(loop)
             task = stand_in.task
-        outer = _current(loop)
-        if outer is not None:  # it is called from within a task
+        outer: asyncio.Task[Any] | None = None
+        try:
+            _enter(loop, task)
+        except RuntimeError:  # it is called from within a task
+            outer = _current(loop)
+            if outer is None:
+                raise
             _leave(loop, outer)
-        _enter(loop, task)
+            _enter(loop, task)
         try:
             waits_for = context.run(coro.send, None)
         except (StopIteration, asyncio.CancelledError):

@@ -8,16 +8,22 @@ from typing import Protocol
 from ..core.actor import PeerEvent
 from ..core.errors import BadRequest, ConfigError, Draining, MyxaError, NoSuchActor, NoSuchMethod, NotPermitted
 from ..core.failure_detector import Verdict
+from ..core.handlers import HandlerSpec
 from ..core.ids import PeerKey
 from .cell import ActorCell
+from .codec import Codecs
 from .inbound import Delivery
 from .registry.directory import ActorRecord
 from .session.guard import Guard
-from .session.serving import Arrival
-from .session.session import LOOPBACK, Session
+from .session.reception import LOOPBACK
+from .session.serving import Arrival, Serving
+from .session.session import Session
 from .tensors.contract import MEMORY_INDEX
 from .tensors.porter import Porter
 from .wire import Lane
+
+Post = tuple[ActorCell, HandlerSpec, Codecs, Serving]
+"""What handles a call."""
 
 
 class Keeper(Protocol):
@@ -36,6 +42,8 @@ class Hosting:
     def __init__(self, keeper: Keeper) -> None:
         self._cells: dict[int, ActorCell] = {}
         self._next_index = 0
+        self._posts: dict[int, Post] = {}
+        """By number of the actor and, in the lower 16 bits, of the handler: of calls and streams that came before."""
         self._session: Session | None = None
         self._watched: list[tuple[str, ActorCell]] = []
         self._keeper = keeper
@@ -65,6 +73,7 @@ class Hosting:
 
     def remove(self, cell: ActorCell) -> None:
         self._cells = {index: other for index, other in self._cells.items() if other is not cell}
+        self._posts = {numbers: post for numbers, post in self._posts.items() if post[0] is not cell}
         self._watched = [(prefix, other) for prefix, other in self._watched if other is not cell]
 
     def cells(self) -> tuple[ActorCell, ...]:
@@ -95,6 +104,26 @@ class Hosting:
 
     def deliver(self, arrival: Arrival) -> None:
         envelope = arrival.envelope
+        post = self._posts.get(envelope.actor << 16 | envelope.method)
+        if (
+            post is None
+            or arrival.is_cast
+            or envelope.key
+            or self.retry_after_s is not None
+            or (self.guard is not None and self.guard.observers)
+        ):
+            post = self._post_for(arrival)
+        cell, spec, codecs, serving = post
+        delivery = arrival.handle = Delivery(
+            spec, envelope.chain, arrival.deadline_at, envelope.trace, arrival.link.key, arrival, codecs, cell.name,
+            serving, self.porter,
+        )  # fmt: skip
+        cell.accept(delivery)
+        self._num_delivered += 1
+
+    def _post_for(self, arrival: Arrival) -> Post:
+        """Who handles it; raises what speaks against that."""
+        envelope = arrival.envelope
         cell = self.memory if envelope.actor == MEMORY_INDEX else self._cells.get(envelope.actor)
         if cell is None or self._session is None:
             raise NoSuchActor(f"there is no actor {envelope.actor} in this process (any more)")
@@ -115,12 +144,10 @@ class Hosting:
         if self.retry_after_s is not None and arrival.peer != self._session.own and cell is not self.memory:
             why = f"{cell.name}: its process is shutting down and takes no {spec.name}"
             raise Draining(why, retry_after_s=self.retry_after_s)
-        delivery = arrival.handle = Delivery(
-            spec, envelope.chain, arrival.deadline_at, envelope.trace, arrival.link.key, arrival,
-            cell.codecs[method], cell.name, self._session.serving, self.porter,
-        )  # fmt: skip
-        cell.accept(delivery)
-        self._num_delivered += 1
+        post = cell, spec, cell.codecs[method], self._session.serving
+        if kind not in ("cast", "put"):
+            self._posts[envelope.actor << 16 | method] = post
+        return post
 
     def abandon(self, arrival: Arrival) -> None:
         index = arrival.envelope.actor

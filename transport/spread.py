@@ -124,4 +124,5 @@ def _redirected(order: Order, target: str) -> Order:
     return Order(
         target=target, method=order.method, schema=order.schema, kind=order.kind, body=order.body,
         deadline_at=order.deadline_at, is_resendable=order.is_resendable, chain=order.chain, trace=order.trace,
+        is_plain=order.is_plain,
     )  # fmt: skip

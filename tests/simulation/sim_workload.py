@@ -351,12 +351,12 @@ _CHECKS = {
 @contextmanager
 def credit_of(num_units: int) -> Iterator[None]:
     """Links made in this block have windows of that size."""
-    before = credit.WINDOW_UNITS, credit._DUE
-    credit.WINDOW_UNITS, credit._DUE = num_units, num_units // 2
+    before = credit.WINDOW_UNITS, credit.DUE_UNITS
+    credit.WINDOW_UNITS, credit.DUE_UNITS = num_units, num_units // 2
     try:
         yield
     finally:
-        credit.WINDOW_UNITS, credit._DUE = before
+        credit.WINDOW_UNITS, credit.DUE_UNITS = before
 
 
 async def scenario(seed: int) -> Sim:

@@ -160,7 +160,7 @@ def test_a_long_call_that_is_waited_for_goes_on() -> None:
 
 def test_credit_of_lost_messages_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(credit, "WINDOW_UNITS", 10)
-    monkeypatch.setattr(credit, "_DUE", 5)
+    monkeypatch.setattr(credit, "DUE_UNITS", 5)
     lossy(monkeypatch, Kind.CAST, count=10)
 
     async def body(sim: Sim, depot: Depot, ref: Depot) -> int:

@@ -6,8 +6,10 @@ allowed. With no fault at all it allows only success.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -209,6 +211,9 @@ class End:
     def forget(self, source: bytes, lane: Lane) -> None:
         self.accepted.discard(source)
 
+    def outlet(self, peer: PeerKey) -> Callable[[Any], None]:
+        return functools.partial(self.send, peer, Lane.CONTROL)
+
     def start(self, sink: Any) -> None: ...
     def flush(self) -> None: ...
     async def close(self, linger_s: float) -> None: ...
@@ -255,7 +260,7 @@ class SessionMachine(RuleBasedStateMachine):
         order = Order(
             target="callee", method="do", schema="x", kind=asked.kind, body=body, deadline_at=asked.deadline_at,  # pyright: ignore[reportArgumentType]
             is_resendable=asked.kind == "put", key=asked.name.encode().ljust(16) if asked.kind == "put" else b"",
-            window=WINDOW if asked.kind == "stream" else 0,
+            window=WINDOW if asked.kind == "stream" else 0, is_plain=asked.kind == "call",
         )  # fmt: skip
         asked.corr = self.caller.session.calls.submit(order, self.route(), asked)
 

@@ -15,6 +15,7 @@ from myxa.transport.sending import outbox as outbox_module
 from myxa.transport.sending.departures import Departures
 from myxa.transport.session.frames import split
 from myxa.transport.unix.outbox import UnixOutbox
+from myxa.transport.unix.stream import LENGTH_BYTES, length_at
 
 sys.path.insert(0, str(Path(__file__).parent))
 from unix_parts import Events, Listener, parcel
@@ -51,14 +52,14 @@ class Echo(Actor):
 @pytest.mark.asyncio
 async def test_under_load_messages_travel_together_and_alone_they_leave_at_once(monkeypatch):
     sizes: list[int] = []
-    put = UnixOutbox._put
+    write = UnixOutbox._write
 
-    def counted(self, message):
-        parts = split(memoryview(bytes(message)))
+    def counted(self, data):
+        parts = split(memoryview(data)[LENGTH_BYTES : LENGTH_BYTES + length_at(memoryview(data), 0)])
         sizes.append(len(parts) if isinstance(parts, list) else 0)
-        return put(self, message)
+        return write(self, data)
 
-    monkeypatch.setattr(UnixOutbox, "_put", counted)
+    monkeypatch.setattr(UnixOutbox, "_write", counted)
     near = await Node.attach(name="near")
     far = await Node.attach(name="far", rdzv=near.rendezvous)
     ref = await far.start(Echo(), "echo")

@@ -53,9 +53,10 @@ async def test_who_says_little_is_heard_beside_those_who_never_stop(tmp_path, is
         while number_of(sink.came[-1]) != number:
             await asyncio.sleep(0)
             assert len(sink.came) - before < 15, "each of the four has its turn; the others had several"
-    shares = Counter(sink.sources[:100]).values()
+    looked_at = sink.sources[:100]
+    shares = Counter(looked_at).values()
     assert len(shares) == 4
-    assert sorted(shares)[1] > 20
+    assert sorted(shares)[1] > len(looked_at) / 5
     for client in (quiet, *flooders):
         client.close()
     inbox.close()

@@ -103,7 +103,8 @@ class Directory:
         self._nodes: dict[str, NodeRecord] = {}
         self._actors: dict[str, Location] = {}
         self._tombstones: OrderedDict[str, str] = OrderedDict()
-        self._routes: dict[tuple[str, str, str], Route] = {}
+        self.routes: dict[tuple[str, str, str], Route] = {}
+        """What `route` found since the last update; for those to look at first to whom a call of ours is dear."""
 
     def apply(self, update: DirectoryUpdate) -> tuple[list[PeerEvent], list[Departure]] | None:
         """Take an update: what changed for actors, and which incarnations are over. None: there is a gap before it."""
@@ -130,7 +131,7 @@ class Directory:
         self._nodes = nodes
         self._actors = {a.name: Location(n, a) for n in nodes.values() for a in n.actors}
         self.version, self.history = update.version, update.history
-        self._routes.clear()
+        self.routes.clear()
         reasons = {d.name: d.reason for d in gone}
         return self._changes(before, reasons, update.reasons), gone
 
@@ -163,7 +164,7 @@ class Directory:
 
     def route(self, name: str, method: str, schema: str) -> Route | CallError | None:
         """How to call `method` of `name`, why that cannot be, or None: nobody of that name is known."""
-        cached = self._routes.get((name, method, schema))
+        cached = self.routes.get((name, method, schema))
         if cached is not None:
             return cached
         location = self._actors.get(name)
@@ -171,7 +172,7 @@ class Directory:
             return None
         route = location.route(method, schema)
         if isinstance(route, Route):
-            self._routes[name, method, schema] = route
+            self.routes[name, method, schema] = route
         return route
 
     def nodes(self) -> tuple[NodeRecord, ...]:

@@ -99,6 +99,7 @@ class _OnlyRegistry:
 
     def __init__(self, seat: RegistrySeat) -> None:
         self._seat = seat
+        self.routes: dict[tuple[str, str, str], Route] = {}
 
     def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None:
         if target != REGISTRY:

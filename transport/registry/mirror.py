@@ -42,6 +42,7 @@ class Mirror:
         describe: Callable[[], NodeRecord],
     ) -> None:
         self.directory = Directory()
+        self.routes = self.directory.routes
         self._seat = seat
         self._member_of = seat.key
         """The incarnation of the registry that knows us."""

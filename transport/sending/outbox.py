@@ -95,6 +95,10 @@ class Outbox(ABC):
         Where it, or a part of it, waits for room: calls `_hold`, and sees to it that `_go_on` is called.
         """
 
+    def _put_sole(self, envelope: bytes | bytearray) -> bool:
+        """The same for a message of one envelope."""
+        return self._put(sole(envelope))
+
     @abstractmethod
     def _await_room(self, until: float) -> bool:
         """Wait, blocking, for room, until that moment of `time.monotonic` at most, and put there what waits for it.
@@ -127,8 +131,8 @@ class Outbox(ABC):
             self._take_turn()
         else:
             self._left_at, self._left_after = now, num_intakes
-            if len(self._queue) == 1 and self._chunked is None and not self._is_closing and len(parcel.data) <= _CHUNK:
-                self._send_sole(parcel)  # nearly always
+            if self._is_only_one():
+                self._send_sole(parcel)
             elif self._flush() and self._is_unfinished:
                 self._take_turn()
 
@@ -161,8 +165,17 @@ class Outbox(ABC):
         if self._is_held:
             return
         self._is_turn_taken = False
-        if self._flush() and self._is_unfinished:
+        if self._is_only_one():
+            self._send_sole(self._queue[0])
+        elif self._flush() and self._is_unfinished:
             self._take_turn()
+
+    def _is_only_one(self) -> bool:
+        """One that is not large is all that waits: nearly always, to a loop at leisure."""
+        queue = self._queue
+        if len(queue) != 1 or self._chunked is not None or self._is_closing or self._state is not _READY:
+            return False
+        return len(queue[0].data) <= _CHUNK
 
     def _flush(self) -> bool:
         """Send what is queued, of large envelopes a few pieces; False if it was not the time for it."""
@@ -187,7 +200,7 @@ class Outbox(ABC):
     def _send_sole(self, parcel: Parcel) -> bool:
         """One message of the only one that waits; False if it has to wait."""
         if not parcel.is_withdrawn:
-            if not self._put(sole(parcel.data)):
+            if not self._put_sole(parcel.data):
                 return False
             parcel.is_sent = True
             self._sent_units += parcel.cost

@@ -12,7 +12,6 @@ from ...core.errors import (
     CallError,
     DeadlineExceeded,
     Draining,
-    MessageTooLarge,
     MyxaError,
     NoSuchActor,
     NotExecuted,
@@ -22,18 +21,18 @@ from ...core.errors import (
     StreamBroken,
 )
 from ..wire import Lane
-from .credit import UNIT_BYTES, cost_of
+from . import credit
+from .credit import UNIT_BYTES
 from .faults import decode_fault
-from .frames import HEADER_BYTES, LIMITS, Envelope, Kind, Limits, encoded_bytes
+from .frames import HEADER_BYTES, LIMITS, NO_TTL, Envelope, Kind, Limits
 from .links import Link, Links
-from .pending import CallSink, CallState, Order, PendingCall, Route, RouteOf, envelope_of, ttl_ms_of
+from .pending import CallSink, CallState, Order, PendingCall, Route, RouteOf, ttl_ms_of
 from .refused_casts import RefusedCasts
 from .wheel import Wheel
 
 LAST_WORDS_S = 1.0  # by which the news that an actor ended may overtake its last answers
 _CALL, _CAST, _REPLY, _END = Kind.CALL, Kind.CAST, Kind.REPLY, Kind.END
-_SENT, _PARKED = CallState.SENT, CallState.PARKED  # members of an Enum are looked up in Python
-_CONTROL_LANE = Lane.CONTROL
+_SENT, _PARKED, _ENDED = CallState.SENT, CallState.PARKED, CallState.ENDED  # members of an Enum are looked up in Python
 _TRY_ELSEWHERE = (Draining, NoSuchActor, StaleEpoch, PeerDied)
 """Answers to a resendable call that only mean: not from this incarnation."""
 
@@ -67,6 +66,8 @@ class Calls:
 
     def submit(self, order: Order, route: Route, sink: CallSink) -> int:
         """Begin a call; returns its number. If it raises (too large, overloaded, draining, no way), it never began."""
+        if order.is_plain and (corr := self._send_at_once(order, route, sink)):
+            return corr
         now = self._now()
         if order.kind == "cast":
             self._casts.check(order.target, now)
@@ -81,24 +82,35 @@ class Calls:
                 return self.submit_later(order, sink)
             left_s = max(0.0, link.drains_until - now)
             raise Draining(f"{order.target}: its process is shutting down and takes no calls", retry_after_s=left_s)
-        is_plain = not (order.chain or order.frames or order.key or order.trace or order.kind == "cast")
-        if is_plain and len(order.body) <= self._small_body and not link.waiting[0] and link.windows[0].take_one():
-            return self._send_at_once(link, order, route, sink, now)
         call = PendingCall(self._next_corr, order, sink)
-        self._address(call, route)
+        call.address(route, self._links.own, self._limits)
         self._next_corr += 1
         self._pending[call.corr] = call
         self._push(link, call)
         return call.corr
 
-    def _send_at_once(self, link: Link, order: Order, route: Route, sink: CallSink, now: float) -> int:
-        """What happens to nearly every call, in one: it is small, has no options, and there was credit for it."""
+    def _send_at_once(self, order: Order, route: Route, sink: CallSink) -> int:
+        """What happens to nearly every call, in one: it is small, its callee is known, and there is credit for it.
+        0: not so."""
+        links, body, peer = self._links, order.body, route.peer
+        link = links.find(peer)
+        if link is None or link.drains_until or link.waiting[0] or links.is_closed or len(body) > self._small_body:
+            return 0
+        window = link.windows[0]
+        num_sent = window.num_sent
+        if (num_sent - window.num_back & 0xFFFF) >= credit.WINDOW_UNITS:
+            return 0
+        window.num_sent = num_sent + 1 & 0xFFFF  # here in brief what `spend` does
         corr = self._next_corr
         self._next_corr = corr + 1
-        call = PendingCall(corr, order, sink, _SENT, route.peer, route, None, _CONTROL_LANE, 1, None, 1)
+        call = PendingCall(corr, order, sink, _SENT, peer, route, 1, 1)
         self._pending[corr] = link.pending[corr] = call
-        call.parcel = self._links.send_plain(
-            link, _CALL, corr, order.body, route.actor, route.method, order.is_resendable, 1, ttl_ms_of(order, now)
+        due_at = order.deadline_at
+        ttl_ms = NO_TTL
+        if due_at is not None and not 0 <= (ttl_ms := int((due_at - self._now()) * 1000)) < NO_TTL:
+            ttl_ms = ttl_ms_of(order, self._now())
+        call.parcel = links.send_plain(
+            link, _CALL, corr, body, route.actor, route.method, order.is_resendable, 1, ttl_ms
         )
         return corr
 
@@ -154,16 +166,20 @@ class Calls:
 
     def on_answer(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
         """REPLY, ERROR, NACK or END. Of a stream: once all items sent before it have come."""
-        call = link.pending.get(envelope.corr)
+        corr = envelope.corr
+        call = link.pending.get(corr)
         if call is None:
             self._on_late(link, envelope)
             return
         if envelope.kind is _REPLY and not envelope.actor:  # nearly always: here in brief what `_end` does
-            call.end()
-            del link.pending[envelope.corr]
-            self._pending.pop(envelope.corr, None)
+            if call.cost == 1:  # so little is never lent
+                call.state = _ENDED
+            else:
+                call.end()
+            del link.pending[corr]
+            self._pending.pop(corr, None)
             if call.is_timed:
-                self._wheel.clear(envelope.corr)
+                self._wheel.clear(corr)
             call.sink.done(envelope)
             return
         if call.order.kind == "stream" and envelope.actor > call.next_item:
@@ -291,7 +307,7 @@ class Calls:
             if link.drains_until:
                 return
             self._unpark(call)
-            self._address(call, route)
+            call.address(route, self._links.own, self._limits)
             call.state = CallState.WAITING
             self._push(link, call)
 
@@ -305,23 +321,6 @@ class Calls:
             self._end_of(call, why)
 
     # -- the way of one call
-
-    def _address(self, call: PendingCall, route: Route) -> None:
-        order = call.order
-        call.peer, call.route = route.peer, route
-        num_bytes = HEADER_BYTES + len(order.body)
-        if order.chain or order.frames or order.key or order.trace or num_bytes > self._limits.bulk_from:
-            call.whole = envelope_of(call, order, route, self._links.own)  # copied when there is credit, not before
-            num_bytes = encoded_bytes(call.whole)
-            call.lane = Lane.BULK if num_bytes > self._limits.bulk_from else Lane.CONTROL
-        else:
-            call.whole, call.lane = None, _CONTROL_LANE
-        call.cost = cost_of(num_bytes)
-        if num_bytes > self._limits.message or len(order.body) > self._limits.body:
-            raise MessageTooLarge(
-                f"{call}: {num_bytes} bytes are over the limit of {self._limits.message} (body: {self._limits.body})",
-                remedy="send it in parts, or by shared memory",
-            )
 
     def _push(self, link: Link, call: PendingCall) -> None:
         link.pending[call.corr] = call

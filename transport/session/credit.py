@@ -13,7 +13,8 @@ UNIT_BYTES = 64 * 1024
 """1024 units: 1024 messages or 64 MiB."""
 
 _MASK = 0xFFFF
-_DUE = WINDOW_UNITS // 2
+DUE_UNITS = WINDOW_UNITS // 2
+"""So many given back silently are told in an envelope of their own."""
 _OLD = (_MASK + 1) // 2
 """A counter that seems to be so far ahead is behind."""
 
@@ -26,52 +27,46 @@ def cost_of(num_bytes: int) -> int:
 class SendWindow:
     """The sender's side of one lane."""
 
-    __slots__ = ("_released", "_sent")
+    __slots__ = ("num_back", "num_sent")
 
     def __init__(self) -> None:
-        self._sent = 0
-        self._released = 0
+        self.num_sent = 0
+        """Units sent so far, modulo 2**16."""
+        self.num_back = 0
+        """Units given back so far, modulo 2**16."""
 
     @property
     def outstanding(self) -> int:
         """Units under way, 0..WINDOW_UNITS."""
-        return (self._sent - self._released) & _MASK
+        return (self.num_sent - self.num_back) & _MASK
 
     @property
     def counters(self) -> tuple[int, int]:
         """Units sent and units given back so far, both modulo 2**16."""
-        return self._sent, self._released
+        return self.num_sent, self.num_back
 
     def has_room(self, cost: int) -> bool:
-        return (self._sent - self._released & _MASK) + cost <= WINDOW_UNITS
-
-    def take_one(self) -> bool:
-        """Spend one unit, if there is room for it."""
-        sent = self._sent
-        if (sent - self._released & _MASK) >= WINDOW_UNITS:
-            return False
-        self._sent = sent + 1 & _MASK
-        return True
+        return (self.num_sent - self.num_back & _MASK) + cost <= WINDOW_UNITS
 
     def spend(self, cost: int) -> None:
-        self._sent = (self._sent + cost) & _MASK
+        self.num_sent = (self.num_sent + cost) & _MASK
 
     def refund(self, cost: int) -> None:
         """It was never sent after all."""
-        self._sent = (self._sent - cost) & _MASK
+        self.num_sent = (self.num_sent - cost) & _MASK
 
     def released(self, counter: int) -> bool:
         """Take the receiver's counter; True if it frees room. An old counter has no effect."""
-        gained = (counter - self._released) & _MASK
-        if not 0 < gained <= (self._sent - self._released & _MASK):
+        gained = (counter - self.num_back) & _MASK
+        if not 0 < gained <= (self.num_sent - self.num_back & _MASK):
             return 0 < gained < _OLD and self._all_released()
-        self._released = counter
+        self.num_back = counter
         return True
 
     def _all_released(self) -> bool:
         """The receiver gave back more than was sent: it counted a copy. To ignore it would stop a full window."""
-        has_gained = self._released != self._sent
-        self._released = self._sent
+        has_gained = self.num_back != self.num_sent
+        self.num_back = self.num_sent
         return has_gained
 
 
@@ -97,7 +92,7 @@ class Grant:
         """A message was taken up (or refused); True if the sender should be told now, see `is_due`."""
         self.held -= cost
         self.released = released = (self.released + cost) & _MASK
-        return ((released - self.announced) & _MASK) >= _DUE
+        return ((released - self.announced) & _MASK) >= DUE_UNITS
 
     def resync(self, sent: int) -> None:
         """A new connection begins after `sent` units: what of them is not held here was lost on the way."""
@@ -111,4 +106,4 @@ class Grant:
     @property
     def is_due(self) -> bool:
         """So much was given back silently that the sender should be told without waiting for an answer to ride on."""
-        return ((self.released - self.announced) & _MASK) >= _DUE
+        return ((self.released - self.announced) & _MASK) >= DUE_UNITS

@@ -71,7 +71,8 @@ class Guard:
         self._candidates: OrderedDict[str, Badge] = OrderedDict()
         self._strangers: OrderedDict[PeerKey, Badge] = OrderedDict()
         self._banned: OrderedDict[str, float] = OrderedDict()
-        self._observers: frozenset[PeerKey] = frozenset()
+        self.observers: frozenset[PeerKey] = frozenset()
+        """They may only call handlers that are declared safe."""
         self.on_change: Callable[[], None] | None = None
         """Called when keys became known."""
 
@@ -86,7 +87,7 @@ class Guard:
                 _remember(self._past, key, node.name, MAX_PAST)
         for key in self._members:
             self._past.pop(key, None)
-        self._observers = frozenset(node.key for node in self._members.values() if node.role == "observer")
+        self.observers = frozenset(node.key for node in self._members.values() if node.role == "observer")
         self._changed()
 
     def expect(self, badge: Badge) -> None:
@@ -151,7 +152,7 @@ class Guard:
 
     def is_observer(self, peer: PeerKey) -> bool:
         """It may only call handlers that are declared safe."""
-        return peer in self._observers
+        return peer in self.observers
 
     def _changed(self) -> None:
         if self.on_change is not None:

@@ -7,6 +7,7 @@ OPENING --connected--> UP --lost--> LOST --connected--> UP
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -16,7 +17,7 @@ from ...core.errors import NotSent, StaleEpoch
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel, Transport
 from .credit import UNIT_BYTES, Grant, SendWindow
-from .frames import IDEMPOTENT, LIMITS, NO_TTL, Buffer, Envelope, Kind, encode, pack_header, stamp
+from .frames import IDEMPOTENT, LIMITS, NO_TTL, WORDS, Buffer, Envelope, Kind, address_of, encode, pack_head, stamp
 from .lent import Lent
 
 if TYPE_CHECKING:
@@ -27,8 +28,13 @@ if TYPE_CHECKING:
 STRANGER_LINGER_S = 1.0
 _CHUNK_UNITS = LIMITS.chunk // UNIT_BYTES
 """Envelopes that cost more travel in chunks."""
+_WORDS = WORDS
 _CONTROL_LANE = Lane.CONTROL
 _CONTROL, _BULK, _BOTH = (Lane.CONTROL,), (Lane.BULK,), (Lane.CONTROL, Lane.BULK)
+
+
+def _nowhere(_parcel: Parcel) -> None:
+    """There is no connection; as `Transport.send` to a peer that is not known."""
 
 
 class LinkState(Enum):
@@ -57,9 +63,17 @@ _TRANSITIONS: dict[tuple[LinkState, str], LinkState] = {
 class Link:
     """One other incarnation."""
 
-    def __init__(self, key: PeerKey, endpoints: Endpoints) -> None:
+    def __init__(self, key: PeerKey, endpoints: Endpoints, own: PeerKey) -> None:
         self.key = key
+        self._address_in = address_of(key, own)
+        self.address_in = self._address_in
+        """In the header of what it sends to us; otherwise it is not meant for this incarnation, or not from that one.
+        Of one that is down: nothing, for it is looked at closely."""
+        self.address_out = address_of(own, key)
+        """In the header of what we send to it."""
         self.endpoints = endpoints
+        self.outlet: Callable[[Parcel], object] = _nowhere
+        """By which small envelopes leave for it."""
         self.state = LinkState.OPENING
         self.is_down = False
         """In state DOWN."""
@@ -88,6 +102,9 @@ class Link:
         """Move to the next state; an event that the table does not know in this state is a bug."""
         self.state = _TRANSITIONS[self.state, event]
         self.is_down = self.state is LinkState.DOWN
+        self.address_in = b"" if self.is_down else self._address_in
+        if self.is_down:
+            self.outlet = _nowhere
 
     def reopen(self) -> None:
         """It was given up and is tried again: what we send begins anew, what it sends goes on where it was."""
@@ -110,12 +127,16 @@ class Link:
         return control.released | bulk.released << 16
 
     def take_credit(self, word: int) -> tuple[Lane, ...]:
-        """Apply the other side's counters; the lanes that gained room."""
+        """Apply the other side's counters; the lanes that gained room and have a use for it."""
         changed = word ^ self.last_word
-        if not changed:
-            return ()
         self.last_word = word
-        has_gained = self.windows[0].released(word & 0xFFFF)
+        window, counter = self.windows[0], word & 0xFFFF
+        if changed <= 0xFFFF and not self.waiting[0]:
+            num_back = window.num_back  # nearly always: here in brief what `released` does
+            if 0 < (counter - num_back & 0xFFFF) <= (window.num_sent - num_back & 0xFFFF):
+                window.num_back = counter
+                return ()
+        has_gained = window.released(counter)
         if changed > 0xFFFF and self.windows[1].released(word >> 16):
             return _BOTH if has_gained else _BULK
         return _CONTROL if has_gained else ()
@@ -132,22 +153,22 @@ class Links:
         self._takes_lent: bool = getattr(transport, "takes_lent", False)
         self._loop_back = loop_back
         self._links: dict[PeerKey, Link] = {}
+        self.find = self._links.get
+        """The link to an incarnation, or None."""
         self._newest: dict[int, int] = {}
         self._over: dict[int, int] = {}
         self._given_up: dict[PeerKey, Link] = {}
         """Not to be reached when last tried. They may live and still send: what they said of themselves holds."""
         self.is_closed = False
         """This process is going: no link is opened any more."""
-        self.itself = Link(own, transport.endpoints)
+        self.itself = Link(own, transport.endpoints, own)
         """The way to ourselves: always up, no transport between."""
         self.itself.on("connected")
+        self.itself.outlet = functools.partial(self._hand_over, self.itself, _CONTROL_LANE)
         self._links[own] = self.itself
 
     def all(self) -> list[Link]:
         return list(self._links.values())
-
-    def find(self, key: PeerKey) -> Link | None:
-        return self._links.get(key)
 
     def newest(self, node_id: int) -> int:
         """Highest epoch heard of for that node; 0: none."""
@@ -173,10 +194,11 @@ class Links:
                 raise StaleEpoch(f"{key} has ended", remedy="look its name up again")
             self._transport.connect(key, endpoints)
             given_up = self._given_up.pop(key, None)
-            link = self._links[key] = given_up or Link(key, endpoints)
+            link = self._links[key] = given_up or Link(key, endpoints, self.own)
             if given_up is not None:
                 link.endpoints = endpoints
                 link.reopen()
+            link.outlet = self._transport.outlet(key)
         return link
 
     def learn(self, link: Link, endpoints: Endpoints) -> None:
@@ -254,16 +276,16 @@ class Links:
     ) -> Parcel:
         """The same for an envelope of the control lane without options and arrays, which is made here and now."""
         control, bulk = link.grants  # here in brief what `credit_word` does
-        control.announced, bulk.announced = control.released, bulk.released
-        own_id, own_epoch = self.own
-        header = pack_header(
-            kind, IDEMPOTENT if is_idempotent else 0, method, actor, corr, own_id, own_epoch, link.key[1], ttl_ms,
-            0, len(body), control.released | bulk.released << 16,
+        word = control.announced = control.released
+        if bulk.released or bulk.announced:
+            bulk.announced = bulk.released
+            word |= bulk.released << 16
+        header = pack_head(
+            _WORDS[kind], IDEMPOTENT if is_idempotent else 0, method, actor, corr, link.address_out, ttl_ms,
+            0, len(body), word,
         )  # fmt: skip
         parcel = Parcel(header + body, cost)
-        if link is self.itself:
-            return self._hand_over(link, _CONTROL_LANE, parcel)
-        self._transport.send(link.key, _CONTROL_LANE, parcel)
+        link.outlet(parcel)
         return parcel
 
     def _hand_over(self, link: Link, lane: Lane, parcel: Parcel) -> Parcel:

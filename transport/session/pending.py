@@ -7,11 +7,12 @@ from typing import Protocol
 
 import msgspec
 
-from ...core.errors import CallError, MyxaError
+from ...core.errors import CallError, MessageTooLarge, MyxaError
 from ...core.handlers import HandlerKind
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel
-from .frames import NO_TTL, Buffer, Envelope, Kind
+from .credit import cost_of
+from .frames import HEADER_BYTES, NO_TTL, Buffer, Envelope, Kind, Limits, encoded_bytes
 from .lent import lent_of
 
 
@@ -24,7 +25,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     method: int
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Order(msgspec.Struct, frozen=True, gc=False):
     """What is to be called, with which bytes."""
 
     target: str
@@ -33,9 +34,11 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Fingerprint of the handler's types."""
     kind: HandlerKind
     body: Buffer
-    frames: tuple[Buffer, ...] = ()
     deadline_at: float | None = None
     is_resendable: bool = False
+    is_plain: bool = False
+    """A call (no cast, put or stream) without options and arrays: `Calls.submit` is quick with it."""
+    frames: tuple[Buffer, ...] = ()
     key: bytes = b""
     chain: tuple[str, ...] = ()
     trace: bytes = b""
@@ -77,13 +80,13 @@ class PendingCall(msgspec.Struct, eq=False):
     peer: PeerKey = NOBODY
     route: Route | None = None
     """Where it goes; what is said of the call at sending comes from here and from the order ..."""
+    cost: int = 0
+    num_sent: int = 0
+    """How often it was handed to the transport."""
+    parcel: Parcel | None = None
     whole: Envelope | None = None
     """... unless it has options or arrays: then this is encoded when there is credit for it."""
     lane: Lane = Lane.CONTROL
-    cost: int = 0
-    parcel: Parcel | None = None
-    num_sent: int = 0
-    """How often it was handed to the transport."""
     next_item: int = 0
     demanded: int = 0
     """Items of a stream that may come in all, as the consumer said last; 0: it said nothing, the window holds."""
@@ -95,6 +98,24 @@ class PendingCall(msgspec.Struct, eq=False):
     """Why there will be no answer, if it is not on its way already."""
     last: Envelope | None = None
     """The end, or the error, that overtook items."""
+
+    def address(self, route: Route, own: PeerKey, limits: Limits) -> None:
+        """It goes there. Raises MessageTooLarge."""
+        order = self.order
+        self.peer, self.route = route.peer, route
+        num_bytes = HEADER_BYTES + len(order.body)
+        if order.chain or order.frames or order.key or order.trace or num_bytes > limits.bulk_from:
+            self.whole = envelope_of(self, order, route, own)  # copied when there is credit, not before
+            num_bytes = encoded_bytes(self.whole)
+            self.lane = Lane.BULK if num_bytes > limits.bulk_from else Lane.CONTROL
+        else:
+            self.whole, self.lane = None, Lane.CONTROL
+        self.cost = cost_of(num_bytes)
+        if num_bytes > limits.message or len(order.body) > limits.body:
+            raise MessageTooLarge(
+                f"{self}: {num_bytes} bytes are over the limit of {limits.message} (body: {limits.body})",
+                remedy="send it in parts, or by shared memory",
+            )
 
     def end(self) -> None:
         """Its outcome is known; its arrays are their owner's again."""

@@ -23,6 +23,7 @@ from ...core.errors import (
 )
 from ...core.ids import PeerKey
 from ..wire import Lane
+from . import credit
 from .credit import UNIT_BYTES, cost_of
 from .faults import encode_fault
 from .frames import HEADER_BYTES, LIMITS, NO_TTL, Buffer, Envelope, Kind, Limits, encode
@@ -30,7 +31,7 @@ from .links import Link, Links
 from .replay import ReplayCache
 
 _WRONG = (BadRequest, NoSuchActor, NoSuchMethod, NotPermitted)
-_CAST, _REPLY = Kind.CAST, Kind.REPLY  # members of an Enum are looked up in Python
+_CAST, _REPLY, _CREDIT = Kind.CAST, Kind.REPLY, Kind.CREDIT  # members of an Enum are looked up in Python
 
 
 class Arrival(msgspec.Struct, eq=False):
@@ -84,6 +85,7 @@ class Serving:
         self._clock = clock
         self._now = clock.monotonic
         self._limits = limits
+        self._small_body = limits.bulk_from - HEADER_BYTES
         self._replay: ReplayCache[Arrival] = ReplayCache()
         self.num_wrong = 0
         """Calls to actors and handlers that are not here, with wrong types, or beyond the caller's role."""
@@ -165,15 +167,18 @@ class Serving:
 
     def begin(self, arrival: Arrival) -> None:
         """Its handler begins. Raises DeadlineExceeded if its time was over before: then it is not executed."""
-        if arrival.deadline_at is not None and self._now() > arrival.deadline_at:
+        deadline_at, link = arrival.deadline_at, arrival.link
+        if deadline_at is not None and self._now() > deadline_at:
             self.check_deadline(arrival)
-        link = arrival.link
         if link.is_down:
             self.take_up(arrival)
         elif not arrival.is_taken_up:  # the same, in brief
             arrival.is_taken_up = True
-            if link.grants[arrival.lane].give(arrival.cost):
-                self._links.send_plain(link, Kind.CREDIT, 0)
+            grant, cost = link.grants[arrival.lane], arrival.cost
+            grant.held -= cost
+            grant.released = released = grant.released + cost & 0xFFFF
+            if (released - grant.announced & 0xFFFF) >= credit.DUE_UNITS:
+                self._links.send_plain(link, _CREDIT, 0)
 
     def check_deadline(self, arrival: Arrival) -> None:
         """Raises DeadlineExceeded if its time was over before it began: then it is not executed."""
@@ -188,7 +193,7 @@ class Serving:
         """The handler's result. Raises MessageTooLarge: then it is still unanswered."""
         envelope, link = arrival.envelope, arrival.link
         is_plain = not (frames or envelope.key or arrival.is_cast or arrival.is_answered or link.is_down)
-        if is_plain and len(body) + HEADER_BYTES <= self._limits.bulk_from:
+        if is_plain and len(body) <= self._small_body:
             arrival.is_answered = True
             arrival.handle = None
             link.served.pop(envelope.corr, None)
@@ -271,7 +276,7 @@ class Serving:
         self, link: Link, arrival: Arrival, kind: Kind, body: Buffer, frames: tuple[Buffer, ...], *, actor: int
     ) -> None:
         corr = arrival.envelope.corr
-        if not frames and len(body) + HEADER_BYTES <= self._limits.bulk_from:
+        if not frames and len(body) <= self._small_body:
             self._links.send_plain(link, kind, corr, body, actor)
             return
         own = self._links.own

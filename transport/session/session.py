@@ -14,28 +14,24 @@ from collections import Counter
 from collections.abc import Callable
 
 from ...core.clock import Clock
-from ...core.errors import BadRequest, LaunchError, MyxaError, Overloaded, StaleEpoch
+from ...core.errors import LaunchError, MyxaError, StaleEpoch
 from ...core.ids import PeerKey
 from ..wire import Door, Endpoints, Lane, Transport
 from .calls import Calls
-from .credit import cost_of
 from .dialect import PROTOCOL, Dialect
 from .farewell import read_farewell, write_farewell
 from .faults import decode_fault, encode_fault
-from .frames import LIMITS, VERSION, Buffer, Envelope, Kind, Limits, Malformed, decode, encode, peek
+from .frames import LIMITS, VERSION, Buffer, Envelope, Kind, Limits, encode
 from .hello import Hello, read_hello, write_hello
 from .links import Link, Links
 from .pulse import Pulse
+from .reception import Handler, Reception
 from .repair import Repair
 from .serving import Serving
 from .session_host import SessionHost
-from .strikes import Strikes
 
 ANOTHER = "asked for another incarnation than"
 REPLACED = "was replaced, or was reported dead"
-_HELLO = Kind.HELLO
-LOOPBACK = b"self"
-"""Source of what a process sends to itself."""
 GOODBYE_LINGER_S = 2.0
 
 
@@ -59,23 +55,18 @@ class Session:
         self._name = name
         self._transport = transport
         self._host = host
-        self._limits = (limits.of_control(), limits)
         self._links = Links(own, transport, host.loop_back)
         self.calls = Calls(self._links, clock, limits)
         self.serving = Serving(self._links, host, clock, limits)
         self.repair = Repair(self._links, self.calls, self.serving, clock)
         self.pulse = Pulse(self._links, host, clock, self.counters)
-        self._sources: tuple[dict[bytes, Link], dict[bytes, Link]] = ({}, {})
         self._clock = clock
         self._door = door
         self._dialect = Dialect(self._links, self.calls, self.counters, door, self.peer_over)
-        self._strikes = Strikes()
         self._num_greetings = 0
-        for sources in self._sources:
-            sources[LOOPBACK] = self._links.itself
         self.on_greeted: Callable[[PeerKey, Endpoints], object] | None = None
         """Called when a process said who it is, before anything else is done with it."""
-        self._dispatch: dict[Kind, Callable[[Link, Lane, Envelope, int], None]] = {
+        handlers: dict[Kind, Handler] = {
             Kind.CALL: self.serving.on_call,
             Kind.CAST: self.serving.on_call,
             Kind.CANCEL: self.serving.on_cancel,
@@ -89,6 +80,13 @@ class Session:
             Kind.PONG: self.pulse.on_pong,
             Kind.GOODBYE: self._on_goodbye,
         }
+        self._reception = Reception(
+            self._links, self.calls, self.serving, clock, limits, door, self.counters, self, handlers
+        )
+        self.received = self._reception.received
+        self.malformed = self._reception.malformed
+        self.is_known = self._reception.is_known
+        self.overflowed = self._reception.overflowed
 
     # -- from the transport
 
@@ -101,71 +99,6 @@ class Session:
             attempt=self._num_greetings,
         )  # fmt: skip
         return encode(self._envelope(Kind.HELLO, peer, body=write_hello(hello)))
-
-    def received(self, source: bytes, lane: Lane, data: memoryview) -> None:
-        if self._links.is_closed or (self._strikes.has_bans and self._is_banned(source)):
-            return
-        envelope = decode(data, self._limits[lane])
-        link = self._sources[lane].get(source)
-        if (
-            link is None
-            or type(envelope) is not Envelope
-            or envelope.kind is _HELLO
-            or envelope.dst_epoch != self._epoch
-            or (envelope.src_node, envelope.src_epoch) != link.key
-            or (link.is_down and not self._is_back(link, envelope))
-        ):
-            self._on_irregular(source, lane, link, envelope)
-            return
-        if envelope.credit != link.last_word:
-            for room in link.take_credit(envelope.credit):
-                if link.waiting[room]:
-                    self.calls.on_room(link, room)
-        self._dispatch[envelope.kind](link, lane, envelope, len(data))
-
-    def _on_irregular(self, source: bytes, lane: Lane, link: Link | None, envelope: Envelope | Malformed) -> None:
-        """Something else than an envelope for this incarnation from one that has said who it is."""
-        if isinstance(envelope, Malformed):
-            self.malformed(source, lane, envelope.reason)
-            if link is not None and envelope.corr and PeerKey(envelope.src_node, envelope.src_epoch) == link.key:
-                self.serving.refuse_unread(link, envelope.corr, BadRequest(f"malformed: {envelope.reason}"))
-            return
-        if envelope.kind is _HELLO:
-            self._on_hello(source, lane, envelope)
-        elif link is None or link.is_down:
-            self.counters["before_hello"] += 1
-        elif (envelope.src_node, envelope.src_epoch) != link.key:
-            self.malformed(source, lane, "sender is not who it said it was")
-        else:
-            self._on_stale(link, envelope)
-
-    def malformed(self, source: bytes, lane: Lane, reason: str) -> None:
-        if self._strikes.has_bans and self._is_banned(source):
-            return
-        self.counters["malformed"] += 1
-        if source != LOOPBACK and self._strikes.strike(source, self._clock.monotonic()):
-            self.counters["banned"] += 1
-            self._sources[lane].pop(source, None)
-            if self._door is not None:
-                self._door.ban(source, lane)
-
-    def is_known(self, source: bytes, lane: Lane) -> bool:
-        return source in self._sources[lane]
-
-    def overflowed(self, source: bytes, lane: Lane, head: bytes, total: int) -> None:
-        self.counters["overflowed"] += 1
-        link, known = self._sources[lane].get(source), peek(head)
-        if link is not None and known is not None and known[0] in (Kind.CALL, Kind.CAST):
-            link.grants[lane].take(cost := cost_of(total))
-            link.grants[lane].give(cost)
-            error = Overloaded("so much is being received that there is no memory for it", retry_after_s=1.0)
-            self.serving.refuse_unread(link, known[1], error)
-
-    def _is_banned(self, source: bytes) -> bool:
-        if not self._strikes.is_banned(source, self._clock.monotonic()):
-            return False
-        self.counters["from_banned"] += 1
-        return True
 
     def connected(self, peer: PeerKey, lane: Lane) -> None:
         link = self._links.find(peer)
@@ -221,7 +154,7 @@ class Session:
         if link is not None and key != self.own:
             self._down(link, why)
         for given_up in self._links.bury(key):
-            self._drop_sources(given_up)
+            self._reception.drop(given_up)
             self._links.forget_sources(given_up)
 
     def endpoints_of(self, key: PeerKey) -> Endpoints | None:
@@ -248,6 +181,7 @@ class Session:
         """Say goodbye to everybody; calls that are still pending end now."""
         self.calls.fail_all("this process is closing")
         self._links.is_closed = True
+        self._reception.look_closely()
         for link in self._links.all():
             if link.key != self.own:
                 self._links.send(link, Lane.CONTROL, encode(self._envelope(Kind.GOODBYE, link.key)))
@@ -255,7 +189,7 @@ class Session:
 
     # -- peers
 
-    def _on_hello(self, source: bytes, lane: Lane, envelope: Envelope) -> None:
+    def on_hello(self, source: bytes, lane: Lane, envelope: Envelope) -> None:
         key = PeerKey(envelope.src_node, envelope.src_epoch)
         if objection := self._objection(source, lane, key, envelope.body):
             self.malformed(source, lane, f"HELLO: {objection}")
@@ -293,19 +227,15 @@ class Session:
         self._adopt(link, source, lane, hello.sent_units)
 
     def _objection(self, source: bytes, lane: Lane, key: PeerKey, body: Buffer) -> str:
-        known = self._sources[lane].get(source)
+        known = self._reception.link_of(source, lane)
         if known is not None and known.key != key:
             return f"this connection is that of {known.key}"
         return self._dialect.objection(source, lane, key, body)
 
     def _adopt(self, link: Link, source: bytes, lane: Lane, sent_units: int) -> None:
-        previous = link.sources[lane]
-        link.sources[lane] = source
-        self._sources[lane][source] = link
         link.grants[lane].resync(sent_units)
+        previous = self._reception.adopt(link, source, lane)
         if previous is not None and previous != source:
-            self._sources[lane].pop(previous, None)
-            self._strikes.forgive(previous)
             self._transport.forget(previous, lane)
             self.calls.on_blip(link)
 
@@ -319,7 +249,7 @@ class Session:
         except LaunchError:
             self.counters["cannot_answer"] += 1
 
-    def _on_stale(self, link: Link, envelope: Envelope) -> None:
+    def on_stale(self, link: Link, envelope: Envelope) -> None:
         self.counters["stale"] += 1
         if envelope.kind in (Kind.CALL, Kind.CAST):
             error = StaleEpoch(f"meant for epoch {envelope.dst_epoch}, this is epoch {self.own.epoch}")
@@ -350,7 +280,7 @@ class Session:
         else:
             link.drains_until = self._clock.monotonic() + farewell.retry_after_s
 
-    def _is_back(self, link: Link, envelope: Envelope) -> bool:
+    def is_back(self, link: Link, envelope: Envelope) -> bool:
         """A peer that we had given up calls us: only the way to it was broken. It is tried again."""
         if envelope.kind not in (Kind.CALL, Kind.CAST):
             return False
@@ -363,16 +293,9 @@ class Session:
     def _down(self, link: Link, why: str, linger_s: float = 0.0) -> None:
         if link.is_down:
             return
-        self._drop_sources(link)
+        self._reception.drop(link)
         self._links.forget(link, linger_s)
         self._end_business(link, why)
-
-    def _drop_sources(self, link: Link) -> None:
-        for lane in Lane:
-            source = link.sources[lane]
-            if source is not None:
-                self._sources[lane].pop(source, None)
-                self._strikes.forgive(source)
 
     def _end_business(self, link: Link, why: str) -> None:
         self.pulse.forget(link.key)

@@ -49,6 +49,7 @@ class Directions:
         self._own = own
         self._endpoints = endpoints
         self._peers = peers
+        self.routes: dict[tuple[str, str, str], Route] = {}
         self.met_at: dict[PeerKey, Endpoints] = {}
         """Of processes that there may be no connection to yet."""
 

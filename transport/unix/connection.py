@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -19,13 +20,14 @@ from ..session.unwrapping import Unwrapping
 from ..turn_budget import TurnBudget
 from ..wire import Lane, Sink
 from .sockets import shut
-from .stream import LENGTH_BYTES, MAX_MESSAGE, SOLE_AT, SOLE_HEAD, length_at, padded, read_sole
+from .stream import LENGTH_BYTES, MAX_MESSAGE, SOLE_AT, SOLE_HEAD, end_of_sole, length_at, padded, read_sole
 
 PART_BYTES = 64 * 1024
 """Room for a message that has not come whole, at first; doubled when it is full."""
 
 _log = logging.getLogger("myxa.transport")
 _NOTHING = memoryview(b"")
+_monotonic = time.monotonic
 
 
 class Porch(Protocol):
@@ -138,6 +140,9 @@ class Connection:
                 self.close()
                 return
             if self._part is None:
+                if (end := end_of_sole(room, size)) is not None:  # nearly always, when the loop is at leisure
+                    self._hand_over(memoryview(bytearray(room[SOLE_AT:end])))
+                    return
                 self._data = memoryview(bytearray(room[:size]))
             elif size < len(room):
                 self._room = room[size:]
@@ -151,12 +156,13 @@ class Connection:
             if not self._hand_over() or size < len(room):
                 return
 
-    def _hand_over(self) -> bool:
-        """All messages that have come whole. False: the turn was over before, or the connection."""
+    def _hand_over(self, sole: memoryview | None = None) -> bool:
+        """All messages that have come whole; `sole`: only that envelope has. False: the turn was over before, or the
+        connection."""
         departures = self._porch.departures
         departures.hold()
         try:
-            return self._cut()
+            return self._cut() if sole is None else self._take(sole)
         except Exception as error:  # noqa: BLE001  # a bug in the session must be heard of and cost one message
             _log.error("the session failed on a message", exc_info=error)
             self._wait()
@@ -170,6 +176,15 @@ class Connection:
             departures.is_holding = False
             if departures.due:
                 departures.release()
+
+    def _take(self, sole: memoryview) -> bool:
+        porch = self._porch
+        if (sink := porch.sink) is not None:
+            self.has_spoken = True
+            sink.received(self.source, porch.lane, sole)
+            if porch.turn.note_taken():
+                self._wait()
+        return False
 
     def _cut(self) -> bool:
         porch, data, source = self._porch, self._data, self.source
@@ -206,10 +221,12 @@ class Connection:
 
     def _hand_over_batch(self, sink: Sink, envelopes: Iterator[memoryview]) -> bool:
         """Until they or the turn are over."""
-        source, lane, turn = self.source, self._porch.lane, self._porch.turn
+        source, lane, turn, received = self.source, self._porch.lane, self._porch.turn, sink.received
         for envelope in envelopes:
-            sink.received(source, lane, envelope)
-            if turn.note_taken():
+            received(source, lane, envelope)
+            turn.num_taken = num_taken = turn.num_taken + 1  # `note_taken`, without the call
+            if _monotonic() >= turn.until or num_taken >= turn.max_taken:
+                turn.is_spent = True
                 self._wait()
                 return False
             if self._socket is None:  # that one ended it

@@ -129,11 +129,11 @@ class UnixInbox:
     def may_take(self) -> bool:
         if self._is_over:
             return False
-        now = time.monotonic()
-        if now < self._until:
-            return self.turn.resume(self._until)
-        is_open = self.turn.begin()
-        self._until = self.turn.until
+        turn = self.turn
+        if time.monotonic() < self._until:
+            return turn.resume(self._until)
+        is_open = turn.begin()
+        self._until = turn.until
         return is_open
 
     def wait(self, connection: Connection) -> None:

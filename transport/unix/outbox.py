@@ -20,7 +20,7 @@ from ..sending.departures import Departures
 from ..sending.outbox import Outbox, OutboxState
 from ..sending.outbox_events import OutboxEvents
 from .sockets import connect, credentials, is_stuck, path_of, shut, why_not
-from .stream import framed
+from .stream import framed, framed_sole
 
 _BROKE = "the connection broke"
 
@@ -96,10 +96,15 @@ class UnixOutbox(Outbox):
         return self._rest is not None or bool(self._queue) or self._chunked is not None
 
     def _put(self, message: bytes | memoryview) -> bool:
+        return self._write(framed(message))
+
+    def _put_sole(self, envelope: bytes | bytearray) -> bool:
+        return self._write(framed_sole(envelope))
+
+    def _write(self, data: bytes) -> bool:
         made = self._socket
         if made is None:
             return False
-        data = framed(message)
         try:
             size = made.send(data, socket.MSG_NOSIGNAL)  # a host may have SIGPIPE at its default, which ends it
         except BlockingIOError:

@@ -21,13 +21,29 @@ MAX_MESSAGE = LIMITS.control_message + 64 * 1024
 SOLE_AT = LENGTH_BYTES + SOLE_BYTES
 """Where the envelope begins in a message of one."""
 SOLE_HEAD = int.from_bytes(struct.pack("<cBH", b"B", VERSION, 1), "little")
-read_sole = struct.Struct("<QII").unpack_from
+_SOLE = struct.Struct("<QII")
+read_sole = _SOLE.unpack_from
 """Length of the message, its head (`SOLE_HEAD` for a message of one), length of that one: most messages at one look."""
 
 
 def framed(message: bytes | memoryview) -> bytes:
     length = len(message)
     return b"".join((_LENGTH.pack(length), message, _PADS[length & 7]))
+
+
+def framed_sole(envelope: bytes | bytearray) -> bytes:
+    """The same for a message of one envelope."""
+    size = len(envelope)
+    return b"".join((_SOLE.pack(size + SOLE_BYTES, SOLE_HEAD, size), envelope, _PADS[size & 7]))
+
+
+def end_of_sole(data: memoryview, size: int) -> int | None:
+    """Where the envelope ends, if the first `size` bytes are a message of one and nothing else."""
+    if size < SOLE_AT:
+        return None
+    length, head, num_bytes = read_sole(data)
+    end = SOLE_AT + num_bytes
+    return end if head == SOLE_HEAD and length == num_bytes + SOLE_BYTES and size == end + 7 & -8 else None
 
 
 def padded(length: int) -> int:
