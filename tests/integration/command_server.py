@@ -49,6 +49,8 @@ class Request:
     env: dict[str, str]
     has_session: bool
     """Whether it leads a session of its own."""
+    has_stand_by: bool
+    """Whether a run of it gets its first fork server from us."""
 
 
 def told(report: int, number: int) -> None:
@@ -85,7 +87,7 @@ def fork(request: Request, tests: socket.socket, streams: list[int], report: int
     sys.path[:1] = [request.folder, *(path for path in paths if path and path not in sys.path)]
     sys.argv = ["myxa", *request.words]
     look_like(sys.argv, ((name.encode(), value.encode()) for name, value in request.env.items()))
-    if request.words[0] in STARTERS:
+    if request.has_stand_by and request.words[0] in STARTERS:
         standing_by.begin()
     return True
 
