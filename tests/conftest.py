@@ -29,8 +29,9 @@ MARK = "MYXA_TEST_SESSION"
 PATIENCE_S = 10.0
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 GPU = BENCH / "gpu"
-KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-"""Python's own helpers: one of each per process, they end with it."""
+KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "command_server.py")
+"""Helpers of Python's, and the one that commands are forked from: one of each per process, they end with it. A command that
+was forked looks like itself."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -104,7 +105,6 @@ def leaks() -> set[str]:
 def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = leaks()
     yield
-    close_server()  # a module's own, so that it is nobody's surprise to have a child
     deadline = time.monotonic() + PATIENCE_S
     while (left := leaks() - before) and time.monotonic() < deadline:
         gc.collect()
@@ -114,6 +114,7 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)  # after the workers have ended
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    close_server()
     shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
     if is_xdist_worker():
         return

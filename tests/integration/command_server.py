@@ -1,11 +1,13 @@
 """A process that has imported what `myxa` imports, and is forked into one command after the other: a program for the tests.
 
-    python command_server.py DESCRIPTOR
+    python command_server.py DESCRIPTOR ROOM
 
-A suite starts `myxa` hundreds of times, and half of what a launcher computes in a short run is its imports. A request on
-the socket DESCRIPTOR is the words, folder and variables of one command as JSON, with its standard streams and a pipe.
-Each gets a process of its own, whose parent writes its process id and then its exit status into the pipe: what runs is
-`python -m myxa.launch` from its first line, on its own streams, signals and session. Ends when the socket is closed.
+A suite starts `myxa` hundreds of times, and most of what a short run computes is imports: the launcher's, and those of the
+fork server that its actors are forked from (torch). A request on the socket DESCRIPTOR is the words, folder and variables of
+one command as JSON, with its standard streams and a pipe. Each gets a process of its own, whose parent writes its process id
+and then its exit status into the pipe: what runs is `python -m myxa.launch` from its first line, on its own streams, signals
+and session. What starts a run has a child that stands by to be its first fork server (standing_by.py). ROOM is overwritten
+by what a command looks like. Ends when the socket is closed.
 """
 
 from __future__ import annotations
@@ -22,12 +24,19 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import standing_by
+
 from myxa.launch.nodes.fork_server import unfit
+from myxa.launch.nodes.preloads import KITS, LIGHT, SERVED, TORCH
+from myxa.launch.nodes.process_look import look_like
 
 MODULES = (
     *("myxa.core.config", "myxa.launch.cli", "myxa.launch.commands.up", "myxa.launch.control.client"),
     *("myxa.launch.launcher", "myxa.launch.lives.origin", "uvloop"),
+    *(module for kit in (LIGHT, SERVED, TORCH) for module in KITS[kit].modules),
 )
+STARTERS = ("up", "launch", "resume", "fork", "demo")
+"""Commands that start runs."""
 MAX_BYTES = 1 << 20
 
 
@@ -40,6 +49,8 @@ class Request:
     env: dict[str, str]
     has_session: bool
     """Whether it leads a session of its own."""
+    has_stand_by: bool
+    """Whether a run of it gets its first fork server from us."""
 
 
 def told(report: int, number: int) -> None:
@@ -75,6 +86,9 @@ def fork(request: Request, tests: socket.socket, streams: list[int], report: int
     paths = request.env.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [request.folder, *(path for path in paths if path and path not in sys.path)]
     sys.argv = ["myxa", *request.words]
+    look_like(sys.argv, ((name.encode(), value.encode()) for name, value in request.env.items()))
+    if request.has_stand_by and request.words[0] in STARTERS:
+        standing_by.begin()
     return True
 
 

@@ -18,6 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from myxa.launch.child_env import server_env
+
+ROOM = 1024
 SERVER = Path(__file__).with_name("command_server.py")
 FORK_S = 60.0
 """Time for the server's imports, on a machine that does much else, and for the fork."""
@@ -29,9 +32,9 @@ class _Server:
 
     def __init__(self) -> None:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # what is forked has one thread
+        env = {**server_env(os.environ), "OPENBLAS_NUM_THREADS": "1"}  # what is forked has one thread
         self.process = subprocess.Popen(
-            [sys.executable, str(SERVER), str(theirs.fileno())],
+            [sys.executable, str(SERVER), str(theirs.fileno()), "." * ROOM],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env, cwd="/",
         )  # fmt: skip
         theirs.close()
@@ -49,7 +52,7 @@ _server: _Server | None = None
 
 
 def close_server() -> None:
-    """After each module of tests. Commands that still run are left alone, and found."""
+    """At the end of a session, or where it shall be made anew. Commands that still run are left alone, and found."""
     global _server
     if _server is not None:
         _server.close()
@@ -69,9 +72,10 @@ class Command(subprocess.Popen[str]):
 
     def __init__(
         self, words: Sequence[str], folder: Path, *, is_merged: bool = True, has_session: bool = False,
-        env: Mapping[str, str] | None = None, log: IO[str] | None = None,
+        env: Mapping[str, str] | None = None, log: IO[str] | None = None, has_stand_by: bool = True,
     ) -> None:  # fmt: skip
-        """`is_merged`: what it says of errors comes with the rest of its output, which is in `log`, if there is one."""
+        """`is_merged`: what it says of errors comes with the rest of its output, which is in `log`, if there is one.
+        `has_stand_by`: a run that it starts gets its first fork server from us (standing_by.py)."""
         self.args, self.returncode = list(words), None
         self.stdin, self.stdout, self.stderr = None, None, None
         self._said: dict[int, bytearray] = {}
@@ -88,7 +92,7 @@ class Command(subprocess.Popen[str]):
         self._report = os.fdopen(report, "rb", buffering=0)
         request = {
             "words": self.args, "folder": str(folder), "env": dict(os.environ if env is None else env),
-            "has_session": has_session,
+            "has_session": has_session, "has_stand_by": has_stand_by,
         }  # fmt: skip
         with open(os.devnull) as nothing:
             _running_server().start(request, [nothing.fileno(), *ends, report_end])

@@ -71,6 +71,7 @@ class Child(OwnsKnobs):
         self._die_at("before-vote")
         if self._dies == "late-vote":
             self._dies = ""
+            self._uses.with_suffix(".asked").touch()
             await asyncio.sleep(60)
         return await super().prepare_knobs(change)
 

@@ -49,7 +49,7 @@ class Run:
         if "--program" not in rest:
             words += ["--program", "toy_program:build"]
         self._output = (folder / "output").open("w+")
-        self.process = Command(words, folder, env=env, log=self._output)
+        self.process = Command(words, folder, env=env, log=self._output, has_stand_by=False)
 
     @property
     def output(self) -> str:

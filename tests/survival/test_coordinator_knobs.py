@@ -77,6 +77,7 @@ async def test_a_change_that_was_not_decided_is_void_and_holds_nobody_up(tmp_pat
         await room.start("rollout/2", "late-vote")
         change = asyncio.ensure_future(_outcome(room.change(**NEW)))
         await until(lambda: room.trainer.knob_owner.holds("step", 1 << 30), "the trainer holds the change")
+        await until(room.uses_file("rollout/2").with_suffix(".asked").exists, "the one that votes late was asked")
         await room.kill()
         assert await change is None
         await room.again()

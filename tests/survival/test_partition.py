@@ -33,7 +33,7 @@ def everybody(run: GangRun) -> dict[str, list[int]]:
 
 
 def test_a_hiccup_of_the_network_costs_nobody_his_process(tmp_path: Path):
-    with gang_run(tmp_path, *SLOW_RUN, patience_s=0.8) as run:
+    with gang_run(tmp_path, *SLOW_RUN, patience_s=1.2) as run:
         run.until_version(2)
         before = everybody(run)
         for target, others in (("rollout/1", "buffer"), ("trainer/0", "buffer"), ("coordinator", "launcher")):
