@@ -191,7 +191,7 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
             is_news = request.blocked_by is not None and blocked_by != request.blocked_by
             if assignments or is_news or blocked_by == "finished" or request.max_groups < 1:
                 return DrawReply(assignments=tuple(assignments), blocked_by=blocked_by)
-            look_at_s = self._store.waits(request, self.ctx.clock.monotonic())
+            look_at_s = self._store.waits(request, blocked_by, self.ctx.clock.monotonic())
             waited_s = await self._polls.wait(until_s, look_at_s, is_urgent=self._store.cursor.is_searching)
             self._draw_wait_s += waited_s or 0.0
             if waited_s is None:

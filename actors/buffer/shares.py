@@ -22,7 +22,7 @@ class _Waiting:
     """An actor whose draw is held."""
 
     room: int
-    """Groups that it could take."""
+    """Groups that it could take; 0: it takes none now, and is only remembered."""
     owed_since_s: float | None = None
     """When something was first kept for it that it did not take."""
 
@@ -59,7 +59,7 @@ class Shares:
     def limit(self, rollout: str, room: int, num_free: int, held: Callable[[], Mapping[str, int]], now_s: float) -> int:
         """New groups that `rollout`, which has `room` for so many, may take of `num_free`; `held` tells the groups in
         hand, by actor."""
-        others = {name: each for name, each in self._waiting.items() if name != rollout and not each.is_over(now_s)}
+        others = self._others(rollout, now_s)
         if not others or num_free < 1:
             return num_free
         in_hand = held()
@@ -75,8 +75,16 @@ class Shares:
 
     def next_change_s(self, rollout: str, now_s: float) -> float | None:
         """When something that is kept for others becomes free for `rollout`; None: nothing is kept."""
-        owed = [each for name, each in self._waiting.items() if name != rollout and not each.is_over(now_s)]
-        return min((each.owed_since_s + OWED_S for each in owed if each.owed_since_s is not None), default=None)
+        since = [each.owed_since_s for each in self._others(rollout, now_s).values()]
+        return min((at_s + OWED_S for at_s in since if at_s is not None), default=None)
+
+    def _others(self, rollout: str, now_s: float) -> dict[str, _Waiting]:
+        """For whom something is kept, if they have less than `rollout`."""
+        return {
+            name: each
+            for name, each in self._waiting.items()
+            if each.room and name != rollout and not each.is_over(now_s)
+        }
 
 
 def _fill(in_hand: int, room: int, level: int) -> int:

@@ -121,9 +121,10 @@ class BufferStore:
         self.suspects.dispatched((request.rollout, request.epoch), num_tokens, now_s)
         return given
 
-    def waits(self, request: DrawRequest, now_s: float) -> float:
+    def waits(self, request: DrawRequest, blocked_by: DrawBlock, now_s: float) -> float:
         """That draw is held. When to look again even if nothing happens."""
-        self.shares.waits(request.rollout, request.room or request.max_groups)
+        is_suspect = blocked_by == "suspect"  # it gets nothing new, however much there is
+        self.shares.waits(request.rollout, 0 if is_suspect else request.room or request.max_groups)
         free_at_s = self.shares.next_change_s(request.rollout, now_s)
         return math.inf if free_at_s is None else free_at_s
 

@@ -55,6 +55,17 @@ def test_an_engine_that_does_not_follow_holds_nobody_up_for_long():
     assert shares.limit("rollout/0", 100, FREE, dict, 6.0 + OWED_S) == FREE
 
 
+def test_nothing_is_kept_for_one_that_left_or_may_take_none():
+    shares = Shares()
+    shares.waits("rollout/1", 0)
+    assert shares.limit("rollout/0", 100, FREE, dict, 0.0) == FREE
+    shares.waits("rollout/1", 100)
+    assert shares.limit("rollout/0", 100, FREE, dict, 0.0) == FREE // 2
+    shares.leaves("rollout/1")
+    assert shares.limit("rollout/0", 100, FREE, dict, 0.0) == FREE
+    assert shares.next_change_s("rollout/0", 0.0) is None
+
+
 @given(
     st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1),
     st.integers(0, 60),

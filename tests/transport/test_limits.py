@@ -36,6 +36,17 @@ def test_a_hundred_and_one_strikes_in_a_minute_are_a_ban_that_ends():
     assert not strikes.has_bans
 
 
+def test_a_ban_ends_though_its_connection_never_speaks_again():
+    strikes = Strikes()
+    while not strikes.strike(b"gone", 0.0):
+        pass
+    assert strikes.has_bans
+    assert not strikes.is_banned(b"other", BAN_S - 1)
+    assert strikes.has_bans
+    assert not strikes.is_banned(b"other", BAN_S)
+    assert not strikes.has_bans
+
+
 def test_strikes_that_come_slowly_are_no_ban():
     strikes = Strikes()
     step = 1.01 * WINDOW_S / MAX_STRIKES

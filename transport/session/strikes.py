@@ -47,14 +47,10 @@ class Strikes:
 
     def is_banned(self, source: bytes, now: float) -> bool:
         """Whether it is not listened to."""
-        until = self._banned.get(source)
-        if until is None:
-            return False
-        if now < until:
-            return True
-        del self._banned[source]
+        while self._banned and next(iter(self._banned.values())) <= now:  # the oldest ban ends first
+            self._banned.popitem(last=False)
         self.has_bans = bool(self._banned)
-        return False
+        return source in self._banned
 
     def forgive(self, source: bytes) -> None:
         """That connection is over."""
