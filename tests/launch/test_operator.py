@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -288,12 +287,12 @@ def test_logs_are_read_and_followed_over_attempts(tmp_path: Path, run):
         got: list[str] = []
 
         def follow() -> None:
-            for chunk in client.follow("logs-follow", target="rollout/1", num_lines=0):
+            for chunk in client.follow("logs-follow", target="rollout/1", num_lines=1):
                 got.extend(chunk["lines"])
 
         reader = threading.Thread(target=follow)
         reader.start()
-        time.sleep(1.0)
+        one.until(lambda: bool(got), "the last line there was")
         os.kill(one.pid_of("rollout/1"), signal.SIGKILL)
         one.until_serving("rollout/1", attempt=1)
         one.until(lambda: any("serves as attempt 1" in line for line in got), "the new attempt's lines")
