@@ -114,10 +114,12 @@ class KnobOwner:
         )
         return KnobSheet(owner=self.owner, knobs=states, epoch=self.epoch)
 
-    def newest(self, name: str) -> KnobValue:
-        """What was decided last for a knob, whether its boundary came or not."""
-        waiting = [w for w in self._waiting if w.name == name]
-        return max(waiting, key=lambda w: w.epoch).value if waiting else self._knobs[name].read()
+    def newest(self, name: str) -> tuple[int, KnobValue]:
+        """What was decided last for a knob, whether its boundary came or not, and by which change; 0: the run file."""
+        if waiting := [w for w in self._waiting if w.name == name]:
+            last = max(waiting, key=lambda w: w.epoch)
+            return last.epoch, last.value
+        return self._used.get(name, 0), self._knobs[name].read()
 
     # -- the change
 

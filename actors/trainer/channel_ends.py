@@ -1,7 +1,8 @@
 """A trainer rank's ends of the weight channels: each is made when a version is first published by it, and closed when
 newer versions go by another and engines let go of the last one that lies in it.
 
-    shm, disk         rank 0 has a `WeightWriter`; it works in a thread of its own, beside training
+    shm, disk         rank 0 has a `WeightWriter`; it works in a thread of its own, beside training. Before its first
+                      version, by whatever channel, it deletes what a trainer that was killed has left
     nccl, cuda_ipc    every rank has a `WeightSender`; it takes tensors in the backend's thread, and answers in any
 
 So a run may go over to another channel between two versions (knob `weight_channel`): what the old one holds stays
@@ -30,6 +31,8 @@ class EndMakers:
     """For shm and disk."""
     sender: Callable[[WeightChannel], WeightSender]
     """For nccl and cuda_ipc."""
+    clear: Callable[[], None]
+    """Deletes versions that a trainer which was killed has left behind."""
 
 
 class InThread(Protocol):
@@ -53,6 +56,7 @@ class ChannelEnds:
         self._held: dict[int, WeightChannel] = {}
         """Version that was not released -> channel that it lies in."""
         self._newest: WeightChannel | None = None
+        self._must_clear = writes
 
     @property
     def open(self) -> tuple[WeightChannel, ...]:
@@ -64,6 +68,9 @@ class ChannelEnds:
     ) -> WeightManifest | None:
         """Called on all ranks at once. None where this rank publishes no part. Raises what backend and end raise."""
         self._newest = channel  # from here on nobody closes it
+        if self._must_clear:
+            self._must_clear = False
+            await self._beside(self._makers.clear)
         if self._held.get(version, channel) != channel:  # it was published before, by another channel
             await self.release(version)
         if channel in SENT_CHANNELS:

@@ -95,7 +95,7 @@ class Leader:
         side = RunSide(self._buffer, self._coordinator, self._ask)
         self.checkpoints = Checkpoints(ctx, options.checkpoints, self._together, side, meter, telemetry, clock)
         self._orders = CheckpointOrders(self.checkpoints, self._together, options.run_dir, meter, ctx.log)
-        self._publisher = Publisher(ctx, self._together, ChannelChoice(owner, knobs, options.channel, side), meter)
+        self._publisher = Publisher(ctx, self._together, ChannelChoice(owner, knobs, options, side, telemetry), meter)
         self._standby = Standby(options.standby, self._together, meter, telemetry, side.live_knobs)
         self._standing = Standing(ctx, self._publisher, self._ask)
         self.stands_at = -1
@@ -152,7 +152,7 @@ class Leader:
         await self._ctx.wait_for("coordinator", "buffer", *self._ranks.names, timeout_s=self._options.setup_timeout_s)
         if version > 0 or is_restart:
             await self._ask("buffer", lambda: self._buffer.rewind(version, self._ctx.epoch))
-        manifest = await self._publisher.first(version, live) if self._options.publishes else None
+        manifest, live = await self._publisher.first(version, live) if self._options.publishes else (None, live)
         async with self._engines_turn(version):
             await self._standing.ready(version, manifest, facts, live)
         with self._meter.during("other", "start, first engine"):

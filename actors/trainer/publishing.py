@@ -60,10 +60,11 @@ class Publisher:
         """Version that was published last; -1: none."""
         self._manifest: WeightManifest | None = None
 
-    async def first(self, version: int, kept: LiveKnobs | None) -> WeightManifest:
-        """As `publish`, of the version that the gang begins with; `kept` is what its checkpoint says of the knobs."""
-        await self._channels.take_up(kept)
-        return await self.publish(version)
+    async def first(self, version: int, kept: LiveKnobs | None) -> tuple[WeightManifest, LiveKnobs | None]:
+        """As `publish`, of the version that the gang begins with; `kept` is what its checkpoint says of the knobs,
+        returned without what this run cannot use."""
+        usable = await self._channels.take_up(kept)
+        return await self.publish(version), usable
 
     async def publish(self, version: int) -> WeightManifest:
         """Where engines find `version`. Raises TrainError when no rank gathered it, or nobody lets go of older ones."""

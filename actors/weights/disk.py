@@ -27,11 +27,9 @@ class DiskWeightWriter:
         self._model_folder = model_folder
         self._host = host
         self._folders: dict[int, Path] = {}
-        self._is_first = True
 
     def publish(self, version: int, tensors: Sequence[NamedArray]) -> WeightManifest:
         """Write the folder. Raises TrainError naming the path when the disk refuses."""
-        self._clear()
         folder = self._root / f"version_{version:08d}"
         try:
             config = json.loads((self._model_folder / "config.json").read_text(encoding="utf-8"))
@@ -53,13 +51,6 @@ class DiskWeightWriter:
             host=self._host,
         )
 
-    def _clear(self) -> None:
-        """A trainer that was killed has left its versions behind; nobody else writes here."""
-        if self._is_first:
-            for folder in self._root.glob("version_*"):
-                shutil.rmtree(folder, ignore_errors=True)
-        self._is_first = False
-
     def release(self, version: int) -> None:
         """Delete that version's folder."""
         folder = self._folders.pop(version, None)
@@ -70,8 +61,20 @@ class DiskWeightWriter:
         """Delete every folder that was not released, and the one around them."""
         for version in list(self._folders):
             self.release(version)
-        with suppress(OSError):  # there is none, or somebody else's things are in it
-            self._root.rmdir()
+        _remove_empty(self._root)
+
+
+def clear_folders(root: Path) -> None:
+    """Delete what a trainer that was killed has left below `root`, where one at a time writes. Never raises: a version
+    of the same number is written over what stayed."""
+    for folder in root.glob("version_*"):
+        shutil.rmtree(folder, ignore_errors=True)
+    _remove_empty(root)
+
+
+def _remove_empty(root: Path) -> None:
+    with suppress(OSError):  # there is none, or somebody else's things are in it
+        root.rmdir()
 
 
 class DiskWeightReader:

@@ -21,18 +21,26 @@ MIB = 1 << 20
 
 def channel_ends(config: RunConfig, run_dir: Path, rank: int, *, local_rank: int) -> ChannelEnds:
     """Of one rank; each end is made when it is first used."""
+    from ...actors.weights.disk import clear_folders
+
     makers = EndMakers(
         writer=lambda channel: weight_writer(config, run_dir, channel),
         sender=lambda channel: weight_sender(config, rank, channel, local_rank=local_rank),
+        clear=lambda: clear_folders(weight_folder(run_dir)),
     )
     return ChannelEnds(f"trainer/{rank}", makers, writes=rank == 0)
+
+
+def weight_folder(run_dir: Path) -> Path:
+    """Where versions of the channel disk lie."""
+    return run_dir / "weights"
 
 
 def weight_writer(config: RunConfig, run_dir: Path, channel: WeightChannel) -> WeightWriter:
     """Where engines read versions from."""
     from ...actors.weights.channel import ReadChannel, make_writer
 
-    return make_writer(cast(ReadChannel, channel), run_dir / "weights", Path(config.model.path))
+    return make_writer(cast(ReadChannel, channel), weight_folder(run_dir), Path(config.model.path))
 
 
 def weight_sender(config: RunConfig, rank: int, channel: WeightChannel, *, local_rank: int) -> WeightSender:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from myxa.actors.models.tiny import init_weights, make_tiny_model, tiny_config
 from myxa.actors.weights.channel import ChannelReader, make_writer
+from myxa.core.config import RunConfig
 from myxa.core.errors import EngineError
-from myxa.core.messages import WeightManifest
+from myxa.core.messages import WeightChannel, WeightManifest
 from myxa.core.protocols import NamedArray, WeightWriter
+from myxa.launch.composition.weight_ends import channel_ends
 
 CONFIG = tiny_config("0p5m")
 
@@ -82,19 +86,43 @@ def test_shared_memory_of_another_host_is_refused_by_name(tmp_path: Path) -> Non
     writer.close()
 
 
-def test_what_a_killed_trainer_left_in_folders_goes_with_the_first_version_of_the_next(tmp_path: Path) -> None:
+class Backend:
+    """Has weights, and nothing else of a backend."""
+
+    def export_weights(self) -> list[NamedArray]:
+        return tensors(2)
+
+
+async def at_once(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("channel", ["disk", "shm"])
+async def test_what_a_killed_trainer_left_in_folders_goes_with_the_first_version_of_the_next(
+    tmp_path: Path, channel: WeightChannel
+) -> None:
+    """By whatever channel that goes. The ends are those of a run."""
     make_tiny_model(tmp_path / "model", preset="0p5m", seed=0)
-    killed = make_writer("disk", tmp_path / "weights", tmp_path / "model")
+    folder, backend = tmp_path / "weights", cast(Any, Backend())
+    killed = make_writer("disk", folder, tmp_path / "model")
     old = [killed.publish(version, tensors(version)) for version in (3, 4)]
-    other_rank, leader = (make_writer("disk", tmp_path / "weights", tmp_path / "model") for _ in range(2))
-    manifest = leader.publish(2, tensors(2))
-    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version_00000002"]
+    run = RunConfig.model_validate({"model": {"path": str(tmp_path / "model")}, "data": {"train": "d.jsonl"}})
+    leader, other_rank = (channel_ends(run, tmp_path, rank, local_rank=rank) for rank in (0, 1))
+    assert await other_rank.publish(2, channel, backend, at_once) is None
+    assert len(list(folder.iterdir())) == 2, "the others leave it to rank 0"
+    manifest = await leader.publish(2, channel, backend, at_once)
+    assert manifest is not None
+    assert [path.name for path in folder.glob("*")] == (["version_00000002"] if channel == "disk" else [])
     with pytest.raises(EngineError, match="weight version 4"):
         read(ChannelReader(), old[1])
     assert read(ChannelReader(), manifest) == {t.spec.name: bytes(t.data) for t in tensors(2)}
-    other_rank.close()
-    leader.close()
-    assert not (tmp_path / "weights").exists()
+    assert await leader.publish(3, channel, backend, at_once) is not None
+    assert read(ChannelReader(), manifest), "only what was there before the first"
+    leader.close_writers()
+    assert not folder.exists()
+    for ends in (leader, other_rank):
+        ends.thread.shutdown()
 
 
 def test_slabs_of_a_trainer_that_ended_are_let_go(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from trainer_room import Conductor, trainer_room
+from trainer_room import Conductor, Room, trainer_room
 
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.weights.channel import ChannelReader
@@ -299,6 +300,16 @@ def _by(channel: str, epoch: int) -> LiveKnob:
     return LiveKnob(name="weight_channel", target="", value=channel, first="shm", epoch=epoch, at=2)
 
 
+async def _published_again(room: Room, version: int) -> str:
+    """No engine can take `version`; the channel by which it comes anew."""
+    told = room.conductor.manifests
+    num_told = len(told)
+    await room.conductor.trainer.publish_again(version)
+    room.data.ring()
+    await room.conductor.until(lambda: len(told) > num_told, f"version {version}, published again")
+    return told[-1].channel
+
+
 @pytest.mark.asyncio
 async def test_weights_go_over_to_another_channel_and_nothing_of_the_old_one_is_left(
     model: Path, tmp_path: Path
@@ -330,9 +341,7 @@ async def test_weights_go_over_to_another_channel_and_nothing_of_the_old_one_is_
 
         # No engine can take version 2: it is published anew by what was decided since, for there may never be another.
         assert await room.conductor.change(4, weight_channel="nccl") == 3
-        await room.conductor.trainer.publish_again(2)
-        room.data.ring()
-        await room.conductor.until(lambda: len(told) == 4, "version 2, published again")
+        await _published_again(room, 2)
         assert [(m.version, m.channel, m.attempt) for m in told[2:]] == [(2, "disk", 0), (2, "nccl", 1)]
         assert not (run / "weights").exists()
     async with trainer_room(model, tmp_path / "again", resume=folder) as room:
@@ -341,11 +350,34 @@ async def test_weights_go_over_to_another_channel_and_nothing_of_the_old_one_is_
     conductor.live = LiveKnobs(epoch=4, knobs=(_by("nccl", 4),))
     async with trainer_room(model, tmp_path / "more", resume=folder, conductor=conductor) as room:
         assert [(m.version, m.channel) for m in conductor.manifests] == [(2, "nccl")], "this run's own word is newer"
-        await conductor.change(5, weight_channel="disk")
-        await conductor.trainer.publish_again(2)
-        room.data.ring()
-        await conductor.until(lambda: len(conductor.manifests) == 2, "version 2, published again")
-        assert conductor.manifests[1].channel == "disk", "and what was decided since is newer still"
+        # Even if it is what the run began with, which is in force here until the numbers of these changes come.
+        for epoch, channel in ((5, "shm"), (6, "disk")):
+            await conductor.change(epoch, weight_channel=channel)
+            assert await _published_again(room, 2) == channel, "and what was decided since is newer still"
+
+
+@pytest.mark.asyncio
+async def test_a_fork_does_not_take_up_a_channel_that_its_roles_cannot_use(model: Path, tmp_path: Path) -> None:
+    """GPUs where its parent had them are CPUs here."""
+    parent = Conductor()
+    kept = _by("disk", 3)
+    parent.live = LiveKnobs(epoch=4, knobs=(kept, _by("cuda_ipc", 4)))
+    async with trainer_room(model, tmp_path / "run", conductor=parent) as room:
+        folder = await parent.trainer.checkpoint_at_boundary(export=False)
+    async with trainer_room(model, tmp_path / "fork", resume=folder) as room:
+        assert [m.channel for m in room.conductor.manifests] == ["disk"], "what was in force before it"
+        assert room.conductor.resumed == LiveKnobs(epoch=4, knobs=(kept,)), "nor is the coordinator to restore it"
+        events = [e.text for e in room.trainer._telemetry.drain().events if e.kind == "knobs-not-restored"]
+        assert events == ["weight_channel = cuda_ipc: there is no GPU; decided by change 4"]
+
+
+@pytest.mark.asyncio
+async def test_folders_of_a_killed_trainer_go_although_the_run_went_over_to_memory(model: Path, tmp_path: Path) -> None:
+    left = tmp_path / "weights" / "version_00000004"
+    shutil.copytree(model, left)
+    async with trainer_room(model, tmp_path) as room:
+        assert [m.channel for m in room.conductor.manifests] == ["shm"]
+        assert not left.parent.exists()
 
 
 # -- time

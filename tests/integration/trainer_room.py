@@ -22,6 +22,7 @@ from myxa.actors.trainer.start_point import FixedStart
 from myxa.actors.trainer.step_plan import PlanOptions
 from myxa.actors.trainer.trainer import Trainer, TrainerOptions
 from myxa.actors.weights.channel import make_writer
+from myxa.actors.weights.disk import clear_folders
 from myxa.actors.weights.sender import DeviceWeightSender
 from myxa.core.clock import SystemClock
 from myxa.core.config import AlgoConfig, OptimizerConfig
@@ -248,6 +249,7 @@ async def trainer_room(
     makers = EndMakers(
         writer=lambda channel: make_writer(channel, run_dir / "weights", model),  # pyright: ignore[reportArgumentType]
         sender=lambda channel: DeviceWeightSender("trainer/0", channel="nccl", bucket_bytes=1 << 20, host=boot_id()),
+        clear=lambda: clear_folders(run_dir / "weights"),
     )
     trainer = Trainer(
         backend=TorchBackend(settings),

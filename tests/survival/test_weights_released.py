@@ -16,7 +16,7 @@ from myxa.actors.trainer.channel_choice import ChannelChoice
 from myxa.actors.trainer.knobs import TrainerKnobs
 from myxa.actors.trainer.publishing import Publisher
 from myxa.actors.trainer.standing import Standing
-from myxa.core.activity import ActivityMeter
+from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import PeerEvent
 from myxa.core.clock import SystemClock
 from myxa.core.errors import DeadlineExceeded, GatherError
@@ -47,7 +47,8 @@ class Gang:
         knobs = TrainerKnobs({"weight_channel": "nccl"})
         owner = KnobOwner(self.name, knobs.knobs(), stands_at=lambda: -1, clock=SystemClock())
         side: Any = None
-        channels = ChannelChoice(owner, knobs, "nccl", side)
+        options: Any = SimpleNamespace(channel="nccl", refused_channels={})
+        channels = ChannelChoice(owner, knobs, options, side, TelemetryBuffer(self.name, SystemClock()))
         meter = ActivityMeter(self.name, SystemClock())
         self.publisher = Publisher(ctx, ranks, channels, meter, lambda channel: 9)
 

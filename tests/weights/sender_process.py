@@ -15,6 +15,7 @@ import msgspec
 from model_tensors import arrays_of, tensors_of
 
 from myxa.actors.weights.channel import make_writer
+from myxa.actors.weights.disk import clear_folders
 from myxa.actors.weights.sender import DeviceWeightSender
 from myxa.actors.weights.shm import ShmWeightWriter
 from myxa.core.errors import MyxaError
@@ -52,11 +53,13 @@ class Writing:
     """Into shared memory or folders."""
 
     def __init__(self, channel: str, folder: str, model_folder: str) -> None:
-        self.channel = channel
+        self.channel, self.folder = channel, Path(folder)
         self.writer = make_writer("disk" if channel == "disk" else "shm", Path(folder), Path(model_folder))
         self.published: dict[int, WeightManifest] = {}
 
     def publish(self, version: int, folder: str) -> WeightManifest | None:
+        if not self.published:
+            clear_folders(self.folder)
         self.published[version] = self.writer.publish(version, arrays_of(Path(folder)))
         return self.published[version]
 

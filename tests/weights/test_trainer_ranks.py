@@ -24,6 +24,7 @@ from myxa.actors.trainer.leader_options import LeaderOptions
 from myxa.actors.trainer.step_plan import PlanOptions
 from myxa.actors.trainer.trainer import Trainer, TrainerOptions
 from myxa.actors.weights.channel import make_writer
+from myxa.actors.weights.disk import clear_folders
 from myxa.actors.weights.sender import DeviceWeightSender, SentChannel
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock
@@ -88,6 +89,7 @@ def trainer(rank: int, backend: StageBackend, run_dir: Path, channel: SentChanne
         sender=lambda named: DeviceWeightSender(
             name, channel=channel, bucket_bytes=1 << 18, host=boot_id(), is_needed=rank < beside
         ),
+        clear=lambda: clear_folders(run_dir / "weights"),
     )
     return Trainer(
         backend=backend,  # pyright: ignore[reportArgumentType]
