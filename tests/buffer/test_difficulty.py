@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mixed_rows import Desk, NamedRows, mixed
+from mixed_rows import Desk, NamedRows, ShuffledRows, mixed
 
 from myxa.actors.buffer.difficulty import NO_WINDOW, Window
 from myxa.actors.ledger.audit import audit_ledger
@@ -124,6 +124,28 @@ def test_a_window_that_leaves_nothing_waits_for_what_is_under_way_and_then_ends_
         "data.difficulty_low and data.difficulty_high, make them equal (no window), or let prompts be tried again with "
         "data.difficulty_skips above 0; then resume the run"
     )
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("num_inside", [1, 3])
+def test_a_few_prompts_inside_are_found_in_every_order_of_the_passes(
+    tmp_path: Path, seed: int, num_inside: int
+) -> None:
+    """First in one pass and last in the next, there are nearly two passes between."""
+    desk = Desk(tmp_path / "ledger.sqlite", ShuffledRows("", 30, seed=seed))
+    inside = {(7 * (k + seed)) % 30 for k in range(num_inside)}
+    for row in desk.draw(30):
+        desk.finish(row, GOOD if desk.told[row.group_id].row in inside else EASY)
+    desk.cursor.use("", HALF)
+    for turn in range(30):
+        (row,) = desk.draw(1)
+        assert desk.told[row.group_id].row in inside
+        desk.finish(row, GOOD if turn < 29 else HARD)
+    for _ in range(num_inside - 1):
+        desk.finish(desk.draw(1)[0], HARD)
+    with pytest.raises(DataError, match=f"all 30 prompts lie .*: {num_inside} below it, {30 - num_inside} above"):
+        desk.draw(1)
+    desk.ledger.close()
 
 
 def _newest(desk: Desk) -> Row:
