@@ -3,6 +3,7 @@ run hears of it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -97,6 +98,38 @@ async def test_a_window_is_looked_through_within_one_draw(shop: Any, make_group:
         stats = await desk.ref.stats()
         assert stats.dropped == {"zero_variance": 2599, "out-of-window": 2599}
         assert buffer_gauges(desk.buffer._store)["buffer/dropped/out-of-window"] == 2599
+
+
+@pytest.mark.asyncio
+async def test_a_pause_ends_a_search(
+    shop: Any, make_group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draw that is held looks again when something changes, not for ever."""
+    limits = BufferLimits(difficulty=Window(low=0.2, high=0.8, skips=1 << 20))
+    async with shop.open(rows=mixed(only=4).by_name["only"], max_staleness=9, limits=limits) as desk:
+        for assignment in (await desk.draw(max_groups=4)).assignments:
+            await desk.ref.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
+        store, looks = desk.buffer._store, 0
+        look = store.draw
+
+        def counted(*args: Any, **options: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return look(*args, **options)
+
+        monkeypatch.setattr(store, "draw", counted)
+        held = asyncio.create_task(desk.draw(max_groups=1, wait_s=WAIT_S))
+        async with asyncio.timeout(WAIT_S):
+            while not store.cursor.is_searching:
+                await asyncio.sleep(0.001)
+            await desk.ref.set_paused(True)
+        looks, num_draws = 0, store.ledger.next_draw
+        await asyncio.sleep(0.3)
+        assert looks <= 1 and store.ledger.next_draw == num_draws and not held.done()
+        await desk.ref.set_paused(False)
+        await asyncio.sleep(0.1)
+        assert store.ledger.next_draw > num_draws, "it goes on where it was"
+        held.cancel()
 
 
 @pytest.mark.asyncio
