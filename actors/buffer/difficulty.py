@@ -85,12 +85,13 @@ class Difficulty:
         self._circled[row.source] += 1
         return True
 
-    def is_hopeless(self, name: str, window: Window) -> bool:
-        """Whether all rows of that source were passed over in a row, and will be until something changes.
+    def is_outside(self, name: str, window: Window) -> bool:
+        """Whether all rows of that source were passed over in a row: will be until something changes, or, with
+        `skips`, for some passes yet.
 
         Where passes are shuffled, a row that comes first in one and last in the next has twice the rest between.
         """
-        return not (window.is_open or window.skips) and self._circled[name] >= 2 * self._sources.num_rows(name) - 1
+        return not window.is_open and self._circled[name] >= 2 * self._sources.num_rows(name) - 1
 
     def in_words(self, names: Sequence[str], window: Window) -> str:
         """Where the prompts of these sources lie."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...core.config.data import MAX_SKIPS
 from ...core.knobs import Tunable
 
 _OWNER = "buffer"
@@ -49,7 +50,7 @@ def _window() -> tuple[Tunable, ...]:
             owner=_OWNER,
             key="data.difficulty_skips",
             low=0,
-            high=1 << 20,
+            high=MAX_SKIPS,
             unit="passes",
             help="Passes in a row that a prompt outside the window is passed over at most, after which it is tried "
             "again; 0 = never again.",

@@ -73,6 +73,7 @@ async def test_a_run_with_one_source_has_no_mix(shop: Any) -> None:
         ({"difficulty_low": 0.5}, "difficulty_low = 0.5 is above difficulty_high = 0: set both, or make them equal"),
         ({"difficulty_high": float("inf")}, "must be finite"),
         ({"difficulty_skips": -1}, "from 0"),
+        ({"difficulty_skips": 101}, "from 0 up to 100"),
     ],
 )
 async def test_what_is_no_mix_and_no_window_is_refused(shop: Any, values: dict[str, Any], text: str) -> None:
@@ -155,3 +156,23 @@ async def test_a_window_that_leaves_nothing_ends_the_run_once_nothing_is_under_w
             in str(failure)
         )
         assert "data.difficulty_skips" in str(failure)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("edited", [Window(low=0.1, high=0.1), Window(skips=4)])
+async def test_a_window_that_was_made_by_knobs_and_ended_the_run_is_taken_back_in_the_run_file(
+    shop: Any, make_group: Callable[..., Group], edited: Window
+) -> None:
+    """As the error says."""
+    rows = mixed(only=4).by_name["only"]
+    async with shop.open(rows=rows, max_staleness=90) as desk:
+        for assignment in (await desk.draw(max_groups=4)).assignments:
+            await desk.ref.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
+        assert (await desk.change(1, difficulty_low=0.2, difficulty_high=0.8, difficulty_skips=0)).accepted
+        with pytest.raises(Exception, match="`myxa set` changed holds until the run file says something new"):
+            await desk.draw(max_groups=1)
+    async with shop.open(rows=rows, max_staleness=90) as desk:
+        with pytest.raises(Exception, match="outside the difficulty window"):
+            await desk.draw(max_groups=1)
+    async with shop.open(rows=rows, max_staleness=90, limits=BufferLimits(difficulty=edited)) as desk:
+        assert len((await desk.draw(max_groups=1, wait_s=WAIT_S)).assignments) == 1
