@@ -8,9 +8,9 @@ from ...core.knobs import Tunable
 _OWNER = "buffer"
 
 
-def draw_tunables(*, is_mixed: bool) -> tuple[Tunable, ...]:
-    """`is_mixed`: there are several sources."""
-    return (*((_mix(),) if is_mixed else ()), *_window())
+def draw_tunables(*, is_mixed: bool, has_rewards: bool) -> tuple[Tunable, ...]:
+    """`is_mixed`: there are several sources. `has_rewards`: prompts can be judged by them."""
+    return (*((_mix(),) if is_mixed else ()), *(_window() if has_rewards else ()))
 
 
 def _mix() -> Tunable:

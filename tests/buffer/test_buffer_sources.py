@@ -14,9 +14,11 @@ from mixed_rows import mixed
 from myxa.actors.buffer.difficulty import Window
 from myxa.actors.buffer.gauges import buffer_gauges
 from myxa.actors.buffer.knobs import BufferLimits
+from myxa.core.config import RunConfig
 from myxa.core.errors import DataError
 from myxa.core.knobs import KnobChange
 from myxa.core.samples import Group
+from myxa.launch.composition.knob_limits import buffer_limits
 
 WAIT_S = 20.0
 
@@ -82,6 +84,22 @@ async def test_what_is_no_mix_and_no_window_is_refused(shop: Any, values: dict[s
         vote = await desk.ref.prepare_knobs(KnobChange(epoch=1, values=values))
         assert not vote.accepted and text in vote.reason, vote.reason
         assert await desk.ref.knobs() == before
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+async def test_a_window_can_be_set_where_there_are_rewards(shop: Any, kind: str) -> None:
+    """As the run file says: learning from demonstrations has none."""
+    rest = {"data": {"train": "d.jsonl", "preset": "chat"}, "algo": {"kind": kind}}
+    if kind == "sft":
+        rest["rollout"] = {"workflow": "demonstration"}
+    limits = buffer_limits(RunConfig.model_validate({"model": {"path": "m"}, **rest}))
+    async with shop.open(limits=limits) as desk:
+        window = {"difficulty_low", "difficulty_high", "difficulty_skips"}
+        assert window & set(await knobs_of(desk)) == (set() if kind == "sft" else window)
+        vote = await desk.ref.prepare_knobs(KnobChange(epoch=1, values={"difficulty_low": 0.2, "difficulty_high": 0.8}))
+        assert vote.accepted is (kind != "sft")
+        assert vote.accepted or "has no knob 'difficulty_" in vote.reason
 
 
 @pytest.mark.asyncio
