@@ -18,9 +18,7 @@ def buffer_limits(config: RunConfig) -> BufferLimits:
     # One death more than that would end the run, or cost it an engine for good.
     max_deaths = min(config.roles.rollout.max_restarts, MAX_DEATHS)
     if config.algo.kind == "sft":
-        return BufferLimits(
-            max_samples=1, quarantine_after=quarantine_after, max_deaths=max_deaths, has_rewards=False
-        )
+        return BufferLimits(max_samples=1, quarantine_after=quarantine_after, max_deaths=max_deaths, has_rewards=False)
     data = config.data
     return BufferLimits(
         min_samples=2 if config.algo.kind in COMPARING_KINDS else 1,
