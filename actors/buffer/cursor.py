@@ -9,7 +9,7 @@ ledger. Knows no admission and no actor.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ...core.errors import DataError
@@ -27,7 +27,8 @@ MAX_PASSED_OVER = 1000
 """Quarantined prompts in a row; then there is nothing to train on."""
 NOTHING_INSIDE = (
     "widen data.difficulty_low and data.difficulty_high, make them equal (no window), or let prompts be tried again "
-    "with data.difficulty_skips above 0; then resume the run"
+    "with data.difficulty_skips above 0; then resume the run. What `myxa set` changed holds until the run file says "
+    "something new: write values other than it had (0.1 for both ends is no window either)"
 )
 MAX_LOOKS = 1000
 """Draws that are passed over at one go, after which others may have their turn."""
@@ -50,6 +51,8 @@ class PromptCursor:
         """The last draft ended for the number of prompts that it passed over: go on at once."""
         self.is_waiting = False
         """The last draft found nothing inside the window, and groups are under way that may change that."""
+        self._busy: Collection[str] | None = None
+        """`_under_way`, once one draft has asked."""
         self._weights = parse_mix(mix_text(self.sources.weights), self.sources.names) if self.sources.weights else {}
         self._shares: dict[tuple[str, ...], dict[str, int]] = {}
         self._off: set[str] = {name for name in self.sources.names if self._is_ended(name, 0)}
@@ -67,6 +70,7 @@ class PromptCursor:
     def draft(self, num_samples: int) -> Draft:
         """The next draws, of groups of so many samples, as they will be once the ledger has them."""
         self.is_searching = self.is_waiting = False
+        self._busy = None
         return Draft(self, num_samples)
 
     def prompt_of(self, row: Row) -> Prompt:
@@ -93,21 +97,32 @@ class PromptCursor:
         """Is there a prompt that nobody has got?"""
         return self.ledger.redraw() is not None or any(not self._is_ended(name, 0) for name in self._wanted)
 
-    def names_on(self, ahead: Counter[str], *, has_new: bool) -> list[str]:
-        """Sources to draw from, after so many draws `ahead` of each; empty: there is none, or none yet.
+    def names_on(self, ahead: Counter[str], new: Collection[str]) -> list[str]:
+        """Sources to draw from, after so many draws `ahead` of each; empty: there is none, or none yet. One that has
+        nothing inside the window is left out: for good, or with `skips` while groups of its own are under way (`new`:
+        sources of those about to be), whose rewards might tell something new.
 
-        Raises DataError if no prompt is inside the window, and no group is under way (`has_new`: or about to be) whose
-        rewards might tell something new.
+        Raises DataError if no prompt is inside for good, and no group is under way.
         """
         names = [name for name in self._wanted if not self._is_ended(name, ahead[name])]
-        dry = [name for name in names if self.difficulty.is_hopeless(name, self.window)]
-        found = [name for name in names if name not in dry]
-        self._tell_of(set(self._wanted) - set(found), set(dry), ahead, rest="; others go on" if found else "")
-        if dry and not found:
-            self.is_waiting = has_new or bool(self.ledger.rows(State.DISPATCHED, State.REQUEUED))
+        outside = [name for name in names if self.difficulty.is_outside(name, self.window)]
+        busy = {*new, *self._under_way()} if outside else set[str]()
+        dry = [] if self.window.skips else outside
+        resting = [name for name in outside if name in busy] if self.window.skips else []
+        found = [name for name in names if name not in dry and name not in resting]
+        off = set(self._wanted) - {*found, *resting}
+        self._tell_of(off, set(dry), ahead, rest="; others go on" if found else "")
+        if outside and not found:
+            self.is_waiting = bool(busy)
             if not self.is_waiting:
                 raise DataError(self.difficulty.in_words(dry, self.window), remedy=NOTHING_INSIDE)
         return found
+
+    def _under_way(self) -> Collection[str]:
+        """Sources of groups that rollout actors have, or are to have again."""
+        if self._busy is None:
+            self._busy = {row.source for row in self.ledger.rows(State.DISPATCHED, State.REQUEUED)}
+        return self._busy
 
     def shares(self, names: Sequence[str]) -> dict[str, int]:
         """Of these sources among each other."""
@@ -162,6 +177,8 @@ class Draft:
         self._num_samples = num_samples
         self._ledger = cursor.ledger
         self._taken: Counter[str] = Counter()
+        self._given: set[str] = set()
+        """Sources of those that are given out."""
         self._repeated: set[int] = set()
         self._in_stretch: Counter[str] = Counter(cursor.ledger.draws.in_stretch)
         self.stretch = cursor.ledger.draws.stretch
@@ -187,6 +204,7 @@ class Draft:
                 continue
             self.rows.append(row)
             self.prompts[row.group_id] = prompt
+            self._given.add(row.source)
             self._in_stretch[row.source] += row.redraw_of < 0
             return row
         self._cursor.is_searching = True
@@ -201,7 +219,7 @@ class Draft:
             before = self._ledger.find(dropped)
             source, number = ("", -1) if before is None else (before.source, before.source_draw)
             return Row(group_id, draw, dropped, self._num_samples, source=source, source_draw=number)
-        names = self._cursor.names_on(self._taken, has_new=bool(self.prompts))
+        names = self._cursor.names_on(self._taken, self._given)
         if not names:
             return None
         draw = self._ledger.next_draw + self._taken.total()

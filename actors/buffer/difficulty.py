@@ -85,13 +85,18 @@ class Difficulty:
         self._circled[row.source] += 1
         return True
 
-    def is_hopeless(self, name: str, window: Window) -> bool:
-        """Whether all rows of that source were passed over in a row, and will be until something changes."""
-        return not (window.is_open or window.skips) and self._circled[name] >= self._sources.num_rows(name)
+    def is_outside(self, name: str, window: Window) -> bool:
+        """Whether all rows of that source were passed over in a row: will be until something changes, or, with
+        `skips`, for some passes yet.
+
+        Where passes are shuffled, a row that comes first in one and last in the next has twice the rest between.
+        """
+        return not window.is_open and self._circled[name] >= 2 * self._sources.num_rows(name) - 1
 
     def in_words(self, names: Sequence[str], window: Window) -> str:
         """Where the prompts of these sources lie."""
-        rewards = [seen.reward for (name, _), seen in self._known().items() if name in names]
+        known = [seen.reward for (name, _), seen in self._known().items() if name in names]
+        rewards = [reward for reward in known if not window.holds(reward)]
         below = sum(reward < window.low for reward in rewards)
         whose = f" of {names[0]}" if len(names) == 1 and names[0] else ""
         return (

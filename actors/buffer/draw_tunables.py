@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from ...core.config.data import MAX_SKIPS
 from ...core.knobs import Tunable
 
 _OWNER = "buffer"
 
 
-def draw_tunables(*, is_mixed: bool) -> tuple[Tunable, ...]:
-    """`is_mixed`: there are several sources."""
-    return (*((_mix(),) if is_mixed else ()), *_window())
+def draw_tunables(*, is_mixed: bool, has_rewards: bool) -> tuple[Tunable, ...]:
+    """`is_mixed`: there are several sources. `has_rewards`: prompts can be judged by them."""
+    return (*((_mix(),) if is_mixed else ()), *(_window() if has_rewards else ()))
 
 
 def _mix() -> Tunable:
@@ -49,7 +50,7 @@ def _window() -> tuple[Tunable, ...]:
             owner=_OWNER,
             key="data.difficulty_skips",
             low=0,
-            high=1 << 20,
+            high=MAX_SKIPS,
             unit="passes",
             help="Passes in a row that a prompt outside the window is passed over at most, after which it is tried "
             "again; 0 = never again.",

@@ -46,6 +46,8 @@ class BufferLimits:
     """Of rollout actors or engines, that one group may bring about."""
     difficulty: Window = NO_WINDOW
     """Of prompts that are drawn, as the run file says."""
+    has_rewards: bool = True
+    """Whether prompts can be judged by them, so that a window means something."""
     vocab_size: int = MAX_ID + 1
     """Engines refuse requests with token ids from here on."""
 
@@ -187,7 +189,7 @@ def buffer_tunables(filters: Sequence[str], limits: BufferLimits, sources: Seque
         *_sampling_tunables(),
         *_size_tunables(limits),
         _filter_tunable(filters),
-        *draw_tunables(is_mixed=bool(sources)),
+        *draw_tunables(is_mixed=bool(sources), has_rewards=limits.has_rewards),
     )
 
 

@@ -95,10 +95,10 @@ class BufferStore:
     def draw(self, request: DrawRequest, version: int, now_s: float, *, is_undone: bool = False) -> list[Assignment]:
         """Groups for an engine that serves `version`: first what was handed back, then new draws. `is_undone`: it only
         counts as serving it; see `engine_versions.py`."""
+        draft = self.cursor.draft(self.settings.values.num_samples)  # first: no search goes on while nothing is given
         if not self._turns.is_open:
             return []
         again: list[Row] = []
-        draft = self.cursor.draft(self.settings.values.num_samples)
         try:
             waiting, max_groups = self._turns.turn(request, version, now_s)
             for row in waiting:

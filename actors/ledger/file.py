@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +26,8 @@ LIVE = "live/"
 """Prefix of the keys of settings that were changed while the run went on."""
 
 _COLUMNS = tuple(f.name for f in fields(Row))
+_VALUES = attrgetter(*_COLUMNS)
+"""Of a row; `dataclasses.astuple` would copy each of them, which costs more than to write them."""
 _LATER = {"terms": "0", "source": "''", "source_draw": "-1", "reward": "NULL"}
 """Columns that ledgers did not have from the beginning, and what is true of a row from before."""
 _KINDS = {"group_id": "INTEGER PRIMARY KEY", "reward": ""}
@@ -251,7 +254,7 @@ class LedgerFile(LedgerReader):
         batches: tuple[tuple[str, Sequence[Any]], ...] = (
             (
                 f"INSERT OR REPLACE INTO groups({', '.join(_COLUMNS)}) VALUES ({row_marks})",
-                [astuple(row) for row in change.rows.values()],
+                list(map(_VALUES, change.rows.values())),
             ),
             ("INSERT INTO transitions VALUES (NULL, ?, ?, ?, ?, ?, ?)", change.transitions),
             ("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", change.payloads),

@@ -19,6 +19,8 @@ from .tables import as_table
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 MAX_SOURCES = 64
 MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
+MAX_SKIPS = 100
+"""Every draw that is passed over is a row of the ledger."""
 _COLUMN_KEYS = ("prompt_key", "label_key", "metadata_key", "messages_key", "answer_key")
 
 
@@ -95,7 +97,7 @@ class DataSettings(Section, frozen=True):
     when it comes up again; equal to `difficulty_high` = no such window."""
     difficulty_high: float = 0.0
     """The window's upper end; both ends are inside."""
-    difficulty_skips: CountInt = 3
+    difficulty_skips: Annotated[int, Field(ge=0, le=MAX_SKIPS)] = 3
     """Passes in a row that such a prompt is passed over at most, after which it is tried again; 0 = never again."""
 
     @model_validator(mode="before")

@@ -17,18 +17,15 @@ def buffer_limits(config: RunConfig) -> BufferLimits:
     context_length, quarantine_after = config.engine.context_length, config.reward.quarantine_after
     # One death more than that would end the run, or cost it an engine for good.
     max_deaths = min(config.roles.rollout.max_restarts, MAX_DEATHS)
-    data = config.data
-    difficulty = Window(low=data.difficulty_low, high=data.difficulty_high, skips=data.difficulty_skips)
     if config.algo.kind == "sft":
-        return BufferLimits(
-            max_samples=1, quarantine_after=quarantine_after, max_deaths=max_deaths, difficulty=difficulty
-        )
+        return BufferLimits(max_samples=1, quarantine_after=quarantine_after, max_deaths=max_deaths, has_rewards=False)
+    data = config.data
     return BufferLimits(
         min_samples=2 if config.algo.kind in COMPARING_KINDS else 1,
         max_new_tokens=context_length - 1 if context_length else MAX_TOKENS,
         quarantine_after=quarantine_after,
         max_deaths=max_deaths,
-        difficulty=difficulty,
+        difficulty=Window(low=data.difficulty_low, high=data.difficulty_high, skips=data.difficulty_skips),
         vocab_size=_vocab_size(config.model.path),
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from myxa.actors.buffer.cursor import PromptCursor
+from myxa.actors.data.order import Order
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import Row
 from myxa.core.samples import Message, Prompt
@@ -46,6 +47,18 @@ class NamedRows:
 
     def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
         return ()
+
+
+@dataclass
+class ShuffledRows(NamedRows):
+    """Every pass in an order of its own."""
+
+    seed: int = 0
+
+    def row_of(self, draw: int) -> int | None:
+        if super().row_of(draw) is None:
+            return None
+        return Order(self.num_rows, self.seed, is_shuffled=True).row(*divmod(draw, self.num_rows))
 
 
 @dataclass

@@ -3,6 +3,7 @@ run hears of it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,11 @@ from mixed_rows import mixed
 from myxa.actors.buffer.difficulty import Window
 from myxa.actors.buffer.gauges import buffer_gauges
 from myxa.actors.buffer.knobs import BufferLimits
+from myxa.core.config import RunConfig
 from myxa.core.errors import DataError
 from myxa.core.knobs import KnobChange
 from myxa.core.samples import Group
+from myxa.launch.composition.knob_limits import buffer_limits
 
 WAIT_S = 20.0
 
@@ -72,6 +75,7 @@ async def test_a_run_with_one_source_has_no_mix(shop: Any) -> None:
         ({"difficulty_low": 0.5}, "difficulty_low = 0.5 is above difficulty_high = 0: set both, or make them equal"),
         ({"difficulty_high": float("inf")}, "must be finite"),
         ({"difficulty_skips": -1}, "from 0"),
+        ({"difficulty_skips": 101}, "from 0 up to 100"),
     ],
 )
 async def test_what_is_no_mix_and_no_window_is_refused(shop: Any, values: dict[str, Any], text: str) -> None:
@@ -80,6 +84,22 @@ async def test_what_is_no_mix_and_no_window_is_refused(shop: Any, values: dict[s
         vote = await desk.ref.prepare_knobs(KnobChange(epoch=1, values=values))
         assert not vote.accepted and text in vote.reason, vote.reason
         assert await desk.ref.knobs() == before
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+async def test_a_window_can_be_set_where_there_are_rewards(shop: Any, kind: str) -> None:
+    """As the run file says: learning from demonstrations has none."""
+    rest = {"data": {"train": "d.jsonl", "preset": "chat"}, "algo": {"kind": kind}}
+    if kind == "sft":
+        rest["rollout"] = {"workflow": "demonstration"}
+    limits = buffer_limits(RunConfig.model_validate({"model": {"path": "m"}, **rest}))
+    async with shop.open(limits=limits) as desk:
+        window = {"difficulty_low", "difficulty_high", "difficulty_skips"}
+        assert window & set(await knobs_of(desk)) == (set() if kind == "sft" else window)
+        vote = await desk.ref.prepare_knobs(KnobChange(epoch=1, values={"difficulty_low": 0.2, "difficulty_high": 0.8}))
+        assert vote.accepted is (kind != "sft")
+        assert vote.accepted or "has no knob 'difficulty_" in vote.reason
 
 
 @pytest.mark.asyncio
@@ -97,6 +117,38 @@ async def test_a_window_is_looked_through_within_one_draw(shop: Any, make_group:
         stats = await desk.ref.stats()
         assert stats.dropped == {"zero_variance": 2599, "out-of-window": 2599}
         assert buffer_gauges(desk.buffer._store)["buffer/dropped/out-of-window"] == 2599
+
+
+@pytest.mark.asyncio
+async def test_a_pause_ends_a_search(
+    shop: Any, make_group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draw that is held looks again when something changes, not for ever."""
+    limits = BufferLimits(difficulty=Window(low=0.2, high=0.8, skips=1 << 20))
+    async with shop.open(rows=mixed(only=4).by_name["only"], max_staleness=9, limits=limits) as desk:
+        for assignment in (await desk.draw(max_groups=4)).assignments:
+            await desk.ref.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
+        store, looks = desk.buffer._store, 0
+        look = store.draw
+
+        def counted(*args: Any, **options: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return look(*args, **options)
+
+        monkeypatch.setattr(store, "draw", counted)
+        held = asyncio.create_task(desk.draw(max_groups=1, wait_s=WAIT_S))
+        async with asyncio.timeout(WAIT_S):
+            while not store.cursor.is_searching:
+                await asyncio.sleep(0.001)
+            await desk.ref.set_paused(True)
+        looks, num_draws = 0, store.ledger.next_draw
+        await asyncio.sleep(0.3)
+        assert looks <= 1 and store.ledger.next_draw == num_draws and not held.done()
+        await desk.ref.set_paused(False)
+        await asyncio.sleep(0.1)
+        assert store.ledger.next_draw > num_draws, "it goes on where it was"
+        held.cancel()
 
 
 @pytest.mark.asyncio
@@ -122,3 +174,23 @@ async def test_a_window_that_leaves_nothing_ends_the_run_once_nothing_is_under_w
             in str(failure)
         )
         assert "data.difficulty_skips" in str(failure)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("edited", [Window(low=0.1, high=0.1), Window(skips=4)])
+async def test_a_window_that_was_made_by_knobs_and_ended_the_run_is_taken_back_in_the_run_file(
+    shop: Any, make_group: Callable[..., Group], edited: Window
+) -> None:
+    """As the error says."""
+    rows = mixed(only=4).by_name["only"]
+    async with shop.open(rows=rows, max_staleness=90) as desk:
+        for assignment in (await desk.draw(max_groups=4)).assignments:
+            await desk.ref.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
+        assert (await desk.change(1, difficulty_low=0.2, difficulty_high=0.8, difficulty_skips=0)).accepted
+        with pytest.raises(Exception, match="`myxa set` changed holds until the run file says something new"):
+            await desk.draw(max_groups=1)
+    async with shop.open(rows=rows, max_staleness=90) as desk:
+        with pytest.raises(Exception, match="outside the difficulty window"):
+            await desk.draw(max_groups=1)
+    async with shop.open(rows=rows, max_staleness=90, limits=BufferLimits(difficulty=edited)) as desk:
+        assert len((await desk.draw(max_groups=1, wait_s=WAIT_S)).assignments) == 1

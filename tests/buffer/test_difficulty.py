@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mixed_rows import Desk, NamedRows, mixed
+from mixed_rows import Desk, NamedRows, ShuffledRows, mixed
 
 from myxa.actors.buffer.difficulty import NO_WINDOW, Window
 from myxa.actors.ledger.audit import audit_ledger
@@ -122,14 +122,68 @@ def test_a_window_that_leaves_nothing_waits_for_what_is_under_way_and_then_ends_
     assert str(caught.value) == (
         "the mean rewards of all 4 prompts lie outside the difficulty window 0.2 to 0.8: 1 below it, 3 above -- widen "
         "data.difficulty_low and data.difficulty_high, make them equal (no window), or let prompts be tried again with "
-        "data.difficulty_skips above 0; then resume the run"
+        "data.difficulty_skips above 0; then resume the run. What `myxa set` changed holds until the run file says "
+        "something new: write values other than it had (0.1 for both ends is no window either)"
     )
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("num_inside", [1, 3])
+def test_a_few_prompts_inside_are_found_in_every_order_of_the_passes(
+    tmp_path: Path, seed: int, num_inside: int
+) -> None:
+    """First in one pass and last in the next, there are nearly two passes between."""
+    desk = Desk(tmp_path / "ledger.sqlite", ShuffledRows("", 30, seed=seed))
+    inside = {(7 * (k + seed)) % 30 for k in range(num_inside)}
+    for row in desk.draw(30):
+        desk.finish(row, GOOD if desk.told[row.group_id].row in inside else EASY)
+    desk.cursor.use("", HALF)
+    for turn in range(30):
+        (row,) = desk.draw(1)
+        assert desk.told[row.group_id].row in inside
+        desk.finish(row, GOOD if turn < 29 else HARD)
+    for _ in range(num_inside - 1):
+        desk.finish(desk.draw(1)[0], HARD)
+    with pytest.raises(DataError, match=f"all 30 prompts lie .*: {num_inside} below it, {30 - num_inside} above"):
+        desk.draw(1)
+    desk.ledger.close()
 
 
 def _newest(desk: Desk) -> Row:
     row = desk.ledger.find(desk.ledger.next_group_id - 1)
     assert row is not None
     return row
+
+
+@pytest.mark.parametrize("reward", [GOOD, HARD])
+def test_passes_are_not_gone_through_while_groups_under_way_may_open_the_window(desk: Desk, reward: float) -> None:
+    """A prompt that was inside, and is drawn again before the window moves away from it."""
+    first_pass(desk, EASY, EASY, EASY, 0.9)
+    desk.cursor.use("", Window(low=0.8, high=0.95, skips=50))
+    (last,) = desk.draw(1)
+    desk.cursor.use("", Window(low=0.2, high=0.8, skips=50))
+    for _ in range(3):
+        assert desk.draw(1) == []
+    assert desk.cursor.is_waiting and desk.cursor.has_next
+    assert desk.ledger.next_draw == 8 + 7, "every row was looked at"
+    desk.finish(last, reward)
+    (found,) = desk.draw(1)
+    assert found.draw == (15 if reward == GOOD else 4 * 51), "what is known now, or what is tried again"
+
+
+def test_a_source_whose_groups_may_open_the_window_leaves_the_others_their_turn(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "ledger.sqlite", mixed(easy=3, good=5))
+    first = desk.draw(6)
+    for row in first:
+        desk.finish(row, EASY if row.source == "easy" else GOOD)
+    (last,) = [row for row in desk.draw(2) if row.source == "easy"]
+    desk.cursor.use("easy:1,good:1", Window(low=0.2, high=0.8, skips=50))
+    assert [row.source for row in desk.draw(6)] == ["good"] * 6
+    assert desk.ledger.tally.dropped[OUT_OF_WINDOW] == 5 and desk.cursor.take_news() == []
+    desk.finish(last, GOOD)
+    drawn = desk.draw(6)
+    assert sorted(row.source for row in drawn) == ["easy"] * 3 + ["good"] * 3
+    desk.ledger.close()
 
 
 def test_the_other_sources_go_on_without_one_that_has_nothing_inside(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ MISTAKES = [
     ("[data.sources]\n", "run.toml:3: data.train: is missing: JSONL or parquet file"),
     ("".join(f'[data.sources.s{n}]\npath = "a"\n' for n in range(65)), "data.sources: has 65 sources, but at most 64"),
     ('train = "a"\ndifficulty_low = 0.5\n', "run.toml:5: data.difficulty_low = 0.5: is above difficulty_high = 0"),
+    ('train = "a"\ndifficulty_skips = 101\n', "run.toml:5: data.difficulty_skips = 101: must be at most 100"),
     (f'{MATH}[algo]\nkind = "sft"\n', 'run.toml:4: data.sources.math.answer_key = "" (default): algo.kind = "sft" needs'),
 ]  # fmt: skip
 
