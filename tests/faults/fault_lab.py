@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -67,3 +68,17 @@ class LabReport:
             await asyncio.sleep(0.05)
         for stock in stocks:
             self.effects |= effects(stock)
+
+
+NOTED = ("call", "idempotent", "cast", "stream")
+"""Operations whose handlers write down that they begin."""
+BEGIN_S = 5.0
+
+
+async def begun(stock: Path, tokens: Mapping[str, str]) -> None:
+    """Wait until those of these operations (kind -> token) are under way at the callee that say so: on a busy machine a
+    fault that strikes after a fixed time may come before them. After `BEGIN_S` the verdict has the word."""
+    wanted = {(kind, token) for kind, token in tokens.items() if kind in NOTED}
+    give_up_at = time.monotonic() + BEGIN_S
+    while not wanted <= effects(stock).keys() and time.monotonic() < give_up_at:
+        await asyncio.sleep(0.01)

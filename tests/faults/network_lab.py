@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from depot import Depot, DepotContract
 from detour import Wire, detour
-from fault_lab import FaultLab, LabReport, Rows
+from fault_lab import FaultLab, LabReport, Rows, begun
 from fault_table import Fault
 from operations import BULK_BYTES, CALLING, Plan, Result, begin, judged
 
@@ -104,6 +104,7 @@ class NetworkLab(FaultLab):
             tasks["join"] = asyncio.get_running_loop().create_task(judged("join", work))
         if fault.strikes:
             await asyncio.sleep(STRIKE_S)
+            await begun(place.stock, {kind: f"{kind}-{place.host}" for kind in tasks})
             self._apply(name, place)
         if fault.lasts_s:
             await asyncio.sleep(fault.lasts_s)

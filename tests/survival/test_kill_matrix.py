@@ -62,7 +62,8 @@ KILLS = {
         (
             "rollout.partial:kill:3", "monitor.telemetry:kill:3", "rollout.reward:kill:3", "rollout.put:kill:2",
             "rollout.prepare:kill:1", "rollout.commit:kill:1",
-        )
+        ),
+        num_steps=40,
     ),
     "buffer": Cells(
         (
