@@ -18,12 +18,10 @@ then begun again with one that is not, and the report says which operation it wa
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -36,7 +34,7 @@ from memory_colocated import RUN_FILE, sets_of
 from memory_figures import MIB, quantile, tell_when_ended
 from runs import stage
 from servers import free_port
-from train_speed import make_shard, wait_for
+from train_speed import make_shard, run_ranks
 
 from myxa.actors.backends.torch_backend.world import Gang
 from myxa.actors.tenancy.time_share import TRAINER_TAGS
@@ -162,18 +160,7 @@ def run(options: argparse.Namespace, name: str, *, switches: bool) -> list[dict[
     command += ["--folder", str(options.folder), *(("--switches",) if switches else ())]
     command += ["--lenient"] if options.lenient else []
     logs = [options.folder / f"{name}.{rank}.log" for rank in range(options.ranks)]
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, log in enumerate(logs):
-            environment = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with log.open("wb") as file:
-                processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
-        statuses = wait_for(processes, options.limit)
-    finally:
-        for process in processes:
-            with contextlib.suppress(OSError):
-                process.kill()
-            process.wait()
+    statuses = run_ranks(command, base, logs, options.limit)
     bad = next((rank for rank, status in enumerate(statuses) if status != 0), None)
     if bad is not None:
         text = logs[bad].read_text(encoding="utf-8", errors="replace")[-1500:]

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,25 +183,32 @@ def run_case(options: argparse.Namespace, backend: str, folder: Path) -> dict[st
         "--packs", str(options.packs), "--per-pack", str(options.per_pack), "--length", str(options.length),
         "--steps", str(options.steps), "--backend", backend, "--folder", str(folder), "--sets", *options.sets,
     ]  # fmt: skip
-    processes: list[subprocess.Popen[bytes]] = []
     logs = [folder / f"train_{backend}_{rank}.log" for rank in range(options.world)]
-    try:
-        for rank, log in enumerate(logs):
-            environment = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with log.open("wb") as file:
-                processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
-        statuses = wait_for(processes, options.limit)
-    finally:
-        for process in processes:
-            with contextlib.suppress(OSError):
-                process.kill()
-            process.wait()
+    statuses = run_ranks(command, base, logs, options.limit)
     for line in logs[0].read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith(MARK):
             return json.loads(line.removeprefix(MARK))
     first = next((rank for rank, status in enumerate(statuses) if status), 0)
     text = logs[first].read_text(encoding="utf-8", errors="replace")[-1200:]
     return f"rank {first} ended with {statuses[first]}: {text}"
+
+
+def run_ranks(
+    command: Sequence[str], base: Mapping[str, str], logs: Sequence[Path], limit_s: float
+) -> list[int | None]:
+    """The same command once for each log, as ranks of a gang, to their end; none outlives the call."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, log in enumerate(logs):
+            environment = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with log.open("wb") as file:
+                processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
+        return wait_for(processes, limit_s)
+    finally:
+        for process in processes:
+            with contextlib.suppress(OSError):
+                process.kill()
+            process.wait()
 
 
 def wait_for(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[int | None]:
