@@ -131,7 +131,8 @@ class TopApp(App[None]):
     @on(Seen)
     def seen(self, event: Seen) -> None:
         """Show it."""
-        self.show(event.picture)
+        if self.is_running:  # not while the widgets are being taken away: this may have waited in the queue
+            self.show(event.picture)
 
     def show(self, picture: Picture) -> None:
         """Put a picture on the screen."""
@@ -161,7 +162,7 @@ class TopApp(App[None]):
         return cast("Tree[str]", self._page.query_one("#tree"))
 
     def _show_page(self) -> None:
-        if self._picture is None:
+        if self._picture is None or not self.is_running:
             return
         width = max(40, self._page.query_one("#tabs").size.width - 5)
         page = pages.run_page(self._picture, self._pace, width, is_ascii=self._is_ascii)
@@ -198,7 +199,7 @@ class TopApp(App[None]):
     @on(Tree.NodeHighlighted)
     def choose(self, event: Tree.NodeHighlighted[str]) -> None:
         """Another actor: its page, log and stack."""
-        if event.node.data and event.node.data != self._actor:
+        if self.is_running and event.node.data and event.node.data != self._actor:
             self._actor = event.node.data
             self._show_page()
             self._say("log", f"asking for the log of {self._actor} ...")
@@ -223,6 +224,8 @@ class TopApp(App[None]):
     @on(TabbedContent.TabActivated)
     def activated(self, event: TabbedContent.TabActivated) -> None:
         """A page was chosen, by key or by pointer."""
+        if not self.is_running:
+            return
         if event.pane.id == "stack":
             self._read_stack(self._actor)
         self._look_for_log()
@@ -234,6 +237,8 @@ class TopApp(App[None]):
         self._fit()
 
     def _fit(self) -> None:
+        if not self.is_running:
+            return
         page = self._tabs().active
         self._page.query_one("#body").set_class(self.size.width >= _ROOMY, "-roomy")
         has_room = self.size.width >= _ROOMY or page not in _OWN_FOCUS
@@ -337,6 +342,8 @@ class TopApp(App[None]):
     @on(Read)
     def read(self, event: Read) -> None:
         """Show it, if that actor is still the chosen one."""
+        if not self.is_running:
+            return
         if not event.page:
             self.notify(event.text)
             return

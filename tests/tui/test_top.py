@@ -9,17 +9,18 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import Input
+from textual.widgets import Input, Static
 
 from myxa.core.errors import ConfigError
 from myxa.launch.cli import main
 from myxa.launch.control.live_runs import ControlNote
 from myxa.launch.tui.app import TopApp
 from myxa.launch.tui.feed import Feed, last_word
+from myxa.launch.tui.tables import Read, Seen
 
 PATIENCE_S = 20.0
 
@@ -99,6 +100,23 @@ async def test_a_wide_terminal_shows_lags_and_engines_too(planting, seat) -> Non
     async with driven(planting, seat, size=(130, 50)) as (pilot, _, _):
         text = await sees(pilot, "<- bound", "v120", "v119", "compute 9", "drains")
         assert re.search(r"lag 0 +█+ +14", text)
+
+
+class Leaving(Static):
+    """Has the application look once more while its widgets are being taken away."""
+
+    def on_unmount(self) -> None:
+        app = cast("TopApp", self.app)
+        assert app._picture is not None
+        app.post_message(Seen(app._picture))
+        app.post_message(Read("log", app._actor, "the last line"))
+
+
+@pytest.mark.asyncio
+async def test_what_is_told_while_the_screen_goes_is_left_unsaid(planting, seat) -> None:
+    async with driven(planting, seat) as (pilot, _, _):
+        await sees(pilot, "85 of 96")
+        await pilot.app.mount(Leaving("leaving"))
 
 
 @pytest.mark.asyncio
