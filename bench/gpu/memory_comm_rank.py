@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from myxa.memory.communicators.reload import ReloadComms
 
 torch_dist: Any = dist
 TIMEOUT_S = 60.0
+REPLAY_S = 20.0
 MIB = 1 << 20
 
 
@@ -50,7 +50,7 @@ class Rank:
             torch.cuda.set_device(self.device)
             torch.zeros(1, device=self.device)
         wait = timedelta(seconds=TIMEOUT_S)
-        self.store = torch_dist.TCPStore("127.0.0.1", port, num_ranks, rank == 0, timeout=wait)
+        self.store = torch_dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=wait)
         self._number = 0
 
     def join(self, backend: str) -> None:
@@ -72,13 +72,6 @@ class Rank:
         key = f"{point}.{self._number}"
         self.store.set(f"{key}/{self.rank}", "1")
         self.store.wait([f"{key}/{rank}" for rank in range(self.num_ranks)], timedelta(seconds=TIMEOUT_S))
-
-    def leave(self, others: Sequence[int]) -> None:
-        """End, rank 0 after all `others`: it is the host of the store in which they still look."""
-        if self.rank != 0:
-            self.store.set(f"left/{self.rank}", "1")
-        elif others:
-            self.store.wait([f"left/{rank}" for rank in others], timedelta(seconds=TIMEOUT_S))
 
     def keep(self, **facts: Any) -> None:
         self.found |= facts
@@ -278,14 +271,27 @@ def suspend(me: Rank) -> None:
         cycles["restore"].append(restored - resumed)
         seen.append((*counts(), me.free()))
         me.keep(cycles=cycles, counts=seen, freed=freed, told_away=told)
+    me.step("the rate after it all")
+    me.keep(bus_after=bus_gb_s(me))
     me.step("replay")
-    value.fill_(float(me.rank))
-    graph.replay()
-    torch.cuda.synchronize()
-    is_right = float(value[0]) == me.num_ranks * (me.num_ranks - 1) / 2
-    me.keep(bus_after=bus_gb_s(me), graph="right" if is_right else f"WRONG: {float(value[0])}")
+    me.keep(graph=replayed(me, graph, value))
     me.reach("ended")
     faulthandler.cancel_dump_traceback_later()
+
+
+def replayed(me: Rank, graph: torch.cuda.CUDAGraph, value: torch.Tensor) -> str:
+    """Whether the graph still does what it did. It may wait on the device for ever: that ends with this process."""
+    value.fill_(float(me.rank))
+    graph.replay()
+    done = torch.cuda.Event()
+    done.record()
+    until = time.monotonic() + REPLAY_S
+    while not done.query():
+        if time.monotonic() > until:
+            return f"did not end within {REPLAY_S:g} s"
+        time.sleep(0.01)
+    is_right = float(value[0]) == me.num_ranks * (me.num_ranks - 1) / 2
+    return "right" if is_right else f"WRONG: {float(value[0])}"
 
 
 def captured(me: Rank) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
@@ -339,7 +345,6 @@ def main() -> None:
     name = options.pop("name", stage)
     me = Rank(name, Path(out), int(rank), int(num_ranks), int(port), device, **options)
     STAGES[stage](me)
-    me.leave(range(1, me.num_ranks - (stage == "kill")))
     sys.stdout.flush()
     os._exit(0)  # destructors of communicators whose peers ended already may wait
 

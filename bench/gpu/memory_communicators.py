@@ -25,10 +25,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from figures import Report, median, number, parser, work_folder
 from memory_device import settled_used
 from memory_figures import GIB, MIB, quantile
-from servers import free_port
 from train_speed import wait_for
 
 from myxa.core.errors import MemoryFault
@@ -72,13 +72,14 @@ class GangOf:
         environment: dict[str, str] | None = None,
         limit_s: float = 120.0,
         dying: Sequence[int] = (),
-        meanwhile: Callable[[int], None] | None = None,
+        meanwhile: Callable[[Any], None] | None = None,
     ) -> list[dict[str, Any]]:
-        """What each rank found; of a rank in `dying`, nothing. `meanwhile` is called with the store's port."""
+        """What each rank found; of a rank in `dying`, nothing. `meanwhile` is called with the ranks' store, which
+        is this process's: a rank may end before the others have."""
         name = name or stage
         for old in self.work.glob(f"{name}.*.json"):
             old.unlink()
-        port = free_port()
+        store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]  # documented
         told = {"OMP_NUM_THREADS": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", **(environment or {})}
         logs = [self.work / f"{name}.{rank}.log" for rank in range(self.num_ranks)]
         processes: list[subprocess.Popen[bytes]] = []
@@ -86,14 +87,14 @@ class GangOf:
             for rank, log in enumerate(logs):
                 command = [
                     sys.executable, "-W", "ignore", str(RANK), stage, str(self.work), str(rank), str(self.num_ranks),
-                    str(port), self.options.device, f"name={name}", *words,
+                    str(store.port), self.options.device, f"name={name}", *words,
                 ]  # fmt: skip
                 with log.open("wb") as file:
                     processes.append(
                         subprocess.Popen(command, env={**os.environ, **told}, stdout=file, stderr=subprocess.STDOUT)
                     )
             if meanwhile is not None:
-                meanwhile(port)
+                meanwhile(store)
             living = [process for rank, process in enumerate(processes) if rank not in dying]
             statuses = wait_for(living, limit_s)
         finally:
@@ -180,11 +181,8 @@ def tell_reload(report: Report, gang: GangOf) -> None:
     before = [] if is_cpu else [settled_used(rank) for rank in range(gang.num_ranks)]
     residue: list[int] = []
 
-    def go_on(port: int) -> None:
+    def go_on(store: Any) -> None:
         """All ranks have released for the first time and wait for this."""
-        import torch.distributed as dist  # the parent needs it here alone
-
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=90))  # pyright: ignore[reportPrivateImportUsage]  # documented
         keys = [f"measured away.2/{rank}" for rank in range(gang.num_ranks)]
         store.wait(keys, timedelta(seconds=90))
         if not is_cpu:

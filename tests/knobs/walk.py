@@ -33,11 +33,13 @@ SOURCES = (
 MIX = "left:0.25,right:0.75"
 LOW, HIGH, SKIPS = 0.3, 0.7, 1
 
-REWARD = '''"""Half of all answers are right, whoever gives them: most groups have both kinds, and some do not."""
+REWARD = '''"""Half of all answers are right, and nothing of it can be learned: most groups have both kinds, and some do not."""
+
+import random
 
 
 def score(completion):
-    return float(sum(completion.text.encode()) % 2)
+    return float(random.random() < 0.5)
 '''
 
 

@@ -93,7 +93,7 @@ KILLS = {
 
 STOPS = {
     "all but the buffer": Cells(
-        ("monitor.telemetry:stop:3", "coordinator.adopt:stop:2", "rollout.partial@rollout/0:stop:3",
+        ("monitor.telemetry:stop:3", "rollout.partial@rollout/0:stop:1", "coordinator.adopt:stop:2",
          "rollout.put@rollout/1:stop:2"),
         num_steps=50,  # all the data there is: engines still have work when they are back, however much they did meanwhile
         reward_s=0.2,

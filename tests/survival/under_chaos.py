@@ -35,6 +35,7 @@ RUN = (
     "run.num_steps=0",
     "data.max_passes=1",
     "rollout.max_groups=4",
+    "rollout.max_new_tokens=20",  # longer than the engine keeps tokens to itself: answers come in parts
     'reward.fn="patient.py:reward"',
     "roles.rollout.count=2",
     *(
