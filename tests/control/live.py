@@ -21,7 +21,7 @@ REWARD = """
 import asyncio
 
 async def reward(completion):
-    await asyncio.sleep(0.4)  # some steps a second: the processor is for the commands
+    await asyncio.sleep(1.0)  # some steps a second: the processor is for the commands
     return float(len(completion.text) % 3)
 """
 

@@ -83,7 +83,7 @@ async def test_a_launched_server_writes_its_trace_where_it_is_told(folders, tmp_
     try:
         async with asyncio.timeout(DEADLINE_S):
             await engine.start()
-            (first,) = await generating(engine, ask, engine.profile(0.5))
+            (first,) = await generating(engine, ask, engine.profile(0.1))
             (second,) = await profile_engine(engine, 0.1, "rollout/3")
     finally:
         await engine.close()

@@ -22,8 +22,8 @@ REPRO = "python -m pytest tests/simulation -k"
 
 @pytest.mark.timeout(900)
 def test_messages_keep_their_promises() -> None:
-    """Calls, casts, streams and puts between 2 to 4 nodes: 1,000 seeds."""
-    count = sweep(scenario, seeds(1000, os.environ), repro=f"{REPRO} messages_keep")
+    """Calls, casts, streams and puts between 2 to 4 nodes: 300 seeds."""
+    count = sweep(scenario, seeds(300, os.environ), repro=f"{REPRO} messages_keep")
     print(f"{count} seeds")
 
 
@@ -36,7 +36,7 @@ def test_training_loses_and_doubles_nothing(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_messages_keep_their_promises_for_long() -> None:
-    sweep(scenario, seeds(10_000, os.environ, first=1000), repro=f"{REPRO} promises_for_long -m soak")
+    sweep(scenario, seeds(10_000, os.environ, first=300), repro=f"{REPRO} promises_for_long -m soak")
 
 
 @pytest.mark.soak
