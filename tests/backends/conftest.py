@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import Command  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.models.tiny import make_tiny_model
@@ -98,9 +98,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tup
 
 
 @pytest.fixture(scope="session")
-def ranks(
-    programs: Callable[..., list[tuple[int, str]]], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., list[tuple[int, str]]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tuple[int, str]]]:
     """Runs that many ranks of a program to their end: [(exit status, output)]. They are forked from one process that has
     imported what they need: importing Megatron takes longer than most gangs run."""
 
@@ -108,9 +106,19 @@ def ranks(
         num_ranks: int, program: Path, *arguments: str, timeout_s: float = RANK_TIMEOUT_S
     ) -> list[tuple[int, str]]:
         folder = tmp_path_factory.mktemp("ranks")
-        command = [sys.executable, "-W", "ignore", str(FORKED), str(num_ranks), str(timeout_s), str(folder)]
-        ((status, output),) = programs([[*command, str(program), *arguments]], timeout_s + LOAD_S)
-        assert status == 0, f"{program.name} cannot be loaded:\n{output}"
+        words = [str(num_ranks), str(timeout_s), str(folder), str(program), *arguments]
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(folder),
+        }  # Megatron imports wandb, which leaves folders
+        first = Command(words, folder, program=FORKED, env=env)
+        try:
+            output, _ = first.communicate(timeout=timeout_s + LOAD_S)
+        finally:
+            if first.poll() is None:
+                first.kill()
+        assert first.returncode == 0, f"{program.name} cannot be loaded:\n{output}"
         return [
             (int((folder / f"rank{r}.status").read_text()), (folder / f"rank{r}.log").read_text(errors="replace"))
             for r in range(num_ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,15 +13,16 @@ from myxa.actors.backends.torch_backend.world import Gang, World
 from myxa.core.errors import LaunchError
 from myxa.launch.nodes.quiet_port import quiet_port
 
-Programs = Callable[..., list[tuple[int, str]]]
+Ranks = Callable[..., list[tuple[int, str]]]
 
 HEAD = """
 import os, pathlib, sys, threading, torch
 from myxa.actors.backends.torch_backend.world import Gang, World
 from myxa.core.errors import MyxaError, TrainError
-rank, size, port, timeout = (int(a) for a in sys.argv[1:5])
+size, port, timeout = (int(a) for a in sys.argv[1:4])
+rank = int(sys.argv[5])
 torch.set_num_threads(1)
-place = pathlib.Path(sys.argv[5])  # imports may take longer than the timeout of the gang: start together
+place = pathlib.Path(sys.argv[4])  # imports may take longer than the timeout of the gang: start together
 (place / str(rank)).touch()
 while len(list(place.iterdir())) < size:
     threading.Event().wait(0.02)
@@ -31,9 +31,11 @@ def done(text):
 """
 
 
-def gang(programs: Programs, place: Path, body: str, size: int, timeout_s: int) -> list[tuple[int, str]]:
-    rest = [str(size), str(quiet_port()), str(timeout_s), str(place)]
-    return programs([[sys.executable, "-c", HEAD + body, str(rank), *rest] for rank in range(size)])
+def gang(ranks: Ranks, folder: Path, body: str, size: int, timeout_s: int) -> list[tuple[int, str]]:
+    program, place = folder / "rank.py", folder / "place"
+    program.write_text(HEAD + body)
+    place.mkdir()
+    return ranks(size, program, str(size), str(quiet_port()), str(timeout_s), str(place))
 
 
 JOIN = """
@@ -52,9 +54,7 @@ def test_ranks_that_never_come_are_named(rank: int, cause: str) -> None:
         World.join(Gang(rank, 3, "127.0.0.1", quiet_port(), timeout_s=1), torch.device("cpu"))
 
 
-def test_agreed_errors_leave_the_gang_whole_and_one_rank_s_own_ends_it_at_once(
-    programs: Programs, tmp_path: Path
-) -> None:
+def test_agreed_errors_leave_the_gang_whole_and_one_rank_s_own_ends_it_at_once(ranks: Ranks, tmp_path: Path) -> None:
     body = (
         JOIN
         + """
@@ -79,7 +79,7 @@ except MyxaError as error:
 world.close()
 """
     )
-    results = gang(programs, tmp_path, body, size=3, timeout_s=600)  # far: not the timeout may end it
+    results = gang(ranks, tmp_path, body, size=3, timeout_s=600)  # far: not the timeout may end it
     for rank, (status, output) in enumerate(results):
         assert status == 0, output
         assert ("OSError: disk full" if rank == 0 else "TrainError: saving failed on rank 0") in output, output
@@ -96,7 +96,7 @@ world.close()
     ids=["dies", "does-not-come"],
 )
 def test_a_rank_that_is_lost_in_a_collective_is_named(
-    programs: Programs, tmp_path: Path, what_rank_one_does: str, timeout_s: int
+    ranks: Ranks, tmp_path: Path, what_rank_one_does: str, timeout_s: int
 ) -> None:
     body = (
         JOIN
@@ -111,7 +111,7 @@ except MyxaError as error:
     done(f"{{type(error).__name__}}: {{error}}")
 """
     )
-    (status, output), _ = gang(programs, tmp_path, body, size=2, timeout_s=timeout_s)
+    (status, output), _ = gang(ranks, tmp_path, body, size=2, timeout_s=timeout_s)
     assert status == 0, output
     assert "TrainError: rank 0 of 2 failed to train step 4" in output, output
     assert "rank 1: silent, last seen at 'train step 4'" in output, output

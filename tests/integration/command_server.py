@@ -6,7 +6,7 @@ A suite starts `myxa` hundreds of times, and most of what a short run computes i
 fork server that its actors are forked from (torch). A request on the socket DESCRIPTOR is the words, folder and variables of
 one command as JSON, with its standard streams and a pipe. Each gets a process of its own, whose parent writes its process id
 and then its exit status into the pipe: what runs is `python -m myxa.launch` from its first line, on its own streams, signals
-and session. What starts a run has a child that stands by to be its first fork server (standing_by.py). ROOM is overwritten
+and session; or a program of the tests that needs the same imports. What starts a run has a child that stands by to be its first fork server (standing_by.py). ROOM is overwritten
 by what a command looks like. Ends when the socket is closed.
 """
 
@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import standing_by
@@ -51,6 +52,8 @@ class Request:
     """Whether it leads a session of its own."""
     has_stand_by: bool
     """Whether a run of it gets its first fork server from us."""
+    program: str = ""
+    """A program of the tests to run in place of `myxa`."""
 
 
 def told(report: int, number: int) -> None:
@@ -84,10 +87,11 @@ def fork(request: Request, tests: socket.socket, streams: list[int], report: int
     os.environ.clear()
     os.environ.update(request.env)
     paths = request.env.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:1] = [request.folder, *(path for path in paths if path and path not in sys.path)]
-    sys.argv = ["myxa", *request.words]
+    own = [str(Path(request.program).parent), sys.path[0]] if request.program else [request.folder]
+    sys.path[:1] = [*own, *(path for path in paths if path and path not in sys.path)]
+    sys.argv = [request.program or "myxa", *request.words]
     look_like(sys.argv, ((name.encode(), value.encode()) for name, value in request.env.items()))
-    if request.has_stand_by and request.words[0] in STARTERS:
+    if request.has_stand_by and not request.program and request.words[0] in STARTERS:
         standing_by.begin()
     return True
 
@@ -99,17 +103,18 @@ def reap(signum: int, frame: object) -> None:
             pass
 
 
-def become_a_command(tests: socket.socket) -> bool:
-    """Serve until the socket is closed; True in each process that is to be a command."""
+def become_a_command(tests: socket.socket) -> Request | None:
+    """Serve until the socket is closed; in each process that is to be a command, which one."""
     signal.signal(signal.SIGCHLD, reap)
     while True:
         data, descriptors, _, _ = socket.recv_fds(tests, MAX_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
         if not data:
-            return False
+            return None
         fields: dict[str, Any] = json.loads(data)
         *streams, report = descriptors
-        if fork(Request(**fields), tests, streams, report):
-            return True
+        request = Request(**fields)
+        if fork(request, tests, streams, report):
+            return request
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -124,7 +129,12 @@ def main() -> None:
         sys.exit(f"no command can be forked: {problem}")
     gc.collect()
     gc.freeze()
-    if become_a_command(tests):
+    request = become_a_command(tests)
+    if request is None:
+        return
+    if request.program:
+        runpy.run_path(request.program, run_name="__main__")
+    else:
         runpy.run_module("myxa.launch", run_name="__main__", alter_sys=True)
 
 

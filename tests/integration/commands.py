@@ -73,9 +73,11 @@ class Command(subprocess.Popen[str]):
     def __init__(
         self, words: Sequence[str], folder: Path, *, is_merged: bool = True, has_session: bool = False,
         env: Mapping[str, str] | None = None, log: IO[str] | None = None, has_stand_by: bool = True,
+        program: Path | None = None,
     ) -> None:  # fmt: skip
         """`is_merged`: what it says of errors comes with the rest of its output, which is in `log`, if there is one.
-        `has_stand_by`: a run that it starts gets its first fork server from us (standing_by.py)."""
+        `has_stand_by`: a run that it starts gets its first fork server from us (standing_by.py). `program`: to be run
+        with these words in place of `myxa`."""
         self.args, self.returncode = list(words), None
         self.stdin, self.stdout, self.stderr = None, None, None
         self._said: dict[int, bytearray] = {}
@@ -92,7 +94,7 @@ class Command(subprocess.Popen[str]):
         self._report = os.fdopen(report, "rb", buffering=0)
         request = {
             "words": self.args, "folder": str(folder), "env": dict(os.environ if env is None else env),
-            "has_session": has_session, "has_stand_by": has_stand_by,
+            "has_session": has_session, "has_stand_by": has_stand_by, "program": str(program or ""),
         }  # fmt: skip
         with open(os.devnull) as nothing:
             _running_server().start(request, [nothing.fileno(), *ends, report_end])

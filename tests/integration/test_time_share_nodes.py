@@ -6,12 +6,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from commands import Command, run
 from device_sampler import Sampler
 from run_job import Job, audit, events, metrics, until, worker_pids
 
@@ -41,9 +41,8 @@ def two_nodes(job: Job, *overrides: str) -> Iterator[Launchers]:
 
     def launch(rank: int, *more: str) -> subprocess.Popen[str]:
         place = ["--nnodes", "2", "--node-rank", str(rank), *meeting, *more, "--lost-timeout", "6"]
-        command = [sys.executable, "-m", "myxa.launch", "launch", str(job.folder / "run.toml"), *place, *sets]
         with (job.folder / f"said.{rank}").open("w") as out:
-            return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, cwd=job.folder)
+            return Command(["launch", str(job.folder / "run.toml"), *place, *sets], job.folder, log=out)
 
     launchers = (launch(0, "--rdzv", "127.0.0.1:0"), launch(1))
     try:
@@ -97,8 +96,7 @@ def test_a_gang_on_two_nodes_takes_turns_with_an_engine_on_each(job: Job) -> Non
 def test_an_engine_and_the_agent_that_die_on_the_other_node_come_back(job: Job) -> None:
     with two_nodes(job, "run.num_steps=100000") as launchers:
         until(lambda: num_steps(job) >= 3, "the third step")
-        page = [sys.executable, "-m", "myxa.launch", "mem", str(job.run_dir())]
-        shown = subprocess.run(page, capture_output=True, text=True, timeout=60, check=False, cwd=job.folder).stdout
+        shown = run("mem", str(job.run_dir()), folder=job.folder, timeout_s=60).stdout
         assert "host:0@0: 9.0 MiB" in shown, shown
         assert "host:0@1 on node 1: 9.0 MiB" in shown, shown
         os.kill(worker_pids(launchers[1].pid, "memory/1")[-1], signal.SIGKILL)

@@ -6,10 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+from commands import Command  # pyright: ignore[reportMissingImports]
 
 PROGRAM = Path(__file__).with_name("comm_rank.py")
 SEED = 20
@@ -29,8 +30,9 @@ def run_gangs(
     folder.mkdir(parents=True, exist_ok=True)
     print(f"gangs of {WORLD}: {'; '.join(gangs)}, seed {SEED}")
     quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [sys.executable, str(program), str(folder), str(WORLD), str(SEED), *gangs]
-    process = subprocess.Popen(command, env={**os.environ, **quiet, "TMPDIR": str(folder)})
+    words = [str(folder), str(WORLD), str(SEED), *gangs]
+    with (folder / "first.log").open("w") as log:
+        process = Command(words, folder, program=program, env={**os.environ, **quiet, "TMPDIR": str(folder)}, log=log)
     try:
         process.wait(deadline_s)
     except subprocess.TimeoutExpired:

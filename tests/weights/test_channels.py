@@ -6,7 +6,6 @@ import hashlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import Command  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.weights.sender import DeviceWeightSender
 from myxa.core.errors import TrainError
@@ -44,10 +44,8 @@ def join(sender: DeviceWeightSender, name: str, num_ranks: int = 1, timeout_s: f
 
 @contextmanager
 def start(offer, name: str, rank: int, world_size: int, sizes: list[int]) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(MEMBER), offer.address, str(offer.port), str(rank), str(world_size), name]
-    with subprocess.Popen(
-        [*command, *map(str, sizes)], stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    ) as member:
+    words = [offer.address, str(offer.port), str(rank), str(world_size), name, *map(str, sizes)]
+    with Command(words, MEMBER.parent, program=MEMBER, is_merged=False) as member:
         try:
             yield member
         finally:

@@ -15,6 +15,7 @@ from typing import Any
 
 import fingerprint
 import msgspec
+from commands import Command  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.engines.sglang import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang_weights import DeviceRouteOptions, device_routes
@@ -46,8 +47,8 @@ class Server:
 @contextmanager
 def serving(folder: Path, port: int = 0) -> Iterator[Server]:
     """A server of a model folder; it is dead afterwards."""
-    command = (sys.executable, "-m", "myxa.launch", "engine", "serve", str(folder), "--port", str(port))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+    words = ("engine", "serve", str(folder), "--port", str(port))
+    with Command(words, folder, is_merged=False, env=ENVIRONMENT) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
