@@ -103,6 +103,8 @@ def leaks() -> set[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    gc.collect()
+    gc.freeze()  # what is here stays: each collection by a test would look through thousands of modules' objects again
     before = leaks()
     yield
     deadline = time.monotonic() + PATIENCE_S
