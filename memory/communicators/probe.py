@@ -2,7 +2,7 @@
 
     keep -> suspend (torch's, or NCCL's own calls) -> reload -> rebuild
 
-"auto" takes the first that gives memory back without anybody noticing; rebuild changes identities and is only taken
+"auto" takes reload, else suspend; rebuild changes identities and is only taken
 when asked for.
 """
 
@@ -22,7 +22,8 @@ from .residency import ResidencyKind
 
 Setting = Literal["auto", "keep", "suspend", "reload", "rebuild"]
 Way = Literal["", "native", "ctypes", "proxy"]
-AUTO: tuple[ResidencyKind, ...] = ("suspend", "reload")
+AUTO: tuple[ResidencyKind, ...] = ("reload", "suspend")
+"""Reload first: it was seen through on GPUs; of suspend (NCCL 2.30.7) a run stood still (docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True, slots=True)
