@@ -99,7 +99,8 @@ class Screen:
         if ending.exit_code == 0:
             return
         if ending.first_failure is not None:
-            self._console.print(Text(ending.first_failure.last_words()), soft_wrap=True)
+            for line in ending.first_failure.last_words().splitlines():
+                self._console.print(Text(clean(line)), soft_wrap=True)
         else:
             self._console.print(Text(f"ended: {ending.reason}"), soft_wrap=True)
 
