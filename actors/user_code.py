@@ -123,8 +123,10 @@ def what_was_raised(error: BaseException) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """The error's own text on one line, cut if it is long, without what a terminal would obey: it may quote an answer of
-    the model. An error may even raise when it is asked."""
+    """The error's own text on one line, cut if it is long; an error may even raise when it is asked.
+
+    Without what a terminal would obey, for it may quote an answer of the model.
+    """
     try:
         text = " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
     except BaseException as worse:  # noqa: BLE001 -- a user's class may do anything
