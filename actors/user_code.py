@@ -23,7 +23,7 @@ from typing import Any
 from ..core.errors import ConfigError, UserCodeError
 from ..core.suggestion import suggest
 
-MAX_WORDS = 2000
+MAX_WORDS = 500
 """Characters of an error's text that are told."""
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
@@ -123,9 +123,12 @@ def what_was_raised(error: BaseException) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """The error's own text, cut if it is long; an error may even raise when it is asked."""
+    """The error's own text on one line, cut if it is long; an error may even raise when it is asked.
+
+    Without what a terminal would obey, for it may quote an answer of the model.
+    """
     try:
-        text = str(error)
+        text = " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
     except BaseException as worse:  # noqa: BLE001 -- a user's class may do anything
         return f"(no text: its __str__ raised {type(worse).__name__})"
     return text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS]} ..."

@@ -20,7 +20,8 @@ from .first_failure import FirstFailure
 from .nodes.lead import Ending
 from .views.live import LiveState, LiveView
 from .views.live_state import clean
-from .views.report import write_report
+from .views.report import REPORT_FILE, write_page
+from .views.run_files import RunFiles, load_run
 from .views.summary import Curves, final_summary
 
 _log = logging.getLogger("myxa.launcher")
@@ -76,7 +77,8 @@ class Screen:
 
     def finish(self, ending: Ending, next_steps: Sequence[str]) -> None:
         """Write the report, print how the run ended; the cause of a failure comes last."""
-        report = self._report()
+        run = self._read()
+        report = self._report(run) if run is not None else None
         status = ending.status
         if status is not None:
             last = self._last
@@ -88,9 +90,7 @@ class Screen:
                 elapsed_s=time.monotonic() - self._started_s,
                 run_dir=self._run_dir,
                 report=report,
-                curves=Curves(last.curve("reward/mean"), last.curve("eval/reward"), last.curve("train/loss"))
-                if last
-                else Curves(),
+                curves=_curves(run, last),
                 next_steps=next_steps if ending.exit_code == 0 else (),
                 dropped=last.buffer.dropped if last and last.buffer else None,
             )
@@ -99,16 +99,30 @@ class Screen:
         if ending.exit_code == 0:
             return
         if ending.first_failure is not None:
-            self._console.print(Text(ending.first_failure.last_words()), soft_wrap=True)
+            for line in ending.first_failure.last_words().splitlines():
+                self._console.print(Text(clean(line)), soft_wrap=True)
         else:
             self._console.print(Text(f"ended: {ending.reason}"), soft_wrap=True)
 
-    def _report(self) -> Path | None:
+    def _read(self) -> RunFiles | None:
         try:
-            return write_report(self._run_dir)
+            return load_run(self._run_dir)
         except (MyxaError, OSError, ValueError) as error:
             self._console.print(Text(f"no report: {error}"), soft_wrap=True)
             return None
+
+    def _report(self, run: RunFiles) -> Path | None:
+        try:
+            return write_page(run, self._run_dir / REPORT_FILE)
+        except (MyxaError, OSError, ValueError) as error:
+            self._console.print(Text(f"no report: {error}"), soft_wrap=True)
+            return None
+
+
+def _curves(run: RunFiles | None, last: LiveState | None) -> Curves:
+    """From the run's files, which have the last steps; the last look at the living run may be older than those."""
+    of = run.steps if run is not None else last.curve if last is not None else None
+    return Curves(of("reward/mean"), of("eval/reward"), of("train/loss")) if of is not None else Curves()
 
 
 class _Shown(logging.Handler):

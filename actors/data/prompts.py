@@ -15,7 +15,7 @@ from ...core.errors import DataError
 from ...core.samples import Prompt
 from .layout import Layout
 from .order import Order
-from .row_set import RowSet
+from .row_set import MAX_HELD_OUT_BYTES, RowSet
 
 DATA_SOURCE = "data_source"
 """Key of the metadata that names a prompt's source, as verl's rows do themselves."""
@@ -127,7 +127,15 @@ def open_held_out(config: RunConfig) -> RowSet | None:
     if not config.eval.data:
         return None
     layout, skips_bad = layout_of(config, config.data), config.data.on_bad_line == "skip"
-    return RowSet(parse_sources(config.eval.data), layout, key="eval.data", skips_bad=skips_bad)
+    rows = RowSet(parse_sources(config.eval.data), layout, key="eval.data", skips_bad=skips_bad)
+    num_rows = min(config.eval.num_prompts, len(rows))
+    if (num_bytes := rows.num_bytes(num_rows)) > MAX_HELD_OUT_BYTES:
+        raise DataError(
+            f"eval.data: {num_rows} rows, which are evaluated together, come to {num_bytes:,} bytes, the limit is "
+            f"{MAX_HELD_OUT_BYTES:,}",
+            remedy="lower eval.num_prompts, or keep what is large in a file that the row names and your reward reads",
+        )
+    return rows
 
 
 def layout_of(config: RunConfig, part: DataSettings) -> Layout:

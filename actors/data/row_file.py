@@ -49,6 +49,8 @@ def check_data_file(path: str, key: str) -> bytes:
     try:
         if Path(path).is_dir():
             raise ConfigError(f"{key}: {path} is a folder", remedy="name a JSONL or parquet file, or a list of files")
+        if Path(path).exists() and not Path(path).is_file():  # rows are read again when they are drawn
+            raise ConfigError(f"{key}: {path} is a pipe or a device", remedy="write what it gives into a file")
         with Path(path).open("rb") as file:
             head = file.read(8)
     except FileNotFoundError:

@@ -18,6 +18,10 @@ from .parquet import ParquetFile
 from .row_file import PARQUET_MAGIC, RowError, RowFile, check_data_file
 
 SHOWN_BAD_ROWS = 5
+MAX_ROW_BYTES = 6 << 20
+"""What a row may come to: as many as a rollout actor takes at a time go to it in one message."""
+MAX_HELD_OUT_BYTES = 48 << 20
+"""What the rows that are given out together for one evaluation may come to."""
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
@@ -27,6 +31,17 @@ def open_rows(path: str, layout: Layout, key: str) -> RowFile:
     if head.startswith(PARQUET_MAGIC) or path.endswith(".parquet"):
         return ParquetFile(path, layout.columns)
     return JsonlFile(path)
+
+
+def encode_item(item: Item) -> bytes:
+    """What a row means, as JSON. Raises RowError if it is larger than a row may be."""
+    encoded = _encode(item)
+    if len(encoded) > MAX_ROW_BYTES:
+        raise RowError(
+            f"prompt, label and metadata come to {len(encoded):,} bytes, the limit is {MAX_ROW_BYTES:,}",
+            "keep what is large in a file that the row names and your reward reads, or leave the row out",
+        )
+    return encoded
 
 
 class RowSet:
@@ -42,6 +57,7 @@ class RowSet:
         self._row_of = array("q")  # in the file
         self._number_of = array("q")  # in the slice
         self._checksums = array("I")
+        self._sizes = array("I")
         self._hash = hashlib.blake2b(digest_size=16)
         self.num_bad = 0
         self.bad_rows: list[str] = []
@@ -62,7 +78,7 @@ class RowSet:
         self._files.append(file)
         for number, row in enumerate(rows):
             try:
-                encoded = _encode(self._layout.item(file.read(row)))
+                encoded = encode_item(self._layout.item(file.read(row)))
             except RowError as bad:
                 if not skips_bad:
                     raise DataError(f"{file.place(row)}: {bad.cause}", remedy=bad.remedy) from bad
@@ -72,6 +88,7 @@ class RowSet:
             self._row_of.append(row)
             self._number_of.append(number)
             self._checksums.append(zlib.crc32(encoded))
+            self._sizes.append(len(encoded))
             self._hash.update(len(encoded).to_bytes(8, "little") + encoded)
 
     def _note_bad(self, text: str) -> None:
@@ -86,6 +103,10 @@ class RowSet:
     def digest(self) -> str:
         """Hash of what all good rows mean, in order."""
         return self._hash.hexdigest()
+
+    def num_bytes(self, num_rows: int) -> int:
+        """What the first so many good rows come to, as JSON."""
+        return sum(self._sizes[:num_rows])
 
     def prompt(self, index: int, *, group_id: int, pass_index: int) -> Prompt:
         """The good row number `index` as a prompt. Raises DataError if it is not what it was at the start."""

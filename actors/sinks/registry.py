@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import entry_points
 from typing import Any
 
 from ...core.errors import ConfigError, UserCodeError
@@ -18,10 +17,9 @@ from ...core.suggestion import suggest
 from .beside import BesideSink
 from .chrome_trace import ChromeTraceSink
 from .jsonl import JsonlSink
+from .names import SHIPPED, check_name, installed
 from .prometheus import PrometheusSink
 from .tensorboard import TensorBoardSink
-
-ENTRY_POINT_GROUP = "myxa.sinks"
 
 BUILT_IN: dict[str, Callable[[], Sink]] = {
     "jsonl": JsonlSink,
@@ -29,12 +27,6 @@ BUILT_IN: dict[str, Callable[[], Sink]] = {
     "tensorboard": TensorBoardSink,
     "prometheus": PrometheusSink,
 }
-
-SHIPPED: dict[str, str] = {
-    "wandb": "myxa.actors.sinks.wandb_sink:WandbSink",
-    "mlflow": "myxa.actors.sinks.mlflow_sink:MlflowSink",
-}
-"""As an entry point of a package would name them: imported when they are asked for."""
 
 _METHODS = ("open", "write", "flush", "close")
 
@@ -106,8 +98,5 @@ def _check_options(name: str, factory: Callable[..., Any], options: Mapping[str,
 
 
 def _by_entry_point(name: str) -> Callable[..., Any]:
-    installed = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-    if name not in installed:
-        known = ", ".join(sorted({*BUILT_IN, *SHIPPED, *installed}))
-        raise ConfigError(f"no sink is called {name!r}", remedy=f'known are {known}; own code is named "module:attr"')
-    return load_callable(installed[name].value, where=f"sink {name!r} (an entry point)")
+    check_name(name)
+    return load_callable(installed()[name], where=f"sink {name!r} (an entry point)")

@@ -36,6 +36,7 @@ from .channel_choice import ChannelChoice
 from .checkpoint_orders import CheckpointOrders
 from .checkpoint_side import RunSide
 from .checkpoints import Checkpoints
+from .fetching import Fetching
 from .knobs import TrainerKnobs
 from .leader_options import LeaderOptions
 from .publishing import Publisher
@@ -88,6 +89,7 @@ class Leader:
         )
         self._together = self._ranks.together
         self._buffer = ctx.ref(BufferContract, "buffer")
+        self._fetching = Fetching(lambda ids: self._ask("buffer", lambda: self._buffer.fetch(ids)))
         self._coordinator = ctx.ref(CoordinatorContract, "coordinator")
         self._guard = Guard(ctx, options.guard, self._together, meter, telemetry)
         self._written = -1
@@ -232,9 +234,7 @@ class Leader:
             await self._give_held_back(version)
 
     async def _fetch(self, metas: Sequence[GroupMeta]) -> Batch:
-        group_ids = tuple(meta.group_id for meta in metas)
-        groups = await self._ask("buffer", lambda: self._buffer.fetch(group_ids))
-        return Batch(groups, {meta.group_id: meta.oldest_version for meta in metas})
+        return Batch(await self._fetching.groups(metas), {meta.group_id: meta.oldest_version for meta in metas})
 
     def _end_of_data(self, version: int) -> str:
         """Why the loop ends now. A run that could not make a single step did not do what it was started for."""

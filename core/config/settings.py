@@ -296,7 +296,7 @@ class MonitorSettings(Section, frozen=True):
     """Whether a Chrome trace (`trace.json`) is written."""
     sinks: TextTuple = ()
     """Further sinks: wandb, mlflow, the name of an installed package's entry point `myxa.sinks`, or your own
-    `module:Class`. One whose package is not installed is left out with an event."""
+    `module:Class`. A package that one needs and the monitor's interpreter lacks refuses the start."""
     options: Table = {}
     """Named arguments of these sinks, a table for each, for example `[monitor.options.wandb]` with `project = "x"`."""
 

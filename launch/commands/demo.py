@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from .output import Verbs
+from .whole import at_least
 
 
 def add(verbs: Verbs) -> None:
@@ -14,8 +15,8 @@ def add(verbs: Verbs) -> None:
     demo = verbs.add_parser("demo", help="train a small model from nothing, in minutes, on the CPU")
     demo.add_argument("--dir", type=Path, metavar="DIR", dest="folder", help="where everything goes (runs/demo-<time>)")
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="seed of model, data and sampling (%(default)s)")
-    demo.add_argument("--engines", type=int, default=1, metavar="N", help="rollout engines (%(default)s)")
-    demo.add_argument("--ranks", type=int, default=1, metavar="N", help="trainer ranks (%(default)s)")
+    demo.add_argument("--engines", type=at_least(1), default=1, metavar="N", help="rollout engines (%(default)s)")
+    demo.add_argument("--ranks", type=at_least(1), default=1, metavar="N", help="trainer ranks (%(default)s)")
     demo.add_argument("--quiet", action="store_true", help="print only how the runs ended")
     demo.set_defaults(run=_demo)
 

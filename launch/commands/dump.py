@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show, table
+from .whole import at_least
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -18,11 +19,13 @@ def add(verbs: Verbs) -> None:
     """The command and its flags."""
     dump = verbs.add_parser("dump", help="write groups with their tokens into a file of the run")
     what = dump.add_mutually_exclusive_group()
-    what.add_argument("--next", type=int, default=0, metavar="N", dest="next_groups",
+    what.add_argument("--next", type=at_least(1), default=0, metavar="N", dest="next_groups",
                       help="the next N that are claimed for training (all that was not trained yet)")  # fmt: skip
     what.add_argument("--end", action="store_true", help="end an earlier --next before it has all its groups")
     what.add_argument("--list", action="store_true", help="files that were written, or are being written")
-    dump.add_argument("--max-mb", type=int, default=1024, metavar="MB", help="largest file, in MiB (%(default)s)")
+    dump.add_argument(
+        "--max-mb", type=at_least(1), default=1024, metavar="MB", help="largest file, in MiB (%(default)s)"
+    )
     dump.set_defaults(run=_dump)
     add_run_flags(dump)
 

@@ -11,12 +11,15 @@ from ..control.client import ControlClient
 from ..control.live_runs import find_run
 from .explain import change_line
 from .output import Verbs, add_run_flags, show
+from .whole import at_least
 
 
 def add(verbs: Verbs) -> None:
     """The command and its flags."""
     parser = verbs.add_parser("history", help="what was changed, by whom and why")
-    parser.add_argument("-n", "--limit", type=int, default=50, metavar="N", help="newest N records (%(default)s)")
+    parser.add_argument(
+        "-n", "--limit", type=at_least(1), default=50, metavar="N", help="newest N records (%(default)s)"
+    )
     parser.add_argument("--verify", action="store_true", help="check the chain of digests of the whole log")
     parser.add_argument("--replay", type=Path, default=None, metavar="OTHER",
                         help="change the knobs of the live run as they were changed in that run")  # fmt: skip

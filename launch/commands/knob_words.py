@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...core.errors import ConfigError
+from .whole import at_least
 
 _BARE = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/*,-]*|\d+,(\d+,)*\d*")
 _WORDS = {"True": "true", "False": "false"}
@@ -65,7 +66,7 @@ def add_change_flags(parser: argparse.ArgumentParser) -> None:
                         help="only if that knob has that value now; may be repeated")  # fmt: skip
     parser.add_argument("--target", default="", metavar="WHO",
                         help="only these owners: rollout, rollout/3, rollout/*, node:1")  # fmt: skip
-    parser.add_argument("--at", type=int, default=0, metavar="N", dest="not_before",
+    parser.add_argument("--at", type=at_least(0), default=0, metavar="N", dest="not_before",
                         help="not before boundary number N (training step, version)")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="ask the owners, change nothing")
     parser.add_argument("--force", action="store_true", help="also beyond a guard, such as ten times the file's lr")

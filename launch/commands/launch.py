@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ...core.errors import ConfigError
 from .output import Verbs
 from .up import PATIENCE, add_start_flags, chosen_by, seconds, start
+from .whole import at_least
 
 if TYPE_CHECKING:
     from ..launcher import LaunchOptions
@@ -33,7 +34,7 @@ def add_node_flags(spread: argparse.ArgumentParser) -> None:
     """Which of several machines this is, and how they meet."""
     spread.add_argument("--nnodes", type=_num_nodes, metavar="N[:MAX]",
                         help="number of machines; N:MAX: others may come later, up to so many")  # fmt: skip
-    spread.add_argument("--node-rank", type=int, metavar="R", help="number of this machine, from 0")
+    spread.add_argument("--node-rank", type=at_least(0), metavar="R", help="number of this machine, from 0")
     spread.add_argument("--rdzv", metavar="HOST:PORT", help="where node 0 is met (on node 0: port 0 = any free port)")
     spread.add_argument("--rdzv-file", type=Path, metavar="FILE",
                         help="node 0 writes its HOST:PORT there, the others read it there")  # fmt: skip
@@ -49,7 +50,7 @@ def _add_join_flags(spread: argparse.ArgumentParser) -> None:
     spread.add_argument("--join", nargs="?", const="", metavar="WHERE",
                         help="lend this machine to a run that goes on: its directory, HOST:PORT or --rdzv-file; "
                         "without a run file, that of the run is taken")  # fmt: skip
-    spread.add_argument("--rollouts", type=int, default=0, metavar="K",
+    spread.add_argument("--rollouts", type=at_least(0), default=0, metavar="K",
                         help="with --join: so many rollout actors here (roles.rollout.count)")  # fmt: skip
     spread.add_argument("--devices", default="", metavar="GPUS",
                         help="with --join: GPUs for them, e.g. 0-3 (roles.rollout.devices)")  # fmt: skip

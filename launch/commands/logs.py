@@ -8,6 +8,7 @@ from typing import Any
 
 from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show
+from .whole import at_least
 
 
 def add(verbs: Verbs) -> None:
@@ -15,7 +16,7 @@ def add(verbs: Verbs) -> None:
     logs = verbs.add_parser("logs", help="an actor's log, on whatever node it is")
     logs.add_argument("target", metavar="TARGET", help="rollout/1, rollout, node:1, all, launcher")
     logs.add_argument("-f", "--follow", action="store_true", help="go on with what is added, until Ctrl-C")
-    logs.add_argument("-n", "--lines", type=int, default=100, metavar="N", dest="num_lines",
+    logs.add_argument("-n", "--lines", type=at_least(0), default=100, metavar="N", dest="num_lines",
                       help="so many of the last lines (%(default)s)")  # fmt: skip
     logs.add_argument("--grep", default="", metavar="TEXT", help="only lines that hold this text")
     logs.add_argument("--engine", action="store_true", help="of the server that the actor launched")

@@ -6,6 +6,7 @@ import argparse
 
 from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show
+from .whole import at_least
 
 ASK_S = 45.0
 """More than the run waits for its own parts, so that it can say which of them did not answer."""
@@ -16,7 +17,7 @@ def add(verbs: Verbs) -> None:
     pause = verbs.add_parser("pause", help="no new work and no new step; the step in hand ends")
     pause.set_defaults(run=_pause)
     step = verbs.add_parser("step", help="so many training steps, then pause")
-    step.add_argument("num_steps", nargs="?", type=int, default=1, metavar="N", help="how many (%(default)s)")
+    step.add_argument("num_steps", nargs="?", type=at_least(1), default=1, metavar="N", help="how many (%(default)s)")
     step.set_defaults(run=_step)
     for parser in (pause, step):
         parser.add_argument("-m", "--reason", default="", metavar="WHY", help="your own words, for the audit log")

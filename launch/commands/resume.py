@@ -13,6 +13,7 @@ from .launch import add_node_flags, options_of_node
 from .output import Verbs, add_run_flags, show
 from .pause import ASK_S
 from .up import add_common_flags, chosen_by
+from .whole import at_least
 
 if TYPE_CHECKING:
     from ..lives.resume_point import ResumePoint
@@ -38,7 +39,7 @@ def add(verbs: Verbs) -> None:
 
 def add_point_flags(parser: argparse.ArgumentParser) -> None:
     """From which checkpoint, and how the run is started."""
-    parser.add_argument("--from", type=int, default=None, metavar="VERSION", dest="version",
+    parser.add_argument("--from", type=at_least(0), default=None, metavar="VERSION", dest="version",
                         help="of the checkpoint (the newest whole one)")  # fmt: skip
     add_common_flags(parser)
     add_node_flags(parser)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show
+from .whole import at_least
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
 def add(verbs: Verbs) -> None:
     """The command and its flags."""
     samples = verbs.add_parser("samples", help="the newest finished groups: prompt, answers, rewards, versions")
-    samples.add_argument("num_groups", nargs="?", type=int, default=4, metavar="N", help="how many (%(default)s)")
-    samples.add_argument("--tokens", type=int, default=512, metavar="T", dest="max_tokens",
+    samples.add_argument(
+        "num_groups", nargs="?", type=at_least(1), default=4, metavar="N", help="how many (%(default)s)"
+    )
+    samples.add_argument("--tokens", type=at_least(1), default=512, metavar="T", dest="max_tokens",
                          help="tokens of each answer at most (%(default)s)")  # fmt: skip
     samples.set_defaults(run=_samples)
     add_run_flags(samples)

@@ -33,7 +33,7 @@ def add_order_flags(parser: argparse.ArgumentParser) -> None:
 def _wish(text: str) -> tuple[str, int]:
     role, sign, number = text.partition("=")
     if not sign or not number.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r}: write ROLE=N, e.g. rollout=4")
+        raise argparse.ArgumentTypeError(f"{text!r}: write ROLE=N with a whole number, e.g. rollout=4")
     return role, int(number)
 
 

@@ -7,6 +7,7 @@ import argparse
 from ..control.client import ControlClient
 from .knob_words import change_text, check_reply
 from .output import Verbs, add_run_flags, show
+from .whole import at_least
 
 CHANGE_S = 75.0
 
@@ -14,7 +15,7 @@ CHANGE_S = 75.0
 def add(verbs: Verbs) -> None:
     """The command and its flags."""
     parser = verbs.add_parser("undo", help="take the newest change of knobs back, or that of an epoch")
-    parser.add_argument("--epoch", type=int, default=0, metavar="N", help="which change (the newest)")
+    parser.add_argument("--epoch", type=at_least(1), default=0, metavar="N", help="which change (the newest)")
     parser.add_argument("-m", "--reason", default="", metavar="WHY", help="your own words, for the audit log")
     add_run_flags(parser)
     parser.set_defaults(run=_undo)

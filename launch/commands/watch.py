@@ -10,6 +10,7 @@ from typing import Any
 from ..control.client import ControlClient
 from .explain import change_line
 from .output import Verbs, add_run_flags
+from .whole import at_least
 
 MAX_METRICS = 8
 FIRST = ("reward/mean", "train/loss", "lag/max", "train/grad_norm", "train/entropy")
@@ -23,7 +24,7 @@ def add(verbs: Verbs) -> None:
         "names", nargs="*", metavar="NAME", help='only these knobs, metrics and kinds of events ("lag/*")'
     )
     parser.add_argument("--past", action="store_true", help="from the beginning of the run")
-    parser.add_argument("--count", type=int, default=0, metavar="N", help="end after N lines")
+    parser.add_argument("--count", type=at_least(1), default=0, metavar="N", help="end after N lines")
     add_run_flags(parser)
     parser.set_defaults(run=_watch)
 

@@ -57,6 +57,10 @@ def decode_request(line: bytes | bytearray) -> Request:
         ) from None
 
 
+_BEYOND = re.compile(r"Expected `(?:int|float)` ([<>]=?) (\S+) - at `\$\.(\w+)`")
+_RELATIONS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
+
+
 def check_depth(text: bytes | bytearray) -> None:
     """Raises ConfigError if the JSON nests too deeply; before it is decoded, in time linear in its length."""
     depth = 0
@@ -102,7 +106,13 @@ def _wrong_arguments(verb: str, kind: type[Arguments], error: Exception) -> Conf
         hint = suggest(unknown[1][:MAX_QUOTED_CHARS], known)
     else:
         hint = f"it takes {', '.join(known)}" if known else "it takes no arguments"
-    return ConfigError(f"{verb}: {str(error)[:MAX_QUOTED_CHARS]}", remedy=hint)
+    return ConfigError(f"{verb}: {_in_words(str(error))[:MAX_QUOTED_CHARS]}", remedy=hint)
+
+
+def _in_words(text: str) -> str:
+    """What msgspec says of a number beyond its range, without the place in a JSON that the caller may never see."""
+    found = _BEYOND.fullmatch(text)
+    return text if found is None else f"{found[3]} must be {_RELATIONS[found[1]]} {found[2]}"
 
 
 def told(error: BaseException) -> Told:

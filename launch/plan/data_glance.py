@@ -12,7 +12,7 @@ from pathlib import Path
 from ...actors.data.layout import Layout
 from ...actors.data.prompts import layout_of
 from ...actors.data.row_file import RowError, RowFile, check_data_file
-from ...actors.data.row_set import open_rows
+from ...actors.data.row_set import encode_item, open_rows
 from ...core.config import DataSettings, RunConfig
 from ...core.config.source import Source, parse_sources
 from ...core.errors import DataError, MyxaError
@@ -76,7 +76,8 @@ def _planned(config: RunConfig, name: str, num_rows: int | None, max_passes: int
 def glance(config: RunConfig, key: str, value: str | tuple[str, ...], part: DataSettings | None = None) -> DataGlance:
     """Look at the files that a key names, whose rows are laid out as `part` says (or `[data]`); errors of the files
     themselves (missing, empty, of a foreign format) are left to the preflight."""
-    layout = layout_of(config, part or config.data)
+    part = part or config.data
+    layout = layout_of(config, part)
     total: int | None = 0
     findings: list[Finding] = []
     for source in parse_sources(value):
@@ -92,7 +93,7 @@ def glance(config: RunConfig, key: str, value: str | tuple[str, ...], part: Data
             continue
         rows = source.rows(file.num_rows)
         total = None if total is None else total + len(rows)
-        findings += _first_rows(config, source, file, rows, layout, key)
+        findings += _first_rows(source, file, rows, layout, key, skips_bad=part.on_bad_line == "skip")
     return DataGlance(total, tuple(findings))
 
 
@@ -109,7 +110,7 @@ def _is_large(source: Source) -> bool:
 
 
 def _first_rows(
-    config: RunConfig, source: Source, file: RowFile, rows: range, layout: Layout, key: str
+    source: Source, file: RowFile, rows: range, layout: Layout, key: str, *, skips_bad: bool
 ) -> Iterator[Finding]:
     if not rows:
         size = f"{file.num_rows} row{'s' if file.num_rows > 1 else ''}"
@@ -117,10 +118,10 @@ def _first_rows(
         return
     for row in rows[:FIRST_ROWS]:
         try:
-            layout.item(file.read(row))
+            encode_item(layout.item(file.read(row)))
         except RowError as bad:
             error = DataError(f"{file.place(row)}: {bad.cause}", remedy=bad.remedy)
-            yield Finding(key, error, is_warning=config.data.on_bad_line == "skip")
+            yield Finding(key, error, is_warning=skips_bad)
             return
 
 

@@ -21,7 +21,17 @@ from ... import __version__
 from ...core.errors import ConfigError, LaunchError, MyxaError
 from ..actor_spec import ActorSpec
 
-MODULES = ("torch", "megatron.core", "pynvml", "torch_memory_saver", "sglang", "math_verify", "pyarrow")
+MODULES = (
+    "torch",
+    "megatron.core",
+    "pynvml",
+    "torch_memory_saver",
+    "sglang",
+    "math_verify",
+    "pyarrow",
+    "wandb",
+    "mlflow",
+)
 """Whose presence is looked at."""
 PROBE = (
     "import json, myxa, myxa.launch.worker; from myxa.launch.preflight.interpreters import folders;"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...actors.backends.megatron.verbatim import check_tables
+from ...actors.sinks.names import SHIPPED
 from ...core.config import RunConfig
 from ...core.config.source import parse_sources
 from ...core.errors import ConfigError, MyxaError
@@ -56,9 +57,8 @@ def _missing(config: RunConfig, actor: ActorSpec, installed: Installed, key: str
 
 def needs(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
     """The modules that this actor needs beside myxa's own dependencies."""
-    for role, found in (("trainer", _of_trainer), ("rollout", _of_rollout), ("buffer", _of_buffer)):
-        if actor.role == role:
-            yield from found(config, actor)
+    if actor.role in _OF_ROLE:
+        yield from _OF_ROLE[actor.role](config, actor)
     shares = config.memory.share == "switch" and bool(config.roles.trainer.device_ids)
     if shares and actor.role in ("trainer", "rollout", "memory"):
         yield Need("pynvml", 'which memory.share = "switch" needs on GPUs', "install nvidia-ml-py there (extra gpu)")
@@ -87,3 +87,13 @@ def _of_buffer(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
     sources = (source for _, value in config.data_files() for source in parse_sources(value))
     if any(source.path.endswith(".parquet") for source in sources):
         yield Need("pyarrow", "which parquet files need", "install pyarrow there (extra parquet)")
+
+
+def _of_monitor(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
+    for name in config.monitor.sinks:
+        if name in SHIPPED:
+            remedy = f"install it there (extra {name}), or take it out of monitor.sinks"
+            yield Need(name, f'which monitor.sinks = ["{name}"] needs', remedy)
+
+
+_OF_ROLE = {"trainer": _of_trainer, "rollout": _of_rollout, "buffer": _of_buffer, "monitor": _of_monitor}

@@ -16,6 +16,7 @@ from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.data.row_file import check_data_file
 from ...actors.models.hf_folder import find_tokenizer, open_weights, read_config
 from ...actors.models.model_config import ModelConfig
+from ...actors.sinks.names import SHIPPED, check_name
 from ...core.config import RunConfig
 from ...core.config.source import parse_sources
 from ...core.errors import ConfigError, MyxaError, TrainError
@@ -200,6 +201,19 @@ def device_findings(actors: Sequence[ActorSpec], gpus: Gpus) -> Iterator[Finding
         yield Finding(key, error, is_warning=not gpus.source)
 
 
+def _check_sinks(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+    """Names and options; what packages of another interpreter may bring is left to the monitor."""
+    if not any(actor.role == "monitor" and not (actor.python or "PYTHONPATH" in actor.env) for actor in actors):
+        return
+    for name in config.monitor.sinks:
+        if name in SHIPPED:
+            from ...actors.sinks.registry import make_sink  # which takes longer than to look at a run file
+
+            yield from looked("monitor.sinks", make_sink, name, config.monitor.options.get(name, {}))
+        else:
+            yield from looked("monitor.sinks", check_name, name)
+
+
 def _check_key(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
     rollouts = [actor for actor in actors if actor.role == "rollout"]
     name = config.engine.key_env
@@ -259,6 +273,7 @@ CHECKS: tuple[Check, ...] = (
     _check_resume,
     _check_functions,
     _check_data,
+    _check_sinks,
     _check_key,
     _check_ports,
     _check_control,

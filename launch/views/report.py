@@ -46,8 +46,12 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     Raises ConfigError when `run_dir` is not a run directory or `out` cannot be written. Damaged or missing files of the
     run are no error: the page says what is missing.
     """
-    page = render_report(load_run(Path(run_dir)))
-    path = Path(out) if out is not None else Path(run_dir) / REPORT_FILE
+    return write_page(load_run(Path(run_dir)), Path(out) if out is not None else Path(run_dir) / REPORT_FILE)
+
+
+def write_page(run: RunFiles, path: Path) -> Path:
+    """The same of what was read already. Raises ConfigError when `path` cannot be written."""
+    page = render_report(run)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text(page, encoding="utf-8", errors="replace")

@@ -12,13 +12,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from myxa.actors.contracts.roles import MonitorContract
+from myxa.actors.contracts.roles import BufferContract, MonitorContract
+from myxa.actors.trainer.fetching import Fetching
 from myxa.algos.filters import zero_variance
 from myxa.algos.staleness import STALE_AFTER_RETUNE
 from myxa.core.actor import with_deadline
-from myxa.core.errors import BadRequest, Draining, LedgerError, UserCodeError
+from myxa.core.errors import BadRequest, Draining, LedgerError, MessageTooLarge, TrainError, UserCodeError
 from myxa.core.messages import GroupDropped, GroupReturned
 from myxa.core.samples import Group
+from myxa.transport.node import Node
+from myxa.transport.session.frames import LIMITS
 
 WAIT_S = 20.0
 
@@ -64,6 +67,29 @@ async def test_a_group_from_draw_to_durable(shop: Any, make_group: Callable[...,
         assert stats.states == {"DURABLE": 2}
         assert (stats.drawn, stats.trained) == (2, 2)
         assert stats.mean_tokens == {"trained": 4.0}
+
+
+@pytest.mark.asyncio
+async def test_a_batch_that_no_message_holds_comes_in_several(shop: Any, make_group: Callable[..., Group]) -> None:
+    async with shop.open(batch_size=4, max_staleness=0) as desk:
+        for number, assignment in enumerate((await desk.draw(max_groups=4)).assignments):
+            text = "x" * (800_000 if number == 2 else 400_000)
+            group = with_sample(make_group(assignment), text=text)
+            assert (await desk.ref.put_group(group, assignment.attempt, "rollout/0")).outcome == "ready"
+        metas = (await desk.ref.claim(0, 0.0)).groups
+        desk.node._session.serving._limits = msgspec.structs.replace(LIMITS, body=1_500_000)
+        node = await Node.attach(name="trainer-node", rdzv=desk.node.rendezvous)
+        fetching = Fetching(node.ref(BufferContract, "buffer").fetch)
+        assert [group.group_id for group in await fetching.groups(metas)] == [0, 1, 2, 3]
+        assert fetching.at_once == 2, "2.0 MB of text are too much for one message, and 1.2 are not"
+        await node.close(grace_s=0.3)
+
+        async def too_large(group_ids: tuple[int, ...]) -> tuple[Group, ...]:
+            raise MessageTooLarge(f"a reply of {len(group_ids)} groups is over the limit")
+
+        fetching = Fetching(too_large)
+        with pytest.raises(TrainError, match=r"group 0 cannot be handed to the trainer: a reply of .* -- lower"):
+            await fetching.groups(metas)
 
 
 @pytest.mark.asyncio

@@ -30,7 +30,7 @@ class Place:
 
 class Echo(Arguments, frozen=True, kw_only=True):
     text: Annotated[str, msgspec.Meta(max_length=1 << 21)] = ""
-    number: int = 0
+    number: Annotated[int, msgspec.Meta(ge=-(1 << 40))] = 0
     ratio: float = 0.0
     flag: bool = False
     names: Annotated[tuple[str, ...], msgspec.Meta(max_length=8)] = ()

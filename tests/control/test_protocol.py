@@ -121,6 +121,7 @@ WRONG_LINES = [
     (b'{"verb": "ehco"}', "'ehco' is no verb"),
     (b'{"verb": "echo", "args": {"txet": "a"}}', "unknown field `txet`"),
     (b'{"verb": "echo", "args": {"number": "3"}}', "Expected `int`, got `str`"),
+    (b'{"verb": "echo", "args": {"number": -1099511627777}}', "echo: number must be at least -1099511627776"),
     (b'{"verb": "echo", "args": [1]}', "Expected `object`, got `array`"),
     (b'{"verb": "echo", "args": {"names": ' + b"[" * 40 + b"]" * 40 + b"}}", "nests more than"),
     (b'{"verb": "echo", "args": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}", "nests more than"),

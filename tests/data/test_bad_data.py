@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from myxa.actors.data import jsonl, open_prompts
+from myxa.actors.data import jsonl, open_prompts, prompts, row_set
+from myxa.actors.rollout.group_pull import DRAW_AT_ONCE
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, DataError
+from myxa.transport.session.frames import Limits
 
 GOOD = '{"prompt": "1+1?", "label": "2"}'
 USER = '{"role": "user", "content": "hi"}'
@@ -175,6 +178,24 @@ def test_an_over_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (len(dataset), dataset.num_bad) == (2, 1)
 
 
+def test_rows_that_no_message_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fits = Limits().body - (8 << 20)  # the rest is room for what surrounds them
+    assert fits >= DRAW_AT_ONCE * row_set.MAX_ROW_BYTES
+    assert fits >= prompts.MAX_HELD_OUT_BYTES
+    monkeypatch.setattr(row_set, "MAX_ROW_BYTES", 200)
+    monkeypatch.setattr(prompts, "MAX_HELD_OUT_BYTES", 200)
+    large = f'{{"prompt": "a", "label": "b", "metadata": {{"tests": "{"x" * 200}"}}}}'
+    assert failure(tmp_path, f"{GOOD}\n{large}\n").startswith(
+        "t.jsonl:2: prompt, label and metadata come to 280 bytes, the limit is 200 -- keep what is large in a file"
+    )
+    file = tmp_path / "t.jsonl"
+    assert len(open_prompts(config(str(file), data={"on_bad_line": "skip"}))) == 1
+    file.write_text(f"{GOOD}\n" * 3)
+    with pytest.raises(DataError, match=r"eval\.data: 3 rows, .* come to \d+ bytes, the limit is 200 -- lower eval"):
+        open_prompts(config(str(file), eval={"data": str(file)}))
+    assert open_prompts(config(str(file), eval={"data": str(file), "num_prompts": 2})).eval_prompts(5)
+
+
 def test_deep_nesting_is_refused_not_a_crash(tmp_path: Path) -> None:
     deep = '{"prompt": "a", "label": "x", "metadata": {"m": ' + "[" * 5000 + "]" * 5000 + "}}"
     assert "t.jsonl:1: the line is not JSON" in failure(tmp_path, deep)
@@ -208,6 +229,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         open_prompts(config(str(tmp_path / "none" / "x.jsonl")))
     with pytest.raises(ConfigError, match=r"data\.train: .* is a folder -- name a JSONL or parquet file"):
         open_prompts(config(str(tmp_path)))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"data\.train: .*pipe is a pipe or a device -- write what it gives"):
+        open_prompts(config(str(tmp_path / "pipe")))
     with pytest.raises(ConfigError, match=r"eval\.data: there is no file"):
         open_prompts(config(str(tmp_path / "train.jsonl"), eval={"data": str(tmp_path / "x"), "every": 1}))
 

@@ -11,6 +11,8 @@ import pytest
 from own_segments import own_segments
 from run_job import Job, audit, events, is_alive, metrics, until, worker_pids
 
+from myxa.launch.views.numbers import short
+
 pytestmark = pytest.mark.timeout(180)
 
 
@@ -25,6 +27,10 @@ def test_a_run_ends_with_every_prompt_accounted_for(job: Job) -> None:
     lags = [p["values"]["lag/max"] for p in metrics(run_dir) if "lag/max" in p["values"]]
     assert len(lags) == 5 and max(lags) <= 2
     assert [p["values"]["eval/reward"] for p in metrics(run_dir) if "eval/reward" in p["values"]]
+    rewards = [p["values"]["reward/mean"] for p in metrics(run_dir) if "reward/mean" in p["values"]]
+    assert f"reward: {short(rewards[0])} -> {short(rewards[-1])}   o held-out: " in done.stdout, (
+        "of all steps, the last too"
+    )
     assert (run_dir / "report.html").stat().st_size > 10_000
     assert (run_dir / "export" / "model.safetensors").exists()
     assert (run_dir / "trace.json").exists()

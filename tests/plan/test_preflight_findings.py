@@ -24,7 +24,7 @@ from myxa.launch.preflight.sglang_names import name_findings, server_arguments, 
 from myxa.launch.preflight.user_functions import function_findings
 from myxa.launch.supervisor.placement import place
 
-ALL = ("torch", "megatron.core", "pynvml", "torch_memory_saver", "sglang", "math_verify", "pyarrow")
+ALL = ("torch", "megatron.core", "pynvml", "torch_memory_saver", "sglang", "math_verify", "pyarrow", "wandb", "mlflow")
 
 
 def run(**sections: Any) -> RunConfig:
@@ -46,6 +46,9 @@ def test_who_needs_which_package() -> None:
     assert missing(run(reward={"fn": "math"}), "math_verify") == [("rollout", "math_verify")]
     assert missing(run(data={"train": "a.parquet"}), "pyarrow") == [("buffer", "pyarrow")]
     assert missing(run(roles={"trainer": {"kind": "megatron"}}), "megatron.core") == [("trainer", "megatron.core")]
+    far = run(monitor={"sinks": ["wandb", "mlflow", "mine:Sink"]})
+    assert missing(far, "wandb", "mlflow") == [("monitor", "wandb"), ("monitor", "mlflow")]
+    assert missing(run(), "wandb", "mlflow") == []
     sft = run(data={"train": "t", "preset": "chat"}, algo={"kind": "sft"}, rollout={"workflow": "demonstration"})
     assert missing(sft, "torch") == [("trainer", "torch")], "nobody generates"
 
@@ -291,5 +294,7 @@ def test_the_first_rows_of_data(tmp_path: Path) -> None:
     assert f"{path}:6" in str(found.error)
     skips = run(data={"train": str(path), "on_bad_line": "skip"})
     assert glance(skips, "data.train", skips.data.train).findings[0].is_warning
+    of_one = glance(config, "data.sources.a.path", str(path), skips.data)
+    assert of_one.findings[0].is_warning, "a source may skip what others do not"
     sliced = run(data={"train": [f"{path}@[10:30]", f"{path}@[50:]"]})
     assert glance(sliced, "data.train", sliced.data.train).num_rows == 20 + 56

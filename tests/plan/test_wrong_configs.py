@@ -71,6 +71,10 @@ WRONG: dict[str, Wrong] = {
     "negative temperature": instead("temperature = 1.0", "temperature = -1", "must be at least 0"),
     "greedy training": instead("temperature = 1.0", "temperature = 0", "use 1.0"),
     "staleness below zero": instead("max_staleness = 2", "max_staleness = -1", "must be at least 0"),
+    "sink misspelt": add("monitor", 'sinks = ["wnadb"]', "did you mean 'wandb'", "monitor.sinks"),
+    "option of a sink misspelt": Wrong(
+        "[monitor]\n", '[monitor.options.wandb]\nprojct = "x"\n[monitor]\nsinks = ["wandb"]\n', "[monitor.options.wandb]", 'did you mean "project"'
+    ),
     "port beyond all": add("monitor", "prometheus_port = 70000", "must be at most 65535"),
     "devices backwards": add("roles.trainer", 'devices = "3-0"', "runs backwards"),
     "devices twice": add("roles.trainer", 'devices = "0,0"', "names a GPU twice"),

@@ -139,6 +139,10 @@ def test_a_workflow_must_be_async(file: Path) -> None:
     ("code", "cause"),
     [
         ("x = 1\nraise ValueError('boom')\n", "ValueError: boom ({file}:2)"),
+        (  # as it may quote an answer of the model: on one line, nothing for a terminal to obey, and the place behind it
+            "raise ValueError('one\\n two \\x1b[31m' + 'x' * 600)\n",
+            f"ValueError: one two [31m{'x' * 488} ... ({{file}}:1)",
+        ),
         ("import no_such_dependency\n", "ModuleNotFoundError: No module named 'no_such_dependency' ({file}:1)"),
         ("def f(:\n", "SyntaxError: invalid syntax ({file}:1)"),
     ],

@@ -1,0 +1,34 @@
+"""How sinks are called in the run file. Nothing of a sink is imported to find out."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from ...core.errors import ConfigError
+from ...core.suggestion import nearest
+
+ENTRY_POINT_GROUP = "myxa.sinks"
+BUILT_IN_NAMES = ("jsonl", "chrome_trace", "tensorboard", "prometheus")
+SHIPPED: dict[str, str] = {
+    "wandb": "myxa.actors.sinks.wandb_sink:WandbSink",
+    "mlflow": "myxa.actors.sinks.mlflow_sink:MlflowSink",
+}
+"""As an entry point of a package would name them: imported when they are asked for. Each needs the package of its
+name."""
+
+
+def installed() -> dict[str, str]:
+    """Name -> "module:attr" of what installed packages bring."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError if no sink is called so."""
+    known = sorted({*BUILT_IN_NAMES, *SHIPPED, *installed()})
+    if ":" in name or name in known:
+        return
+    near = nearest(name, known)
+    raise ConfigError(
+        f"no sink is called {name!r}" + (f"; did you mean {near!r}?" if near else ""),
+        remedy=f'known are {", ".join(known)}; own code is named "module:attr"',
+    )
