@@ -235,7 +235,10 @@ def tell_reload(report: Report, gang: GangOf) -> None:
 def tell_suspend(report: Report, gang: GangOf) -> None:
     environment = {"NCCL_CUMEM_ENABLE": "1"}
     if gang.options.nccl:
-        environment["LD_PRELOAD"] = str(Path(gang.options.nccl).absolute())
+        library = Path(gang.options.nccl).absolute()
+        if not library.is_file():
+            raise GangFailedError(f"suspend: there is no {library} (the script works in a folder of its own)")
+        environment["LD_PRELOAD"] = str(library)
     else:
         rungs = [rung for rung in probe(environment) if rung.kind == "suspend"]
         if not any(rung.is_available for rung in rungs):
@@ -333,12 +336,14 @@ def measure(options: argparse.Namespace) -> None:
             trouble.append(f"{stage}: no time was left for it")
             report.say(f"- {trouble[-1]}")
             continue
+        gang.name = ""
         try:
             TELL[stage](report, gang)
         except GangFailedError as error:
             trouble.append(str(error))
             report.say(f"- {stage} FAILED: {error}")
-            tell_unfinished(report, gang.name, gang.kept(gang.name))
+            if gang.name:
+                tell_unfinished(report, gang.name, gang.kept(gang.name))
         report.say(f"- {stage}: {time.monotonic() - began_s:.0f} s")
     if trouble:
         report.tell_goals()
