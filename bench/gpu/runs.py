@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from figures import Report
-from run_figures import newest_run
+from run_figures import lines, newest_run
 from run_looks import ends_of_logs, look, stands_still
 from servers import Server, running
 
@@ -190,8 +189,7 @@ def without_table(text: str, table: str) -> str:
 
 def facts_of(run_dir: Path) -> str:
     """What the trainer said of itself."""
-    for line in (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines():
-        event = json.loads(line)
+    for event in lines(run_dir / "events.jsonl"):
         if event["kind"] == "trainer-ready":
             return ", ".join(f"{key} {value}" for key, value in event["data"].items())
     return "the trainer never was ready"

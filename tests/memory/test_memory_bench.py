@@ -291,7 +291,7 @@ def test_a_run_stands_still_once_it_was_running_and_tells_nothing(
         ("-> running", 100, True),
     ):
         events.write_text(json.dumps({"kind": "phase", "text": text}))
-        os.utime(events, (time.time() - age_s,) * 2)
+        os.utime(events, (time.time(), time.time() - age_s))
         assert looks.stands_still(tmp_path, 60.0) is verdict
 
 
@@ -348,7 +348,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 def test_nobody_waits_for_ranks_that_have_ended(bench: Callable[[str], ModuleType], tmp_path: Path) -> None:
     communicators = bench("memory_communicators")
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store: Any = communicators.dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     living, failed = (subprocess.Popen([sys.executable, "-c", code]) for code in ("input()", "raise SystemExit(3)"))
     try:
         failed.wait(20)
