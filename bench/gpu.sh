@@ -19,15 +19,17 @@
 #     memory_rates          copies, pinning, mapping; arenas     1 GPU, 150 s
 #     memory_switch         trainer and engine take turns        1 GPU, 150 s
 #     memory_colocated      a run in turns, two ways, or a gang  1, 2 or 4 GPUs, SGLang, Megatron, 300 s
+#     memory_colocated_one  the gang with one server over all    2 or 4 GPUs, SGLang, Megatron, 250 s
+#     memory_colocated_tp   the gang with tensor parallelism     2 or 4 GPUs, SGLang, Megatron, 250 s
 #     memory_residue        what stays of a trainer's process    1 GPU, Megatron, 60 s
 #     memory_communicators  communicators leave and come back    2 or 4 GPUs, 150 s
 #     memory_gang           GPUs that switch together            2 or 4 GPUs, 150 s
 #     memory_gang_training  switches change no step of a gang    2 or 4 GPUs, Megatron, 120 s
 #
 # Figures go to gpu.md and gpu.json in $OUT (default ./bench-out), logs to logs.tar.gz there. A part that lacks something
-# here says so and does not count as passed. Every part has a time limit (LIMIT_<part>, seconds) and may be given other
-# arguments (ARGS_<part>); nothing that it started outlives it. GPU_BUDGET: seconds for all parts together; what does not
-# fit is cut short or not begun. --dry runs tiny shapes on the CPU.
+# here says so and does not count as passed. Every part has a time limit (LIMIT_<part>, seconds; the part is told it as
+# PART_SECONDS) and may be given other arguments (ARGS_<part>); nothing that it started outlives it. GPU_BUDGET: seconds
+# for all parts together; what does not fit is cut short or not begun. --dry runs tiny shapes on the CPU.
 # GPU_BACKEND=torch|megatron, GPU_ENGINE=attach|launched: who trains, and who starts SGLang where a run could do either.
 # PYTHON: the interpreter that has torch, SGLang and megatron-core. Exit status 0: everything asked for passed.
 set -u -o pipefail
@@ -45,13 +47,15 @@ made_work=""
 [ -n "${GPU_WORK:-}" ] || { GPU_WORK=$(mktemp -d); made_work=$GPU_WORK; }
 export GPU_WORK PYTHONUNBUFFERED=1
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} NCCL_CUMEM_ENABLE=${NCCL_CUMEM_ENABLE:-0}  # SGLang sets the latter
+export TORCH_SYMM_MEM_DISABLE_MULTICAST=${TORCH_SYMM_MEM_DISABLE_MULTICAST:-1} NVSHMEM_DISABLE_NVLS=${NVSHMEM_DISABLE_NVLS:-1}
+export CUDA_DEVICE_ORDER=PCI_BUS_ID  # the numbers of nvidia-smi and NVML
 mkdir -p "$GPU_WORK"
 cd "$GPU_WORK" || exit 1
 
 building=""
 pack() {
   [ -z "$building" ] || kill "$building" 2>/dev/null
-  find . -type f \( -name '*.log' -o -name metrics.jsonl -o -name events.jsonl \) -size -8M -print0 2>/dev/null \
+  find . -type f \( -name '*.log' -o -name metrics.jsonl -o -name events.jsonl -o -name 'memory.*.jsonl' \) -size -8M -print0 2>/dev/null \
     | tar czf "$OUT/logs.tar.gz" --null -T - 2>/dev/null
   cd / && [ -z "$made_work" ] || rm -rf "$made_work"
 }
@@ -70,7 +74,7 @@ budget=${GPU_BUDGET:-0}
 engine=${GPU_ENGINE:-attach} backend=${GPU_BACKEND:-torch}
 ranks=$((num_gpus >= 4 ? 4 : 2))
 turns=""
-[ "$num_gpus" -ge 2 ] && turns="--gpus $ranks --ways ours --mem-fraction 0.85,0.8 --limit 230 --budget 285"
+[ "$num_gpus" -ge 2 ] && turns="--gpus $ranks --ways ours --mem-fraction 0.85,0.8"
 dying=$placement
 [ "$num_gpus" -eq 2 ] && dying=gang
 
@@ -80,20 +84,22 @@ declare -A script=(
   [kill]=kill_in_broadcast.py [live]=live.py [chaos]=chaos.py
   [memory_selfcheck]=memory_selfcheck.py [memory_rates]=memory_rates.py [memory_switch]=memory_switch.py
   [memory_colocated]=memory_colocated.py [memory_residue]=memory_residue.py
+  [memory_colocated_one]=memory_colocated.py [memory_colocated_tp]=memory_colocated.py
   [memory_communicators]=memory_communicators.py [memory_gang]=memory_gang.py
   [memory_gang_training]=memory_gang_training.py
 )
 declare -A limit=(
   [facts]=60 [rollout]=270 [train]=270 [train4]=200 [learn]=500 [async20]=330 [weights]=330 [logprobs]=360 [layouts]=330
   [kill]=230 [live]=240 [chaos]=460
-  [memory_selfcheck]=90 [memory_rates]=200 [memory_switch]=180 [memory_colocated]=300 [memory_residue]=90
-  [memory_communicators]=200
-  [memory_gang]=170 [memory_gang_training]=200
+  [memory_selfcheck]=90 [memory_rates]=200 [memory_switch]=180 [memory_colocated]=$((num_gpus >= 2 ? 380 : 300))
+  [memory_colocated_one]=330 [memory_colocated_tp]=330 [memory_residue]=90 [memory_communicators]=240
+  [memory_gang]=170 [memory_gang_training]=270
 )
 declare -A gpus=(
   [facts]=1 [rollout]=1 [train]=1 [train4]=4 [learn]=1 [async20]=1 [weights]=1 [logprobs]=1 [layouts]=2
   [kill]=1 [live]=1 [chaos]=1
   [memory_selfcheck]=1 [memory_rates]=1 [memory_switch]=1 [memory_colocated]=1 [memory_residue]=1
+  [memory_colocated_one]=2 [memory_colocated_tp]=2
   [memory_communicators]=2 [memory_gang]=2 [memory_gang_training]=2
 )
 declare -A modules=(
@@ -101,6 +107,8 @@ declare -A modules=(
   [layouts]="megatron.core transformers pytest" [kill]=sglang [live]=sglang [chaos]=sglang
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]=""
   [memory_colocated]="sglang megatron.core torch_memory_saver" [memory_residue]=megatron.core
+  [memory_colocated_one]="sglang megatron.core torch_memory_saver"
+  [memory_colocated_tp]="sglang megatron.core torch_memory_saver"
   [memory_communicators]="" [memory_gang]="" [memory_gang_training]=megatron.core
 )
 declare -A arguments=(
@@ -111,7 +119,9 @@ declare -A arguments=(
   [kill]="--placement $placement --backend $backend" [live]="--placement $placement --backend $backend"
   [chaos]="--placement $dying --backend $backend --ranks $((num_gpus >= 2 ? 2 : 1))"
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]="" [memory_colocated]="$turns"
-  [memory_residue]="" [memory_communicators]="--ranks $ranks --stages kill,reload,suspend,sizes --seconds 75"
+  [memory_colocated_one]="$turns --servers one --part memory_colocated_one"
+  [memory_colocated_tp]="$turns --set megatron.tp=2 --part memory_colocated_tp"
+  [memory_residue]="" [memory_communicators]="--ranks $ranks --stages kill,reload,suspend,sizes --seconds 60"
   [memory_gang]="--num-devices $ranks" [memory_gang_training]="--ranks $ranks"
 )
 declare -A dry_arguments=(
@@ -122,11 +132,14 @@ declare -A dry_arguments=(
   [async20]="--engine attach --set run.num_steps=4" [weights]="--updates 3" [logprobs]="--prompts 8 --num-new 16"
   [layouts]="--ranks 2 --first 2" [kill]="--limit 100" [live]="--limit 100" [chaos]="--steps 60 --limit 300"
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]="" [memory_colocated]=""
+  [memory_colocated_one]="--gpus 2 --servers one --part memory_colocated_one"
+  [memory_colocated_tp]="--gpus 2 --part memory_colocated_tp"
   [memory_residue]="" [memory_communicators]="--ranks 2" [memory_gang]="--num-devices 2"
   [memory_gang_training]="--ranks 2"
 )
 memory=(memory_selfcheck memory_rates memory_switch memory_residue memory_colocated)
-[ "$num_gpus" -ge 2 ] && memory=(memory_selfcheck memory_communicators memory_gang memory_gang_training memory_colocated)
+[ "$num_gpus" -ge 2 ] && memory=(memory_selfcheck memory_communicators memory_gang memory_gang_training memory_colocated
+  memory_colocated_one memory_colocated_tp)
 [ -n "$dry" ] && memory=(memory_selfcheck memory_rates memory_switch memory_communicators memory_gang
   memory_gang_training memory_colocated)
 asked=("${parts[@]}") parts=()
@@ -146,7 +159,7 @@ lacking() { # why a part cannot run here, or nothing
 }
 
 echo "bench/gpu.sh: ${parts[*]} on $num_gpus GPUs, $("$python" -V 2>&1), figures in $OUT" | tee -a "$OUT/gpu.md"
-case " ${parts[*]:1} " in *" memory_communicators "* | *" memory_gang_training "*)  # compile beside the parts before
+case "$num_gpus ${parts[*]} " in [2-9]*" memory_co"* | [2-9]*" memory_gang_training "*)  # compile beside what comes first
   "$python" -c 'from myxa.memory.communicators.proxy_build import load; load()' & building=$! ;;
 esac
 summary="| part | result | seconds |
@@ -166,7 +179,7 @@ for part in "${parts[@]}"; do
     [ "$budget" -gt 0 ] && [ $((budget - SECONDS - 12)) -lt "$seconds" ] && seconds=$((budget - SECONDS - 12))
     chosen=${!args-${arguments[$part]}}
     [ -n "$dry" ] && chosen="--device cpu ${!args-${dry_arguments[$part]}}"
-    "$python" "$here/gpu/limited.py" "$seconds" "$python" "$here/gpu/${script[$part]}" $chosen
+    PART_SECONDS=$seconds "$python" "$here/gpu/limited.py" "$seconds" "$python" "$here/gpu/${script[$part]}" $chosen
     case $? in
       0) result=passed ;;
       3) result="NOT RUN (see above)" ;;

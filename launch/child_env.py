@@ -44,6 +44,7 @@ def child_env(
     env = {name: value for name, value in base.items() if name not in _TORCHRUN}
     env["OMP_NUM_THREADS"] = str(actor.threads)
     env["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in actor.visible_devices)
+    env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # CUDA may count the fastest first; our numbers are nvidia-smi's
     env["PYTHONUNBUFFERED"] = "1"
     env["PYTHONFAULTHANDLER"] = "1"
     if actor.rank is not None:

@@ -28,8 +28,9 @@ ENGINE_TAGS: tuple[Tag, ...] = ("kv_cache", "weights", "cuda_graph")
 """In the order in which they are released; they are resumed in the opposite one: SGLang's own inside a call."""
 SAVER_FIELDS: Mapping[str, Any] = {"enable_memory_saver": True}
 """ServerArgs of servers whose memory can be taken back."""
-SAVER_ENV: Mapping[str, str] = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
-"""Without it captured graphs keep their memory."""
+SAVER_ENV: Mapping[str, str] = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "NCCL_GRAPH_REGISTER": "0"}
+"""Without the first, captured graphs keep their memory. Without the second, NCCL may register what captured collectives
+of a server over several GPUs work on, and that memory leaves."""
 IDLE_EVERY_S = 0.05
 GIB = 1 << 30
 _USAGE_KEYS: Mapping[Tag, tuple[str, ...]] = {

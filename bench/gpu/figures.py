@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 OK, FAILED, MISSING, MISSED = 0, 1, 3, 4
+TELLING_S = 15.0
 
 
 def out_folder() -> Path:
@@ -30,6 +31,12 @@ def work_folder() -> Path:
     folder = Path(os.environ.get("GPU_WORK") or out_folder() / "work").absolute()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def part_seconds(otherwise: float) -> float:
+    """How long this part may take, as the script says (`PART_SECONDS`), less what telling its end takes."""
+    told = os.environ.get("PART_SECONDS")
+    return max(float(told) - TELLING_S, 5.0) if told else otherwise
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

@@ -1,21 +1,23 @@
 """A run whose trainer and engine share one GPU by turns, two ways: by our arenas and leases, and by torch-memory-saver,
 which is how others do it; one rank has no communicators to give back in either. With `--gpus 2` the trainer is a gang
-of a rank on each, whose communicators leave too, and there is a server on each GPU, or one over all of them.
+of a rank on each, whose communicators leave if all else does not suffice, and there is a server on each GPU, or one over
+all of them.
 
     python memory_colocated.py [--ways ours,saver] [--shape 1.7b] [--mem-fraction 0.9,0.85] [--steps 7] [--device cpu]
-                               [--gpus 1] [--servers each|one]
+                               [--gpus 1] [--servers each|one] [--set megatron.tp=2]
 
 Two ordinary runs of `memory_colocated.toml`, one after the other, with SGLang launched by the rollout actor and
 Megatron as the trainer; nothing differs but `[memory] backend`. Exposed switch of a step, as the
 leader tells it: nobody computes, from asking for the trainer's turn to having it, and from the end of the step over the
-hand-off of the weights to the engine's turn. What the manager tells of its leases is in the second table. On a CPU: our
-engine and the torch trainer over the host's stand-in device.
+hand-off of the weights to the engine's turn. What the manager tells of its leases is in the second table. A run in
+which a process dies, that stands still, or that is not through in time is ended, and told as far as it came. On a CPU:
+our engine and the torch trainer over the host's stand-in device.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -24,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from async20 import write_prompts
-from figures import Report, median, number, parser, percent, work_folder
+from figures import Report, median, number, parser, part_seconds, percent, work_folder
 from make_model import make_apart
 from memory_device import device_bytes, used_by_process
 from memory_figures import GIB, MIB, quantile, size, tell_when_ended
-from run_figures import SKIPPED_STEPS, Run, newest_run, read_run, tell_run
+from run_figures import SKIPPED_STEPS, Run, lines, newest_run, read_run, tell_run
+from run_looks import ends_of_logs
 from runs import RunFailedError, Stopwatch, cpu_overrides, facts_of, stage, up
 
 WAYS = {
@@ -44,8 +47,14 @@ GROUPS = 48
 """In flight on all servers: if one had room for all, the first to adopt a version would take all."""
 RESIDUE_MIB, GANG_RESIDUE_MIB = 1024.0, 1536.0
 SAMPLE_S = 0.2
+OF_MEMORY = re.compile(r"out of memory|not enough memory|outofmemory|refused: .* short", re.IGNORECASE)
+"""In what a run says that might go with less memory for the engine."""
 LEAST_S = 100.0
 """A run with less time than this is not begun a second time."""
+ENDING_S = 30.0
+"""To ask a run that is not through what it does, and to end it."""
+STILL_S = 90.0
+"""A run past its start that tells nothing for so long stands still: longer than one change of hands may take."""
 
 
 class Sampler(threading.Thread):
@@ -90,6 +99,8 @@ class Way:
     """Of the manager's, lease by lease."""
     residue: int | None = None
     most_used: int = 0
+    is_whole: bool = True
+    """Whether the run came to its end."""
 
     @classmethod
     def of(cls, name: str, run_dir: Path, mem_fraction: float, sampler: Sampler | None) -> Way:
@@ -124,17 +135,17 @@ class Way:
 
 
 def memory_points(run_dir: Path) -> Iterator[dict[str, Any]]:
-    for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        if '"memory/' in line:
-            yield json.loads(line)
+    for point in lines(run_dir / "metrics.jsonl"):
+        if any(name.startswith("memory/") for name in point["values"]):
+            yield point
 
 
 def trainer_pids(run_dir: Path) -> set[int]:
     """As the trainer's ranks told the manager, which wrote it down."""
     found: set[int] = set()
     for path in run_dir.glob("memory*.jsonl"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            report = json.loads(line).get("report") or {}
+        for line in lines(path):
+            report = line.get("report") or {}
             if str(report.get("tenant", "")).startswith("trainer/"):
                 found |= set(report.get("pids", ()))
     return found
@@ -146,6 +157,7 @@ def sets_of(options: argparse.Namespace, way: str, mem_fraction: float) -> list[
     sets = [
         f'run.name="{way}"', f"run.num_steps={options.steps}", f"roles.trainer.count={options.gpus}",
         f"roles.rollout.count={num_servers}", f"rollout.max_groups={GROUPS // num_servers}", *WAYS[way],
+        *(f'roles.{role}.restart="never"' for role in ("trainer", "rollout", "memory")),  # whoever dies ends the run
         *options.overrides,
     ]  # fmt: skip
     if options.device == "cpu":
@@ -154,6 +166,7 @@ def sets_of(options: argparse.Namespace, way: str, mem_fraction: float) -> list[
             'roles.rollout.kind="embedded"', 'roles.rollout.devices="cpu"', "roles.rollout.threads=1",
             f"memory.capacity_mb={options.capacity_mib}", f"memory.host_devices={options.gpus}",
             "memory.workspace_mb=0", "rollout.max_new_tokens=8",
+            *(["engine.max_running=4"] if options.gpus > num_servers else []),  # its cache is one tensor, on one device
             f"rollout.max_groups={6 // num_servers}",
             "algo.batch_size=2", "rollout.num_samples=4",
         ]  # fmt: skip
@@ -162,45 +175,60 @@ def sets_of(options: argparse.Namespace, way: str, mem_fraction: float) -> list[
     return [
         f'roles.trainer.devices="{devices}"', f'roles.rollout.devices="{devices}"',
         f"trainer.max_tokens_per_microbatch={options.tokens}", f"memory.workspace_mb={workspace}",
-        f"sglang.mem_fraction_static={mem_fraction:g}", *sets,
+        f"sglang.mem_fraction_static={mem_fraction:g}",
+        # SGLang's own all-reduce is compiled when the server starts, and works by NVLink multicast where there is any
+        *(["sglang.disable_custom_all_reduce=true"] if options.gpus > num_servers else []),
+        *sets,
     ]  # fmt: skip
 
 
 def try_run(report: Report, options: argparse.Namespace, way: str, work: Path) -> Way | None:
-    """The run at the highest fraction that goes; None when none did."""
+    """The run at the highest fraction that goes; where none does, the last one that made steps; None: none did."""
     fractions = [0.0] if options.device == "cpu" else [float(text) for text in options.mem_fraction.split(",")]
+    best: Way | None = None
     for attempt, fraction in enumerate(fractions):
         started_s = time.monotonic()
-        if attempt and options.give_up_at - started_s < LEAST_S:
+        left_s = options.give_up_at - ENDING_S - started_s
+        if attempt and left_s < LEAST_S:
             report.say(f"- {way} at {fraction:g}: no time is left for it\n")
             continue
-        limit_s = min(options.limit, max(options.give_up_at - started_s, LEAST_S))
         sampler = None if options.device == "cpu" else Sampler(options.gpus)
         if sampler is not None:
             sampler.start()
         try:
-            run_dir = up(
-                work / RUN_FILE,
-                sets_of(options, way, fraction),
-                limit_s=limit_s,
-            )
+            sets = sets_of(options, way, fraction)
+            run_dir = up(work / RUN_FILE, sets, limit_s=min(options.limit, max(left_s, 5.0)), still_s=STILL_S)
         except RunFailedError as error:
             report.say(f"- {way} at {fraction:g}: FAILED after {time.monotonic() - started_s:.0f} s: {error}\n")
-            tell_begun(report, work)
+            best = as_far_as(report, way, error.run_dir, fraction, sampler) or best
+            if not OF_MEMORY.search(str(error)):  # the same would happen at every other fraction
+                break
             continue
         finally:
             if sampler is not None:
                 sampler.end()
         report.say(f"- {way} at {fraction:g}: {time.monotonic() - started_s:.0f} s; trainer: {facts_of(run_dir)}\n")
         return Way.of(way, run_dir, fraction, sampler)
-    return None
+    return best
 
 
-def tell_begun(report: Report, work: Path) -> None:
-    """How far a run came that did not end well."""
-    begun = newest_run(work / "runs" / RUN_FILE.removesuffix(".toml"))
-    if begun is not None and (begun / "metrics.jsonl").exists():
-        report.say(f"  it had made {len(read_run(begun).steps)} steps")
+def as_far_as(report: Report, way: str, run_dir: Path | None, fraction: float, sampler: Sampler | None) -> Way | None:
+    """What a run gave that did not end well; None if it made no step."""
+    if run_dir is None or not (run_dir / "metrics.jsonl").exists():
+        return None
+    found = Way.of(f"{way}, cut short", run_dir, fraction, sampler)
+    found.is_whole = False
+    report.say(f"  it had made {len(found.run.steps)} steps; trainer: {facts_of(run_dir)}")
+    return found if found.run.steps else None
+
+
+def tell_ended(report: Report, options: argparse.Namespace, work: Path) -> None:
+    """The part is ended from outside: the newest run as far as it came."""
+    run_dir = newest_run(work / "runs" / RUN_FILE.removesuffix(".toml"))
+    report.say(ends_of_logs((work / RUN_FILE).with_suffix(".log"), run_dir))
+    way = as_far_as(report, "the newest run", run_dir, 0.0, None)
+    if way is not None:
+        tell_ways(report, [way])
 
 
 def spread(values: list[float], digits: int = 2) -> str:
@@ -276,16 +304,19 @@ def main() -> None:
     args.add_argument("--mem-fraction", default="0.9,0.85", help="tried in this order")
     args.add_argument("--steps", type=int, default=7)
     args.add_argument("--tokens", type=int, default=8192, help="of a micro-batch, at most")
-    args.add_argument("--limit", type=float, default=150.0, help="seconds a run may take")
-    args.add_argument("--budget", type=float, default=265.0, help="seconds for all runs together")
+    args.add_argument("--limit", type=float, default=0.0, help="seconds a run may take; 0 = its share of all")
+    args.add_argument("--budget", type=float, default=0.0, help="seconds for all of it; 0 = as the script says, or 285")
+    args.add_argument("--part", default="memory_colocated", help="its name in the figures")
     args.add_argument("--capacity-mib", type=int, default=0, help="of the stand-in device of a dry run; 0 = chosen")
     args.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE")
     options = args.parse_args()
     is_cpu = options.device == "cpu"
+    options.budget = options.budget or part_seconds(285.0)
+    options.limit = options.limit or options.budget / len(options.ways.split(","))
     options.give_up_at = time.monotonic() + options.budget
-    report = Report("memory_colocated", is_dry=is_cpu)
-    tell_when_ended(report)
+    report = Report(options.part, is_dry=is_cpu)
     work = work_folder() / "memory_colocated"
+    tell_when_ended(report, lambda: tell_ended(report, options, work))
     stage(work, RUN_FILE, "spread_reward.py", launches=not is_cpu)
     watch = Stopwatch(report)
     config = make_apart(work / "model", "dry" if is_cpu else options.shape, options.device)
@@ -298,16 +329,17 @@ def main() -> None:
     failed: list[str] = []
     for name in options.ways.split(","):
         way = try_run(report, options, name, work)
-        if way is None:
+        if way is None or not way.is_whole:
             failed.append(name)
-        else:
-            tell_run(report, name, way.run, config)
+        if way is not None:
+            tell_run(report, way.name, way.run, config, options.gpus)
             ways.append(way)
         watch.lap(name)
     if ways:
         tell_ways(report, ways)
-        judge(report, options, ways)
+        judge(report, options, [way for way in ways if way.is_whole])
     if failed:
+        report.tell_goals()
         report.failed(", ".join(failed))
     report.end()
 

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from myxa.memory.communicators.reload import ReloadComms
 
 torch_dist: Any = dist
 TIMEOUT_S = 60.0
+CHANGE_S = 30.0
+"""For a release or a restore: less than what ends a rank that stands still, for it says which group it is."""
 REPLAY_S = 20.0
 MIB = 1 << 20
 
@@ -181,12 +184,14 @@ def reload(me: Rank) -> None:
     comms = ReloadComms(free_bytes=me.free, first_op_timeout_s=TIMEOUT_S)
     comms.register()
     bare = me.free()
+    me.step("join")
     me.join(f"myxa_{me.native}")
     use(me, None, 1.0)
-    comms.release(1, TIMEOUT_S)
+    comms.release(1, CHANGE_S)
     at_start = me.free()
     me.keep(loaded_once=bare - at_start)
-    comms.restore(2, TIMEOUT_S)
+    comms.restore(2, CHANGE_S)
+    me.step("groups")
     groups = [None, *make_groups(me, group_set(me.num_ranks))]
     for group in groups:
         use(me, group, 1.0)
@@ -198,18 +203,22 @@ def reload(me: Rank) -> None:
     freed: list[int] = []
     until = time.monotonic() + me.number("seconds", 60.0)
     for cycle in range(int(me.number("cycles", 50))):
+        me.step(f"cycle {cycle}: the others")
         if not me.goes_on(cycle, until):
             break
+        me.step(f"cycle {cycle}: release")
         before = me.free()
         started = time.perf_counter()
-        comms.release(2 * cycle + 3, TIMEOUT_S)
+        comms.release(2 * cycle + 3, CHANGE_S)
         released = time.perf_counter()
         freed.append(me.free() - before)
         if cycle == 0:
             me.reach("measured away")
             me.store.wait(["parent measured"], timedelta(seconds=TIMEOUT_S))
+        me.step(f"cycle {cycle}: restore")
         resumed = time.perf_counter()
-        comms.restore(2 * cycle + 4, TIMEOUT_S)
+        comms.restore(2 * cycle + 4, CHANGE_S)
+        me.step(f"cycle {cycle}: use")
         restored = time.perf_counter()
         for group in groups:
             use(me, group, float(cycle))
@@ -222,9 +231,11 @@ def reload(me: Rank) -> None:
         seen.append((*counts(), me.free()))
         assert [group.group_name for group in groups[1:]] == names
         me.keep(cycles=cycles, counts=seen, freed=freed)
+    me.step("the rate after it all")
     me.keep(bus_after=bus_gb_s(me))
     me.reach("ended")
     dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def suspend(me: Rank) -> None:
@@ -255,12 +266,12 @@ def suspend(me: Rank) -> None:
             break
         me.step(f"cycle {cycle}: release")
         before, started = me.free(), time.perf_counter()
-        told = comms.release(2 * cycle + 1, TIMEOUT_S).device_bytes
+        told = comms.release(2 * cycle + 1, CHANGE_S).device_bytes
         released = time.perf_counter()
         freed.append(me.free() - before)
         me.step(f"cycle {cycle}: restore")
         resumed = time.perf_counter()
-        comms.restore(2 * cycle + 2, TIMEOUT_S)
+        comms.restore(2 * cycle + 2, CHANGE_S)
         restored = time.perf_counter()
         for number, group in enumerate(groups):
             me.step(f"cycle {cycle}: use of group {number}")
@@ -309,6 +320,7 @@ def kill(me: Rank) -> None:
     comms = ReloadComms(free_bytes=me.free, first_op_timeout_s=TIMEOUT_S)
     comms.register()
     at_start = me.free()
+    me.step("join, and use of all groups")
     me.join(f"myxa_{me.native}")
     groups = [None, *make_groups(me, group_set(me.num_ranks))]
     for group in groups:
@@ -317,7 +329,7 @@ def kill(me: Rank) -> None:
     me.reach("used")
     if me.rank == me.num_ranks - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    faulthandler.dump_traceback_later(me.number("hangs", 45.0), exit=True)  # into the log: where it hangs
+    me.step("release without the dead")
     value = torch.ones(MIB, device=me.device)
     work = dist.all_reduce(value, async_op=True)
     limit_s = me.number("limit", 5.0)
@@ -344,9 +356,15 @@ def main() -> None:
     options = dict(word.split("=", 1) for word in sys.argv[7:])
     name = options.pop("name", stage)
     me = Rank(name, Path(out), int(rank), int(num_ranks), int(port), device, **options)
-    STAGES[stage](me)
+    status = 0
+    try:
+        STAGES[stage](me)
+    except Exception:  # noqa: BLE001 -- told, and by the status
+        traceback.print_exc()
+        status = 1
     sys.stdout.flush()
-    os._exit(0)  # destructors of communicators whose peers ended already may wait
+    sys.stderr.flush()
+    os._exit(status)  # destructors of communicators whose peers ended already may wait
 
 
 if __name__ == "__main__":

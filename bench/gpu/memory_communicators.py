@@ -8,7 +8,8 @@ suspend   release and restore by NCCL's own suspend, where the NCCL at hand has 
           replayed after it. --nccl: a newer libnccl.so.2 to load under the ranks
 sizes     bytes and first-use time of 1 .. 12 communicators, of a lonely one, with fewer channels and smaller buffers
 
-Every stage is a gang of its own, one process a GPU.
+Every stage is a gang of its own, one process a GPU. What a gang that failed had found is told; the other stages go on,
+as far as there is time.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from figures import Report, median, number, parser, work_folder
+from figures import Report, median, number, parser, part_seconds, work_folder
 from memory_device import settled_used
-from memory_figures import GIB, MIB, quantile
-from train_speed import wait_for
+from memory_figures import GIB, MIB, quantile, tell_when_ended
+from train_speed import how_it_ended, wait_for
 
 from myxa.core.errors import MemoryFault
 from myxa.memory.communicators.probe import probe
@@ -51,6 +52,12 @@ LEAVES_S = 2.0
 
 LOG_END = 3000
 """Characters of a log: the stacks of a rank that stood still are in it."""
+LEAST_S, TELLING_S = 20.0, 5.0
+"""A stage is not begun with less time; kept for telling what a stage found."""
+LOOK_S = 2.0
+"""How often somebody looks after ranks that he waits for."""
+AwaitKeys = Callable[[Sequence[str], float], bool]
+"""Until the ranks have set these in their store; False: one of them has ended, or so many seconds are over."""
 
 
 class GangFailedError(Exception):
@@ -63,6 +70,8 @@ class GangOf:
     def __init__(self, options: argparse.Namespace, work: Path) -> None:
         self.options, self.work = options, work
         self.num_ranks: int = options.ranks
+        self.name = ""
+        """Of the gang that was begun last."""
 
     def run(
         self,
@@ -72,11 +81,12 @@ class GangOf:
         environment: dict[str, str] | None = None,
         limit_s: float = 120.0,
         dying: Sequence[int] = (),
-        meanwhile: Callable[[Any], None] | None = None,
+        meanwhile: Callable[[Any, AwaitKeys], None] | None = None,
     ) -> list[dict[str, Any]]:
         """What each rank found; of a rank in `dying`, nothing. `meanwhile` is called with the ranks' store, which
-        is this process's: a rank may end before the others have."""
-        name = name or stage
+        is this process's: a rank may end before the others have. Raises GangFailedError."""
+        name = self.name = name or stage
+        limit_s = min(limit_s, max(self.options.ends_at - TELLING_S - time.monotonic(), LEAST_S / 2))
         for old in self.work.glob(f"{name}.*.json"):
             old.unlink()
         store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]  # documented
@@ -94,7 +104,7 @@ class GangOf:
                         subprocess.Popen(command, env={**os.environ, **told}, stdout=file, stderr=subprocess.STDOUT)
                     )
             if meanwhile is not None:
-                meanwhile(store)
+                meanwhile(store, lambda keys, seconds: await_keys(store, keys, seconds, processes))
             living = [process for rank, process in enumerate(processes) if rank not in dying]
             statuses = wait_for(living, limit_s)
         finally:
@@ -104,17 +114,28 @@ class GangOf:
                 process.wait()
         bad = [index for index, status in enumerate(statuses) if status != 0]
         if bad:
-            ends = [
-                f"{name}: rank {rank} ended with {statuses[rank]}; its log ends with\n"
-                + logs[rank].read_text(encoding="utf-8", errors="replace")[-LOG_END:]
-                for rank in bad
-            ]
-            raise GangFailedError("\n".join(ends))
+            raise GangFailedError("\n".join(self.end_of(name, rank, statuses[rank]) for rank in bad))
         return self.kept(name)
+
+    def end_of(self, name: str, rank: int, status: int | None) -> str:
+        """How a rank ended, and what it said last."""
+        log = self.work / f"{name}.{rank}.log"
+        said = log.read_text(encoding="utf-8", errors="replace")[-LOG_END:] if log.exists() else ""
+        return f"{name}: rank {rank} {how_it_ended(status)}; its log ends with\n{said}"
 
     def kept(self, name: str) -> list[dict[str, Any]]:
         """What the ranks found so far, of those that found something."""
         return [json.loads(file.read_text()) for file in sorted(self.work.glob(f"{name}.*.json"))]
+
+
+def await_keys(store: Any, keys: Sequence[str], seconds: float, processes: Sequence[subprocess.Popen[bytes]]) -> bool:
+    """See `AwaitKeys`."""
+    give_up_at = time.monotonic() + seconds
+    while time.monotonic() < give_up_at and not any(process.poll() for process in processes):
+        with contextlib.suppress(RuntimeError):  # not all of them yet
+            store.wait(list(keys), timedelta(seconds=LOOK_S))
+            return True
+    return False
 
 
 # -- stages ------------------------------------------------------------------------------------------------------------
@@ -181,10 +202,11 @@ def tell_reload(report: Report, gang: GangOf) -> None:
     before = [] if is_cpu else [settled_used(rank) for rank in range(gang.num_ranks)]
     residue: list[int] = []
 
-    def go_on(store: Any) -> None:
+    def go_on(store: Any, come: AwaitKeys) -> None:
         """All ranks have released for the first time and wait for this."""
         keys = [f"measured away.2/{rank}" for rank in range(gang.num_ranks)]
-        store.wait(keys, timedelta(seconds=90))
+        if not come(keys, 90.0):
+            return
         if not is_cpu:
             residue.extend(settled_used(rank) - before[rank] for rank in range(gang.num_ranks))
         store.set("parent measured", "1")
@@ -213,7 +235,10 @@ def tell_reload(report: Report, gang: GangOf) -> None:
 def tell_suspend(report: Report, gang: GangOf) -> None:
     environment = {"NCCL_CUMEM_ENABLE": "1"}
     if gang.options.nccl:
-        environment["LD_PRELOAD"] = str(Path(gang.options.nccl).absolute())
+        library = Path(gang.options.nccl).absolute()
+        if not library.is_file():
+            raise GangFailedError(f"suspend: there is no {library} (the script works in a folder of its own)")
+        environment["LD_PRELOAD"] = str(library)
     else:
         rungs = [rung for rung in probe(environment) if rung.kind == "suspend"]
         if not any(rung.is_available for rung in rungs):
@@ -221,13 +246,7 @@ def tell_suspend(report: Report, gang: GangOf) -> None:
             report.say("- suspend NOT RUN: " + "; ".join(f"{rung.way}: {rung.reason}" for rung in rungs))
             return
     words = (f"cycles={gang.options.cycles}", f"seconds={gang.options.seconds}")
-    try:
-        found = gang.run("suspend", *words, environment=environment, limit_s=gang.options.seconds + 100)
-    except GangFailedError:
-        found = gang.kept("suspend")
-        report.keep("suspend", found)
-        tell_unfinished(report, found)
-        raise
+    found = gang.run("suspend", *words, environment=environment, limit_s=gang.options.seconds + 100)
     report.keep("suspend", found)
     if "missing" in found[0]:
         report.say(f"- suspend NOT RUN: {found[0]['missing']}")
@@ -241,8 +260,11 @@ def tell_suspend(report: Report, gang: GangOf) -> None:
     report.table("What a suspend gives back", head, rows)
 
 
-def tell_unfinished(report: Report, found: list[dict[str, Any]]) -> None:
-    """Of a gang that did not come to its end: the cycles that all ranks did."""
+def tell_unfinished(report: Report, name: str, found: list[dict[str, Any]]) -> None:
+    """Of a gang that did not come to its end: what its ranks found, and the cycles that they did."""
+    report.keep(f"{name}, unfinished", found)
+    if not any("cycles" in rank for rank in found):
+        return
     rows = [
         (str(index), str(len(rank.get("freed", ()))),
          *(number(median(rank.get("cycles", {}).get(part, ())[1:])) for part in ("release", "restore", "first")),
@@ -253,7 +275,7 @@ def tell_unfinished(report: Report, found: list[dict[str, Any]]) -> None:
     ]  # fmt: skip
     head = ("rank", "cycles done", "release, s", "restore, s", "first use, s", "freed, MiB", "files", "threads",
             "drift, MiB")  # fmt: skip
-    report.table("suspend, as far as it went (medians without the first cycle)", head, rows)
+    report.table(f"{name}, as far as it went (medians without the first cycle)", head, rows)
 
 
 def ends(rank: dict[str, Any]) -> list[list[int]]:
@@ -306,18 +328,35 @@ def measure(options: argparse.Namespace) -> None:
     work = work_folder() / f"communicators{options.ranks}"
     work.mkdir(parents=True, exist_ok=True)
     gang = GangOf(options, work)
+    tell_when_ended(report, lambda: tell_cut_off(report, gang))
     trouble: list[str] = []
     for stage in options.stages.split(","):
         began_s = time.monotonic()
+        if options.ends_at - began_s < LEAST_S:
+            trouble.append(f"{stage}: no time was left for it")
+            report.say(f"- {trouble[-1]}")
+            continue
+        gang.name = ""
         try:
             TELL[stage](report, gang)
         except GangFailedError as error:
             trouble.append(str(error))
             report.say(f"- {stage} FAILED: {error}")
+            if gang.name:
+                tell_unfinished(report, gang.name, gang.kept(gang.name))
         report.say(f"- {stage}: {time.monotonic() - began_s:.0f} s")
     if trouble:
-        report.failed("\n".join(trouble))
+        report.tell_goals()
+        report.failed("\n".join(text.splitlines()[0] for text in trouble))
     report.end()
+
+
+def tell_cut_off(report: Report, gang: GangOf) -> None:
+    """The part is ended from outside: the gang at work as far as it came."""
+    if gang.name:
+        for rank in range(gang.num_ranks):
+            report.say(gang.end_of(gang.name, rank, None))
+        tell_unfinished(report, gang.name, gang.kept(gang.name))
 
 
 def main() -> None:
@@ -328,6 +367,7 @@ def main() -> None:
     args.add_argument("--seconds", type=float, default=45.0, help="for the cycles of reload, and of suspend")
     args.add_argument("--nccl", default="", help="a libnccl.so.2 of 2.29.7 or newer, for suspend")
     options = args.parse_args()
+    options.ends_at = time.monotonic() + part_seconds(3600.0)
     if options.device == "cpu":
         options.cycles = min(options.cycles, 4)
     measure(options)

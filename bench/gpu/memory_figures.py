@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from figures import FAILED, Report
 
@@ -23,12 +23,18 @@ def quantile(values: Sequence[float], share: float) -> float | None:
     return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]
 
 
-def tell_when_ended(report: Report) -> None:
-    """Ended from outside, at its time limit say: the goals that were judged by then are told."""
+def tell_when_ended(report: Report, told: Callable[[], object] | None = None) -> None:
+    """Ended from outside, at its time limit say: what `told` tells is, and the goals that were judged by then."""
 
-    def told(number: int, _frame: object) -> None:
+    def ended(number: int, _frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         report.say(f"\nended by signal {number} before it was through")
+        if told is not None:
+            try:
+                told()
+            except Exception as error:  # noqa: BLE001 -- whatever was half done: the goals are to be told all the same
+                report.say(f"what there was by then cannot be told: {type(error).__name__}: {error}")
         report.tell_goals()
         os._exit(FAILED)
 
-    signal.signal(signal.SIGTERM, told)
+    signal.signal(signal.SIGTERM, ended)

@@ -18,6 +18,7 @@ then begun again with one that is not, and the report says which operation it wa
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import json
 import os
@@ -28,13 +29,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from figures import Report, median, number, parser, work_folder
+from figures import Report, median, number, parser, part_seconds, work_folder
 from make_model import make_apart
 from memory_colocated import RUN_FILE, sets_of
 from memory_figures import MIB, quantile, tell_when_ended
 from runs import stage
 from servers import free_port
-from train_speed import make_shard, run_ranks
+from train_speed import how_it_ended, make_shard, run_ranks
 
 from myxa.actors.backends.torch_backend.world import Gang
 from myxa.actors.tenancy.time_share import TRAINER_TAGS
@@ -46,8 +47,14 @@ from myxa.launch.supervisor.placement import place
 
 NORM = "train/grad_norm"
 TIMES = ("_s", "_per_s")
-COMMS_S = 60.0
+COMMS_S = 30.0
+HANGS_S = 40.0
+"""A rank whose step or switch takes so long, once the first step is made, ends with its stacks in its log."""
 SWITCH_S = 4.0
+SAVED_EVERY = 10
+"""Steps after which a rank writes down what it has: a run that fails is compared as far as it came."""
+LEAST_S = 20.0
+"""A run with less time than this is not begun."""
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
@@ -114,21 +121,30 @@ def rank_main(options: argparse.Namespace) -> None:
     vocab_size = json.loads((options.folder / "model" / "config.json").read_text())["vocab_size"]
     steps: list[dict[str, float]] = []
     switches: list[dict[str, float]] = []
+    facts = {name: str(value) for name, value in me.facts.items()}
+
+    def save(weights: str) -> None:
+        target = options.folder / f"{options.name}.{me.rank}.json"
+        found = {"steps": steps, "switches": switches, "weights": weights, "facts": facts}
+        target.with_suffix(".partial").write_text(json.dumps(found))
+        target.with_suffix(".partial").replace(target)
+
     for step in range(options.steps):
+        if step:
+            faulthandler.dump_traceback_later(HANGS_S, exit=True)
         if options.switches and step and step % options.every == 0:
+            print(f"{time.strftime('%H:%M:%S')} step {step}: a switch", flush=True)
             switches.append(me.switch())
         stats = me.backend.train(make_shard(options, me.rank, vocab_size, step), {})
         steps.append({name: value for name, value in stats.metrics.items() if not name.endswith(TIMES)})
+        if step % SAVED_EVERY == 0:
+            print(f"{time.strftime('%H:%M:%S')} step {step} is made", flush=True)
+            save("")
+    faulthandler.cancel_dump_traceback_later()
     digest = hashlib.sha256()
     for array in me.backend.export_weights():
         digest.update(array.data)
-    found = {
-        "steps": steps, "switches": switches, "weights": digest.hexdigest(),
-        "facts": {name: str(value) for name, value in me.facts.items()},
-    }  # fmt: skip
-    target = options.folder / f"{options.name}.{me.rank}.json"
-    target.with_suffix(".partial").write_text(json.dumps(found))
-    target.with_suffix(".partial").replace(target)
+    save(digest.hexdigest())
     me.backend.exchange("done")  # rank 0 hosts the store
     sys.stdout.flush()
     os._exit(0)  # native threads of collectives have nothing more to do
@@ -138,11 +154,17 @@ def rank_main(options: argparse.Namespace) -> None:
 
 
 class RanksFailedError(Exception):
-    """A rank ended badly, or none in time."""
+    """A rank ended badly, or none in time; the text holds the ends of the logs."""
+
+    def __init__(self, text: str, strict: str) -> None:
+        """`strict`: which operation has no deterministic kernel, if that was it."""
+        super().__init__(text)
+        self.strict = strict
 
 
 STRICT = re.compile(r"\S+ does not have a deterministic implementation")
 """What torch says of an operation."""
+LOG_END = 2500
 REPEATING = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1", "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
@@ -160,12 +182,27 @@ def run(options: argparse.Namespace, name: str, *, switches: bool) -> list[dict[
     command += ["--folder", str(options.folder), *(("--switches",) if switches else ())]
     command += ["--lenient"] if options.lenient else []
     logs = [options.folder / f"{name}.{rank}.log" for rank in range(options.ranks)]
-    statuses = run_ranks(command, base, logs, options.limit)
-    bad = next((rank for rank, status in enumerate(statuses) if status != 0), None)
-    if bad is not None:
-        text = logs[bad].read_text(encoding="utf-8", errors="replace")[-1500:]
-        raise RanksFailedError(f"{name}: rank {bad} ended with {statuses[bad]}:\n{text}")
-    return [json.loads((options.folder / f"{name}.{rank}.json").read_text()) for rank in range(options.ranks)]
+    for old in options.folder.glob(f"{name}.*.json"):
+        old.unlink()
+    left_s = options.ends_at - time.monotonic()
+    if left_s < LEAST_S:
+        raise RanksFailedError(f"{name}: no time was left for it", "")
+    statuses = run_ranks(command, base, logs, min(options.limit, left_s - 5))
+    bad = [rank for rank, status in enumerate(statuses) if status != 0]
+    if bad:
+        said = {rank: logs[rank].read_text(encoding="utf-8", errors="replace") for rank in bad}
+        strict = next((found[0] for text in said.values() if (found := STRICT.search(text))), "")
+        parts = [
+            f"{name}: rank {rank} {how_it_ended(statuses[rank])}; its log ends with\n{said[rank][-LOG_END:]}"
+            for rank in bad
+        ]
+        raise RanksFailedError("\n".join(parts), strict)
+    return kept(options, name)
+
+
+def kept(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
+    """What the ranks of a run found so far."""
+    return [json.loads(file.read_text()) for file in sorted(options.folder.glob(f"{name}.*.json"))]
 
 
 def num_unequal(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> int:
@@ -189,14 +226,18 @@ def first_unequal(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> str
 def tell_switches(report: Report, found: list[dict[str, Any]]) -> None:
     """The slowest rank of each switch."""
     switches = [rank["switches"] for rank in found]
+    num_done = min(map(len, switches), default=0)  # of a run that was cut off some have one more
+    if num_done < 2:
+        report.say(f"- {num_done} switches were done")
+        return
     rows: list[tuple[str, ...]] = []
     for part in ("communicators out", "tags out", "tags in", "communicators in", "all"):
-        slowest = [max(rank[index][part] for rank in switches) for index in range(len(switches[0]))]
+        slowest = [max(rank[index][part] for rank in switches) for index in range(num_done)]
         cells = (slowest[0], median(slowest[1:]), quantile(slowest[1:], 0.95))
         rows.append((part, *(number(cell) for cell in cells)))
         if part == "all":
             report.goal("a switch out and in, s, median", median(slowest[1:]), at_most=SWITCH_S)
-    title = f"{len(switches[0])} switches of {len(found)} ranks, the slowest"
+    title = f"{num_done} switches of {len(found)} ranks, the slowest"
     report.table(title, ("", "first, s", "median of the rest, s", "95 %, s"), rows)
     for rank, each in enumerate(switches):
         freed, copied = (median([switch[what] for switch in each]) or 0.0 for what in ("freed", "copied"))
@@ -207,15 +248,19 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     try:
         stayed = run(options, "stayed", switches=False)
     except RanksFailedError as error:
-        if options.lenient or not (said := STRICT.search(str(error))):
+        if options.lenient or not error.strict:
             raise
-        report.say(f"- {said[0]}: with such operations as they are")
-        report.keep("not deterministic", said[0])
+        report.say(f"- {error.strict}: with such operations as they are")
+        report.keep("not deterministic", error.strict)
         options.lenient = True
         stayed = run(options, "stayed", switches=False)
-    left = run(options, "left", switches=True)
     report.say(f"- {stayed[0]['facts']}")
     report.keep("stayed", stayed)
+    try:
+        left = run(options, "left", switches=True)
+    except RanksFailedError:
+        tell_cut_short(report, stayed, kept(options, "left"))
+        raise
     report.keep("left", left)
     tell_switches(report, left)
     told = stayed[0]["steps"]
@@ -226,6 +271,18 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     judge(report, stayed, left, lambda: run(options, "again", switches=False))
 
 
+def tell_cut_short(report: Report, stayed: list[dict[str, Any]], left: list[dict[str, Any]]) -> None:
+    """Of switches that did not come to their end: how fast they were, and whether the steps by then were the same."""
+    report.keep("left, cut short", left)
+    if len(left) < len(stayed):
+        report.say(f"- {len(left)} of {len(stayed)} ranks had begun to train")
+        return
+    num_steps = min(len(rank["steps"]) for rank in left)
+    first = [[{**rank, "steps": rank["steps"][:num_steps], "weights": ""} for rank in run] for run in (stayed, left)]
+    report.say(f"- of the {num_steps} steps that were made with switches {num_unequal(*first)} differ")
+    tell_switches(report, left)
+
+
 def judge(
     report: Report, stayed: list[dict[str, Any]], left: list[dict[str, Any]], again: Callable[[], list[dict[str, Any]]]
 ) -> None:
@@ -233,7 +290,12 @@ def judge(
     unequal: float | None = num_unequal(stayed, left)
     if unequal:
         report.say(f"- {unequal:.0f} steps and weights differ, at first {first_unequal(stayed, left)}")
-        third = again()
+        try:
+            third = again()
+        except RanksFailedError as error:
+            report.say(f"- whether training itself repeats is not known: {error}")
+            report.goal("steps and weights that are not bit-equal to those without a switch", None, at_most=0.0)
+            return
         differing = num_unequal(stayed, third)
         report.keep("again", differing)
         if differing:
@@ -264,6 +326,7 @@ def main() -> None:
     args.set_defaults(gpus=0, servers="each", capacity_mib=64)
     options = args.parse_args()
     options.gpus = options.world = options.ranks
+    options.ends_at = time.monotonic() + part_seconds(3600.0)
     is_cpu = options.device == "cpu"
     if is_cpu:
         options.shape, options.steps, options.length, options.backend = "dry", 20, 64, "torch"
@@ -277,7 +340,7 @@ def main() -> None:
         rank_main(options)
         return
     report = Report(f"memory_gang_training{options.ranks}", is_dry=is_cpu)
-    tell_when_ended(report)
+    tell_when_ended(report)  # the runs have limits of their own, within the part's
     options.folder = work_folder() / "memory_gang_training"
     stage(options.folder, RUN_FILE, "spread_reward.py", launches=not is_cpu)
     make_apart(options.folder / "model", options.shape, options.device)
@@ -286,6 +349,7 @@ def main() -> None:
     try:
         measure(options, report)
     except RanksFailedError as error:
+        report.tell_goals()
         report.failed(str(error))
     report.end()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -225,9 +225,10 @@ def tell_run(report: Report, name: str, run: Run, config: ModelConfig | None, nu
     report.keep(name, {"rows": rows, "evals": run.evals, "curve": curve(run, 100)})
 
 
-def newest_run(folder: Path) -> Path | None:
-    """The run directory in `folder` that was made last."""
-    runs = [p for p in folder.iterdir() if p.is_dir() and not p.is_symlink()] if folder.is_dir() else []
+def newest_run(folder: Path, besides: Collection[Path] = ()) -> Path | None:
+    """The run directory in `folder` that was made last, and is none of `besides`."""
+    there = folder.iterdir() if folder.is_dir() else ()
+    runs = [p for p in there if p.is_dir() and not p.is_symlink() and p not in besides]
     return max(runs, key=lambda p: p.stat().st_mtime, default=None)
 
 

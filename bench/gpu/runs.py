@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import shutil
 import subprocess
 import sys
@@ -14,16 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from figures import Report
-from run_figures import newest_run
+from run_figures import lines, newest_run
+from run_looks import ends_of_logs, look, stands_still
 from servers import Server, running
 
 from myxa.core.config.settings import EngineSettings
 
 HERE = Path(__file__).resolve().parent
-LAST_LINES = 8
 AS_LAUNCHED = ("--incremental-streaming-output", "--stream-interval", "32")
 """How rollout actors start their servers."""
-MOST_CHARACTERS = 5000
+END_S = 15.0
+"""For a run that is told to end."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,12 @@ class Choice:
 
 
 class RunFailedError(RuntimeError):
-    """`myxa up` did not end well; the text holds the ends of its logs."""
+    """`myxa up` did not end well; the text holds the ends of its logs, and what a run that had to be ended said of
+    itself."""
+
+    def __init__(self, text: str, run_dir: Path | None) -> None:
+        super().__init__(text)
+        self.run_dir = run_dir
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
@@ -117,41 +122,44 @@ def engine_for(choice: Choice, model: Path, log: Path, *, mem_fraction: float) -
         yield server
 
 
-def up(run_file: Path, sets: Sequence[str], *, limit_s: float) -> Path:
-    """One run into `<folder>/runs/<name>`; its run directory. Raises RunFailedError."""
+def up(run_file: Path, sets: Sequence[str], *, limit_s: float, still_s: float = 0.0) -> Path:
+    """One run into `<folder>/runs/<name>`; its run directory. It is ended after `limit_s`, or when it has told nothing
+    for `still_s` (0: it may); what it says of itself is asked for before. Raises RunFailedError."""
     runs = run_file.parent / "runs" / run_file.stem
+    older = set(runs.iterdir()) if runs.is_dir() else set[Path]()
     command = [sys.executable, "-m", "myxa.launch", "up", str(run_file), "--quiet", "--set", f'run.dir="{runs}"']
     for item in sets:
         command += ["--set", item]
     log = run_file.with_suffix(".log")
+    looked = ""
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            status: int | str = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            status = f"nothing within {limit_s:g} s"
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(15)
-            process.kill()
-            process.wait()
-    run_dir = newest_run(runs)
+        status: int | str | None = None
+        give_up_at = time.monotonic() + limit_s
+        while status is None:
+            try:
+                status = process.wait(min(1.0, max(give_up_at - time.monotonic(), 0.0)))
+            except subprocess.TimeoutExpired:
+                if time.monotonic() >= give_up_at:
+                    status = f"nothing within {limit_s:g} s"
+                elif still_s and stands_still(newest_run(runs, older), still_s):
+                    status = f"nothing: it stood still for {still_s:g} s"
+        if isinstance(status, str):
+            looked = f"{look(newest_run(runs, older))}\n"
+            end(process)
+    run_dir = newest_run(runs, older)
     if status != 0 or run_dir is None:
-        raise RunFailedError(f"{run_file.name} ended with {status}\n{ends_of_logs(log, run_dir)}")
+        raise RunFailedError(f"{run_file.name} ended with {status}\n{looked}{ends_of_logs(log, run_dir)}", run_dir)
     return run_dir
 
 
-def ends_of_logs(log: Path, run_dir: Path | None) -> str:
-    """The last lines of the launcher's output and of every actor's log."""
-    logs = [log, *(sorted((run_dir / "logs").rglob("*.log")) if run_dir is not None else [])]
-    parts: list[str] = []
-    for path in logs:
-        if path.is_symlink():  # to the newest attempt
-            continue
-        with contextlib.suppress(OSError):
-            last = path.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-            parts.append(f"--- {path.name}\n" + "\n".join(line[:200] for line in last))
-    return "\n".join(parts)[:MOST_CHARACTERS]
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ask, wait, kill."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+    process.kill()
+    process.wait()
 
 
 def stage(work: Path, *names: str, launches: bool = False) -> None:
@@ -181,8 +189,7 @@ def without_table(text: str, table: str) -> str:
 
 def facts_of(run_dir: Path) -> str:
     """What the trainer said of itself."""
-    for line in (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines():
-        event = json.loads(line)
+    for event in lines(run_dir / "events.jsonl"):
         if event["kind"] == "trainer-ready":
             return ", ".join(f"{key} {value}" for key, value in event["data"].items())
     return "the trainer never was ready"

@@ -211,6 +211,11 @@ def run_ranks(
             process.wait()
 
 
+def how_it_ended(status: int | None) -> str:
+    """Of a rank, as told by `wait_for`."""
+    return "was not through in time" if status is None else f"ended with {status}"
+
+
 def wait_for(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[int | None]:
     """Statuses once all ended, or soon after the first failed, or at the limit."""
     give_up_at = time.monotonic() + limit_s

@@ -192,9 +192,19 @@ class Switch:
             tally=self._tally,
             is_fallback=is_fallback,
         )
+        self._run.has_more = self._has_more
         self._told.append(self._run)
         self._run.start(now)
         self._follow(now)
+
+    def _has_more(self) -> bool:
+        """Whether another plan, built on what was measured last, would make something of others leave."""
+        if self._num_plans >= self._options.max_plans:
+            return False
+        plan = build(self._book, self.request, host_limit_bytes=self._options.host_limit_bytes)
+        if isinstance(plan, Shortage):
+            return False
+        return any(self._book.tenants[name].report.gang != self.request.gang for name in plan.release)
 
     # -- ends
 

@@ -38,7 +38,10 @@ class TransitionOptions:
     verify_s: float = 5.0
     """Released memory may show late in the measurement."""
     still_s: float = 1.0
-    """A shortage that did not shrink for so long is none that passes: something else has to leave."""
+    """A shortage that did not shrink for so long is none that passes."""
+    still_with_more_s: float = 0.1
+    """The same where something else could leave: what a gang let go of shows at once, as a rule, and waiting for it
+    costs everybody's time, more leaving one copy."""
     resend_s: float = 5.0
     """A command that was not answered is repeated, under the same id."""
     restore_attempts: int = 2
@@ -85,6 +88,8 @@ class Transition:
         self._emit = emit
         self._tally = tally
         self._is_fallback = is_fallback
+        self.has_more: Callable[[], bool] = bool
+        """Whether another plan could make something else leave."""
         self.phase: Phase = "drain"
         self.reason = ""
         self.trouble = ""
@@ -169,7 +174,10 @@ class Transition:
         """Whether the shortage became smaller lately. Falling back there is nothing else to do but wait."""
         if self._shrank_at is None or num_bytes < self._least_short:
             self._least_short, self._shrank_at = num_bytes, now
-        return self._is_fallback or now - self._shrank_at < self._options.still_s
+        still_s = now - self._shrank_at
+        if self._is_fallback or still_s < self._options.still_with_more_s:
+            return True
+        return still_s < self._options.still_s and not self.has_more()
 
     def noticed(self) -> None:
         """Somebody else's readings are in the books: one that is short breaks a proof."""

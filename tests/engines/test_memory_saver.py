@@ -188,6 +188,7 @@ def test_graphs_are_pausable_and_cuda_is_found(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.syspath_prepend(str(tmp_path))
     env = saver_env({"LD_LIBRARY_PATH": "/opt/x", "A": "1"})
     assert env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+    assert env["NCCL_GRAPH_REGISTER"] == "0"
     assert env["LD_LIBRARY_PATH"].split(":") == ["/opt/x", str(library.parent)]
     assert env["A"] == "1"
 

@@ -90,6 +90,7 @@ def test_a_rank_gets_torchruns_contract(tmp_path: Path):
         "PATH": "/bin",
         "OMP_NUM_THREADS": "3",
         "CUDA_VISIBLE_DEVICES": "0,5",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         "RANK": "1",
