@@ -41,6 +41,9 @@ class Expected:
 
 
 REWARD = Expected("reward.fn", 1, "def reward(completion: Completion) -> float | dict[str, float]")
+GROUP_REWARD = Expected(
+    "reward.fn", 1, "def rewards(completions: Sequence[Completion]) -> Sequence[float | dict[str, float]]"
+)
 WORKFLOW = Expected(
     "rollout.workflow", 2, "async def generate(ctx: WorkflowContext, prompt: Prompt) -> Sample", must_be_async=True
 )

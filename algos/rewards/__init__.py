@@ -5,7 +5,7 @@ from __future__ import annotations
 from .catalogue import BUILTINS, RewardFunction, RewardValue, bind_builtin
 from .extraction import boxed, extract
 from .numbers import last_number, parse_number
-from .outcome import SCALAR_KEY, RewardOutcome, outcome_of
+from .outcome import SCALAR_KEY, RewardOutcome, outcome_of, outcomes_of
 
 __all__ = [
     "BUILTINS",
@@ -18,5 +18,6 @@ __all__ = [
     "extract",
     "last_number",
     "outcome_of",
+    "outcomes_of",
     "parse_number",
 ]

@@ -163,6 +163,9 @@ class RewardSettings(Section, frozen=True):
 
     fn: CodeName = "exact"
     """exact, numeric, math, regex, format, or your own `module:function` or `file.py:function`."""
+    scope: Literal["sample", "group"] = "sample"
+    """What one call of a function of your own judges: one answer (sample), or all answers to a prompt at once (group):
+    it gets a sequence of them, and returns a reward for each."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Worker processes per rollout actor; 0 = what the function needs: `math` one, a plain `def` of your own and
     patterns up to four, the rest none."""
@@ -212,6 +215,8 @@ class RewardSettings(Section, frozen=True):
         """A built-in without its argument."""
         if self.fn == "regex" and not self.pattern:
             yield Conflict(("pattern", "fn"), 'fn = "regex" needs a pattern')
+        if self.scope == "group" and self.fn in REWARD_BUILTINS:
+            yield Conflict(("scope", "fn"), f'is for a function of your own: "{self.fn}" judges one answer by itself')
 
 
 HTTP_URL = re.compile(r"https?://[^\s/]+(/\S*)?")

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
-from ...actors.user_code import GROUP_FILTER, REWARD, WORKFLOW, Expected
+from ...actors.user_code import GROUP_FILTER, GROUP_REWARD, REWARD, WORKFLOW, Expected
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, UserCodeError
 from ...core.suggestion import suggest
@@ -43,9 +43,10 @@ def function_findings(config: RunConfig, *, sees_modules: bool = True) -> Iterat
 
 
 def _named(config: RunConfig) -> tuple[Named, ...]:
+    reward = GROUP_REWARD if config.reward.scope == "group" else REWARD
     return (
         Named(config.rollout.workflow, WORKFLOW, 0),
-        Named(config.reward.fn, REWARD, len(config.reward.args)),
+        Named(config.reward.fn, reward, len(config.reward.args)),
         Named(config.algo.group_filter, GROUP_FILTER, 0),
     )
 

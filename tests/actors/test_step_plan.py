@@ -150,7 +150,7 @@ def test_parts_of_rewards_become_metrics_over_the_samples_that_have_them() -> No
 
 
 def test_only_so_many_names_become_metrics_however_long_the_run() -> None:
-    made, seen = PartMetrics(), set[str]()
+    made, seen, told = PartMetrics(), set[str](), dict[str, float]()
     for step in range(20):
         told = made.of(
             [with_parts(group(step, [0.0]), {f"length {step} {i}": 1.0 for i in range(10)} | {"x" * 65: 1.0})]
