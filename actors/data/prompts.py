@@ -19,7 +19,7 @@ from .row_set import RowSet
 
 DATA_SOURCE = "data_source"
 """Key of the metadata that names a prompt's source, as verl's rows do themselves."""
-LABEL_REWARDS = frozenset({"exact", "numeric", "math"})
+LABEL_REWARDS = frozenset({"exact", "numeric", "math", "f1", "choice"})
 """Built-in rewards that compare with the label."""
 
 

@@ -19,6 +19,10 @@ Outcomes = tuple[RewardOutcome, ...]
 """One for each of them."""
 
 
+REMOTE = "remote"
+"""The built-in that is no function: a service is asked, see `remote.py`."""
+
+
 class BadReward(Exception):
     """A reward function raised or returned nonsense; the text is the cause."""
 
@@ -63,6 +67,16 @@ def load_reward(name: str, *, pattern: str, args: Mapping[str, Any], takes_group
     return RewardFn(name, partial(found.fn, **extra), is_async=found.is_async, takes_group=takes_group)
 
 
+def check_args(name: str, *, pattern: str, args: Mapping[str, Any]) -> None:
+    """Whether a built-in takes these arguments; nothing of a function of the user's. Raises ConfigError."""
+    if name == REMOTE:
+        from .remote import remote_options  # a client for HTTP, which no other reward needs
+
+        remote_options(args)
+    elif name in BUILTINS:
+        bind_builtin(name, pattern=pattern, args=args)
+
+
 def call_reward(reward: RewardFn, answers: Answers) -> Outcomes:
     """Call a function that is not async. Raises BadReward."""
     try:
@@ -72,7 +86,7 @@ def call_reward(reward: RewardFn, answers: Answers) -> Outcomes:
     if inspect.iscoroutine(returned):
         returned.close()
         raise BadReward("returned a coroutine; declare it with `async def`")
-    return _judged(returned, reward.num_judged(answers))
+    return judged(returned, reward.num_judged(answers))
 
 
 async def await_reward(reward: RewardFn, answers: Answers) -> Outcomes:
@@ -83,22 +97,23 @@ async def await_reward(reward: RewardFn, answers: Answers) -> Outcomes:
         if is_the_callers(error):
             raise
         raise raised(error) from error
-    return _judged(returned, reward.num_judged(answers))
+    return judged(returned, reward.num_judged(answers))
 
 
-def checked(outcomes: Sequence[RewardOutcome], num_answers: int) -> Outcomes:
-    """Outcomes that come from another process, as trustworthy as its memory. Raises BadReward."""
-    return _judged([{**one.parts, SCALAR_KEY: one.value} for one in outcomes], num_answers)
-
-
-def _judged(returned: object, num_answers: int | None) -> Outcomes:
-    """`num_answers`: of the group that was judged; None: it was a single answer."""
+def judged(returned: object, num_answers: int | None) -> Outcomes:
+    """What a function returned, as outcomes. `num_answers`: of the group that was judged; None: it was a single answer.
+    Raises BadReward."""
     try:
         return (outcome_of(returned),) if num_answers is None else outcomes_of(returned, num_answers)
     except (TypeError, ValueError) as error:
         raise BadReward(words_of(error)) from error
     except BaseException as error:
         raise BadReward(f"returned a {type(returned).__name__} that raised {what_was_raised(error)}") from error
+
+
+def checked(outcomes: Sequence[RewardOutcome], num_answers: int) -> Outcomes:
+    """Outcomes that come from another process, as trustworthy as its memory. Raises BadReward."""
+    return judged([{**one.parts, SCALAR_KEY: one.value} for one in outcomes], num_answers)
 
 
 def raised(error: BaseException) -> BadReward:

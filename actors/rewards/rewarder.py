@@ -3,6 +3,7 @@
 | function | `reward.workers = 0` | `reward.workers = n` |
 |---|---|---|
 | exact, numeric, format without a pattern | in the loop | n processes |
+| remote | in the loop | - |
 | regex, format with a pattern | up to 4 processes; with `isolate = false` in the loop | n processes |
 | math | 1 process | n processes |
 | your own `async def` | in the loop | n processes |
@@ -15,26 +16,31 @@ Knows how a function is run and what counts as a failure. Must not know groups' 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from ...algos.rewards import RewardOutcome
+from ...algos.rewards import RewardOutcome, overlong_penalty
 from ...core.completions import Completion
 from ...core.config import RewardSettings, RunConfig
 from ...core.errors import DeadlyReward, MyxaError, UserCodeError
 from ..user_call import TookTooLong, UserRaised, within
 from .breaker import Breaker, BreakerState
-from .call import Answers, BadReward, Outcomes, RewardFn, await_reward, call_reward, load_reward, raised
+from .call import REMOTE, Answers, BadReward, Outcomes, RewardFn, await_reward, call_reward, load_reward, raised
 from .error_budget import ErrorBudget
 from .gate import GaveUp, RewardGate, Tell
 from .pool import RewardPool
 from .protocol import WorkerSpec
 from .threads import BlockingCalls, ThreadsBusy
 
+if TYPE_CHECKING:
+    from .remote import RemoteReward
+
 MAX_THREADS = 8
 MAX_WORKERS = 4
 """Processes for a function that should have some and was given no number; started as they are needed."""
 MAX_PROBES = 2
 """Failed probes with the same answers, before it is they that are blamed."""
+OVERLONG = "overlong"
+"""Part of a reward: what the answer's length costs."""
 REMEDY = "mend the function or the row; reward.max_error_rate says how many failures a run bears"
 
 
@@ -52,8 +58,11 @@ class Rewarder:
         self._settings = settings
         self.judges_groups = settings.scope == "group"
         """Whether the function gets all answers of a group at once."""
-        self._reward = load_reward(
-            settings.fn, pattern=settings.pattern, args=settings.args, takes_group=self.judges_groups
+        self._remote = _remote(settings)
+        self._reward = (
+            RewardFn(settings.fn, self._remote.ask, is_async=True)
+            if self._remote is not None
+            else load_reward(settings.fn, pattern=settings.pattern, args=settings.args, takes_group=self.judges_groups)
         )
         self._budget = ErrorBudget(settings.max_error_rate)
         self._gate = RewardGate(
@@ -70,6 +79,8 @@ class Rewarder:
         self._run = self._way_to_run(self._reward)
 
     def _way_to_run(self, reward: RewardFn) -> RunReward:
+        if self._remote is not None:
+            return self._remote.ask
         if num_workers := self._num_workers(reward):
             of = self._settings
             spec = WorkerSpec(fn=of.fn, pattern=of.pattern, args=of.args, takes_group=self.judges_groups)
@@ -98,11 +109,12 @@ class Rewarder:
 
         Raises UserCodeError naming function, group, sample and cause, DeadlyReward if the call ended its worker.
         """
-        return (await self._score((completion,)))[0]
+        return (await self.score_group((completion,)))[0]
 
     async def score_group(self, completions: Sequence[Completion]) -> Outcomes:
         """The rewards of all answers of a group, by one call. Raises as `score`."""
-        return await self._score(tuple(completions))
+        answers = tuple(completions)
+        return self._by_length(answers, await self._score(answers))
 
     async def _score(self, answers: Answers) -> Outcomes:
         is_nought = [one.is_truncated and self._settings.truncated == "zero" for one in answers]
@@ -110,6 +122,18 @@ class Rewarder:
             return tuple(RewardOutcome(0.0) for _ in answers)
         outcomes = await self._called(answers)
         return tuple(RewardOutcome(0.0) if nought else one for nought, one in zip(is_nought, outcomes, strict=True))
+
+    def _by_length(self, answers: Answers, outcomes: Outcomes) -> Outcomes:
+        """Lowered by what their length costs, which is told as a part of its own."""
+        of = self._settings
+        if not of.overlong_tokens:
+            return outcomes
+        lowered: list[RewardOutcome] = []
+        for one, outcome in zip(answers, outcomes, strict=True):
+            share = overlong_penalty(one.num_tokens, max_tokens=of.overlong_tokens, buffer=of.overlong_buffer)
+            cost = of.overlong_penalty * share
+            lowered.append(RewardOutcome(outcome.value + cost, {**outcome.parts, OVERLONG: cost}))
+        return tuple(lowered)
 
     async def _called(self, answers: Answers) -> Outcomes:
         num_failed, is_probe = 0, False
@@ -223,7 +247,9 @@ class Rewarder:
         return self._pool.pids if self._pool is not None else ()
 
     async def close(self) -> None:
-        """End all worker processes; nothing of them is left afterwards."""
+        """End all worker processes and connections; nothing of them is left afterwards."""
+        if self._remote is not None:
+            await self._remote.close()
         if self._pool is not None:
             await self._pool.close()
 
@@ -254,6 +280,15 @@ class Rewarder:
     async def _in_process(self, answers: Answers) -> Outcomes:
         assert self._pool is not None
         return await self._pool.score(answers, self._settings.timeout_s)
+
+
+def _remote(settings: RewardSettings) -> RemoteReward | None:
+    if settings.fn != REMOTE:
+        return None
+    from .remote import RemoteReward, remote_options  # a client for HTTP, which no other reward needs
+
+    takes_group = settings.scope == "group"
+    return RemoteReward(remote_options(settings.args), timeout_s=settings.timeout_s, takes_group=takes_group)
 
 
 def _tell_nobody(kind: str, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .catalogue import BUILTINS, RewardFunction, RewardValue, bind_builtin
 from .extraction import boxed, extract
+from .length import overlong_penalty
 from .numbers import last_number, parse_number
 from .outcome import SCALAR_KEY, RewardOutcome, outcome_of, outcomes_of
 
@@ -19,5 +20,6 @@ __all__ = [
     "last_number",
     "outcome_of",
     "outcomes_of",
+    "overlong_penalty",
     "parse_number",
 ]

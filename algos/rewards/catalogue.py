@@ -12,6 +12,7 @@ from ...core.completions import Completion
 from ...core.errors import ConfigError
 from ...core.suggestion import suggest
 from .builtin import exact, math_equal, numeric, regex, text_format
+from .words import choice, f1
 
 RewardValue = float | dict[str, float]
 RewardFunction = Callable[[Completion], RewardValue]
@@ -31,6 +32,8 @@ BUILTINS: Mapping[str, Builtin] = {
     "exact": Builtin(exact),
     "numeric": Builtin(numeric),
     "math": Builtin(math_equal, needs_process=True),
+    "f1": Builtin(f1),
+    "choice": Builtin(choice),
     "regex": Builtin(regex, takes_pattern=True),
     "format": Builtin(text_format, takes_pattern=True),
 }

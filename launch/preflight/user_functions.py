@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
+from ...actors.rewards.call import check_args
 from ...actors.user_code import GROUP_FILTER, GROUP_REWARD, REWARD, WORKFLOW, Expected
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, UserCodeError
@@ -34,8 +36,10 @@ class Named(NamedTuple):
 
 
 def function_findings(config: RunConfig, *, sees_modules: bool = True) -> Iterator[Finding]:
-    """What is wrong with each named function. `sees_modules`: whether this process finds the modules that the rollout
-    actors find; else only files are looked at."""
+    """What is wrong with each named function, and with the arguments of built-in rewards. `sees_modules`: whether this
+    process finds the modules that the rollout actors find; else only files are looked at."""
+    reward = config.reward
+    yield from looked("reward.args", partial(check_args, reward.fn, pattern=reward.pattern, args=reward.args))
     for named in _named(config):
         where, colon, _ = named.name.rpartition(":")
         if colon and (sees_modules or where.endswith(".py")):

@@ -125,6 +125,24 @@ async def test_builtins_run_in_the_loop() -> None:
 
 
 @pytest.mark.asyncio
+async def test_length_costs_a_part_of_any_reward() -> None:
+    async with rewarder(
+        "exact", overlong_tokens=100, overlong_buffer=20, overlong_penalty=0.5, truncated="zero"
+    ) as made:
+        assert await made.score(answer("4", "4", num_tokens=80)) == RewardOutcome(1.0, {"overlong": 0.0})
+        assert await made.score(answer("4", "4", num_tokens=90)) == RewardOutcome(0.75, {"overlong": -0.25})
+        assert await made.score(answer("4", "4", num_tokens=100, finish="length")) == RewardOutcome(
+            -0.5, {"overlong": -0.5}
+        )
+
+
+def test_an_overlong_buffer_fits_into_the_length() -> None:
+    for tokens, buffer in ((100, 0), (100, 101), (0, 5)):
+        with pytest.raises(ValueError, match="overlong_tokens"):
+            RewardSettings(overlong_tokens=tokens, overlong_buffer=buffer)
+
+
+@pytest.mark.asyncio
 async def test_math_gets_a_process_even_if_none_was_asked_for() -> None:
     async with rewarder("math") as made:
         done = await asyncio.gather(*(made.score(answer(rf"\boxed{{{i}+x}}", "x+3")) for i in range(5)))
