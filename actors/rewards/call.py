@@ -11,7 +11,7 @@ from typing import Any
 from ...algos.rewards import BUILTINS, SCALAR_KEY, RewardOutcome, bind_builtin, outcome_of, outcomes_of
 from ...core.completions import Completion
 from ..user_call import is_the_callers
-from ..user_code import GROUP_REWARD, REWARD, load_function, what_was_raised, words_of
+from ..user_code import load_function, reward_expected, what_was_raised, words_of
 
 Answers = tuple[Completion, ...]
 """What one call judges: a single answer, or all of a group in the order of their numbers."""
@@ -56,25 +56,28 @@ class RewardFn:
         return len(answers) if self.takes_group else None
 
 
-def load_reward(name: str, *, pattern: str, args: Mapping[str, Any], takes_group: bool = False) -> RewardFn:
-    """The function with its arguments bound; built-ins judge single answers. Raises ConfigError or UserCodeError."""
+def load_reward(
+    name: str, *, pattern: str, args: Mapping[str, Any], takes_group: bool = False, key: str = "reward"
+) -> RewardFn:
+    """The function with its arguments bound; built-ins judge single answers. `key`: the table of the run file that says
+    so. Raises ConfigError or UserCodeError."""
     if name in BUILTINS:
-        bound = bind_builtin(name, pattern=pattern, args=args)
+        bound = bind_builtin(name, pattern=pattern, args=args, key=f"{key}.args")
         needs_process = BUILTINS[name].needs_process
         return RewardFn(name, bound, is_light=not needs_process, needs_process=needs_process)
     extra = {**args, "pattern": pattern} if pattern else dict(args)
-    found = load_function(name, GROUP_REWARD if takes_group else REWARD, extra)
+    found = load_function(name, reward_expected(f"{key}.fn", takes_group=takes_group), extra)
     return RewardFn(name, partial(found.fn, **extra), is_async=found.is_async, takes_group=takes_group)
 
 
-def check_args(name: str, *, pattern: str, args: Mapping[str, Any]) -> None:
+def check_args(name: str, *, pattern: str, args: Mapping[str, Any], key: str = "reward") -> None:
     """Whether a built-in takes these arguments; nothing of a function of the user's. Raises ConfigError."""
     if name == REMOTE:
         from .remote import remote_options  # a client for HTTP, which no other reward needs
 
-        remote_options(args)
+        remote_options(args, f"{key}.args")
     elif name in BUILTINS:
-        bind_builtin(name, pattern=pattern, args=args)
+        bind_builtin(name, pattern=pattern, args=args, key=f"{key}.args")
 
 
 def call_reward(reward: RewardFn, answers: Answers) -> Outcomes:

@@ -18,15 +18,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from ...algos.rewards import RewardOutcome, overlong_penalty
+from ...algos.rewards import RewardOutcome
 from ...core.completions import Completion
-from ...core.config import RewardSettings, RunConfig
+from ...core.config import RewardSettings
 from ...core.errors import DeadlyReward, MyxaError, UserCodeError
 from ..user_call import TookTooLong, UserRaised, within
 from .breaker import Breaker, BreakerState
 from .call import REMOTE, Answers, BadReward, Outcomes, RewardFn, await_reward, call_reward, load_reward, raised
 from .error_budget import ErrorBudget
 from .gate import GaveUp, RewardGate, Tell
+from .length_cost import by_length
 from .pool import RewardPool
 from .protocol import WorkerSpec
 from .threads import BlockingCalls, ThreadsBusy
@@ -39,8 +40,6 @@ MAX_WORKERS = 4
 """Processes for a function that should have some and was given no number; started as they are needed."""
 MAX_PROBES = 2
 """Failed probes with the same answers, before it is they that are blamed."""
-OVERLONG = "overlong"
-"""Part of a reward: what the answer's length costs."""
 REMEDY = "mend the function or the row; reward.max_error_rate says how many failures a run bears"
 
 
@@ -53,16 +52,22 @@ class RunReward(Protocol):
 class Rewarder:
     """One per rollout actor; `score` and `score_group` may be called concurrently."""
 
-    def __init__(self, settings: RewardSettings) -> None:
-        """Load the function. Raises ConfigError or UserCodeError."""
+    def __init__(self, settings: RewardSettings, key: str = "reward") -> None:
+        """Load the function. `key`: the table of the run file that says so. Raises ConfigError or UserCodeError."""
         self._settings = settings
         self.judges_groups = settings.scope == "group"
         """Whether the function gets all answers of a group at once."""
-        self._remote = _remote(settings)
+        self._remote = _remote(settings, key)
         self._reward = (
             RewardFn(settings.fn, self._remote.ask, is_async=True)
             if self._remote is not None
-            else load_reward(settings.fn, pattern=settings.pattern, args=settings.args, takes_group=self.judges_groups)
+            else load_reward(
+                settings.fn,
+                pattern=settings.pattern,
+                args=settings.args,
+                takes_group=self.judges_groups,
+                key=key,
+            )
         )
         self._budget = ErrorBudget(settings.max_error_rate)
         self._gate = RewardGate(
@@ -114,7 +119,7 @@ class Rewarder:
     async def score_group(self, completions: Sequence[Completion]) -> Outcomes:
         """The rewards of all answers of a group, by one call. Raises as `score`."""
         answers = tuple(completions)
-        return self._by_length(answers, await self._score(answers))
+        return by_length(self._settings, answers, await self._score(answers))
 
     async def _score(self, answers: Answers) -> Outcomes:
         is_nought = [one.is_truncated and self._settings.truncated == "zero" for one in answers]
@@ -122,18 +127,6 @@ class Rewarder:
             return tuple(RewardOutcome(0.0) for _ in answers)
         outcomes = await self._called(answers)
         return tuple(RewardOutcome(0.0) if nought else one for nought, one in zip(is_nought, outcomes, strict=True))
-
-    def _by_length(self, answers: Answers, outcomes: Outcomes) -> Outcomes:
-        """Lowered by what their length costs, which is told as a part of its own."""
-        of = self._settings
-        if not of.overlong_tokens:
-            return outcomes
-        lowered: list[RewardOutcome] = []
-        for one, outcome in zip(answers, outcomes, strict=True):
-            share = overlong_penalty(one.num_tokens, max_tokens=of.overlong_tokens, buffer=of.overlong_buffer)
-            cost = of.overlong_penalty * share
-            lowered.append(RewardOutcome(outcome.value + cost, {**outcome.parts, OVERLONG: cost}))
-        return tuple(lowered)
 
     async def _called(self, answers: Answers) -> Outcomes:
         num_failed, is_probe = 0, False
@@ -282,49 +275,16 @@ class Rewarder:
         return await self._pool.score(answers, self._settings.timeout_s)
 
 
-def _remote(settings: RewardSettings) -> RemoteReward | None:
+def _remote(settings: RewardSettings, key: str) -> RemoteReward | None:
     if settings.fn != REMOTE:
         return None
     from .remote import RemoteReward, remote_options  # a client for HTTP, which no other reward needs
 
     takes_group = settings.scope == "group"
-    return RemoteReward(remote_options(settings.args), timeout_s=settings.timeout_s, takes_group=takes_group)
+    return RemoteReward(
+        remote_options(settings.args, f"{key}.args"), timeout_s=settings.timeout_s, takes_group=takes_group
+    )
 
 
 def _tell_nobody(kind: str, text: str) -> None:
     """Until somebody listens."""
-
-
-class FixedReward:
-    """The same reward for everything: what demonstrations get in supervised fine-tuning."""
-
-    judges_groups = False
-    num_errors = 0
-    too_many_errors = ""
-
-    def __init__(self, value: float = 1.0) -> None:
-        self._outcome = RewardOutcome(value)
-
-    async def score(self, completion: Completion) -> RewardOutcome:
-        return self._outcome
-
-    async def score_group(self, completions: Sequence[Completion]) -> Outcomes:
-        return tuple(self._outcome for _ in completions)
-
-    def allow(self, max_error_rate: float) -> None:
-        """Nothing to fail."""
-
-    def listen(self, tell: Tell) -> None:
-        """Nothing to tell."""
-
-    def gauges(self) -> dict[str, float]:
-        """Nothing to show."""
-        return {}
-
-    async def close(self) -> None:
-        """Nothing to end."""
-
-
-def make_rewarder(config: RunConfig) -> Rewarder | FixedReward:
-    """What judges the samples of this run. Raises ConfigError or UserCodeError when the function cannot be loaded."""
-    return FixedReward() if config.algo.kind == "sft" else Rewarder(config.reward)

@@ -7,17 +7,60 @@ from them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator
 
+from ..suggestion import suggest
 from .conflict import Conflict
 from .section import CodeName, CountInt, PositiveFloat, Section, UnitFloat
 from .settings import check_code_name
 from .tables import Table
 
 REWARD_BUILTINS = ("exact", "numeric", "math", "f1", "choice", "regex", "format", "remote")
+
+
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
+MAX_FUNCTIONS = 16
+OVERLONG = "overlong"
+"""Part of a reward: what the answer's length costs."""
+
+
+def check_pattern(value: str) -> str:
+    """Accept a regular expression; raise ValueError otherwise."""
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"is not a regular expression: {error}") from error
+    return value
+
+
+class FunctionSettings(Section, frozen=True):
+    """One of several reward functions, `NAME` is its own: letters, digits, `_`, `-`, at most 32. What it says becomes
+    the part NAME of the reward, its own parts NAME/PART. All else is as in `[reward]`; each function has its own
+    `workers` and its own count of errors."""
+
+    fn: CodeName = ""
+    """As `reward.fn`; empty = the built-in called NAME."""
+    weight: float = 1.0
+    """What its reward is multiplied by before it is added to the others'; 0 = only a metric."""
+    scope: Literal["sample", "group"] = "sample"
+    """As `reward.scope`."""
+    pattern: str = ""
+    """As `reward.pattern`."""
+    args: Table = {}
+    """As `reward.args`."""
+
+    @field_validator("fn")
+    @classmethod
+    def _function_is_named(cls, value: str) -> str:
+        return check_code_name(value, REWARD_BUILTINS) if value else value
+
+    @field_validator("pattern")
+    @classmethod
+    def _pattern_compiles(cls, value: str) -> str:
+        return check_pattern(value)
 
 
 class RewardSettings(Section, frozen=True):
@@ -66,6 +109,15 @@ class RewardSettings(Section, frozen=True):
     args: Table = {}
     """Further named arguments of the reward function, for example `tolerance = 0.01` for numeric."""
 
+    functions: dict[str, FunctionSettings] = {}
+    """Several functions instead of `fn`, each a table `[reward.functions.NAME]`: see there. The reward is the sum of
+    all, by their weights, or what the one says that the row chooses."""
+    choose_by: str = ""
+    """Key of the row's metadata that names the function that judges its answers, for example "rm_type", or
+    "data_source" where each source of prompts has its own; empty = all functions do."""
+    choose_else: str = ""
+    """The function of rows that name none; empty = such a row is a bad row."""
+
     @field_validator("fn")
     @classmethod
     def _function_is_named(cls, value: str) -> str:
@@ -74,22 +126,30 @@ class RewardSettings(Section, frozen=True):
     @field_validator("pattern")
     @classmethod
     def _pattern_compiles(cls, value: str) -> str:
-        try:
-            re.compile(value)
-        except re.error as error:
-            raise ValueError(f"is not a regular expression: {error}") from error
-        return value
+        return check_pattern(value)
+
+    def parts(self) -> Mapping[str, Self]:
+        """Each function by its name, as a section of its own in which all is said; the only one is called ""."""
+        if not self.functions:
+            return {"": self}
+        alone: dict[str, Any] = {"functions": {}, "choose_by": "", "choose_else": "", "overlong_tokens": 0}
+        return {
+            name: self.model_copy(
+                update={**alone, "fn": of.fn or name, "pattern": of.pattern, "scope": of.scope, "args": of.args}
+            )
+            for name, of in self.functions.items()
+        }
+
+    def named_functions(self) -> Iterator[tuple[str, str]]:
+        """Every key of the run file that names a function, and what it says."""
+        for name, part in self.parts().items():
+            yield (f"reward.functions.{name}.fn" if name else "reward.fn"), part.fn
 
     def conflicts(self) -> Iterator[Conflict]:
-        """A built-in without its argument."""
-        if self.fn == "regex" and not self.pattern:
-            yield Conflict(("pattern", "fn"), 'fn = "regex" needs a pattern')
-        if self.fn == "remote" and self.workers:
-            yield Conflict(("workers", "fn"), 'must be 0: fn = "remote" is asked by the rollout actor itself')
-        if self.scope == "group" and self.fn in REWARD_BUILTINS and self.fn != "remote":
-            yield Conflict(
-                ("scope", "fn"), f'is for a function of your own or "remote": "{self.fn}" judges one answer by itself'
-            )
+        """Functions without their arguments, and keys that do not go together."""
+        for name, part in self.parts().items():
+            yield from _function_conflicts(part, f"functions.{name}." if name else "")
+        yield from _several_conflicts(self)
         if bool(self.overlong_tokens) != bool(self.overlong_buffer) or self.overlong_buffer > self.overlong_tokens:
             yield Conflict(
                 ("overlong_buffer", "overlong_tokens"),
@@ -97,3 +157,46 @@ class RewardSettings(Section, frozen=True):
                 if self.overlong_tokens
                 else "needs overlong_tokens, the length that it ends at",
             )
+
+
+def _function_conflicts(part: RewardSettings, place: str) -> Iterator[Conflict]:
+    fn = f"{place}fn"
+    if part.fn == "regex" and not part.pattern:
+        yield Conflict((f"{place}pattern", fn), 'fn = "regex" needs a pattern')
+    if part.fn == "remote" and part.workers:
+        yield Conflict(("workers", fn), 'must be 0: fn = "remote" is asked by the rollout actor itself')
+    if part.scope == "group" and part.fn in REWARD_BUILTINS and part.fn != "remote":
+        yield Conflict(
+            (f"{place}scope", fn), f'is for a function of your own or "remote": "{part.fn}" judges one answer by itself'
+        )
+
+
+def _several_conflicts(reward: RewardSettings) -> Iterator[Conflict]:
+    if not reward.functions:
+        for key in ("choose_by", "choose_else"):
+            if getattr(reward, key):
+                yield Conflict((key, "functions"), "needs [reward.functions.NAME], the functions to choose from")
+        return
+    for key in ("fn", "pattern", "scope", "args"):
+        if getattr(reward, key) != RewardSettings.model_fields[key].default:
+            yield Conflict((key, "functions"), "does not go with [reward.functions]: make it one of them, with a name")
+    yield from _name_conflicts(reward.functions)
+    if not any(of.weight for of in reward.functions.values()):
+        paths = tuple(f"functions.{name}.weight" for name in reward.functions)
+        yield Conflict(paths, "so every reward is 0: give one of them a weight")
+    if reward.choose_else and not reward.choose_by:
+        yield Conflict(("choose_else", "choose_by"), "needs choose_by, the key of the metadata that chooses")
+    elif reward.choose_else and reward.choose_else not in reward.functions:
+        near = suggest(reward.choose_else, tuple(reward.functions))
+        yield Conflict(("choose_else", "functions"), f"is none of reward.functions; {near}")
+
+
+def _name_conflicts(functions: Mapping[str, FunctionSettings]) -> Iterator[Conflict]:
+    if len(functions) > MAX_FUNCTIONS:
+        yield Conflict(("functions",), f"has {len(functions)} functions, but there may be {MAX_FUNCTIONS}")
+    for name, of in functions.items():
+        if not FUNCTION_NAME.fullmatch(name) or name == OVERLONG:
+            words = "a function's name is 1 to 32 letters, digits, '_' or '-', no sign first"
+            yield Conflict((f"functions.{name}",), f'{words}, and not "{OVERLONG}"')
+        elif not of.fn and name not in REWARD_BUILTINS:
+            yield Conflict((f"functions.{name}.fn",), f'must be set: "{name}" is no built-in reward')
