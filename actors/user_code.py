@@ -15,7 +15,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,6 +41,16 @@ class Expected:
 
 
 REWARD = Expected("reward.fn", 1, "def reward(completion: Completion) -> float | dict[str, float]")
+GROUP_REWARD = Expected(
+    "reward.fn", 1, "def rewards(completions: Sequence[Completion]) -> Sequence[float | dict[str, float]]"
+)
+
+
+def reward_expected(key: str, *, takes_group: bool) -> Expected:
+    """Of a reward function that this key of the run file names."""
+    return replace(GROUP_REWARD if takes_group else REWARD, key=key)
+
+
 WORKFLOW = Expected(
     "rollout.workflow", 2, "async def generate(ctx: WorkflowContext, prompt: Prompt) -> Sample", must_be_async=True
 )

@@ -174,7 +174,7 @@ def _monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
 def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.models.hf_folder import read_config
     from ..actors.models.tokenizer import load_tokenizer
-    from ..actors.rewards.rewarder import make_rewarder
+    from ..actors.rewards.making import make_rewarder
     from ..actors.rollout.rollout import Rollout, RolloutOptions
 
     model = read_config(config.model.path)

@@ -18,6 +18,7 @@ from ...core.samples import Message
 from ...core.suggestion import suggest
 from .conversation import parse_messages
 from .row_file import Columns, RowError
+from .row_rewards import RowRewards
 
 SHOWN_COLUMNS = 12
 DEMONSTRATION = "demonstration"
@@ -65,8 +66,16 @@ PRESETS: Mapping[str, Preset] = {
 class Layout:
     """How the rows of a run's data are read."""
 
-    def __init__(self, settings: DataSettings, *, needs_label: bool = False, needs_demonstration: bool = False) -> None:
+    def __init__(
+        self,
+        settings: DataSettings,
+        *,
+        needs_label: bool = False,
+        needs_demonstration: bool = False,
+        rewards: RowRewards | None = None,
+    ) -> None:
         preset = PRESETS[settings.preset]
+        self._rewards = rewards
         self._is_chat = settings.preset == "chat"
         self._system = settings.system
         self._needs_demonstration = needs_demonstration
@@ -92,13 +101,14 @@ class Layout:
         messages = self._take_demonstration(columns, messages, metadata)
         if self._system and messages[0].role != "system":
             messages = (Message(role="system", content=self._system), *messages)
-        return Item(messages, self._label_of(columns), metadata)
+        label = self._label_of(columns)
+        if self._rewards is not None:
+            self._rewards.check(metadata, has_label=label is not None)
+        return Item(messages, label or "", metadata)
 
-    def _label_of(self, columns: Columns) -> str:
+    def _label_of(self, columns: Columns) -> str | None:
         value = _value(columns, self._label)
-        if value is None:
-            return ""
-        return value if isinstance(value, str) else _json(value, self._label.key)
+        return value if value is None or isinstance(value, str) else _json(value, self._label.key)
 
     def _metadata_of(self, columns: Columns) -> dict[str, Any]:
         value = _value(columns, self._metadata)

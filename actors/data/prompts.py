@@ -15,12 +15,11 @@ from ...core.errors import DataError
 from ...core.samples import Prompt
 from .layout import Layout
 from .order import Order
+from .row_rewards import RowRewards
 from .row_set import MAX_HELD_OUT_BYTES, RowSet
 
 DATA_SOURCE = "data_source"
 """Key of the metadata that names a prompt's source, as verl's rows do themselves."""
-LABEL_REWARDS = frozenset({"exact", "numeric", "math"})
-"""Built-in rewards that compare with the label."""
 
 
 class PromptDataset:
@@ -115,7 +114,7 @@ def open_source(config: RunConfig, name: str, held_out: RowSet | None = None) ->
     part = config.data.parts()[name]
     rows = RowSet(
         parse_sources(part.train),
-        layout_of(config, part),
+        layout_of(config, part, name),
         key=config.data.key_of(name),
         skips_bad=part.on_bad_line == "skip",
     )
@@ -138,8 +137,9 @@ def open_held_out(config: RunConfig) -> RowSet | None:
     return rows
 
 
-def layout_of(config: RunConfig, part: DataSettings) -> Layout:
-    """How rows are read that are laid out as `part` says."""
-    is_sft = config.algo.kind == "sft"
-    needs_label = config.reward.fn in LABEL_REWARDS and not is_sft
-    return Layout(part, needs_label=needs_label, needs_demonstration=is_sft)
+def layout_of(config: RunConfig, part: DataSettings, name: str = "") -> Layout:
+    """How rows are read that are laid out as `part` says. `name`: of their source, if there are several."""
+    if config.algo.kind == "sft":
+        return Layout(part, needs_demonstration=True)
+    rewards = RowRewards(config.reward, {DATA_SOURCE: name} if name else {})
+    return Layout(part, needs_label=rewards.all_need_label, rewards=rewards)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...algos.rewards import BUILTINS, RewardOutcome, bind_builtin, outcome_of
+from ...algos.rewards import BUILTINS, SCALAR_KEY, RewardOutcome, bind_builtin, outcome_of, outcomes_of
 from ...core.completions import Completion
 from ..user_call import is_the_callers
-from ..user_code import REWARD, load_function, what_was_raised, words_of
+from ..user_code import load_function, reward_expected, what_was_raised, words_of
+
+Answers = tuple[Completion, ...]
+"""What one call judges: a single answer, or all of a group in the order of their numbers."""
+Outcomes = tuple[RewardOutcome, ...]
+"""One for each of them."""
+
+
+REMOTE = "remote"
+"""The built-in that is no function: a service is asked, see `remote.py`."""
 
 
 class BadReward(Exception):
@@ -28,56 +37,86 @@ class RewardFn:
     """A loaded reward function."""
 
     name: str
-    fn: Callable[[Completion], Any]
+    fn: Callable[[Any], Any]
+    """Of a completion, or of a tuple of them."""
     is_async: bool = False
     is_light: bool = False
     """A built-in that is quick enough for an actor's loop."""
     needs_process: bool = False
     """A built-in that must not run in an actor's process."""
+    takes_group: bool = False
+    """It is called with all answers of a group."""
+
+    def argument(self, answers: Answers) -> Answers | Completion:
+        """What the function is called with."""
+        return answers if self.takes_group else answers[0]
+
+    def num_judged(self, answers: Answers) -> int | None:
+        """How many rewards it is to return; None: not a sequence of them."""
+        return len(answers) if self.takes_group else None
 
 
-def load_reward(name: str, *, pattern: str, args: Mapping[str, Any]) -> RewardFn:
-    """The function with its arguments bound. Raises ConfigError or UserCodeError."""
+def load_reward(
+    name: str, *, pattern: str, args: Mapping[str, Any], takes_group: bool = False, key: str = "reward"
+) -> RewardFn:
+    """The function with its arguments bound; built-ins judge single answers. `key`: the table of the run file that says
+    so. Raises ConfigError or UserCodeError."""
     if name in BUILTINS:
-        bound = bind_builtin(name, pattern=pattern, args=args)
+        bound = bind_builtin(name, pattern=pattern, args=args, key=f"{key}.args")
         needs_process = BUILTINS[name].needs_process
         return RewardFn(name, bound, is_light=not needs_process, needs_process=needs_process)
     extra = {**args, "pattern": pattern} if pattern else dict(args)
-    found = load_function(name, REWARD, extra)
-    return RewardFn(name, partial(found.fn, **extra), is_async=found.is_async)
+    found = load_function(name, reward_expected(f"{key}.fn", takes_group=takes_group), extra)
+    return RewardFn(name, partial(found.fn, **extra), is_async=found.is_async, takes_group=takes_group)
 
 
-def call_reward(reward: RewardFn, completion: Completion) -> RewardOutcome:
+def check_args(name: str, *, pattern: str, args: Mapping[str, Any], key: str = "reward") -> None:
+    """Whether a built-in takes these arguments; nothing of a function of the user's. Raises ConfigError."""
+    if name == REMOTE:
+        from .remote import remote_options  # a client for HTTP, which no other reward needs
+
+        remote_options(args, f"{key}.args")
+    elif name in BUILTINS:
+        bind_builtin(name, pattern=pattern, args=args, key=f"{key}.args")
+
+
+def call_reward(reward: RewardFn, answers: Answers) -> Outcomes:
     """Call a function that is not async. Raises BadReward."""
     try:
-        returned = reward.fn(completion)
+        returned = reward.fn(reward.argument(answers))
     except BaseException as error:
         raise raised(error) from error
     if inspect.iscoroutine(returned):
         returned.close()
         raise BadReward("returned a coroutine; declare it with `async def`")
-    return judged(returned)
+    return judged(returned, reward.num_judged(answers))
 
 
-async def await_reward(reward: RewardFn, completion: Completion) -> RewardOutcome:
+async def await_reward(reward: RewardFn, answers: Answers) -> Outcomes:
     """Call an async function. Raises BadReward, and CancelledError only if the caller's task is cancelled."""
     try:
-        returned = await reward.fn(completion)
+        returned = await reward.fn(reward.argument(answers))
     except BaseException as error:
         if is_the_callers(error):
             raise
         raise raised(error) from error
-    return judged(returned)
+    return judged(returned, reward.num_judged(answers))
 
 
-def judged(returned: object) -> RewardOutcome:
-    """The outcome of what a function returned. Raises BadReward."""
+def judged(returned: object, num_answers: int | None) -> Outcomes:
+    """What a function returned, as outcomes. `num_answers`: of the group that was judged; None: it was a single answer.
+    Raises BadReward."""
     try:
-        return outcome_of(returned)
+        return (outcome_of(returned),) if num_answers is None else outcomes_of(returned, num_answers)
     except (TypeError, ValueError) as error:
         raise BadReward(words_of(error)) from error
     except BaseException as error:
         raise BadReward(f"returned a {type(returned).__name__} that raised {what_was_raised(error)}") from error
+
+
+def checked(outcomes: Sequence[RewardOutcome], num_answers: int) -> Outcomes:
+    """Outcomes that come from another process, as trustworthy as its memory. Raises BadReward."""
+    return judged([{**one.parts, SCALAR_KEY: one.value} for one in outcomes], num_answers)
 
 
 def raised(error: BaseException) -> BadReward:

@@ -15,10 +15,8 @@ from asyncio.subprocess import PIPE, Process
 
 import msgspec
 
-from ...algos.rewards import SCALAR_KEY, RewardOutcome
-from ...core.completions import Completion
 from ...core.errors import ConfigError, UserCodeError
-from .call import BadReward, judged
+from .call import Answers, BadReward, Outcomes, checked
 from .protocol import LENGTH, MAX_FRAME_BYTES, LoadFailed, Ready, Reply, Scored, WorkerSpec, frame, reply_decoder
 
 START_TIMEOUT_S = 120.0
@@ -127,29 +125,29 @@ class RewardPool:
         self._is_closed = False
         self.num_started = 0
 
-    async def score(self, completion: Completion, timeout_s: float) -> RewardOutcome:
-        """Judge one completion. Raises BadReward if the function fails, hangs or ends its process twice; ConfigError or
-        UserCodeError if a worker cannot load it.
+    async def score(self, answers: Answers, timeout_s: float) -> Outcomes:
+        """Judge what belongs into one call. Raises BadReward if the function fails, hangs or ends its process twice;
+        ConfigError or UserCodeError if a worker cannot load it.
 
-        A worker that ends is not always this completion's fault (memory that earlier ones left, somebody's SIGKILL):
-        a second one tries before the completion is blamed.
+        A worker that ends is not always the answers' fault (memory that earlier ones left, somebody's SIGKILL): a
+        second one tries before they are blamed.
         """
         async with self._room:
             try:
-                reply = await self._with_a_worker(completion, timeout_s)
+                reply = await self._with_a_worker(answers, timeout_s)
             except WorkerGone:
                 try:
-                    reply = await self._with_a_worker(completion, timeout_s)
+                    reply = await self._with_a_worker(answers, timeout_s)
                 except WorkerGone as gone:
                     raise BadReward(f"ended its worker process ({gone})", is_deadly=True) from None
         if isinstance(reply, Scored):
-            return judged({SCALAR_KEY: reply.outcome.value, **reply.outcome.parts})
+            return checked(reply.outcomes, len(answers))
         raise BadReward(getattr(reply, "cause", f"sent {type(reply).__name__}")[:CAUSE_CHARS])
 
-    async def _with_a_worker(self, completion: Completion, timeout_s: float) -> Reply:
+    async def _with_a_worker(self, answers: Answers, timeout_s: float) -> Reply:
         worker = await self._take()
         try:
-            reply = await self._ask(worker, completion, timeout_s)
+            reply = await self._ask(worker, answers, timeout_s)
             self._idle.append(worker)
             return reply
         finally:
@@ -221,12 +219,12 @@ class RewardPool:
             self._workers.discard(worker)
             await worker.gone()
 
-    async def _ask(self, worker: RewardWorker, completion: Completion, timeout_s: float) -> Reply:
+    async def _ask(self, worker: RewardWorker, answers: Answers, timeout_s: float) -> Reply:
         try:
-            return await worker.ask(completion, timeout_s)
+            return await worker.ask(answers, timeout_s)
         except TimeoutError:
             raise BadReward(f"took longer than {timeout_s:g} s; its worker process was killed") from None
         except SpokeGarbage as garbage:
             raise BadReward(f"wrote into its worker's own pipe ({garbage}); the worker was killed") from None
         except (TypeError, ValueError) as error:
-            raise BadReward(f"cannot be sent the completion: {error}") from error
+            raise BadReward(f"cannot be sent its answers: {error}") from error

@@ -24,6 +24,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     fn: str
     pattern: str
     args: dict[str, Any]
+    takes_group: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -43,9 +44,9 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
 
 class Scored(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The outcome of one completion."""
+    """The outcome of each completion that was sent."""
 
-    outcome: RewardOutcome
+    outcomes: tuple[RewardOutcome, ...]
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -58,7 +59,7 @@ Reply = Ready | LoadFailed | Scored | Failed
 
 spec_encoder = msgspec.msgpack.Encoder()
 spec_decoder = msgspec.msgpack.Decoder(WorkerSpec)
-completion_decoder = msgspec.msgpack.Decoder(Completion)
+answers_decoder = msgspec.msgpack.Decoder(tuple[Completion, ...])
 reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
@@ -66,5 +67,5 @@ def frame(message: object) -> bytes:
     """A message with its length in front. Raises ValueError over the limit."""
     body = spec_encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a completion of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
+        raise ValueError(f"{len(body)} bytes are over the limit of {MAX_FRAME_BYTES}")
     return LENGTH.pack(len(body)) + body

@@ -3,6 +3,7 @@
 | function | `reward.workers = 0` | `reward.workers = n` |
 |---|---|---|
 | exact, numeric, format without a pattern | in the loop | n processes |
+| remote | in the loop | - |
 | regex, format with a pattern | up to 4 processes; with `isolate = false` in the loop | n processes |
 | math | 1 process | n processes |
 | your own `async def` | in the loop | n processes |
@@ -14,42 +15,60 @@ Knows how a function is run and what counts as a failure. Must not know groups' 
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from ...algos.rewards import RewardOutcome
 from ...core.completions import Completion
-from ...core.config import RewardSettings, RunConfig
+from ...core.config import RewardSettings
 from ...core.errors import DeadlyReward, MyxaError, UserCodeError
 from ..user_call import TookTooLong, UserRaised, within
 from .breaker import Breaker, BreakerState
-from .call import BadReward, RewardFn, await_reward, call_reward, load_reward, raised
+from .call import REMOTE, Answers, BadReward, Outcomes, RewardFn, await_reward, call_reward, load_reward, raised
 from .error_budget import ErrorBudget
 from .gate import GaveUp, RewardGate, Tell
+from .length_cost import by_length
 from .pool import RewardPool
 from .protocol import WorkerSpec
 from .threads import BlockingCalls, ThreadsBusy
+
+if TYPE_CHECKING:
+    from .remote import RemoteReward
 
 MAX_THREADS = 8
 MAX_WORKERS = 4
 """Processes for a function that should have some and was given no number; started as they are needed."""
 MAX_PROBES = 2
-"""Failed probes with one completion, before it is the completion that is blamed."""
+"""Failed probes with the same answers, before it is they that are blamed."""
 REMEDY = "mend the function or the row; reward.max_error_rate says how many failures a run bears"
 
 
 class RunReward(Protocol):
     """One way to run a reward function. Raises BadReward when it fails."""
 
-    async def __call__(self, completion: Completion) -> RewardOutcome: ...
+    async def __call__(self, answers: Answers) -> Outcomes: ...
 
 
 class Rewarder:
-    """One per rollout actor; `score` may be called concurrently."""
+    """One per rollout actor; `score` and `score_group` may be called concurrently."""
 
-    def __init__(self, settings: RewardSettings) -> None:
-        """Load the function. Raises ConfigError or UserCodeError."""
+    def __init__(self, settings: RewardSettings, key: str = "reward") -> None:
+        """Load the function. `key`: the table of the run file that says so. Raises ConfigError or UserCodeError."""
         self._settings = settings
-        self._reward = load_reward(settings.fn, pattern=settings.pattern, args=settings.args)
+        self.judges_groups = settings.scope == "group"
+        """Whether the function gets all answers of a group at once."""
+        self._remote = _remote(settings, key)
+        self._reward = (
+            RewardFn(settings.fn, self._remote.ask, is_async=True)
+            if self._remote is not None
+            else load_reward(
+                settings.fn,
+                pattern=settings.pattern,
+                args=settings.args,
+                takes_group=self.judges_groups,
+                key=key,
+            )
+        )
         self._budget = ErrorBudget(settings.max_error_rate)
         self._gate = RewardGate(
             Breaker(after=settings.pause_after, cool_down_s=settings.cool_down_s, max_wait_s=settings.max_outage_s)
@@ -65,15 +84,18 @@ class Rewarder:
         self._run = self._way_to_run(self._reward)
 
     def _way_to_run(self, reward: RewardFn) -> RunReward:
+        if self._remote is not None:
+            return self._remote.ask
         if num_workers := self._num_workers(reward):
-            spec = WorkerSpec(fn=self._settings.fn, pattern=self._settings.pattern, args=self._settings.args)
+            of = self._settings
+            spec = WorkerSpec(fn=of.fn, pattern=of.pattern, args=of.args, takes_group=self.judges_groups)
             self._pool = RewardPool(num_workers, spec)
             return self._in_process
         if reward.is_async:
             return self._in_loop
         if reward.is_light:
             return self._at_once
-        self._threads = BlockingCalls[RewardOutcome](MAX_THREADS, "reward")
+        self._threads = BlockingCalls[Outcomes](MAX_THREADS, "reward")
         return self._in_thread
 
     def _num_workers(self, reward: RewardFn) -> int:
@@ -92,23 +114,36 @@ class Rewarder:
 
         Raises UserCodeError naming function, group, sample and cause, DeadlyReward if the call ended its worker.
         """
-        if completion.is_truncated and self._settings.truncated == "zero":
-            return RewardOutcome(0.0)
+        return (await self.score_group((completion,)))[0]
+
+    async def score_group(self, completions: Sequence[Completion]) -> Outcomes:
+        """The rewards of all answers of a group, by one call. Raises as `score`."""
+        answers = tuple(completions)
+        return by_length(self._settings, answers, await self._score(answers))
+
+    async def _score(self, answers: Answers) -> Outcomes:
+        is_nought = [one.is_truncated and self._settings.truncated == "zero" for one in answers]
+        if all(is_nought):
+            return tuple(RewardOutcome(0.0) for _ in answers)
+        outcomes = await self._called(answers)
+        return tuple(RewardOutcome(0.0) if nought else one for nought, one in zip(is_nought, outcomes, strict=True))
+
+    async def _called(self, answers: Answers) -> Outcomes:
         num_failed, is_probe = 0, False
         while True:
             try:
                 is_probe = await self._gate.enter()
-                outcome = await self._run(completion)
+                outcomes = await self._run(answers)
             except GaveUp:
-                raise self._failure(f"is not called any more; it last {self._last_error}", completion) from None
+                raise self._failure(f"is not called any more; it last {self._last_error}", answers) from None
             except BadReward as bad:
                 num_failed += 1
-                if self._failed(bad, completion, is_probe=is_probe) and num_failed <= MAX_PROBES:
+                if self._failed(bad, answers, is_probe=is_probe) and num_failed <= MAX_PROBES:
                     is_probe = False
                     continue
                 if self._settings.on_error == "zero" and not self.too_many_errors:
-                    return RewardOutcome(0.0)
-                raise self._failure(str(bad), completion, is_deadly=bad.is_deadly) from bad
+                    return tuple(RewardOutcome(0.0) for _ in answers)
+                raise self._failure(str(bad), answers, is_deadly=bad.is_deadly) from bad
             except MyxaError as error:
                 self._abandon(is_probe)
                 self.num_errors += 1
@@ -119,13 +154,12 @@ class Rewarder:
                 self._abandon(is_probe)
                 raise
             self._worked(is_probe=is_probe)
-            return outcome
+            return outcomes
 
-    def _failure(self, words: str, completion: Completion, *, is_deadly: bool = False) -> UserCodeError:
-        return (DeadlyReward if is_deadly else UserCodeError)(
-            f'reward function "{self._reward.name}" {words} (group {completion.group_id}, sample {completion.index})',
-            remedy=REMEDY,
-        )
+    def _failure(self, words: str, answers: Answers, *, is_deadly: bool = False) -> UserCodeError:
+        place = f"group {answers[0].group_id}" + ("" if self.judges_groups else f", sample {answers[0].index}")
+        kind = DeadlyReward if is_deadly else UserCodeError
+        return kind(f'reward function "{self._reward.name}" {words} ({place})', remedy=REMEDY)
 
     def _worked(self, *, is_probe: bool) -> None:
         breaker = self._gate.breaker
@@ -141,13 +175,13 @@ class Rewarder:
             self._in_doubt = 0
         self._budget.note(has_failed=False)
 
-    def _failed(self, bad: BadReward, completion: Completion, *, is_probe: bool) -> bool:
+    def _failed(self, bad: BadReward, answers: Answers, *, is_probe: bool) -> bool:
         """Book it; True if the call is to be repeated later."""
         breaker = self._gate.breaker
         self.num_errors += 1
         self._last_error = str(bad)
         is_in_doubt, num_opened = breaker.is_in_doubt, breaker.num_opened
-        is_for_later = self._gate.failed(completion.group_id, is_probe=is_probe)
+        is_for_later = self._gate.failed(answers[0].group_id, is_probe=is_probe)
         if breaker.num_opened > num_opened:
             self._in_doubt = 0
             self._tell(
@@ -206,25 +240,27 @@ class Rewarder:
         return self._pool.pids if self._pool is not None else ()
 
     async def close(self) -> None:
-        """End all worker processes; nothing of them is left afterwards."""
+        """End all worker processes and connections; nothing of them is left afterwards."""
+        if self._remote is not None:
+            await self._remote.close()
         if self._pool is not None:
             await self._pool.close()
 
-    async def _at_once(self, completion: Completion) -> RewardOutcome:
-        return call_reward(self._reward, completion)
+    async def _at_once(self, answers: Answers) -> Outcomes:
+        return call_reward(self._reward, answers)
 
-    async def _in_loop(self, completion: Completion) -> RewardOutcome:
+    async def _in_loop(self, answers: Answers) -> Outcomes:
         try:
-            return await within(await_reward(self._reward, completion), self._settings.timeout_s)
+            return await within(await_reward(self._reward, answers), self._settings.timeout_s)
         except TookTooLong as late:
             more = ", and goes on although it was cancelled; with reward.workers it would be stopped"
             raise BadReward(f"took longer than {self._settings.timeout_s:g} s{more if late.goes_on else ''}") from None
         except UserRaised as error:
             raise raised(error.cause) from error
 
-    async def _in_thread(self, completion: Completion) -> RewardOutcome:
+    async def _in_thread(self, answers: Answers) -> Outcomes:
         try:
-            return await self._threads.run(lambda: call_reward(self._reward, completion), self._settings.timeout_s)
+            return await self._threads.run(lambda: call_reward(self._reward, answers), self._settings.timeout_s)
         except TimeoutError:
             raise BadReward(
                 f"took longer than {self._settings.timeout_s:g} s in a thread, which cannot be stopped; "
@@ -234,41 +270,21 @@ class Rewarder:
             why = f": {busy.__cause__}" if busy.__cause__ else f": all {MAX_THREADS} threads hang in earlier calls"
             raise BadReward(f"could not be called{why}; use reward.workers") from None
 
-    async def _in_process(self, completion: Completion) -> RewardOutcome:
+    async def _in_process(self, answers: Answers) -> Outcomes:
         assert self._pool is not None
-        return await self._pool.score(completion, self._settings.timeout_s)
+        return await self._pool.score(answers, self._settings.timeout_s)
+
+
+def _remote(settings: RewardSettings, key: str) -> RemoteReward | None:
+    if settings.fn != REMOTE:
+        return None
+    from .remote import RemoteReward, remote_options  # a client for HTTP, which no other reward needs
+
+    takes_group = settings.scope == "group"
+    return RemoteReward(
+        remote_options(settings.args, f"{key}.args"), timeout_s=settings.timeout_s, takes_group=takes_group
+    )
 
 
 def _tell_nobody(kind: str, text: str) -> None:
     """Until somebody listens."""
-
-
-class FixedReward:
-    """The same reward for everything: what demonstrations get in supervised fine-tuning."""
-
-    num_errors = 0
-    too_many_errors = ""
-
-    def __init__(self, value: float = 1.0) -> None:
-        self._outcome = RewardOutcome(value)
-
-    async def score(self, completion: Completion) -> RewardOutcome:
-        return self._outcome
-
-    def allow(self, max_error_rate: float) -> None:
-        """Nothing to fail."""
-
-    def listen(self, tell: Tell) -> None:
-        """Nothing to tell."""
-
-    def gauges(self) -> dict[str, float]:
-        """Nothing to show."""
-        return {}
-
-    async def close(self) -> None:
-        """Nothing to end."""
-
-
-def make_rewarder(config: RunConfig) -> Rewarder | FixedReward:
-    """What judges the samples of this run. Raises ConfigError or UserCodeError when the function cannot be loaded."""
-    return FixedReward() if config.algo.kind == "sft" else Rewarder(config.reward)

@@ -1,4 +1,4 @@
-"""A worker process that judges completions, one at a time; `keeper.py` starts it.
+"""A worker process that judges completions, one call at a time; `keeper.py` starts it.
 
 Speaks over its standard input and output; what the reward function prints goes to standard error, the actor's log.
 The function runs in the main thread, where math-verify's time limits (signals) work.
@@ -20,7 +20,7 @@ from .protocol import (
     Ready,
     Reply,
     Scored,
-    completion_decoder,
+    answers_decoder,
     frame,
     spec_decoder,
 )
@@ -34,7 +34,7 @@ def main() -> None:
         return
     spec = spec_decoder.decode(first)
     try:
-        reward = load_reward(spec.fn, pattern=spec.pattern, args=spec.args)
+        reward = load_reward(spec.fn, pattern=spec.pattern, args=spec.args, takes_group=spec.takes_group)
     except MyxaError as error:
         _write(outgoing, LoadFailed(error.message, error.remedy, isinstance(error, ConfigError)))
         return
@@ -45,11 +45,11 @@ def main() -> None:
 
 
 def _judge(reward: RewardFn, body: bytes, runner: asyncio.Runner) -> Reply:
-    completion = completion_decoder.decode(body)
+    answers = answers_decoder.decode(body)
     try:
         if reward.is_async:
-            return Scored(runner.run(await_reward(reward, completion)))
-        return Scored(call_reward(reward, completion))
+            return Scored(runner.run(await_reward(reward, answers)))
+        return Scored(call_reward(reward, answers))
     except BadReward as error:
         return Failed(str(error))
 

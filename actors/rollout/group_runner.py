@@ -1,4 +1,5 @@
-"""From an assignment to a finished group: workflows side by side, each sample rewarded as soon as it is finished.
+"""From an assignment to a finished group: workflows side by side, each sample rewarded as soon as it is finished,
+or all of them together once the last one is.
 
 Knows workflows, rewards and the engine's contract; knows nothing of the ledger, of admission or of other actors.
 """
@@ -6,7 +7,7 @@ Knows workflows, rewards and the engine's contract; knows nothing of the ledger,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -40,15 +41,24 @@ class Outcome(Protocol):
     def parts(self) -> dict[str, float]: ...
 
 
-Member = tuple[Sample, Outcome] | Interrupted
-"""What becomes of one member of a group."""
+Member = tuple[Sample, Outcome | None] | Interrupted
+"""What becomes of one member of a group. No outcome: it is judged together with the others."""
 
 
 class Scorer(Protocol):
-    """Scores one completion; raises UserCodeError naming function, sample and cause."""
+    """Scores completions; raises UserCodeError naming function, sample and cause."""
+
+    @property
+    def judges_groups(self) -> bool:
+        """Whether it is given all answers of a group at once."""
+        ...
 
     async def score(self, completion: Completion) -> Outcome:
         """The reward of one completion."""
+        ...
+
+    async def score_group(self, completions: Sequence[Completion]) -> Sequence[Outcome]:
+        """The rewards of all answers of a group."""
         ...
 
 
@@ -197,6 +207,11 @@ class GroupRunner:
         self._made[group_id] = made
         try:
             done: list[Member] = await _all_or_first_error(members)
+            finished = [d for d in done if not isinstance(d, Interrupted)]
+            interrupted = [d.partial for d in done if isinstance(d, Interrupted)]
+            outcomes: Sequence[Outcome] = (
+                () if interrupted else await self._outcomes(assignment.prompt, finished, stretches)
+            )
         except RequestRefused:
             raise
         except EngineError as err:
@@ -206,15 +221,13 @@ class GroupRunner:
                 del self._made[group_id]
             for hop, (began_s, ended_s) in stretches.found.items():
                 self._on_hop(hop, group_id, stretches.wall_s(began_s), ended_s - began_s)
-        finished = [d for d in done if not isinstance(d, Interrupted)]
-        interrupted = [d.partial for d in done if isinstance(d, Interrupted)]
         if interrupted:
             raise Partial((*(sample for sample, _ in finished), *interrupted))
         return Group(
             prompt=assignment.prompt,
             samples=tuple(sample for sample, _ in finished),
-            rewards=np.asarray([outcome.value for _, outcome in finished], dtype=np.float32),
-            reward_parts=tuple(dict(outcome.parts) for _, outcome in finished),
+            rewards=np.asarray([outcome.value for outcome in outcomes], dtype=np.float32),
+            reward_parts=tuple(dict(outcome.parts) for outcome in outcomes),
             knobs=assignment.knobs,
         )
 
@@ -227,9 +240,23 @@ class GroupRunner:
         self.stats.num_tokens += int(sample.loss_mask.sum())
         self.stats.num_samples += 1
         self.stats.num_truncated += sample.finish == "length"
+        if self._scorer.judges_groups:
+            return sample, None
         with task.stretches.of("reward"):
             reached("rollout.reward")
-            return sample, await self._reward(task.assignment.prompt, sample)
+            scoring = self._scorer.score(_completion(task.assignment.prompt, sample))
+            return sample, await self._rewarded(scoring)
+
+    async def _outcomes(
+        self, prompt: Prompt, finished: Sequence[tuple[Sample, Outcome | None]], stretches: Stretches
+    ) -> Sequence[Outcome]:
+        """Of all members: their own, or those of the group that they are."""
+        own = [outcome for _, outcome in finished if outcome is not None]
+        if not self._scorer.judges_groups:
+            return own
+        with stretches.of("reward"):
+            reached("rollout.reward")
+            return await self._rewarded(self._scorer.score_group([_completion(prompt, one) for one, _ in finished]))
 
     async def _produce(self, task: _Task) -> Sample:
         prompt, index = task.assignment.prompt, task.index
@@ -302,23 +329,11 @@ class GroupRunner:
             return sample
         return msgspec.structs.replace(sample, temperature=temperature)
 
-    async def _reward(self, prompt: Prompt, sample: Sample) -> Outcome:
-        completion = Completion(
-            group_id=prompt.group_id,
-            index=sample.index,
-            messages=prompt.messages,
-            prompt=prompt.messages[-1].content if prompt.messages else "",
-            text=sample.text,
-            turns=sample.turns,
-            label=prompt.label,
-            metadata=prompt.metadata,
-            finish=sample.finish,
-            num_tokens=len(sample.response_ids),
-        )
+    async def _rewarded(self, scoring: Awaitable[T]) -> T:
         started = self._clock.monotonic()
         self._note(rewarding=1)
         try:
-            return await self._scorer.score(completion)
+            return await scoring
         except RewardError:
             raise
         except UserCodeError as err:
@@ -331,6 +346,21 @@ class GroupRunner:
         self._load.generating += generating
         self._load.rewarding += rewarding
         self._on_load(self._load)
+
+
+def _completion(prompt: Prompt, sample: Sample) -> Completion:
+    return Completion(
+        group_id=prompt.group_id,
+        index=sample.index,
+        messages=prompt.messages,
+        prompt=prompt.messages[-1].content if prompt.messages else "",
+        text=sample.text,
+        turns=sample.turns,
+        label=prompt.label,
+        metadata=prompt.metadata,
+        finish=sample.finish,
+        num_tokens=len(sample.response_ids),
+    )
 
 
 async def _all_or_first_error(members: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -39,6 +39,7 @@ from .checkpoints import Checkpoints
 from .fetching import Fetching
 from .knobs import TrainerKnobs
 from .leader_options import LeaderOptions
+from .part_metrics import PartMetrics
 from .publishing import Publisher
 from .ranks import Ranks
 from .standby import Standby
@@ -100,6 +101,7 @@ class Leader:
         self._publisher = Publisher(ctx, self._together, ChannelChoice(owner, knobs, options, side, telemetry), meter)
         self._standby = Standby(options.standby, self._together, meter, telemetry, side.live_knobs)
         self._standing = Standing(ctx, self._publisher, self._ask)
+        self._parts = PartMetrics()
         self.stands_at = -1
         """Number of the boundary that was passed last; see `KnobOwner`."""
         self._may_go, self._told = False, asyncio.Event()  # set by whatever concerns a loop that has not begun
@@ -251,6 +253,7 @@ class Leader:
         await self._pass_step(version)
         with self._meter.during("compute", f"plan {version}"):
             metrics, lags = batch_metrics(version, batch, self._options.plan.sources)
+            metrics |= self._parts.of(batch.groups)
             shards = plan_step(version, batch.groups, self._knobs.planned(self._options.plan))
         if self._share is not None:
             await self._share.take()
@@ -269,13 +272,8 @@ class Leader:
         manifest = await self._publish_if_due(made)
         metrics["weights/publish_s"] = self._clock.monotonic() - publish_started
         metrics["leader/step_wall_s"] = self._clock.monotonic() - started
-        report = StepReport(
-            step=version,
-            version=made,
-            metrics=metrics,
-            lags=lags,
-            group_ids=tuple(g.group_id for g in batch.groups),
-        )
+        group_ids = tuple(g.group_id for g in batch.groups)
+        report = StepReport(step=version, version=made, metrics=metrics, lags=lags, group_ids=group_ids)
         self._telemetry.metric(made, metrics)
         async with self._engines_turn(made):
             with self._meter.during("wait-weights", "tell coordinator"):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from .catalogue import BUILTINS, RewardFunction, RewardValue, bind_builtin
 from .extraction import boxed, extract
+from .length import overlong_penalty
 from .numbers import last_number, parse_number
-from .outcome import SCALAR_KEY, RewardOutcome, outcome_of
+from .outcome import SCALAR_KEY, RewardOutcome, outcome_of, outcomes_of
 
 __all__ = [
     "BUILTINS",
@@ -18,5 +19,7 @@ __all__ = [
     "extract",
     "last_number",
     "outcome_of",
+    "outcomes_of",
+    "overlong_penalty",
     "parse_number",
 ]

@@ -12,6 +12,7 @@ from ...core.completions import Completion
 from ...core.errors import ConfigError
 from ...core.suggestion import suggest
 from .builtin import exact, math_equal, numeric, regex, text_format
+from .words import choice, f1
 
 RewardValue = float | dict[str, float]
 RewardFunction = Callable[[Completion], RewardValue]
@@ -31,27 +32,34 @@ BUILTINS: Mapping[str, Builtin] = {
     "exact": Builtin(exact),
     "numeric": Builtin(numeric),
     "math": Builtin(math_equal, needs_process=True),
+    "f1": Builtin(f1),
+    "choice": Builtin(choice),
     "regex": Builtin(regex, takes_pattern=True),
     "format": Builtin(text_format, takes_pattern=True),
 }
 
 
-def bind_builtin(name: str, *, pattern: str = "", args: Mapping[str, Any] | None = None) -> RewardFunction:
-    """The named reward with its arguments. Raises ConfigError for arguments that it does not take."""
+def bind_builtin(
+    name: str, *, pattern: str = "", args: Mapping[str, Any] | None = None, key: str = "reward.args"
+) -> RewardFunction:
+    """The named reward with its arguments, which stand at `key` of the run file. Raises ConfigError for
+    arguments that it does not take."""
     builtin = BUILTINS[name]
     given = dict(args or {})
     if pattern and builtin.takes_pattern:
         given["pattern"] = pattern
     known = {
-        key: parameter.annotation
-        for key, parameter in inspect.signature(builtin.fn).parameters.items()
+        argument: parameter.annotation
+        for argument, parameter in inspect.signature(builtin.fn).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
     hints = get_type_hints(builtin.fn)
-    for key, value in given.items():
-        if key not in known:
-            raise ConfigError(f'reward.args.{key}: reward "{name}" takes no such argument', remedy=suggest(key, known))
-        _check_type(key, value, hints[key])
+    for argument, value in given.items():
+        if argument not in known:
+            raise ConfigError(
+                f'{key}.{argument}: reward "{name}" takes no such argument', remedy=suggest(argument, known)
+            )
+        _check_type(f"{key}.{argument}", value, hints[argument])
     return partial(builtin.fn, **given)
 
 
@@ -59,11 +67,11 @@ def _check_type(key: str, value: object, hint: Any) -> None:
     if get_origin(hint) is Literal:
         choices = get_args(hint)
         if value not in choices:
-            raise ConfigError(f"reward.args.{key} = {value!r}: must be one of {', '.join(map(str, choices))}")
+            raise ConfigError(f"{key} = {value!r}: must be one of {', '.join(map(str, choices))}")
         return
     allowed = (int, float) if hint is float else (hint,)
     is_bool = isinstance(value, bool)
     if not isinstance(value, allowed) or (is_bool and hint is not bool):
-        raise ConfigError(f"reward.args.{key} = {value!r}: must be of type {hint.__name__}")
+        raise ConfigError(f"{key} = {value!r}: must be of type {hint.__name__}")
     if isinstance(value, (int, float)) and not is_bool and value < 0:
-        raise ConfigError(f"reward.args.{key} = {value!r}: must not be negative")
+        raise ConfigError(f"{key} = {value!r}: must not be negative")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set, Sized
 from numbers import Real
 from typing import cast
 
@@ -39,6 +39,25 @@ def outcome_of(returned: object) -> RewardOutcome:
         if key != SCALAR_KEY:
             parts[key] = _number(value, f' as "{key}"')
     return RewardOutcome(_number(table[SCALAR_KEY], f' as "{SCALAR_KEY}"'), parts)
+
+
+def outcomes_of(returned: object, num_answers: int) -> tuple[RewardOutcome, ...]:
+    """What a function of a whole group returned, as one outcome for each answer. Raises TypeError or ValueError saying
+    what was returned instead."""
+    kind = type(returned)
+    is_sequence = issubclass(kind, Iterable) and issubclass(kind, Sized)
+    if not is_sequence or issubclass(kind, str | bytes | bytearray | Mapping | Set):
+        raise TypeError(f"returned a value of type {kind.__name__}, not a sequence of {num_answers} rewards")
+    rewards = list(cast("Iterable[object]", returned))
+    if len(rewards) != num_answers:
+        raise ValueError(f"returned {len(rewards)} rewards for {num_answers} answers")
+    outcomes: list[RewardOutcome] = []
+    for index, one in enumerate(rewards):
+        try:
+            outcomes.append(outcome_of(one))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{error}, for answer {index}") from error
+    return tuple(outcomes)
 
 
 def _number(value: object, where: str) -> float:

@@ -10,6 +10,7 @@ from .loading import Inspected, inspect_config, load_config
 from .megatron import MegatronSettings
 from .memory import MemorySettings
 from .presence import missing_paths
+from .rewarding import RewardSettings
 from .roles import (
     RestartPolicy,
     RoleName,
@@ -27,7 +28,6 @@ from .settings import (
     GuardSettings,
     ModelSettings,
     MonitorSettings,
-    RewardSettings,
     RolloutSettings,
     RunSettings,
 )

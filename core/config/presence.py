@@ -28,7 +28,7 @@ def _named_paths(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "weights.served_folder", config.weights.served_folder, "folder"
     code = (
         ("rollout.workflow", config.rollout.workflow),
-        ("reward.fn", config.reward.fn),
+        *config.reward.named_functions(),
         ("algo.group_filter", config.algo.group_filter),
     )
     for key, name in code:

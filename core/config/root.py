@@ -14,6 +14,7 @@ from .learning import COMPARING_KINDS, AlgoConfig, AsyncSettings, OptimizerConfi
 from .megatron import MegatronSettings
 from .memory import MemorySettings
 from .memory_checks import memory_conflicts
+from .rewarding import RewardSettings
 from .roles import RolesSettings
 from .section import Section
 from .settings import (
@@ -22,7 +23,6 @@ from .settings import (
     GuardSettings,
     ModelSettings,
     MonitorSettings,
-    RewardSettings,
     RolloutSettings,
     RunSettings,
 )

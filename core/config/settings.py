@@ -26,7 +26,6 @@ from .section import (
     Section,
     SourceText,
     TextTuple,
-    UnitFloat,
 )
 from .source import check_sources
 from .tables import Table
@@ -34,7 +33,6 @@ from .tables import Table
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CODE_NAME = re.compile(r"[^:\s][^:]*:[A-Za-z_][A-Za-z0-9_.]*")
 
-REWARD_BUILTINS = ("exact", "numeric", "math", "regex", "format")
 WORKFLOW_BUILTINS = ("single_turn", "demonstration")
 FILTER_BUILTINS = ("zero_variance", "none")
 
@@ -156,62 +154,6 @@ class RolloutSettings(Section, frozen=True):
     @classmethod
     def _workflow_is_named(cls, value: str) -> str:
         return check_code_name(value, WORKFLOW_BUILTINS)
-
-
-class RewardSettings(Section, frozen=True):
-    """How answers are judged."""
-
-    fn: CodeName = "exact"
-    """exact, numeric, math, regex, format, or your own `module:function` or `file.py:function`."""
-    workers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Worker processes per rollout actor; 0 = what the function needs: `math` one, a plain `def` of your own and
-    patterns up to four, the rest none."""
-    isolate: bool = True
-    """Whether a plain `def` of your own gets processes although `workers = 0`; without, it runs in threads of the
-    rollout actor, which it can stop or kill together with the engine."""
-    timeout_s: PositiveFloat = 30.0
-    """Seconds one call may take; a worker process that takes longer is killed and replaced."""
-    max_error_rate: UnitFloat = 0.1
-    """Share of failed calls (over at least 20) above which the run ends; also of groups lost to the workflow or the
-    engine."""
-    on_error: Literal["drop", "zero"] = "drop"
-    """What a failed call means: drop (the group is not trained on) or zero (the answer gets 0; it still counts as an
-    error)."""
-    pause_after: Annotated[int, Field(ge=0, le=1000)] = 5
-    """Groups in a row whose calls fail, after it worked, until the function is left alone: answers wait and are judged
-    later; 0 = never."""
-    cool_down_s: PositiveFloat = 5.0
-    """Seconds until a function that is left alone is tried again; doubled, up to 60, each time that it still fails."""
-    max_outage_s: PositiveFloat = 300.0
-    """Seconds for which answers wait for a function that is left alone; then the run ends."""
-    quarantine_after: CountInt = 3
-    """Failures of reward or workflow after which a prompt is not drawn again in later passes (`quarantine.jsonl`); one
-    that ended its worker process is not given a second chance; 0 = prompts are always drawn, also those on the list."""
-    pattern: str = ""
-    """Regular expression of `regex` and `format` (Python syntax)."""
-    truncated: Literal["score", "zero"] = "score"
-    """What an answer cut off by `max_new_tokens` gets: score (judged like any other) or zero."""
-    args: Table = {}
-    """Further named arguments of the reward function, for example `tolerance = 0.01` for numeric."""
-
-    @field_validator("fn")
-    @classmethod
-    def _function_is_named(cls, value: str) -> str:
-        return check_code_name(value, REWARD_BUILTINS)
-
-    @field_validator("pattern")
-    @classmethod
-    def _pattern_compiles(cls, value: str) -> str:
-        try:
-            re.compile(value)
-        except re.error as error:
-            raise ValueError(f"is not a regular expression: {error}") from error
-        return value
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """A built-in without its argument."""
-        if self.fn == "regex" and not self.pattern:
-            yield Conflict(("pattern", "fn"), 'fn = "regex" needs a pattern')
 
 
 HTTP_URL = re.compile(r"https?://[^\s/]+(/\S*)?")

@@ -53,7 +53,7 @@ class PlannedSource:
 def glance_at_sources(config: RunConfig) -> tuple[DataGlance, tuple[PlannedSource, ...]]:
     """Look at the files of all sources of prompts; the second is empty where there is one without a name."""
     parts = config.data.parts()
-    seen = {name: glance(config, config.data.key_of(name), part.train, part) for name, part in parts.items()}
+    seen = {name: glance(config, config.data.key_of(name), part.train, part, name) for name, part in parts.items()}
     counts = [one.num_rows for one in seen.values()]
     known = [count for count in counts if count is not None]
     total = sum(known) if len(known) == len(counts) else None
@@ -73,11 +73,14 @@ def _planned(config: RunConfig, name: str, num_rows: int | None, max_passes: int
     return PlannedSource(name, num_rows, share, max_passes, passes)
 
 
-def glance(config: RunConfig, key: str, value: str | tuple[str, ...], part: DataSettings | None = None) -> DataGlance:
-    """Look at the files that a key names, whose rows are laid out as `part` says (or `[data]`); errors of the files
+def glance(
+    config: RunConfig, key: str, value: str | tuple[str, ...], part: DataSettings | None = None, name: str = ""
+) -> DataGlance:
+    """Look at the files that a key names, of the source of that name, whose rows are laid out as `part` says (or
+    `[data]`); errors of the files
     themselves (missing, empty, of a foreign format) are left to the preflight."""
     part = part or config.data
-    layout = layout_of(config, part)
+    layout = layout_of(config, part, name)
     total: int | None = 0
     findings: list[Finding] = []
     for source in parse_sources(value):

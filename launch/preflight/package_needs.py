@@ -79,8 +79,8 @@ def _of_rollout(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
         return
     if actor.kind == "embedded":
         yield Need("torch", "which every rollout needs")
-    if config.reward.fn == "math":
-        yield Need("math_verify", 'which reward.fn = "math" needs', "install math-verify there (extra math)")
+    if key := next((key for key, fn in config.reward.named_functions() if fn == "math"), ""):
+        yield Need("math_verify", f'which {key} = "math" needs', "install math-verify there (extra math)")
 
 
 def _of_buffer(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:

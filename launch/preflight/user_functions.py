@@ -13,8 +13,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
-from ...actors.user_code import GROUP_FILTER, REWARD, WORKFLOW, Expected
-from ...core.config import RunConfig
+from ...actors.rewards.call import check_args
+from ...actors.user_code import GROUP_FILTER, WORKFLOW, Expected, reward_expected
+from ...core.config import RewardSettings, RunConfig
 from ...core.errors import ConfigError, UserCodeError
 from ...core.suggestion import suggest
 from .finding import Finding, looked
@@ -34,18 +35,28 @@ class Named(NamedTuple):
 
 
 def function_findings(config: RunConfig, *, sees_modules: bool = True) -> Iterator[Finding]:
-    """What is wrong with each named function. `sees_modules`: whether this process finds the modules that the rollout
-    actors find; else only files are looked at."""
+    """What is wrong with each named function, and with the arguments of built-in rewards. `sees_modules`: whether this
+    process finds the modules that the rollout actors find; else only files are looked at."""
+    for name, part in config.reward.parts().items():
+        table = f"reward.functions.{name}" if name else "reward"
+        yield from looked(f"{table}.args", _check_args, table, part)
     for named in _named(config):
         where, colon, _ = named.name.rpartition(":")
         if colon and (sees_modules or where.endswith(".py")):
             yield from looked(named.expected.key, check_function, named)
 
 
+def _check_args(table: str, part: RewardSettings) -> None:
+    check_args(part.fn, pattern=part.pattern, args=part.args, key=table)
+
+
 def _named(config: RunConfig) -> tuple[Named, ...]:
     return (
         Named(config.rollout.workflow, WORKFLOW, 0),
-        Named(config.reward.fn, REWARD, len(config.reward.args)),
+        *(
+            Named(part.fn, reward_expected(key, takes_group=part.scope == "group"), len(part.args))
+            for (key, _), part in zip(config.reward.named_functions(), config.reward.parts().values(), strict=True)
+        ),
         Named(config.algo.group_filter, GROUP_FILTER, 0),
     )
 

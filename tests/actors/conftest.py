@@ -19,7 +19,7 @@ from myxa.actors.contracts.roles import BufferContract, CoordinatorContract, Rol
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.monitor.monitor import Monitor
-from myxa.actors.rewards.rewarder import FixedReward
+from myxa.actors.rewards.making import FixedReward
 from myxa.actors.rollout.rollout import Rollout, RolloutOptions
 from myxa.actors.workflows import single_turn
 from myxa.algos.staleness import Admission

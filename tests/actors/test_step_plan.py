@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from myxa.actors.trainer import step_plan
+from myxa.actors.trainer.part_metrics import MAX_PARTS, PartMetrics
 from myxa.actors.trainer.step_plan import Batch, PlanOptions, batch_metrics, plan_step
 from myxa.core.samples import NO_VERSION, Group, Message, Prompt, Sample
 
@@ -129,3 +130,33 @@ def test_a_stamp_of_weights_that_were_undone_counts_as_the_buffer_says():
     metrics, lags = batch_metrics(5, Batch([group(0, [1.0], version=9), group(1, [0.0], version=4)], {0: 4, 1: 4}))
     assert lags == (1, 1)
     assert (metrics["lag/max"], metrics["lag/min"]) == (1.0, 1.0)
+
+
+def with_parts(known: Group, *parts: dict[str, float]) -> Group:
+    return msgspec.structs.replace(known, reward_parts=parts)
+
+
+def test_parts_of_rewards_become_metrics_over_the_samples_that_have_them() -> None:
+    groups = [
+        with_parts(group(0, [0.0, 1.0]), {"is_right": 1.0, "brief": 0.5}, {"is_right": 0.0}),
+        with_parts(group(1, [0.0, 1.0]), {"is_right": 1.0}, {"is_right": 0.0}),
+        group(2, [0.0, 1.0]),
+    ]
+    assert PartMetrics().of(groups) == {
+        "reward/part/is_right/mean": 0.5, "reward/part/is_right/std": 0.5,
+        "reward/part/brief/mean": 0.5, "reward/part/brief/std": 0.0, "reward/parts_left_out": 0.0,
+    }  # fmt: skip
+    assert PartMetrics().of(groups[2:]) == {}
+
+
+def test_only_so_many_names_become_metrics_however_long_the_run() -> None:
+    made, seen, told = PartMetrics(), set[str](), dict[str, float]()
+    for step in range(20):
+        told = made.of(
+            [with_parts(group(step, [0.0]), {f"length {step} {i}": 1.0 for i in range(10)} | {"x" * 65: 1.0})]
+        )
+        seen |= told.keys()
+    assert len(seen) == 2 * MAX_PARTS + 1
+    assert told == {"reward/parts_left_out": 11.0}
+    again = made.of([with_parts(group(0, [0.0]), {"length 0 0": 3.0})])
+    assert again["reward/part/length 0 0/mean"] == 3.0, "a name that has a metric keeps it"

@@ -77,7 +77,7 @@ MISTAKES: list[tuple[str, str]] = [
     (
         '[reward]\nfn = "exakt"\n',
         (
-            'run.toml:6: reward.fn = "exakt": must be one of exact, numeric, math, regex, format, or module:function, '
+            'run.toml:6: reward.fn = "exakt": must be one of exact, numeric, math, f1, choice, regex, format, remote, or module:function, '
             'or file.py:function; did you mean "exact"?'
         ),
     ),

@@ -118,6 +118,18 @@ WRONG: dict[str, Wrong] = {
     "reward file broken": instead('fn = "mine.py:score"', 'fn = "broken.py:score"', "mend it"),
     "reward of two values": instead('fn = "mine.py:score"', 'fn = "mine.py:two_needed"', "it must look like: def reward"),
     "reward module missing": instead('fn = "mine.py:score"', 'fn = "no_such_package.rewards:f"', "install it, or name the file"),
+    "reward with an argument misspelt": Wrong(
+        'fn = "mine.py:score"', 'args = { tolerence = 0.1 }\nfn = "numeric"', "args = { tolerence = 0.1 }", 'did you mean "tolerance"'
+    ),
+    "group reward of two values": Wrong(
+        'fn = "mine.py:score"', 'scope = "group"\nfn = "mine.py:two_needed"', 'fn = "mine.py:two_needed"', "it must look like: def rewards"
+    ),
+    "built-in reward of groups": Wrong(
+        'fn = "mine.py:score"', 'fn = "exact"\nscope = "group"', 'scope = "group"', "judges one answer by itself"
+    ),
+    "remote reward without address": Wrong(
+        'fn = "mine.py:score"', 'fn = "remote"\nargs = { tries = 2 }', "args = { tries = 2 }", "http://host:port/path"
+    ),
     "workflow not async": add("rollout", 'workflow = "mine.py:not_async"', "it must look like: async def generate"),
     "filter missing": add("algo", 'group_filter = "mine.py:kep"', 'did you mean "keep"'),
     "pattern broken": add("reward", 'pattern = "("', "is not a regular expression"),

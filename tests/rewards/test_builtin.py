@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 
-from myxa.algos.rewards import BUILTINS, RewardOutcome, bind_builtin, outcome_of
+from myxa.algos.rewards import BUILTINS, RewardOutcome, bind_builtin, outcome_of, overlong_penalty
 from myxa.core.completions import Completion
-from myxa.core.config.settings import REWARD_BUILTINS
+from myxa.core.config.rewarding import REWARD_BUILTINS
 from myxa.core.errors import ConfigError
 
 
@@ -24,7 +25,7 @@ def score(name: str, text: str, label: str = "", pattern: str = "", **args: Any)
 
 
 def test_the_run_file_knows_the_same_names() -> None:
-    assert tuple(BUILTINS) == REWARD_BUILTINS
+    assert (*BUILTINS, "remote") == REWARD_BUILTINS
 
 
 @pytest.mark.parametrize(
@@ -183,3 +184,63 @@ def test_what_it_may_not(returned: object, message: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         outcome_of(returned)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "value"),
+    [
+        ("The Eiffel Tower!", "eiffel tower", 1.0),
+        ("tower eiffel", "eiffel tower", 2 * (1 * 1) / (1 + 1)),
+        ("the tower of london", "eiffel tower", 2 * (1 / 3) * (1 / 2) / (1 / 3 + 1 / 2)),
+        ("tower tower tower", "tower", 0.5),
+        (r"so it is \boxed{eiffel tower}", "eiffel tower", 1.0),
+        ("paris", "eiffel tower", 0.0),
+        ("yes it is", "yes", 0.0),
+        ("Yes.", "yes", 1.0),
+        ("", "eiffel", 0.0),
+        ("the", "", 1.0),
+    ],
+)
+def test_f1(text: str, label: str, value: float) -> None:
+    assert score("f1", text, label) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B", "B"), ("b", "B"), ("(B)", "B"), ("**B.**", "B"), ("B) Paris", "B"), (r"\boxed{\text{C}}", "C"),
+        (r"$\mathbf{C}$", "C"), ("<answer>d</answer>", "D"), ("#### D", "D"), ("The answer is (B).", "B"),
+        (r"The answer is \(\text{B}\)", "B"), ("Answer: A\nno, Answer: **C**", "C"), ("Final answer:\n\nB", "B"),
+        ("A) x\nB) y\nThe correct option is B because A is not", "B"), ("A) x\nB) y\n\nB.\n", "B"),
+        ("I think it is (D)", "D"), ("<think>the answer is A</think> the answer is B", "B"),
+        (r"the answer is A, no, \boxed{B}", "B"),
+    ],
+)  # fmt: skip
+def test_choice(text: str, letter: str) -> None:
+    assert score("choice", text, letter) == 1.0
+    assert score("choice", text, f"({letter.lower()})") == 1.0
+    assert score("choice", text, "E") == 0.0
+
+
+@pytest.mark.parametrize(
+    "text", ["A cat sat", "the answer is a lot", "my choice: I go", "AB", "Answer is B's", "", "A) x\nB) y\nhm"]
+)
+def test_no_choice(text: str) -> None:
+    assert all(score("choice", text, letter) == 0.0 for letter in "ABIX")
+
+
+def test_a_choice_needs_a_letter() -> None:
+    with pytest.raises(ValueError, match="the label 'Paris' is not the letter of a choice"):
+        score("choice", "B", "Paris")
+
+
+@pytest.mark.parametrize("part", ["(", "answer ", " ", "*", "\n", "answer is((((((((", "B.", "\\text{", "answer\\("])
+def test_no_text_holds_the_choice_up(part: str) -> None:
+    begun = time.process_time()
+    assert score("choice", part * (400_000 // len(part)) + "x", "A") == 0.0
+    assert time.process_time() - begun < 2.0
+
+
+def test_length_costs_what_dapo_says() -> None:
+    costs = [overlong_penalty(n, max_tokens=100, buffer=20) for n in (0, 80, 81, 90, 100, 101, 10_000)]
+    assert costs == pytest.approx([0, 0, -0.05, -0.5, -1, -1, -1])

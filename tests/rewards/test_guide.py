@@ -19,7 +19,7 @@ from myxa.core.config import RewardSettings, RunConfig
 from myxa.core.samples import Group, Prompt
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards-and-data.md").read_text()
-REWARD, FLOW, FILTER = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+REWARD, GROUP_REWARDS, FLOW, FILTER = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 JSON_LINES = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)[0].splitlines()
 
 
@@ -53,6 +53,18 @@ async def test_reward(file: Path) -> None:
     rewarder = Rewarder(RewardSettings(fn=f"{file}:score", args={"weight": 0.5}))
     right = Completion(group_id=0, index=0, messages=(), prompt="", text=" 5 ", label="5", num_tokens=10)
     assert await rewarder.score(right) == RewardOutcome(1.5, {"is_right": 1.0})
+    await rewarder.close()
+
+
+@pytest.mark.asyncio
+async def test_group_reward(file: Path) -> None:
+    file.write_text(GROUP_REWARDS)
+    rewarder = Rewarder(RewardSettings(fn=f"{file}:rank", scope="group"))
+    answers = [
+        Completion(group_id=0, index=i, messages=(), prompt="", text=text, label="5", num_tokens=7 + i)
+        for i, text in enumerate(("5", "6"))
+    ]
+    assert await rewarder.score_group(answers) == (RewardOutcome(1.0, {"over": 0.0}), RewardOutcome(0.0, {"over": 1.0}))
     await rewarder.close()
 
 

@@ -18,8 +18,9 @@ import pytest
 
 from myxa.actors.rewards import rewarder as rewarder_module
 from myxa.actors.rewards.error_budget import ErrorBudget
+from myxa.actors.rewards.making import FixedReward, make_rewarder
 from myxa.actors.rewards.pool import RewardWorker
-from myxa.actors.rewards.rewarder import FixedReward, Rewarder, make_rewarder
+from myxa.actors.rewards.rewarder import Rewarder
 from myxa.algos.rewards import RewardOutcome
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings, RunConfig
@@ -122,6 +123,24 @@ async def test_builtins_run_in_the_loop() -> None:
         assert await made.score(answer("4", "4")) == RewardOutcome(1.0)
         assert await made.score(answer("5", "4")) == RewardOutcome(0.0)
         assert made.worker_pids == ()
+
+
+@pytest.mark.asyncio
+async def test_length_costs_a_part_of_any_reward() -> None:
+    async with rewarder(
+        "exact", overlong_tokens=100, overlong_buffer=20, overlong_penalty=0.5, truncated="zero"
+    ) as made:
+        assert await made.score(answer("4", "4", num_tokens=80)) == RewardOutcome(1.0, {"overlong": 0.0})
+        assert await made.score(answer("4", "4", num_tokens=90)) == RewardOutcome(0.75, {"overlong": -0.25})
+        assert await made.score(answer("4", "4", num_tokens=100, finish="length")) == RewardOutcome(
+            -0.5, {"overlong": -0.5}
+        )
+
+
+def test_an_overlong_buffer_fits_into_the_length() -> None:
+    for tokens, buffer in ((100, 0), (100, 101), (0, 5)):
+        with pytest.raises(ValueError, match="overlong_tokens"):
+            RewardSettings(overlong_tokens=tokens, overlong_buffer=buffer)
 
 
 @pytest.mark.asyncio

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +175,13 @@ class Letters:
 class Ones:
     """Everything is worth 1."""
 
+    judges_groups = False
+
     async def score(self, completion: Completion) -> RewardOutcome:
         return RewardOutcome(float(completion.index >= 0))
+
+    async def score_group(self, completions: Sequence[Completion]) -> list[RewardOutcome]:
+        return [await self.score(completion) for completion in completions]
 
 
 def sample(prompt: Prompt, index: int) -> Sample:

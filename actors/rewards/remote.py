@@ -1,0 +1,163 @@
+"""The reward `remote`: a service judges, asked by POST over HTTP.
+
+    one answer        {"prompt": ..., "response": ..., "label": ..., "metadata": {...}, ...}  ->  0.5 or {"reward": 0.5}
+    scope = "group"   {"answers": [{...}, ...]}                                               ->  [0.5, {"reward": 1}]
+
+A try that meets nobody, a busy or a broken service (408, 429, 5xx) is repeated after a pause; any other refusal is an
+error at once. Knows aiohttp and what is sent; what becomes of a failure is the rewarder's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from ...core.completions import Completion
+from ...core.config.settings import HTTP_URL
+from ...core.errors import ConfigError
+from ...core.suggestion import suggest
+from .call import Answers, BadReward, Outcomes, judged
+
+MAX_ANSWER_BYTES = 1 << 20
+MAX_PAUSE_S = 30.0
+KEEPALIVE_S = 2.0
+"""An idle connection is not used again after so long: servers close them, some after 5 s."""
+SHOWN_BYTES = 200
+WORTH_REPEATING = frozenset({408, 425, 429})
+JSON_HEADERS = {"Content-Type": "application/json"}
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOptions:
+    """The table `[reward.args]` of `fn = "remote"`."""
+
+    url: str = ""
+    tries: int = 3
+    """How often one call is made at most."""
+    backoff_s: float = 0.5
+    """Pause before the second try, doubled for each further one, and up to half as long or longer by chance."""
+    max_calls: int = 64
+    """Calls of one rollout actor at a time; the others wait, and their time limit with them."""
+
+
+class _Try(Exception):
+    """A try failed in a way that may be over at the next one."""
+
+
+def remote_options(args: Mapping[str, Any], key: str = "reward.args") -> RemoteOptions:
+    """The arguments, checked. Raises ConfigError."""
+    known = RemoteOptions.__annotations__
+    for name in args:
+        if name not in known:
+            raise ConfigError(f'{key}.{name}: reward "remote" takes no such argument', remedy=suggest(name, known))
+    try:
+        options = msgspec.convert(dict(args), RemoteOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f'{key}: reward "remote": {error}', remedy="see docs/rewards-and-data.md") from error
+    if HTTP_URL.fullmatch(options.url) is None:
+        raise ConfigError(
+            f'{key}.url = "{options.url}": reward "remote" asks a service', remedy="http://host:port/path"
+        )
+    if options.tries < 1 or options.max_calls < 1 or not 0 <= options.backoff_s <= MAX_PAUSE_S:
+        raise ConfigError(
+            f"{key}: tries and max_calls must be at least 1, backoff_s from 0 to {MAX_PAUSE_S:g}",
+            remedy="leave them out for the defaults",
+        )
+    return options
+
+
+class RemoteReward:
+    """One service. Used from one loop."""
+
+    def __init__(self, options: RemoteOptions, *, timeout_s: float, takes_group: bool) -> None:
+        """`timeout_s`: for each try."""
+        self._options = options
+        self._timeout_s = timeout_s
+        self._takes_group = takes_group
+        self._room = asyncio.Semaphore(options.max_calls)
+        self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
+
+    async def ask(self, answers: Answers) -> Outcomes:
+        """The service's judgement. Raises BadReward."""
+        body = self._body(answers)
+        async with self._room:
+            value = await self._with_patience(body)
+        return judged(value, len(answers) if self._takes_group else None)
+
+    async def close(self) -> None:
+        """End all connections; calls that run fail."""
+        self._is_closed = True
+        if self._session is not None:
+            await self._session.close()
+
+    def _body(self, answers: Answers) -> bytes:
+        told = [_told(one) for one in answers]
+        try:
+            return msgspec.json.encode({"answers": told} if self._takes_group else told[0])
+        except (TypeError, ValueError) as error:
+            raise BadReward(f"cannot be sent its answers: {error}") from error
+
+    async def _with_patience(self, body: bytes) -> Any:
+        pause_s, tries = self._options.backoff_s, self._options.tries
+        for number in range(1, tries + 1):
+            try:
+                return await self._try(body)
+            except _Try as failed:
+                if number == tries:
+                    more = f", the last of {tries} tries" if tries > 1 else ""
+                    raise BadReward(f"{failed}{more}") from failed
+            await asyncio.sleep(min(pause_s, MAX_PAUSE_S) * random.uniform(0.5, 1.5))
+            pause_s *= 2
+        raise AssertionError("there is at least one try")
+
+    async def _try(self, body: bytes) -> Any:
+        url = self._options.url
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        try:
+            async with self._connected().post(
+                url, data=body, headers=JSON_HEADERS, timeout=timeout, allow_redirects=False
+            ) as answer:
+                raw = await _limited(answer, url)
+                status = answer.status
+        except TimeoutError as late:
+            raise _Try(f"{url} did not answer within {self._timeout_s:g} s") from late
+        except aiohttp.ClientError as error:
+            raise _Try(f"{url} cannot be asked: {type(error).__name__}: {error}") from error
+        if status != 200:
+            text = f"{url} answered {status}: {raw[:SHOWN_BYTES].decode(errors='replace')}"
+            raise (_Try if status in WORTH_REPEATING or status >= 500 else BadReward)(text)
+        try:
+            return msgspec.json.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            shown = raw[:SHOWN_BYTES].decode(errors="replace")
+            raise BadReward(f"{url} answered with what is no JSON: {shown!r}") from error
+
+    def _connected(self) -> aiohttp.ClientSession:
+        if self._is_closed:
+            raise BadReward("was called after the rewarder was closed")
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=self._options.max_calls, keepalive_timeout=KEEPALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, raise_for_status=False)
+        return self._session
+
+
+async def _limited(answer: aiohttp.ClientResponse, url: str) -> bytes:
+    found = bytearray()
+    async for chunk in answer.content.iter_chunked(1 << 16):
+        found += chunk
+        if len(found) > MAX_ANSWER_BYTES:
+            raise BadReward(f"{url} answered with more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(found)
+
+
+def _told(one: Completion) -> dict[str, Any]:
+    """A completion, its text under the name that such services know."""
+    fields = {name: getattr(one, name) for name in one.__struct_fields__ if name != "text"}
+    return {**fields, "response": one.text}

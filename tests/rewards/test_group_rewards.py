@@ -1,0 +1,235 @@
+"""A reward function that judges all answers of a group at once: as well kept in bounds as one that judges one answer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from myxa.actors.rewards.rewarder import Rewarder
+from myxa.actors.rollout.group_runner import GroupRunner, Partial
+from myxa.actors.workflows.context import WorkflowContext
+from myxa.actors.workflows.episode import Interrupted, ModelAccess
+from myxa.algos.rewards import RewardOutcome
+from myxa.core.clock import SystemClock
+from myxa.core.completions import Completion
+from myxa.core.config import RewardSettings
+from myxa.core.errors import DeadlyReward, RewardError, UserCodeError
+from myxa.core.messages import Assignment, SamplingParams
+from myxa.core.samples import Message, Prompt, Sample
+from myxa.launch.preflight.user_functions import Named, check_function
+
+CODE = '''
+import os
+
+calls = []
+
+def rank(completions):
+    """The longest answer gets 1, the others their share of its length."""
+    calls.append([c.index for c in completions])
+    verbs = {c.text for c in completions}
+    if "leave" in verbs:
+        os._exit(7)
+    if "raise" in verbs:
+        raise KeyError("label")
+    if "few" in verbs:
+        return [1.0]
+    if "number" in verbs:
+        return 1.0
+    if "set" in verbs:
+        return {1.0, 2.0}
+    if "none" in verbs:
+        return [1.0] * (len(completions) - 1) + [None]
+    longest = max(len(c.text) for c in completions)
+    return tuple({"reward": len(c.text) / longest, "longest": longest} for c in completions)
+
+async def rank_later(completions):
+    return rank(completions)
+'''
+
+WAYS: list[tuple[str, dict[str, Any]]] = [
+    ("rank_later", {}), ("rank", {"isolate": False}), ("rank", {"workers": 1}), ("rank_later", {"workers": 1}),
+]  # fmt: skip
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "mine.py"
+    file.write_text(CODE)
+    return file
+
+
+def answers(*texts: str, **more: Any) -> list[Completion]:
+    return [Completion(group_id=3, index=i, messages=(), prompt="?", text=text, **more) for i, text in enumerate(texts)]
+
+
+@asynccontextmanager
+async def rewarder(fn: str, **settings: Any) -> AsyncIterator[Rewarder]:
+    made = Rewarder(RewardSettings(fn=fn, scope="group", **settings))
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("fn", "way"), WAYS)
+async def test_one_call_judges_the_group_wherever_it_runs(file: Path, fn: str, way: dict[str, Any]) -> None:
+    async with rewarder(f"{file}:{fn}", **way) as made:
+        assert made.judges_groups
+        assert await made.score_group(answers("a", "abcd")) == (
+            RewardOutcome(0.25, {"longest": 4.0}),
+            RewardOutcome(1.0, {"longest": 4.0}),
+        )
+        for number, (text, cause) in enumerate(
+            [
+                ("raise", "raised KeyError: 'label' at {file}:13"),
+                ("few", "returned 1 rewards for 2 answers"),
+                ("number", "returned a value of type float, not a sequence of 2 rewards"),
+                ("set", "returned a value of type set, not a sequence of 2 rewards"),
+                ("none", "returned a value of type NoneType, not a number, for answer 1"),
+            ],
+            start=1,
+        ):
+            with pytest.raises(UserCodeError) as caught:
+                await made.score_group(answers("x", text))
+            assert caught.value.message == f'reward function "{file}:{fn}" {cause.format(file=file)} (group 3)'
+            assert made.num_errors == number, "one call, one error"
+
+
+@pytest.mark.asyncio
+async def test_a_group_that_ends_its_worker_twice_is_blamed(file: Path) -> None:
+    async with rewarder(f"{file}:rank", workers=1) as made:
+        with pytest.raises(DeadlyReward, match=r"ended its worker process \(exit code 7\) \(group 3\)"):
+            await made.score_group(answers("x", "leave"))
+        assert (await made.score_group(answers("x")))[0].value == 1.0
+
+
+@pytest.mark.asyncio
+async def test_errors_and_truncated_answers_may_count_zero(file: Path) -> None:
+    async with rewarder(f"{file}:rank_later", on_error="zero", truncated="zero", max_error_rate=1.0) as made:
+        assert await made.score_group(answers("x", "raise")) == (RewardOutcome(0.0), RewardOutcome(0.0))
+        cut = msgspec.structs.replace(answers("x", "abcd")[1], finish="length")
+        assert [one.value for one in await made.score_group([answers("x")[0], cut])] == [0.25, 0.0]
+        (module,) = [m for m in sys.modules.values() if getattr(m, "__file__", "") == str(file)]
+        assert module.calls == [[0, 1], [0, 1]], "the others are compared with it"
+        assert await made.score_group(answers("a", "b", finish="length")) == (RewardOutcome(0.0),) * 2
+        assert len(module.calls) == 2, "nothing to judge"
+
+
+def test_builtins_judge_single_answers() -> None:
+    with pytest.raises(ValueError, match='"math" judges one answer by itself'):
+        RewardSettings(fn="math", scope="group")
+
+
+def test_a_function_with_another_signature_is_told_the_right_one(file: Path) -> None:
+    from myxa.actors.user_code import GROUP_REWARD
+
+    file.write_text("def rank(completions, label): return []\n")
+    with pytest.raises(
+        Exception, match=r"takes 2 values, and gets 1 -- it must look like: def rewards\(completions: Seq"
+    ):
+        check_function(Named(f"{file}:rank", GROUP_REWARD, 0))
+
+
+class Letters:
+    def render(self, messages: Any, *, add_generation_prompt: bool) -> list[int]:
+        return [1, 2, 3]
+
+
+def sample(prompt: Prompt, index: int) -> Sample:
+    return Sample(
+        group_id=prompt.group_id, index=index, prompt_ids=np.array([1, 2, 3], np.int32),
+        response_ids=np.array([4], np.int32), logprobs=np.zeros(1, np.float32), loss_mask=np.ones(1, np.uint8),
+        versions=np.zeros(1, np.int32), finish="stop", text="x" * (index + 1),
+    )  # fmt: skip
+
+
+class Together:
+    """Notes what it is given."""
+
+    judges_groups = True
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.given: list[list[str]] = []
+        self.failure = failure
+
+    async def score(self, completion: Completion) -> RewardOutcome:
+        raise AssertionError("is not asked for single answers")
+
+    async def score_group(self, completions: Sequence[Completion]) -> list[RewardOutcome]:
+        self.given.append([c.text for c in completions])
+        if self.failure is not None:
+            raise self.failure
+        return [RewardOutcome(float(c.index), {"size": float(len(completions))}) for c in completions]
+
+
+def runner(scorer: Together, produce: Callable[[WorkflowContext, Prompt], Sample]) -> GroupRunner:
+    async def generate(ctx: WorkflowContext, prompt: Prompt) -> Sample:
+        return produce(ctx, prompt)
+
+    return GroupRunner(
+        workflow=generate,
+        scorer=scorer,
+        tokenizer=Letters(),  # pyright: ignore[reportArgumentType]
+        model=ModelAccess(generate=None, sampling=SamplingParams(), context_length=64),  # pyright: ignore[reportArgumentType]
+        max_turns=1,
+        clock=SystemClock(),
+        on_load=lambda load: loads.append((load.generating, load.rewarding)),
+        on_hop=lambda hop, group_id, began_s, lasted_s: None,
+    )
+
+
+loads: list[tuple[int, int]] = []
+PROMPT = Prompt(group_id=5, row=0, pass_index=0, messages=(Message(role="user", content="q"),))
+
+
+def assignment(**more: Any) -> Assignment:
+    return Assignment(prompt=PROMPT, attempt=1, num_samples=3, sampling=SamplingParams(), **more)
+
+
+@pytest.mark.asyncio
+async def test_a_group_is_judged_once_when_its_last_member_is_there() -> None:
+    loads.clear()
+    scorer = Together()
+    made = runner(scorer, lambda ctx, prompt: sample(prompt, ctx.index))
+    group = await made.run(assignment())
+    assert scorer.given == [["x", "xx", "xxx"]]
+    assert group.rewards.tolist() == [0.0, 1.0, 2.0]
+    assert group.reward_parts == ({"size": 3.0},) * 3
+    assert max(rewarding for _, rewarding in loads) == 1 and loads[-1] == (0, 0)
+    assert not made.has(5)
+
+
+@pytest.mark.asyncio
+async def test_an_interrupted_group_is_judged_by_whoever_finishes_it() -> None:
+    scorer = Together()
+
+    def stops_in_the_last(ctx: WorkflowContext, prompt: Prompt) -> Sample:
+        if ctx.index == 2:
+            raise Interrupted(sample(prompt, 2))
+        return sample(prompt, ctx.index)
+
+    with pytest.raises(Partial) as caught:
+        await runner(scorer, stops_in_the_last).run(assignment())
+    assert [one.index for one in caught.value.samples] == [0, 1, 2]
+    assert scorer.given == [], "what is not whole has no reward"
+    again = assignment(partial=caught.value.samples)
+    group = await runner(scorer, lambda ctx, prompt: sample(prompt, ctx.index)).run(again)
+    assert scorer.given == [["x", "xx", "xxx"]]
+    assert group.rewards.tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.asyncio
+async def test_a_failure_costs_the_group_as_a_reward_error() -> None:
+    made = runner(Together(UserCodeError("no judge", remedy="x")), lambda ctx, prompt: sample(prompt, ctx.index))
+    with pytest.raises(RewardError, match="no judge"):
+        await made.run(assignment())
+    assert not made.has(5)

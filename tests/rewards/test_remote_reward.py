@@ -1,0 +1,217 @@
+"""The reward `remote`, against a real server: what is asked, what may be answered, and what is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+from aiohttp import web
+
+from myxa.actors.rewards.remote import MAX_ANSWER_BYTES, remote_options
+from myxa.actors.rewards.rewarder import Rewarder
+from myxa.algos.rewards import RewardOutcome
+from myxa.core.completions import Completion
+from myxa.core.config import RewardSettings
+from myxa.core.errors import ConfigError, UserCodeError
+from myxa.core.samples import Message
+
+Reply = Callable[[Any], Awaitable[web.Response]]
+
+
+@dataclass
+class Judge:
+    url: str = ""
+    asked: list[Any] = field(default_factory=list)
+    replies: list[Any] = field(default_factory=list)
+    """One for each call, the last for all further ones: a JSON value, a response, or a function of the request."""
+    at_once: int = 0
+    most_at_once: int = 0
+
+
+@asynccontextmanager
+async def judge(*replies: Any) -> AsyncIterator[Judge]:
+    here = Judge(replies=list(replies))
+
+    async def score(request: web.Request) -> web.StreamResponse:
+        here.asked.append(await request.json())
+        here.at_once += 1
+        here.most_at_once = max(here.most_at_once, here.at_once)
+        try:
+            reply = here.replies.pop(0) if len(here.replies) > 1 else here.replies[0]
+            if callable(reply):
+                reply = await cast("Reply", reply)(request)
+            return reply if isinstance(reply, web.StreamResponse) else web.json_response(reply)
+        finally:
+            here.at_once -= 1
+
+    app = web.Application()
+    app.router.add_post("/score", score)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    here.url = f"http://127.0.0.1:{port}/score"
+    try:
+        yield here
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def rewarder(url: str, args: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[Rewarder]:
+    made = Rewarder(RewardSettings(fn="remote", args={"url": url, "backoff_s": 0.0, **(args or {})}, **settings))
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def answer(text: str = "four", index: int = 0) -> Completion:
+    return Completion(
+        group_id=3, index=index, messages=(Message(role="user", content="2+2?"),), prompt="2+2?", text=text,
+        turns=(text,), label="4", metadata={"level": 1}, num_tokens=7,
+    )  # fmt: skip
+
+
+def broken(status: int) -> Reply:
+    async def reply(request: web.Request) -> web.Response:
+        return web.Response(status=status, text="out of order")
+
+    return reply
+
+
+@pytest.mark.asyncio
+async def test_an_answer_is_posted_and_its_judgement_checked() -> None:
+    async with judge(0.5, {"reward": 1, "style": 0.25}) as there, rewarder(there.url) as made:
+        assert await made.score(answer()) == RewardOutcome(0.5)
+        assert await made.score(answer()) == RewardOutcome(1.0, {"style": 0.25})
+        assert there.asked[0] == {
+            "group_id": 3, "index": 0, "messages": [{"role": "user", "content": "2+2?"}], "prompt": "2+2?",
+            "response": "four", "turns": ["four"], "label": "4", "metadata": {"level": 1}, "finish": "stop",
+            "num_tokens": 7,
+        }  # fmt: skip
+
+
+@pytest.mark.asyncio
+async def test_a_group_is_posted_as_a_whole() -> None:
+    async with judge([0.5, {"reward": 1}], [1.0]) as there, rewarder(there.url, scope="group") as made:
+        group = [answer("a", 0), answer("b", 1)]
+        assert await made.score_group(group) == (RewardOutcome(0.5), RewardOutcome(1.0))
+        assert [one["response"] for one in there.asked[0]["answers"]] == ["a", "b"]
+        with pytest.raises(UserCodeError, match=r'"remote" returned 1 rewards for 2 answers \(group 3\)'):
+            await made.score_group(group)
+
+
+@pytest.mark.asyncio
+async def test_what_may_be_over_soon_is_tried_again() -> None:
+    async def late(request: web.Request) -> web.Response:
+        await asyncio.sleep(5)
+        return web.json_response(0.0)
+
+    async def lost(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.json_response(0.0)
+
+    replies = (broken(503), broken(429), late, lost, 1.0)
+    async with judge(*replies) as there, rewarder(there.url, {"tries": 5}, timeout_s=0.3) as made:
+        assert (await made.score(answer())).value == 1.0
+        assert (len(there.asked), made.num_errors) == (5, 0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("reply", "num_asked", "said"),
+    [
+        (broken(500), 3, "answered 500: out of order, the last of 3 tries (group 3, sample 0)"),
+        (broken(404), 1, "answered 404: out of order (group 3, sample 0)"),
+        (broken(307), 1, "answered 307: out of order"),
+        ("good", 1, "returned a value of type str, not a number"),
+        ({"score": 1}, 1, "returned a dict without \"reward\"; it has 'score'"),
+        (None, 1, "returned a value of type NoneType"),
+        (web.Response(text="{"), 1, "answered with what is no JSON: '{'"),
+        (web.Response(text="NaN"), 1, "no JSON"),
+        (web.Response(body=b"\xff"), 1, "no JSON"),
+        (web.Response(body=b"1" * (MAX_ANSWER_BYTES + 1)), 1, f"answered with more than {MAX_ANSWER_BYTES} bytes"),
+    ],
+)
+async def test_what_is_wrong_is_told_with_the_address(reply: Any, num_asked: int, said: str) -> None:
+    async with judge(reply) as there, rewarder(there.url) as made:
+        with pytest.raises(UserCodeError) as caught:
+            await made.score(answer())
+        assert said in caught.value.message
+        assert there.url in caught.value.message or "returned" in said
+        assert (len(there.asked), made.num_errors) == (num_asked, 1)
+
+
+@pytest.mark.asyncio
+async def test_nobody_there_is_an_error_and_then_an_outage() -> None:
+    async with judge(1.0) as there, rewarder(there.url, {"tries": 2}, pause_after=2, cool_down_s=0.05) as made:
+        await made.score(answer())
+        there.replies = [broken(503)]
+        with pytest.raises(UserCodeError, match="the last of 2 tries"):
+            await made.score(answer())
+        waiting = asyncio.ensure_future(made.score(Completion(group_id=4, index=0, messages=(), prompt="", text="")))
+        async with asyncio.timeout(10):
+            while not made.gauges()["reward/is_paused"]:
+                await asyncio.sleep(0.01)
+        there.replies = [1.0]
+        assert (await waiting).value == 1.0, "it waits for the service, and is not dropped"
+    async with rewarder("http://127.0.0.1:1/none", {"tries": 1}) as made:
+        with pytest.raises(UserCodeError, match="http://127.0.0.1:1/none cannot be asked: ClientConnectorError"):
+            await made.score(answer())
+
+
+@pytest.mark.asyncio
+async def test_no_more_calls_at_a_time_than_allowed() -> None:
+    may_go, entered = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def waits(request: web.Request) -> web.Response:
+        entered.release()
+        await may_go.wait()
+        return web.json_response(1.0)
+
+    async with judge(waits) as there, rewarder(there.url, {"max_calls": 2}) as made:
+        scores = [asyncio.ensure_future(made.score(answer(index=i))) for i in range(6)]
+        for _ in range(2):
+            await asyncio.wait_for(entered.acquire(), 10)
+        may_go.set()
+        assert [one.value for one in await asyncio.gather(*scores)] == [1.0] * 6
+        assert there.most_at_once == 2
+
+
+@pytest.mark.asyncio
+async def test_a_closed_rewarder_asks_nobody() -> None:
+    async with judge(1.0) as there:
+        async with rewarder(there.url) as made:
+            pass
+        with pytest.raises(UserCodeError, match="after the rewarder was closed"):
+            await made.score(answer())
+        assert there.asked == []
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({}, 'reward.args.url = "": reward "remote" asks a service -- http://host:port/path'),
+        ({"url": "file:///x"}, 'reward.args.url = "file:///x"'),
+        ({"url": "http://a/b", "retries": 3}, 'reward.args.retries: reward "remote" takes no such argument'),
+        ({"url": "http://a/b", "tries": "3"}, "Expected `int`, got `str` - at `$.tries`"),
+        ({"url": "http://a/b", "tries": 0}, "tries and max_calls must be at least 1"),
+        ({"url": "http://a/b", "backoff_s": -1.0}, "backoff_s from 0 to 30"),
+    ],
+)
+def test_arguments_are_checked(args: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        remote_options(args)
+    assert said in str(caught.value)
+
+
+def test_workers_do_not_ask() -> None:
+    with pytest.raises(ValueError, match='fn = "remote" is asked by the rollout actor itself'):
+        RewardSettings(fn="remote", workers=2)

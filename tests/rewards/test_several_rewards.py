@@ -1,0 +1,211 @@
+"""Several reward functions: added up by their weights, or chosen by the row; each with errors and workers of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myxa.actors.data import open_prompts
+from myxa.actors.data.mixed import open_data
+from myxa.actors.rewards.making import make_rewarder
+from myxa.actors.rewards.several import SeveralRewards
+from myxa.algos.rewards import RewardOutcome
+from myxa.core.completions import Completion
+from myxa.core.config import RewardSettings, RunConfig
+from myxa.core.errors import ConfigError, DataError, UserCodeError
+from myxa.launch.preflight.user_functions import function_findings
+
+CODE = """
+calls = []
+
+async def shape(completion):
+    calls.append(completion.index)
+    if completion.text == "raise":
+        raise KeyError("label")
+    return {"reward": len(completion.text) / 4, "length": len(completion.text)}
+
+async def rank(completions):
+    return [float(c.index) for c in completions]
+
+def huge(completion):
+    return 3e38
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "mine.py"
+    file.write_text(CODE)
+    return file
+
+
+def answer(text: str, label: str = "", index: int = 0, **metadata: Any) -> Completion:
+    return Completion(
+        group_id=3, index=index, messages=(), prompt="?", text=text, label=label, metadata=metadata, num_tokens=10
+    )
+
+
+def several(functions: dict[str, Any], **more: Any) -> SeveralRewards:
+    return SeveralRewards(RewardSettings.model_validate({"functions": functions, **more}))
+
+
+@pytest.mark.asyncio
+async def test_the_sum_by_weights_and_each_as_a_part(file: Path) -> None:
+    made = several({"exact": {}, "style": {"fn": f"{file}:shape", "weight": 0.5}, "format": {"weight": 0.0}})
+    assert await made.score(answer("four", "four")) == RewardOutcome(
+        1.5, {"exact": 1.0, "style": 1.0, "style/length": 4.0, "format": 0.0}
+    )
+    with pytest.raises(UserCodeError, match=r'mine.py:shape" raised KeyError: .* \(group 3, sample 0\)'):
+        await made.score(answer("raise"))
+    assert made.num_errors == 1
+    assert made.gauges()["reward/num_errors"] == 1.0
+    await made.close()
+
+
+@pytest.mark.asyncio
+async def test_length_costs_once_whatever_the_number_of_functions() -> None:
+    made = several({"exact": {}, "format": {}}, overlong_tokens=10, overlong_buffer=5)
+    assert await made.score(answer("a", "a")) == RewardOutcome(0.0, {"exact": 1.0, "format": 0.0, "overlong": -1.0})
+
+
+@pytest.mark.asyncio
+async def test_functions_of_groups_and_of_answers_go_together(file: Path) -> None:
+    made = several({"exact": {"weight": 10}, "rank": {"fn": f"{file}:rank", "scope": "group"}})
+    assert made.judges_groups
+    outcomes = await made.score_group([answer("a", "a", 0), answer("b", "a", 1)])
+    assert [one.value for one in outcomes] == [10.0, 1.0]
+    assert outcomes[1].parts == {"exact": 0.0, "rank": 1.0}
+
+
+@pytest.mark.asyncio
+async def test_a_sum_that_no_float_holds_is_an_error(file: Path) -> None:
+    made = several({"a": {"fn": f"{file}:huge"}, "b": {"fn": f"{file}:huge"}}, isolate=False)
+    with pytest.raises(UserCodeError, match=r"the sum of reward.functions returned 6e\+38 .* too large .*\(group 3\)"):
+        await made.score(answer("x"))
+
+
+@pytest.mark.asyncio
+async def test_the_row_chooses(file: Path) -> None:
+    functions = {"numeric": {"args": {"tolerance": 0.5}}, "style": {"fn": f"{file}:shape"}}
+    made = several(functions, choose_by="rm_type", choose_else="style")
+    assert await made.score(answer("5", "4", rm_type="numeric")) == RewardOutcome(1.0, {"numeric": 1.0})
+    assert await made.score(answer("xx")) == RewardOutcome(0.5, {"style": 0.5, "style/length": 2.0})
+    (module,) = [m for m in sys.modules.values() if getattr(m, "__file__", "") == str(file)]
+    assert module.calls == [0], "the others are not called"
+    for name in ("exact", 7):
+        with pytest.raises(UserCodeError, match=f"says rm_type = {name!r}, which is none of reward.functions"):
+            await made.score(answer("5", rm_type=name))
+
+
+@pytest.mark.asyncio
+async def test_one_function_out_of_order_ends_the_run_by_its_name(file: Path) -> None:
+    made = several({"exact": {}, "style": {"fn": f"{file}:shape"}}, pause_after=0)
+    assert isinstance(made, SeveralRewards)
+    for _ in range(20):
+        with pytest.raises(UserCodeError):
+            await made.score(answer("raise"))
+    assert "mine.py:shape" in made.too_many_errors and "failed in 20 of the last 20 calls" in made.too_many_errors
+    made.allow(1.0)
+    assert made.too_many_errors == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"functions": {"exact": {}}, "fn": "math"}, "does not go with [reward.functions]"),
+        ({"functions": {"exact": {}}, "args": {"a": 1}}, "does not go with [reward.functions]"),
+        ({"functions": {"mine": {}}}, '"mine" is no built-in reward'),
+        ({"functions": {"no name": {"fn": "exact"}}}, "a function's name is 1 to 32 letters"),
+        ({"functions": {"overlong": {"fn": "exact"}}}, 'and not "overlong"'),
+        ({"functions": {"exact": {"weight": 0.0}}}, "so every reward is 0"),
+        ({"functions": {"regex": {}}}, 'fn = "regex" needs a pattern'),
+        ({"functions": {"regex": {"pattern": "("}}}, "is not a regular expression"),
+        ({"functions": {"exact": {"scope": "group"}}}, "judges one answer by itself"),
+        ({"functions": {"exact": {"fn": "exakt"}}}, 'did you mean "exact"'),
+        ({"choose_by": "rm_type"}, "needs [reward.functions.NAME]"),
+        ({"functions": {"exact": {}}, "choose_else": "exact"}, "needs choose_by"),
+        ({"functions": {"exact": {}}, "choose_by": "t", "choose_else": "exakt"}, 'did you mean "exact"'),
+        ({"functions": {f"f{i}": {"fn": "exact"} for i in range(17)}}, "has 17 functions"),
+    ],
+)
+def test_what_does_not_go_together(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        RewardSettings.model_validate(settings)
+    assert said in str(caught.value)
+
+
+def run(tmp_path: Path, rows: list[Any], **reward: Any) -> RunConfig:
+    data = tmp_path / "t.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    raw = {"model": {"path": "m"}, "data": {"train": str(data)}, "reward": reward}
+    return RunConfig.model_validate(raw)
+
+
+CHOICE = {"functions": {"exact": {}, "format": {}}, "choose_by": "rm_type"}
+
+
+def row(label: str | None, **metadata: Any) -> dict[str, Any]:
+    return {"prompt": "q", "metadata": metadata} | ({} if label is None else {"label": label})
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (
+            row("5", rm_type="exakt"),
+            "says rm_type = 'exakt', which is to name one of reward.functions -- did you mean \"exact\"",
+        ),
+        (row("5", rm_type=3), "says rm_type = 3"),
+        (row("5"), "has no rm_type, which is to name one of reward.functions -- name one"),
+        (row(None, rm_type="exact"), "the row has no label, with which reward.functions.exact compares"),
+    ],
+)
+def test_a_row_that_nobody_can_judge_is_a_bad_row(tmp_path: Path, bad: dict[str, Any], said: str) -> None:
+    good = [row("5", rm_type="exact"), row(None, rm_type="format")]
+    assert len(open_prompts(run(tmp_path, good, **CHOICE))) == 2
+    with pytest.raises(DataError) as caught:
+        open_prompts(run(tmp_path, [*good, bad], **CHOICE))
+    assert "t.jsonl:3" in str(caught.value) and said in str(caught.value)
+    if "rm_type" not in bad["metadata"]:
+        assert len(open_prompts(run(tmp_path, [bad], **CHOICE, choose_else="exact"))) == 1
+
+
+def test_a_sum_needs_a_label_if_one_of_them_does(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match='column "label" is missing'):
+        open_prompts(run(tmp_path, [row(None)], functions={"exact": {}, "format": {}}))
+
+
+@pytest.mark.asyncio
+async def test_each_source_of_prompts_may_have_its_function(tmp_path: Path) -> None:
+    config = run(tmp_path, [row("5")])
+    raw = config.model_dump()
+    path = raw["data"]["train"]
+    raw["data"] = {"sources": {"sums": {"path": path}, "prose": {"path": path}}}
+    functions = {"sums": {"fn": "numeric"}, "prose": {"fn": "f1"}}
+    raw["reward"] = {"functions": functions, "choose_by": "data_source"}
+    raw["async"] = raw.pop("asynchrony")
+    config = RunConfig.model_validate(raw)
+    data = open_data(config)
+    made = make_rewarder(config)
+    for name in ("sums", "prose"):
+        prompt = data.by_name[name].prompt(0)  # pyright: ignore[reportAttributeAccessIssue]
+        outcome = await made.score(answer("5.0", prompt.label, **prompt.metadata))
+        assert outcome.parts.keys() == {name}
+    functions.pop("prose")
+    with pytest.raises(DataError, match="has no data_source"):
+        open_data(RunConfig.model_validate(raw))
+
+
+def test_mistakes_are_told_by_their_key(tmp_path: Path, file: Path) -> None:
+    functions = {"numeric": {"args": {"tol": 1}}, "own": {"fn": f"{file}:shap"}}
+    with pytest.raises(ConfigError, match='reward.functions.numeric.args.tol: reward "numeric" takes no such argument'):
+        several(functions)
+    found = {finding.key: str(finding.error) for finding in function_findings(run(tmp_path, [], functions=functions))}
+    assert "takes no such argument" in found["reward.functions.numeric.args.tol"]
+    assert "reward.functions.own.fn: " in found["reward.functions.own.fn"]
+    assert 'did you mean "shape"' in found["reward.functions.own.fn"]
