@@ -26,7 +26,7 @@ last four is 1, so their clip never acts. Hence "auto": behaviour with one mini-
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -154,12 +154,12 @@ def policy_objective(batch: TokenBatch, config: ObjectiveConfig, normaliser: Nor
     weights = _weights(view, config, normaliser.mean_weight)
     ratio_T = _ratio(view, config)
     token_loss = _token_loss(view, ratio_T, config)
-    keep_T = weights.keep_T
+    keep_T, policy_T = weights.keep_T, token_loss.loss_T
+    removed_by = dict(weights.removed_by)
     if config.opsm_delta:
         opsm_T = losses.opsm_keep(view.live_T, view.old_T, view.advantages_T, view.segments, config.opsm_delta)
-        policy_T = torch.where(opsm_T, token_loss.loss_T, 0.0)
-    else:
-        policy_T = token_loss.loss_T
+        policy_T = torch.where(opsm_T, policy_T, 0.0)
+        removed_by["opsm"] = ~opsm_T
     policy = _reduce(weights.weight_T * policy_T, keep_T, view.segments, config, normaliser)
     parts = {"policy_loss": policy}
     kl_T = _kl(view, ratio_T, config)
@@ -170,7 +170,7 @@ def policy_objective(batch: TokenBatch, config: ObjectiveConfig, normaliser: Nor
             view.entropy_T, keep_T, view.segments, config, normaliser
         )
     loss = torch.stack(list(parts.values())).sum()
-    sums = _metrics(view, ratio_T, token_loss, weights, kl_T, config)
+    sums = _metrics(view, ratio_T, token_loss, replace(weights, removed_by=removed_by), kl_T, config)
     return Objective(
         loss=loss,
         parts={name: part.detach() for name, part in parts.items()},
@@ -260,12 +260,15 @@ def _weights(view: _View, config: ObjectiveConfig, mean_weight: float) -> Weight
 def _mis(view: _View, log_q_T: Tensor, config: ObjectiveConfig, mean_weight: float) -> Weights:
     weights = ratios.mis_weights(log_q_T, config.mis_mode, config.mis_low, config.mis_high)
     keep_T = weights.keep_T
+    removed_by: dict[str, Tensor] = {}
     if config.reject_high:
         judged_T = ratios.log_weight(view.train_T, view.behaviour_T, view.segments, config.reject_level)
-        keep_T = keep_T & ratios.rejection(judged_T, config.reject_low, config.reject_high)
+        removed_by["rejected"] = ~ratios.rejection(judged_T, config.reject_low, config.reject_high)
     if config.veto:
-        keep_T = keep_T & ratios.veto(view.train_T, view.behaviour_T, view.segments, config.veto)
-    weights = Weights(weights.weight_T, keep_T, weights.cut_T | ~keep_T)
+        removed_by["vetoed"] = ~ratios.veto(view.train_T, view.behaviour_T, view.segments, config.veto)
+    for removed_T in removed_by.values():
+        keep_T = keep_T & ~removed_T
+    weights = Weights(weights.weight_T, keep_T, weights.cut_T | ~keep_T, removed_by)
     return ratios.normalise(weights, mean_weight) if config.mis_normalise else weights
 
 
@@ -322,6 +325,7 @@ def _metrics(
             "weight_cut_fraction": weights.cut_T,
             "removed_fraction": ~weights.keep_T,
         }
+        rows |= {f"{rule}_fraction": removed_T for rule, removed_T in weights.removed_by.items()}
     sums = {name: segments.kept(row_T.detach().to(view.live_T.dtype)).sum() for name, row_T in rows.items()}
     if config.loss != "sft":
         sums |= mismatch_sums(view.train_T, view.behaviour_T, segments)

@@ -39,6 +39,10 @@ SPEC.loader.exec_module(steps)
 GRPO = {"kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.05}
 WHITENED = {"kind": "reinforce_pp", "batch_size": 6, "minibatches": 1, "kl_coef": 0.1, "kl_in": "reward"}
 PLAIN = {"kind": "gspo", "batch_size": 6, "minibatches": 1, "reduction": "rollout"}
+MASKED = {
+    "kind": "grpo", "batch_size": 6, "minibatches": 2, "correction": "mis", "mis_mode": "clip", "mis_normalise": True,
+    "reject_low": 0.3, "reject_high": 2.0, "veto": 0.15, "opsm_delta": 1e-4,
+}  # fmt: skip
 MANY = {"kind": "grpo", "batch_size": 6, "minibatches": 3}
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}
 SEEDS = (11, 12, 13)
@@ -83,7 +87,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "tp2-pp2", "megatron": {"tp": 2, "pp": 2}, "save": True, "export_hf": True, "poison": True},
         {"name": "dp4", "load": "tp2-pp2", "save": True, "saves_later": True},
         {"name": "tp2-pp2-back", "megatron": {"tp": 2, "pp": 2}, "load": "dp4"},
-        {"name": "dp2-tp2", "megatron": {"tp": 2}},
+        {"name": "dp2-tp2", "megatron": {"tp": 2}, "algo": MASKED},
         {"name": "cp2-pp2", "megatron": {"cp": 2, "pp": 2}},
     ],
 }
@@ -159,7 +163,7 @@ def judge(dense: Path) -> Callable[[dict[str, Any]], dict[str, Any]]:
     def judged(algo: dict[str, Any], temperatures: tuple[float, ...] = ()) -> dict[str, Any]:
         kind = algo["kind"]
         temperatures = temperatures or TEMPERATURES.get(kind, COOL)
-        place = f"{kind} at {temperatures}"
+        place = f"{algo} at {temperatures}"
         if place not in known:
             backend = gang_rank.make_backend(dense, algo=algo, optimizer=OPTIMIZER, num_steps=9)
             backend.setup()

@@ -11,7 +11,10 @@ import pytest
 
 from myxa.actors.checkpoints.folder import list_checkpoints
 
-ALGO = {"kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.05}
+ALGO = {
+    "kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.05, "correction": "mis",
+    "mis_mode": "clip", "mis_normalise": True, "reject_low": 0.3, "reject_high": 2.0, "veto": 0.15, "opsm_delta": 1e-4,
+}  # fmt: skip
 WHITENED = {"kind": "reinforce_pp", "batch_size": 6, "minibatches": 2, "kl_coef": 0.1, "kl_in": "reward"}
 TIMES = ("train/step_s", "train/tokens_per_s", "train/num_computed_tokens")
 

@@ -38,6 +38,7 @@ from ..shown_scores import ShownScores
 from ..torch_backend.accounting import (
     charges_kl,
     fill_advantages,
+    mean_weights,
     report,
     skips_neutral,
     tally_counts,
@@ -68,6 +69,8 @@ class _Step:
     tally: Tally
     shown: ShownScores
     num_updates: int = 0
+    mean_weights: Sequence[float] = ()
+    """Of each mini-batch; see `accounting.mean_weights`."""
 
 
 class MegatronStepper:
@@ -109,7 +112,7 @@ class MegatronStepper:
         objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
         step = _Step(shard, settings, objective, Tally(), ShownScores(shard))
         minibatches = cut_shard(shard, self._cutting_for(objective))
-        self._score_before(step, [micro for minibatch in minibatches for micro in minibatch])
+        self._score_before(step, minibatches)
         for number, micros in enumerate(minibatches):
             if micros:  # fewer groups than mini-batches: the last ones are empty on every rank
                 problem = self._update(step, number, micros)
@@ -164,9 +167,12 @@ class MegatronStepper:
 
     # -- before the first update
 
-    def _score_before(self, step: _Step, micros: Sequence[PackedBatch]) -> None:
-        """Fill in proximal and reference log-probs and the advantages of every token."""
+    def _score_before(self, step: _Step, minibatches: Sequence[Sequence[PackedBatch]]) -> None:
+        """Fill in proximal and reference log-probs and the advantages of every token, and what is known of the weights
+        of all of them."""
         objective = step.objective
+        micros = [micro for minibatch in minibatches for micro in minibatch]
+        step.mean_weights = [1.0] * len(minibatches)  # ranks that do not score have no use for another
         packs = [micro.layout for micro in micros]
         starts: list[TokenScores] = []
         references: list[TokenScores] = []
@@ -186,6 +192,7 @@ class MegatronStepper:
             fill_advantages(micro, step.settings.algo, objective, start_M)
         if needs_whitening(objective.kind):
             whiten_together(micros, self._world.replicas.sum, self._world.device)
+        step.mean_weights = mean_weights(minibatches, objective, self._world.replicas.sum, self._world.device)
 
     # -- one update
 
@@ -197,6 +204,7 @@ class MegatronStepper:
             tokens=step.shard.minibatch_tokens[number],
             samples=step.shard.minibatch_samples[number],
             constant=step.shard.minibatch_samples[number] * settings.max_new_tokens,
+            mean_weight=step.mean_weights[number],
         )
         losses = self._passes(step, micros, normaliser, is_first=number == 0)
         bad = first_not_finite(torch.stack(losses)) if losses else -1

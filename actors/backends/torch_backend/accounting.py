@@ -6,6 +6,7 @@ work: both training backends use these functions, so for one batch they report t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ....algos.advantages import needs_whitening, token_advantages, whiten
 from ....algos.kl import kl_terms
-from ....algos.objective import Objective, ObjectiveConfig, TokenBatch
+from ....algos.objective import Objective, ObjectiveConfig, TokenBatch, weight_sums
 from ....algos.segments import Segments
 from ....core.config import AlgoConfig
 from ....core.samples import TrainShard
@@ -103,6 +104,28 @@ def token_batch(rows: LossRows, logprobs_M: Tensor, entropy_M: Tensor) -> TokenB
         reference_T=rows.reference_M,
         entropy_T=entropy_M,
     )
+
+
+def mean_weights(
+    minibatches: Sequence[Sequence[LossRows]],
+    objective: ObjectiveConfig,
+    sum_over_ranks: Callable[[Tensor], Tensor],
+    device: torch.device,
+) -> list[float]:
+    """Mean importance weight of each mini-batch over all ranks, by which `mis_normalise` divides; 1 without it, or
+    where there is nothing to weigh. Weights of the step's start, so all are known before the first update.
+    Collective if `mis_normalise` is on."""
+    if not objective.mis_normalise:
+        return [1.0] * len(minibatches)
+    sums_B2 = torch.zeros((len(minibatches), 2), dtype=torch.float64, device=device)
+    for number, micros in enumerate(minibatches):
+        for rows in micros:
+            if rows.proximal_M is not None:
+                start_M = rows.proximal_M
+                sums_B2[number] += weight_sums(token_batch(rows, start_M, torch.zeros_like(start_M)), objective)
+    # one that is not finite is left to the loss, which names the groups that it comes from
+    means = [total / max(count, 1.0) for total, count in sum_over_ranks(sums_B2).tolist()]
+    return [mean if 0 < mean < math.inf else 1.0 for mean in means]
 
 
 def tally_objective(

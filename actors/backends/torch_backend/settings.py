@@ -16,8 +16,8 @@ from ....core.config import AlgoConfig, OptimizerConfig
 from ....core.errors import ConfigError
 from .schedule import check_schedule
 
-ALGO_KNOBS = ("clip_low", "clip_high", "dual_clip", "tis_cap", "mis_low", "mis_high", "kl_coef", "entropy_coef",
-              "minibatches")  # fmt: skip
+ALGO_KNOBS = ("clip_low", "clip_high", "dual_clip", "tis_cap", "tis_floor", "mis_low", "mis_high", "reject_low",
+              "reject_high", "veto", "opsm_delta", "kl_coef", "entropy_coef", "minibatches")  # fmt: skip
 OPTIMIZER_KNOBS = ("lr", "max_grad_norm", "weight_decay", "min_lr_ratio", "decay_steps")
 WHOLE = ("minibatches", "decay_steps")
 KNOBS = ALGO_KNOBS + OPTIMIZER_KNOBS

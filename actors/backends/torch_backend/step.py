@@ -37,6 +37,7 @@ from ..shown_scores import ShownScores
 from .accounting import (
     charges_kl,
     fill_advantages,
+    mean_weights,
     report,
     skips_neutral,
     tally_counts,
@@ -74,6 +75,8 @@ class _Step:
     tally: Tally
     shown: ShownScores
     num_updates: int = 0
+    mean_weights: Sequence[float] = ()
+    """Of each mini-batch; see `accounting.mean_weights`."""
 
 
 class Stepper:
@@ -109,7 +112,7 @@ class Stepper:
         objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
         step = _Step(shard, settings, objective, Tally(), ShownScores(shard))
         minibatches = cut_shard(shard, self._cutting_for(objective))
-        self._score_before(step, [micro for minibatch in minibatches for micro in minibatch])
+        self._score_before(step, minibatches)
         for number, micros in enumerate(minibatches):
             if micros:  # fewer groups than mini-batches: the last ones are empty on every rank
                 problem = self._update(step, number, micros)
@@ -153,9 +156,11 @@ class Stepper:
 
     # -- before the first update
 
-    def _score_before(self, step: _Step, micros: Sequence[MicroBatch[Layout]]) -> None:
-        """Fill in proximal and reference log-probs and the advantages of every token."""
+    def _score_before(self, step: _Step, minibatches: Sequence[Sequence[MicroBatch[Layout]]]) -> None:
+        """Fill in proximal and reference log-probs and the advantages of every token, and what is known of the weights
+        of all of them."""
         objective = step.objective
+        micros = [micro for minibatch in minibatches for micro in minibatch]
         for micro in micros:
             needs_start = needs_proximal(objective) or charges_kl(objective)
             start_M = self._replica.score(micro.layout).logprobs_M if needs_start else None
@@ -166,6 +171,7 @@ class Stepper:
             fill_advantages(micro, step.settings.algo, objective, start_M)
         if needs_whitening(objective.kind):
             whiten_together(micros, self._world.sum, self._world.device)
+        step.mean_weights = mean_weights(minibatches, objective, self._world.sum, self._world.device)
 
     # -- one update
 
@@ -177,6 +183,7 @@ class Stepper:
             tokens=step.shard.minibatch_tokens[number],
             samples=step.shard.minibatch_samples[number],
             constant=step.shard.minibatch_samples[number] * settings.max_new_tokens,
+            mean_weight=step.mean_weights[number],
         )
         self._optimizer.forget_gradients()
         losses: list[Tensor] = []
