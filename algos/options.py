@@ -88,6 +88,8 @@ class ObjectiveConfig:
     reduction: Reduction = "token"
     opsm_delta: float = 0.0
     """Off-policy sequence masking: samples of negative advantage further away than this lose their loss; 0 = off."""
+    has_loss_fn: bool = False
+    """The loss per token is a function of the user's; `loss` says what the metrics' ratio is."""
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -175,4 +177,5 @@ def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> Object
         entropy_coef=algo.entropy_coef,
         reduction=algo.reduction,
         opsm_delta=algo.opsm_delta,
+        has_loss_fn=bool(algo.loss_fn),
     )

@@ -38,11 +38,12 @@ from .checkpoint_side import RunSide
 from .checkpoints import Checkpoints
 from .knobs import TrainerKnobs
 from .leader_options import LeaderOptions
+from .planning import planned_step
 from .publishing import Publisher
 from .ranks import Ranks
 from .standby import Standby
 from .standing import Standing
-from .step_plan import Batch, batch_metrics, plan_step
+from .step_plan import Batch
 
 T = TypeVar("T")
 
@@ -250,13 +251,13 @@ class Leader:
         started = self._clock.monotonic()
         await self._pass_step(version)
         with self._meter.during("compute", f"plan {version}"):
-            metrics, lags = batch_metrics(version, batch, self._options.plan.sources)
-            shards = plan_step(version, batch.groups, self._knobs.planned(self._options.plan))
+            options = self._knobs.planned(self._options.plan)
+            plan = await planned_step(version, batch, options, self._options.step_timeout_s)
         if self._share is not None:
             await self._share.take()
         with self._meter.during("wait-data", "ranks"):
-            stats = await self._ranks.train(shards, self._knobs.for_step())
-        metrics |= stats.metrics | self._knobs.metrics() | {"knobs/epoch": float(self._owner.epoch)}
+            stats = await self._ranks.train(plan.shards, self._knobs.for_step())
+        metrics = plan.metrics | stats.metrics | self._knobs.metrics() | {"knobs/epoch": float(self._owner.epoch)}
         made = self._standing.version = version + 1
         reached("trainer.trained")
         with self._meter.during("wait-data", "tell buffer"):
@@ -269,13 +270,8 @@ class Leader:
         manifest = await self._publish_if_due(made)
         metrics["weights/publish_s"] = self._clock.monotonic() - publish_started
         metrics["leader/step_wall_s"] = self._clock.monotonic() - started
-        report = StepReport(
-            step=version,
-            version=made,
-            metrics=metrics,
-            lags=lags,
-            group_ids=tuple(g.group_id for g in batch.groups),
-        )
+        group_ids = tuple(g.group_id for g in batch.groups)
+        report = StepReport(step=version, version=made, metrics=metrics, lags=plan.lags, group_ids=group_ids)
         self._telemetry.metric(made, metrics)
         async with self._engines_turn(made):
             with self._meter.during("wait-weights", "tell coordinator"):

@@ -95,6 +95,14 @@ class AlgoConfig(Section, frozen=True):
     """Whether group advantages are divided by the group's standard deviation."""
     group_filter: CodeName = "zero_variance"
     """Which groups are left out: zero_variance (all rewards equal), none, or your own `module:function`."""
+    reward_post_process: CodeName = ""
+    """Your own function from the rewards of a whole batch to those that advantages are made of, `module:function` or
+    `file.py:function`; empty = rewards as they are."""
+    advantage_fn: CodeName = ""
+    """Your own advantages, per sample or per token, in place of the algorithm's; not for ppo, reinforce_pp,
+    reinforce_pp_baseline and sft, which make their own per token."""
+    loss_fn: CodeName = ""
+    """Your own policy loss per token in place of `loss`; correction, masks, KL, entropy and reduction stay."""
     gamma: UnitFloat = 1.0
     """Discount per token."""
     lam: UnitFloat = 1.0
@@ -111,6 +119,11 @@ class AlgoConfig(Section, frozen=True):
     @classmethod
     def _filter_is_named(cls, value: str) -> str:
         return check_code_name(value, FILTER_BUILTINS)
+
+    @field_validator("reward_post_process", "advantage_fn", "loss_fn")
+    @classmethod
+    def _function_is_named(cls, value: str) -> str:
+        return check_code_name(value, ()) if value else value
 
     def conflicts(self) -> Iterator[Conflict]:
         """Batch arithmetic and options that the algorithm does not define."""
@@ -129,8 +142,20 @@ class AlgoConfig(Section, frozen=True):
         if self.dual_clip and loss not in ("ppo", "gspo"):
             yield Conflict(("dual_clip", "kind", "loss"), f'is not defined for the loss "{loss}"; use 0')
         yield from self._correction_conflicts(loss)
+        yield from self._function_conflicts()
         if self.loss != "auto" and (self.loss == "sft") != (self.kind == "sft"):
             yield Conflict(("loss", "kind"), f'does not go with kind = "{self.kind}"; use "auto"')
+
+    def _function_conflicts(self) -> Iterator[Conflict]:
+        """Functions of the user's in places that the algorithm does not have."""
+        if self.advantage_fn and self.kind in (*REWARD_KL_KINDS, "sft"):
+            yield Conflict(
+                ("advantage_fn", "kind"), f'does not go with kind = "{self.kind}", which makes advantages per token'
+            )
+        if self.reward_post_process and self.kind == "sft":
+            yield Conflict(("reward_post_process", "kind"), 'does not go with kind = "sft", which has no rewards')
+        if self.loss_fn and self.loss != "auto":
+            yield Conflict(("loss", "loss_fn"), 'must be "auto": loss_fn takes its place')
 
     def _correction_conflicts(self, loss: str) -> Iterator[Conflict]:
         """Bounds that cross, and options of one correction under another, where they would do nothing."""

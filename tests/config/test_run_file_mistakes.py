@@ -139,6 +139,18 @@ MISTAKES: list[tuple[str, str]] = [
         'run.toml:7: algo.dual_clip = 3.0: is not defined for the loss "cispo"; use 0',
     ),
     ("[algo]\nmis_low = 3\n", "run.toml:6: algo.mis_low = 3: must be below mis_high = 2"),
+    (
+        '[algo]\nadvantage_fn = "mine"\n',
+        'run.toml:6: algo.advantage_fn = "mine": must be module:function, or file.py:function',
+    ),
+    (
+        '[algo]\nkind = "ppo"\nadvantage_fn = "m:f"\n',
+        'run.toml:7: algo.advantage_fn = "m:f": does not go with kind = "ppo", which makes advantages per token',
+    ),
+    (
+        '[algo]\nloss = "cispo"\nloss_fn = "m:f"\n',
+        'run.toml:6: algo.loss = "cispo": must be "auto": loss_fn takes its place',
+    ),
     ("[algo]\nveto = 0.1\n", 'run.toml:6: algo.veto = 0.1: is for correction = "mis", not "auto"'),
     (
         '[algo]\ncorrection = "tis"\ntis_floor = 2.5\n',
@@ -151,8 +163,10 @@ MISTAKES: list[tuple[str, str]] = [
     ),
     (
         '[algo]\ncorrection = "tis"\nopsm_delta = 0.1\n',
-        'run.toml:7: algo.opsm_delta = 0.1: never acts with correction = "tis" and minibatches = 1: the log-probs that '
-        'it compares are the same; use "behaviour", or several mini-batches',
+        (
+            'run.toml:7: algo.opsm_delta = 0.1: never acts with correction = "tis" and minibatches = 1: the log-probs '
+            'that it compares are the same; use "behaviour", or several mini-batches'
+        ),
     ),
     (
         '[algo]\ncorrection = "icepop"\nmis_low = 1.5\ntis_cap = 1.2\n',

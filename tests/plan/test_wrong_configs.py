@@ -115,6 +115,10 @@ WRONG: dict[str, Wrong] = {
     "reward of two values": instead('fn = "mine.py:score"', 'fn = "mine.py:two_needed"', "it must look like: def reward"),
     "reward module missing": instead('fn = "mine.py:score"', 'fn = "no_such_package.rewards:f"', "install it, or name the file"),
     "workflow not async": add("rollout", 'workflow = "mine.py:not_async"', "it must look like: async def generate"),
+    "advantages missing": add("algo", 'advantage_fn = "mine.py:kep"', 'did you mean "keep"'),
+    "loss of two values": add("algo", 'loss_fn = "mine.py:two_needed"', "it must look like: def loss"),
+    "post-process that is async": add("algo", 'reward_post_process = "mine.py:later"', "it must look like: def process"),
+    "veto without mis": add("algo", "veto = 0.1", 'is for correction = "mis"'),
     "filter missing": add("algo", 'group_filter = "mine.py:kep"', 'did you mean "keep"'),
     "pattern broken": add("reward", 'pattern = "("', "is not a regular expression"),
     # places

@@ -31,7 +31,7 @@ from ....algos.objective import (
 )
 from ....core.chaos import reached
 from ....core.clock import Clock
-from ....core.errors import TrainError
+from ....core.errors import MyxaError, TrainError, UserCodeError
 from ....core.protocols import StepStats
 from ....core.samples import F32, TrainSample, TrainShard
 from ..shown_scores import ShownScores
@@ -52,6 +52,7 @@ from ..torch_backend.schedule import learning_rate
 from ..torch_backend.settings import StepSettings, with_knobs
 from ..torch_backend.tally import Tally
 from ..torch_backend.tensors import floats, from_array
+from ..torch_backend.user_loss import failure_of_all, name_metrics_alike
 from ..vocab_scores import TokenScores
 from .batch import Cutting, Pack, PackedBatch, cut_shard, pack_samples
 from .optimizer import MegatronAdamW
@@ -71,6 +72,8 @@ class _Step:
     num_updates: int = 0
     mean_weights: Sequence[float] = ()
     """Of each mini-batch; see `accounting.mean_weights`."""
+    failure: UserCodeError | None = None
+    """Of the user's loss, on this rank."""
 
 
 class MegatronStepper:
@@ -106,7 +109,7 @@ class MegatronStepper:
         """One update per mini-batch; returns metrics, equal on all ranks except for times, and what is shown.
 
         Ranks of one replica give the same shard. Raises TrainError, on all ranks and before the update concerned, if a
-        loss or gradient is not finite.
+        loss or gradient is not finite, and UserCodeError likewise for a loss of the user's that failed on any of them.
         """
         started_s = self._clock.monotonic()
         objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
@@ -196,7 +199,7 @@ class MegatronStepper:
 
     # -- one update
 
-    def _update(self, step: _Step, number: int, micros: Sequence[PackedBatch]) -> TrainError | None:
+    def _update(self, step: _Step, number: int, micros: Sequence[PackedBatch]) -> MyxaError | None:
         """Gradient of one mini-batch and an AdamW update; or the error that all ranks agreed on, and no update."""
         settings, optimizer, world = step.settings, self._optimizer, self._world
         place = f"step {step.shard.step}, mini-batch {number}"
@@ -209,8 +212,10 @@ class MegatronStepper:
         losses = self._passes(step, micros, normaliser, is_first=number == 0)
         bad = first_not_finite(torch.stack(losses)) if losses else -1
         norm = optimizer.gradient_norm()
-        trouble = torch.tensor([float(bad >= 0), float(not math.isfinite(norm))])
-        loss_is_bad, gradient_is_bad = floats(world.max(trouble))
+        trouble = torch.tensor([step.failure is not None, bad >= 0, not math.isfinite(norm)], dtype=torch.float32)
+        has_failed, loss_is_bad, gradient_is_bad = floats(world.max(trouble))
+        if has_failed:
+            return failure_of_all(world, step.failure, place)
         if loss_is_bad:
             named = bad if world.place.is_teller else -1
             return accusation(world, "loss", place, named, micros[bad].group_ids if bad >= 0 else ())
@@ -235,7 +240,11 @@ class MegatronStepper:
             if self._world.place.is_teller:
                 step.shown.take(micros[number].layout, scores.logprobs_M)
             batch = token_batch(micros[number], scores.logprobs_M, scores.entropy_M)
-            objective = policy_objective(batch, step.objective, normaliser)
+            try:
+                objective = policy_objective(batch, step.objective, normaliser, step.settings.loss_fn)
+            except UserCodeError as error:  # other ranks are in the middle of their passes: all hear of it after them
+                step.failure = step.failure or error
+                return scores.logprobs_M.sum() * 0
             with torch.no_grad():
                 tally_objective(step.tally, step.objective, batch, objective, is_first=is_first)
             losses.append(objective.loss.detach())
@@ -283,6 +292,8 @@ class MegatronStepper:
     def _metrics(self, step: _Step, minibatches: Sequence[Sequence[PackedBatch]], started_s: float) -> dict[str, float]:
         """Everything reduced over replicas, under `train/`; see `report`."""
         tally_counts(step.tally, step.shard, [micro for minibatch in minibatches for micro in minibatch])
+
+        name_metrics_alike(self._world, step.tally, step.settings.loss_fn)
 
         def reduced() -> dict[str, Any]:
             sums, maxima = step.tally.reduced(self._world.replicas)

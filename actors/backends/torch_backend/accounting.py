@@ -20,6 +20,7 @@ from ....algos.segments import Segments
 from ....core.config import AlgoConfig
 from ....core.samples import TrainShard
 from .tally import Tally
+from .tensors import floats
 
 RENAMED = {"approx_kl": "old_kl", "approx_kl_k3": "old_kl_k3"}
 """The objective's estimates of KL(old || live), old being what the loss clips around; `approx_kl` here is always
@@ -37,6 +38,8 @@ class LossRows(Protocol):
     """float32 [S]: sample-level advantages."""
     advantages_M: Tensor
     """float32 [M]"""
+    given_M: Tensor | None
+    """float32 [M]: advantages per token, where a function of the user's gave such."""
     proximal_M: Tensor | None
     reference_M: Tensor | None
 
@@ -54,6 +57,7 @@ def skips_neutral(objective: ObjectiveConfig) -> bool:
         and objective.kl_coef == 0
         and objective.entropy_coef == 0
         and not objective.mis_normalise
+        and not objective.has_loss_fn
     )
 
 
@@ -64,6 +68,9 @@ def charges_kl(objective: ObjectiveConfig) -> bool:
 
 def fill_advantages(rows: LossRows, algo: AlgoConfig, objective: ObjectiveConfig, start_M: Tensor | None) -> None:
     """Token advantages of one micro-batch; `start_M` are log-probs at the step's start, needed if KL is charged."""
+    if rows.given_M is not None:
+        rows.advantages_M = rows.given_M
+        return
     kl_M: Tensor | None = None
     if charges_kl(objective) and start_M is not None and rows.reference_M is not None:
         kl_M = kl_terms(objective.kl_kind, start_M, rows.reference_M)
@@ -124,8 +131,8 @@ def mean_weights(
                 start_M = rows.proximal_M
                 sums_B2[number] += weight_sums(token_batch(rows, start_M, torch.zeros_like(start_M)), objective)
     # one that is not finite is left to the loss, which names the groups that it comes from
-    means = [total / max(count, 1.0) for total, count in sum_over_ranks(sums_B2).tolist()]
-    return [mean if 0 < mean < math.inf else 1.0 for mean in means]
+    total_B, count_B = sum_over_ranks(sums_B2).unbind(1)
+    return [mean if 0 < mean < math.inf else 1.0 for mean in floats(total_B / count_B.clamp(min=1.0))]
 
 
 def tally_objective(

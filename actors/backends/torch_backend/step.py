@@ -30,7 +30,7 @@ from ....algos.objective import (
 )
 from ....core.chaos import reached
 from ....core.clock import Clock
-from ....core.errors import TrainError
+from ....core.errors import MyxaError, TrainError, UserCodeError
 from ....core.protocols import StepStats
 from ....core.samples import F32, TrainSample, TrainShard
 from ..shown_scores import ShownScores
@@ -63,6 +63,7 @@ from .schedule import learning_rate
 from .settings import StepSettings, with_knobs
 from .tally import Tally
 from .tensors import backward, floats
+from .user_loss import failure_of_all, name_metrics_alike
 
 
 @dataclass(slots=True)
@@ -77,6 +78,8 @@ class _Step:
     num_updates: int = 0
     mean_weights: Sequence[float] = ()
     """Of each mini-batch; see `accounting.mean_weights`."""
+    failure: UserCodeError | None = None
+    """Of the user's loss, on this rank."""
 
 
 class Stepper:
@@ -106,7 +109,8 @@ class Stepper:
     def train(self, shard: TrainShard, settings: StepSettings) -> StepStats:
         """One update per mini-batch; returns metrics, equal on all ranks except for times, and what is shown.
 
-        Raises TrainError, on all ranks and before the update concerned, if a loss or gradient is not finite.
+        Raises TrainError, on all ranks and before the update concerned, if a loss or gradient is not finite, and
+        UserCodeError likewise for a loss of the user's that failed on any of them.
         """
         started_s = self._clock.monotonic()
         objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
@@ -175,7 +179,7 @@ class Stepper:
 
     # -- one update
 
-    def _update(self, step: _Step, number: int, micros: Sequence[MicroBatch[Layout]]) -> TrainError | None:
+    def _update(self, step: _Step, number: int, micros: Sequence[MicroBatch[Layout]]) -> MyxaError | None:
         """Gradient of one mini-batch and an AdamW update; or the error that all ranks agreed on, and no update."""
         settings = step.settings
         place = f"step {step.shard.step}, mini-batch {number}"
@@ -195,8 +199,10 @@ class Stepper:
         self._replica.share_gradients()
         bad = first_not_finite(torch.stack(losses))
         norm = self._replica.gradient_norm()
-        trouble = torch.tensor([float(bad >= 0), float(not torch.isfinite(norm))])
-        loss_is_bad, gradient_is_bad = floats(self._world.max(trouble))
+        trouble = torch.tensor([step.failure is not None, bad >= 0, not torch.isfinite(norm)], dtype=torch.float32)
+        has_failed, loss_is_bad, gradient_is_bad = floats(self._world.max(trouble))
+        if has_failed:
+            return failure_of_all(self._world, step.failure, place)
         if loss_is_bad:
             return accusation(self._world, "loss", place, bad, micros[bad].group_ids if bad >= 0 else ())
         if gradient_is_bad:
@@ -218,7 +224,11 @@ class Stepper:
         scores = self._replica.forward(micro.layout, needs_entropy_grad=needs_entropy_grad)
         step.shown.take(micro.layout, scores.logprobs_M)
         batch = token_batch(micro, scores.logprobs_M, scores.entropy_M)
-        objective = policy_objective(batch, step.objective, normaliser)
+        try:
+            objective = policy_objective(batch, step.objective, normaliser, step.settings.loss_fn)
+        except UserCodeError as error:  # the other ranks are in the middle of their passes: all hear of it after them
+            step.failure = step.failure or error
+            return scores.logprobs_M.sum() * 0
         with torch.no_grad():
             tally_objective(step.tally, step.objective, batch, objective, is_first=is_first)
         return objective.loss
@@ -247,6 +257,7 @@ class Stepper:
     ) -> dict[str, float]:
         """Everything reduced over ranks, under `train/`; see `report`."""
         tally_counts(step.tally, step.shard, [micro for minibatch in minibatches for micro in minibatch])
+        name_metrics_alike(self._world, step.tally, step.settings.loss_fn)
         sums, maxima = step.tally.reduced(self._world)
         metrics = report(sums, maxima, step.num_updates, self._clock.monotonic() - started_s)
         metrics["train/num_updates"] = float(self._optimizer.num_updates)
