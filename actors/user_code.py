@@ -1,4 +1,5 @@
-"""A user's own functions, found by name once, at the start: reward, workflow, group filter.
+"""A user's own functions, found by name once, at the start: reward, workflow, group filter, parts of
+the algorithm.
 
 Knows how a name becomes a function and what each kind is called with. Must not know who calls it. Names are
 `module:attr` or `path/to/file.py:attr`. Mistakes in the name are ConfigError; code that raises while it is imported is
@@ -38,6 +39,8 @@ class Expected:
     signature: str
     """As it is shown in messages."""
     must_be_async: bool = False
+    must_be_plain: bool = False
+    """It is called where nothing can be awaited."""
 
 
 REWARD = Expected("reward.fn", 1, "def reward(completion: Completion) -> float | dict[str, float]")
@@ -55,6 +58,13 @@ WORKFLOW = Expected(
     "rollout.workflow", 2, "async def generate(ctx: WorkflowContext, prompt: Prompt) -> Sample", must_be_async=True
 )
 GROUP_FILTER = Expected("algo.group_filter", 1, "def keep(group: Group) -> bool | str")
+REWARD_POST_PROCESS = Expected(
+    "algo.reward_post_process", 1, "def process(groups: list[Group]) -> list[Sequence[float]]", must_be_plain=True
+)
+ADVANTAGE_FN = Expected(
+    "algo.advantage_fn", 1, "def advantages(groups: list[Group]) -> list[Sequence[float | ndarray]]", must_be_plain=True
+)
+LOSS_FN = Expected("algo.loss_fn", 1, "def loss(tokens: LossTokens) -> Tensor", must_be_plain=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +93,21 @@ def load_function(name: str, expected: Expected, args: Mapping[str, Any] | None 
         raise ConfigError(
             f'{expected.key} = "{name}" is not an async function', remedy=f"it must look like: {expected.signature}"
         )
+    if expected.must_be_plain and is_async:
+        raise ConfigError(
+            f'{expected.key} = "{name}" is an async function', remedy=f"it must look like: {expected.signature}"
+        )
     return UserFunction(name, fn, is_async)
+
+
+def source_digest(fn: Callable[..., Any]) -> str:
+    """Of the file that the function is written in, so that processes can tell whether they have the same; empty if it
+    has none."""
+    try:
+        path = inspect.getsourcefile(inspect.unwrap(fn))
+        return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest() if path else ""
+    except (TypeError, OSError, ValueError):
+        return ""
 
 
 def _module_of_name(name: str, expected: Expected) -> ModuleType:

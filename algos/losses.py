@@ -6,7 +6,8 @@ has a denominator of its own. Notation: A advantage, r ratio live/old. Shapes: [
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ class TokenLoss:
     """bool [T]: the clip changed the loss (or the weight, for CISPO)."""
     dual_clipped_T: Tensor
     """bool [T]: the dual clip changed the loss."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Further numbers per token, [T] each, of which means are told."""
 
 
 def ppo_clip_loss(

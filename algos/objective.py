@@ -26,7 +26,8 @@ last four is 1, so their clip never acts. Hence "auto": behaviour with one mini-
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,10 +47,12 @@ from .ratios import Weights
 from .segments import Segments
 
 __all__ = [
+    "LossTokens",
     "Normaliser",
     "Objective",
     "ObjectiveConfig",
     "TokenBatch",
+    "TokenLossFn",
     "needs_proximal",
     "needs_reference",
     "objective_config",
@@ -132,34 +135,52 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
-    """The micro-batch as the formulas want it: wide floats, exact zeros at masked tokens, nothing missing."""
+class LossTokens:
+    """The micro-batch as the formulas want it: wide floats, exact zeros at masked tokens, nothing missing. What a loss
+    of the user's own is computed from."""
 
     segments: Segments
+    """Loss mask (`segments.mask_T`) and owner (`segments.sample_T`) of every token; sums and means per sample."""
     live_T: Tensor
+    """float [T]: log-probs under the weights that are being trained, with gradient."""
     behaviour_T: Tensor
+    """float [T]: the engine's, at the moment of sampling."""
     train_T: Tensor
+    """float [T]: under the weights at the step's start; with one mini-batch the live ones without gradient."""
     old_T: Tensor
+    """float [T]: what `algo.correction` says that the live ones are compared with."""
     advantages_T: Tensor
+    """float [T]."""
     reference_T: Tensor | None
+    """float [T]: under the reference model; None without one."""
     entropy_T: Tensor | None
+    """float [T]: entropy of the live distribution, with gradient if `entropy_coef` is not 0."""
+    config: ObjectiveConfig
+    """Bounds and coefficients of `[algo]` as they are in this step."""
 
 
-def policy_objective(batch: TokenBatch, config: ObjectiveConfig, normaliser: Normaliser) -> Objective:
+TokenLossFn = Callable[[LossTokens], losses.TokenLoss]
+"""A loss per token in place of the one that `loss` names."""
+
+
+def policy_objective(
+    batch: TokenBatch, config: ObjectiveConfig, normaliser: Normaliser, loss_fn: TokenLossFn | None = None
+) -> Objective:
     """This micro-batch's share of the loss and its metrics. Gradient flows through `logprobs_T` and `entropy_T`.
 
-    Raises TrainError when log-probs that the options need are missing or a denominator is.
+    `loss_fn` takes the place of L; all else is as without. Raises TrainError when log-probs that the options need are
+    missing or a denominator is, and what `loss_fn` raises.
     """
     view = _view(batch, config)
     weights = _weights(view, config, normaliser.mean_weight)
     ratio_T = _ratio(view, config)
-    token_loss = _token_loss(view, ratio_T, config)
-    keep_T = weights.keep_T
+    token_loss = _token_loss(view, ratio_T, config) if loss_fn is None else loss_fn(view)
+    keep_T, policy_T = weights.keep_T, token_loss.loss_T
+    removed_by = dict(weights.removed_by)
     if config.opsm_delta:
         opsm_T = losses.opsm_keep(view.live_T, view.old_T, view.advantages_T, view.segments, config.opsm_delta)
-        policy_T = torch.where(opsm_T, token_loss.loss_T, 0.0)
-    else:
-        policy_T = token_loss.loss_T
+        policy_T = torch.where(opsm_T, policy_T, 0.0)
+        removed_by["opsm"] = ~opsm_T
     policy = _reduce(weights.weight_T * policy_T, keep_T, view.segments, config, normaliser)
     parts = {"policy_loss": policy}
     kl_T = _kl(view, ratio_T, config)
@@ -170,7 +191,7 @@ def policy_objective(batch: TokenBatch, config: ObjectiveConfig, normaliser: Nor
             view.entropy_T, keep_T, view.segments, config, normaliser
         )
     loss = torch.stack(list(parts.values())).sum()
-    sums = _metrics(view, ratio_T, token_loss, weights, kl_T, config)
+    sums = _metrics(view, ratio_T, token_loss, replace(weights, removed_by=removed_by), kl_T, config)
     return Objective(
         loss=loss,
         parts={name: part.detach() for name, part in parts.items()},
@@ -188,7 +209,7 @@ def weight_sums(batch: TokenBatch, config: ObjectiveConfig) -> Tensor:
     return ratios.weight_sums(_weights(view, config, 1.0).weight_T, view.segments, config.mis_level)
 
 
-def _view(batch: TokenBatch, config: ObjectiveConfig) -> _View:
+def _view(batch: TokenBatch, config: ObjectiveConfig) -> LossTokens:
     segments = Segments.of(batch.mask_T, batch.sample_T, batch.num_samples)
     live_T = _wide(batch.logprobs_T, segments)
     if config.minibatches > 1 and needs_proximal(config) and batch.proximal_T is None:
@@ -210,7 +231,7 @@ def _view(batch: TokenBatch, config: ObjectiveConfig) -> _View:
     behaviour_T = _wide(batch.behaviour_T, segments).detach()
     train_T = live_T.detach() if batch.proximal_T is None else _wide(batch.proximal_T, segments).detach()
     old_T = {"none": live_T.detach(), "behaviour": behaviour_T}.get(config.correction, train_T)
-    return _View(
+    return LossTokens(
         segments=segments,
         live_T=live_T,
         behaviour_T=behaviour_T,
@@ -219,6 +240,7 @@ def _view(batch: TokenBatch, config: ObjectiveConfig) -> _View:
         advantages_T=_wide(batch.advantages_T, segments).detach(),
         reference_T=None if batch.reference_T is None else _wide(batch.reference_T, segments).detach(),
         entropy_T=None if batch.entropy_T is None else _wide(batch.entropy_T, segments),
+        config=config,
     )
 
 
@@ -227,13 +249,13 @@ def _wide(x_T: Tensor, segments: Segments) -> Tensor:
     return segments.kept(x_T if x_T.dtype == torch.float64 else x_T.float())
 
 
-def _ratio(view: _View, config: ObjectiveConfig) -> Tensor:
+def _ratio(view: LossTokens, config: ObjectiveConfig) -> Tensor:
     if config.loss == "gspo":
         return ratios.sequence_ratio(view.live_T, view.old_T, view.segments)
     return ratios.ratio(view.live_T, view.old_T)
 
 
-def _token_loss(view: _View, ratio_T: Tensor, config: ObjectiveConfig) -> losses.TokenLoss:
+def _token_loss(view: LossTokens, ratio_T: Tensor, config: ObjectiveConfig) -> losses.TokenLoss:
     if config.loss == "sft":
         return losses.sft_loss(view.live_T)
     if config.loss == "reinforce":
@@ -243,7 +265,7 @@ def _token_loss(view: _View, ratio_T: Tensor, config: ObjectiveConfig) -> losses
     return losses.ppo_clip_loss(ratio_T, view.advantages_T, config.clip_low, config.clip_high, config.dual_clip)
 
 
-def _weights(view: _View, config: ObjectiveConfig, mean_weight: float) -> Weights:
+def _weights(view: LossTokens, config: ObjectiveConfig, mean_weight: float) -> Weights:
     """The weight of the correction, level by level; see the module's table."""
     correction = config.correction
     if correction in ("none", "behaviour"):
@@ -257,19 +279,22 @@ def _weights(view: _View, config: ObjectiveConfig, mean_weight: float) -> Weight
     return _mis(view, log_q_T, config, mean_weight)
 
 
-def _mis(view: _View, log_q_T: Tensor, config: ObjectiveConfig, mean_weight: float) -> Weights:
+def _mis(view: LossTokens, log_q_T: Tensor, config: ObjectiveConfig, mean_weight: float) -> Weights:
     weights = ratios.mis_weights(log_q_T, config.mis_mode, config.mis_low, config.mis_high)
     keep_T = weights.keep_T
+    removed_by: dict[str, Tensor] = {}
     if config.reject_high:
         judged_T = ratios.log_weight(view.train_T, view.behaviour_T, view.segments, config.reject_level)
-        keep_T = keep_T & ratios.rejection(judged_T, config.reject_low, config.reject_high)
+        removed_by["rejected"] = ~ratios.rejection(judged_T, config.reject_low, config.reject_high)
     if config.veto:
-        keep_T = keep_T & ratios.veto(view.train_T, view.behaviour_T, view.segments, config.veto)
-    weights = Weights(weights.weight_T, keep_T, weights.cut_T | ~keep_T)
+        removed_by["vetoed"] = ~ratios.veto(view.train_T, view.behaviour_T, view.segments, config.veto)
+    for removed_T in removed_by.values():
+        keep_T = keep_T & ~removed_T
+    weights = Weights(weights.weight_T, keep_T, weights.cut_T | ~keep_T, removed_by)
     return ratios.normalise(weights, mean_weight) if config.mis_normalise else weights
 
 
-def _kl(view: _View, ratio_T: Tensor, config: ObjectiveConfig) -> Tensor | None:
+def _kl(view: LossTokens, ratio_T: Tensor, config: ObjectiveConfig) -> Tensor | None:
     """KL towards the reference, for the loss and the metric; None without a reference."""
     if view.reference_T is None:
         return None
@@ -295,7 +320,7 @@ def _reduce(x_T: Tensor, keep_T: Tensor, segments: Segments, config: ObjectiveCo
 
 
 def _metrics(
-    view: _View,
+    view: LossTokens,
     ratio_T: Tensor,
     token_loss: losses.TokenLoss,
     weights: Weights,
@@ -309,6 +334,7 @@ def _metrics(
         rows["entropy"] = view.entropy_T
     if kl_T is not None:
         rows["kl"] = kl_T
+    rows |= {f"user/{name}": row_T for name, row_T in token_loss.metrics.items()}
     if config.loss != "sft":
         drift_T = view.old_T - view.live_T.detach()
         rows |= {
@@ -322,6 +348,7 @@ def _metrics(
             "weight_cut_fraction": weights.cut_T,
             "removed_fraction": ~weights.keep_T,
         }
+        rows |= {f"{rule}_fraction": removed_T for rule, removed_T in weights.removed_by.items()}
     sums = {name: segments.kept(row_T.detach().to(view.live_T.dtype)).sum() for name, row_T in rows.items()}
     if config.loss != "sft":
         sums |= mismatch_sums(view.train_T, view.behaviour_T, segments)

@@ -88,6 +88,8 @@ class ObjectiveConfig:
     reduction: Reduction = "token"
     opsm_delta: float = 0.0
     """Off-policy sequence masking: samples of negative advantage further away than this lose their loss; 0 = off."""
+    has_loss_fn: bool = False
+    """The loss per token is a function of the user's; `loss` says what the metrics' ratio is."""
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -158,14 +160,22 @@ def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> Object
         clip_high=algo.clip_high,
         dual_clip=algo.dual_clip,
         tis_cap=algo.tis_cap,
+        tis_floor=algo.tis_floor,
         mis_level=algo.mis_level,
         mis_mode=algo.mis_mode,
         mis_low=algo.mis_low,
         mis_high=algo.mis_high,
+        mis_normalise=algo.mis_normalise,
+        reject_level=algo.reject_level,
+        reject_low=algo.reject_low,
+        reject_high=algo.reject_high,
+        veto=algo.veto,
         kl_coef=algo.kl_coef,
         kl_in=algo.kl_in,
         kl_kind=algo.kl_kind,
         kl_unbiased=algo.kl_unbiased,
         entropy_coef=algo.entropy_coef,
         reduction=algo.reduction,
+        opsm_delta=algo.opsm_delta,
+        has_loss_fn=bool(algo.loss_fn),
     )

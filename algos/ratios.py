@@ -21,8 +21,8 @@ Denominators of means never change by either. Knows tensors only. All results ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -48,6 +48,8 @@ class Weights:
     """bool [T]: False where the token leaves policy, KL and entropy terms."""
     cut_T: Tensor
     """bool [T]: True where the weight was bounded, zeroed or the token removed; for metrics."""
+    removed_by: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """bool [T] per rule that may remove whole tokens or samples: where it did; for metrics."""
 
 
 def ratio(live_T: Tensor, old_T: Tensor) -> Tensor:
@@ -143,7 +145,7 @@ def normalise(weights: Weights, mean: float | Tensor) -> Weights:
     """Weights divided by their global mean (see `weight_sums`); a mean of 0 leaves them as they are (all are 0)."""
     mean_0 = torch.as_tensor(mean, dtype=weights.weight_T.dtype, device=weights.weight_T.device)
     safe_0 = torch.where(mean_0 > 0, mean_0, torch.ones_like(mean_0))
-    return Weights(weights.weight_T / safe_0, weights.keep_T, weights.cut_T)
+    return replace(weights, weight_T=weights.weight_T / safe_0)
 
 
 def _outside(x_T: Tensor, low: float, high: float) -> Tensor:

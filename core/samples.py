@@ -150,9 +150,12 @@ class TrainSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     versions: I32
     """int32 [R]."""
     reward: float
-    """Raw scalar reward."""
+    """Scalar reward that the advantage was made of."""
     advantage: float
     """Sample-level advantage after group normalisation; token-level terms (KL, discounting) are added by the rank."""
+    token_advantages: F32 | None = None
+    """float32 [R]: advantages per token, if a function of the user's gave such; then `advantage` is the mean of those
+    in the loss."""
     temperature: float = 1.0
     """Temperature that the tokens were drawn at, above 0: log-probs are those of the distribution at it."""
 

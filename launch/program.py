@@ -294,6 +294,7 @@ def _workflow(config: RunConfig) -> Workflow:
 
 def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.backends.torch_backend.world import Gang
+    from ..actors.trainer.batch_functions import BatchFunctions
     from ..actors.trainer.knobs import step_values
     from ..actors.trainer.leader_options import LeaderOptions
     from ..actors.trainer.standby import StandbyOptions
@@ -321,6 +322,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         max_tokens=config.trainer.max_tokens_per_microbatch,
         minibatches=config.algo.minibatches,
         sources=tuple(sorted(config.data.sources)),
+        functions=BatchFunctions() if gang.rank else BatchFunctions.load(config.algo),
     )
     leader = LeaderOptions(
         world_size=gang.world_size,

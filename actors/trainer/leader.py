@@ -40,11 +40,12 @@ from .fetching import Fetching
 from .knobs import TrainerKnobs
 from .leader_options import LeaderOptions
 from .part_metrics import PartMetrics
+from .planning import planned_step
 from .publishing import Publisher
 from .ranks import Ranks
 from .standby import Standby
 from .standing import Standing
-from .step_plan import Batch, batch_metrics, plan_step
+from .step_plan import Batch
 
 T = TypeVar("T")
 
@@ -252,14 +253,14 @@ class Leader:
         started = self._clock.monotonic()
         await self._pass_step(version)
         with self._meter.during("compute", f"plan {version}"):
-            metrics, lags = batch_metrics(version, batch, self._options.plan.sources)
-            metrics |= self._parts.of(batch.groups)
-            shards = plan_step(version, batch.groups, self._knobs.planned(self._options.plan))
+            options = self._knobs.planned(self._options.plan)
+            plan = await planned_step(version, batch, options, self._options.step_timeout_s)
         if self._share is not None:
             await self._share.take()
         with self._meter.during("wait-data", "ranks"):
-            stats = await self._ranks.train(shards, self._knobs.for_step())
-        metrics |= stats.metrics | self._knobs.metrics() | {"knobs/epoch": float(self._owner.epoch)}
+            stats = await self._ranks.train(plan.shards, self._knobs.for_step())
+        metrics = plan.metrics | self._parts.of(batch.groups) | stats.metrics | self._knobs.metrics()
+        metrics["knobs/epoch"] = float(self._owner.epoch)
         made = self._standing.version = version + 1
         reached("trainer.trained")
         with self._meter.during("wait-data", "tell buffer"):
@@ -273,7 +274,7 @@ class Leader:
         metrics["weights/publish_s"] = self._clock.monotonic() - publish_started
         metrics["leader/step_wall_s"] = self._clock.monotonic() - started
         group_ids = tuple(g.group_id for g in batch.groups)
-        report = StepReport(step=version, version=made, metrics=metrics, lags=lags, group_ids=group_ids)
+        report = StepReport(step=version, version=made, metrics=metrics, lags=plan.lags, group_ids=group_ids)
         self._telemetry.metric(made, metrics)
         async with self._engines_turn(made):
             with self._meter.during("wait-weights", "tell coordinator"):

@@ -12,7 +12,7 @@ from ...core.activity import TelemetryBuffer
 from ...core.actor import ActorContext
 from ...core.actor_group import ActorGroup
 from ...core.clock import Clock
-from ...core.errors import DeadlineExceeded, GatherError, TrainError
+from ...core.errors import DeadlineExceeded, GatherError, MyxaError, RemoteError, TrainError, UserCodeError
 from ...core.protocols import StepStats
 from ...core.samples import TrainShard
 from ..contracts.roles import TrainerContract
@@ -49,7 +49,7 @@ class Ranks:
 
     async def train(self, shards: Sequence[TrainShard], knobs: dict[str, float]) -> StepStats:
         """All ranks at once, with the same values; returns rank 0's metrics and the scores of all. Raises TrainError
-        naming who failed."""
+        naming who failed, UserCodeError if it was the user's loss."""
         started, began = self._clock.wall(), self._clock.monotonic()
         try:
             stats = await self.together.scatter(lambda rank, i: rank.train_shard(shards[self._shard_of_rank[i]], knobs))
@@ -60,8 +60,10 @@ class Ranks:
         scores = tuple(score for told in stats.values() for score in told.scores)
         return StepStats(metrics=stats["trainer/0"].metrics, scores=scores)
 
-    def _failed(self, step: int, error: GatherError) -> TrainError:
+    def _failed(self, step: int, error: GatherError) -> MyxaError:
         name, cause = next(iter(error.errors.items()))
+        if isinstance(cause, RemoteError) and cause.remote_type == UserCodeError.__name__:
+            return UserCodeError(str(cause))  # it would fail again: no restart helps
         if not isinstance(cause, DeadlineExceeded):
             return TrainError(f"{name} failed in step {step}: {cause}", remedy=f"see the log of {name}")
         silent = ", ".join((name, *error.unheard))

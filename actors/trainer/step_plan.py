@@ -9,7 +9,8 @@ import numpy as np
 
 from ...algos.baselines import group_advantages
 from ...algos.packing import plan_shards
-from ...core.samples import Group, TrainSample, TrainShard
+from ...core.samples import F32, Group, TrainSample, TrainShard
+from .batch_functions import BatchFunctions
 
 SHOWN_GROUPS = 4
 SHOWN_TOKENS = 1 << 18
@@ -30,6 +31,8 @@ class PlanOptions:
     """Optimizer steps per batch."""
     sources: tuple[str, ...] = ()
     """Names of the sources of prompts, where there are several."""
+    functions: BatchFunctions = field(default_factory=BatchFunctions)
+    """The user's own, for rewards and advantages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +53,19 @@ class Batch:
 def plan_step(step: int, groups: Sequence[Group], options: PlanOptions) -> tuple[TrainShard, ...]:
     """One shard per rank, covering every sample exactly once.
 
-    Advantages are normalised inside each group by its id, so groups of unequal size are safe. Raises ValueError
-    for an empty batch.
+    Advantages are normalised inside each group by its id, so groups of unequal size are safe; or they are the user's.
+    Raises ValueError for an empty batch, UserCodeError for a function of the user's that fails.
     """
     if not groups:
         raise ValueError(f"step {step}: no groups to train on")
     flat = [(g, i) for g in groups for i in range(len(g.samples))]
     rewards = np.asarray([float(g.rewards[i]) for g, i in flat], dtype=np.float32)
     group_ids = np.asarray([g.group_id for g, _ in flat], dtype=np.int64)
-    advantages = group_advantages(options.kind, rewards, group_ids, normalise_std=options.normalise_std)
-    samples = [_train_sample(g, i, float(advantage)) for (g, i), advantage in zip(flat, advantages, strict=True)]
+    advantages = options.functions.advantages(step, groups)
+    if advantages is None:
+        own = group_advantages(options.kind, rewards, group_ids, normalise_std=options.normalise_std)
+        advantages = [float(advantage) for advantage in own]
+    samples = [_train_sample(g, i, advantage) for (g, i), advantage in zip(flat, advantages, strict=True)]
     plan = plan_shards(
         [len(s.token_ids) for s in samples],
         options.num_ranks,
@@ -84,8 +90,13 @@ def shown_groups(groups: Sequence[Group]) -> tuple[int, ...]:
     return tuple(g.group_id for g, end in zip(telling[:SHOWN_GROUPS], lengths, strict=False) if end <= SHOWN_TOKENS)
 
 
-def _train_sample(group: Group, i: int, advantage: float) -> TrainSample:
+def _train_sample(group: Group, i: int, advantage: float | F32) -> TrainSample:
+    """`advantage`: of the sample, or of each of its tokens."""
     sample = group.samples[i]
+    tokens: F32 | None = None
+    if isinstance(advantage, np.ndarray):
+        tokens, kept = advantage, advantage[sample.loss_mask != 0]
+        advantage = float(kept.mean()) if kept.size else 0.0
     return TrainSample(
         group_id=group.group_id,
         index=sample.index,
@@ -96,6 +107,7 @@ def _train_sample(group: Group, i: int, advantage: float) -> TrainSample:
         versions=sample.versions,
         reward=float(group.rewards[i]),
         advantage=advantage,
+        token_advantages=tokens,
         temperature=sample.temperature or 1.0,  # engines tell log-probs of greedy tokens at temperature 1
     )
 

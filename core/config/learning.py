@@ -27,6 +27,8 @@ COMPARING_KINDS: tuple[AlgoKind, ...] = ("grpo", "dr_grpo", "gspo", "cispo", "rl
 """Algorithms that compare the samples of a group: it needs two at least."""
 LOSS_OF_KIND: Mapping[AlgoKind, str] = {"gspo": "gspo", "cispo": "cispo", "sft": "sft"}
 """The loss that loss = "auto" stands for; ppo for all others."""
+AT_START = ("decoupled", "tis", "icepop", "mis")
+"""Corrections whose ratio is taken against the weights at the step's start."""
 
 Betas = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)]
 
@@ -53,6 +55,8 @@ class AlgoConfig(Section, frozen=True):
     decoupled with several."""
     tis_cap: PositiveFloat = 2.0
     """Upper bound of the importance weight of `tis`, `icepop` and `decoupled`."""
+    tis_floor: NonNegativeFloat = 0.0
+    """Lower bound of the importance weight of `tis`; 0 = none."""
     mis_level: Literal["token", "sequence", "geometric"] = "token"
     """Level on which `mis` and `icepop` judge the importance weight."""
     mis_mode: Literal["truncate", "clip", "mask"] = "mask"
@@ -61,6 +65,20 @@ class AlgoConfig(Section, frozen=True):
     """Lower bound of the importance weight of `mis` and `icepop`."""
     mis_high: PositiveFloat = 2.0
     """Upper bound of the importance weight of `mis`."""
+    mis_normalise: bool = False
+    """Whether `mis` divides its weights by their mean over the mini-batch (one more forward pass a step)."""
+    reject_level: Literal["token", "sequence", "geometric"] = "geometric"
+    """Level on which `mis` judges whom to reject."""
+    reject_low: NonNegativeFloat = 0.0
+    """`mis`: tokens (samples) whose importance weight at `reject_level` is below this are removed; needs
+    `reject_high`."""
+    reject_high: NonNegativeFloat = 0.0
+    """The same above this; 0 = nobody is rejected."""
+    veto: UnitFloat = 0.0
+    """`mis`: a sample with any token whose importance weight is below this is removed; 0 = off."""
+    opsm_delta: NonNegativeFloat = 0.0
+    """Off-policy sequence masking: a sample of negative advantage loses its policy loss when the mean of (old - live)
+    log-probs over its tokens exceeds this; 0 = off."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL term towards the initial model; 0 = no reference model is kept."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -77,6 +95,14 @@ class AlgoConfig(Section, frozen=True):
     """Whether group advantages are divided by the group's standard deviation."""
     group_filter: CodeName = "zero_variance"
     """Which groups are left out: zero_variance (all rewards equal), none, or your own `module:function`."""
+    reward_post_process: CodeName = ""
+    """Your own function from the rewards of a whole batch to those that advantages are made of, `module:function` or
+    `file.py:function`; empty = rewards as they are."""
+    advantage_fn: CodeName = ""
+    """Your own advantages, per sample or per token, in place of the algorithm's; not for ppo, reinforce_pp,
+    reinforce_pp_baseline and sft, which make their own per token."""
+    loss_fn: CodeName = ""
+    """Your own policy loss per token in place of `loss`; correction, masks, KL, entropy and reduction stay."""
     gamma: UnitFloat = 1.0
     """Discount per token."""
     lam: UnitFloat = 1.0
@@ -94,6 +120,11 @@ class AlgoConfig(Section, frozen=True):
     def _filter_is_named(cls, value: str) -> str:
         return check_code_name(value, FILTER_BUILTINS)
 
+    @field_validator("reward_post_process", "advantage_fn", "loss_fn")
+    @classmethod
+    def _function_is_named(cls, value: str) -> str:
+        return check_code_name(value, ()) if value else value
+
     def conflicts(self) -> Iterator[Conflict]:
         """Batch arithmetic and options that the algorithm does not define."""
         if self.batch_size % self.minibatches:
@@ -110,10 +141,47 @@ class AlgoConfig(Section, frozen=True):
         loss = LOSS_OF_KIND.get(self.kind, "ppo") if self.loss == "auto" else self.loss
         if self.dual_clip and loss not in ("ppo", "gspo"):
             yield Conflict(("dual_clip", "kind", "loss"), f'is not defined for the loss "{loss}"; use 0')
-        if self.mis_low >= self.mis_high:
-            yield Conflict(("mis_low", "mis_high"), f"must be below mis_high = {self.mis_high:g}")
+        yield from self._correction_conflicts(loss)
+        yield from self._function_conflicts()
         if self.loss != "auto" and (self.loss == "sft") != (self.kind == "sft"):
             yield Conflict(("loss", "kind"), f'does not go with kind = "{self.kind}"; use "auto"')
+
+    def _function_conflicts(self) -> Iterator[Conflict]:
+        """Functions of the user's in places that the algorithm does not have."""
+        if self.advantage_fn and self.kind in (*REWARD_KL_KINDS, "sft"):
+            yield Conflict(
+                ("advantage_fn", "kind"), f'does not go with kind = "{self.kind}", which makes advantages per token'
+            )
+        if self.reward_post_process and self.kind == "sft":
+            yield Conflict(("reward_post_process", "kind"), 'does not go with kind = "sft", which has no rewards')
+        if self.loss_fn and self.loss != "auto":
+            yield Conflict(("loss", "loss_fn"), 'must be "auto": loss_fn takes its place')
+
+    def _correction_conflicts(self, loss: str) -> Iterator[Conflict]:
+        """Bounds that cross, and options of one correction under another, where they would do nothing."""
+        for low, high in (("tis_floor", "tis_cap"), ("mis_low", "mis_high"), ("reject_low", "reject_high")):
+            bottom, top = getattr(self, low), getattr(self, high)
+            if bottom and bottom >= top:
+                yield Conflict((low, high), f"must be below {high} = {top:g}" if top else f"needs {high}")
+        if self.correction == "icepop" and self.mis_low >= self.tis_cap:
+            yield Conflict(("mis_low", "tis_cap", "correction"), f"must be below tis_cap = {self.tis_cap:g}")
+        if self.tis_floor and self.correction != "tis":
+            yield Conflict(("tis_floor", "correction"), f'is for correction = "tis", not "{self.correction}"')
+        for name in ("mis_normalise", "reject_high", "veto"):
+            if getattr(self, name) and self.correction != "mis":
+                yield Conflict((name, "correction"), f'is for correction = "mis", not "{self.correction}"')
+        if self.mis_normalise and self.mis_level == "geometric":
+            yield Conflict(
+                ("mis_normalise", "mis_level"), 'has no mean of geometric weights: use mis_level "token" or "sequence"'
+            )
+        if self.opsm_delta and loss == "sft":
+            yield Conflict(("opsm_delta", "kind", "loss"), 'is not defined for the loss "sft"; use 0')
+        elif self.opsm_delta and (self.correction == "none" or (self.minibatches == 1 and self.correction in AT_START)):
+            yield Conflict(
+                ("opsm_delta", "correction", "minibatches"),
+                f'never acts with correction = "{self.correction}" and minibatches = {self.minibatches}: the log-probs '
+                'that it compares are the same; use "behaviour", or several mini-batches',
+            )
 
 
 class AsyncSettings(Section, frozen=True):

@@ -151,7 +151,7 @@ def _exploration_conflicts(config: RunConfig) -> Iterator[Conflict]:
             ("rollout.temperature", "algo.kind"),
             f'gives identical samples, from which algo.kind = "{config.algo.kind}" learns nothing; use 1.0',
         )
-    needs_group = config.algo.kind in COMPARING_KINDS
+    needs_group = config.algo.kind in COMPARING_KINDS and not config.algo.advantage_fn
     if needs_group and config.rollout.num_samples < 2:
         yield Conflict(
             ("rollout.num_samples", "algo.kind"),

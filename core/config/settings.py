@@ -43,7 +43,8 @@ def check_code_name(value: str, builtins: tuple[str, ...]) -> str:
         return value
     near = nearest(value, builtins)
     hint = f'; did you mean "{near}"?' if near else ""
-    raise ValueError(f"must be one of {', '.join(builtins)}, or module:function, or file.py:function{hint}")
+    known = f"one of {', '.join(builtins)}, or " if builtins else ""
+    raise ValueError(f"must be {known}module:function, or file.py:function{hint}")
 
 
 class RunSettings(Section, frozen=True):

@@ -165,10 +165,11 @@ def _find_checkpoint(path: str) -> None:
 
 
 def _check_functions(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
-    rollouts = [actor for actor in actors if actor.role in ("rollout", "buffer")]
-    if rollouts:
-        sees_modules = not any(actor.python or "PYTHONPATH" in actor.env for actor in rollouts)
-        yield from function_findings(config, sees_modules=sees_modules)
+    for roles in (("rollout", "buffer"), ("trainer",)):
+        callers = [actor for actor in actors if actor.role in roles]
+        if callers:
+            sees_modules = not any(actor.python or "PYTHONPATH" in actor.env for actor in callers)
+            yield from function_findings(config, roles, sees_modules=sees_modules)
 
 
 def _check_data(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:

@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
 from ...actors.rewards.call import check_args
-from ...actors.user_code import GROUP_FILTER, WORKFLOW, Expected, reward_expected
+from ...actors.user_code import (
+    ADVANTAGE_FN,
+    GROUP_FILTER,
+    LOSS_FN,
+    REWARD_POST_PROCESS,
+    WORKFLOW,
+    Expected,
+    reward_expected,
+)
 from ...core.config import RewardSettings, RunConfig
 from ...core.errors import ConfigError, UserCodeError
 from ...core.suggestion import suggest
 from .finding import Finding, looked
 
+ALL = ("rollout", "buffer", "trainer")
 MAX_SOURCE_BYTES = 8 << 20
 MAKERS = frozenset({"globals", "vars", "setattr", "exec"})
 """What a module can give itself names with."""
@@ -32,15 +41,21 @@ class Named(NamedTuple):
     expected: Expected
     num_extra: int
     """Named arguments that the function gets besides."""
+    role: str = "rollout"
+    """Who calls it."""
 
 
-def function_findings(config: RunConfig, *, sees_modules: bool = True) -> Iterator[Finding]:
-    """What is wrong with each named function, and with the arguments of built-in rewards. `sees_modules`: whether this
-    process finds the modules that the rollout actors find; else only files are looked at."""
-    for name, part in config.reward.parts().items():
+def function_findings(
+    config: RunConfig, roles: Container[str] = ALL, *, sees_modules: bool = True
+) -> Iterator[Finding]:
+    """What is wrong with each named function that actors of these roles call, and with the arguments of built-in
+    rewards. `sees_modules`: whether this process finds the modules that they find; else only files are looked at."""
+    for name, part in config.reward.parts().items() if "rollout" in roles else ():
         table = f"reward.functions.{name}" if name else "reward"
         yield from looked(f"{table}.args", _check_args, table, part)
     for named in _named(config):
+        if named.role not in roles:
+            continue
         where, colon, _ = named.name.rpartition(":")
         if colon and (sees_modules or where.endswith(".py")):
             yield from looked(named.expected.key, check_function, named)
@@ -57,7 +72,10 @@ def _named(config: RunConfig) -> tuple[Named, ...]:
             Named(part.fn, reward_expected(key, takes_group=part.scope == "group"), len(part.args))
             for (key, _), part in zip(config.reward.named_functions(), config.reward.parts().values(), strict=True)
         ),
-        Named(config.algo.group_filter, GROUP_FILTER, 0),
+        Named(config.algo.group_filter, GROUP_FILTER, 0, "buffer"),
+        Named(config.algo.reward_post_process, REWARD_POST_PROCESS, 0, "trainer"),
+        Named(config.algo.advantage_fn, ADVANTAGE_FN, 0, "trainer"),
+        Named(config.algo.loss_fn, LOSS_FN, 0, "trainer"),
     )
 
 
@@ -175,6 +193,11 @@ def _check_definition(named: Named, node: ast.FunctionDef | ast.AsyncFunctionDef
     if expected.must_be_async and not isinstance(node, ast.AsyncFunctionDef):
         raise ConfigError(
             f'{expected.key} = "{named.name}" is not an async function',
+            remedy=f"it must look like: {expected.signature}",
+        )
+    if expected.must_be_plain and isinstance(node, ast.AsyncFunctionDef):
+        raise ConfigError(
+            f'{expected.key} = "{named.name}" is an async function',
             remedy=f"it must look like: {expected.signature}",
         )
     num_positional = len(args.posonlyargs) + len(args.args)

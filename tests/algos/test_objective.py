@@ -165,14 +165,19 @@ def test_mis_levels_and_modes(draw, mode, level):
         mis_high=3.0,
         reject_level="geometric",
         reject_low=0.9,
-        reject_high=1.3,
+        reject_high=1.1,
         veto=0.6,
         minibatches=2,
         entropy_coef=0.01,
         kl_coef=0.1,
     )
-    result = check(draw(32), strict)
-    assert 0 < float(result.sums["removed_fraction"]) <= float(result.sums["weight_cut_fraction"])
+    some = draw(32)
+    result, by_hand = check(some, strict), ByHand(some, strict)
+    sums = {name.removesuffix("_fraction"): float(total) for name, total in result.sums.items()}
+    assert 0 < sums["removed"] <= sums["weight_cut"]
+    trained = [t for t, m in enumerate(some.mask) if m]
+    assert 0 < sums["rejected"] == sum(not 0.9 <= by_hand.q(t, "geometric", True) <= 1.1 for t in trained)
+    assert 0 < sums["vetoed"] == sum(any(by_hand.q(s, "token", True) < 0.6 for s in by_hand.own(t)) for t in trained)
 
 
 def test_mis_batch_normalisation_uses_the_global_mean(draw):

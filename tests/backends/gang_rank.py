@@ -151,6 +151,11 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
         backend.export_hf(str(out / "hf"))
         result["error"] = refusal(backend, poisoned(shards[0], rank=spec["num_ranks"] - 1, own=rank))
         keep(out / "weights_after_nan.npz", weights_of(backend))
+        if spec["algo"].get("loss_fn"):
+            last = spec["num_ranks"] - 1
+            result["failure"] = refusal(backend, poisoned(shards[0], rank=last, own=rank, is_behaviour=True))
+            keep(out / "weights_after_failure.npz", weights_of(backend))
+            result["metrics_again"] = backend.train(shards[0], {}).metrics
     finally:
         backend.close()
     return result
@@ -177,13 +182,16 @@ def keep(path: Path, weights: dict[str, np.ndarray]) -> None:
         np.savez(path, allow_pickle=False, **weights)
 
 
-def poisoned(shard: TrainShard, *, rank: int, own: int) -> TrainShard:
-    """The last rank's first trained sample gets a NaN."""
+def poisoned(shard: TrainShard, *, rank: int, own: int, is_behaviour: bool = False) -> TrainShard:
+    """The last rank's first trained sample gets a NaN, or log-probs of the engine's that are far too high."""
     if rank != own:
         return shard
     victim = next(i for i, s in enumerate(shard.samples) if s.loss_mask.any() and s.advantage)
     samples = list(shard.samples)
-    samples[victim] = msgspec.structs.replace(samples[victim], advantage=float("nan"))
+    wrong: dict[str, Any] = {"advantage": float("nan")}
+    if is_behaviour:
+        wrong = {"logprobs": samples[victim].logprobs + np.float32(99)}
+    samples[victim] = msgspec.structs.replace(samples[victim], **wrong)
     return msgspec.structs.replace(shard, samples=tuple(samples))
 
 

@@ -111,6 +111,13 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
         stats = backend.train(mine, {})
         result["metrics_of_own_scores"] = stats.metrics
         result["shown"] = gang_rank.shown(mine, stats)
+        if algo.get("loss_fn"):
+            last = place.dp_size - 1
+            wrong = gang_rank.poisoned(shards[0], rank=last, own=place.dp_rank, is_behaviour=True)
+            gang_rank.keep(out / "before_failure.npz", weights_of(backend))
+            result["failure"] = gang_rank.refusal(backend, wrong)
+            gang_rank.keep(out / "after_failure.npz", weights_of(backend))
+            result["metrics_again"] = backend.train(shards[0], {}).metrics
         if case.get("poison"):
             poisoned = gang_rank.poisoned(shards[0], rank=place.dp_size - 1, own=place.dp_rank)
             gang_rank.keep(out / "before_nan.npz", weights_of(backend))

@@ -39,6 +39,11 @@ SPEC.loader.exec_module(steps)
 GRPO = {"kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.05}
 WHITENED = {"kind": "reinforce_pp", "batch_size": 6, "minibatches": 1, "kl_coef": 0.1, "kl_in": "reward"}
 PLAIN = {"kind": "gspo", "batch_size": 6, "minibatches": 1, "reduction": "rollout"}
+MASKED = {
+    "kind": "grpo", "batch_size": 6, "minibatches": 2, "correction": "mis", "mis_mode": "clip", "mis_normalise": True,
+    "reject_low": 0.3, "reject_high": 2.0, "veto": 0.15, "opsm_delta": 1e-4,
+}  # fmt: skip
+OWN = {**GRPO, "loss_fn": f"{Path(__file__).with_name('own_losses.py')}:clipped"}
 MANY = {"kind": "grpo", "batch_size": 6, "minibatches": 3}
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}
 SEEDS = (11, 12, 13)
@@ -83,8 +88,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "tp2-pp2", "megatron": {"tp": 2, "pp": 2}, "save": True, "export_hf": True, "poison": True},
         {"name": "dp4", "load": "tp2-pp2", "save": True, "saves_later": True},
         {"name": "tp2-pp2-back", "megatron": {"tp": 2, "pp": 2}, "load": "dp4"},
-        {"name": "dp2-tp2", "megatron": {"tp": 2}},
-        {"name": "cp2-pp2", "megatron": {"cp": 2, "pp": 2}},
+        {"name": "dp2-tp2", "megatron": {"tp": 2}, "algo": MASKED},
+        {"name": "cp2-pp2", "megatron": {"cp": 2, "pp": 2}, "algo": OWN},
     ],
 }
 UNCOMPARED = {"load", "trainer", "watches_routing"}
@@ -159,7 +164,7 @@ def judge(dense: Path) -> Callable[[dict[str, Any]], dict[str, Any]]:
     def judged(algo: dict[str, Any], temperatures: tuple[float, ...] = ()) -> dict[str, Any]:
         kind = algo["kind"]
         temperatures = temperatures or TEMPERATURES.get(kind, COOL)
-        place = f"{kind} at {temperatures}"
+        place = f"{algo} at {temperatures}"
         if place not in known:
             backend = gang_rank.make_backend(dense, algo=algo, optimizer=OPTIMIZER, num_steps=9)
             backend.setup()
@@ -268,6 +273,18 @@ def test_what_people_are_shown_is_told_by_one_rank_of_each_replica(num_ranks: in
         assert len(told) == len(set(told))
         if case.get("algo", GRPO)["minibatches"] == 1:
             assert all(gap == 0.0 for result in ranks for gap in result["shown"].values()), case["name"]
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
+def test_a_loss_of_the_users_that_fails_is_told_by_all_ranks_and_nobody_updates(gangs: Gangs) -> None:
+    out = gangs(4)
+    ranks = results(out, "cp2-pp2")
+    (failure,) = {result["failure"] for result in ranks}
+    assert failure.startswith("UserCodeError: step 11, mini-batch 0, rank 2: algo.loss_fn = "), "of the last stage"
+    assert "raised ValueError: a log-prob above 50 at " in failure
+    before, after = (arrays(out, "cp2-pp2", name) for name in ("before_failure", "after_failure"))
+    assert all(np.array_equal(before[key], after[key]) for key in before)
+    assert len({result["metrics_again"]["train/user/ratio"] for result in ranks}) == 1, "the gang is whole"
 
 
 @pytest.mark.timeout(TIMEOUT_S + 60)

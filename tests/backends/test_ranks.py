@@ -11,7 +11,11 @@ import pytest
 
 from myxa.actors.checkpoints.folder import list_checkpoints
 
-ALGO = {"kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.05}
+ALGO = {
+    "kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.05, "correction": "mis",
+    "mis_mode": "clip", "mis_normalise": True, "reject_low": 0.3, "reject_high": 2.0, "veto": 0.15, "opsm_delta": 1e-4,
+    "loss_fn": f"{Path(__file__).with_name('own_losses.py')}:clipped",
+}  # fmt: skip
 WHITENED = {"kind": "reinforce_pp", "batch_size": 6, "minibatches": 2, "kl_coef": 0.1, "kl_in": "reward"}
 TIMES = ("train/step_s", "train/tokens_per_s", "train/num_computed_tokens")
 
@@ -100,6 +104,19 @@ def test_a_nan_on_one_rank_stops_all_of_them_before_the_update(gangs: tuple[Gang
         before, after = load(gang, "weights_again"), load(gang, "weights_after_nan")
         if " mini-batch 0:" in error:
             assert all(np.array_equal(before[n], after[n]) for n in before)
+
+
+def test_a_loss_of_the_users_that_fails_on_one_rank_is_told_by_all_and_nobody_updates(gangs: tuple[Gang, Gang]) -> None:
+    for gang in gangs:
+        if "failure" not in gang[1][0]:
+            continue
+        (failure,) = {result["failure"] for result in gang[1]}
+        last = len(gang[1]) - 1
+        assert failure.startswith(f"UserCodeError: step 11, mini-batch 0, rank {last}: algo.loss_fn = ")
+        assert "raised ValueError: a log-prob above 50 at " in failure
+        before, after = load(gang, "weights_after_nan"), load(gang, "weights_after_failure")
+        assert all(np.array_equal(before[n], after[n]) for n in before)
+        assert {result["metrics_again"]["train/user/ratio"] for result in gang[1]}, "the gang is whole"
 
 
 def test_scores_do_not_depend_on_the_number_of_ranks(gangs: tuple[Gang, Gang]) -> None:

@@ -76,6 +76,21 @@ def test_the_log_probs_that_people_are_shown_are_those_of_the_pass(
     assert backend.train(nobody, {}).scores == ()
 
 
+def test_what_the_run_file_says_of_masking_is_done_and_told(backends: Backends, make_shards: Shards) -> None:
+    masking = {"correction": "mis", "mis_mode": "clip", "reject_low": 0.3, "reject_high": 2.0, "veto": 0.15}
+    algo = {**masking, "mis_normalise": True, "opsm_delta": 1e-6, "minibatches": 3, "batch_size": 6}
+    (shard,) = make_shards(31, minibatches=3)
+    told = backends(algo=algo, optimizer={"lr": 0.01}).train(shard, {}).metrics
+    assert told["train/weight"] == pytest.approx(1.0, rel=1e-5), "weights were divided by their mean"
+    for rule in ("rejected", "vetoed", "opsm"):
+        assert 0 < told[f"train/{rule}_fraction"] < 1, rule
+    assert told["train/removed_fraction"] >= max(told["train/rejected_fraction"], told["train/vetoed_fraction"])
+    backend = backends(algo={"correction": "mis", "mis_normalise": True, "minibatches": 3, "batch_size": 6})
+    assert "reject_low" in backend.judge_knobs({"mis_low": 0.7, "reject_low": 2.0}, saves=False)
+    live = backend.train(shard, {"veto": 0.15, "reject_high": 2.0, "reject_low": 0.3}).metrics
+    assert 0 < live["train/vetoed_fraction"] < 1
+
+
 def test_kl_towards_the_reference_begins_at_zero_and_grows(backends: Backends, make_shards: Shards) -> None:
     backend = backends(algo={"kl_coef": 0.1}, optimizer=PLAIN)
     (shard,) = make_shards(32)

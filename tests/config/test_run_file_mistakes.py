@@ -63,6 +63,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("[rollout]\nstop_token_ids = [-2]\n", "run.toml:6: rollout.stop_token_ids = [-2]: token ids must not be negative"),
     ("[algo]\nclip_low = 0\n", "run.toml:6: algo.clip_low = 0: must be greater than 0"),
     ("[algo]\nclip_high = -0.5\n", "run.toml:6: algo.clip_high = -0.5: must be greater than 0"),
+    ("[algo]\nveto = 1.5\n", "run.toml:6: algo.veto = 1.5: must be at most 1"),
     ("[algo]\ndual_clip = 0.5\n", "run.toml:6: algo.dual_clip = 0.5: must be 0 (off) or greater than 1"),
     ("[async]\nmax_staleness = -1\n", "run.toml:6: async.max_staleness = -1: must be at least 0"),
     ("[monitor]\nprometheus_port = 70000\n", "run.toml:6: monitor.prometheus_port = 70000: must be at most 65535"),
@@ -138,6 +139,39 @@ MISTAKES: list[tuple[str, str]] = [
         'run.toml:7: algo.dual_clip = 3.0: is not defined for the loss "cispo"; use 0',
     ),
     ("[algo]\nmis_low = 3\n", "run.toml:6: algo.mis_low = 3: must be below mis_high = 2"),
+    (
+        '[algo]\nadvantage_fn = "mine"\n',
+        'run.toml:6: algo.advantage_fn = "mine": must be module:function, or file.py:function',
+    ),
+    (
+        '[algo]\nkind = "ppo"\nadvantage_fn = "m:f"\n',
+        'run.toml:7: algo.advantage_fn = "m:f": does not go with kind = "ppo", which makes advantages per token',
+    ),
+    (
+        '[algo]\nloss = "cispo"\nloss_fn = "m:f"\n',
+        'run.toml:6: algo.loss = "cispo": must be "auto": loss_fn takes its place',
+    ),
+    ("[algo]\nveto = 0.1\n", 'run.toml:6: algo.veto = 0.1: is for correction = "mis", not "auto"'),
+    (
+        '[algo]\ncorrection = "tis"\ntis_floor = 2.5\n',
+        "run.toml:7: algo.tis_floor = 2.5: must be below tis_cap = 2",
+    ),
+    ('[algo]\ncorrection = "mis"\nreject_low = 0.5\n', "run.toml:7: algo.reject_low = 0.5: needs reject_high"),
+    (
+        '[algo]\ncorrection = "mis"\nmis_level = "geometric"\nmis_normalise = true\n',
+        'run.toml:8: algo.mis_normalise = true: has no mean of geometric weights: use mis_level "token" or "sequence"',
+    ),
+    (
+        '[algo]\ncorrection = "tis"\nopsm_delta = 0.1\n',
+        (
+            'run.toml:7: algo.opsm_delta = 0.1: never acts with correction = "tis" and minibatches = 1: the log-probs '
+            'that it compares are the same; use "behaviour", or several mini-batches'
+        ),
+    ),
+    (
+        '[algo]\ncorrection = "icepop"\nmis_low = 1.5\ntis_cap = 1.2\n',
+        "run.toml:7: algo.mis_low = 1.5: must be below tis_cap = 1.2",
+    ),
     ('[algo]\nloss = "sft"\n', 'run.toml:6: algo.loss = "sft": does not go with kind = "grpo"; use "auto"'),
     (
         "[optimizer]\nwarmup_steps = 10\ndecay_steps = 5\n",

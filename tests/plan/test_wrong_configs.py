@@ -131,6 +131,10 @@ WRONG: dict[str, Wrong] = {
         'fn = "mine.py:score"', 'fn = "remote"\nargs = { tries = 2 }', "args = { tries = 2 }", "http://host:port/path"
     ),
     "workflow not async": add("rollout", 'workflow = "mine.py:not_async"', "it must look like: async def generate"),
+    "advantages missing": add("algo", 'advantage_fn = "mine.py:kep"', 'did you mean "keep"'),
+    "loss of two values": add("algo", 'loss_fn = "mine.py:two_needed"', "it must look like: def loss"),
+    "post-process that is async": add("algo", 'reward_post_process = "mine.py:later"', "it must look like: def process"),
+    "veto without mis": add("algo", "veto = 0.1", 'is for correction = "mis"'),
     "filter missing": add("algo", 'group_filter = "mine.py:kep"', 'did you mean "keep"'),
     "pattern broken": add("reward", 'pattern = "("', "is not a regular expression"),
     # places

@@ -20,6 +20,7 @@ from ...models.hf_folder import ModelConfig, read_config
 from ..rank_backend import RankBackend
 from ..torch_backend.schedule import check_schedule
 from ..torch_backend.tensors import DTYPE_OF
+from ..torch_backend.user_loss import agree_on_source, load_loss
 from . import mcore
 from .batch import Cutting
 from .checkpoint import PendingCheckpoint, TrainingState, load_checkpoint
@@ -70,12 +71,12 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         """Join the gang, build model, reference and optimizer; returns facts for the log.
 
         Raises ModelError for a bad folder, LaunchError if the gang does not meet, ConfigError for settings that do not
-        go together or that the installed megatron-core does not know.
+        go together or that the installed megatron-core does not know, UserCodeError for a loss that cannot be imported.
         """
         config = self._config
         check_schedule(config.optimizer, config.total_updates)
         check_settings(config)
-        settings = config.step_settings()
+        loss = load_loss(config.algo.loss_fn)
         model = read_config(config.model_path)
         if config.megatron.routing_replay:
             check_routing(model.num_experts, config.megatron.recompute)
@@ -91,6 +92,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         world = MegatronWorld.enter(config.gang, precision.device, config.layout, config.seed)
         try:
             with world.phase("set up"):
+                agree_on_source(world, loss)
                 home = self._residence
                 if home is not None:
                     home.begin(precision.device.index or 0)
@@ -114,13 +116,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         routing = RoutingReplay(wrapped) if config.megatron.routing_replay else None
         pipeline = Pipeline(wrapped, _config_of(chunks), model.vocab_size, routing)
         stepper = MegatronStepper(
-            pipeline,
-            reference,
-            optimizer,
-            settings,
-            self._cutting(model, world),
-            world,
-            self._clock,
+            pipeline, reference, optimizer, config.step_settings(loss), self._cutting(model, world), world, self._clock
         )
         serving = DTYPE_OF[config.serving_dtype or config.trainer.dtype]
         exporter = Exporter(world, model, precision.params, serving, config.model_path, self._hf_tensors)

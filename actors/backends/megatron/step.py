@@ -31,13 +31,14 @@ from ....algos.objective import (
 )
 from ....core.chaos import reached
 from ....core.clock import Clock
-from ....core.errors import TrainError
+from ....core.errors import MyxaError, TrainError, UserCodeError
 from ....core.protocols import StepStats
 from ....core.samples import F32, TrainSample, TrainShard
 from ..shown_scores import ShownScores
 from ..torch_backend.accounting import (
     charges_kl,
     fill_advantages,
+    mean_weights,
     report,
     skips_neutral,
     tally_counts,
@@ -51,6 +52,7 @@ from ..torch_backend.schedule import learning_rate
 from ..torch_backend.settings import StepSettings, with_knobs
 from ..torch_backend.tally import Tally
 from ..torch_backend.tensors import floats, from_array
+from ..torch_backend.user_loss import failure_of_all, name_metrics_alike
 from ..vocab_scores import TokenScores
 from .batch import Cutting, Pack, PackedBatch, cut_shard, pack_samples
 from .optimizer import MegatronAdamW
@@ -68,6 +70,10 @@ class _Step:
     tally: Tally
     shown: ShownScores
     num_updates: int = 0
+    mean_weights: Sequence[float] = ()
+    """Of each mini-batch; see `accounting.mean_weights`."""
+    failure: UserCodeError | None = None
+    """Of the user's loss, on this rank."""
 
 
 class MegatronStepper:
@@ -103,13 +109,13 @@ class MegatronStepper:
         """One update per mini-batch; returns metrics, equal on all ranks except for times, and what is shown.
 
         Ranks of one replica give the same shard. Raises TrainError, on all ranks and before the update concerned, if a
-        loss or gradient is not finite.
+        loss or gradient is not finite, and UserCodeError likewise for a loss of the user's that failed on any of them.
         """
         started_s = self._clock.monotonic()
         objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
         step = _Step(shard, settings, objective, Tally(), ShownScores(shard))
         minibatches = cut_shard(shard, self._cutting_for(objective))
-        self._score_before(step, [micro for minibatch in minibatches for micro in minibatch])
+        self._score_before(step, minibatches)
         for number, micros in enumerate(minibatches):
             if micros:  # fewer groups than mini-batches: the last ones are empty on every rank
                 problem = self._update(step, number, micros)
@@ -164,9 +170,12 @@ class MegatronStepper:
 
     # -- before the first update
 
-    def _score_before(self, step: _Step, micros: Sequence[PackedBatch]) -> None:
-        """Fill in proximal and reference log-probs and the advantages of every token."""
+    def _score_before(self, step: _Step, minibatches: Sequence[Sequence[PackedBatch]]) -> None:
+        """Fill in proximal and reference log-probs and the advantages of every token, and what is known of the weights
+        of all of them."""
         objective = step.objective
+        micros = [micro for minibatch in minibatches for micro in minibatch]
+        step.mean_weights = [1.0] * len(minibatches)  # ranks that do not score have no use for another
         packs = [micro.layout for micro in micros]
         starts: list[TokenScores] = []
         references: list[TokenScores] = []
@@ -186,10 +195,11 @@ class MegatronStepper:
             fill_advantages(micro, step.settings.algo, objective, start_M)
         if needs_whitening(objective.kind):
             whiten_together(micros, self._world.replicas.sum, self._world.device)
+        step.mean_weights = mean_weights(minibatches, objective, self._world.replicas.sum, self._world.device)
 
     # -- one update
 
-    def _update(self, step: _Step, number: int, micros: Sequence[PackedBatch]) -> TrainError | None:
+    def _update(self, step: _Step, number: int, micros: Sequence[PackedBatch]) -> MyxaError | None:
         """Gradient of one mini-batch and an AdamW update; or the error that all ranks agreed on, and no update."""
         settings, optimizer, world = step.settings, self._optimizer, self._world
         place = f"step {step.shard.step}, mini-batch {number}"
@@ -197,12 +207,15 @@ class MegatronStepper:
             tokens=step.shard.minibatch_tokens[number],
             samples=step.shard.minibatch_samples[number],
             constant=step.shard.minibatch_samples[number] * settings.max_new_tokens,
+            mean_weight=step.mean_weights[number],
         )
         losses = self._passes(step, micros, normaliser, is_first=number == 0)
         bad = first_not_finite(torch.stack(losses)) if losses else -1
         norm = optimizer.gradient_norm()
-        trouble = torch.tensor([float(bad >= 0), float(not math.isfinite(norm))])
-        loss_is_bad, gradient_is_bad = floats(world.max(trouble))
+        trouble = torch.tensor([step.failure is not None, bad >= 0, not math.isfinite(norm)], dtype=torch.float32)
+        has_failed, loss_is_bad, gradient_is_bad = floats(world.max(trouble))
+        if has_failed:
+            return failure_of_all(world, step.failure, place)
         if loss_is_bad:
             named = bad if world.place.is_teller else -1
             return accusation(world, "loss", place, named, micros[bad].group_ids if bad >= 0 else ())
@@ -227,7 +240,11 @@ class MegatronStepper:
             if self._world.place.is_teller:
                 step.shown.take(micros[number].layout, scores.logprobs_M)
             batch = token_batch(micros[number], scores.logprobs_M, scores.entropy_M)
-            objective = policy_objective(batch, step.objective, normaliser)
+            try:
+                objective = policy_objective(batch, step.objective, normaliser, step.settings.loss_fn)
+            except UserCodeError as error:  # other ranks are in the middle of their passes: all hear of it after them
+                step.failure = step.failure or error
+                return scores.logprobs_M.sum() * 0
             with torch.no_grad():
                 tally_objective(step.tally, step.objective, batch, objective, is_first=is_first)
             losses.append(objective.loss.detach())
@@ -275,6 +292,8 @@ class MegatronStepper:
     def _metrics(self, step: _Step, minibatches: Sequence[Sequence[PackedBatch]], started_s: float) -> dict[str, float]:
         """Everything reduced over replicas, under `train/`; see `report`."""
         tally_counts(step.tally, step.shard, [micro for minibatch in minibatches for micro in minibatch])
+
+        name_metrics_alike(self._world, step.tally, step.settings.loss_fn)
 
         def reduced() -> dict[str, Any]:
             sums, maxima = step.tally.reduced(self._world.replicas)

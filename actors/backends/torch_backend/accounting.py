@@ -6,6 +6,7 @@ work: both training backends use these functions, so for one batch they report t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from ....algos.advantages import needs_whitening, token_advantages, whiten
 from ....algos.kl import kl_terms
-from ....algos.objective import Objective, ObjectiveConfig, TokenBatch
+from ....algos.objective import Objective, ObjectiveConfig, TokenBatch, weight_sums
 from ....algos.segments import Segments
 from ....core.config import AlgoConfig
 from ....core.samples import TrainShard
 from .tally import Tally
+from .tensors import floats
 
 RENAMED = {"approx_kl": "old_kl", "approx_kl_k3": "old_kl_k3"}
 """The objective's estimates of KL(old || live), old being what the loss clips around; `approx_kl` here is always
@@ -36,6 +38,8 @@ class LossRows(Protocol):
     """float32 [S]: sample-level advantages."""
     advantages_M: Tensor
     """float32 [M]"""
+    given_M: Tensor | None
+    """float32 [M]: advantages per token, where a function of the user's gave such."""
     proximal_M: Tensor | None
     reference_M: Tensor | None
 
@@ -53,6 +57,7 @@ def skips_neutral(objective: ObjectiveConfig) -> bool:
         and objective.kl_coef == 0
         and objective.entropy_coef == 0
         and not objective.mis_normalise
+        and not objective.has_loss_fn
     )
 
 
@@ -63,6 +68,9 @@ def charges_kl(objective: ObjectiveConfig) -> bool:
 
 def fill_advantages(rows: LossRows, algo: AlgoConfig, objective: ObjectiveConfig, start_M: Tensor | None) -> None:
     """Token advantages of one micro-batch; `start_M` are log-probs at the step's start, needed if KL is charged."""
+    if rows.given_M is not None:
+        rows.advantages_M = rows.given_M
+        return
     kl_M: Tensor | None = None
     if charges_kl(objective) and start_M is not None and rows.reference_M is not None:
         kl_M = kl_terms(objective.kl_kind, start_M, rows.reference_M)
@@ -103,6 +111,28 @@ def token_batch(rows: LossRows, logprobs_M: Tensor, entropy_M: Tensor) -> TokenB
         reference_T=rows.reference_M,
         entropy_T=entropy_M,
     )
+
+
+def mean_weights(
+    minibatches: Sequence[Sequence[LossRows]],
+    objective: ObjectiveConfig,
+    sum_over_ranks: Callable[[Tensor], Tensor],
+    device: torch.device,
+) -> list[float]:
+    """Mean importance weight of each mini-batch over all ranks, by which `mis_normalise` divides; 1 without it, or
+    where there is nothing to weigh. Weights of the step's start, so all are known before the first update.
+    Collective if `mis_normalise` is on."""
+    if not objective.mis_normalise:
+        return [1.0] * len(minibatches)
+    sums_B2 = torch.zeros((len(minibatches), 2), dtype=torch.float64, device=device)
+    for number, micros in enumerate(minibatches):
+        for rows in micros:
+            if rows.proximal_M is not None:
+                start_M = rows.proximal_M
+                sums_B2[number] += weight_sums(token_batch(rows, start_M, torch.zeros_like(start_M)), objective)
+    # one that is not finite is left to the loss, which names the groups that it comes from
+    total_B, count_B = sum_over_ranks(sums_B2).unbind(1)
+    return [mean if 0 < mean < math.inf else 1.0 for mean in floats(total_B / count_B.clamp(min=1.0))]
 
 
 def tally_objective(

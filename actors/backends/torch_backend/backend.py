@@ -26,6 +26,7 @@ from .residence import TorchResidence
 from .schedule import check_schedule
 from .step import Stepper
 from .tensors import DTYPE_OF
+from .user_loss import agree_on_source, load_loss
 from .world import World
 
 
@@ -59,11 +60,12 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         """Join the gang, build model, reference and optimizer; returns facts for the log.
 
         Raises ModelError for a bad folder, LaunchError if the gang does not meet, ConfigError for settings that do not
-        go together.
+        go together, UserCodeError for a loss that cannot be imported.
         """
         config = self._config
         check_schedule(config.optimizer, config.total_updates)
-        settings = config.step_settings()
+        loss = load_loss(config.algo.loss_fn)
+        settings = config.step_settings(loss)
         model_config = read_config(config.model_path)
         model_config.require_plain("the torch trainer")
         device = self._device()
@@ -72,6 +74,7 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         torch.default_generator.manual_seed(config.seed + config.gang.rank)
         world = World.join(config.gang, device)
         with world.phase("set up"):
+            agree_on_source(world, loss)
             replica = self._replica(model_config, world, is_trained=True)
             reference = self._replica(model_config, world, is_trained=False) if config.algo.kl_coef > 0 else None
             if self._residence is not None:

@@ -56,6 +56,8 @@ class MicroBatch(Generic[L]):
     """float32 [S]: sample-level advantages."""
     advantages_M: Tensor
     """float32 [M]"""
+    given_M: Tensor | None = None
+    """float32 [M]: advantages per token, where a function of the user's gave such."""
     proximal_M: Tensor | None = None
     reference_M: Tensor | None = None
 
@@ -85,7 +87,12 @@ def cut_shard(shard: TrainShard, cutting: Cutting) -> list[list[MicroBatch[Layou
 
 def trained_members(shard: TrainShard, micro: Sequence[int], *, skips_neutral: bool) -> list[int]:
     """The members of a micro-batch that are computed; see `Cutting.skips_neutral`."""
-    return [i for i in micro if not (skips_neutral and shard.samples[i].advantage == 0.0)]
+    return [i for i in micro if not (skips_neutral and _is_neutral(shard.samples[i]))]
+
+
+def _is_neutral(sample: TrainSample) -> bool:
+    """Whether no token of it is to become more or less likely."""
+    return sample.advantage == 0.0 and (sample.token_advantages is None or not sample.token_advantages.any())
 
 
 def left_out(shard: TrainShard) -> list[list[int]]:
@@ -140,6 +147,8 @@ def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
     for sample in samples:
         length = len(sample.token_ids) - sample.prompt_len
         sizes = {name: len(getattr(sample, name)) for name in ("loss_mask", "logprobs", "versions")}
+        if sample.token_advantages is not None:
+            sizes["token_advantages"] = len(sample.token_advantages)
         if sample.prompt_len < 0 or any(size != length for size in sizes.values()):
             raise TrainError(
                 f"{_name(sample)}: {len(sample.token_ids)} tokens, prompt_len {sample.prompt_len}, but "
@@ -192,4 +201,17 @@ def batch_of(layout: L, samples: Sequence[TrainSample], device: torch.device) ->
         segments=Segments(mask_M.to(device), sample_M.to(device), len(chosen)),
         scalar_S=scalar.to(device),
         advantages_M=scalar[sample_M].to(device),
+        given_M=_given(chosen, device),
     )
+
+
+def _given(samples: Sequence[TrainSample], device: torch.device) -> Tensor | None:
+    """Advantages of all loss tokens; None if all are those of their samples."""
+    if all(s.token_advantages is None for s in samples):
+        return None
+    rows = [
+        np.full(len(s.loss_mask), s.advantage, np.float32) if s.token_advantages is None else s.token_advantages
+        for s in samples
+    ]
+    kept = [row[s.loss_mask != 0] for row, s in zip(rows, samples, strict=True)]
+    return from_array(np.concatenate(kept).astype(np.float32)).to(device)

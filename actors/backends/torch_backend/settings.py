@@ -1,7 +1,7 @@
 """What a step needs to know from the run file, and which of it can be changed while the run goes on.
 
-Knows config sections and the options of the objective. Must not know tensors. A knob is a live value from the control
-socket: it replaces a field for one step, with the same checks as the run file.
+Knows config sections and the options of the objective. Must not compute with tensors. A knob is a live value from the
+control socket: it replaces a field for one step, with the same checks as the run file.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
+from ....algos.objective import TokenLossFn
 from ....algos.options import objective_config
 from ....core.config import AlgoConfig, OptimizerConfig
 from ....core.errors import ConfigError
 from .schedule import check_schedule
 
-ALGO_KNOBS = ("clip_low", "clip_high", "dual_clip", "tis_cap", "mis_low", "mis_high", "kl_coef", "entropy_coef",
-              "minibatches")  # fmt: skip
+ALGO_KNOBS = ("clip_low", "clip_high", "dual_clip", "tis_cap", "tis_floor", "mis_low", "mis_high", "reject_low",
+              "reject_high", "veto", "opsm_delta", "kl_coef", "entropy_coef", "minibatches")  # fmt: skip
 OPTIMIZER_KNOBS = ("lr", "max_grad_norm", "weight_decay", "min_lr_ratio", "decay_steps")
 WHOLE = ("minibatches", "decay_steps")
 KNOBS = ALGO_KNOBS + OPTIMIZER_KNOBS
@@ -34,6 +35,8 @@ class StepSettings:
     """Divisor per sample of reduction "constant" (Dr.GRPO, arXiv 2503.20783, section 3.2)."""
     total_updates: int = 0
     """Optimizer updates of the whole run, where decays end by default; 0 = unknown."""
+    loss_fn: TokenLossFn | None = None
+    """The user's loss per token, if `algo.loss_fn` names one."""
 
 
 def with_knobs(settings: StepSettings, knobs: Mapping[str, float], *, has_reference: bool) -> StepSettings:

@@ -30,13 +30,14 @@ from ....algos.objective import (
 )
 from ....core.chaos import reached
 from ....core.clock import Clock
-from ....core.errors import TrainError
+from ....core.errors import MyxaError, TrainError, UserCodeError
 from ....core.protocols import StepStats
 from ....core.samples import F32, TrainSample, TrainShard
 from ..shown_scores import ShownScores
 from .accounting import (
     charges_kl,
     fill_advantages,
+    mean_weights,
     report,
     skips_neutral,
     tally_counts,
@@ -62,6 +63,7 @@ from .schedule import learning_rate
 from .settings import StepSettings, with_knobs
 from .tally import Tally
 from .tensors import backward, floats
+from .user_loss import failure_of_all, name_metrics_alike
 
 
 @dataclass(slots=True)
@@ -74,6 +76,10 @@ class _Step:
     tally: Tally
     shown: ShownScores
     num_updates: int = 0
+    mean_weights: Sequence[float] = ()
+    """Of each mini-batch; see `accounting.mean_weights`."""
+    failure: UserCodeError | None = None
+    """Of the user's loss, on this rank."""
 
 
 class Stepper:
@@ -103,13 +109,14 @@ class Stepper:
     def train(self, shard: TrainShard, settings: StepSettings) -> StepStats:
         """One update per mini-batch; returns metrics, equal on all ranks except for times, and what is shown.
 
-        Raises TrainError, on all ranks and before the update concerned, if a loss or gradient is not finite.
+        Raises TrainError, on all ranks and before the update concerned, if a loss or gradient is not finite, and
+        UserCodeError likewise for a loss of the user's that failed on any of them.
         """
         started_s = self._clock.monotonic()
         objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
         step = _Step(shard, settings, objective, Tally(), ShownScores(shard))
         minibatches = cut_shard(shard, self._cutting_for(objective))
-        self._score_before(step, [micro for minibatch in minibatches for micro in minibatch])
+        self._score_before(step, minibatches)
         for number, micros in enumerate(minibatches):
             if micros:  # fewer groups than mini-batches: the last ones are empty on every rank
                 problem = self._update(step, number, micros)
@@ -153,9 +160,11 @@ class Stepper:
 
     # -- before the first update
 
-    def _score_before(self, step: _Step, micros: Sequence[MicroBatch[Layout]]) -> None:
-        """Fill in proximal and reference log-probs and the advantages of every token."""
+    def _score_before(self, step: _Step, minibatches: Sequence[Sequence[MicroBatch[Layout]]]) -> None:
+        """Fill in proximal and reference log-probs and the advantages of every token, and what is known of the weights
+        of all of them."""
         objective = step.objective
+        micros = [micro for minibatch in minibatches for micro in minibatch]
         for micro in micros:
             needs_start = needs_proximal(objective) or charges_kl(objective)
             start_M = self._replica.score(micro.layout).logprobs_M if needs_start else None
@@ -166,10 +175,11 @@ class Stepper:
             fill_advantages(micro, step.settings.algo, objective, start_M)
         if needs_whitening(objective.kind):
             whiten_together(micros, self._world.sum, self._world.device)
+        step.mean_weights = mean_weights(minibatches, objective, self._world.sum, self._world.device)
 
     # -- one update
 
-    def _update(self, step: _Step, number: int, micros: Sequence[MicroBatch[Layout]]) -> TrainError | None:
+    def _update(self, step: _Step, number: int, micros: Sequence[MicroBatch[Layout]]) -> MyxaError | None:
         """Gradient of one mini-batch and an AdamW update; or the error that all ranks agreed on, and no update."""
         settings = step.settings
         place = f"step {step.shard.step}, mini-batch {number}"
@@ -177,6 +187,7 @@ class Stepper:
             tokens=step.shard.minibatch_tokens[number],
             samples=step.shard.minibatch_samples[number],
             constant=step.shard.minibatch_samples[number] * settings.max_new_tokens,
+            mean_weight=step.mean_weights[number],
         )
         self._optimizer.forget_gradients()
         losses: list[Tensor] = []
@@ -188,8 +199,10 @@ class Stepper:
         self._replica.share_gradients()
         bad = first_not_finite(torch.stack(losses))
         norm = self._replica.gradient_norm()
-        trouble = torch.tensor([float(bad >= 0), float(not torch.isfinite(norm))])
-        loss_is_bad, gradient_is_bad = floats(self._world.max(trouble))
+        trouble = torch.tensor([step.failure is not None, bad >= 0, not torch.isfinite(norm)], dtype=torch.float32)
+        has_failed, loss_is_bad, gradient_is_bad = floats(self._world.max(trouble))
+        if has_failed:
+            return failure_of_all(self._world, step.failure, place)
         if loss_is_bad:
             return accusation(self._world, "loss", place, bad, micros[bad].group_ids if bad >= 0 else ())
         if gradient_is_bad:
@@ -211,7 +224,11 @@ class Stepper:
         scores = self._replica.forward(micro.layout, needs_entropy_grad=needs_entropy_grad)
         step.shown.take(micro.layout, scores.logprobs_M)
         batch = token_batch(micro, scores.logprobs_M, scores.entropy_M)
-        objective = policy_objective(batch, step.objective, normaliser)
+        try:
+            objective = policy_objective(batch, step.objective, normaliser, step.settings.loss_fn)
+        except UserCodeError as error:  # the other ranks are in the middle of their passes: all hear of it after them
+            step.failure = step.failure or error
+            return scores.logprobs_M.sum() * 0
         with torch.no_grad():
             tally_objective(step.tally, step.objective, batch, objective, is_first=is_first)
         return objective.loss
@@ -240,6 +257,7 @@ class Stepper:
     ) -> dict[str, float]:
         """Everything reduced over ranks, under `train/`; see `report`."""
         tally_counts(step.tally, step.shard, [micro for minibatch in minibatches for micro in minibatch])
+        name_metrics_alike(self._world, step.tally, step.settings.loss_fn)
         sums, maxima = step.tally.reduced(self._world)
         metrics = report(sums, maxima, step.num_updates, self._clock.monotonic() - started_s)
         metrics["train/num_updates"] = float(self._optimizer.num_updates)

@@ -34,6 +34,11 @@ class Tally:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the sums so far."""
+        return tuple(self._sums)
+
     def add(self, name: str, value: Tensor | float) -> None:
         """Add to a sum."""
         value = torch.as_tensor(value, dtype=torch.float64).detach()
