@@ -16,7 +16,17 @@ import numpy as np
 from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.completions import Completion
-from ...core.errors import DataError, DeadlyReward, EngineError, MyxaError, RequestRefused, RewardError, UserCodeError
+from ...core.errors import (
+    DataError,
+    DeadlyReward,
+    EngineError,
+    MyxaError,
+    PromptTooLong,
+    RequestRefused,
+    RewardError,
+    TemplateError,
+    UserCodeError,
+)
 from ...core.flow_sampling import Hop
 from ...core.messages import Assignment
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
@@ -24,7 +34,8 @@ from ...core.samples import I32, Group, Prompt, Sample, check_sample
 from ..user_call import TookTooLong, UserRaised, within
 from ..user_code import what_was_raised
 from ..workflows.context import Workflow, WorkflowContext
-from ..workflows.episode import Episode, Interrupted, ModelAccess, render_prompt
+from ..workflows.episode import Episode, Interrupted, ModelAccess
+from ..workflows.turn_renderer import TurnRenderer
 from .group_so_far import GroupSoFar
 from .group_stretches import Stretches
 
@@ -153,6 +164,7 @@ class GroupRunner:
         self._workflow = workflow
         self._scorer = scorer
         self._tokenizer = tokenizer
+        self._renderer = TurnRenderer(tokenizer)
         self._model = model
         self._max_turns = max_turns
         self._clock = clock
@@ -183,11 +195,12 @@ class GroupRunner:
     async def run(self, assignment: Assignment) -> Group:
         """All members of one group, rewarded.
 
-        Raises Partial when generation was interrupted or the engine failed, DataError for a prompt that does not fit,
+        Raises Partial when generation was interrupted or the engine failed, PromptTooLong for a prompt that does not
+        fit, DataError for one that cannot be rendered, TemplateError for a reply that the chat template cannot write,
         UserCodeError for a workflow or reward that failed, RequestRefused for a request that no engine can serve.
         """
         recorded = {s.index: s for s in assignment.partial}
-        prompt_ids = render_prompt(self._tokenizer, assignment.prompt)
+        prompt_ids = self._renderer.prompt(assignment.prompt)
         stretches, made = Stretches(self._clock), GroupSoFar(recorded)
         members = [
             self._member(_Task(assignment, i, prompt_ids, recorded.get(i), stretches, made))
@@ -242,6 +255,7 @@ class GroupRunner:
                 sampling=task.assignment.sampling,
                 request_prefix=f"{self._model.request_prefix}a{task.assignment.attempt}.",
             ),
+            renderer=self._renderer,
             prompt_ids=task.prompt_ids,
             recorded=task.recorded,
         )
@@ -346,12 +360,16 @@ async def _all_or_first_error(members: Sequence[Coroutine[Any, Any, T]]) -> list
     return [t.result() for t in tasks]
 
 
-DropReason = Literal["reward-error", "reward-crash", "workflow-error", "prompt-too-long", "engine-error"]
+DropReason = Literal[
+    "reward-error", "reward-crash", "workflow-error", "prompt-too-long", "data-error", "template-error", "engine-error"
+]
 
 _REASONS: tuple[tuple[type[MyxaError], DropReason], ...] = (
     (DeadlyReward, "reward-crash"),
     (RewardError, "reward-error"),
-    (DataError, "prompt-too-long"),
+    (PromptTooLong, "prompt-too-long"),
+    (DataError, "data-error"),
+    (TemplateError, "template-error"),
     (EngineError, "engine-error"),
     (MyxaError, "workflow-error"),
 )

@@ -12,8 +12,10 @@ from myxa.actors.models.chat_template import ChatTemplate
 from myxa.actors.models.tiny import END_ID, PAD_ID, make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.core.errors import DataError, ModelError
+from myxa.core.samples import Message
 
-TALK = [("system", "be brief"), ("user", "12+34=? é中 \n x"), ("assistant", "46"), ("tool", ""), ("user", "  why ")]
+PAIRS = [("system", "be brief"), ("user", "12+34=? é中 \n x"), ("assistant", "46"), ("tool", ""), ("user", "  why ")]
+TALK = [Message(role=role, content=content) for role, content in PAIRS]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def test_rendering_equals_transformers(folder: Path, length: int, add_generation
 
     judge = AutoTokenizer.from_pretrained(folder)
     ours = load_tokenizer(folder)
-    messages = [{"role": role, "content": content} for role, content in TALK[:length]]
+    messages = [{"role": role, "content": content} for role, content in PAIRS[:length]]
     wanted = judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     assert ours.render_text(TALK[:length], add_generation_prompt=add_generation_prompt) == wanted
     assert ours.render(TALK[:length], add_generation_prompt=add_generation_prompt) == judge(wanted)["input_ids"]
@@ -124,9 +126,12 @@ def test_a_template_that_does_not_compile_is_refused():
 def test_a_template_that_misbehaves_is_a_data_error(source: str):
     template = ChatTemplate(source, "here", {})
     with pytest.raises(DataError, match=r"roles \[user\]"):
-        template.render([("user", "hi")], add_generation_prompt=True)
+        template.render([Message(role="user", content="hi")], add_generation_prompt=True)
 
 
 def test_a_template_sees_special_tokens_and_json():
     template = ChatTemplate("{{ eos_token }}{{ messages[0] | tojson }}{{ bos_token }}", "here", {"eos_token": "<E>"})
-    assert template.render([("user", "é<")], add_generation_prompt=False) == '<E>{"role": "user", "content": "é<"}'
+    assert (
+        template.render([Message(role="user", content="é<")], add_generation_prompt=False)
+        == '<E>{"role": "user", "content": "é<"}'
+    )
