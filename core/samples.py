@@ -85,8 +85,22 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Text of the last model turn, without special tokens."""
     turns: tuple[str, ...] = ()
     """Text of every model turn."""
+    replies: tuple[tuple[Message, ...], ...] = ()
+    """What was said to each model turn in order; the last turns may have none."""
     temperature: float = 1.0
     """Temperature that every token was drawn at: the trainer scores the sample with it. 0: greedy."""
+    reward: float | None = None
+    """What the workflow says that it is worth; None: it says nothing."""
+    metadata: dict[str, Any] = {}
+    """What else the workflow has to tell of it, for the reward function: JSON values."""
+
+    def conversation(self) -> tuple[Message, ...]:
+        """All that was said after the prompt, in order."""
+        said: list[Message] = []
+        for number, text in enumerate(self.turns):
+            said.append(Message(role="assistant", content=text))
+            said += self.replies[number] if number < len(self.replies) else ()
+        return tuple(said)
 
     def oldest_version(self) -> int:
         """Oldest engine stamp of any token, or `NO_VERSION` when no engine took part."""

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, cast
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ...core.config import DataSettings
 from ...core.errors import DataError, ModelError
 from ...core.samples import Message
 from .hf_folder import read_json
@@ -121,6 +122,11 @@ def load_chat_template(folder: str | Path, arguments: Mapping[str, Any] | None =
             remedy=f"put the template of the model's chat variant into {path}, or set data.apply_chat_template = false",
         )
     return ChatTemplate(found, str(root / TOKENIZER_CONFIG), special, arguments)
+
+
+def template_of(folder: str | Path, data: DataSettings) -> ChatTemplate | PlainText:
+    """How a run's conversations are written. Raises ModelError."""
+    return load_chat_template(folder, data.chat_template_kwargs) if data.apply_chat_template else PlainText()
 
 
 def read_eos_token(folder: str | Path) -> str:

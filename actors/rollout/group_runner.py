@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
-import msgspec
 import numpy as np
 
 from ...core.chaos import reached
@@ -30,7 +29,7 @@ from ...core.errors import (
 from ...core.flow_sampling import Hop
 from ...core.messages import Assignment
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
-from ...core.samples import I32, Group, Prompt, Sample, check_sample
+from ...core.samples import I32, Group, Prompt, Sample
 from ..user_call import TookTooLong, UserRaised, within
 from ..user_code import what_was_raised
 from ..workflows.context import Workflow, WorkflowContext
@@ -38,6 +37,7 @@ from ..workflows.episode import Episode, Interrupted, ModelAccess
 from ..workflows.turn_renderer import TurnRenderer
 from .group_so_far import GroupSoFar
 from .group_stretches import Stretches
+from .sample_checks import checked_sample
 
 T = TypeVar("T")
 
@@ -281,40 +281,12 @@ class GroupRunner:
             ) from err
         finally:
             self._note(generating=-1)
-        checked = self._checked(sample, prompt, index, episode.temperature)
+        checked = checked_sample(sample, prompt, index, temperature=episode.temperature, vocab_size=self._vocab_size)
         task.made.finished(checked)
         return checked
 
     async def _call_workflow(self, context: WorkflowContext, prompt: Prompt) -> object:
         return await self._workflow(context, prompt)
-
-    def _checked(self, sample: object, prompt: Prompt, index: int, temperature: float | None) -> Sample:
-        """User code may return anything: only a consistent Sample of this very prompt passes, with the temperature that
-        its turns were drawn at."""
-        if not isinstance(sample, Sample):
-            raise UserCodeError(
-                f"workflow returned a value of type {type(sample).__name__}, not a Sample "
-                f"(group {prompt.group_id}, sample {index})",
-                remedy="end it with `return ctx.episode.sample()`",
-            )
-        if (sample.group_id, sample.index) != (prompt.group_id, index):
-            raise UserCodeError(
-                f"workflow returned sample {sample.group_id}/{sample.index} for {prompt.group_id}/{index}",
-                remedy="return the sample of the episode it was given",
-            )
-        try:
-            check_sample(sample, self._vocab_size)
-        except ValueError as err:
-            raise EngineError(str(err), remedy="the engine or workflow broke the per-token contract") from err
-        except Exception as err:
-            raise UserCodeError(
-                f"workflow returned a sample that cannot be checked: {what_was_raised(err)} "
-                f"(group {prompt.group_id}, sample {index})",
-                remedy="end it with `return ctx.episode.sample()`",
-            ) from err
-        if temperature is None or sample.temperature == temperature:
-            return sample
-        return msgspec.structs.replace(sample, temperature=temperature)
 
     async def _reward(self, prompt: Prompt, sample: Sample) -> Outcome:
         completion = Completion(
@@ -324,10 +296,13 @@ class GroupRunner:
             prompt=prompt.messages[-1].content if prompt.messages else "",
             text=sample.text,
             turns=sample.turns,
+            conversation=sample.conversation(),
             label=prompt.label,
             metadata=prompt.metadata,
             finish=sample.finish,
             num_tokens=len(sample.response_ids),
+            reward=sample.reward,
+            sample_metadata=sample.metadata,
         )
         started = self._clock.monotonic()
         self._note(rewarding=1)

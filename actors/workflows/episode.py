@@ -11,9 +11,11 @@ the first unfinished turn goes on from its last token. A reply that differs from
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from ...core.chaos import reached
@@ -91,6 +93,7 @@ class Episode:
         self._under_way: list[Segment] = []
         """Of the turn that is being generated."""
         self._turns: list[str] = []
+        self._replies: list[tuple[Message, ...]] = []
         self._finish: FinishReason = "abort"
         self._temperature: float | None = None
         """Of the model turns; None before the first."""
@@ -223,11 +226,14 @@ class Episode:
         if recorded is not None and not np.array_equal(recorded.ids, ids):
             self._replay = []
         self._segments.append(unstamped(ids, is_model=False))
+        self._replies.append(messages)
         return True
 
-    def sample(self) -> Sample:
-        """The record of everything so far."""
-        return self._sample(self._segments, self._finish)
+    def sample(self, *, reward: float | None = None, metadata: Mapping[str, Any] | None = None) -> Sample:
+        """The record of everything so far. `reward`: what it is worth, for `reward.fn = "workflow"`, and for functions
+        to look at; `metadata`: what else a reward function should know, JSON values."""
+        made = self._sample(self._segments, self._finish)
+        return msgspec.structs.replace(made, reward=reward, metadata=dict(metadata or {}))
 
     def so_far(self) -> Sample:
         """The record of everything so far, the tokens of a turn under way included, and those that an earlier attempt
@@ -250,6 +256,7 @@ class Episode:
             num_turns=len(self._turns),
             text=self._turns[-1] if self._turns else "",
             turns=tuple(self._turns),
+            replies=tuple(self._replies),
             temperature=self._recorded_at if self._temperature is None else self._temperature,
         )
 

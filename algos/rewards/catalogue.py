@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ...core.completions import Completion
 from ...core.errors import ConfigError
 from ...core.suggestion import suggest
-from .builtin import exact, math_equal, numeric, regex, text_format
+from .builtin import exact, math_equal, numeric, regex, text_format, workflow
 
 RewardValue = float | dict[str, float]
 RewardFunction = Callable[[Completion], RewardValue]
@@ -27,12 +27,15 @@ class Builtin:
     """Never inside an actor's own process."""
 
 
+WORKFLOW = "workflow"
+"""Not judged here: the workflow says it."""
 BUILTINS: Mapping[str, Builtin] = {
     "exact": Builtin(exact),
     "numeric": Builtin(numeric),
     "math": Builtin(math_equal, needs_process=True),
     "regex": Builtin(regex, takes_pattern=True),
     "format": Builtin(text_format, takes_pattern=True),
+    WORKFLOW: Builtin(workflow),
 }
 
 
@@ -52,7 +55,17 @@ def bind_builtin(name: str, *, pattern: str = "", args: Mapping[str, Any] | None
         if key not in known:
             raise ConfigError(f'reward.args.{key}: reward "{name}" takes no such argument', remedy=suggest(key, known))
         _check_type(key, value, hints[key])
-    return partial(builtin.fn, **given)
+    bound = partial(builtin.fn, **given)
+    return bound if name == WORKFLOW else partial(_judged_by_text, bound, name)
+
+
+def _judged_by_text(fn: RewardFunction, name: str, completion: Completion) -> RewardValue:
+    """A built-in would overrule what the workflow said without anybody noticing."""
+    if completion.reward is not None:
+        raise ValueError(
+            f'the workflow said a reward, and reward.fn = "{name}" does not heed it; set reward.fn = "{WORKFLOW}"'
+        )
+    return fn(completion)
 
 
 def _check_type(key: str, value: object, hint: Any) -> None:

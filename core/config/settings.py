@@ -29,12 +29,12 @@ from .section import (
     UnitFloat,
 )
 from .source import check_sources
-from .tables import Table
+from .tables import Table, check_json
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CODE_NAME = re.compile(r"[^:\s][^:]*:[A-Za-z_][A-Za-z0-9_.]*")
 
-REWARD_BUILTINS = ("exact", "numeric", "math", "regex", "format")
+REWARD_BUILTINS = ("exact", "numeric", "math", "regex", "format", "workflow")
 WORKFLOW_BUILTINS = ("single_turn", "demonstration")
 FILTER_BUILTINS = ("zero_variance", "none")
 
@@ -124,6 +124,8 @@ class RolloutSettings(Section, frozen=True):
     workflow: CodeName = "single_turn"
     """How a prompt becomes a sample: single_turn, demonstration (SFT, no engine), or your own `module:function` or
     `file.py:function`."""
+    workflow_args: Table = {}
+    """Named arguments of a workflow of your own: JSON values."""
     max_turns: PositiveInt = 1
     """Model turns a workflow may take."""
     max_groups: PositiveInt = 64
@@ -157,12 +159,25 @@ class RolloutSettings(Section, frozen=True):
     def _workflow_is_named(cls, value: str) -> str:
         return check_code_name(value, WORKFLOW_BUILTINS)
 
+    @field_validator("workflow_args")
+    @classmethod
+    def _args_are_json(cls, value: Table) -> Table:
+        return check_json(value)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Arguments that nobody takes."""
+        if self.workflow_args and self.workflow in WORKFLOW_BUILTINS:
+            yield Conflict(
+                ("workflow_args", "workflow"), f'is for a workflow of your own; "{self.workflow}" takes none'
+            )
+
 
 class RewardSettings(Section, frozen=True):
     """How answers are judged."""
 
     fn: CodeName = "exact"
-    """exact, numeric, math, regex, format, or your own `module:function` or `file.py:function`."""
+    """exact, numeric, math, regex, format, workflow (what your workflow says: `episode.sample(reward=...)`), or your
+    own `module:function` or `file.py:function`."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Worker processes per rollout actor; 0 = what the function needs: `math` one, a plain `def` of your own and
     patterns up to four, the rest none."""

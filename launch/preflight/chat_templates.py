@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from ...actors.models.chat_template import load_chat_template
+from ...actors.models.chat_template import template_of
 from ...actors.workflows.appending import QUESTION, roles_that_fit
 from ...core.config import RunConfig
 from ...core.errors import DataError, MyxaError, TemplateError
@@ -16,7 +16,7 @@ from .finding import Finding
 def template_findings(config: RunConfig) -> Iterator[Finding]:
     """A template that is missing, refuses a question, or cannot go on after a turn where the run has several."""
     try:
-        template = load_chat_template(config.model.path)
+        template = template_of(config.model.path, config.data)
     except MyxaError as error:
         yield Finding("model.path", error)
         return

@@ -44,7 +44,7 @@ def function_findings(config: RunConfig, *, sees_modules: bool = True) -> Iterat
 
 def _named(config: RunConfig) -> tuple[Named, ...]:
     return (
-        Named(config.rollout.workflow, WORKFLOW, 0),
+        Named(config.rollout.workflow, WORKFLOW, len(config.rollout.workflow_args)),
         Named(config.reward.fn, REWARD, len(config.reward.args)),
         Named(config.algo.group_filter, GROUP_FILTER, 0),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,40 @@ def test_rendering_equals_transformers(folder: Path, length: int, add_generation
     wanted = judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     assert ours.render_text(TALK[:length], add_generation_prompt=add_generation_prompt) == wanted
     assert ours.render(TALK[:length], add_generation_prompt=add_generation_prompt) == judge(wanted)["input_ids"]
+
+
+TEMPLATES = Path(__file__).parents[1] / "workflows" / "chat_templates"
+TOOLS: tuple[dict[str, Any], ...] = (
+    {"type": "function", "function": {"name": "add", "description": "é", "parameters": {"type": "object"}}},
+)
+CALLS: tuple[dict[str, Any], ...] = (
+    {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": {"a": [1, None]}}},
+)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "mistral", "glm4"])
+def test_tools_and_arguments_are_written_as_transformers_writes_them(folder: Path, name: str):
+    from transformers import AutoTokenizer
+
+    source = (TEMPLATES / f"{name}.jinja").read_text()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "enable_thinking": False}
+    talk = [
+        Message(role="user", content="1+2"),
+        Message(role="assistant", content="", tool_calls=CALLS),
+        Message(role="observation" if name == "glm4" else "tool", content="3", name="add", tool_call_id="abcdefghi"),
+    ]
+    raw = [
+        {"role": "user", "content": "1+2"},
+        {"role": "assistant", "content": "", "tool_calls": list(CALLS)},
+        {"role": talk[2].role, "content": "3", "name": "add", "tool_call_id": "abcdefghi"},
+    ]
+    judge = AutoTokenizer.from_pretrained(folder)
+    for tools in (TOOLS, ()):
+        wanted = judge.apply_chat_template(
+            raw, tools=list(tools) or None, chat_template=source, tokenize=False, add_generation_prompt=True, **special
+        )
+        template = ChatTemplate(source, "here", {}, special)
+        assert template.render(talk, add_generation_prompt=True, tools=tools) == wanted
 
 
 def test_any_text_comes_back(folder: Path):

@@ -197,6 +197,30 @@ def test_a_reply_that_looks_like_the_probe_or_a_mark_is_a_reply_like_others() ->
         )
 
 
+TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
+CALL = {"type": "function", "id": CALL_ID, "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("model", "call"),
+    [
+        (QWEN2_5, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'),
+        (QWEN3, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'),
+        (LLAMA3, '{"name": "add", "parameters": {"a": 1}}<|eot_id|>'),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]</s>'),
+    ],
+)
+def test_calls_of_tools_are_demonstrated_as_the_template_writes_them(model: ChatModel, call: str) -> None:
+    tokenizer = model.tokenizer(enable_thinking=False)
+    prompt = [message("user", "a")]
+    shown = [Message(role="assistant", content="", tool_calls=(CALL,)), message("tool", "b")]
+    sample = talk(tokenizer, prompt, TOOLS).episode.demonstration([*shown, message("assistant", "ab")])
+    assert learnt(sample, tokenizer)[0] == call
+    written = tokenizer.render_text([*prompt, *shown], add_generation_prompt=True, tools=TOOLS)
+    opened = whole(sample, tokenizer).removesuffix(f"{model.lead}ab{model.ends[0]}")
+    assert opened.replace(NO_THOUGHT, "") == written.replace(NO_THOUGHT, "")
+
+
 def plain(source: str, ends: Sequence[str] = ("</s>",)) -> FolderTokenizer:
     return tokenizer_of(ChatTemplate(source, "here", {}), ("</s>",), ends)
 
