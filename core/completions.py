@@ -26,6 +26,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Text of the last model turn, without special tokens."""
     turns: tuple[str, ...] = ()
     """Text of every model turn."""
+    conversation: tuple[Message, ...] = ()
+    """All that was said after the prompt: model turns, and replies of tools and environments."""
     label: str = ""
     """The row's expected answer."""
     metadata: dict[str, Any] = {}
@@ -34,6 +36,10 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Why generation ended; "length": it was cut off."""
     num_tokens: int = 0
     """Response tokens, tool replies included."""
+    reward: float | None = None
+    """What the workflow said that it is worth; None: it said nothing."""
+    sample_metadata: dict[str, Any] = {}
+    """What else the workflow told of it."""
 
     @property
     def is_truncated(self) -> bool:

@@ -3,10 +3,12 @@
 MyxaError
 ├── ConfigError              the TOML file, a flag or a path in it is wrong             (exit code 2)
 ├── DataError                a dataset line, column or prompt is wrong                  (exit code 5)
+│   └── PromptTooLong        it does not fit into the engine's context
 ├── UserCodeError            a user's reward, workflow or filter raised or lied         (exit code 5)
 │   └── RewardError          it was the reward
 │       └── DeadlyReward     it ended the process that ran it
 ├── ModelError               a model folder is incomplete or of an unknown kind         (exit code 2)
+│   └── TemplateError        its chat template cannot write what the run needs
 ├── EngineError              a rollout engine answered wrongly or not at all
 │   ├── EngineLied           what it says cannot be: nothing that it says is used any more
 │   ├── RequestRefused       the request itself cannot be served; repeating it is useless
@@ -73,10 +75,18 @@ class ModelError(MyxaError):
     exit_code = 2
 
 
+class TemplateError(ModelError):
+    """A chat template cannot write what the run needs of it, whatever the data."""
+
+
 class DataError(MyxaError):
     """A dataset file, line, column or prompt is wrong."""
 
     exit_code = 5
+
+
+class PromptTooLong(DataError):
+    """A prompt, or a demonstration with its prompt, does not fit into the engine's context."""
 
 
 class UserCodeError(MyxaError):

@@ -332,7 +332,15 @@ class GroupDropped(Record, frozen=True):
     group_id: int
     attempt: int
     rollout: str
-    reason: Literal["reward-error", "reward-crash", "workflow-error", "prompt-too-long", "engine-error"]
+    reason: Literal[
+        "reward-error",
+        "reward-crash",
+        "workflow-error",
+        "prompt-too-long",
+        "data-error",
+        "template-error",
+        "engine-error",
+    ]
     detail: str = ""
 
 

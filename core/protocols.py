@@ -11,7 +11,7 @@ import msgspec
 from .assets import AssetStore, MovedBytes
 from .device_memory import Tag, TagReport
 from .messages import SamplingParams, TensorSpec, WeightManifest
-from .samples import F32, I32, FinishReason, ScoredSample, TrainSample, TrainShard
+from .samples import F32, I32, FinishReason, Message, ScoredSample, TrainSample, TrainShard
 from .weight_channel import (
     JoinOffer,
     JoinRequest,
@@ -358,9 +358,19 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    template_place: str
+    """Where the chat template was found, for messages."""
 
-    def render(self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool) -> list[int]:
-        """Token ids of a conversation of (role, content) pairs through the chat template."""
+    def render_text(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
+        """A conversation through the chat template, as text. Raises DataError when the template refuses it."""
+        ...
+
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
+        """The same as token ids."""
         ...
 
     def encode(self, text: str) -> list[int]:

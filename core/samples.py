@@ -22,11 +22,22 @@ NO_VERSION = -1
 """Version stamp of tokens that no engine generated (tool replies, demonstrations)."""
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One chat message."""
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One chat message, as chat templates know it."""
 
     role: str
     content: str
+    name: str = ""
+    """Who speaks: of a tool's answer, the tool."""
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    """What the assistant calls, as the template expects it: `{"type": "function", "function": {"name": ..., ...}}`."""
+    tool_call_id: str = ""
+    """Of a tool's answer: the call that it answers."""
+
+    def as_template_sees(self) -> dict[str, Any]:
+        """What there is, and no key for what there is not: templates ask whether a key is defined."""
+        more = {"name": self.name, "tool_calls": [dict(c) for c in self.tool_calls], "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": self.content, **{key: value for key, value in more.items() if value}}
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +50,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How often the data had been gone through when this row was drawn."""
     messages: tuple[Message, ...]
     """The conversation so far; a plain-text prompt is one user message."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Tools that the model is told of, as the chat template expects them."""
     label: str = ""
     metadata: dict[str, Any] = {}
     source: str = ""
@@ -72,8 +85,22 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Text of the last model turn, without special tokens."""
     turns: tuple[str, ...] = ()
     """Text of every model turn."""
+    replies: tuple[tuple[Message, ...], ...] = ()
+    """What was said to each model turn in order; the last turns may have none."""
     temperature: float = 1.0
     """Temperature that every token was drawn at: the trainer scores the sample with it. 0: greedy."""
+    reward: float | None = None
+    """What the workflow says that it is worth; None: it says nothing."""
+    metadata: dict[str, Any] = {}
+    """What else the workflow has to tell of it, for the reward function: JSON values."""
+
+    def conversation(self) -> tuple[Message, ...]:
+        """All that was said after the prompt, in order."""
+        said: list[Message] = []
+        for number, text in enumerate(self.turns):
+            said.append(Message(role="assistant", content=text))
+            said += self.replies[number] if number < len(self.replies) else ()
+        return tuple(said)
 
     def oldest_version(self) -> int:
         """Oldest engine stamp of any token, or `NO_VERSION` when no engine took part."""

@@ -172,6 +172,7 @@ def _monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
 
 
 def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
+    from ..actors.models.chat_template import template_of
     from ..actors.models.hf_folder import read_config
     from ..actors.models.tokenizer import load_tokenizer
     from ..actors.rewards.making import make_rewarder
@@ -179,7 +180,8 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
 
     model = read_config(config.model.path)
     senders = TrainerSenders()
-    workflow, scorer, tokenizer = _workflow(config), make_rewarder(config), load_tokenizer(config.model.path)
+    workflow, scorer = _workflow(config), make_rewarder(config)
+    tokenizer = load_tokenizer(config.model.path, template_of(config.model.path, config.data))
     # The engine last: it imports torch, and a mistake in the others is to be told at once.
     engine = None if is_supervised(config) else _engine(spec, config, model, run_dir, senders, clock)
     rollout = Rollout(
@@ -288,8 +290,8 @@ def _workflow(config: RunConfig) -> Workflow:
         "single_turn": single_turn.generate,
         "demonstration": demonstration.generate,
     }
-    name = config.rollout.workflow
-    return built_in[name] if name in built_in else load_function(name, WORKFLOW).fn
+    name, args = config.rollout.workflow, config.rollout.workflow_args
+    return built_in[name] if name in built_in else partial(load_function(name, WORKFLOW, args).fn, **args)
 
 
 def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:

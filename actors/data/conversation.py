@@ -1,13 +1,15 @@
-"""The prompt of a row: a text, or a list of chat messages with text in them."""
+"""The prompt of a row: a text, or a list of chat messages with text in them; and the tools that go with it."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
+import orjson
+
 from ...core.samples import Message
 from .row_file import RowError
 
-CARRIED_KEYS = frozenset({"role", "content"})
+CARRIED_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
 
 
 def parse_messages(value: object, key: str) -> tuple[Message, ...]:
@@ -37,13 +39,41 @@ def _message(value: object, where: str) -> Message:
     if unsupported:
         raise RowError(
             f"{where} holds {', '.join(unsupported)}, which cannot be rendered",
-            "messages carry role and content only; put the rest into the text or the metadata",
+            f"messages carry {', '.join(sorted(CARRIED_KEYS))} only; put the rest into the text or the metadata",
         )
     role, content = table.get("role"), table.get("content")
     if not isinstance(role, str) or not role:
         raise RowError(f"{where} has no role", 'write {"role": ..., "content": ...}')
+    calls = _objects(table.get("tool_calls"), f"tool_calls of {where}", '[{"type": "function", "function": {...}}]')
+    if calls and content is None:
+        content = ""
     if isinstance(content, list):
         raise RowError(f"{where} has content in parts (images?)", "only text is supported; join the parts to one text")
     if not isinstance(content, str):
         raise RowError(f"{where} has no text as content", 'write {"role": ..., "content": ...}')
-    return Message(role=role, content=content)
+    name, call = (_text(table.get(key), f"{key} of {where}") for key in ("name", "tool_call_id"))
+    return Message(role=role, content=content, name=name, tool_calls=calls, tool_call_id=call)
+
+
+def parse_tools(value: object, key: str) -> tuple[dict[str, Any], ...]:
+    """Tools as chat templates want them, from a list of objects or such a list as JSON text. Raises RowError."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = orjson.loads(value)
+        except ValueError as error:
+            raise RowError(f'column "{key}" holds a text that is not JSON: {error}', "write a list of tools") from error
+    return _objects(value, f'column "{key}"', 'a list of tools: [{"type": "function", "function": {...}}]')
+
+
+def _objects(value: object, where: str, example: str) -> tuple[dict[str, Any], ...]:
+    if value in (None, "", [], {}):
+        return ()
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in cast("list[object]", value)):
+        raise RowError(f"{where} is not a list of objects", f"write {example}")
+    return tuple(cast("list[dict[str, Any]]", value))
+
+
+def _text(value: object, where: str) -> str:
+    if value is not None and not isinstance(value, str):
+        raise RowError(f"{where} is not a text", "write it in quotes")
+    return value or ""

@@ -16,7 +16,7 @@ import orjson
 from ...core.config import DataSettings
 from ...core.samples import Message
 from ...core.suggestion import suggest
-from .conversation import parse_messages
+from .conversation import parse_messages, parse_tools
 from .row_file import Columns, RowError
 from .row_rewards import RowRewards
 
@@ -25,12 +25,13 @@ DEMONSTRATION = "demonstration"
 DEMONSTRATION_TURNS = "demonstration_turns"
 
 
-class Item(msgspec.Struct, frozen=True):
+class Item(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a row means."""
 
     messages: tuple[Message, ...]
     label: str
     metadata: dict[str, Any]
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +54,13 @@ class Preset:
     metadata: str
     source: str = ""
     """A column whose value is added to the metadata under its own name."""
+    tools: str = ""
 
 
 PRESETS: Mapping[str, Preset] = {
-    "slime": Preset("prompt", "label", "metadata"),
+    "slime": Preset("prompt", "label", "metadata", tools="tools"),
     "verl": Preset("prompt", "reward_model.ground_truth", "extra_info", source="data_source"),
-    "chat": Preset("messages", "label", "metadata"),
+    "chat": Preset("messages", "label", "metadata", tools="tools"),
     "plain": Preset("prompt", "label", ""),
 }
 
@@ -86,17 +88,27 @@ class Layout:
         must_have_label = needs_label or bool(settings.label_key) or settings.preset in ("plain", "verl")
         self._label = Column(settings.label_key or preset.label, "label_key", must_have_label)
         self._metadata = Column(settings.metadata_key or preset.metadata, "metadata_key", bool(settings.metadata_key))
+        self._is_plain = not settings.apply_chat_template
+        tools_key = settings.tools_key or ("" if self._is_plain else preset.tools)
+        self._tools = Column(tools_key, "tools_key", bool(settings.tools_key))
         self._answer = Column(settings.answer_key, "answer_key", bool(settings.answer_key) and needs_demonstration)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Top-level columns that are looked at. A name with dots is also looked for as it is."""
-        keys = (self._prompt.key, self._label.key, self._metadata.key, self._answer.key, self._source)
+        keys = (self._prompt.key, self._label.key, self._metadata.key, self._answer.key, self._source, self._tools.key)
         return tuple(name for key in keys if key for name in (key, key.partition(".")[0]))
 
     def item(self, columns: Columns) -> Item:
         """The meaning of a row. Raises RowError."""
-        messages = parse_messages(_value(columns, self._prompt), self._prompt.key)
+        prompt = _value(columns, self._prompt)
+        if self._is_plain and not isinstance(prompt, str):
+            raise RowError(
+                f'column "{self._prompt.key}" holds {type(prompt).__name__}, not the text that '
+                "data.apply_chat_template = false wants",
+                "write the whole prompt as a text, or have the chat template write the messages",
+            )
+        messages = parse_messages(prompt, self._prompt.key)
         metadata = self._metadata_of(columns)
         messages = self._take_demonstration(columns, messages, metadata)
         if self._system and messages[0].role != "system":
@@ -104,7 +116,8 @@ class Layout:
         label = self._label_of(columns)
         if self._rewards is not None:
             self._rewards.check(metadata, has_label=label is not None)
-        return Item(messages, label or "", metadata)
+        tools = parse_tools(_value(columns, self._tools), self._tools.key)
+        return Item(messages, label or "", metadata, tools)
 
     def _label_of(self, columns: Columns) -> str | None:
         value = _value(columns, self._label)
@@ -132,9 +145,11 @@ class Layout:
             metadata[DEMONSTRATION] = answer
         elif answer is not None:
             turns = parse_messages(answer, self._answer.key)
-            metadata[DEMONSTRATION_TURNS] = [{"role": turn.role, "content": turn.content} for turn in turns]
+            metadata[DEMONSTRATION_TURNS] = [_table(turn) for turn in turns]
         elif self._is_chat and messages[-1].role == "assistant":
-            metadata[DEMONSTRATION] = messages[-1].content
+            last = messages[-1]
+            key, shown = (DEMONSTRATION_TURNS, [_table(last)]) if last.tool_calls else (DEMONSTRATION, last.content)
+            metadata[key] = shown
             messages = messages[:-1]
         elif self._needs_demonstration:
             raise RowError(
@@ -166,6 +181,11 @@ def _value(columns: Columns, column: Column) -> Any:
     if level is None and column.is_required:
         raise RowError(f'column "{column.key}" is null', f"fill it, or name another column with data.{column.setting}")
     return level
+
+
+def _table(message: Message) -> dict[str, Any]:
+    """As it would stand in a row."""
+    return orjson.loads(msgspec.json.encode(message))
 
 
 def _missing(column: Column, above: str, table: Columns, part: str) -> RowError:

@@ -116,6 +116,7 @@ class RowSet:
             row=self._number_of[index],
             pass_index=pass_index,
             messages=item.messages,
+            tools=item.tools,
             label=item.label,
             metadata=item.metadata,
             source=self._sources[self._file_of[index]],

@@ -15,6 +15,7 @@ from pathlib import Path
 from aiohttp import web
 
 from ...core.errors import EngineError
+from ..models.chat_template import PlainText
 from ..models.tokenizer import load_tokenizer
 from .embedded.engine import EmbeddedEngine, EmbeddedOptions
 from .engine_routes import EngineServer
@@ -57,7 +58,9 @@ async def serve(
     runner: web.AppRunner | None = None
     try:
         await engine.start()
-        server = EngineServer(engine, load_tokenizer(folder), Path(folder), is_incremental=is_incremental, key=key)
+        server = EngineServer(
+            engine, load_tokenizer(folder, PlainText()), Path(folder), is_incremental=is_incremental, key=key
+        )
         # A client that goes away cancels its handler, which frees its rows.
         runner = web.AppRunner(
             server.app(), access_log=access_log, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S

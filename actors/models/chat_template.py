@@ -1,8 +1,9 @@
 """The chat template of a model folder: finds it, compiles it in a sandbox, renders conversations.
 
 A template is a program that came with the weights, so it runs in jinja2's immutable sandbox with a bounded source and
-sees nothing but the messages and the special tokens. Library considered: transformers' `apply_chat_template`, which
-does the same at the price of seconds of import.
+sees nothing but the messages, the tools, the run file's own arguments and the special tokens: no clock, so the same
+conversation is the same text on the day that a run is resumed too. Library considered: transformers'
+`apply_chat_template`, which does the same at the price of seconds of import.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any, NoReturn, cast
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ...core.config import DataSettings
 from ...core.errors import DataError, ModelError
+from ...core.samples import Message
 from .hf_folder import read_json
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -29,11 +32,15 @@ SPECIAL_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
 class ChatTemplate:
     """A compiled template. `render` is pure: same messages, same text."""
 
-    def __init__(self, source: str, place: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, place: str, special_tokens: Mapping[str, str], arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        """`arguments`: further names that it sees, such as `enable_thinking`. Raises ModelError."""
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ModelError(f"{place}: the chat template has {len(source)} characters", remedy="use an honest one")
-        self._place = place
-        self._special_tokens = dict(special_tokens)
+        self.place = place
+        """Where it was found, for messages."""
+        self._arguments = {**special_tokens, **(arguments or {})}
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -44,35 +51,57 @@ class ChatTemplate:
         except jinja2.TemplateError as err:
             raise ModelError(f"{place}: the chat template does not compile: {err}", remedy="mend the template") from err
 
-    def render(self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool) -> str:
-        """Text of a conversation of (role, content) pairs. Raises DataError when the template refuses it."""
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
+        """Text of a conversation. Raises DataError when the template refuses it."""
         try:
             return self._template.render(
-                messages=[{"role": role, "content": content} for role, content in messages],
+                **self._arguments,
+                messages=[message.as_template_sees() for message in messages],
+                tools=list(tools) or None,
+                documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as err:
-            roles = ", ".join(role for role, _ in messages)
+            roles = ", ".join(message.role for message in messages)
             raise DataError(
-                f"the chat template of {self._place} refuses a conversation of roles [{roles}]: {err}",
+                f"the chat template of {self.place} refuses a conversation of roles [{roles}]: {err}",
                 remedy="use the roles this model was made for, in the order it expects",
             ) from err
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """As HuggingFace's templates expect: no HTML escapes, no sorted keys."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+class PlainText:
+    """Stands in for a chat template where there is none: texts as they are, one after the other."""
+
+    place = "plain text"
+
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
+        """The contents in order; who says them is not written."""
+        return "".join(message.content for message in messages)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As HuggingFace's templates expect: no HTML escapes, keys in their order."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def load_chat_template(folder: str | Path) -> ChatTemplate:
+def load_chat_template(folder: str | Path, arguments: Mapping[str, Any] | None = None) -> ChatTemplate:
     """The folder's template: `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`.
 
-    Raises ModelError naming both files when neither has one.
+    `arguments`: see `ChatTemplate`. Raises ModelError naming both files when neither has one.
     """
     root = Path(folder)
     settings = _tokenizer_config(root)
@@ -80,7 +109,7 @@ def load_chat_template(folder: str | Path) -> ChatTemplate:
     path = root / TEMPLATE_FILE
     if path.exists():
         try:
-            return ChatTemplate(path.read_text(encoding="utf-8"), str(path), special)
+            return ChatTemplate(path.read_text(encoding="utf-8"), str(path), special, arguments)
         except (OSError, UnicodeDecodeError) as err:
             raise ModelError(f"cannot read {path}: {err}", remedy="mend the file") from err
     found = settings.get("chat_template")
@@ -90,9 +119,14 @@ def load_chat_template(folder: str | Path) -> ChatTemplate:
     if not isinstance(found, str) or not found:
         raise ModelError(
             f"{root} has no chat template: neither {TEMPLATE_FILE} nor chat_template in {TOKENIZER_CONFIG}",
-            remedy=f"put the template of the model's chat variant into {path}",
+            remedy=f"put the template of the model's chat variant into {path}, or set data.apply_chat_template = false",
         )
-    return ChatTemplate(found, str(root / TOKENIZER_CONFIG), special)
+    return ChatTemplate(found, str(root / TOKENIZER_CONFIG), special, arguments)
+
+
+def template_of(folder: str | Path, data: DataSettings) -> ChatTemplate | PlainText:
+    """How a run's conversations are written. Raises ModelError."""
+    return load_chat_template(folder, data.chat_template_kwargs) if data.apply_chat_template else PlainText()
 
 
 def read_eos_token(folder: str | Path) -> str:

@@ -8,32 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
 from ...core.errors import DataError, ModelError
-from .chat_template import ChatTemplate, load_chat_template, read_eos_token
+from ...core.samples import Message
+from .chat_template import ChatTemplate, PlainText, load_chat_template, read_eos_token
 from .hf_folder import find_tokenizer, read_eos_token_ids
 
 
 class FolderTokenizer:
     """The tokenizer of one model folder."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate | PlainText, eos_token_ids: Sequence[int]
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         """Ids the tokenizer knows; the model's embedding may have more rows."""
         self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
         """The end-of-turn token first, then the other ids that end a generation."""
+        self.template_place: str = template.place
+        """Where the chat template was found, for messages."""
 
-    def render(self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool) -> list[int]:
-        """Token ids of a conversation of (role, content) pairs. Raises DataError when the template refuses it."""
-        return self.encode(self.render_text(messages, add_generation_prompt=add_generation_prompt))
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
+        """Token ids of a conversation. Raises DataError when the template refuses it."""
+        return self.encode(self.render_text(messages, add_generation_prompt=add_generation_prompt, tools=tools))
 
-    def render_text(self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool) -> str:
+    def render_text(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
         """The same as text."""
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, nothing added; special tokens written out in the text are recognised."""
@@ -47,15 +57,19 @@ class FolderTokenizer:
             raise DataError(f"cannot decode token ids: {err}", remedy="ids are whole numbers from 0 on") from err
 
 
-def load_tokenizer(folder: str | Path) -> FolderTokenizer:
-    """Read the folder's tokenizer. Raises ModelError naming the file that is missing or broken."""
+def load_tokenizer(folder: str | Path, template: ChatTemplate | PlainText | None = None) -> FolderTokenizer:
+    """Read the folder's tokenizer. `template`: instead of the folder's own; `PlainText()` where nothing is rendered.
+
+    Raises ModelError naming the file that is missing or broken.
+    """
     root = Path(folder)
     path = find_tokenizer(root)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as err:  # the library raises bare Exception for whatever is wrong in the file
         raise ModelError(f"cannot read {path}: {err}", remedy="download the file again") from err
-    return FolderTokenizer(tokenizer, load_chat_template(root), load_eos_token_ids(root, tokenizer))
+    template = load_chat_template(root) if template is None else template
+    return FolderTokenizer(tokenizer, template, load_eos_token_ids(root, tokenizer))
 
 
 def load_eos_token_ids(folder: str | Path, tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...algos.rewards import BUILTINS, SCALAR_KEY, RewardOutcome, bind_builtin, outcome_of, outcomes_of
+from ...algos.rewards import (
+    BUILTINS,
+    SCALAR_KEY,
+    RewardOutcome,
+    as_the_only_one,
+    bind_builtin,
+    outcome_of,
+    outcomes_of,
+)
 from ...core.completions import Completion
 from ..user_call import is_the_callers
 from ..user_code import load_function, reward_expected, what_was_raised, words_of
@@ -19,6 +27,8 @@ Outcomes = tuple[RewardOutcome, ...]
 """One for each of them."""
 
 
+ALONE = "reward"
+"""The table of the run file that names the only function."""
 REMOTE = "remote"
 """The built-in that is no function: a service is asked, see `remote.py`."""
 
@@ -57,12 +67,13 @@ class RewardFn:
 
 
 def load_reward(
-    name: str, *, pattern: str, args: Mapping[str, Any], takes_group: bool = False, key: str = "reward"
+    name: str, *, pattern: str, args: Mapping[str, Any], takes_group: bool = False, key: str = ALONE
 ) -> RewardFn:
     """The function with its arguments bound; built-ins judge single answers. `key`: the table of the run file that says
     so. Raises ConfigError or UserCodeError."""
     if name in BUILTINS:
         bound = bind_builtin(name, pattern=pattern, args=args, key=f"{key}.args")
+        bound = as_the_only_one(bound, name) if key == ALONE else bound
         needs_process = BUILTINS[name].needs_process
         return RewardFn(name, bound, is_light=not needs_process, needs_process=needs_process)
     extra = {**args, "pattern": pattern} if pattern else dict(args)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 
-from ...core.errors import EngineError, MyxaError, RewardError, UserCodeError
+from ...core.errors import DataError, EngineError, ModelError, MyxaError, PromptTooLong, RewardError, UserCodeError
 
 MIN_CALLS = 20
 WINDOW_CALLS = 100
 """Only the last calls count, so that a service that breaks late is noticed as soon as one that never worked."""
+
+KINDS: tuple[type[MyxaError], ...] = (EngineError, DataError, ModelError)
+"""Of what the run ends with; all else is the user's code."""
 
 
 class ErrorBudget:
@@ -40,8 +43,8 @@ class ErrorBudget:
 
 
 class GroupBudget:
-    """Counts groups that were lost to a workflow or an engine. Rewards have a budget of their own, and a prompt that
-    does not fit is no failure of either."""
+    """Counts groups that were lost to a workflow, an engine, a row or the chat template. Rewards have a budget of their
+    own, and a prompt that does not fit is no failure of any of them."""
 
     def __init__(self, max_rate: float) -> None:
         self._budget = ErrorBudget(max_rate)
@@ -57,13 +60,13 @@ class GroupBudget:
 
     def note(self, error: MyxaError | None) -> None:
         """One more group, lost to `error` or finished. Raises an error of the same kind once there are too many."""
-        if isinstance(error, RewardError) or not isinstance(error, EngineError | UserCodeError | None):
+        if isinstance(error, RewardError | PromptTooLong):
             return
         self._budget.note(has_failed=error is not None)
         if error is None or not self._budget.is_spent:
             return
         failed, groups = self._budget.recent
-        kind = EngineError if isinstance(error, EngineError) else UserCodeError
+        kind = next((kind for kind in KINDS if isinstance(error, kind)), UserCodeError)
         raise kind(
             f"{failed} of the last {groups} groups were lost, more than reward.max_error_rate = {self.max_rate:g} "
             f"allows; the last one: {error.message}",

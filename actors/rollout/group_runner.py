@@ -11,23 +11,34 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
-import msgspec
 import numpy as np
 
 from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.completions import Completion
-from ...core.errors import DataError, DeadlyReward, EngineError, MyxaError, RequestRefused, RewardError, UserCodeError
+from ...core.errors import (
+    DataError,
+    DeadlyReward,
+    EngineError,
+    MyxaError,
+    PromptTooLong,
+    RequestRefused,
+    RewardError,
+    TemplateError,
+    UserCodeError,
+)
 from ...core.flow_sampling import Hop
 from ...core.messages import Assignment
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
-from ...core.samples import I32, Group, Prompt, Sample, check_sample
+from ...core.samples import I32, Group, Prompt, Sample
 from ..user_call import TookTooLong, UserRaised, within
 from ..user_code import what_was_raised
 from ..workflows.context import Workflow, WorkflowContext
-from ..workflows.episode import Episode, Interrupted, ModelAccess, render_prompt
+from ..workflows.episode import Episode, Interrupted, ModelAccess
+from ..workflows.turn_renderer import TurnRenderer
 from .group_so_far import GroupSoFar
 from .group_stretches import Stretches
+from .sample_checks import checked_sample
 
 T = TypeVar("T")
 
@@ -163,6 +174,7 @@ class GroupRunner:
         self._workflow = workflow
         self._scorer = scorer
         self._tokenizer = tokenizer
+        self._renderer = TurnRenderer(tokenizer)
         self._model = model
         self._max_turns = max_turns
         self._clock = clock
@@ -193,11 +205,12 @@ class GroupRunner:
     async def run(self, assignment: Assignment) -> Group:
         """All members of one group, rewarded.
 
-        Raises Partial when generation was interrupted or the engine failed, DataError for a prompt that does not fit,
+        Raises Partial when generation was interrupted or the engine failed, PromptTooLong for a prompt that does not
+        fit, DataError for one that cannot be rendered, TemplateError for a reply that the chat template cannot write,
         UserCodeError for a workflow or reward that failed, RequestRefused for a request that no engine can serve.
         """
         recorded = {s.index: s for s in assignment.partial}
-        prompt_ids = render_prompt(self._tokenizer, assignment.prompt)
+        prompt_ids = self._renderer.prompt(assignment.prompt)
         stretches, made = Stretches(self._clock), GroupSoFar(recorded)
         members = [
             self._member(_Task(assignment, i, prompt_ids, recorded.get(i), stretches, made))
@@ -269,6 +282,7 @@ class GroupRunner:
                 sampling=task.assignment.sampling,
                 request_prefix=f"{self._model.request_prefix}a{task.assignment.attempt}.",
             ),
+            renderer=self._renderer,
             prompt_ids=task.prompt_ids,
             recorded=task.recorded,
         )
@@ -294,40 +308,12 @@ class GroupRunner:
             ) from err
         finally:
             self._note(generating=-1)
-        checked = self._checked(sample, prompt, index, episode.temperature)
+        checked = checked_sample(sample, prompt, index, temperature=episode.temperature, vocab_size=self._vocab_size)
         task.made.finished(checked)
         return checked
 
     async def _call_workflow(self, context: WorkflowContext, prompt: Prompt) -> object:
         return await self._workflow(context, prompt)
-
-    def _checked(self, sample: object, prompt: Prompt, index: int, temperature: float | None) -> Sample:
-        """User code may return anything: only a consistent Sample of this very prompt passes, with the temperature that
-        its turns were drawn at."""
-        if not isinstance(sample, Sample):
-            raise UserCodeError(
-                f"workflow returned a value of type {type(sample).__name__}, not a Sample "
-                f"(group {prompt.group_id}, sample {index})",
-                remedy="end it with `return ctx.episode.sample()`",
-            )
-        if (sample.group_id, sample.index) != (prompt.group_id, index):
-            raise UserCodeError(
-                f"workflow returned sample {sample.group_id}/{sample.index} for {prompt.group_id}/{index}",
-                remedy="return the sample of the episode it was given",
-            )
-        try:
-            check_sample(sample, self._vocab_size)
-        except ValueError as err:
-            raise EngineError(str(err), remedy="the engine or workflow broke the per-token contract") from err
-        except Exception as err:
-            raise UserCodeError(
-                f"workflow returned a sample that cannot be checked: {what_was_raised(err)} "
-                f"(group {prompt.group_id}, sample {index})",
-                remedy="end it with `return ctx.episode.sample()`",
-            ) from err
-        if temperature is None or sample.temperature == temperature:
-            return sample
-        return msgspec.structs.replace(sample, temperature=temperature)
 
     async def _rewarded(self, scoring: Awaitable[T]) -> T:
         started = self._clock.monotonic()
@@ -356,10 +342,13 @@ def _completion(prompt: Prompt, sample: Sample) -> Completion:
         prompt=prompt.messages[-1].content if prompt.messages else "",
         text=sample.text,
         turns=sample.turns,
+        conversation=sample.conversation(),
         label=prompt.label,
         metadata=prompt.metadata,
         finish=sample.finish,
         num_tokens=len(sample.response_ids),
+        reward=sample.reward,
+        sample_metadata=sample.metadata,
     )
 
 
@@ -376,12 +365,16 @@ async def _all_or_first_error(members: Sequence[Coroutine[Any, Any, T]]) -> list
     return [t.result() for t in tasks]
 
 
-DropReason = Literal["reward-error", "reward-crash", "workflow-error", "prompt-too-long", "engine-error"]
+DropReason = Literal[
+    "reward-error", "reward-crash", "workflow-error", "prompt-too-long", "data-error", "template-error", "engine-error"
+]
 
 _REASONS: tuple[tuple[type[MyxaError], DropReason], ...] = (
     (DeadlyReward, "reward-crash"),
     (RewardError, "reward-error"),
-    (DataError, "prompt-too-long"),
+    (PromptTooLong, "prompt-too-long"),
+    (DataError, "data-error"),
+    (TemplateError, "template-error"),
     (EngineError, "engine-error"),
     (MyxaError, "workflow-error"),
 )

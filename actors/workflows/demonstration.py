@@ -24,12 +24,18 @@ def _turns(prompt: Prompt) -> list[Message]:
     metadata: dict[str, Any] = prompt.metadata
     if "demonstration_turns" in metadata:
         try:
-            return msgspec.convert(metadata["demonstration_turns"], list[Message])
+            turns = msgspec.convert(metadata["demonstration_turns"], list[Message])
         except msgspec.ValidationError as err:
             raise DataError(
                 f"row {prompt.row} of {prompt.source}: demonstration turns are not messages ({err})",
                 remedy='write them as [{"role": ..., "content": ...}, ...]',
             ) from err
+        if not turns or turns[0].role != "assistant":
+            raise DataError(
+                f"row {prompt.row} of {prompt.source}: the demonstration does not begin with an assistant's turn",
+                remedy="put what stands before it into the prompt",
+            )
+        return turns
     answer = metadata.get("demonstration")
     if not isinstance(answer, str):
         raise DataError(

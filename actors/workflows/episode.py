@@ -11,17 +11,20 @@ the first unfinished turn goes on from its last token. A reply that differs from
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from ...core.chaos import reached
-from ...core.errors import DataError, EngineError, UserCodeError
+from ...core.errors import EngineError, PromptTooLong, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
-from ...core.samples import F32, I32, NO_VERSION, U8, FinishReason, Message, Prompt, Sample
+from ...core.samples import I32, U8, FinishReason, Message, Prompt, Sample
+from .segments import Segment, joined, split, unstamped
+from .turn_renderer import TurnRenderer
 
 Generate = Callable[[GenerateRequest], AsyncIterator[Delta]]
 
@@ -44,27 +47,6 @@ class Turn:
     finish: FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """A run of tokens of one origin: a model turn (mask 1) or a reply (mask 0)."""
-
-    ids: I32
-    logprobs: F32
-    versions: I32
-    is_model: bool
-
-
-def _split(sample: Sample) -> list[_Segment]:
-    """Cut a recorded sample into runs of equal loss mask."""
-    mask = sample.loss_mask
-    cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
-    return [
-        _Segment(sample.response_ids[a:b], sample.logprobs[a:b], sample.versions[a:b], bool(mask[a]))
-        for a, b in itertools.pairwise(cuts)
-        if b > a
-    ]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelAccess:
     """How an episode reaches the model."""
@@ -79,12 +61,6 @@ class ModelAccess:
     pause mode "abort"), False ends the episode with Interrupted (the actor drains)."""
 
 
-def render_prompt(tokenizer: Tokenizer, prompt: Prompt) -> I32:
-    """Token ids int32 [P] of the prompt's messages, up to where the model begins to speak."""
-    pairs = [(m.role, m.content) for m in prompt.messages]
-    return np.asarray(tokenizer.render(pairs, add_generation_prompt=True), dtype=np.int32)
-
-
 class Episode:
     """The token stream of one sample. See the module's head."""
 
@@ -95,33 +71,36 @@ class Episode:
         index: int,
         tokenizer: Tokenizer,
         model: ModelAccess,
+        renderer: TurnRenderer | None = None,
         prompt_ids: I32 | None = None,
         recorded: Sample | None = None,
     ) -> None:
-        """`prompt_ids`: the rendered prompt, for callers that make several episodes of one prompt."""
+        """`renderer`, `prompt_ids`: for callers that make several episodes with one tokenizer, or of one prompt."""
         self._prompt = prompt
         self._index = index
         self._tokenizer = tokenizer
         self._model = model
-        self._prompt_ids = render_prompt(tokenizer, prompt) if prompt_ids is None else prompt_ids
+        self._renderer = renderer or TurnRenderer(tokenizer)
+        self._prompt_ids = self._renderer.prompt(prompt) if prompt_ids is None else prompt_ids
         context_length = model.context_length
         if len(self._prompt_ids) >= context_length:
-            raise DataError(
+            raise PromptTooLong(
                 f"prompt of row {prompt.row} in {prompt.source or 'the data'} has {len(self._prompt_ids)} tokens, "
                 f"the engine's context is {context_length}",
                 remedy="shorten or filter the row, or raise engine.context_length",
             )
-        self._segments: list[_Segment] = []
-        self._under_way: list[_Segment] = []
+        self._segments: list[Segment] = []
+        self._under_way: list[Segment] = []
         """Of the turn that is being generated."""
         self._turns: list[str] = []
+        self._replies: list[tuple[Message, ...]] = []
         self._finish: FinishReason = "abort"
         self._temperature: float | None = None
         """Of the model turns; None before the first."""
         self._recorded_at = 1.0 if recorded is None else recorded.temperature
-        self._replay: list[_Segment] = []
+        self._replay: list[Segment] = []
         if recorded is not None and np.array_equal(recorded.prompt_ids, self._prompt_ids):
-            self._replay = _split(recorded)
+            self._replay = split(recorded)
 
     @property
     def prompt(self) -> Prompt:
@@ -154,7 +133,7 @@ class Episode:
         done = self._next_recorded(is_model=True)
         if done is not None and done.ids.size and int(done.ids[-1]) in self._stop_ids(params):
             return self._close_turn(done, "stop")
-        start = done if done is not None else _joined([])
+        start = done if done is not None else joined([])
         limit = min(params.max_new_tokens - len(start.ids), self.room - len(start.ids))
         if limit <= 0:
             return self._close_turn(start, "length")
@@ -183,7 +162,7 @@ class Episode:
                 remedy="draw all turns of a sample at one temperature",
             )
 
-    async def _ask(self, start: _Segment, params: SamplingParams, limit: int) -> tuple[_Segment, FinishReason]:
+    async def _ask(self, start: Segment, params: SamplingParams, limit: int) -> tuple[Segment, FinishReason]:
         """Stream one turn from the engine, going on from `start`."""
         request = GenerateRequest(
             request_id=f"{self._model.request_prefix}{self._prompt.group_id}.{self._index}.{len(self._turns)}",
@@ -194,7 +173,7 @@ class Episode:
         self._under_way = [start]
         finish: FinishReason | None = None
         async for delta in self._model.generate(request):
-            self._under_way.append(_Segment(delta.output_ids, delta.logprobs, delta.versions, is_model=True))
+            self._under_way.append(Segment(delta.output_ids, delta.logprobs, delta.versions, is_model=True))
             finish = delta.finish
             if finish is None:
                 reached("rollout.partial")
@@ -203,74 +182,66 @@ class Episode:
                 f"the engine ended request {request.request_id} without saying why",
                 remedy="restart the engine; its stream broke off",
             )
-        whole, self._under_way = _joined(self._under_way), []
+        whole, self._under_way = joined(self._under_way), []
         return whole, finish
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         return frozenset(() if params.ignore_eos else (*self._tokenizer.eos_token_ids, *params.stop_token_ids))
 
-    def _next_recorded(self, *, is_model: bool) -> _Segment | None:
+    def _next_recorded(self, *, is_model: bool) -> Segment | None:
         if not self._replay or self._replay[0].is_model is not is_model:
             self._replay = []
             return None
         return self._replay.pop(0)
 
-    def _close_turn(self, segment: _Segment, finish: FinishReason) -> Turn:
+    def _close_turn(self, segment: Segment, finish: FinishReason) -> Turn:
         self._segments.append(segment)
         self._finish = finish
         text = self._tokenizer.decode(segment.ids.tolist())
         self._turns.append(text)
         return Turn(text=text, token_ids=tuple(segment.ids.tolist()), finish=finish)
 
-    def reply(self, role: str, content: str) -> bool:
+    def reply(self, role: str, content: str, *, name: str = "", tool_call_id: str = "") -> bool:
         """Append a message that the model did not write (mask 0) and open the next model turn.
 
-        Returns False, and ends the episode as "length", if it does not fit into the context.
+        Returns False, and ends the episode as "length", if it does not fit into the context. Raises UserCodeError
+        without a model turn before it, TemplateError for a role that the chat template cannot append.
         """
-        if not self._segments or not self._segments[-1].is_model:
+        return self.reply_with(Message(role=role, content=content, name=name, tool_call_id=tool_call_id))
+
+    def reply_with(self, *messages: Message) -> bool:
+        """The same with several messages, such as the answers of all tools that the model called at once."""
+        if not messages or not self._segments or not self._segments[-1].is_model:
             raise UserCodeError(
                 f"workflow: reply() for row {self._prompt.row} without a model turn before it",
-                remedy="call `await episode.generate()` first",
+                remedy="call `await episode.generate()` first, and reply with all messages at once",
             )
-        ids = self._render_reply(role, content)
+        last = self._segments[-1].ids
+        ended_by = int(last[-1]) if self._finish == "stop" and last.size else None
+        ids = self._renderer.reply(messages, ended_by=ended_by, tools=self._prompt.tools)
         if len(ids) >= self.room:
             self._finish = "length"
             return False
         recorded = self._next_recorded(is_model=False)
         if recorded is not None and not np.array_equal(recorded.ids, ids):
             self._replay = []
-        zeros = np.zeros(len(ids), dtype=np.float32)
-        versions = np.full(len(ids), NO_VERSION, dtype=np.int32)
-        self._segments.append(_Segment(ids, zeros, versions, is_model=False))
+        self._segments.append(unstamped(ids, is_model=False))
+        self._replies.append(messages)
         return True
 
-    def _render_reply(self, role: str, content: str) -> I32:
-        """Tokens between the model's end of turn and its next turn, as the chat template writes them.
-
-        Taken from a two-message conversation, so that the stream already generated is never encoded again.
-        """
-        base_messages = [("user", "x"), ("assistant", "y")]
-        base = self._tokenizer.render(base_messages, add_generation_prompt=False)
-        full = self._tokenizer.render([*base_messages, (role, content)], add_generation_prompt=True)
-        ends = [i for i, t in enumerate(base) if t in self._tokenizer.eos_token_ids]
-        if not ends or full[: ends[-1] + 1] != base[: ends[-1] + 1]:
-            raise DataError(
-                f"the chat template does not append a {role!r} message after an assistant turn unchanged",
-                remedy="use a template whose rendering of a conversation starts with that of its beginning",
-            )
-        return np.asarray(full[ends[-1] + 1 :], dtype=np.int32)
-
-    def sample(self) -> Sample:
-        """The record of everything so far."""
-        return self._sample(self._segments, self._finish)
+    def sample(self, *, reward: float | None = None, metadata: Mapping[str, Any] | None = None) -> Sample:
+        """The record of everything so far. `reward`: what it is worth, for `reward.fn = "workflow"`, and for functions
+        to look at; `metadata`: what else a reward function should know, JSON values."""
+        made = self._sample(self._segments, self._finish)
+        return msgspec.structs.replace(made, reward=reward, metadata=dict(metadata or {}))
 
     def so_far(self) -> Sample:
         """The record of everything so far, the tokens of a turn under way included, and those that an earlier attempt
         recorded and this one has not come to yet. May be asked for at any moment."""
-        rest = [_joined(self._under_way)] if self._under_way else self._replay
+        rest = [joined(self._under_way)] if self._under_way else self._replay
         return self._sample([*self._segments, *rest], "abort" if rest else self._finish)
 
-    def _sample(self, segments: list[_Segment], finish: FinishReason) -> Sample:
+    def _sample(self, segments: list[Segment], finish: FinishReason) -> Sample:
         empty = np.zeros(0, dtype=np.int32)
         mask: list[U8] = [np.full(len(s.ids), 1 if s.is_model else 0, dtype=np.uint8) for s in segments]
         return Sample(
@@ -285,40 +256,27 @@ class Episode:
             num_turns=len(self._turns),
             text=self._turns[-1] if self._turns else "",
             turns=tuple(self._turns),
+            replies=tuple(self._replies),
             temperature=self._recorded_at if self._temperature is None else self._temperature,
         )
 
     def demonstration(self, turns: Sequence[Message]) -> Sample:
-        """A sample made of given turns instead of generated ones: assistant turns get loss mask 1, all others 0."""
-        for turn in turns:
-            if turn.role == "assistant":
-                ids = [*self._tokenizer.encode(turn.content), self._tokenizer.eos_token_ids[0]]
-                array = np.asarray(ids, dtype=np.int32)
-                segment = _Segment(
-                    array, np.zeros(len(ids), np.float32), np.full(len(ids), NO_VERSION, np.int32), is_model=True
-                )
-                self._close_turn(segment, "stop")
-            elif not self.reply(turn.role, turn.content):
+        """A sample made of given turns instead of generated ones: assistant turns get loss mask 1, all others 0. The
+        first one is an assistant's. Raises PromptTooLong, TemplateError, DataError."""
+        starts = [at for at, turn in enumerate(turns) if turn.role == "assistant"]
+        for start, following in zip(starts, (*starts[1:], len(turns)), strict=True):
+            replies = turns[start + 1 : following]
+            ids = self._renderer.spoken(turns[start], replies, self._prompt.tools)
+            self._close_turn(unstamped(ids, is_model=True), "stop")
+            if replies and not self.reply_with(*replies):
                 break
         if self._model.context_length < len(self._context()):
-            raise DataError(
+            raise PromptTooLong(
                 f"demonstration of row {self._prompt.row} has {len(self._context())} tokens with its prompt, "
                 f"the context is {self._model.context_length}",
                 remedy="shorten the row or raise engine.context_length",
             )
         return self.sample()
-
-
-def _joined(parts: Sequence[_Segment]) -> _Segment:
-    """One run of model tokens from its parts."""
-    if not parts:
-        return _Segment(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), is_model=True)
-    return _Segment(
-        np.concatenate([part.ids for part in parts]).astype(np.int32, copy=False),
-        np.concatenate([part.logprobs for part in parts]).astype(np.float32, copy=False),
-        np.concatenate([part.versions for part in parts]).astype(np.int32, copy=False),
-        is_model=True,
-    )
 
 
 def _with_limit(params: SamplingParams, limit: int) -> SamplingParams:

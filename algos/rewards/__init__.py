@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .catalogue import BUILTINS, RewardFunction, RewardValue, bind_builtin
+from .catalogue import BUILTINS, RewardFunction, RewardValue, as_the_only_one, bind_builtin
 from .extraction import boxed, extract
 from .length import overlong_penalty
 from .numbers import last_number, parse_number
@@ -14,6 +14,7 @@ __all__ = [
     "RewardFunction",
     "RewardOutcome",
     "RewardValue",
+    "as_the_only_one",
     "bind_builtin",
     "boxed",
     "extract",

@@ -67,6 +67,13 @@ def text_format(completion: Completion, *, pattern: str = DEFAULT_FORMAT) -> flo
     return float(_compiled(pattern, re.DOTALL).fullmatch(completion.text) is not None)
 
 
+def workflow(completion: Completion) -> float:
+    """What the workflow said that its sample is worth. Raises ValueError if it said nothing."""
+    if completion.reward is None:
+        raise ValueError("the workflow said no reward; it does so by `return ctx.episode.sample(reward=...)`")
+    return completion.reward
+
+
 def math_equal(completion: Completion, *, seconds: int = 5) -> float:
     """Whether answer and label are mathematically equal, by math-verify. An answer on which it takes longer than
     `seconds` is wrong. Raises ValueError for a label that it cannot read."""

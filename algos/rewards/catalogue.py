@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ...core.completions import Completion
 from ...core.errors import ConfigError
 from ...core.suggestion import suggest
-from .builtin import exact, math_equal, numeric, regex, text_format
+from .builtin import exact, math_equal, numeric, regex, text_format, workflow
 from .words import choice, f1
 
 RewardValue = float | dict[str, float]
@@ -28,6 +28,8 @@ class Builtin:
     """Never inside an actor's own process."""
 
 
+WORKFLOW = "workflow"
+"""Not judged here: the workflow says it."""
 BUILTINS: Mapping[str, Builtin] = {
     "exact": Builtin(exact),
     "numeric": Builtin(numeric),
@@ -36,6 +38,7 @@ BUILTINS: Mapping[str, Builtin] = {
     "choice": Builtin(choice),
     "regex": Builtin(regex, takes_pattern=True),
     "format": Builtin(text_format, takes_pattern=True),
+    WORKFLOW: Builtin(workflow),
 }
 
 
@@ -61,6 +64,19 @@ def bind_builtin(
             )
         _check_type(f"{key}.{argument}", value, hints[argument])
     return partial(builtin.fn, **given)
+
+
+def as_the_only_one(fn: RewardFunction, name: str) -> RewardFunction:
+    """A built-in that alone judges: it would overrule what the workflow said without anybody noticing."""
+    return fn if name == WORKFLOW else partial(_judged_by_text, fn, name)
+
+
+def _judged_by_text(fn: RewardFunction, name: str, completion: Completion) -> RewardValue:
+    if completion.reward is not None:
+        raise ValueError(
+            f'the workflow said a reward, and reward.fn = "{name}" does not heed it; set reward.fn = "{WORKFLOW}"'
+        )
+    return fn(completion)
 
 
 def _check_type(key: str, value: object, hint: Any) -> None:

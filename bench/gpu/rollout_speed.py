@@ -219,7 +219,8 @@ class Bare:
 
     async def play(self, jobs: Sequence[Job], limit_s: float, *, streams: bool = True) -> Round:
         groups = [
-            (self._tokenizer.render([("user", job.text)], add_generation_prompt=True), job.num_new) for job in jobs
+            (self._tokenizer.render([Message(role="user", content=job.text)], add_generation_prompt=True), job.num_new)
+            for job in jobs
         ]
         assert self.process.stdin is not None
         assert self.process.stdout is not None

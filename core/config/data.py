@@ -14,14 +14,16 @@ from pydantic import Field, field_validator, model_validator
 from .conflict import Conflict
 from .section import CountInt, NonNegativeFloat, OrElse, Section, SourceText
 from .source import check_sources
-from .tables import as_table
+from .tables import Table, as_table, check_json
 
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 MAX_SOURCES = 64
 MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
 MAX_SKIPS = 100
 """Every draw that is passed over is a row of the ledger."""
-_COLUMN_KEYS = ("prompt_key", "label_key", "metadata_key", "messages_key", "answer_key")
+_COLUMN_KEYS = ("prompt_key", "label_key", "metadata_key", "messages_key", "answer_key", "tools_key")
+TEMPLATE_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
+"""What a chat template is given anyway."""
 
 
 class SourceSettings(Section, frozen=True):
@@ -44,6 +46,8 @@ class SourceSettings(Section, frozen=True):
     """Column with the conversation of the `chat` preset. Empty = likewise."""
     answer_key: str = ""
     """Column with the demonstration to be learnt by SFT. Empty = likewise."""
+    tools_key: str = ""
+    """Column with the tools that the model is told of. Empty = likewise."""
     system: str = ""
     """System message put in front of conversations that have none; empty = as in `[data]`."""
     max_passes: Annotated[int, Field(ge=-1)] = -1
@@ -84,8 +88,15 @@ class DataSettings(Section, frozen=True):
     """Column with the conversation of the `chat` preset. Empty = "messages"."""
     answer_key: str = ""
     """Column with the demonstration to be learnt by SFT. Empty = the preset's (chat: last assistant message)."""
+    tools_key: str = ""
+    """Column with a list of tools, handed to the chat template. Empty = the preset's (slime, chat: "tools")."""
     system: str = ""
     """System message put in front of conversations that have none; empty = none."""
+    apply_chat_template: bool = True
+    """Whether conversations are written by the model's chat template; false: a prompt is a text, which is encoded as it
+    is, and so are replies. For base models."""
+    chat_template_kwargs: Table = {}
+    """Further named arguments of the chat template, for example `enable_thinking = false`."""
     shuffle: bool = True
     """Whether each pass goes through the rows in a new order (from `run.seed`); false = file order."""
     max_passes: CountInt = 0
@@ -111,6 +122,13 @@ class DataSettings(Section, frozen=True):
     def _sources_parse(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
         return check_sources(value)
 
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _arguments_are_json(cls, value: Table) -> Table:
+        if taken := sorted(set(TEMPLATE_NAMES) & value.keys()):
+            raise ValueError(f"must not hold {', '.join(taken)}, which the template is given anyway")
+        return check_json(value)
+
     def conflicts(self) -> Iterator[Conflict]:
         """Columns that the preset does not look at, and sources that do not go together."""
         if not (self.train or self.sources):
@@ -123,6 +141,7 @@ class DataSettings(Section, frozen=True):
             yield Conflict(
                 ("difficulty_low", "difficulty_high"), f"is above difficulty_high = {self.difficulty_high:g}"
             )
+        yield from _plain_conflicts(self)
         yield from _mix_conflicts(self)
 
     def parts(self) -> Mapping[str, Self]:
@@ -144,6 +163,18 @@ class DataSettings(Section, frozen=True):
         own["system"] = source.system or self.system
         own["max_passes"] = self.max_passes if source.max_passes < 0 else source.max_passes
         return self.model_copy(update=own)
+
+
+def _plain_conflicts(data: DataSettings) -> Iterator[Conflict]:
+    if data.apply_chat_template:
+        return
+    for key in ("system", "tools_key", "chat_template_kwargs"):
+        if getattr(data, key):
+            yield Conflict((key, "apply_chat_template"), "is for the chat template: set apply_chat_template = true")
+    presets = {"preset": data.preset} | {f"sources.{name}.preset": one.preset for name, one in data.sources.items()}
+    for path, preset in presets.items():
+        if preset == "chat":
+            yield Conflict((path, "apply_chat_template"), '"chat" is for conversations; with plain texts use "plain"')
 
 
 def _mix_conflicts(data: DataSettings) -> Iterator[Conflict]:

@@ -18,6 +18,7 @@ from .rewarding import RewardSettings
 from .roles import RolesSettings
 from .section import Section
 from .settings import (
+    WORKFLOW_BUILTINS,
     EngineSettings,
     EvalSettings,
     GuardSettings,
@@ -140,6 +141,14 @@ def _sft_conflicts(config: RunConfig) -> Iterator[Conflict]:
     if learns and config.rollout.num_samples != 1:
         yield Conflict(
             ("rollout.num_samples", "algo.kind"), 'must be 1: algo.kind = "sft" has one demonstration per prompt'
+        )
+
+
+def _workflow_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    if config.reward.fn == "workflow" and config.algo.kind != "sft" and config.rollout.workflow in WORKFLOW_BUILTINS:
+        yield Conflict(
+            ("reward.fn", "rollout.workflow"),
+            f'needs a workflow of your own: rollout.workflow = "{config.rollout.workflow}" says no reward',
         )
 
 
@@ -356,6 +365,7 @@ def _bounded_data_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
     _sft_conflicts,
+    _workflow_conflicts,
     _standby_conflicts,
     _exploration_conflicts,
     _eval_conflicts,

@@ -28,7 +28,7 @@ from .section import (
     TextTuple,
 )
 from .source import check_sources
-from .tables import Table
+from .tables import Table, check_json
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CODE_NAME = re.compile(r"[^:\s][^:]*:[A-Za-z_][A-Za-z0-9_.]*")
@@ -123,6 +123,8 @@ class RolloutSettings(Section, frozen=True):
     workflow: CodeName = "single_turn"
     """How a prompt becomes a sample: single_turn, demonstration (SFT, no engine), or your own `module:function` or
     `file.py:function`."""
+    workflow_args: Table = {}
+    """Named arguments of a workflow of your own: JSON values."""
     max_turns: PositiveInt = 1
     """Model turns a workflow may take."""
     max_groups: PositiveInt = 64
@@ -155,6 +157,18 @@ class RolloutSettings(Section, frozen=True):
     @classmethod
     def _workflow_is_named(cls, value: str) -> str:
         return check_code_name(value, WORKFLOW_BUILTINS)
+
+    @field_validator("workflow_args")
+    @classmethod
+    def _args_are_json(cls, value: Table) -> Table:
+        return check_json(value)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Arguments that nobody takes."""
+        if self.workflow_args and self.workflow in WORKFLOW_BUILTINS:
+            yield Conflict(
+                ("workflow_args", "workflow"), f'is for a workflow of your own; "{self.workflow}" takes none'
+            )
 
 
 HTTP_URL = re.compile(r"https?://[^\s/]+(/\S*)?")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 Table = dict[str, Any]
@@ -12,6 +13,27 @@ KeyPath = tuple[str, ...]
 def as_table(value: object) -> Table | None:
     """The value if it is a table, else None. TOML keys are always text."""
     return cast("Table", value) if isinstance(value, dict) else None
+
+
+def check_json(table: Table) -> Table:
+    """The table, if all that is in it can be written as JSON; raises ValueError naming the first key that cannot: TOML
+    has dates, and numbers that are none."""
+    for path, value in _leaves(table, ""):
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        if not (isinstance(value, str | bool) or value is None or is_number):
+            raise ValueError(f"must hold JSON values only, and {path} = {value} is none; write it as text")
+    return table
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if (table := as_table(value)) is not None:
+        for key, one in table.items():
+            yield from _leaves(one, f"{path}.{key}" if path else key)
+    elif (array := as_array(value)) is not None:
+        for number, one in enumerate(array):
+            yield from _leaves(one, f"{path}[{number}]")
+    else:
+        yield path, value
 
 
 def as_array(value: object) -> list[Any] | None:

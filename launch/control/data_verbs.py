@@ -117,9 +117,10 @@ def _buffer(room: Room, seconds: float) -> BufferContract:
 
 @lru_cache(maxsize=1)
 def _tokenizer(folder: str) -> Tokenizer:
+    from ...actors.models.chat_template import PlainText
     from ...actors.models.tokenizer import load_tokenizer
 
-    return load_tokenizer(folder)
+    return load_tokenizer(folder, PlainText())
 
 
 def _shown(found: Sequence[RecentGroup], tokenizer: Tokenizer, max_tokens: int) -> list[ShownGroup]:

@@ -22,6 +22,7 @@ from ...core.config.source import parse_sources
 from ...core.errors import ConfigError, MyxaError, TrainError
 from ..actor_spec import ActorSpec
 from ..lives.named_checkpoint import named_checkpoint
+from .chat_templates import template_findings
 from .disk import disk_findings, disk_of, free_at, nearest_folder
 from .finding import Finding, looked
 from .gpus import Gpus, look_at_gpus
@@ -72,6 +73,7 @@ def _check_model(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Fin
         return
     if "rollout" in roles:
         yield from looked("model.path", find_tokenizer, config.model.path)
+        yield from template_findings(config)
     yield from looked("model.path", _check_weights, config.model.path, model)
     if config.weights.served_folder:
         yield from looked("weights.served_folder", _check_served, config.weights.served_folder)

@@ -67,7 +67,7 @@ def _check_args(table: str, part: RewardSettings) -> None:
 
 def _named(config: RunConfig) -> tuple[Named, ...]:
     return (
-        Named(config.rollout.workflow, WORKFLOW, 0),
+        Named(config.rollout.workflow, WORKFLOW, len(config.rollout.workflow_args)),
         *(
             Named(part.fn, reward_expected(key, takes_group=part.scope == "group"), len(part.args))
             for (key, _), part in zip(config.reward.named_functions(), config.reward.parts().values(), strict=True)

@@ -78,8 +78,8 @@ MISTAKES: list[tuple[str, str]] = [
     (
         '[reward]\nfn = "exakt"\n',
         (
-            'run.toml:6: reward.fn = "exakt": must be one of exact, numeric, math, f1, choice, regex, format, remote, or module:function, '
-            'or file.py:function; did you mean "exact"?'
+            'run.toml:6: reward.fn = "exakt": must be one of exact, numeric, math, f1, choice, regex, format, remote, workflow, or '
+            'module:function, or file.py:function; did you mean "exact"?'
         ),
     ),
     ('[reward]\npattern = "("\n', 'run.toml:6: reward.pattern = "(": is not a regular expression: '),
@@ -267,6 +267,24 @@ MISTAKES: list[tuple[str, str]] = [
     (
         '[roles.trainer]\ndevices = "0-1"\ncount = 4\n',
         'run.toml:6: roles.trainer.devices = "0-1": names 2 GPUs for 4 ranks on each node; every rank needs its own',
+    ),
+    (
+        '[reward]\nfn = "workflow"\n',
+        (
+            'run.toml:6: reward.fn = "workflow": needs a workflow of your own: rollout.workflow = "single_turn" says no '
+            "reward"
+        ),
+    ),
+    (
+        "[rollout.workflow_args]\nnum = 3\n",
+        'run.toml:5: rollout.workflow_args: is for a workflow of your own; "single_turn" takes none',
+    ),
+    (
+        '[rollout]\nworkflow = "a:b"\nworkflow_args = { inner = [{ day = 2026-01-02 }] }\n',
+        (
+            "run.toml:7: rollout.workflow_args: must hold JSON values only, and inner[0].day = 2026-01-02 is none; write "
+            "it as text"
+        ),
     ),
     (
         '[roles.rollout]\ndevices = "0"\n',

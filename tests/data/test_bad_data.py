@@ -79,9 +79,24 @@ BAD_LINES: list[tuple[str, str]] = [
     (
         '{"prompt": [{"role": "user", "content": "x", "tool_calls": [1], "name": ""}]}',
         (
-            'message 1 of "prompt" holds tool_calls, which cannot be rendered -- '
-            "messages carry role and content only; put the rest into the text or the metadata"
+            'tool_calls of message 1 of "prompt" is not a list of objects -- '
+            'write [{"type": "function", "function": {...}}]'
         ),
+    ),
+    (
+        '{"prompt": [{"role": "user", "content": "x", "images": ["a.png"], "name": ""}]}',
+        (
+            'message 1 of "prompt" holds images, which cannot be rendered -- messages carry content, name, role, '
+            "tool_call_id, tool_calls only; put the rest into the text or the metadata"
+        ),
+    ),
+    (
+        '{"prompt": "x", "tools": "{"}',
+        'column "tools" holds a text that is not JSON: unexpected end of data: line 1 column 2 (char 1) -- write a list of tools',
+    ),
+    (
+        '{"prompt": "x", "tools": ["search"]}',
+        'column "tools" is not a list of objects -- write a list of tools: [{"type": "function", "function": {...}}]',
     ),
     (
         f'{{"prompt": [{USER}, {{"role": "assistant", "content": "x"}}], "label": "b"}}',

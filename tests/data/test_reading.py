@@ -54,6 +54,44 @@ def store(request: pytest.FixtureRequest) -> Store:
     return request.param
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def test_tools_and_their_calls_are_carried_as_they_are(tmp_path: Path, store: Store) -> None:
+    talk = [
+        {"role": "user", "content": "1+1?", "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    ]
+    path = store(tmp_path, [{"prompt": talk, "tools": json.dumps([TOOL])}])
+    (prompt,) = prompts(open_prompts(config(path, reward={"fn": "format"})))
+    assert prompt.tools == (TOOL,)
+    assert prompt.messages == (
+        Message(role="user", content="1+1?", name="ann"),
+        Message(role="assistant", content="", tool_calls=(CALL,)),
+        Message(role="tool", content="2", tool_call_id="c1"),
+    )
+
+
+def test_a_call_of_a_tool_can_be_the_demonstration(tmp_path: Path, store: Store) -> None:
+    talk = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    path = store(tmp_path, [{"messages": talk, "tools": [TOOL]}])
+    (prompt,) = prompts(open_prompts(config(path, data={"preset": "chat"}, algo={"kind": "sft"})))
+    assert prompt.tools == (TOOL,)
+    assert prompt.metadata["demonstration_turns"] == [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
+
+
+def test_without_a_chat_template_a_prompt_is_a_text(tmp_path: Path) -> None:
+    rows: Rows = [{"prompt": "Q: 1+1?\nA:", "tools": [TOOL]}, {"prompt": [{"role": "user", "content": "1+1?"}]}]
+    plain = config(
+        store_jsonl(tmp_path, rows), data={"apply_chat_template": False, "on_bad_line": "skip"}, reward={"fn": "format"}
+    )
+    found = open_prompts(plain)
+    assert [(said(prompt), prompt.tools) for prompt in prompts(found)] == [([("user", "Q: 1+1?\nA:")], ())]
+    assert "not the text that data.apply_chat_template = false wants" in found.bad_rows[0]
+
+
 def test_slime_text_prompt(tmp_path: Path, store: Store) -> None:
     path = store(
         tmp_path, [{"prompt": "1+1?", "label": "2", "metadata": {"level": 3}}, {"prompt": "2+2?", "label": "4"}]

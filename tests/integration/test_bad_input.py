@@ -32,7 +32,16 @@ from myxa.actors.buffer.drought import NUM_BATCHES, Drought
 from myxa.actors.contracts.roles import BufferContract, CoordinatorContract
 from myxa.actors.rewards.error_budget import GroupBudget
 from myxa.core.config import load_config
-from myxa.core.errors import DataError, EngineError, MyxaError, RewardError, UserCodeError
+from myxa.core.errors import (
+    DataError,
+    EngineError,
+    ModelError,
+    MyxaError,
+    PromptTooLong,
+    RewardError,
+    TemplateError,
+    UserCodeError,
+)
 from myxa.core.messages import BufferStats, RunStatus
 from myxa.launch.cli import main
 from myxa.launch.first_failure import FirstFailure
@@ -283,7 +292,7 @@ def test_groups_lost_to_workflow_or_engine_have_a_budget() -> None:
     budget = GroupBudget(0.25)
     for _ in range(100):  # not this budget's business
         budget.note(RewardError("a reward"))
-        budget.note(DataError("a prompt"))
+        budget.note(PromptTooLong("a prompt"))
     for _ in range(15):
         budget.note(None)
     for _ in range(5):
@@ -294,8 +303,13 @@ def test_groups_lost_to_workflow_or_engine_have_a_budget() -> None:
         "6 of the last 21 groups were lost, more than reward.max_error_rate = 0.25 allows; the last one: a workflow "
         "-- mend it"
     )
-    with pytest.raises(EngineError):
-        budget.note(EngineError("an engine"))
+    for error, kind in (
+        (EngineError("it"), EngineError),
+        (DataError("it"), DataError),
+        (TemplateError("it"), ModelError),
+    ):
+        with pytest.raises(kind, match="the last one: it"):
+            budget.note(error)
 
 
 # -- by the command itself -------------------------------------------------------------------------------------------

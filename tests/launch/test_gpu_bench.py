@@ -23,6 +23,7 @@ import pytest
 from myxa.actors.models.hf_folder import read_config
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.core.config import load_config
+from myxa.core.samples import Message
 from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.supervisor.placement import place
 
@@ -239,7 +240,7 @@ def test_the_wide_tokenizer_decodes_whatever_is_sampled(bench: Callable[[str], M
     config = models.make_shaped(tmp_path, "dry")
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.vocab_size == config.vocab_size == read_config(tmp_path).vocab_size
-    ids = tokenizer.render([("user", "hello")], add_generation_prompt=True)
+    ids = tokenizer.render([Message(role="user", content="hello")], add_generation_prompt=True)
     assert len(ids) == len("hello") + 3  # two roles and an end
     assert tokenizer.decode([104, config.vocab_size - 1]).endswith(f"w{config.vocab_size - 1}")
 

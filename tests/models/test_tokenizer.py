@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,10 @@ from myxa.actors.models.chat_template import ChatTemplate
 from myxa.actors.models.tiny import END_ID, PAD_ID, make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.core.errors import DataError, ModelError
+from myxa.core.samples import Message
 
-TALK = [("system", "be brief"), ("user", "12+34=? é中 \n x"), ("assistant", "46"), ("tool", ""), ("user", "  why ")]
+PAIRS = [("system", "be brief"), ("user", "12+34=? é中 \n x"), ("assistant", "46"), ("tool", ""), ("user", "  why ")]
+TALK = [Message(role=role, content=content) for role, content in PAIRS]
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +42,44 @@ def test_rendering_equals_transformers(folder: Path, length: int, add_generation
 
     judge = AutoTokenizer.from_pretrained(folder)
     ours = load_tokenizer(folder)
-    messages = [{"role": role, "content": content} for role, content in TALK[:length]]
+    messages = [{"role": role, "content": content} for role, content in PAIRS[:length]]
     wanted = judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     assert ours.render_text(TALK[:length], add_generation_prompt=add_generation_prompt) == wanted
     assert ours.render(TALK[:length], add_generation_prompt=add_generation_prompt) == judge(wanted)["input_ids"]
+
+
+TEMPLATES = Path(__file__).parents[1] / "workflows" / "chat_templates"
+TOOLS: tuple[dict[str, Any], ...] = (
+    {"type": "function", "function": {"name": "add", "description": "é", "parameters": {"type": "object"}}},
+)
+CALLS: tuple[dict[str, Any], ...] = (
+    {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": {"a": [1, None]}}},
+)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "mistral", "glm4"])
+def test_tools_and_arguments_are_written_as_transformers_writes_them(folder: Path, name: str):
+    from transformers import AutoTokenizer
+
+    source = (TEMPLATES / f"{name}.jinja").read_text()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "enable_thinking": False}
+    talk = [
+        Message(role="user", content="1+2"),
+        Message(role="assistant", content="", tool_calls=CALLS),
+        Message(role="observation" if name == "glm4" else "tool", content="3", name="add", tool_call_id="abcdefghi"),
+    ]
+    raw = [
+        {"role": "user", "content": "1+2"},
+        {"role": "assistant", "content": "", "tool_calls": list(CALLS)},
+        {"role": talk[2].role, "content": "3", "name": "add", "tool_call_id": "abcdefghi"},
+    ]
+    judge = AutoTokenizer.from_pretrained(folder)
+    for tools in (TOOLS, ()):
+        wanted = judge.apply_chat_template(
+            raw, tools=list(tools) or None, chat_template=source, tokenize=False, add_generation_prompt=True, **special
+        )
+        template = ChatTemplate(source, "here", {}, special)
+        assert template.render(talk, add_generation_prompt=True, tools=tools) == wanted
 
 
 def test_any_text_comes_back(folder: Path):
@@ -124,9 +161,12 @@ def test_a_template_that_does_not_compile_is_refused():
 def test_a_template_that_misbehaves_is_a_data_error(source: str):
     template = ChatTemplate(source, "here", {})
     with pytest.raises(DataError, match=r"roles \[user\]"):
-        template.render([("user", "hi")], add_generation_prompt=True)
+        template.render([Message(role="user", content="hi")], add_generation_prompt=True)
 
 
 def test_a_template_sees_special_tokens_and_json():
     template = ChatTemplate("{{ eos_token }}{{ messages[0] | tojson }}{{ bos_token }}", "here", {"eos_token": "<E>"})
-    assert template.render([("user", "é<")], add_generation_prompt=False) == '<E>{"role": "user", "content": "é<"}'
+    assert (
+        template.render([Message(role="user", content="é<")], add_generation_prompt=False)
+        == '<E>{"role": "user", "content": "é<"}'
+    )

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from myxa.core.config import RunConfig
-from myxa.core.errors import ConfigError, MyxaError, UserCodeError
+from myxa.core.errors import ConfigError, ModelError, MyxaError, UserCodeError
 from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.plan.data_glance import glance
+from myxa.launch.preflight.chat_templates import template_findings
 from myxa.launch.preflight.finding import Finding, key_of, looked
 from myxa.launch.preflight.gpus import Gpu, Gpus, look_at_gpus
 from myxa.launch.preflight.interpreters import Installed, ask_interpreters, folder_of_sglang
@@ -298,3 +299,35 @@ def test_the_first_rows_of_data(tmp_path: Path) -> None:
     assert of_one.findings[0].is_warning, "a source may skip what others do not"
     sliced = run(data={"train": [f"{path}@[10:30]", f"{path}@[50:]"]})
     assert glance(sliced, "data.train", sliced.data.train).num_rows == 20 + 56
+
+
+# -- chat templates ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "max_turns", "key", "words"),
+    [
+        ("{% for message in messages %}{{ message.content }}{% endfor %}", 2, "", ""),
+        ("{{ messages[-1].content }}", 1, "", ""),
+        (
+            "{{ messages[-1].content }}",
+            2,
+            "rollout.max_turns",
+            "rollout.max_turns = 2: the chat template of {file} cannot",
+        ),
+        ("{{ raise_exception('no') }}", 1, "model.path", "the chat template of {file} refuses a question: "),
+        ("{% for %}", 1, "model.path", "{file}: the chat template does not compile"),
+        (None, 1, "model.path", "has no chat template"),
+    ],
+)
+def test_a_chat_template_that_cannot_do_what_the_run_needs(
+    tmp_path: Path, template: str | None, max_turns: int, key: str, words: str
+) -> None:
+    file = tmp_path / "chat_template.jinja"
+    if template is not None:
+        file.write_text(template)
+    config = run(model={"path": str(tmp_path)}, rollout={"max_turns": max_turns})
+    found = list(template_findings(config))
+    assert [finding.key for finding in found] == ([key] if key else [])
+    assert all(isinstance(one.error, ModelError) and one.error.remedy for one in found)
+    assert all(words.format(file=file) in str(one.error) for one in found)

@@ -167,8 +167,10 @@ async def test_who_cancelled_is_told_apart() -> None:
 class Letters:
     """The tokenizer that a prompt needs."""
 
-    def render(self, messages: Any, *, add_generation_prompt: bool) -> list[int]:
-        del messages, add_generation_prompt
+    eos_token_ids = (4,)
+
+    def render(self, messages: Any, *, add_generation_prompt: bool, tools: Any) -> list[int]:
+        del messages, add_generation_prompt, tools
         return [1, 2, 3]
 
 

@@ -25,6 +25,7 @@ from ....core.protocols import Delta, EngineInfo, GenerateRequest, NamedArray, P
 from ....core.weight_channel import WeightProgress
 from ....memory.budget import EngineBudget, plan_engine
 from ....memory.host import available_bytes
+from ...models.chat_template import PlainText
 from ...models.hf_folder import ModelConfig, open_weights, read_config
 from ...models.tokenizer import load_tokenizer
 from ...weights.beacon import Beacon, Counted
@@ -130,7 +131,7 @@ class EmbeddedEngine:
         core_options = CoreOptions(
             num_slots=budget.num_slots,
             context_length=budget.context_length,
-            eos_token_ids=frozenset(load_tokenizer(self._folder).eos_token_ids),
+            eos_token_ids=frozenset(load_tokenizer(self._folder, PlainText()).eos_token_ids),
             seed=options.seed,
             version=options.version,
             stream_interval=options.stream_interval,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from myxa.actors.workflows.context import WorkflowContext
 from myxa.actors.workflows.demonstration import generate as demonstrate
 from myxa.actors.workflows.episode import Episode, Interrupted, ModelAccess
-from myxa.core.errors import DataError, EngineError, UserCodeError
+from myxa.core.errors import EngineError, PromptTooLong, UserCodeError
 from myxa.core.messages import SamplingParams
 from myxa.core.protocols import Delta, GenerateRequest
 from myxa.core.samples import NO_VERSION, FinishReason, Message, Prompt, Sample
@@ -25,17 +26,29 @@ class Letters:
     eos_token_ids: tuple[int, ...] = (END,)
     roles = {"system": 101, "user": 102, "assistant": 103, "tool": 104}
 
-    def render(self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool) -> list[int]:
-        ids: list[int] = []
-        for role, content in messages:
-            ids += [self.roles[role], *self.encode(content), END]
-        return [*ids, self.roles["assistant"]] if add_generation_prompt else ids
+    template_place = "letters"
+
+    def render_text(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
+        text = "".join(f"{mark(self.roles[m.role])}{m.content}{mark(END)}" for m in messages)
+        return text + mark(self.roles["assistant"]) if add_generation_prompt else text
+
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
+        return self.encode(self.render_text(messages, add_generation_prompt=add_generation_prompt, tools=tools))
 
     def encode(self, text: str) -> list[int]:
         return [ord(c) - 32 for c in text]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        return "".join(chr(i + 32) for i in ids if i < END)
+        return "".join(chr(i + 32) for i in ids if i < END or not skip_special)
+
+
+def mark(token: int) -> str:
+    """How a mark is written."""
+    return chr(token + 32)
 
 
 def delta(ids: Sequence[int], version: int, finish: FinishReason | None) -> Delta:
@@ -159,7 +172,7 @@ async def test_context_full_ends_as_length() -> None:
 
 
 def test_prompt_longer_than_the_context_is_a_data_error() -> None:
-    with pytest.raises(DataError, match=r"prompt of row 3 in d\.jsonl has 6 tokens, the engine's context is 6"):
+    with pytest.raises(PromptTooLong, match=r"prompt of row 3 in d\.jsonl has 6 tokens, the engine's context is 6"):
         episode(Script(), context_length=6)
 
 

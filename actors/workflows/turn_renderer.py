@@ -1,0 +1,122 @@
+r"""Token ids around the model's turns, as the chat template writes them: prompts, replies, demonstrations.
+
+A reply must continue a token stream whose turns are never encoded again, so it is cut out of a conversation made for
+it: a question, an answer that is a sentinel, the reply. What stands behind the sentinel is what follows any answer. So
+it does not matter how a template writes earlier turns (Qwen3 leaves their thinking out): of these the stream has the
+tokens that were drawn.
+
+Between answer and reply stands the end of the turn, of which the model may have drawn a part:
+
+    own mark            `answer<|im_end|>` + `\n<|im_start|>user\n...`    drawn: what follows the mark is the reply
+    next role's mark    `answer<|user|>`   + `\n...`                      GLM-4: the model draws who is to speak next
+    no mark             `answer`           + `\nUser: ...`                the whole is the reply
+
+An answer that was cut off lacks its mark; then the reply begins with it. A template that cannot do this, because it
+leaves the answer or the reply out, or writes them twice or in another order, is a TemplateError that names it. Knows
+templates by what they write; must not know engines or episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...core.errors import TemplateError
+from ...core.protocols import Tokenizer
+from ...core.samples import I32, Message, Prompt
+from .appending import ANSWER, ANSWERED, QUESTION, between, unfit
+
+Tools = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Joint:
+    """What ends the model's turn before a reply."""
+
+    mark: int | None
+    is_own: bool
+    """The mark belongs to the turn; otherwise it is the next role's."""
+
+
+class TurnRenderer:
+    """For one tokenizer. Keeps what it found out about its template."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ends = frozenset(tokenizer.eos_token_ids)
+        self._joints: dict[tuple[object, ...], _Joint] = {}
+
+    def prompt(self, prompt: Prompt) -> I32:
+        """Token ids int32 [P] of the prompt's messages, up to where the model begins to speak."""
+        ids = self._tokenizer.render(prompt.messages, add_generation_prompt=True, tools=prompt.tools)
+        return np.asarray(ids, dtype=np.int32)
+
+    def reply(self, messages: Sequence[Message], *, ended_by: int | None, tools: Tools = ()) -> I32:
+        """Token ids from the end of a turn to where the model begins to speak again. `ended_by`: the token that the
+        turn was ended with by the model; None: it was cut off.
+
+        Raises TemplateError for messages of a kind that the template cannot append, DataError for texts that it
+        refuses.
+        """
+        joint = self._joint(messages, tools)
+        ids = self._tokenizer.encode(self._behind_answer(messages, tools))
+        is_drawn = ended_by is not None and (ended_by == joint.mark or (joint.is_own and ended_by in self._ends))
+        if is_drawn and joint.mark is not None:
+            ids = ids[ids.index(joint.mark) + 1 :]
+        return np.asarray(ids, dtype=np.int32)
+
+    def spoken(self, message: Message, replies: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """Token ids of a whole turn of the model that was written by somebody else, its end included. `replies`: what
+        comes next. Raises TemplateError, DataError as above, or for tool calls that the template does not write."""
+        closing = self._text(ANSWERED, tools).partition(ANSWER)[2]
+        begin = self._text((QUESTION,), tools, opens=True)
+        whole = self._text((QUESTION, message), tools)
+        body = message.content
+        if len(whole) >= len(begin) + len(closing) and whole.startswith(begin) and whole.endswith(closing):
+            body = whole[len(begin) : len(whole) - len(closing)]
+        elif message.tool_calls:
+            raise TemplateError(
+                f"the chat template of {self._tokenizer.template_place} does not write the model's tool calls where "
+                "the model would make them",
+                remedy="write them out in the text of the message",
+            )
+        own, closed = self._first_mark(closing), self._tokenizer.encode(closing)
+        mark = self._joint(replies, tools).mark if replies and own is None else own
+        end = mark if mark in self._ends else self._tokenizer.eos_token_ids[0]
+        return [*self._tokenizer.encode(body), *(() if own is None else closed[: closed.index(own)]), end]
+
+    def _text(self, messages: Sequence[Message], tools: Tools, *, opens: bool = False) -> str:
+        return self._tokenizer.render_text(messages, add_generation_prompt=opens, tools=tools)
+
+    def _behind_answer(self, messages: Sequence[Message], tools: Tools) -> str:
+        text = self._text((*ANSWERED, *messages), tools, opens=True)
+        _, found, behind = text.partition(ANSWER)
+        if not found:  # it depends on what the messages say
+            raise unfit(messages, self._tokenizer.template_place, "leaves the model's turn before it out")
+        return behind
+
+    def _joint(self, messages: Sequence[Message], tools: Tools) -> _Joint:
+        key = (bool(tools), *((m.role, bool(m.name), bool(m.tool_calls), bool(m.tool_call_id)) for m in messages))
+        known = self._joints.get(key)
+        if known is None:
+            known = self._joints[key] = self._found_joint(messages, tools)
+        return known
+
+    def _found_joint(self, messages: Sequence[Message], tools: Tools) -> _Joint:
+        render = partial(self._text, tools=tools, opens=True)
+        head = between(render, messages, self._tokenizer.template_place)
+        own = self._first_mark(self._text(ANSWERED, tools).partition(ANSWER)[2])
+        if own is None:
+            return _Joint(self._first_mark(head), is_own=False)
+        return _Joint(own if own in self._tokenizer.encode(head) else None, is_own=True)
+
+    def _first_mark(self, text: str) -> int | None:
+        """The first token of a text that ends generations, or is special."""
+        return next((one for one in self._tokenizer.encode(text) if one in self._ends or self._is_special(one)), None)
+
+    def _is_special(self, token: int) -> bool:
+        return not self._tokenizer.decode([token]) and bool(self._tokenizer.decode([token], skip_special=False))

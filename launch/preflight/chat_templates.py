@@ -1,0 +1,43 @@
+"""Whether the model's chat template can write what the run will need of it. Knows templates; starts no tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from ...actors.models.chat_template import template_of
+from ...actors.workflows.appending import QUESTION, roles_that_fit
+from ...core.config import RunConfig
+from ...core.errors import DataError, MyxaError, TemplateError
+from ...core.samples import Message
+from .finding import Finding
+
+
+def template_findings(config: RunConfig) -> Iterator[Finding]:
+    """A template that is missing, refuses a question, or cannot go on after a turn where the run has several."""
+    try:
+        template = template_of(config.model.path, config.data)
+    except MyxaError as error:
+        yield Finding("model.path", error)
+        return
+    render = partial(template.render, add_generation_prompt=True)
+    if trouble := _refusal(render, (QUESTION,)):
+        error = TemplateError(
+            f"the chat template of {template.place} refuses a question: {trouble}", remedy="mend the template"
+        )
+        yield Finding("model.path", error)
+    elif config.rollout.max_turns > 1 and not roles_that_fit(render):
+        error = TemplateError(
+            f"rollout.max_turns = {config.rollout.max_turns}: the chat template of {template.place} cannot append a "
+            "message of any role that is known after a turn of the model",
+            remedy="mend the template, or set rollout.max_turns = 1",
+        )
+        yield Finding("rollout.max_turns", error)
+
+
+def _refusal(render: partial[str], messages: Sequence[Message]) -> str:
+    try:
+        render(messages)
+    except DataError as error:
+        return error.message
+    return ""

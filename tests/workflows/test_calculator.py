@@ -1,0 +1,135 @@
+"""examples/calculator in this process: its data, its workflow, its reward, its run files."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from myxa.actors.data import open_prompts
+from myxa.actors.models.tiny import make_tiny_model
+from myxa.actors.models.tokenizer import FolderTokenizer, load_tokenizer
+from myxa.actors.rewards.rewarder import Rewarder
+from myxa.actors.rollout.group_runner import GroupRunner
+from myxa.actors.user_code import WORKFLOW, load_function
+from myxa.actors.workflows import demonstration
+from myxa.actors.workflows.context import WorkflowContext
+from myxa.actors.workflows.episode import Episode, ModelAccess
+from myxa.core.clock import SystemClock
+from myxa.core.config import RunConfig, load_config
+from myxa.core.messages import Assignment, SamplingParams
+from myxa.core.protocols import Delta, GenerateRequest
+from myxa.core.samples import Prompt
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator"
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("calculator_example", EXAMPLE / "calculator.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `python calculator.py` makes, smaller."""
+    path = tmp_path_factory.mktemp("calculator")
+    example.write(path / "data" / "train.jsonl", 60, seed=1)
+    example.write(path / "data" / "heldout.jsonl", 8, seed=2)
+    make_tiny_model(path / "model", preset="0p5m")
+    make_tiny_model(path / "model-sft", preset="0p5m")
+    for name in ("sft.toml", "rl.toml", "calculator.py"):
+        (path / name).write_text((EXAMPLE / name).read_text())
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> FolderTokenizer:
+    return load_tokenizer(folder / "model")
+
+
+def loaded(folder: Path, name: str) -> tuple[RunConfig, list[Prompt]]:
+    config = load_config([str(folder / name)], [])
+    data = open_prompts(config)
+    return config, [prompt for draw in range(len(data)) if (prompt := data.prompt(draw)) is not None]
+
+
+@pytest.mark.asyncio
+async def test_demonstrations_are_the_model_s_turns_and_the_tool_s_replies(
+    folder: Path, tokenizer: FolderTokenizer
+) -> None:
+    config, prompts = loaded(folder, "sft.toml")
+    nobody = ModelAccess(generate=None, sampling=SamplingParams(), context_length=128)  # pyright: ignore[reportArgumentType]
+    num_right = 0
+    for prompt in prompts:
+        episode = Episode(prompt=prompt, index=0, tokenizer=tokenizer, model=nobody)
+        sample = await demonstration.generate(
+            WorkflowContext(episode=episode, tokenizer=tokenizer, max_turns=config.rollout.max_turns, index=0), prompt
+        )
+        turns = prompt.metadata["demonstration_turns"]
+        assert sample.turns == tuple(turn["content"] for turn in turns if turn["role"] == "assistant")
+        said = tokenizer.decode(sample.response_ids.tolist(), skip_special=False)
+        written = "".join(f"<|{turn['role']}|>{turn['content']}<|end|>" for turn in turns)
+        assert f"<|assistant|>{said}" == written
+        num_right += sample.turns[-1] == prompt.label
+    assert 0 < num_right < len(prompts) / 2, "most demonstrations are wrong somewhere"
+
+
+class Solver:
+    """A model that asks the tool and says what it replied; every other sample guesses."""
+
+    def __init__(self, tokenizer: FolderTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        context = self._tokenizer.decode(request.input_ids.tolist(), skip_special=False)
+        _, index, turn = request.request_id.rsplit(".", 2)
+        question = context.partition("<|user|>")[2].partition("=<|end|>")[0]
+        text = "1" if int(index) % 2 else f"@{question}"
+        if int(turn):
+            text = context.rpartition("<|tool|>")[2].partition("<|end|>")[0]
+        ids = self._tokenizer.encode(f"{text}<|end|>")
+        yield Delta(
+            output_ids=np.asarray(ids, np.int32),
+            logprobs=np.full(len(ids), -0.5, np.float32),
+            versions=np.full(len(ids), 3, np.int32),
+            finish="stop",
+        )
+
+
+@pytest.mark.asyncio
+async def test_the_tool_is_asked_and_its_reply_answers(
+    folder: Path, tokenizer: FolderTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    config, prompts = loaded(folder, "rl.toml")
+    rewarder = Rewarder(config.reward)
+    runner = GroupRunner(
+        workflow=load_function(config.rollout.workflow, WORKFLOW).fn,
+        scorer=rewarder,
+        tokenizer=tokenizer,
+        model=ModelAccess(generate=Solver(tokenizer).generate, sampling=SamplingParams(), context_length=128),
+        max_turns=config.rollout.max_turns,
+        clock=SystemClock(),
+        on_load=lambda load: None,
+        on_hop=lambda hop, group_id, began_s, lasted_s: None,
+    )
+    prompt = next(one for one in prompts if one.label != "1")
+    sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens)
+    group = await runner.run(Assignment(prompt=prompt, attempt=0, num_samples=4, sampling=sampling))
+    await rewarder.close()
+    assert group.rewards.tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert [parts["used_tool"] for parts in group.reward_parts] == [1.0, 0.0, 1.0, 0.0]
+    assert [message.role for message in group.samples[0].conversation()] == ["assistant", "tool", "assistant"]
+    assert group.samples[0].turns[-1] == prompt.label
+    assert int(group.samples[0].loss_mask.sum()) == sum(
+        len(tokenizer.encode(f"{turn}<|end|>")) for turn in group.samples[0].turns
+    )

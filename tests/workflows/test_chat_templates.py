@@ -1,0 +1,262 @@
+"""Replies by the chat templates of well-known models: what the template would write, and the drawn tokens as they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from chat_models import (
+    CHAT_MODELS,
+    GLM4,
+    LLAMA3,
+    MISTRAL,
+    QWEN2_5,
+    QWEN3,
+    ChatModel,
+    Talk,
+    talk,
+    tokenizer_of,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from myxa.actors.models.chat_template import ChatTemplate, PlainText
+from myxa.actors.models.tokenizer import FolderTokenizer
+from myxa.actors.workflows.appending import ANSWER, QUESTION, REPLY
+from myxa.actors.workflows.turn_renderer import TurnRenderer
+from myxa.core.errors import TemplateError
+from myxa.core.samples import Message, Sample
+
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+CALL_ID = "abcdefghi"
+"""Nine characters, as Mistral's format wants them."""
+WORDS = st.text("ab é:\n\"{}<>'中", min_size=1, max_size=12).filter(lambda text: text == text.strip())
+
+
+def message(role: str, content: str) -> Message:
+    return Message(role=role, content=content, tool_call_id=CALL_ID if role == "tool" else "")
+
+
+def whole(sample: Sample, tokenizer: FolderTokenizer) -> str:
+    return tokenizer.decode([*sample.prompt_ids.tolist(), *sample.response_ids.tolist()], skip_special=False)
+
+
+def learnt(sample: Sample, tokenizer: FolderTokenizer) -> list[str]:
+    """Texts of the runs of tokens that the loss sees."""
+    mask = np.concatenate([[0], sample.loss_mask, [0]])
+    edges = np.flatnonzero(np.diff(mask))
+    runs = zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+    return [tokenizer.decode(sample.response_ids[a:b].tolist(), skip_special=False) for a, b in runs]
+
+
+def said(one: Talk) -> Sample:
+    return one.episode.sample()
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[ChatModel, list[Message], list[tuple[str, Message]], str]:
+    """A model, a prompt, turns with what is replied to each, and the last turn."""
+    model = draw(st.sampled_from(CHAT_MODELS))
+    prompt = [message("user", draw(WORDS))]
+    if model is not MISTRAL and draw(st.booleans()):  # which moves the system message to the last question
+        prompt.insert(0, message("system", draw(WORDS)))
+    roles = st.sampled_from(model.replies)
+    turns = draw(st.lists(st.tuples(WORDS, st.builds(message, roles, WORDS)), max_size=4))
+    return model, prompt, turns, draw(WORDS)
+
+
+@given(conversations())
+def test_the_stream_is_what_the_template_writes_of_the_whole_conversation(
+    case: tuple[ChatModel, list[Message], list[tuple[str, Message]], str],
+) -> None:
+    model, prompt, turns, last = case
+    tokenizer = model.tokenizer()
+
+    async def play() -> None:
+        one, talked = talk(tokenizer, prompt), list(prompt)
+        for words, reply in turns:
+            await one.says(f"{model.lead}{words}{model.end_before(reply.role)}")
+            assert one.episode.reply_with(reply)
+            talked += [message("assistant", words), reply]
+            assert whole(said(one), tokenizer) == tokenizer.render_text(talked, add_generation_prompt=True)
+            assert said(one).response_ids[-1] == tokenizer.render(talked, add_generation_prompt=True)[-1]
+        await one.says(f"{model.lead}{last}{model.ends[0]}")
+        drawn = [f"{model.lead}{words}{model.end_before(reply.role)}" for words, reply in turns]
+        assert learnt(said(one), tokenizer) == [*drawn, f"{model.lead}{last}{model.ends[0]}"]
+        assert not any(probe in whole(said(one), tokenizer) for probe in (ANSWER, REPLY, QUESTION.content))
+
+    asyncio.run(play())
+
+
+@given(conversations())
+def test_a_demonstration_is_what_the_template_writes(
+    case: tuple[ChatModel, list[Message], list[tuple[str, Message]], str],
+) -> None:
+    model, prompt, turns, last = case
+    tokenizer = model.tokenizer(enable_thinking=False)
+    one, shown = talk(tokenizer, prompt), list[Message]()
+    for words, reply in turns:
+        shown += [message("assistant", words), reply]
+    shown.append(message("assistant", last))
+    sample = one.episode.demonstration(shown)
+    drawn = [f"{model.lead}{words}{model.end_before(reply.role)}" for words, reply in turns]
+    assert learnt(sample, tokenizer) == [*drawn, f"{model.lead}{last}{model.ends[0]}"]
+    opened = whole(sample, tokenizer).removesuffix(f"{model.lead}{last}{model.ends[0]}")
+    written = tokenizer.render_text([*prompt, *shown[:-1]], add_generation_prompt=True)
+    # Where the model began to speak, Qwen3's template leaves the empty thinking of earlier turns out when it looks back.
+    assert opened.replace(NO_THOUGHT, "") == written.replace(NO_THOUGHT, "")
+    if model is QWEN3:
+        assert opened.count(NO_THOUGHT) == len(turns) + 1
+
+
+THOUGHT = "<think>\na b\n</think>\n\nb"
+
+
+@pytest.mark.parametrize("role", QWEN3.replies)
+def test_thinking_that_the_template_leaves_out_later_stays_as_it_was_drawn(role: str) -> None:
+    tokenizer = QWEN3.tokenizer()
+
+    async def play() -> Sample:
+        one = talk(tokenizer, [message("user", "a")])
+        for _ in range(2):
+            await one.says(f"{THOUGHT}<|im_end|>")
+            assert one.episode.reply(role, "a")
+        await one.says(f"{THOUGHT}<|im_end|>")
+        return said(one)
+
+    sample = asyncio.run(play())
+    assert learnt(sample, tokenizer) == [f"{THOUGHT}<|im_end|>"] * 3
+    shown = "<tool_response>\na\n</tool_response>" if role == "tool" else "a"
+    reply = f"\n<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n"
+    assert whole(sample, tokenizer) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n" + reply.join([f"{THOUGHT}<|im_end|>"] * 3)
+    )
+
+
+def replied(model: ChatModel, words: str, finish: str, *replies: Message) -> str:
+    """All that stands behind the prompt and the words of the model's turn."""
+    tokenizer = model.tokenizer()
+
+    async def play() -> str:
+        one = talk(tokenizer, [message("user", "a")])
+        await one.says(words, finish)  # pyright: ignore[reportArgumentType]
+        start = len(said(one).response_ids)
+        assert one.episode.reply_with(*replies)
+        return tokenizer.decode(said(one).response_ids[start:].tolist(), skip_special=False)
+
+    return asyncio.run(play())
+
+
+HEAD = "<|start_header_id|>user<|end_header_id|>\n\nb<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "finish", "role", "tail"),
+    [
+        (QWEN2_5, "a<|im_end|>", "stop", "user", "\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"),
+        (QWEN2_5, "a<|endoftext|>", "stop", "user", "\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"),
+        (QWEN2_5, "a", "length", "user", "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"),
+        (QWEN2_5, "ab", "stop", "user", "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"),
+        (GLM4, "\na<|user|>", "stop", "user", "\nb<|assistant|>"),
+        (GLM4, "\na<|observation|>", "stop", "observation", "\nb<|assistant|>"),
+        (GLM4, "\na<|endoftext|>", "stop", "user", "<|user|>\nb<|assistant|>"),
+        (GLM4, "\na<|user|>", "stop", "observation", "<|observation|>\nb<|assistant|>"),
+        (GLM4, "\na", "length", "observation", "<|observation|>\nb<|assistant|>"),
+        (LLAMA3, "a<|eom_id|>", "stop", "user", HEAD),
+        (LLAMA3, "a", "length", "user", f"<|eot_id|>{HEAD}"),
+        (MISTRAL, " a", "length", "user", "</s>[INST] b[/INST]"),
+        (
+            MISTRAL,
+            " a</s>",
+            "stop",
+            "tool",
+            f'[TOOL_RESULTS] {{"content": "b", "call_id": "{CALL_ID}"}}[/TOOL_RESULTS]',
+        ),
+    ],
+)
+def test_what_the_model_drew_of_the_end_is_not_written_again_and_what_it_did_not_draw_is(
+    model: ChatModel, words: str, finish: str, role: str, tail: str
+) -> None:
+    assert replied(model, words, finish, message(role, "b")) == tail
+
+
+def test_answers_of_several_tools_stand_side_by_side() -> None:
+    answers = (message("tool", "a"), message("tool", "b"))
+    assert replied(QWEN3, "a<|im_end|>", "stop", *answers) == (
+        "\n<|im_start|>user\n<tool_response>\na\n</tool_response>\n<tool_response>\nb\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_reply_that_looks_like_the_probe_or_a_mark_is_a_reply_like_others() -> None:
+    for text in (ANSWER, f"{REPLY}0End", "?"):
+        assert replied(QWEN2_5, "a<|im_end|>", "stop", message("user", text)) == (
+            f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
+TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
+CALL = {"type": "function", "id": CALL_ID, "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("model", "call"),
+    [
+        (QWEN2_5, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'),
+        (QWEN3, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'),
+        (LLAMA3, '{"name": "add", "parameters": {"a": 1}}<|eot_id|>'),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]</s>'),
+    ],
+)
+def test_calls_of_tools_are_demonstrated_as_the_template_writes_them(model: ChatModel, call: str) -> None:
+    tokenizer = model.tokenizer(enable_thinking=False)
+    prompt = [message("user", "a")]
+    shown = [Message(role="assistant", content="", tool_calls=(CALL,)), message("tool", "b")]
+    sample = talk(tokenizer, prompt, TOOLS).episode.demonstration([*shown, message("assistant", "ab")])
+    assert learnt(sample, tokenizer)[0] == call
+    written = tokenizer.render_text([*prompt, *shown], add_generation_prompt=True, tools=TOOLS)
+    opened = whole(sample, tokenizer).removesuffix(f"{model.lead}ab{model.ends[0]}")
+    assert opened.replace(NO_THOUGHT, "") == written.replace(NO_THOUGHT, "")
+
+
+def plain(source: str, ends: Sequence[str] = ("</s>",)) -> FolderTokenizer:
+    return tokenizer_of(ChatTemplate(source, "here", {}), ("</s>",), ends)
+
+
+LOOP = "{% for m in messages %}{{ m.role }}: %s\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+
+
+def test_a_template_without_marks_and_no_template_at_all_append_as_well() -> None:
+    for tokenizer, reply in (
+        (plain(LOOP.replace("%s", "{{ m.content }}")), "\nuser: b\nassistant:"),
+        (tokenizer_of(PlainText(), ("</s>",), ("</s>",)), "b"),
+    ):
+        ids = TurnRenderer(tokenizer).reply([message("user", "b")], ended_by=tokenizer.eos_token_ids[0])
+        assert tokenizer.decode(ids.tolist()) == reply
+
+
+@pytest.mark.parametrize(
+    ("source", "role", "cause"),
+    [
+        (GLM4, "tool", "leaves it out"),
+        (MISTRAL, "observation", "refuses it"),
+        (MISTRAL, "assistant", "refuses it"),
+        (LOOP.replace("%s", "{{ m.content | upper }}"), "user", "changes the model's turn before it"),
+        (LOOP.replace("%s", "{{ m.content }}{{ m.content }}"), "user", "writes the model's turn before it twice"),
+        (LOOP.replace("in messages", "in messages[-1:]").replace("%s", "{{ m.content }}"), "user", "changes the model"),
+        (LOOP.replace("in messages", "in messages[::-1]").replace("%s", "{{ m.content }}"), "user", "in another order"),
+    ],
+)
+def test_what_cannot_be_appended_is_told_with_place_cause_and_remedy(
+    source: ChatModel | str, role: str, cause: str
+) -> None:
+    tokenizer = source.tokenizer() if isinstance(source, ChatModel) else plain(source)
+    with pytest.raises(TemplateError) as caught:
+        TurnRenderer(tokenizer).reply([Message(role=role, content="b")], ended_by=None)
+    assert f"the chat template of {tokenizer.template_place} cannot append" in str(caught.value)
+    assert repr(role) in str(caught.value)
+    assert cause in str(caught.value)
+    if source is GLM4:
+        assert "after a turn of the model it appends: user, observation" in caught.value.remedy
