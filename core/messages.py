@@ -28,12 +28,30 @@ class SamplingParams(Record, frozen=True):
     top_p: float = 1.0
     top_k: int = -1
     """-1: no limit."""
+    min_p: float = 0.0
+    """Only tokens at least so likely, relative to the likeliest; 0: all."""
     max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    """No end token is drawn before so many."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens that the answer has already are divided by it, negative ones multiplied; 1: none."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit for each time that the answer has it."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that the answer has already."""
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer with the token that completes one (see `core.stop_strings`); it stays in the answer."""
     ignore_eos: bool = False
     """No token ends the answer, those of `stop_token_ids` included: so SGLang takes it, and all engines with it."""
     seed: int | None = None
-    """Per-request seed: same seed, prompt and weights give the same tokens whatever else runs."""
+    """Per-request seed: same seed, prompt and weights give the same tokens whatever else runs. What an assignment or an
+    evaluation has is the run's, from which each turn's own is derived."""
+
+    def for_rest(self, *, num_done: int, limit: int) -> SamplingParams:
+        """Of an answer that has `num_done` tokens, sent as its prompt, and may get `limit` more."""
+        least = min(max(self.min_new_tokens - num_done, 0), limit)
+        return msgspec.structs.replace(self, max_new_tokens=limit, min_new_tokens=least)
 
 
 class Assignment(Record, frozen=True):

@@ -53,6 +53,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     finish: FinishReason | None = None
     matched: int | None = None
     """Token that stopped it, when finish == "stop". It is the last of the output ids."""
+    matched_text: str = ""
+    """Stop string that stopped it, if that did. The last of the output ids completes it."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

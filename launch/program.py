@@ -22,7 +22,6 @@ from ..core.clock import Clock, SystemClock
 from ..core.config import RoleName, RunConfig
 from ..core.errors import ConfigError
 from ..core.host import boot_id, parent_mark
-from ..core.messages import SamplingParams
 from ..core.protocols import Engine
 from .actor_spec import ActorSpec
 from .composition.memory_parts import (
@@ -35,6 +34,7 @@ from .composition.memory_parts import (
     takes_turns,
     trainer_tenancy,
 )
+from .composition.sampling import canary_sampling, eval_sampling, sglang_needs, train_sampling
 from .composition.trainer_backends import make_backend, shard_of_rank
 from .composition.weight_channels import (
     COMMIT_S,
@@ -59,36 +59,6 @@ Builder = Callable[[ActorSpec, RunConfig, Path, Clock], Actor]
 def build_actor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock | None = None) -> Actor:
     """The actor that `spec` describes, not started yet. Raises the errors of whatever it loads."""
     return _BUILDERS[spec.role](spec, config, run_dir, clock or SystemClock())
-
-
-def train_sampling(config: RunConfig) -> SamplingParams:
-    """How training samples are drawn."""
-    rollout = config.rollout
-    return SamplingParams(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_new_tokens=rollout.max_new_tokens,
-        stop_token_ids=rollout.stop_token_ids,
-    )
-
-
-def eval_sampling(config: RunConfig) -> SamplingParams:
-    """How held-out prompts are answered: the whole distribution at the evaluation temperature."""
-    return SamplingParams(
-        temperature=config.eval.temperature,
-        max_new_tokens=config.rollout.max_new_tokens,
-        stop_token_ids=config.rollout.stop_token_ids,
-    )
-
-
-def canary_sampling(config: RunConfig) -> SamplingParams:
-    """How canary prompts are answered: as the trainer scores, from the whole distribution at its temperature."""
-    return SamplingParams(
-        temperature=config.rollout.temperature or 1.0,
-        max_new_tokens=min(config.guard.max_new_tokens, config.rollout.max_new_tokens),
-        stop_token_ids=config.rollout.stop_token_ids,
-    )
 
 
 def num_actors(config: RunConfig, role: RoleName, num_nodes: int) -> int:
@@ -222,6 +192,7 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         start_s=engine.start_s,
         admin_key=_attach_key(config),
         generate_url=engine.router,
+        needs=sglang_needs(config),
         profile_dir="" if urls else str(run_dir / "profiles"),
         name=spec.name,
     )

@@ -365,7 +365,8 @@ class _Made:
         if not self._ids:
             return self._request
         ids = np.concatenate([self._request.input_ids, *self._ids]).astype(np.int32, copy=False)
-        sampling = msgspec.structs.replace(self._request.sampling, max_new_tokens=self.num_left)
+        num_done = self._request.sampling.max_new_tokens - self.num_left
+        sampling = self._request.sampling.for_rest(num_done=num_done, limit=self.num_left)
         return msgspec.structs.replace(self._request, input_ids=ids, sampling=sampling)
 
 

@@ -250,6 +250,7 @@ class EngineServer:
                 "max_running_requests": info.max_running,
                 "max_total_num_tokens": info.max_running * info.context_length,
                 "incremental_streaming_output": self._is_incremental,
+                "enable_deterministic_inference": True,
                 "internal_states": [state],
             }
         )

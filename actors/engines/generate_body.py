@@ -41,13 +41,13 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     stream_interval: int | None = None
-    # refused unless neutral
     min_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     min_new_tokens: int | None = None
-    stop: Any = None
+    stop: str | list[str] | None = None
+    # refused unless neutral
     stop_regex: Any = None
     json_schema: Any = None
     regex: Any = None
@@ -86,15 +86,20 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     custom_logit_processor: Any = None
 
 
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_new_tokens",
+    "min_new_tokens",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+"""Fields that mean the same in `SamplingParams`, where they have a default if they are not said."""
 NEUTRAL_SAMPLING: dict[str, object] = {
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_new_tokens": 0,
-    **dict.fromkeys(
-        ("stop", "stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "custom_params")
-    ),
+    **dict.fromkeys(("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "custom_params")),
 }
 NEUTRAL_BODY: dict[str, object] = {
     "return_hidden_states": False,
@@ -216,18 +221,22 @@ def _members(prompt: list[int], body: SamplingBody, rid: str) -> list[GenerateRe
         GenerateRequest(
             request_id=rid if num == 1 else f"{rid}_{j}",
             input_ids=ids,
-            sampling=SamplingParams(
-                temperature=1.0 if body.temperature is None else body.temperature,
-                top_p=1.0 if body.top_p is None else body.top_p,
-                top_k=-1 if body.top_k is None else body.top_k,
-                max_new_tokens=DEFAULT_NEW_TOKENS if body.max_new_tokens is None else body.max_new_tokens,
-                stop_token_ids=tuple(body.stop_token_ids or ()),
-                ignore_eos=bool(body.ignore_eos),
-                seed=None if body.sampling_seed is None else body.sampling_seed + j,
-            ),
+            sampling=_sampling(body, j),
         )
         for j in range(num)
     ]
+
+
+def _sampling(body: SamplingBody, member: int) -> SamplingParams:
+    said = {name: value for name in NUMBERS if (value := getattr(body, name)) is not None}
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    return SamplingParams(
+        **({"max_new_tokens": DEFAULT_NEW_TOKENS} | said),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        stop=tuple(text for text in stop if text),
+        ignore_eos=bool(body.ignore_eos),
+        seed=None if body.sampling_seed is None else body.sampling_seed + member,
+    )
 
 
 def _refuse_unknown_wishes(body: msgspec.Struct, neutral: dict[str, object], prefix: str) -> None:

@@ -39,14 +39,14 @@ class Reply:
         self._versions: I32 = np.zeros(0, dtype=np.int32)
         self._num_said = 0
         self._finish: FinishReason | None = None
-        self._matched: int | None = None
+        self._matched: int | str | None = None
 
     def add(self, delta: Delta) -> None:
         """More tokens."""
         self._ids = np.concatenate([self._ids, delta.output_ids])
         self._logprobs = np.concatenate([self._logprobs, delta.logprobs])
         self._versions = np.concatenate([self._versions, delta.versions])
-        self._finish, self._matched = delta.finish, delta.matched
+        self._finish, self._matched = delta.finish, delta.matched_text or delta.matched
 
     @property
     def is_finished(self) -> bool:
@@ -80,8 +80,14 @@ class Reply:
             meta["output_token_logprobs_length"] = len(self._ids)
         if self._finish is not None:
             meta["e2e_latency"] = now_s - self._started_s
-        return {"text": self._decode(self._without_stop(ids)), "output_ids": ids, "meta_info": meta}
+        return {"text": self._text(ids), "output_ids": ids, "meta_info": meta}
 
-    def _without_stop(self, ids: list[int]) -> list[int]:
-        """The text leaves out the token that ended it, unless asked not to."""
-        return ids[:-1] if self._finish == "stop" and self._trims_stop else ids
+    def _text(self, ids: list[int]) -> str:
+        """Without the token or from the stop string on that ended it, unless asked not to. Where answers hold what is
+        new only, the beginning of a stop string may have been said before."""
+        if self._finish != "stop" or not self._trims_stop:
+            return self._decode(ids)
+        if not isinstance(self._matched, str):
+            return self._decode(ids[:-1])
+        before, found, _ = self._decode(ids).rpartition(self._matched)
+        return before if found else ""

@@ -36,6 +36,7 @@ from .open_request import OpenRequests
 from .server_silence import Silence
 from .sglang_http import Look, SglangHttp
 from .sglang_memory import SglangMemory
+from .sglang_needs import NO_NEEDS, SglangNeeds
 from .sglang_profile import SglangProfiler
 from .sglang_wire import DONE, HeldTokens, Lines, read_chunk, request_body, version_number, whole_number
 from .weight_route import Routes, WeightRoute, close_others, folder_routes
@@ -57,7 +58,6 @@ class SglangOptions:
     max_running: int = 256
     """Requests worth sending at once, if the server does not say."""
     pause_mode: PauseMode = "in_place"
-    """How running requests meet a commit."""
     start_s: float = 600.0
     """How long `start` waits for a server that is still loading."""
     call_s: float = 120.0
@@ -72,6 +72,7 @@ class SglangOptions:
     """Bearer of all calls; empty: the server asks for none."""
     generate_url: str = ""
     """Where requests are sent, if not to the server itself: a router in front of it."""
+    needs: SglangNeeds = NO_NEEDS
     profile_dir: str = ""
     """Where the server, on this file system, writes its profiles; empty: where it does by itself."""
     name: str = "sglang"
@@ -131,6 +132,7 @@ class SglangEngine:
             await self.close()
             raise
         facts = await self._http.get("/server_info")
+        self._options.needs.check(facts, self._place)
         if self._memory is not None:
             self._memory.check(facts)
         told = whole_number(facts, "context_length", "max_model_len")

@@ -34,6 +34,7 @@ from .server_process import ServerCommand, ServerProcess, start_server
 from .sglang import SglangEngine, SglangOptions
 from .sglang_args import MODULE, ServerSchema, check_sizes, check_table, command_line
 from .sglang_memory import SAVER_FIELDS, hide_megatron, saver_env
+from .sglang_needs import NO_NEEDS, SglangNeeds
 from .sglang_schema import read_schema
 from .stopped_process import until_stopped
 from .weight_route import Routes, folder_routes
@@ -134,7 +135,7 @@ class LaunchedSglang:
         """`place`: a folder that lasts until the server serves."""
         launch, name = self._launch, self._options.name
         key_file = _write_keys(key, place)
-        words = command_line(server_values(launch, port, schema), schema)
+        words = command_line(server_values(launch, port, schema, self._options.needs), schema)
         command = (launch.python, "-m", MODULE, *words, "--config", str(key_file))
         env = hide_megatron(self._env, place) if launch.saves_memory else self._env
         server = await start_server(ServerCommand(name, command, env, launch.log_path))
@@ -306,7 +307,9 @@ class _PortTaken(EngineError):
     """Another process listens on the port that was meant for the server."""
 
 
-def server_values(launch: SglangLaunch, port: int, schema: ServerSchema) -> dict[str, Any]:
+def server_values(
+    launch: SglangLaunch, port: int, schema: ServerSchema, needs: SglangNeeds = NO_NEEDS
+) -> dict[str, Any]:
     """ServerArgs field -> value: what the user said, and what is myxa's.
 
     Raises ConfigError for sizes that do not fit the actor's GPUs and for a version of SGLang that is too old.
@@ -315,7 +318,7 @@ def server_values(launch: SglangLaunch, port: int, schema: ServerSchema) -> dict
         "model_path": launch.model_path,
         "host": LOOPBACK,
         "port": port,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not needs.tokenizer,
         "incremental_streaming_output": True,
         "dtype": launch.dtype,
         "random_seed": launch.seed,

@@ -47,10 +47,14 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str
     spans: list[Span] | None
     finish: FinishReason | None
-    matched: int | None
+    matched: int | str | None
+    """Token or stop string that ended it."""
     reason: str
 
 
+AT_REST = SamplingParams()
+LEFT_OUT_AT_REST = ("min_p", "min_new_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty", "stop")
+"""Sampling parameters that are called alike on both sides, and said only where they mean something."""
 ABORTED = 499
 """Code of the error by which SGLang ends a request that was aborted before its scheduler had it."""
 ABORTED_CHUNK = Chunk(
@@ -93,7 +97,7 @@ def versions_of(spans: Sequence[Span], num_tokens: int, place: str) -> I32:
     return versions
 
 
-def finish_reason(finish: FinishReason | None, *, matched: int | None, num_tokens: int) -> dict[str, Any] | None:
+def finish_reason(finish: FinishReason | None, *, matched: int | str | None, num_tokens: int) -> dict[str, Any] | None:
     """The object of `meta_info.finish_reason`."""
     if finish is None:
         return None
@@ -123,7 +127,7 @@ def parse_chunk(raw: bytes, place: str) -> Chunk:
             weight_version=str(meta.get("weight_version", "")),
             spans=None if spans is None else msgspec.convert(spans, list[Span]),
             finish=FINISHES[reason["type"]] if reason else None,
-            matched=reason["matched"] if isinstance(reason.get("matched"), int) else None,
+            matched=reason["matched"] if isinstance(reason.get("matched"), int | str) else None,
             reason=str(reason.get("message", "")),
         )
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError, IndexError, AttributeError) as err:
@@ -169,14 +173,19 @@ class HeldTokens:
             return None
         new = slice(self._num_told, len(self._ids))
         self._num_told = len(self._ids)
-        stopped = chunk.finish == "stop" and len(self._ids) > 0
         return Delta(
             output_ids=self._ids[new],
             logprobs=self._logprobs[new],
             versions=versions[new],
             finish=chunk.finish,
-            matched=(int(self._ids[-1]) if chunk.matched is None else chunk.matched) if stopped else None,
+            matched=self._matched_token(chunk),
+            matched_text=chunk.matched if chunk.finish == "stop" and isinstance(chunk.matched, str) else "",
         )
+
+    def _matched_token(self, chunk: Chunk) -> int | None:
+        if chunk.finish != "stop" or not len(self._ids) or isinstance(chunk.matched, str):
+            return None
+        return int(self._ids[-1]) if chunk.matched is None else chunk.matched
 
     def _new(self, values: Sequence[Any], num_tokens: int, what: str) -> Sequence[Any]:
         """Cumulative lists have all tokens (a server may even be ahead of its count), incremental ones the new."""
@@ -236,6 +245,9 @@ def request_body(request: GenerateRequest, rid: str, version: int) -> bytes:
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
     }
+    for name in LEFT_OUT_AT_REST:
+        if (value := getattr(sampling, name)) != getattr(AT_REST, name):
+            params[name] = value
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
     body = {

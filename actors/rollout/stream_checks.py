@@ -19,6 +19,7 @@ import numpy as np
 from ...core.errors import EngineLied
 from ...core.protocols import Delta, GenerateRequest
 from ..workflows.episode import Generate
+from ..workflows.stream_end import closing
 
 MAX_LOGPROB = 1e-3
 """Rounding may put a certain token's a little above 0."""
@@ -56,18 +57,21 @@ class StreamChecks:
 
         async def watched(request: GenerateRequest) -> AsyncGenerator[Delta, None]:
             stream = _Stream(request, 0 if self._may_be_older else max(self._num_served - 1, 0))
-            async for delta in generate(request):
-                wrong = stream.wrong(delta, self.vocab_size, self._told)
-                if wrong:
-                    lie = EngineLied(
-                        f"{self._place}: request {request.request_id!r}, after {stream.num_tokens} tokens: {wrong}",
-                        remedy="the engine is built anew; if it lies again, see the canary (guard) and its versions",
-                    )
-                    self._on_lie(lie)
-                    raise lie
-                yield delta
+            async with closing(generate(request)) as deltas:
+                async for delta in deltas:
+                    if wrong := stream.wrong(delta, self.vocab_size, self._told):
+                        raise self._lie(request, stream, wrong)
+                    yield delta
 
         return watched
+
+    def _lie(self, request: GenerateRequest, stream: _Stream, wrong: str) -> EngineLied:
+        lie = EngineLied(
+            f"{self._place}: request {request.request_id!r}, after {stream.num_tokens} tokens: {wrong}",
+            remedy="the engine is built anew; if it lies again, see the canary (guard) and its versions",
+        )
+        self._on_lie(lie)
+        return lie
 
 
 class _Stream:

@@ -17,14 +17,18 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from ...core.chaos import reached
 from ...core.errors import EngineError, PromptTooLong, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
 from ...core.samples import I32, U8, FinishReason, Message, Prompt, Sample
+from ...core.stop_strings import StopStrings
 from .segments import Segment, joined, split, unstamped
+from .stream_end import closing
 from .turn_renderer import TurnRenderer
+from .turn_seed import turn_seed
 
 Generate = Callable[[GenerateRequest], AsyncIterator[Delta]]
 
@@ -131,8 +135,8 @@ class Episode:
         params = sampling or self._model.sampling
         self._keep_to(params.temperature)
         done = self._next_recorded(is_model=True)
-        if done is not None and done.ids.size and int(done.ids[-1]) in self._stop_ids(params):
-            return self._close_turn(done, "stop")
+        if done is not None and (end := self._stopped_at(done, params)):
+            return self._close_turn(done.first(end), "stop")
         start = done if done is not None else joined([])
         limit = min(params.max_new_tokens - len(start.ids), self.room - len(start.ids))
         if limit <= 0:
@@ -167,16 +171,22 @@ class Episode:
         request = GenerateRequest(
             request_id=f"{self._model.request_prefix}{self._prompt.group_id}.{self._index}.{len(self._turns)}",
             input_ids=np.concatenate([self._context(), start.ids]).astype(np.int32, copy=False),
-            sampling=_with_limit(params, limit),
+            sampling=replace(params.for_rest(num_done=len(start.ids), limit=limit), seed=self._seed(params)),
             session=str(self._prompt.group_id),
         )
         self._under_way = [start]
         finish: FinishReason | None = None
-        async for delta in self._model.generate(request):
-            self._under_way.append(Segment(delta.output_ids, delta.logprobs, delta.versions, is_model=True))
-            finish = delta.finish
-            if finish is None:
-                reached("rollout.partial")
+        stops, ids = self._stops(params), start.ids.tolist()
+        async with closing(self._model.generate(request)) as deltas:
+            async for delta in deltas:
+                self._under_way.append(Segment(delta.output_ids, delta.logprobs, delta.versions, is_model=True))
+                finish, num_seen = delta.finish, len(ids)
+                ids += delta.output_ids.tolist() if stops else ()
+                if match := stops.match(ids, num_seen):
+                    whole, self._under_way = joined(self._under_way).first(match.end), []
+                    return whole, "stop"
+                if finish is None:
+                    reached("rollout.partial")
         if finish is None:
             raise EngineError(
                 f"the engine ended request {request.request_id} without saying why",
@@ -185,8 +195,23 @@ class Episode:
         whole, self._under_way = joined(self._under_way), []
         return whole, finish
 
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        return frozenset(() if params.ignore_eos else (*self._tokenizer.eos_token_ids, *params.stop_token_ids))
+    def _seed(self, params: SamplingParams) -> int | None:
+        """Of the turn that comes: the workflow's own, else made of the run's, if that draws by seeds."""
+        run = self._model.sampling.seed
+        if run is None or params.seed not in (None, run):
+            return params.seed
+        return turn_seed(run, self._prompt.group_id, self._index, len(self._turns))
+
+    def _stopped_at(self, done: Segment, params: SamplingParams) -> int:
+        """Tokens after which a recorded turn is over; 0: it goes on."""
+        ids: list[int] = done.ids.tolist()
+        if match := self._stops(params).match(ids):
+            return match.end
+        ends = frozenset(() if params.ignore_eos else (*self._tokenizer.eos_token_ids, *params.stop_token_ids))
+        return len(ids) if ids and ids[-1] in ends else 0
+
+    def _stops(self, params: SamplingParams) -> StopStrings:
+        return StopStrings(params.stop, lambda ids: self._tokenizer.decode(ids, skip_special=False))
 
     def _next_recorded(self, *, is_model: bool) -> Segment | None:
         if not self._replay or self._replay[0].is_model is not is_model:
@@ -277,15 +302,3 @@ class Episode:
                 remedy="shorten the row or raise engine.context_length",
             )
         return self.sample()
-
-
-def _with_limit(params: SamplingParams, limit: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        max_new_tokens=limit,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        seed=params.seed,
-    )

@@ -20,6 +20,11 @@ class Segment:
     versions: I32
     is_model: bool
 
+    def first(self, num_tokens: int) -> Segment:
+        """Its beginning."""
+        part = slice(num_tokens)
+        return Segment(self.ids[part], self.logprobs[part], self.versions[part], self.is_model)
+
 
 def unstamped(ids: Sequence[int] | I32, *, is_model: bool) -> Segment:
     """Tokens that no engine generated."""

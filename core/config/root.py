@@ -16,6 +16,7 @@ from .memory import MemorySettings
 from .memory_checks import memory_conflicts
 from .rewarding import RewardSettings
 from .roles import RolesSettings
+from .sampling_checks import sampling_conflicts
 from .section import Section
 from .settings import (
     WORKFLOW_BUILTINS,
@@ -371,6 +372,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
     _eval_conflicts,
     _end_conflicts,
     _engine_conflicts,
+    sampling_conflicts,
     _window_conflicts,
     _device_conflicts,
     _megatron_conflicts,

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from ..stop_strings import MAX_STOP_STRINGS, wrong_stop_string
 from ..suggestion import nearest
 from .conflict import Conflict
 from .section import (
@@ -26,6 +27,7 @@ from .section import (
     Section,
     SourceText,
     TextTuple,
+    UnitFloat,
 )
 from .source import check_sources
 from .tables import Table, check_json
@@ -116,10 +118,26 @@ class RolloutSettings(Section, frozen=True):
     """Nucleus: smallest set of tokens with at least this probability; 1 = off."""
     top_k: int = -1
     """Only the k most likely tokens; -1 = off."""
+    min_p: UnitFloat = 0.0
+    """Only tokens at least this probable, relative to the likeliest one; 0 = off."""
     max_new_tokens: PositiveInt = 256
     """Tokens a model turn may have at most."""
+    min_new_tokens: CountInt = 0
+    """Tokens of a model turn before which its end tokens are not drawn; a stop string ends it all the same."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    """Divides positive logits (and multiplies negative ones) of tokens that the turn has already; 1 = off."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Taken off a token's logit for each time that the turn has it; 0 = off."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Taken off the logits of tokens that the turn has already; 0 = off."""
     stop_token_ids: IntTuple = ()
     """Token ids that end a turn, besides the model's end-of-sequence tokens."""
+    stop: TextTuple = ()
+    """Texts that end a turn with the token that completes one; that token stays in the sample. Special tokens count
+    as text."""
+    deterministic: bool = False
+    """Whether each turn is drawn with a seed of its own, made of `run.seed`, group, sample and turn; false = the engine
+    goes on in its own random numbers. SGLang needs `sglang.enable_deterministic_inference` for it."""
     workflow: CodeName = "single_turn"
     """How a prompt becomes a sample: single_turn, demonstration (SFT, no engine), or your own `module:function` or
     `file.py:function`."""
@@ -153,6 +171,16 @@ class RolloutSettings(Section, frozen=True):
             raise ValueError("token ids must not be negative")
         return value
 
+    @field_validator("stop")
+    @classmethod
+    def _stop_strings_can_be_found(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(value) > MAX_STOP_STRINGS:
+            raise ValueError(f"has {len(value)} texts, at most {MAX_STOP_STRINGS} are looked for")
+        for text in value:
+            if wrong := wrong_stop_string(text):
+                raise ValueError(f"{text!r} {wrong}")
+        return value
+
     @field_validator("workflow")
     @classmethod
     def _workflow_is_named(cls, value: str) -> str:
@@ -164,7 +192,9 @@ class RolloutSettings(Section, frozen=True):
         return check_json(value)
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Arguments that nobody takes."""
+        """Arguments that nobody takes, and a turn that would have to be longer than it may be."""
+        if self.min_new_tokens > self.max_new_tokens:
+            yield Conflict(("min_new_tokens", "max_new_tokens"), f"is above max_new_tokens = {self.max_new_tokens}")
         if self.workflow_args and self.workflow in WORKFLOW_BUILTINS:
             yield Conflict(
                 ("workflow_args", "workflow"), f'is for a workflow of your own; "{self.workflow}" takes none'

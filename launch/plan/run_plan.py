@@ -25,6 +25,7 @@ from .data_glance import PlannedSource, batch_findings, glance, glance_at_source
 from .device_memory import Capacities, Memory, memory_of
 from .odd_counts import odd_counts
 from .picture import grid, legend, picture, processes, turns
+from .sampling_findings import sampling_findings
 from .staleness_plan import StalenessPlan, staleness_findings, staleness_of
 from .starts import Start, files, listening, starts_of
 from .told import Told, in_order, of_error, of_finding, of_problem
@@ -138,6 +139,7 @@ def _planned(config: RunConfig, options: PlanOptions) -> tuple[dict[str, Any], l
     findings += source_findings(config, shown["sources"])
     shown["batch"] = batch = batch_of(config, model, max(1, num_ranks), train.num_rows, train.num_draws)
     findings += odd_counts(config, batch, held_out.num_rows)
+    findings += sampling_findings(config)
     if actors and config.algo.kind != "sft":
         shown["staleness"] = staleness = staleness_of(config, num_rollouts)
         findings += staleness_findings(config, staleness)

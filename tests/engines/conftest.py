@@ -128,6 +128,7 @@ class Result:
         self.versions = np.concatenate([d.versions for d in deltas])
         self.finish = deltas[-1].finish
         self.matched = deltas[-1].matched
+        self.matched_text = deltas[-1].matched_text
         assert [d.finish for d in deltas[:-1]] == [None] * (len(deltas) - 1)
         assert self.ids.dtype == self.versions.dtype == np.int32
         assert self.logprobs.dtype == np.float32

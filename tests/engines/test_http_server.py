@@ -221,8 +221,10 @@ BAD_BODIES = [
     ({"input_ids": [[1]] * 3000, "sampling_params": {"n": 3}}, "more than 4096 sequences"),
     ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "1 sampling_params for 2 prompts"),
     ({"input_ids": [[1], [2]], "rid": ["same", "same"], "sampling_params": sampling()}, "more than once"),
-    ({"input_ids": [1], "sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty is not supported"),
-    ({"input_ids": [1], "sampling_params": {"stop": ["x"]}}, "stop is not supported"),
+    ({"input_ids": [1], "sampling_params": {"frequency_penalty": 2.5}}, "frequency_penalty is 2.5"),
+    ({"input_ids": [1], "sampling_params": {"stop": ["\ufffd"]}}, "half a character"),
+    ({"input_ids": [1], "sampling_params": {"min_p": -0.5}}, "min_p is -0.5"),
+    ({"input_ids": [1], "sampling_params": {"stop_regex": "x"}}, "stop_regex is not supported"),
     ({"input_ids": [1], "lora_path": "x"}, "lora_path is not supported"),
     ({"input_ids": [1], "top_logprobs_num": 3}, "top_logprobs_num is not supported"),
 ]

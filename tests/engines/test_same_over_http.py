@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -20,6 +21,7 @@ from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.engines.http_server import serve
 from myxa.actors.engines.sglang import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang_wire import version_number
+from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.weights.channel import ChannelReader
 from myxa.core.protocols import Delta, Engine
 from myxa.core.samples import NO_VERSION
@@ -83,6 +85,24 @@ async def test_streams_hold_every_token_in_order_with_stamps_and_end_with_a_reas
         exact = judge(folders[0]).logprobs(request.input_ids, got[name].ids, request.sampling.temperature)
         assert np.abs(exact - got[name].logprobs).max() <= 1e-5
     assert max(len(r.deltas) for r in got.values()) > 3, "long answers come in pieces"
+
+
+@pytest.mark.asyncio
+async def test_penalties_and_stop_strings_are_the_same_on_both_sides_of_the_wire(
+    kind, folders, ask, collect, make_core, run_core
+):
+    decode = partial(load_tokenizer(folders[0]).decode, skip_special=False)
+    wishes = [{"repetition_penalty": 1.7}, {"frequency_penalty": 0.9, "presence_penalty": -0.4}, {"min_p": 0.2}]
+    wishes += [{"min_new_tokens": 30, "stop_token_ids": tuple(range(64))}, {"stop": ("a", "e", "never said")}]
+    requests = [ask(f"r{i}", 6, max_new_tokens=90, seed=i, **wish) for i, wish in enumerate(wishes)]
+    wanted = run_core(make_core(folders[0], decode=decode), requests)
+    assert wanted["r4"].matched_text in ("a", "e")
+    async with running(kind, folders[0]) as engine:
+        for request in requests:
+            got, exact = await collect(engine, request), wanted[request.request_id]
+            assert np.array_equal(got.ids, exact.ids)
+            assert np.abs(got.logprobs - exact.logprobs).max() <= 1e-5
+            assert (got.finish, got.matched, got.matched_text) == (exact.finish, exact.matched, exact.matched_text)
 
 
 @pytest.mark.asyncio

@@ -15,23 +15,26 @@ MIN_P_VALUE = 1e-4
 SEED = 11
 
 
-def rows(count: int, *, seed: int = 0, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> SamplingRows:
+def rows(
+    count: int, *, seed: int = 0, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0
+) -> SamplingRows:
     states = np.asarray([stream_state(seed * count + i) for i in range(count)], dtype=np.uint64)
     return SamplingRows(
         temperatures=np.full(count, temperature, dtype=np.float32),
         top_ps=np.full(count, top_p, dtype=np.float32),
         top_ks=np.full(count, top_k, dtype=np.int64),
+        min_ps=np.full(count, min_p, dtype=np.float32),
         uniforms=uniforms(states, np.full(count, 7)),
     )
 
 
-def expected(temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> np.ndarray:
+def expected(temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0) -> np.ndarray:
     """The distribution, worked out the slow way."""
     probs = (LOGITS / temperature).double().softmax(-1).numpy()
     order = np.argsort(-probs)
     kept, before = [], 0.0
     for rank, token in enumerate(order):
-        if rank == 0 or (before < top_p and (top_k < 0 or rank < top_k)):
+        if rank == 0 or (before < top_p and (top_k < 0 or rank < top_k) and probs[token] >= min_p * probs.max()):
             kept.append(token)
         before += probs[token]
     cut = np.zeros(VOCAB)
@@ -40,14 +43,17 @@ def expected(temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> n
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k"),
-    [(1.0, 1.0, -1), (0.6, 1.0, -1), (2.5, 1.0, -1), (1.0, 0.8, -1), (1.0, 1.0, 3), (1.3, 0.9, 5), (1.0, 1e-6, -1)],
-)
-def test_draws_follow_the_distribution(temperature, top_p, top_k):
+    ("temperature", "top_p", "top_k", "min_p"),
+    [
+        (1.0, 1.0, -1, 0.0), (0.6, 1.0, -1, 0.0), (2.5, 1.0, -1, 0.0), (1.0, 0.8, -1, 0.0), (1.0, 1.0, 3, 0.0),
+        (1.3, 0.9, 5, 0.0), (1.0, 1e-6, -1, 0.0), (1.0, 1.0, -1, 0.3), (1.3, 0.9, 6, 0.2), (1.0, 1.0, -1, 1.0),
+    ],
+)  # fmt: skip
+def test_draws_follow_the_distribution(temperature, top_p, top_k, min_p):
     count = 40_000
-    wishes = rows(count, seed=SEED, temperature=temperature, top_p=top_p, top_k=top_k)
+    wishes = rows(count, seed=SEED, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     drawn = draw(LOGITS.expand(count, VOCAB).clone(), wishes)
-    wanted = expected(temperature, top_p, top_k)
+    wanted = expected(temperature, top_p, top_k, min_p)
     found = np.bincount(drawn.ids, minlength=VOCAB)
     assert found[wanted == 0].sum() == 0, "a token outside the cut was drawn"
     support = wanted > 0
@@ -64,6 +70,7 @@ def test_rows_of_different_wishes_do_not_disturb_each_other():
         temperatures=np.tile(np.asarray([1.0, 0.0, 0.5], np.float32), count // 3),
         top_ps=np.tile(np.asarray([1.0, 0.5, 0.7], np.float32), count // 3),
         top_ks=np.tile(np.asarray([-1, 4, 2]), count // 3),
+        min_ps=np.zeros(count, np.float32),
         uniforms=plain.uniforms,
     )
     logits = LOGITS.expand(count, VOCAB).clone()

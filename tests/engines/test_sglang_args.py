@@ -14,6 +14,7 @@ import pytest
 from myxa.actors.engines import sglang_probe
 from myxa.actors.engines.sglang_args import ServerSchema, check_sizes, check_table, command_line
 from myxa.actors.engines.sglang_launched import DEFAULTS, SglangLaunch, server_env, server_values
+from myxa.actors.engines.sglang_needs import SglangNeeds
 from myxa.actors.trainer.canary import BOUNDS
 from myxa.core.config.sglang import OWNED
 from myxa.core.errors import ConfigError
@@ -112,6 +113,22 @@ def test_what_is_myxas_own_is_always_said_and_the_users_word_counts_for_the_rest
     assert on_gpus["tp_size"] == 2
     assert on_gpus["context_length"] == 512
     assert "device" not in on_gpus
+
+
+def test_a_server_has_its_tokenizer_only_where_it_is_needed(schema):
+    values = server_values(launch(), 1234, schema, SglangNeeds(tokenizer=True))
+    assert values["skip_tokenizer_init"] is False
+    assert "--skip-tokenizer-init" not in command_line(values, schema)
+
+
+def test_an_attached_server_that_cannot_do_what_the_run_needs_is_refused():
+    needs = SglangNeeds(tokenizer=True, seeds=True)
+    with pytest.raises(ConfigError, match="http://h:1: was started with --skip-tokenizer-init"):
+        needs.check({"skip_tokenizer_init": True}, "http://h:1")
+    with pytest.raises(ConfigError, match="http://h:1: was started without --enable-deterministic-inference"):
+        needs.check({"enable_deterministic_inference": False}, "http://h:1")
+    needs.check({"skip_tokenizer_init": False, "enable_deterministic_inference": True}, "http://h:1")
+    needs.check({}, "http://h:1")
 
 
 def test_a_version_without_what_myxa_needs_is_refused(schema):

@@ -96,7 +96,8 @@ def test_without_spans_a_stamp_is_never_newer_than_the_truth(sent, finished, sta
 def test_stop_by_an_id_is_told():
     assert told([chunk([1, 9], finish="stop", matched=9, spans=[["4", 0, 2]])])[3][-1].matched == 9
     assert told([chunk([1, 9], finish="stop", spans=[["4", 0, 2]])])[3][-1].matched == 9
-    assert told([chunk([1, 9], finish="stop", matched="text", spans=[["4", 0, 2]])])[3][-1].matched == 9
+    by_text = told([chunk([1, 9], finish="stop", matched="text", spans=[["4", 0, 2]])])[3][-1]
+    assert (by_text.matched, by_text.matched_text) == (None, "text")
     assert told([chunk([1, 9], finish="length", spans=[["4", 0, 2]])])[3][-1].matched is None
 
 

@@ -85,14 +85,16 @@ def episode(
     recorded: Sample | None = None,
     context_length: int = 64,
     goes_on: Callable[[], bool] = lambda: False,
+    index: int = 0,
+    sampling: SamplingParams | None = None,
 ) -> Episode:
     return Episode(
         prompt=PROMPT,
-        index=0,
+        index=index,
         tokenizer=Letters(),
         model=ModelAccess(
             generate=script.generate,
-            sampling=SamplingParams(max_new_tokens=16),
+            sampling=sampling or SamplingParams(max_new_tokens=16),
             context_length=context_length,
             goes_on=goes_on,
         ),
@@ -215,3 +217,71 @@ async def test_demonstration_turns_become_masked_tokens() -> None:
     assert sample.loss_mask.tolist() == [1, 1, 1, 0, 0, 0, 0, 1, 1]
     assert sample.oldest_version() == NO_VERSION
     assert sample.finish == "stop"
+
+
+ENDS = SamplingParams(max_new_tokens=16, stop=("###", "now"))
+
+
+@pytest.mark.asyncio
+async def test_a_stop_string_that_the_engine_runs_past_ends_the_turn_where_it_ends() -> None:
+    script = Script(("it is now or", 3, "length"))
+    ep = episode(script, sampling=ENDS)
+    turn = await ep.generate()
+    assert (turn.text, turn.finish) == ("it is now", "stop")
+    sample = ep.sample()
+    assert sample.finish == "stop"
+    assert len(sample.response_ids) == len(sample.logprobs) == len(sample.versions) == len("it is now")
+    assert script.asked[0].sampling.stop == ENDS.stop
+
+
+@pytest.mark.asyncio
+async def test_a_stop_string_may_begin_in_the_tokens_of_an_earlier_attempt() -> None:
+    first = episode(Script(("a##", 3, "abort")), sampling=ENDS)
+    with pytest.raises(Interrupted) as caught:
+        await first.generate()
+    again = Script(("#b", 4, "stop"))
+    ep = episode(again, recorded=caught.value.partial, sampling=ENDS)
+    turn = await ep.generate()
+    assert (turn.text, turn.finish) == ("a###", "stop")
+    assert ep.sample().versions.tolist() == [3, 3, 3, 4]
+
+
+@pytest.mark.asyncio
+async def test_a_recorded_turn_that_a_stop_string_ended_is_not_asked_for_again() -> None:
+    first = episode(Script(("a###", 3, "abort")), sampling=SamplingParams(max_new_tokens=16))
+    with pytest.raises(Interrupted) as caught:
+        await first.generate()
+    nobody = Script()
+    turn = await episode(nobody, recorded=caught.value.partial, sampling=ENDS).generate()
+    assert (turn.text, turn.finish, nobody.asked) == ("a###", "stop", [])
+
+
+@pytest.mark.asyncio
+async def test_a_turn_that_goes_on_needs_fewer_tokens_to_be_long_enough() -> None:
+    least = SamplingParams(max_new_tokens=16, min_new_tokens=6)
+    first = Script(("four", 3, "abort"))
+    with pytest.raises(Interrupted) as caught:
+        await episode(first, sampling=least).generate()
+    again = Script(("teen", 4, "stop"))
+    await episode(again, recorded=caught.value.partial, sampling=least).generate()
+    asked = [one.sampling for one in (*first.asked, *again.asked)]
+    assert [(one.min_new_tokens, one.max_new_tokens) for one in asked] == [(6, 16), (2, 12)]
+
+
+@pytest.mark.asyncio
+async def test_each_turn_has_a_seed_of_its_own_that_every_attempt_has_again() -> None:
+    by_seed = SamplingParams(max_new_tokens=16, seed=7)
+
+    async def seeds(index: int, sampling: SamplingParams | None = by_seed) -> list[int | None]:
+        script = Script(("@2+2", 3, "stop"), ("four", 3, "stop"))
+        await calculator(episode(script, index=index, sampling=sampling))
+        return [one.sampling.seed for one in script.asked]
+
+    found = [*(await seeds(0)), *(await seeds(1)), *(await seeds(0, SamplingParams(max_new_tokens=16, seed=8)))]
+    assert len(set(found)) == 6
+    assert all(seed is not None and 0 <= seed < 1 << 63 for seed in found)
+    assert await seeds(0) == found[:2]
+    assert await seeds(0, SamplingParams(max_new_tokens=16)) == [None, None]
+    ep = episode(script := Script(("four", 3, "stop")), sampling=by_seed)
+    await ep.generate(SamplingParams(seed=99))
+    assert script.asked[0].sampling.seed == 99, "a workflow's own seed is its own"

@@ -10,7 +10,7 @@ knows no threads, no asyncio, no clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from types import MappingProxyType
@@ -21,6 +21,7 @@ import torch
 from ....core.errors import EngineError, RequestRefused
 from ....core.protocols import Delta, GenerateRequest, PauseMode
 from ....core.samples import I32, FinishReason
+from ....core.stop_strings import Decode
 from ...models.model_config import ModelConfig
 from .admission import Admission, plan_admission, take_waiting
 from .allocation import Allocate
@@ -28,6 +29,7 @@ from .arrays import as_tensor
 from .attention import Attention, DecodeAttention, MixedAttention, PrefillAttention
 from .kv import SlotCache
 from .model import Decoder
+from .penalties import penalise
 from .request import Running, check_request, make_running
 from .sampler import draw, stream_state
 from .slots import SlotTable
@@ -57,10 +59,16 @@ class CoreOptions:
     stream_interval: int = 16
     """Tokens are told of every so many steps, and when a request ends; 0 = only then."""
     name: str = "embedded engine"
+    decode: Decode | None = None
+    """Text of token ids, special tokens kept; None: stop strings are refused."""
 
 
 def _everything(request: Running) -> bool:
     return True
+
+
+def _no_text(ids: Sequence[int]) -> str:
+    return ""
 
 
 _EMPTY_I32: I32 = np.zeros(0, dtype=np.int32)
@@ -123,7 +131,8 @@ class EngineCore:
         seed = request.sampling.seed
         state = stream_state(self._random.getrandbits(64) if seed is None else seed)
         self._ids.add(request.request_id)
-        self._waiting.append(make_running(request, owner, self._options.eos_token_ids, state))
+        decode = self._options.decode or _no_text
+        self._waiting.append(make_running(request, owner, self._options.eos_token_ids, state, decode))
 
     def _check(self, request: GenerateRequest) -> None:
         check_request(
@@ -132,6 +141,11 @@ class EngineCore:
             context_length=self._options.context_length,
             place=self._options.name,
         )
+        if request.sampling.stop and self._options.decode is None:
+            raise RequestRefused(
+                f"{self._options.name}: request {request.request_id!r} has stop strings, and there is no tokenizer",
+                remedy="use stop_token_ids",
+            )
         if request.request_id in self._ids:
             raise RequestRefused(
                 f"{self._options.name}: request {request.request_id!r} is running already",
@@ -224,6 +238,7 @@ class EngineCore:
 
     def _draw(self, logits: torch.Tensor) -> None:
         """Draw and record a token for every row; end the rows that are done."""
+        penalise(logits, self._slots.penalised())
         drawn = draw(logits, self._slots.sampling())
         stopped, ended = self._slots.append(drawn.ids, drawn.logprobs, self.version)
         ended |= ~drawn.is_finite

@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ....core.assets import MovedBytes
@@ -128,14 +129,16 @@ class EmbeddedEngine:
         weights = self._new_weights(config)
         with open_weights(self._folder, config) as tensors:
             weights.load(tensors, str(self._folder))
+        tokenizer = load_tokenizer(self._folder, PlainText())
         core_options = CoreOptions(
             num_slots=budget.num_slots,
             context_length=budget.context_length,
-            eos_token_ids=frozenset(load_tokenizer(self._folder, PlainText()).eos_token_ids),
+            eos_token_ids=frozenset(tokenizer.eos_token_ids),
             seed=options.seed,
             version=options.version,
             stream_interval=options.stream_interval,
             name=self._place,
+            decode=partial(tokenizer.decode, skip_special=False),
         )
         allocate = None if self._memory is None else self._memory.allocate("kv_cache")
         return config, budget, EngineCore(config, weights, core_options, allocate)

@@ -11,6 +11,9 @@ from ....core.errors import RequestRefused
 from ....core.messages import SamplingParams
 from ....core.protocols import GenerateRequest
 from ....core.samples import I32
+from ....core.stop_strings import MAX_STOP_BYTES, MAX_STOP_STRINGS, Decode, StopStrings, wrong_stop_string
+
+MAX_PENALTY = 2.0
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +31,9 @@ class Running:
     stop_ids: frozenset[int]
     state: int
     """Random stream, see `sampler.stream_state`."""
+    num_prompt: int
+    """Tokens of `context` that it came with."""
+    stops: StopStrings
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, context_length: int, place: str) -> None:
@@ -66,6 +72,19 @@ def _check_sampling(sampling: SamplingParams, name: str, vocab_size: int) -> Non
         raise RequestRefused(f"{name}: top_p is {sampling.top_p}", remedy="use a number above 0 and at most 1")
     if sampling.top_k < 1 and sampling.top_k != -1:
         raise RequestRefused(f"{name}: top_k is {sampling.top_k}", remedy="use -1 (no limit) or a positive number")
+    if not 0 <= sampling.min_p <= 1:
+        raise RequestRefused(f"{name}: min_p is {sampling.min_p}", remedy="use 0 (all tokens) up to 1")
+    if not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens:
+        raise RequestRefused(
+            f"{name}: min_new_tokens is {sampling.min_new_tokens}", remedy=f"use 0 up to {sampling.max_new_tokens}"
+        )
+    _check_penalties(sampling, name)
+    wrong = [f"stop string {text!r} {why}" for text in sampling.stop if (why := wrong_stop_string(text))]
+    if wrong or len(sampling.stop) > MAX_STOP_STRINGS:
+        raise RequestRefused(
+            f"{name}: {wrong[0] if wrong else f'{len(sampling.stop)} stop strings'}",
+            remedy=f"at most {MAX_STOP_STRINGS} texts of 1 to {MAX_STOP_BYTES} bytes",
+        )
     outside = [i for i in sampling.stop_token_ids if not 0 <= i < vocab_size]
     if outside:
         raise RequestRefused(
@@ -74,7 +93,23 @@ def _check_sampling(sampling: SamplingParams, name: str, vocab_size: int) -> Non
         )
 
 
-def make_running(request: GenerateRequest, owner: object, eos_token_ids: frozenset[int], state: int) -> Running:
+def _check_penalties(sampling: SamplingParams, name: str) -> None:
+    """The bounds are SGLang's."""
+    if not 0 < sampling.repetition_penalty <= MAX_PENALTY:
+        raise RequestRefused(
+            f"{name}: repetition_penalty is {sampling.repetition_penalty}",
+            remedy=f"use a number above 0, at most {MAX_PENALTY:g}; 1 = none",
+        )
+    for key, value in (("frequency", sampling.frequency_penalty), ("presence", sampling.presence_penalty)):
+        if not -MAX_PENALTY <= value <= MAX_PENALTY:
+            raise RequestRefused(
+                f"{name}: {key}_penalty is {value}", remedy=f"use -{MAX_PENALTY:g} up to {MAX_PENALTY:g}; 0 = none"
+            )
+
+
+def make_running(
+    request: GenerateRequest, owner: object, eos_token_ids: frozenset[int], state: int, decode: Decode
+) -> Running:
     """The engine's view of a checked request."""
     sampling = request.sampling
     context = request.input_ids.astype(np.int32, copy=True)
@@ -86,4 +121,6 @@ def make_running(request: GenerateRequest, owner: object, eos_token_ids: frozens
         sampling=sampling,
         stop_ids=frozenset() if sampling.ignore_eos else eos_token_ids | frozenset(sampling.stop_token_ids),
         state=state,
+        num_prompt=len(context),
+        stops=StopStrings(sampling.stop, decode),
     )

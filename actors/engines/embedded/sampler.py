@@ -1,8 +1,8 @@
 """Drawing tokens from logits, one random number per token, and the log-prob of what was drawn.
 
-Log-probs are those of `logits / temperature` over the whole vocabulary, before top-p and top-k cut it down: what SGLang
-returns and what a trainer that divides its logits by the temperature computes. Greedy requests (temperature 0) report
-the log-prob at temperature 1, as SGLang does.
+Log-probs are those of `logits / temperature` over the whole vocabulary, before top-p, top-k and min-p cut it down: what
+SGLang returns and what a trainer that divides its logits by the temperature computes. Greedy requests (temperature 0)
+report the log-prob at temperature 1, as SGLang does.
 
 Randomness is counter-based: the number for a token depends on the request's seed and the token's position only, so a
 seeded request draws the same tokens alone or in a crowd, and when it is continued after an abort. (Logits themselves
@@ -55,6 +55,8 @@ class SamplingRows:
     top_ps: F32
     top_ks: Index
     """-1: no limit."""
+    min_ps: F32
+    """0: no limit."""
     uniforms: F64
 
 
@@ -80,10 +82,10 @@ def draw(logits: Tensor, rows: SamplingRows) -> Drawn:
     totals = cumulated[:, -1:]
     thresholds = as_tensor(rows.uniforms)[:, None]
     ids = torch.searchsorted(cumulated, thresholds * totals, right=True).clamp_(max=logits.shape[-1] - 1)
-    cut = np.flatnonzero(((rows.top_ps < 1) | (rows.top_ks > 0)) & ~greedy)
+    cut = np.flatnonzero(((rows.top_ps < 1) | (rows.top_ks > 0) | (rows.min_ps > 0)) & ~greedy)
     if cut.size:
         index = as_tensor(cut)
-        ids[index] = _draw_cut(masses[index], totals[index], thresholds[index], rows.top_ps[cut], rows.top_ks[cut])
+        ids[index] = _draw_cut(masses[index], totals[index], thresholds[index], rows, cut)
     if bool(greedy.any()):
         index = as_tensor(np.flatnonzero(greedy))
         ids[index] = logits[index].argmax(dim=-1, keepdim=True)
@@ -95,17 +97,19 @@ def draw(logits: Tensor, rows: SamplingRows) -> Drawn:
     )
 
 
-def _draw_cut(masses: Tensor, totals: Tensor, thresholds: Tensor, top_ps: F32, top_ks: Index) -> Tensor:
-    """Draw from the likeliest tokens only, int64 [m, 1].
+def _draw_cut(masses: Tensor, totals: Tensor, thresholds: Tensor, rows: SamplingRows, cut: Index) -> Tensor:
+    """Draw from the likeliest tokens only, int64 [m, 1]; `cut`: which rows those are.
 
-    A token stays if those before it in order of probability sum to less than top_p, and it is among the first top_k;
-    both are judged on the full distribution (SGLang's joint order).
+    A token stays if those before it in order of probability sum to less than top_p, it is among the first top_k, and it
+    is at least min_p times as likely as the first; all are judged on the full distribution (SGLang's joint order).
     """
+    top_ps, top_ks, min_ps = rows.top_ps[cut], rows.top_ks[cut], rows.min_ps[cut]
     ordered, order = masses.sort(dim=-1, descending=True)
     before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
     limits = np.where(top_ks > 0, top_ks, masses.shape[-1])
     stays = before < as_tensor(top_ps.astype(np.float64))[:, None] * totals
     stays &= torch.arange(masses.shape[-1]) < as_tensor(limits)[:, None]
+    stays &= ordered >= as_tensor(min_ps)[:, None] * ordered[:, :1]
     stays[:, 0] = True
     cumulated = (ordered * stays).cumsum(dim=-1, dtype=torch.float64)
     ranks = torch.searchsorted(cumulated, thresholds * cumulated[:, -1:], right=True)

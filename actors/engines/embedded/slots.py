@@ -14,6 +14,7 @@ from ....core.protocols import Delta
 from ....core.samples import F32, I32, FinishReason
 from .arrays import Flags, Index
 from .kv import SlotCache
+from .penalties import Penalised, is_penalised
 from .request import Running
 from .sampler import SamplingRows, uniforms
 
@@ -71,6 +72,9 @@ class SlotTable:
         self._temperatures: F32 = np.zeros(num_slots, dtype=np.float32)
         self._top_ps: F32 = np.zeros(num_slots, dtype=np.float32)
         self._top_ks: Index = np.zeros(num_slots, dtype=np.int64)
+        self._min_ps: F32 = np.zeros(num_slots, dtype=np.float32)
+        self._is_penalised: Flags = np.zeros(num_slots, dtype=np.bool_)
+        self._has_stops: Flags = np.zeros(num_slots, dtype=np.bool_)
         self._states = np.zeros(num_slots, dtype=np.uint64)
         self._stop_sets: Index = np.zeros(num_slots, dtype=np.int64)
         self._ids: I32 = np.zeros((num_slots, context_length), dtype=np.int32)
@@ -86,6 +90,9 @@ class SlotTable:
             self._temperatures,
             self._top_ps,
             self._top_ks,
+            self._min_ps,
+            self._is_penalised,
+            self._has_stops,
             self._states,
             self._stop_sets,
         )
@@ -112,6 +119,9 @@ class SlotTable:
             self._temperatures[row] = sampling.temperature
             self._top_ps[row] = sampling.top_p
             self._top_ks[row] = sampling.top_k
+            self._min_ps[row] = sampling.min_p
+            self._is_penalised[row] = is_penalised(sampling)
+            self._has_stops[row] = bool(request.stops)
             self._states[row] = request.state
             self._stop_sets[row] = self._stops.number(request.stop_ids)
 
@@ -127,6 +137,7 @@ class SlotTable:
             temperatures=self._temperatures[rows],
             top_ps=self._top_ps[rows],
             top_ks=self._top_ks[rows],
+            min_ps=self._min_ps[rows],
             uniforms=uniforms(self._states[rows], self.lengths[rows]),
         )
 
@@ -140,7 +151,34 @@ class SlotTable:
         self._newest[rows] = ids
         self.lengths[rows] += 1
         stopped = self._stops.matches(self._stop_sets[rows], ids)
+        for row in np.flatnonzero(self._has_stops[rows]).tolist():
+            stopped[row] |= self._matched_text(row) != ""
         return stopped, stopped | (self.lengths[rows] >= self._limits[rows])
+
+    def _matched_text(self, row: int) -> str:
+        """The stop string that the newest token completes, or nothing."""
+        stops = self.rows[row].stops
+        tail = self._answer(row, stops.window + 1)
+        match = stops.match(tail.tolist(), len(tail) - 1)
+        return "" if match is None else match.text
+
+    def _answer(self, row: int, num_last: int | None = None) -> I32:
+        """int32: tokens that the row's request was answered with so far, all or the last ones."""
+        request = self.rows[row]
+        own = self._ids[row, int(self._starts[row]) : int(self.lengths[row])]
+        whole = (
+            np.concatenate([request.context[request.num_prompt :], own])
+            if len(request.context) > request.num_prompt
+            else own
+        )
+        return whole if num_last is None else whole[-num_last:]
+
+    def penalised(self) -> list[Penalised]:
+        """The rows whose logits are not drawn from as they are."""
+        return [
+            Penalised(row, self.rows[row].sampling, self._answer(row), self.rows[row].stop_ids)
+            for row in np.flatnonzero(self._is_penalised[: len(self.rows)]).tolist()
+        ]
 
     def has_news(self, row: int) -> bool:
         """Whether there are tokens that were not handed out."""
@@ -151,12 +189,14 @@ class SlotTable:
         new = slice(int(self._told[row]), int(self.lengths[row]))
         self._told[row] = self.lengths[row]
         ids = self._ids[row, new].copy()
+        is_token = finish == "stop" and int(ids[-1]) in self.rows[row].stop_ids
         return Delta(
             output_ids=ids,
             logprobs=self._logprobs[row, new].copy(),
             versions=self._versions[row, new].copy(),
             finish=finish,
-            matched=int(ids[-1]) if finish == "stop" else None,
+            matched=int(ids[-1]) if is_token else None,
+            matched_text=self._matched_text(row) if finish == "stop" and not is_token else "",
         )
 
     def remove(self, row: int) -> Running:

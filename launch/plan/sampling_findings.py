@@ -1,0 +1,41 @@
+"""Sampling by which training samples are drawn from another distribution than the trainer scores. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...core.config import RunConfig
+from ...core.errors import ConfigError
+from ..preflight.finding import Finding
+
+
+def sampling_findings(config: RunConfig) -> Iterator[Finding]:
+    """One warning for each key that does so."""
+    if config.algo.kind == "sft":
+        return
+    rollout = config.rollout
+    for key, value, rest in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, -1), ("min_p", rollout.min_p, 0)):
+        if value != rest:
+            yield _warning(
+                key,
+                f"= {value:g}: tokens are drawn from a part of the distribution, their log-probs and the trainer's are "
+                "of all of it: what is cut off is never tried, and no correction sees that",
+                f"set it to {rest} for training",
+            )
+    for key, value, rest in (
+        ("repetition_penalty", rollout.repetition_penalty, 1),
+        ("frequency_penalty", rollout.frequency_penalty, 0),
+        ("presence_penalty", rollout.presence_penalty, 0),
+        ("min_new_tokens", rollout.min_new_tokens, 0),
+    ):
+        if value != rest:
+            yield _warning(
+                key,
+                f"= {value:g}: log-probs of sampled tokens are those after the penalty, the trainer scores without it: "
+                "its ratios are not 1 on fresh samples either, and the correction (algo.correction) weighs that",
+                f"set it to {rest} for training, or watch the importance weights (docs/algorithms.md)",
+            )
+
+
+def _warning(key: str, text: str, remedy: str) -> Finding:
+    return Finding(f"rollout.{key}", ConfigError(f"rollout.{key} {text}", remedy=remedy), is_warning=True)
