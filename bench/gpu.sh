@@ -27,9 +27,9 @@
 #     memory_gang_training  switches change no step of a gang    2 or 4 GPUs, Megatron, 120 s
 #
 # Figures go to gpu.md and gpu.json in $OUT (default ./bench-out), logs to logs.tar.gz there. A part that lacks something
-# here says so and does not count as passed. Every part has a time limit (LIMIT_<part>, seconds; told to it as PART_SECONDS)
-# and may be given other arguments (ARGS_<part>); nothing that it started outlives it. GPU_BUDGET: seconds for all parts together; what does not
-# fit is cut short or not begun. --dry runs tiny shapes on the CPU.
+# here says so and does not count as passed. Every part has a time limit (LIMIT_<part>, seconds; the part is told it as
+# PART_SECONDS) and may be given other arguments (ARGS_<part>); nothing that it started outlives it. GPU_BUDGET: seconds
+# for all parts together; what does not fit is cut short or not begun. --dry runs tiny shapes on the CPU.
 # GPU_BACKEND=torch|megatron, GPU_ENGINE=attach|launched: who trains, and who starts SGLang where a run could do either.
 # PYTHON: the interpreter that has torch, SGLang and megatron-core. Exit status 0: everything asked for passed.
 set -u -o pipefail

@@ -18,6 +18,7 @@ then begun again with one that is not, and the report says which operation it wa
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import json
 import os
@@ -46,7 +47,9 @@ from myxa.launch.supervisor.placement import place
 
 NORM = "train/grad_norm"
 TIMES = ("_s", "_per_s")
-COMMS_S = 60.0
+COMMS_S = 30.0
+HANGS_S = 40.0
+"""A rank whose step or switch takes so long, once the first step is made, ends with its stacks in its log."""
 SWITCH_S = 4.0
 SAVED_EVERY = 10
 """Steps after which a rank writes down what it has: a run that fails is compared as far as it came."""
@@ -127,6 +130,8 @@ def rank_main(options: argparse.Namespace) -> None:
         target.with_suffix(".partial").replace(target)
 
     for step in range(options.steps):
+        if step:
+            faulthandler.dump_traceback_later(HANGS_S, exit=True)
         if options.switches and step and step % options.every == 0:
             print(f"{time.strftime('%H:%M:%S')} step {step}: a switch", flush=True)
             switches.append(me.switch())
@@ -135,6 +140,7 @@ def rank_main(options: argparse.Namespace) -> None:
         if step % SAVED_EVERY == 0:
             print(f"{time.strftime('%H:%M:%S')} step {step} is made", flush=True)
             save("")
+    faulthandler.cancel_dump_traceback_later()
     digest = hashlib.sha256()
     for array in me.backend.export_weights():
         digest.update(array.data)

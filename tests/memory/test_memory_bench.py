@@ -231,14 +231,14 @@ def test_a_lab_of_stand_ins_takes_turns_and_loses_nothing(tmp_path: Path) -> Non
 
 def test_a_run_that_is_not_through_in_time_is_asked_what_it_does(tmp_path: Path) -> None:
     """One engine over both devices; the guard pauses it for good, so that waiting for its limit costs nothing."""
-    words = ["--device", "cpu", "--gpus", "2", "--servers", "one", "--part", "turns", "--limit", "15", "--budget", "60"]
+    words = ["--device", "cpu", "--gpus", "2", "--servers", "one", "--part", "turns", "--limit", "20", "--budget", "70"]
     paused = ["--set", "guard.bound=0", "--set", 'guard.above="pause"']
     done = subprocess.run(
         [sys.executable, GPU / "memory_colocated.py", *words, *paused],
         env=environment(tmp_path), capture_output=True, text=True, timeout=85, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "ended with nothing within 15 s" in done.stdout
+    assert "ended with nothing within 20 s" in done.stdout
     for said in ("--- myxa why", "--- myxa mem\nmemory/0, epoch", "--- trainer.1.0.log", "--- rollout.0.0.log"):
         assert said in done.stdout, done.stdout
     run_dir = next((tmp_path / "work" / "memory_colocated" / "runs" / "memory_colocated").glob("ours-*"))
@@ -349,7 +349,10 @@ os.kill(os.getpid(), signal.SIGTERM)
 def test_nobody_waits_for_ranks_that_have_ended(bench: Callable[[str], ModuleType], tmp_path: Path) -> None:
     communicators = bench("memory_communicators")
     store: Any = communicators.dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    living, failed = (subprocess.Popen([sys.executable, "-c", code]) for code in ("input()", "raise SystemExit(3)"))
+    living, failed = (
+        subprocess.Popen([sys.executable, "-c", code])
+        for code in ("import time; time.sleep(60)", "raise SystemExit(3)")
+    )
     try:
         failed.wait(20)
         began_s = time.monotonic()
