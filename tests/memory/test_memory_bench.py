@@ -349,7 +349,10 @@ os.kill(os.getpid(), signal.SIGTERM)
 def test_nobody_waits_for_ranks_that_have_ended(bench: Callable[[str], ModuleType], tmp_path: Path) -> None:
     communicators = bench("memory_communicators")
     store: Any = communicators.dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    living, failed = (subprocess.Popen([sys.executable, "-c", code]) for code in ("input()", "raise SystemExit(3)"))
+    living, failed = (
+        subprocess.Popen([sys.executable, "-c", code])
+        for code in ("import time; time.sleep(60)", "raise SystemExit(3)")
+    )
     try:
         failed.wait(20)
         began_s = time.monotonic()
