@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from ..actors.models.model_config import ModelConfig
 from ..actors.rollout.weight_senders import TrainerSenders
 from ..actors.trainer.canary import BOUNDS, CanaryOptions, precision_of
-from ..actors.workflows.context import Workflow
 from ..core.actor import Actor
 from ..core.clock import Clock, SystemClock
 from ..core.config import RoleName, RunConfig
@@ -147,10 +146,11 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     from ..actors.models.tokenizer import load_tokenizer
     from ..actors.rewards.making import make_rewarder
     from ..actors.rollout.rollout import Rollout, RolloutOptions
+    from ..actors.workflows.named import workflow_of
 
     model = read_config(config.model.path)
     senders = TrainerSenders()
-    workflow, scorer = _workflow(config), make_rewarder(config)
+    workflow, scorer = workflow_of(config.rollout), make_rewarder(config)
     tokenizer = load_tokenizer(config.model.path, template_of(config.model.path, config.data))
     # The engine last: it imports torch, and a mistake in the others is to be told at once.
     engine = None if is_supervised(config) else _engine(spec, config, model, run_dir, senders, clock)
@@ -251,18 +251,6 @@ def _engine(
         name=spec.name,
     )
     return EmbeddedEngine(config.model.path, options, reader=ChannelReader(), memory=lent_memory(spec, config, clock))
-
-
-def _workflow(config: RunConfig) -> Workflow:
-    from ..actors.user_code import WORKFLOW, load_function
-    from ..actors.workflows import demonstration, single_turn
-
-    built_in: dict[str, Workflow] = {
-        "single_turn": single_turn.generate,
-        "demonstration": demonstration.generate,
-    }
-    name, args = config.rollout.workflow, config.rollout.workflow_args
-    return built_in[name] if name in built_in else partial(load_function(name, WORKFLOW, args).fn, **args)
 
 
 def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:

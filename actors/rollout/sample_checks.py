@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import msgspec
 import orjson
 
@@ -83,4 +85,4 @@ def _plain(metadata: object, where: str) -> dict[str, object]:
     read = orjson.loads(written)
     if not isinstance(read, dict):
         raise UserCodeError(f"workflow: the metadata of its sample is no dict {where}", remedy=remedy)
-    return read
+    return cast("dict[str, object]", read)

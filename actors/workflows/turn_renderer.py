@@ -30,6 +30,9 @@ from ...core.protocols import Tokenizer
 from ...core.samples import I32, Message, Prompt
 from .appending import ANSWER, ANSWERED, QUESTION, between, unfit
 
+MAX_KNOWN = 256
+"""Kinds of replies that are remembered."""
+
 Tools = Sequence[dict[str, Any]]
 
 
@@ -103,6 +106,8 @@ class TurnRenderer:
         key = (bool(tools), *((m.role, bool(m.name), bool(m.tool_calls), bool(m.tool_call_id)) for m in messages))
         known = self._joints.get(key)
         if known is None:
+            if len(self._joints) >= MAX_KNOWN:  # roles may come from data
+                self._joints.clear()
             known = self._joints[key] = self._found_joint(messages, tools)
         return known
 

@@ -331,3 +331,5 @@ def test_a_chat_template_that_cannot_do_what_the_run_needs(
     assert [finding.key for finding in found] == ([key] if key else [])
     assert all(isinstance(one.error, ModelError) and one.error.remedy for one in found)
     assert all(words.format(file=file) in str(one.error) for one in found)
+    plain = run(model={"path": str(tmp_path)}, data={"train": "t", "apply_chat_template": False})
+    assert list(template_findings(plain)) == []

@@ -15,9 +15,10 @@ from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rollout.group_runner import GroupRunner, Partial, drop_reason
 from myxa.actors.workflows.context import WorkflowContext
 from myxa.actors.workflows.episode import ModelAccess
+from myxa.actors.workflows.named import workflow_of
 from myxa.core.clock import SystemClock
-from myxa.core.config import RewardSettings
-from myxa.core.errors import MyxaError, RewardError, UserCodeError
+from myxa.core.config import RewardSettings, RolloutSettings
+from myxa.core.errors import ConfigError, MyxaError, RewardError, UserCodeError
 from myxa.core.messages import Assignment, SamplingParams
 from myxa.core.protocols import Delta, GenerateRequest
 from myxa.core.samples import Group, Message, Prompt, Sample
@@ -114,6 +115,26 @@ async def test_it_is_said_again_when_the_sample_goes_on_elsewhere() -> None:
     assert (partial.reward, partial.replies) == (None, ((Message(role="tool", content="stuck"),),))
     group = await run(door, RewardSettings(fn="workflow"), engine=engine, partial=caught.value.samples)
     assert (group.rewards.tolist(), group.samples[0].reward, engine.num_asked) == ([0.5], 0.5, 3)
+
+
+WALK = """\
+async def walk(ctx, prompt, *, steps, far=1):
+    await ctx.episode.generate()
+    steps.append(far)
+    return ctx.episode.sample(reward=len(steps), metadata={"far": far})
+"""
+
+
+@pytest.mark.asyncio
+async def test_arguments_of_the_run_file_arrive_by_name_and_as_they_are_in_it(tmp_path: Path) -> None:
+    (tmp_path / "walk.py").write_text(WALK)
+    name = f"{tmp_path}/walk.py:walk"
+    flow = workflow_of(RolloutSettings(workflow=name, workflow_args={"steps": [0], "far": 3}))
+    for _ in range(2):  # what a sample changes in them stays with it
+        group = await run(flow, RewardSettings(fn="workflow"))
+        assert (group.rewards.tolist(), group.samples[0].metadata) == ([2.0], {"far": 3})
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'fast'.*and the arguments steps, fast"):
+        workflow_of(RolloutSettings(workflow=name, workflow_args={"steps": [0], "fast": True}))
 
 
 def says(**outcome: Any) -> Flow:
