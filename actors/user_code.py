@@ -1,4 +1,4 @@
-"""A user's own functions, found by name once, at the start: reward, workflow, group filter.
+"""A user's own functions, found by name once, at the start: reward, workflow, filters.
 
 Knows how a name becomes a function and what each kind is called with. Must not know who calls it. Names are
 `module:attr` or `path/to/file.py:attr`. Mistakes in the name are ConfigError; code that raises while it is imported is
@@ -55,6 +55,8 @@ WORKFLOW = Expected(
     "rollout.workflow", 2, "async def generate(ctx: WorkflowContext, prompt: Prompt) -> Sample", must_be_async=True
 )
 GROUP_FILTER = Expected("algo.group_filter", 1, "def keep(group: Group) -> bool | str")
+
+SAMPLE_FILTER = Expected("algo.sample_filter", 1, "def keep(group: Group) -> Sequence[bool | str]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ def _named_paths(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         ("rollout.workflow", config.rollout.workflow),
         *config.reward.named_functions(),
         ("algo.group_filter", config.algo.group_filter),
+        ("algo.sample_filter", config.algo.sample_filter),
     )
     for key, name in code:
         file, colon, _ = name.rpartition(":")

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...actors.rewards.call import check_args
-from ...actors.user_code import GROUP_FILTER, WORKFLOW, Expected, reward_expected
+from ...actors.user_code import GROUP_FILTER, SAMPLE_FILTER, WORKFLOW, Expected, reward_expected
+from ...algos.filters import GROUP_FILTERS, SAMPLE_FILTERS, group_filter, sample_filter
 from ...core.config import RewardSettings, RunConfig
 from ...core.errors import ConfigError, UserCodeError
 from ...core.suggestion import suggest
@@ -35,11 +36,16 @@ class Named(NamedTuple):
 
 
 def function_findings(config: RunConfig, *, sees_modules: bool = True) -> Iterator[Finding]:
-    """What is wrong with each named function, and with the arguments of built-in rewards. `sees_modules`: whether this
+    """What is wrong with each named function, and with the arguments of built-in ones. `sees_modules`: whether this
     process finds the modules that the rollout actors find; else only files are looked at."""
     for name, part in config.reward.parts().items():
         table = f"reward.functions.{name}" if name else "reward"
         yield from looked(f"{table}.args", _check_args, table, part)
+    algo = config.algo
+    if algo.group_filter in GROUP_FILTERS:
+        yield from looked("algo.group_filter_args", group_filter, algo.group_filter, algo.group_filter_args)
+    if algo.sample_filter in SAMPLE_FILTERS:
+        yield from looked("algo.sample_filter_args", sample_filter, algo.sample_filter, algo.sample_filter_args)
     for named in _named(config):
         where, colon, _ = named.name.rpartition(":")
         if colon and (sees_modules or where.endswith(".py")):
@@ -57,7 +63,8 @@ def _named(config: RunConfig) -> tuple[Named, ...]:
             Named(part.fn, reward_expected(key, takes_group=part.scope == "group"), len(part.args))
             for (key, _), part in zip(config.reward.named_functions(), config.reward.parts().values(), strict=True)
         ),
-        Named(config.algo.group_filter, GROUP_FILTER, 0),
+        Named(config.algo.group_filter, GROUP_FILTER, len(config.algo.group_filter_args)),
+        Named(config.algo.sample_filter, SAMPLE_FILTER, len(config.algo.sample_filter_args)),
     )
 
 
