@@ -1,5 +1,4 @@
-"""A user's own functions, found by name once, at the start: reward, workflow, group filter, parts of
-the algorithm.
+"""A user's own functions, found by name once, at the start: reward, workflow, filters, parts of the algorithm.
 
 Knows how a name becomes a function and what each kind is called with. Must not know who calls it. Names are
 `module:attr` or `path/to/file.py:attr`. Mistakes in the name are ConfigError; code that raises while it is imported is
@@ -65,6 +64,8 @@ ADVANTAGE_FN = Expected(
     "algo.advantage_fn", 1, "def advantages(groups: list[Group]) -> list[Sequence[float | ndarray]]", must_be_plain=True
 )
 LOSS_FN = Expected("algo.loss_fn", 1, "def loss(tokens: LossTokens) -> Tensor", must_be_plain=True)
+
+SAMPLE_FILTER = Expected("algo.sample_filter", 1, "def keep(group: Group) -> Sequence[bool | str]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,35 @@
-"""Group filters: which finished groups are worth training on. Pure functions from a group to a reason or None.
+"""Filters: which finished groups are worth training on, and which of their members. Pure functions from a group to a
+reason or None, or to one for each member.
 
 Knows one group at a time. Must not know queues or slots: whoever drops a group must give its slot back.
-Users' own filters (`module:function`) have the same signature and are loaded by the roles.
+Users' own filters (`module:function`) are loaded by the roles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from ..core.errors import ConfigError
 from ..core.samples import Group
+from .arguments import bind
 
 GroupFilter = Callable[[Group], str | None]
 """Reason why the group is left out, or None when it stays."""
+SampleFilter = Callable[[Group], tuple[str | None, ...]]
+"""For each member, the reason why nothing is learnt from it, or None when something is."""
 
 SPREAD_EPS = 1e-6
 """Rewards that differ by no more than this are equal."""
 
 
-def zero_variance(group: Group) -> str | None:
-    """All rewards are equal, so every advantage would be 0 (dynamic sampling of DAPO, arXiv 2503.14476, eq. 11)."""
+def zero_variance(group: Group, *, eps: float = SPREAD_EPS) -> str | None:
+    """All rewards are equal, to within `eps`, so every advantage would be 0 (dynamic sampling of DAPO, arXiv
+    2503.14476, eq. 11)."""
     rewards = group.rewards.astype(np.float64)
-    if rewards.size and float(rewards.max() - rewards.min()) > SPREAD_EPS:
+    if rewards.size and float(rewards.max() - rewards.min()) > eps:
         return None
     return "zero_variance"
 
@@ -36,12 +42,37 @@ def keep_all(group: Group) -> str | None:
 GROUP_FILTERS: dict[str, GroupFilter] = {"zero_variance": zero_variance, "none": keep_all}
 
 
-def group_filter(name: str) -> GroupFilter:
-    """The built-in filter of that name. Raises ConfigError for any other name."""
+def group_filter(name: str, args: Mapping[str, Any] | None = None) -> GroupFilter:
+    """The built-in filter of that name. Raises ConfigError for any other name, and for arguments it does not take."""
     found = GROUP_FILTERS.get(name)
     if found is None:
         raise ConfigError(
             f'group filter "{name}" is not known',
             remedy=f"use {', '.join(sorted(GROUP_FILTERS))}, or module:function for your own",
         )
-    return found
+    return bind(found, args or {}, key="algo.group_filter_args", what=f'group filter "{name}"')
+
+
+def learn_from_all(group: Group) -> tuple[str | None, ...]:
+    """Every member counts."""
+    return (None,) * len(group.samples)
+
+
+def truncated(group: Group) -> tuple[str | None, ...]:
+    """Nothing is learnt from answers that were cut off by a token limit (over-long filtering of DAPO, arXiv 2503.14476,
+    section 3.4)."""
+    return tuple("truncated" if sample.finish == "length" else None for sample in group.samples)
+
+
+SAMPLE_FILTERS: dict[str, SampleFilter] = {"none": learn_from_all, "truncated": truncated}
+
+
+def sample_filter(name: str, args: Mapping[str, Any] | None = None) -> SampleFilter:
+    """The built-in filter of members of that name. Raises as `group_filter`."""
+    found = SAMPLE_FILTERS.get(name)
+    if found is None:
+        raise ConfigError(
+            f'sample filter "{name}" is not known',
+            remedy=f"use {', '.join(sorted(SAMPLE_FILTERS))}, or module:function for your own",
+        )
+    return bind(found, args or {}, key="algo.sample_filter_args", what=f'sample filter "{name}"')

@@ -109,6 +109,7 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
 def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.buffer.buffer import Buffer
     from ..actors.buffer.group_filter import load_group_filters
+    from ..actors.buffer.sample_filter import load_sample_filter
     from ..actors.data.mixed import open_data
     from ..algos.staleness import Admission
     from .composition.checkpoint_parts import earlier_ledger
@@ -128,7 +129,11 @@ def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> 
         ),
         num_samples=config.rollout.num_samples,
         sampling=train_sampling(config),
-        group_filter=load_group_filters(config.algo.group_filter),
+        group_filter=load_group_filters(
+            config.algo.group_filter,
+            config.algo.group_filter_args,
+            of_samples=load_sample_filter(config.algo.sample_filter, config.algo.sample_filter_args),
+        ),
         limits=buffer_limits(config),
         resume_from=earlier_ledger(config, run_dir),
     )

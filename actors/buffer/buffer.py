@@ -123,7 +123,7 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
             ledger=ledger,
             admission=self._admission,
             settings=settings,
-            filters=self._filters.by_name,
+            filters=self._filters,
             log=self.ctx.log,
             started_s=clock.monotonic(),
             quarantine=open_quarantine(

@@ -20,6 +20,7 @@ def buffer_gauges(store: BufferStore) -> dict[str, float]:
     }
     if store.cursor.chooses:
         values |= _of_sources(store)
+    values |= {f"buffer/masked/{reason}": float(count) for reason, count in store.ledger.tally.masked.items()}
     values |= {f"buffer/dropped/{reason}": float(count) for reason, count in stats.dropped.items()}
     return values | {f"buffer/mean_tokens/{name}": mean for name, mean in stats.mean_tokens.items()}
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ...algos.filters import GROUP_FILTERS, GroupFilter
+from ...algos.filters import GROUP_FILTERS, GroupFilter, SampleFilter, group_filter, learn_from_all
 from ...core.errors import UserCodeError
 from ...core.samples import Group
 from ..user_code import GROUP_FILTER, load_function, what_was_raised
@@ -24,19 +25,23 @@ class GroupFilters:
 
     chosen: str
     by_name: Mapping[str, GroupFilter]
+    of_samples: SampleFilter = learn_from_all
+    """Which members of the groups that stay are learnt from. Not to be changed while the run goes on."""
 
 
-def load_group_filters(name: str) -> GroupFilters:
-    """The filter of that name and the built-in ones. Raises as `load_group_filter`."""
-    return GroupFilters(name, {**GROUP_FILTERS, name: load_group_filter(name)})
+def load_group_filters(
+    name: str, args: Mapping[str, Any] | None = None, *, of_samples: SampleFilter = learn_from_all
+) -> GroupFilters:
+    """The filter of that name with its arguments, and the built-in ones. Raises as `load_group_filter`."""
+    return GroupFilters(name, {**GROUP_FILTERS, name: load_group_filter(name, args or {})}, of_samples)
 
 
-def load_group_filter(name: str) -> GroupFilter:
-    """The filter of that name. Raises ConfigError or UserCodeError when it cannot be loaded; calling one of the user's
-    raises UserCodeError when it raises or answers nonsense."""
+def load_group_filter(name: str, args: Mapping[str, Any]) -> GroupFilter:
+    """The filter of that name, with named arguments. Raises ConfigError or UserCodeError when it cannot be loaded;
+    calling one of the user's raises UserCodeError when it raises or answers nonsense."""
     if name in GROUP_FILTERS:
-        return GROUP_FILTERS[name]
-    keep = load_function(name, GROUP_FILTER).fn
+        return group_filter(name, args)
+    keep = partial(load_function(name, GROUP_FILTER, args).fn, **args)
 
     def reason(group: Group) -> str | None:
         try:

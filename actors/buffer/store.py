@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ...algos.filters import GroupFilter
 from ...algos.staleness import Admission, LinePlace, Overdue, Stage
 from ...core.errors import LedgerError
 from ...core.knobs import KnobValue
@@ -22,12 +21,15 @@ from ...core.samples import NO_VERSION, Group, Sample
 from ..ledger.ledger import Ledger
 from ..ledger.payload import encode
 from ..ledger.states import LEFTOVER, OPEN, Row, State
+from ..ledger.tally import masked_text
 from .checks import INVALID, mean_reward, num_response_tokens, num_tokens_of, refusal, wrong_in_partial
 from .cursor import Draft, PromptCursor
 from .drought import Drought
+from .group_filter import GroupFilters
 from .payloads import Payloads, oldest_version
 from .quarantine import Quarantine
 from .recent_rewards import RecentRewards
+from .sample_filter import ALL_MASKED, is_all_masked, mask_members
 from .settings import LiveSettings
 from .shares import Shares
 from .suspects import POISON, Suspects
@@ -49,13 +51,13 @@ class BufferStore:
         ledger: Ledger,
         admission: Admission,
         settings: LiveSettings,
-        filters: Mapping[str, GroupFilter],
+        filters: GroupFilters,
         log: logging.Logger,
         started_s: float,
         quarantine: Quarantine | None = None,
         max_deaths: int = 3,
     ) -> None:
-        """`filters`: group filters by name; the settings say which one judges. `max_deaths`: of actors, that one group
+        """`filters`: the settings say which of them judges groups. `max_deaths`: of actors, that one group
         may bring about (`suspects.py`)."""
         self.ledger = ledger
         self.admission = admission
@@ -169,12 +171,14 @@ class BufferStore:
         if row.state not in (State.DISPATCHED, State.REQUEUED) or not is_theirs:
             return self._answer_again(row, group, is_theirs)
         self.suspects.finished((rollout, row.epoch), group_id)
-        group_filter = self._filters[self.settings.values.group_filter]
+        group_filter = self._filters.by_name[self.settings.values.group_filter]
         reason, detail = refusal(group, self.cursor.prompt_of(row), row.num_samples, group_filter)
         if reason == INVALID:
             self._log.warning("group %d of %s is dropped: %s", group_id, rollout, detail)
-        num_tokens = num_response_tokens(group)
-        payload = b""
+        payload, note = b"", ""
+        if reason is None:
+            group, masked = mask_members(group, self._filters.of_samples)
+            reason, note = (ALL_MASKED if masked and is_all_masked(group) else None), masked_text(masked)
         if reason is None:
             try:
                 payload = encode(group)
@@ -182,9 +186,9 @@ class BufferStore:
                 reason, detail = INVALID, str(error)
         reward = None if reason == INVALID else mean_reward(group)
         if reason is None:
-            result = self._keep(group, payload, num_tokens, row.version, reward)
+            result = self._keep(group, payload, row.version, reward, note)
         else:
-            result = self._refuse(row, reason, detail, num_tokens, reward)
+            result = self._refuse(row, reason, detail or note, num_response_tokens(group), reward)
         if reward is not None:
             self.cursor.finished(row, reward)
             self.recent_rewards.add(row.source, reward)
@@ -197,10 +201,10 @@ class BufferStore:
         self.drought.left_out(reason, detail)
         return PutResult(outcome="filtered", reason=detail or reason)
 
-    def _keep(self, group: Group, payload: bytes, num_tokens: int, announced: int, reward: float | None) -> PutResult:
-        group_id, stamp = group.group_id, group.oldest_version()
+    def _keep(self, group: Group, payload: bytes, announced: int, reward: float | None, note: str) -> PutResult:
+        group_id, stamp, num_tokens = group.group_id, group.oldest_version(), num_response_tokens(group)
         version = announced if stamp == NO_VERSION else self.admission.counted(group_id, stamp)
-        self.ledger.finish(group_id, payload, version=version, num_tokens=num_tokens, reward=reward)
+        self.ledger.finish(group_id, payload, version=version, num_tokens=num_tokens, reward=reward, note=note)
         self.admission.ready(group_id, version)
         self.drought.kept()
         self.payloads.keep_meta(group, version)

@@ -65,7 +65,7 @@ class Ledger:
         claimed = query("SELECT COALESCE(MAX(step), -1) + 1 FROM groups WHERE state = 'CLAIMED'")[0][0]
         self._newest = max(self._base, newest)
         self._next_step = max(self._newest, claimed)
-        self._tally = Tally(query(Tally.SQL))
+        self._tally = Tally(query(Tally.SQL), query(Tally.MASKED_SQL))
         self._terms = self._file.terms()
         change = Change(meta={LIVE + _CHECKED: str(self._file.newest_transition())})
         for row in movable:
@@ -201,15 +201,16 @@ class Ledger:
         self._commit(change)
 
     def finish(
-        self, group_id: int, payload: bytes, *, version: int, num_tokens: int, reward: float | None = None
+        self, group_id: int, data: bytes, *, version: int, num_tokens: int, reward: float | None = None, note: str = ""
     ) -> None:
         """A whole group with rewards arrived and is kept. `version`: of its oldest token, -1 if no engine took part;
-        `reward`: mean over its members."""
+        `reward`: mean over its members; `note`: `masked_text` of those that nothing is learnt from."""
         change = Change()
-        change.payloads.append((group_id, True, payload))
+        change.payloads.append((group_id, True, data))
         row = replace(self._get(group_id), version=version, num_tokens=num_tokens, reward=reward)
-        self._move(change, row, _FINISH)
+        self._move(change, row, _FINISH, detail=note)
         self._commit(change)
+        self._tally.note_masked(note)
 
     def refuse(self, group_id: int, reason: str, *, detail: str, num_tokens: int, reward: float | None = None) -> None:
         """A whole group arrived and is not kept: filtered, or its samples are wrong, and then it has no reward."""

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import orjson
 
 from .states import Row, State
 
 TRAINED_LENGTH = "trained"
+_MASKED = "masked "
+
+
+def masked_text(masked: Mapping[str, int]) -> str:
+    """What a transition says of a group's members that nothing is learnt from: reasons, and how many for each."""
+    return _MASKED + orjson.dumps(dict(masked), option=orjson.OPT_SORT_KEYS).decode() if masked else ""
 
 
 class Tally:
@@ -19,13 +27,26 @@ class Tally:
         "GROUP BY state, reason"
     )
 
-    def __init__(self, found: Iterable[tuple[Any, ...]] = ()) -> None:
+    MASKED_SQL = (
+        "SELECT detail, COUNT(*) FROM transitions WHERE to_state = 'READY' AND detail LIKE 'masked {%' GROUP BY detail"
+    )
+
+    def __init__(self, found: Iterable[tuple[Any, ...]] = (), masked: Iterable[tuple[Any, ...]] = ()) -> None:
+        self.masked: Counter[str] = Counter()
+        """Reason -> members of groups that were kept, from which nothing is learnt."""
+        for note, num_groups in masked:
+            self.note_masked(note, num_groups)
         self._states: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._lengths: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
         for state, reason, num_groups, num_known, num_tokens in found:
             self._add(State(state), reason, num_groups, num_known, num_tokens)
+
+    def note_masked(self, note: str, num_groups: int = 1) -> None:
+        """So many groups were kept with that `masked_text`."""
+        for reason, count in orjson.loads(note.removeprefix(_MASKED)).items() if note else ():
+            self.masked[reason] += count * num_groups
 
     def change(self, before: Row | None, after: Row) -> None:
         """One group went from `before` to `after`."""

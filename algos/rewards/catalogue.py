@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 from ...core.completions import Completion
-from ...core.errors import ConfigError
-from ...core.suggestion import suggest
+from ..arguments import bind
 from .builtin import exact, math_equal, numeric, regex, text_format, workflow
 from .words import choice, f1
 
@@ -51,19 +49,7 @@ def bind_builtin(
     given = dict(args or {})
     if pattern and builtin.takes_pattern:
         given["pattern"] = pattern
-    known = {
-        argument: parameter.annotation
-        for argument, parameter in inspect.signature(builtin.fn).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-    hints = get_type_hints(builtin.fn)
-    for argument, value in given.items():
-        if argument not in known:
-            raise ConfigError(
-                f'{key}.{argument}: reward "{name}" takes no such argument', remedy=suggest(argument, known)
-            )
-        _check_type(f"{key}.{argument}", value, hints[argument])
-    return partial(builtin.fn, **given)
+    return bind(builtin.fn, given, key=key, what=f'reward "{name}"')
 
 
 def as_the_only_one(fn: RewardFunction, name: str) -> RewardFunction:
@@ -77,17 +63,3 @@ def _judged_by_text(fn: RewardFunction, name: str, completion: Completion) -> Re
             f'the workflow said a reward, and reward.fn = "{name}" does not heed it; set reward.fn = "{WORKFLOW}"'
         )
     return fn(completion)
-
-
-def _check_type(key: str, value: object, hint: Any) -> None:
-    if get_origin(hint) is Literal:
-        choices = get_args(hint)
-        if value not in choices:
-            raise ConfigError(f"{key} = {value!r}: must be one of {', '.join(map(str, choices))}")
-        return
-    allowed = (int, float) if hint is float else (hint,)
-    is_bool = isinstance(value, bool)
-    if not isinstance(value, allowed) or (is_bool and hint is not bool):
-        raise ConfigError(f"{key} = {value!r}: must be of type {hint.__name__}")
-    if isinstance(value, (int, float)) and not is_bool and value < 0:
-        raise ConfigError(f"{key} = {value!r}: must not be negative")

@@ -18,7 +18,8 @@ from .section import (
     Section,
     UnitFloat,
 )
-from .settings import FILTER_BUILTINS, check_code_name
+from .settings import FILTER_BUILTINS, SAMPLE_FILTER_BUILTINS, check_code_name
+from .tables import Table
 
 AlgoKind = Literal["grpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sft"]
 REWARD_KL_KINDS: tuple[AlgoKind, ...] = ("ppo", "reinforce_pp", "reinforce_pp_baseline")
@@ -95,6 +96,13 @@ class AlgoConfig(Section, frozen=True):
     """Whether group advantages are divided by the group's standard deviation."""
     group_filter: CodeName = "zero_variance"
     """Which groups are left out: zero_variance (all rewards equal), none, or your own `module:function`."""
+    group_filter_args: Table = {}
+    """Named arguments of the group filter, for example `eps = 0.01` for zero_variance."""
+    sample_filter: CodeName = "none"
+    """From which members of a group that stays nothing is learnt (they still count where rewards are compared): none,
+    truncated (cut off by a token limit), or your own `module:function`."""
+    sample_filter_args: Table = {}
+    """Named arguments of the sample filter."""
     reward_post_process: CodeName = ""
     """Your own function from the rewards of a whole batch to those that advantages are made of, `module:function` or
     `file.py:function`; empty = rewards as they are."""
@@ -124,6 +132,11 @@ class AlgoConfig(Section, frozen=True):
     @classmethod
     def _function_is_named(cls, value: str) -> str:
         return check_code_name(value, ()) if value else value
+
+    @field_validator("sample_filter")
+    @classmethod
+    def _sample_filter_is_named(cls, value: str) -> str:
+        return check_code_name(value, SAMPLE_FILTER_BUILTINS)
 
     def conflicts(self) -> Iterator[Conflict]:
         """Batch arithmetic and options that the algorithm does not define."""

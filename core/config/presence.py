@@ -30,6 +30,7 @@ def _named_paths(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         ("rollout.workflow", config.rollout.workflow),
         *config.reward.named_functions(),
         ("algo.group_filter", config.algo.group_filter),
+        ("algo.sample_filter", config.algo.sample_filter),
         ("algo.reward_post_process", config.algo.reward_post_process),
         ("algo.advantage_fn", config.algo.advantage_fn),
         ("algo.loss_fn", config.algo.loss_fn),

@@ -37,6 +37,7 @@ CODE_NAME = re.compile(r"[^:\s][^:]*:[A-Za-z_][A-Za-z0-9_.]*")
 
 WORKFLOW_BUILTINS = ("single_turn", "demonstration")
 FILTER_BUILTINS = ("zero_variance", "none")
+SAMPLE_FILTER_BUILTINS = ("none", "truncated")
 
 
 def check_code_name(value: str, builtins: tuple[str, ...]) -> str:

@@ -19,10 +19,12 @@ from ...actors.user_code import (
     GROUP_FILTER,
     LOSS_FN,
     REWARD_POST_PROCESS,
+    SAMPLE_FILTER,
     WORKFLOW,
     Expected,
     reward_expected,
 )
+from ...algos.filters import GROUP_FILTERS, SAMPLE_FILTERS, group_filter, sample_filter
 from ...core.config import RewardSettings, RunConfig
 from ...core.errors import ConfigError, UserCodeError
 from ...core.suggestion import suggest
@@ -49,10 +51,15 @@ def function_findings(
     config: RunConfig, roles: Container[str] = ALL, *, sees_modules: bool = True
 ) -> Iterator[Finding]:
     """What is wrong with each named function that actors of these roles call, and with the arguments of built-in
-    rewards. `sees_modules`: whether this process finds the modules that they find; else only files are looked at."""
+    ones. `sees_modules`: whether this process finds the modules that they find; else only files are looked at."""
     for name, part in config.reward.parts().items() if "rollout" in roles else ():
         table = f"reward.functions.{name}" if name else "reward"
         yield from looked(f"{table}.args", _check_args, table, part)
+    algo = config.algo
+    if "buffer" in roles and algo.group_filter in GROUP_FILTERS:
+        yield from looked("algo.group_filter_args", group_filter, algo.group_filter, algo.group_filter_args)
+    if "buffer" in roles and algo.sample_filter in SAMPLE_FILTERS:
+        yield from looked("algo.sample_filter_args", sample_filter, algo.sample_filter, algo.sample_filter_args)
     for named in _named(config):
         if named.role not in roles:
             continue
@@ -72,7 +79,8 @@ def _named(config: RunConfig) -> tuple[Named, ...]:
             Named(part.fn, reward_expected(key, takes_group=part.scope == "group"), len(part.args))
             for (key, _), part in zip(config.reward.named_functions(), config.reward.parts().values(), strict=True)
         ),
-        Named(config.algo.group_filter, GROUP_FILTER, 0, "buffer"),
+        Named(config.algo.group_filter, GROUP_FILTER, len(config.algo.group_filter_args), "buffer"),
+        Named(config.algo.sample_filter, SAMPLE_FILTER, len(config.algo.sample_filter_args), "buffer"),
         Named(config.algo.reward_post_process, REWARD_POST_PROCESS, 0, "trainer"),
         Named(config.algo.advantage_fn, ADVANTAGE_FN, 0, "trainer"),
         Named(config.algo.loss_fn, LOSS_FN, 0, "trainer"),

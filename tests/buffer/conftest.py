@@ -18,7 +18,7 @@ from myxa.actors.buffer.group_filter import GroupFilters
 from myxa.actors.buffer.knobs import BufferLimits
 from myxa.actors.contracts.roles import BufferContract, DataContract
 from myxa.actors.monitor.monitor import Monitor
-from myxa.algos.filters import GROUP_FILTERS, keep_all
+from myxa.algos.filters import GROUP_FILTERS, SampleFilter, keep_all, learn_from_all
 from myxa.algos.staleness import Admission
 from myxa.core.clock import Clock
 from myxa.core.knobs import KnobChange, KnobCommit, KnobState, KnobValue, KnobVote
@@ -177,6 +177,7 @@ def make_buffer(
     batch_size: int = 2,
     num_samples: int = 2,
     group_filter: Callable[[Group], str | None] | str = keep_all,
+    of_samples: SampleFilter = learn_from_all,
     window: int = 0,
     sampling: SamplingParams | None = None,
     limits: BufferLimits | None = None,
@@ -192,7 +193,7 @@ def make_buffer(
         admission=Admission(policy, max_staleness=max_staleness, batch_size=batch_size, window=window),
         num_samples=num_samples,
         sampling=sampling or SamplingParams(max_new_tokens=4),
-        group_filter=GroupFilters(group_filter if is_built_in else "own", filters),
+        group_filter=GroupFilters(group_filter if is_built_in else "own", filters, of_samples),
         limits=limits,
         resume_from=resume_from,
     )

@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from myxa.actors.buffer.group_filter import GroupFilters
 from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits
 from myxa.actors.buffer.settings import BufferValues, LiveSettings
 from myxa.actors.buffer.store import BufferStore
@@ -67,7 +68,7 @@ class KnobsMachine(RuleBasedStateMachine):
         admission = Admission(FIRST.on_stale, max_staleness=FIRST.max_staleness, batch_size=BATCH, window=FIRST.window)
         live = LiveSettings(self.ledger, admission, FIRST, SamplingParams(max_new_tokens=FIRST.max_new_tokens))
         self.store = BufferStore(
-            source=rows, ledger=self.ledger, admission=admission, settings=live, filters=GROUP_FILTERS,
+            source=rows, ledger=self.ledger, admission=admission, settings=live, filters=GroupFilters("none", GROUP_FILTERS),
             log=logging.getLogger("myxa.test"), started_s=-100.0,
         )  # fmt: skip
         self.knobs = BufferKnobs(

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from myxa.actors.buffer.sample_filter import load_sample_filter
 from myxa.actors.data import open_prompts
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.user_code import GROUP_FILTER, WORKFLOW, load_function
 from myxa.algos.rewards import BUILTINS, RewardOutcome
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings, RunConfig
-from myxa.core.samples import Group, Prompt
+from myxa.core.samples import Group, Prompt, Sample
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards-and-data.md").read_text()
-REWARD, GROUP_REWARDS, FLOW, FILTER = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+REWARD, GROUP_REWARDS, FLOW, FILTER, MEMBERS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 JSON_LINES = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)[0].splitlines()
 
 
@@ -75,6 +76,20 @@ def test_workflow_and_filter(file: Path) -> None:
     prompt = Prompt(group_id=0, row=0, pass_index=0, messages=())
     verdicts = [keep(Group(prompt=prompt, samples=(), rewards=np.array(r, np.float32))) for r in ([0, 1], [0, 0])]
     assert verdicts == [True, "nobody solved it"]
+
+
+def test_sample_filter(file: Path) -> None:
+    file.write_text(MEMBERS)
+    prompt = Prompt(group_id=0, row=0, pass_index=0, messages=())
+    samples = tuple(
+        Sample(
+            group_id=0, index=i, prompt_ids=np.zeros(1, np.int32), response_ids=np.zeros(n, np.int32),
+            logprobs=np.zeros(n, np.float32), loss_mask=np.ones(n, np.uint8), versions=np.zeros(n, np.int32), finish="stop",
+        )
+        for i, n in enumerate((3, 5))
+    )  # fmt: skip
+    group = Group(prompt=prompt, samples=samples, rewards=np.array([0, 1], np.float32))
+    assert load_sample_filter(f"{file}:learn", {"most": 4})(group) == (None, "rambles")
 
 
 def test_every_builtin_and_its_arguments_are_on_the_page() -> None:

@@ -194,6 +194,7 @@ async def test_each_source_of_prompts_may_have_its_function(tmp_path: Path) -> N
     made = make_rewarder(config)
     for name in ("sums", "prose"):
         prompt = data.by_name[name].prompt(0)  # pyright: ignore[reportAttributeAccessIssue]
+        assert prompt is not None
         outcome = await made.score(answer("5.0", prompt.label, **prompt.metadata))
         assert outcome.parts.keys() == {name}
     functions.pop("prose")

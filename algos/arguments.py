@@ -1,0 +1,44 @@
+"""The arguments that the run file gives a built-in function, checked and bound once, before its first call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from ..core.errors import ConfigError
+from ..core.suggestion import suggest
+
+T = TypeVar("T")
+
+
+def bind(fn: Callable[..., T], given: Mapping[str, Any], *, key: str, what: str) -> Callable[..., T]:
+    """`fn` with these keyword-only arguments; `fn` itself without any. `key`: the table of the run file they stand in;
+    `what`: the function in words. Raises ConfigError for arguments that it does not take."""
+    known = [
+        name
+        for name, parameter in inspect.signature(fn).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    hints = get_type_hints(fn)
+    for argument, value in given.items():
+        if argument not in known:
+            remedy = suggest(argument, known) if known else "leave it out"
+            raise ConfigError(f"{key}.{argument}: {what} takes no such argument", remedy=remedy)
+        _check_type(f"{key}.{argument}", value, hints[argument])
+    return partial(fn, **given) if given else fn
+
+
+def _check_type(key: str, value: object, hint: Any) -> None:
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        if value not in choices:
+            raise ConfigError(f"{key} = {value!r}: must be one of {', '.join(map(str, choices))}")
+        return
+    allowed = (int, float) if hint is float else (hint,)
+    is_bool = isinstance(value, bool)
+    if not isinstance(value, allowed) or (is_bool and hint is not bool):
+        raise ConfigError(f"{key} = {value!r}: must be of type {hint.__name__}")
+    if isinstance(value, (int, float)) and not is_bool and value < 0:
+        raise ConfigError(f"{key} = {value!r}: must not be negative")
