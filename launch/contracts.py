@@ -78,7 +78,10 @@ class RunPlan(_Record, frozen=True, kw_only=True):
     run_id: str
     run_dir: str
     config: str
-    """The run's configuration as TOML, as node 0 resolved it: with the checkpoint that all begin from."""
+    """The run's configuration as TOML, as node 0 resolved it: with the checkpoint that all begin from, and the names of
+    the copies of code."""
+    code: dict[str, str] = {}
+    """Copies of the user's files: path below the run directory -> text; see `frozen_code.py`."""
 
 
 class StartOrder(_Record, frozen=True, kw_only=True):

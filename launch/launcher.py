@@ -24,6 +24,7 @@ from ..core.lifeline import adopting_orphans
 from ..transport.descriptors import raise_limit
 from .contracts import SUPERVISOR, AgentContract, RunPlan, agent_name
 from .control.verb import Room
+from .frozen_code import freeze
 from .lives.named_checkpoint import kept_meanwhile
 from .lives.origin import Origin
 from .nodes.agent import Agent
@@ -74,6 +75,8 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> Outcome:
             stack.enter_context(kept_meanwhile(config.trainer.resume))
         async with host_meeting(options.place, runtime.path, options.job_key, options.rdzv_file) as meeting:
             run_dir = stack.enter_context(_run_dir(config, options))
+            frozen = freeze(config, run_dir.path)
+            config = frozen.config
             screen = Screen(Console(), run_dir.path, is_quiet=options.is_quiet)
             with _logging(run_dir, 0, screen), screen, meeting.posted(run_dir.rdzv):
                 run_place = RunPlace(
@@ -81,7 +84,12 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> Outcome:
                     num_nodes=options.place.num_nodes,
                     version=__version__,
                     config=text,
-                    plan=RunPlan(run_id=run_dir.path.name, run_dir=str(run_dir.path), config=dump_config(config)),
+                    plan=RunPlan(
+                        run_id=run_dir.path.name,
+                        run_dir=str(run_dir.path),
+                        config=frozen.text,
+                        code=dict(frozen.files),
+                    ),
                     run=config,
                     max_nodes=options.place.max_nodes,
                 )

@@ -12,7 +12,7 @@ from ...core.activity import TelemetryBuffer
 from ...core.actor import ActorContext
 from ...core.actor_group import ActorGroup
 from ...core.clock import Clock
-from ...core.errors import DeadlineExceeded, GatherError, MyxaError, RemoteError, TrainError, UserCodeError
+from ...core.errors import DeadlineExceeded, GatherError, MyxaError, TrainError, UserCodeError
 from ...core.protocols import StepStats
 from ...core.samples import TrainShard
 from ..contracts.roles import TrainerContract
@@ -62,8 +62,8 @@ class Ranks:
 
     def _failed(self, step: int, error: GatherError) -> MyxaError:
         name, cause = next(iter(error.errors.items()))
-        if isinstance(cause, RemoteError) and cause.remote_type == UserCodeError.__name__:
-            return UserCodeError(str(cause))  # it would fail again: no restart helps
+        if isinstance(cause, UserCodeError):  # it would fail again: no restart helps
+            return UserCodeError(cause.message, remedy=cause.remedy)
         if not isinstance(cause, DeadlineExceeded):
             return TrainError(f"{name} failed in step {step}: {cause}", remedy=f"see the log of {name}")
         silent = ", ".join((name, *error.unheard))

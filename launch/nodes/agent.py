@@ -33,6 +33,7 @@ from ..contracts import (
     SupervisorContract,
 )
 from ..first_failure import read_end
+from ..frozen_code import write_code
 from ..run_dir import RunDir
 from ..worker_spec import DEFAULT_PROGRAM, WorkerSpec, write_spec
 from .child import Child, start_child
@@ -177,6 +178,7 @@ class Agent(AgentContract):
             )
         self._plan = plan
         self._run_dir = RunDir.join(plan.run_dir)
+        write_code(self._run_dir.path, plan.code)
         self._run_dir.post_config(plan.config)
 
     async def start_actor(self, order: StartOrder) -> StartReply:

@@ -117,7 +117,7 @@ def test_advantages_like_grpos_give_the_very_same_shards(mine: Path) -> None:
     encode = msgspec.msgpack.Encoder(enc_hook=lambda array: array.tobytes()).encode
     own = options_of(mine, advantage_fn="advantages")
     rng = np.random.default_rng(5)
-    for groups in (GROUPS, groups_of(*(rng.normal(size=n) for n in (4, 2, 7, 3)))):
+    for groups in (GROUPS, groups_of(*(rng.normal(size=n).tolist() for n in (4, 2, 7, 3)))):
         assert encode(plan_step(3, groups, own)) == encode(plan_step(3, groups, OPTIONS))
 
 

@@ -15,9 +15,23 @@ from run_job import events, metrics, until  # pyright: ignore[reportMissingImpor
 from myxa.actors.checkpoints.folder import look_at
 from myxa.actors.checkpoints.run_part import ledger_in, read_run_part
 from myxa.actors.ledger.resume import read_facts
+from myxa.core.config import load_config
 from myxa.launch.lives.origin import Origin
 
 pytestmark = pytest.mark.timeout(400)
+
+HOOKS = """
+import told
+
+def advantages(groups):
+    return [told.factor() * (group.rewards - group.rewards.mean()) for group in groups]
+
+def loss(tokens):
+    loss = -(tokens.live_T - tokens.old_T).exp() * tokens.advantages_T
+    return loss, {"factor": 0 * tokens.live_T + told.factor()}
+"""
+TOLD = "def factor():\n    return {}\n"
+OWN = ("algo.advantage_fn=mine.py:advantages", "algo.loss_fn=mine.py:loss")
 
 
 def ended(launcher: subprocess.Popen[str]) -> int:
@@ -29,8 +43,11 @@ def rates(run_dir: Path) -> dict[int, float]:
 
 
 def test_a_run_from_its_first_to_its_last_life(tmp_path: Path):
-    with live_run(tmp_path, steps=2) as live:
+    (tmp_path / "mine.py").write_text(HOOKS)
+    (tmp_path / "told.py").write_text(TOLD.format(0.25))
+    with live_run(tmp_path, *OWN, steps=2) as live:
         run_dir = live.run_dir
+        (tmp_path / "mine.py").write_text("the file is being edited\n")
         nothing_to_go_on_from_yet(live)
         live.ask("set", "lr=2.5e-4", "-m", "kept")
         folder = Path(live.ask("ckpt")["folder"])
@@ -41,6 +58,7 @@ def test_a_run_from_its_first_to_its_last_life(tmp_path: Path):
         version = what_it_left(run_dir)
         what_cannot_be_is_told(live, run_dir, version)
         it_goes_on(live, run_dir, version)
+        it_goes_on_with_its_own_functions(live, run_dir)
         it_goes_back(live, run_dir, version)
 
 
@@ -133,6 +151,17 @@ def it_goes_on(live: Live, run_dir: Path, version: int) -> None:
     assert set(consumed(run_dir).draws.values()) == {1}
     assert (run_dir / "lives" / "1" / "logs" / "latest").is_dir()
     assert (run_dir / "logs" / "trainer.0.0.log").is_file()
+
+
+def it_goes_on_with_its_own_functions(live: Live, run_dir: Path) -> None:
+    factors = {p["values"]["train/user/factor"] for p in metrics(run_dir) if "train/user/factor" in p["values"]}
+    assert factors == {0.25}
+    for run in (run_dir, next(run_dir.parent.glob("child-*"))):
+        (copy,) = (run / "code").glob("*/mine.py")
+        assert (copy.read_text(), copy.with_name("told.py").read_text()) == (HOOKS, TOLD.format(0.25))
+        config = load_config(run / "config.toml")
+        assert config.algo.loss_fn == f"{copy}:loss"
+        assert f'advantage_fn = "code/{copy.parent.name}/mine.py:advantages"' in (run / "config.toml").read_text()
 
 
 def it_goes_back(live: Live, run_dir: Path, version: int) -> None:

@@ -1,0 +1,120 @@
+"""A copy of the functions that a run's algorithm is made of, in the run's own folder: `code/<digest>/`.
+
+What is learnt must not change under a run because a file was edited: the trainer's processes start again, and so does
+the run, hours later. So files that `[algo]` names are copied when the run starts, with the modules beside them that
+they import, and the run's configuration names the copies. They travel to all nodes. Knows source text; runs none of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from ..core.config import RunConfig, dump_config
+from ..core.errors import ConfigError, LaunchError
+
+CODE = "code"
+KEYS = ("reward_post_process", "advantage_fn", "loss_fn")
+MAX_BYTES = 256 << 10
+"""Of all files together: they go with the order to start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A run's configuration with the names of the copies."""
+
+    config: RunConfig
+    text: str
+    """The same as TOML, with names from the run directory on: it may be moved."""
+    files: Mapping[str, str]
+    """The copies: path below the run directory -> text."""
+
+
+def freeze(config: RunConfig, run_dir: Path) -> Frozen:
+    """Copy what the configuration names, in memory. Functions of installed modules stay what they are, copies of this
+    run too. Raises ConfigError for files that cannot be copied."""
+    names: dict[str, str] = {}
+    files: dict[str, str] = {}
+    for key in KEYS:
+        where, _, attr = str(getattr(config.algo, key)).rpartition(":")
+        if where.endswith(".py"):
+            folder, found = _copy_of(Path(where).absolute(), run_dir / CODE, f"algo.{key}")
+            files |= {f"{CODE}/{folder}/{path}": text for path, text in found.items()}
+            names[key] = f"{CODE}/{folder}/{Path(where).name}:{attr}"
+    if sum(len(text.encode()) for text in files.values()) > MAX_BYTES:
+        raise ConfigError(
+            f"the files of {', '.join(f'algo.{key}' for key in names)} have more than {MAX_BYTES >> 10} KiB, with what "
+            "they import from beside them",
+            remedy="install what is large as a module",
+        )
+    whole = {key: f"{run_dir.absolute()}/{name}" for key, name in names.items()}
+    return Frozen(_renamed(config, whole), dump_config(_renamed(config, names)), files)
+
+
+def _renamed(config: RunConfig, names: Mapping[str, str]) -> RunConfig:
+    return config.model_copy(update={"algo": config.algo.model_copy(update=dict(names))})
+
+
+def write_code(run_dir: Path, files: Mapping[str, str]) -> None:
+    """Write the copies. Raises LaunchError for a path that leads elsewhere, or if the disk refuses."""
+    for name, text in files.items():
+        parts = PurePosixPath(name).parts
+        if len(parts) < 3 or parts[0] != CODE or ".." in parts:
+            raise LaunchError(f"{name} is no place for a copy of code", remedy="this is a bug; report it")
+        path = run_dir.joinpath(*parts)
+        try:
+            if path.is_file() and path.read_text(encoding="utf-8") == text:
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise LaunchError(f"{path} cannot be written: {error.strerror}", remedy="set run.dir") from error
+
+
+def _copy_of(path: Path, code: Path, key: str) -> tuple[str, dict[str, str]]:
+    """Name of the folder, and its files: path in it -> text."""
+    if path.parent.parent.resolve() == code.resolve():  # a copy already: whoever mends it there means this run
+        return path.parent.name, {
+            file.relative_to(path.parent).as_posix(): _text(file, key) for file in sorted(path.parent.rglob("*.py"))
+        }
+    found: dict[str, str] = {}
+    _gather(path, path.parent, found, key)
+    mark = hashlib.blake2b(digest_size=6)
+    for name, text in sorted(found.items()):
+        mark.update(f"{name}\0{text}\0".encode())
+    return mark.hexdigest(), found
+
+
+def _gather(file: Path, folder: Path, found: dict[str, str], key: str) -> None:
+    """The file, and what it imports from its folder, and so on."""
+    name = file.relative_to(folder).as_posix()
+    if name in found:
+        return
+    found[name] = _text(file, key)
+    for module in _imported(found[name], file, key):
+        if (beside := folder / f"{module}.py").is_file():
+            _gather(beside, folder, found, key)
+        elif (folder / module / "__init__.py").is_file():
+            for part in sorted((folder / module).rglob("*.py")):
+                _gather(part, folder, found, key)
+
+
+def _imported(text: str, file: Path, key: str) -> set[str]:
+    """First names of all modules that it imports, wherever in it."""
+    try:
+        nodes = list(ast.walk(ast.parse(text, filename=str(file))))
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{key}: {file} is no Python source: {error}", remedy="mend it") from error
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+    return {name.partition(".")[0] for name in names}
+
+
+def _text(file: Path, key: str) -> str:
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: {file} cannot be copied: {error}", remedy="name a readable UTF-8 file") from error
