@@ -113,10 +113,10 @@ class Layout:
         messages = self._take_demonstration(columns, messages, metadata)
         if self._system and messages[0].role != "system":
             messages = (Message(role="system", content=self._system), *messages)
+        tools = parse_tools(_value(columns, self._tools), self._tools.key)
         label = self._label_of(columns)
         if self._rewards is not None:
             self._rewards.check(metadata, has_label=label is not None)
-        tools = parse_tools(_value(columns, self._tools), self._tools.key)
         return Item(messages, label or "", metadata, tools)
 
     def _label_of(self, columns: Columns) -> str | None:

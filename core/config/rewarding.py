@@ -18,7 +18,7 @@ from .section import CodeName, CountInt, PositiveFloat, Section, UnitFloat
 from .settings import check_code_name
 from .tables import Table
 
-REWARD_BUILTINS = ("exact", "numeric", "math", "f1", "choice", "regex", "format", "remote", "workflow")
+REWARD_BUILTINS = ("exact", "numeric", "math", "f1", "choice", "regex", "format", "workflow", "remote")
 
 
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
@@ -67,8 +67,8 @@ class RewardSettings(Section, frozen=True):
     """How answers are judged."""
 
     fn: CodeName = "exact"
-    """exact, numeric, math, f1, choice, regex, format, remote, workflow (what your workflow says:
-    `episode.sample(reward=...)`), or your own `module:function` or `file.py:function`."""
+    """exact, numeric, math, f1, choice, regex, format, workflow (what your workflow says:
+    `episode.sample(reward=...)`), remote (a service is asked), or your own `module:function` or `file.py:function`."""
     scope: Literal["sample", "group"] = "sample"
     """What one call judges: one answer (sample), or, where a function of your own or remote judges, all answers to a
     prompt at once (group): it gets a sequence of them, and returns a reward for each."""

@@ -380,14 +380,17 @@ def test_every_option_of_the_run_file_is_forwarded():
         kind="gspo", loss="ppo", correction="mis", minibatches=2, clip_low=0.11, clip_high=0.33, dual_clip=4.0,
         tis_cap=3.5, mis_level="sequence", mis_mode="clip", mis_low=0.21, mis_high=4.5, kl_coef=0.07,
         kl_in="loss", kl_kind="k2", kl_unbiased=True, entropy_coef=0.013, reduction="rollout",
+        mis_normalise=True, reject_level="token", reject_low=0.4, reject_high=2.5, veto=1e-4,
+        opsm_delta=0.02,
     )  # fmt: skip
     config = objective_config(algo)
     shared = {f.name for f in fields(ObjectiveConfig)} & set(AlgoConfig.model_fields)
     assert {name: getattr(config, name) for name in shared} == {name: getattr(algo, name) for name in shared}
-    assert len(shared) >= 17
+    assert len(shared) >= 24
     default = AlgoConfig()
     unchanged = {name for name in shared if getattr(algo, name) == getattr(default, name)}
-    assert unchanged == {"kl_in"}  # the test would not notice these being dropped
+    assert unchanged == {"kl_in", "tis_floor"}  # the test would not notice these being dropped
+    assert objective_config(AlgoConfig(correction="tis", minibatches=2, tis_floor=0.1)).tis_floor == 0.1
     reward = AlgoConfig(kind="ppo", kl_in="reward", kl_coef=0.1)
     assert objective_config(reward).kl_in == "reward"
     assert objective_config(algo, 7).minibatches == 7

@@ -91,7 +91,7 @@ MISTAKES: list[tuple[str, str]] = [
     (
         '[reward]\nfn = "exakt"\n',
         (
-            'run.toml:6: reward.fn = "exakt": must be one of exact, numeric, math, f1, choice, regex, format, remote, workflow, or '
+            'run.toml:6: reward.fn = "exakt": must be one of exact, numeric, math, f1, choice, regex, format, workflow, remote, or '
             'module:function, or file.py:function; did you mean "exact"?'
         ),
     ),

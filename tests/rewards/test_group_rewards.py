@@ -140,7 +140,9 @@ def test_a_function_with_another_signature_is_told_the_right_one(file: Path) -> 
 
 
 class Letters:
-    def render(self, messages: Any, *, add_generation_prompt: bool) -> list[int]:
+    eos_token_ids = (0,)
+
+    def render(self, messages: Any, *, add_generation_prompt: bool, tools: Any = ()) -> list[int]:
         return [1, 2, 3]
 
 

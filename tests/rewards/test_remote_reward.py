@@ -93,7 +93,7 @@ async def test_an_answer_is_posted_and_its_judgement_checked() -> None:
         assert there.asked[0] == {
             "group_id": 3, "index": 0, "messages": [{"role": "user", "content": "2+2?"}], "prompt": "2+2?",
             "response": "four", "turns": ["four"], "label": "4", "metadata": {"level": 1}, "finish": "stop",
-            "num_tokens": 7,
+            "num_tokens": 7, "conversation": [], "reward": None, "sample_metadata": {},
         }  # fmt: skip
 
 
