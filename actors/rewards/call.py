@@ -17,8 +17,6 @@ Answers = tuple[Completion, ...]
 """What one call judges: a single answer, or all of a group in the order of their numbers."""
 Outcomes = tuple[RewardOutcome, ...]
 """One for each of them."""
-
-
 REMOTE = "remote"
 """The built-in that is no function: a service is asked, see `remote.py`."""
 
