@@ -25,8 +25,6 @@ Answers = tuple[Completion, ...]
 """What one call judges: a single answer, or all of a group in the order of their numbers."""
 Outcomes = tuple[RewardOutcome, ...]
 """One for each of them."""
-
-
 ALONE = "reward"
 """The table of the run file that names the only function."""
 REMOTE = "remote"

@@ -19,8 +19,6 @@ from .settings import check_code_name
 from .tables import Table
 
 REWARD_BUILTINS = ("exact", "numeric", "math", "f1", "choice", "regex", "format", "workflow", "remote")
-
-
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 MAX_FUNCTIONS = 16
 OVERLONG = "overlong"

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def test_a_run_ends_with_every_prompt_accounted_for(job: Job) -> None:
-    command = job.command('eval.data="data/heldout.jsonl"', "eval.num_prompts=16")
+    rewards = ("reward.functions.exact.weight=1.0", "reward.functions.format.weight=0.5")
+    command = job.command('eval.data="data/heldout.jsonl"', "eval.num_prompts=16", *rewards)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=job.folder)
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = job.run_dir()
@@ -26,6 +27,10 @@ def test_a_run_ends_with_every_prompt_accounted_for(job: Job) -> None:
     assert set(facts.states) <= {"TRAINED", "DURABLE", "READY", "DISPATCHED", "REQUEUED", "DROPPED"}, facts.states
     lags = [p["values"]["lag/max"] for p in metrics(run_dir) if "lag/max" in p["values"]]
     assert len(lags) == 5 and max(lags) <= 2
+    parts = [p["values"] for p in metrics(run_dir) if "reward/part/exact/mean" in p["values"]]
+    assert len(parts) == 5, "what each function says is told of every step"
+    sums = [v["reward/part/exact/mean"] + 0.5 * v["reward/part/format/mean"] for v in parts]
+    assert [v["reward/mean"] for v in parts] == pytest.approx(sums)
     assert [p["values"]["eval/reward"] for p in metrics(run_dir) if "eval/reward" in p["values"]]
     rewards = [p["values"]["reward/mean"] for p in metrics(run_dir) if "reward/mean" in p["values"]]
     assert f"reward: {short(rewards[0])} -> {short(rewards[-1])}   o held-out: " in done.stdout, (
