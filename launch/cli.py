@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from .. import __version__
 from ..core.errors import ConfigError, MyxaError
@@ -27,9 +27,7 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
-        # a terminal that lacks a letter is no reason to end
-        sys.stdout.reconfigure(errors="backslashreplace")
+    _write_all_letters(sys.stdout)
     parser = make_parser()
     is_json = "--json" in arguments
     mistaken = mistaken_command(parser, arguments)
@@ -56,7 +54,8 @@ def make_parser() -> Parser:
         prog="myxa",
         description="Reinforcement learning for language models: trainer and rollout engines at the same time.",
         epilog="exit status: 0 done, 1 failed, 2 configuration, 3 nodes did not meet, no run to speak to or no "
-        "checkpoint to go on from, 4 restart budget spent, 5 data or reward, 129 terminal closed, 130 Ctrl-C, 143 SIGTERM before the end",
+        "checkpoint to go on from, 4 restart budget spent, 5 data or reward, 129 terminal closed, "
+        "130 Ctrl-C, 143 SIGTERM before the end",
     )
     parser.add_argument("--version", action="version", version=f"myxa {__version__}")
     add_commands(parser.add_commands())
@@ -69,6 +68,12 @@ def _tell(error: MyxaError, *, is_json: bool) -> int:
         print(json.dumps({"error": {**told, "exit_code": error.exit_code}}), flush=True)
     print(f"myxa: {error}", file=sys.stderr)
     return error.exit_code
+
+
+def _write_all_letters(file: TextIO) -> None:
+    """A terminal that lacks a letter is no reason to end."""
+    if isinstance(file, io.TextIOWrapper) and not file.encoding.lower().startswith("utf"):
+        file.reconfigure(errors="backslashreplace")
 
 
 def _of_a_file(error: OSError) -> ConfigError:

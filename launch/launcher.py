@@ -41,7 +41,7 @@ from .screen import Screen
 from .seat import control_seat
 from .supervisor.placement import place as place_actors
 from .supervisor.run_supervisor import RunPlace, RunSupervisor
-from .views.outlet import Outlet
+from .views.outlet import lasting
 
 _log = logging.getLogger("myxa.launcher")
 
@@ -76,7 +76,7 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> Outcome:
             stack.enter_context(kept_meanwhile(config.trainer.resume))
         async with host_meeting(options.place, runtime.path, options.job_key, options.rdzv_file) as meeting:
             run_dir = stack.enter_context(_run_dir(config, options))
-            screen = Screen(Console(file=Outlet(sys.stdout)), run_dir.path, is_quiet=options.is_quiet)
+            screen = Screen(Console(file=lasting(sys.stdout)), run_dir.path, is_quiet=options.is_quiet)
             with _logging(run_dir, 0, screen), screen, meeting.posted(run_dir.rdzv):
                 run_place = RunPlace(
                     actors=actors,

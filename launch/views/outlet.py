@@ -7,13 +7,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 _log = logging.getLogger("myxa.launcher")
 
 
-class Outlet:
-    """A text file whose writing never fails. What cannot be written is lost, and so is all that comes after it."""
+def lasting(file: TextIO) -> TextIO:
+    """The same file, whose writing never fails: what cannot be written is lost, and so is all that comes after it."""
+    return cast("TextIO", _Outlet(file))
+
+
+class _Outlet:
+    """See `lasting`."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file

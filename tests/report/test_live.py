@@ -12,7 +12,7 @@ from rich.console import Console
 from myxa.core.messages import BufferStats, EngineStatus, RunStatus
 from myxa.launch.views.live import Curves, LiveState, LiveView, final_summary, render
 from myxa.launch.views.live_state import Pace, plain_line
-from myxa.launch.views.outlet import Outlet
+from myxa.launch.views.outlet import lasting
 
 SNAPSHOT: dict[str, dict[str, float]] = {
     "metrics": {
@@ -179,7 +179,7 @@ def test_a_run_outlives_whoever_reads_its_output() -> None:
     os.close(reading)
     for number, encoding in ((writing, "utf-8"), (os.open("/dev/full", os.O_WRONLY), "ascii")):
         with os.fdopen(number, "w", encoding=encoding) as file:
-            console = Console(file=Outlet(file), width=80)  # pyright: ignore[reportArgumentType]
+            console = Console(file=lasting(file), width=80)
             view = LiveView(console)
             for version in (1, 2, 3):
                 view.say(f"step {version}")
