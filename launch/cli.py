@@ -1,18 +1,20 @@
 """The command `myxa`: reads flags, calls one function per command, turns errors into exit statuses.
 
 0 done   1 failed   2 configuration   3 nodes did not meet, or no run to speak to   4 restart budget spent
-5 data or reward   130 Ctrl-C
+5 data or reward   129 terminal closed   130 Ctrl-C
 
 The commands are modules of `commands/`; nothing slow is imported before one of them runs.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import NoReturn, TextIO
 
 from .. import __version__
 from ..core.errors import ConfigError, MyxaError
@@ -25,6 +27,7 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _write_all_letters(sys.stdout)
     parser = make_parser()
     is_json = "--json" in arguments
     mistaken = mistaken_command(parser, arguments)
@@ -41,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         _end_quietly()
+    except OSError as error:
+        return _tell(_of_a_file(error), is_json=is_json)
 
 
 def make_parser() -> Parser:
@@ -49,7 +54,8 @@ def make_parser() -> Parser:
         prog="myxa",
         description="Reinforcement learning for language models: trainer and rollout engines at the same time.",
         epilog="exit status: 0 done, 1 failed, 2 configuration, 3 nodes did not meet, no run to speak to or no "
-        "checkpoint to go on from, 4 restart budget spent, 5 data or reward, 130 Ctrl-C, 143 SIGTERM before the end",
+        "checkpoint to go on from, 4 restart budget spent, 5 data or reward, 129 terminal closed, "
+        "130 Ctrl-C, 143 SIGTERM before the end",
     )
     parser.add_argument("--version", action="version", version=f"myxa {__version__}")
     add_commands(parser.add_commands())
@@ -62,6 +68,23 @@ def _tell(error: MyxaError, *, is_json: bool) -> int:
         print(json.dumps({"error": {**told, "exit_code": error.exit_code}}), flush=True)
     print(f"myxa: {error}", file=sys.stderr)
     return error.exit_code
+
+
+def _write_all_letters(file: TextIO) -> None:
+    """A terminal that lacks a letter is no reason to end."""
+    if isinstance(file, io.TextIOWrapper) and not file.encoding.lower().startswith("utf"):
+        file.reconfigure(errors="backslashreplace")
+
+
+def _of_a_file(error: OSError) -> ConfigError:
+    """Of a file that a command was to read or write, and of which nothing nearer knows more. Raises what is no such."""
+    try:
+        Path.cwd()
+    except OSError:
+        return ConfigError("the current folder is gone", remedy="change into one that is there")
+    if error.filename is not None and error.strerror:
+        return ConfigError(f"{error.filename}: {error.strerror}", remedy="check the path, its rights and its disk")
+    raise error
 
 
 def _end_quietly() -> NoReturn:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import sys
 import time
 from collections.abc import Generator
 from datetime import datetime
@@ -41,6 +42,7 @@ from .screen import Screen
 from .seat import control_seat
 from .supervisor.placement import place as place_actors
 from .supervisor.run_supervisor import RunPlace, RunSupervisor
+from .views.outlet import lasting
 
 _log = logging.getLogger("myxa.launcher")
 
@@ -77,7 +79,7 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> Outcome:
             run_dir = stack.enter_context(_run_dir(config, options))
             frozen = freeze(config, run_dir.path)
             config = frozen.config
-            screen = Screen(Console(), run_dir.path, is_quiet=options.is_quiet)
+            screen = Screen(Console(file=lasting(sys.stdout)), run_dir.path, is_quiet=options.is_quiet)
             with _logging(run_dir, 0, screen), screen, meeting.posted(run_dir.rdzv):
                 run_place = RunPlace(
                     actors=actors,

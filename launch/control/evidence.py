@@ -73,6 +73,7 @@ def facts_of(room: Room, table: KnobTable | None, stats: BufferStats | None, *, 
         max_running=config.engine.max_running,
         slots_total=stats.slots_total if stats is not None else 0,
         reward_workers=config.reward.workers,
+        is_data_endless=not any(part.max_passes for part in config.data.parts().values()),
     )
 
 

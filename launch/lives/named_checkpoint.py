@@ -26,6 +26,9 @@ def named_checkpoint(place: str | Path, *, reads_all: bool = False) -> Path:
         origin = Origin.load(root.parent if root.name == CHECKPOINTS else root)
     except LaunchError as error:
         raise TrainError(error.message, remedy=error.remedy) from error
+    if (root / "config.toml").is_file() and not (root / CHECKPOINTS).exists():
+        remedy = "set trainer.checkpoint_every, or say `myxa ckpt` while it goes on"
+        raise TrainError(f"{root} has no checkpoint: it wrote none", remedy=remedy)
     return find_checkpoint(root, reads_all=reads_all, why_not=origin.why_undone)
 
 

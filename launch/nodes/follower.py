@@ -53,6 +53,8 @@ async def follow(config: RunConfig, options: LaunchOptions) -> Outcome:
         await _decline(options, str(error))
         raise
     deadline = time.monotonic() + options.patience.gather_s
+    where = options.place.endpoint or options.rdzv_file
+    Console().print(Text(f"node {options.place.rank} looks for node 0 at {where}"), soft_wrap=True)
     with RuntimeDir() as runtime:
         async with join_meeting(options.place, runtime.path, options.job_key, options.rdzv_file, deadline) as meeting:
             return await _take_part(config, options, options.place, meeting, runtime.path, deadline)

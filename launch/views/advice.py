@@ -36,6 +36,8 @@ class Facts:
     """Groups between dispatch and training, at most."""
     reward_workers: int = 0
     """As the run file says; 0: up to four, if the function needs any."""
+    is_data_endless: bool = False
+    """The run file bounds no source's passes."""
 
 
 class Advice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,6 +130,8 @@ def _more_rollouts(verdict: Verdict, facts: Facts) -> Advice | None:
 
 
 def _more_data(verdict: Verdict, facts: Facts) -> Advice | None:
+    if facts.is_data_endless:
+        return None
     return Advice(
         "", "", 0, "the rollout actors get no prompts; 0 goes through the data without end", "data.max_passes"
     )

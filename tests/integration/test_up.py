@@ -84,7 +84,7 @@ def test_two_engines_and_two_ranks(job: Job) -> None:
     assert max(p["values"]["lag/max"] for p in metrics(run_dir) if "lag/max" in p["values"]) <= 2
 
 
-@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_run_and_leaves_nothing(job: Job, sig: signal.Signals) -> None:
     segments = own_segments()
     process = job.start("run.num_steps=100000")
@@ -95,11 +95,14 @@ def test_a_signal_ends_the_run_and_leaves_nothing(job: Job, sig: signal.Signals)
             c.laddr for p in pids for c in psutil.Process(p).net_connections("unix") if str(c.laddr).startswith("/")
         ]
         process.send_signal(sig)
+        if sig is signal.SIGHUP:
+            process.send_signal(sig)  # as kernel and shell do when a terminal is closed: no wish to end at once
         said, _ = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode in (0, 130, 143), said
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 0, signal.SIGHUP: 129}[sig], said
+    assert list((job.run_dir() / "checkpoints").iterdir()), "it ended in good order"
     assert not is_alive(pids)
     assert not [s for s in sockets if os.path.exists(str(s))]
     assert own_segments() <= segments

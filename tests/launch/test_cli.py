@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,28 @@ def test_mistakes_end_with_status_2_and_one_sentence(capsys, monkeypatch, tmp_pa
     assert said in captured.err
     assert captured.err.startswith("myxa: ")
     assert list(tmp_path.iterdir()) == [tmp_path / "run.toml"], "nothing was made"
+
+
+def test_files_that_cannot_be_are_told_without_a_traceback(capsys, monkeypatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("no folder")
+    assert main(["demo"]) == 2
+    assert ": Not a directory -- check the path" in capsys.readouterr().err
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["plan", "run.toml"]) == 2
+    assert main(["demo"]) == 2
+    assert "myxa: the current folder is gone" in capsys.readouterr().err
+
+
+def test_a_letter_that_the_terminal_lacks_is_written_in_others(tmp_path: Path):
+    (tmp_path / "run.toml").write_text('[model]\npath = "ü"\n[data]\ntrain = "d"\n')
+    words = [sys.executable, "-m", "myxa.launch", "plan", "run.toml"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "\\xfc does not exist" in done.stdout
 
 
 @pytest.mark.parametrize("flag", ["--start-timeout", "--finish-timeout", "--stop-timeout"])

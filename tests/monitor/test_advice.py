@@ -61,6 +61,7 @@ def test_what_no_knob_does_is_a_line_of_the_run_file(bound: Bound, known: Facts,
     advice = advise(verdict(bound), known)
     assert advice is not None
     assert (advice.knob, advice.key, advice.new, advice.command) == ("", key, new, "")
+    assert advise(verdict("data"), Facts(is_data_endless=True)) is None, "it is so already"
 
 
 def test_concurrency_goes_as_far_as_engines_and_slots_have_room() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from rich.console import Console
 from myxa.core.messages import BufferStats, EngineStatus, RunStatus
 from myxa.launch.views.live import Curves, LiveState, LiveView, final_summary, render
 from myxa.launch.views.live_state import Pace, plain_line
+from myxa.launch.views.outlet import lasting
 
 SNAPSHOT: dict[str, dict[str, float]] = {
     "metrics": {
@@ -170,6 +172,19 @@ def test_a_plain_line_holds_the_essentials() -> None:
     assert "loss 0.0123" in line
     assert "generation is the bottleneck" in line
     assert "\n" not in line
+
+
+def test_a_run_outlives_whoever_reads_its_output() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    for number, encoding in ((writing, "utf-8"), (os.open("/dev/full", os.O_WRONLY), "ascii")):
+        with os.fdopen(number, "w", encoding=encoding) as file:
+            console = Console(file=lasting(file), width=80)
+            view = LiveView(console)
+            for version in (1, 2, 3):
+                view.say(f"step {version}")
+            assert not console.is_terminal
+            assert console.encoding == encoding, "the file's own"
 
 
 @pytest.mark.parametrize("phase", ["finished", "failed"])

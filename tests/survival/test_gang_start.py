@@ -297,6 +297,10 @@ def test_a_run_that_is_named_is_gone_on_from_where_it_stands_itself(tmp_path: Pa
         assert with_start(config, LaunchOptions(place=find_place(1, 0, None, {}))).trainer.resume == str(run.place(3))
         assert earlier_ledger(config, other) == run.ledger, "which cannot go on from version 9"
     assert named_checkpoint(late) == late, "a name of its own is taken at its word"
+    (tmp_path / "wrote-none").mkdir()
+    (tmp_path / "wrote-none" / "config.toml").write_text("")
+    with pytest.raises(TrainError, match="wrote-none has no checkpoint: it wrote none -- set trainer.checkpoint_every"):
+        named_checkpoint(tmp_path / "wrote-none")
     (run.path / "origin.json").write_text("{")
     with pytest.raises(TrainError, match="cannot be read"):
         named_checkpoint(run.path)
