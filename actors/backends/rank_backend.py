@@ -19,9 +19,8 @@ from ...core.config import AlgoConfig, OptimizerConfig, TrainerConfig
 from ...core.errors import ConfigError, TrainError
 from ...core.protocols import NamedArray, PendingSave, StepStats
 from ...core.samples import F32, TrainSample, TrainShard
-from ..user_code import UserFunction
 from .torch_backend.settings import StepSettings, check_together
-from .torch_backend.user_loss import token_loss_of
+from .torch_backend.token_functions import Loaded, called
 from .torch_backend.world import Gang
 
 
@@ -51,14 +50,14 @@ class RankSettings:
         """Optimizer updates of the whole run; 0 = unknown."""
         return self.num_steps * self.algo.minibatches
 
-    def step_settings(self, loss: UserFunction | None) -> StepSettings:
-        """What a step needs of it. `loss`: the function of `algo.loss_fn`."""
+    def step_settings(self, functions: Loaded) -> StepSettings:
+        """What a step needs of it. `functions`: those of the user's."""
         return StepSettings(
             algo=self.algo,
             optimizer=self.optimizer,
             max_new_tokens=self.max_new_tokens,
             total_updates=self.total_updates,
-            loss_fn=token_loss_of(loss),
+            functions=called(functions),
         )
 
 

@@ -101,6 +101,9 @@ class AlgoConfig(Section, frozen=True):
     advantage_fn: CodeName = ""
     """Your own advantages, per sample or per token, in place of the algorithm's; not for ppo, reinforce_pp,
     reinforce_pp_baseline and sft, which make their own per token."""
+    weight_fn: CodeName = ""
+    """Your own importance weight per token in place of the correction's; not with tis, icepop and mis, which are
+    weights."""
     loss_fn: CodeName = ""
     """Your own policy loss per token in place of `loss`; correction, masks, KL, entropy and reduction stay."""
     gamma: UnitFloat = 1.0
@@ -120,7 +123,7 @@ class AlgoConfig(Section, frozen=True):
     def _filter_is_named(cls, value: str) -> str:
         return check_code_name(value, FILTER_BUILTINS)
 
-    @field_validator("reward_post_process", "advantage_fn", "loss_fn")
+    @field_validator("reward_post_process", "advantage_fn", "weight_fn", "loss_fn")
     @classmethod
     def _function_is_named(cls, value: str) -> str:
         return check_code_name(value, ()) if value else value
@@ -154,6 +157,11 @@ class AlgoConfig(Section, frozen=True):
             )
         if self.reward_post_process and self.kind == "sft":
             yield Conflict(("reward_post_process", "kind"), 'does not go with kind = "sft", which has no rewards')
+        if self.weight_fn and self.correction in ("tis", "icepop", "mis"):
+            yield Conflict(
+                ("weight_fn", "correction"),
+                f'does not go with correction = "{self.correction}", which is a weight; use "decoupled" or "behaviour"',
+            )
         if self.loss_fn and self.loss != "auto":
             yield Conflict(("loss", "loss_fn"), 'must be "auto": loss_fn takes its place')
 

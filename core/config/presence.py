@@ -32,6 +32,7 @@ def _named_paths(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         ("algo.group_filter", config.algo.group_filter),
         ("algo.reward_post_process", config.algo.reward_post_process),
         ("algo.advantage_fn", config.algo.advantage_fn),
+        ("algo.weight_fn", config.algo.weight_fn),
         ("algo.loss_fn", config.algo.loss_fn),
     )
     for key, name in code:

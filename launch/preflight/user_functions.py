@@ -19,6 +19,7 @@ from ...actors.user_code import (
     LOSS_FN,
     REWARD,
     REWARD_POST_PROCESS,
+    WEIGHT_FN,
     WORKFLOW,
     Expected,
 )
@@ -64,6 +65,7 @@ def _named(config: RunConfig) -> tuple[Named, ...]:
         Named(config.algo.group_filter, GROUP_FILTER, 0, "buffer"),
         Named(config.algo.reward_post_process, REWARD_POST_PROCESS, 0, "trainer"),
         Named(config.algo.advantage_fn, ADVANTAGE_FN, 0, "trainer"),
+        Named(config.algo.weight_fn, WEIGHT_FN, 0, "trainer"),
         Named(config.algo.loss_fn, LOSS_FN, 0, "trainer"),
     )
 

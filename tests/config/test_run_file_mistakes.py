@@ -148,6 +148,13 @@ MISTAKES: list[tuple[str, str]] = [
         'run.toml:7: algo.advantage_fn = "m:f": does not go with kind = "ppo", which makes advantages per token',
     ),
     (
+        '[algo]\ncorrection = "tis"\nweight_fn = "m:f"\n',
+        (
+            'run.toml:7: algo.weight_fn = "m:f": does not go with correction = "tis", which is a weight; '
+            'use "decoupled" or "behaviour"'
+        ),
+    ),
+    (
         '[algo]\nloss = "cispo"\nloss_fn = "m:f"\n',
         'run.toml:6: algo.loss = "cispo": must be "auto": loss_fn takes its place',
     ),

@@ -20,7 +20,7 @@ from ...models.hf_folder import ModelConfig, read_config
 from ..rank_backend import RankBackend
 from ..torch_backend.schedule import check_schedule
 from ..torch_backend.tensors import DTYPE_OF
-from ..torch_backend.user_loss import agree_on_source, load_loss
+from ..torch_backend.token_functions import agree_on_source, load_functions
 from . import mcore
 from .batch import Cutting
 from .checkpoint import PendingCheckpoint, TrainingState, load_checkpoint
@@ -71,12 +71,12 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         """Join the gang, build model, reference and optimizer; returns facts for the log.
 
         Raises ModelError for a bad folder, LaunchError if the gang does not meet, ConfigError for settings that do not
-        go together or that the installed megatron-core does not know, UserCodeError for a loss that cannot be imported.
+        go together or that the installed megatron-core does not know, UserCodeError for a function that cannot be had.
         """
-        config = self._config
+        config, home = self._config, self._residence
         check_schedule(config.optimizer, config.total_updates)
         check_settings(config)
-        loss = load_loss(config.algo.loss_fn)
+        user = load_functions(config.algo)
         model = read_config(config.model_path)
         if config.megatron.routing_replay:
             check_routing(model.num_experts, config.megatron.recompute)
@@ -92,8 +92,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         world = MegatronWorld.enter(config.gang, precision.device, config.layout, config.seed)
         try:
             with world.phase("set up"):
-                agree_on_source(world, loss)
-                home = self._residence
+                agree_on_source(world, user)
                 if home is not None:
                     home.begin(precision.device.index or 0)
                 with nullcontext() if home is None else home.for_model():
@@ -116,7 +115,13 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         routing = RoutingReplay(wrapped) if config.megatron.routing_replay else None
         pipeline = Pipeline(wrapped, _config_of(chunks), model.vocab_size, routing)
         stepper = MegatronStepper(
-            pipeline, reference, optimizer, config.step_settings(loss), self._cutting(model, world), world, self._clock
+            pipeline,
+            reference,
+            optimizer,
+            config.step_settings(user),
+            self._cutting(model, world),
+            world,
+            self._clock,
         )
         serving = DTYPE_OF[config.serving_dtype or config.trainer.dtype]
         exporter = Exporter(world, model, precision.params, serving, config.model_path, self._hf_tensors)

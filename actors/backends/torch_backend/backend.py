@@ -26,7 +26,7 @@ from .residence import TorchResidence
 from .schedule import check_schedule
 from .step import Stepper
 from .tensors import DTYPE_OF
-from .user_loss import agree_on_source, load_loss
+from .token_functions import agree_on_source, load_functions
 from .world import World
 
 
@@ -60,12 +60,12 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         """Join the gang, build model, reference and optimizer; returns facts for the log.
 
         Raises ModelError for a bad folder, LaunchError if the gang does not meet, ConfigError for settings that do not
-        go together, UserCodeError for a loss that cannot be imported.
+        go together, UserCodeError for a function that cannot be imported.
         """
         config = self._config
         check_schedule(config.optimizer, config.total_updates)
-        loss = load_loss(config.algo.loss_fn)
-        settings = config.step_settings(loss)
+        functions = load_functions(config.algo)
+        settings = config.step_settings(functions)
         model_config = read_config(config.model_path)
         model_config.require_plain("the torch trainer")
         device = self._device()
@@ -74,7 +74,7 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         torch.default_generator.manual_seed(config.seed + config.gang.rank)
         world = World.join(config.gang, device)
         with world.phase("set up"):
-            agree_on_source(world, loss)
+            agree_on_source(world, functions)
             replica = self._replica(model_config, world, is_trained=True)
             reference = self._replica(model_config, world, is_trained=False) if config.algo.kl_coef > 0 else None
             if self._residence is not None:
