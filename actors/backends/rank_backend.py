@@ -29,7 +29,7 @@ class RankSettings:
     """Everything a rank needs to know, whatever trains."""
 
     model_path: str
-    """HuggingFace folder with the initial weights (and the reference model's, if there is a KL term)."""
+    """HuggingFace folder with the initial weights."""
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -44,6 +44,11 @@ class RankSettings:
     gang: Gang = field(default_factory=Gang)
     serving_dtype: str = ""
     """Number type of weights that go from device to device; empty: that of training."""
+
+    @property
+    def reference_path(self) -> str:
+        """HuggingFace folder of the reference model, if there is a KL term."""
+        return self.algo.ref_path or self.model_path
 
     @property
     def total_updates(self) -> int:

@@ -80,7 +80,10 @@ class AlgoConfig(Section, frozen=True):
     """Off-policy sequence masking: a sample of negative advantage loses its policy loss when the mean of (old - live)
     log-probs over its tokens exceeds this; 0 = off."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL term towards the initial model; 0 = no reference model is kept."""
+    """Weight of the KL term towards the reference model; 0 = no reference model is kept."""
+    ref_path: PathText = ""
+    """HuggingFace folder of the reference model, of the same shape as the trained one; empty = the initial model,
+    `model.path`."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL term goes; reward is defined for ppo, reinforce_pp and reinforce_pp_baseline only."""
     kl_kind: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
@@ -217,19 +220,32 @@ class OptimizerConfig(Section, frozen=True):
     """AdamW's epsilon."""
     max_grad_norm: PositiveFloat = 1.0
     """Global gradient norm above which gradients are scaled down."""
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Course of the learning rate after the warm-up."""
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    """Course of the learning rate after the warm-up; wsd stays at the top until its last `wsd_decay_steps` updates."""
     warmup_steps: CountInt = 0
     """Optimizer updates over which the rate rises from 0."""
     min_lr_ratio: UnitFloat = 0.0
-    """Share of `lr` at which cosine and linear end."""
+    """Share of `lr` at which the schedule ends; constant has no end."""
     decay_steps: CountInt = 0
-    """Optimizer updates at which cosine and linear end; 0 = at the end of the run."""
+    """Optimizer updates at which the schedule ends; 0 = at the end of the run."""
+    wsd_decay_steps: CountInt = 0
+    """Optimizer updates over which wsd goes down at its end."""
+    wsd_decay: Literal["linear", "cosine", "minus_sqrt"] = "linear"
+    """Course on which wsd goes down; minus_sqrt = 1 - sqrt(progress)."""
 
     def conflicts(self) -> Iterator[Conflict]:
         """A schedule that ends before it begins."""
         if self.decay_steps and self.decay_steps <= self.warmup_steps:
             yield Conflict(("decay_steps", "warmup_steps"), f"must be above warmup_steps = {self.warmup_steps}")
+        if self.schedule == "wsd" and not self.wsd_decay_steps:
+            yield Conflict(("wsd_decay_steps", "schedule"), 'must be set: schedule = "wsd" goes down at its end')
+        if self.wsd_decay_steps and self.schedule != "wsd":
+            yield Conflict(("wsd_decay_steps", "schedule"), f'is for schedule = "wsd", not "{self.schedule}"')
+        elif self.wsd_decay_steps and 0 < self.decay_steps < self.warmup_steps + self.wsd_decay_steps:
+            yield Conflict(
+                ("wsd_decay_steps", "warmup_steps", "decay_steps"),
+                f"and warmup_steps = {self.warmup_steps} are longer than decay_steps = {self.decay_steps}",
+            )
 
 
 class TrainerConfig(Section, frozen=True):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ....core.clock import Clock
 from ...models.hf_folder import ModelConfig, read_config
+from ...models.reference import check_reference
 from ..rank_backend import RankBackend
 from ..torch_backend.schedule import check_schedule
 from ..torch_backend.tensors import DTYPE_OF
@@ -77,7 +78,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         check_schedule(config.optimizer, config.total_updates)
         check_settings(config)
         user = load_functions(config.algo)
-        model = read_config(config.model_path)
+        model = check_reference(config.algo, read_config(config.model_path))
         if config.megatron.routing_replay:
             check_routing(model.num_experts, config.megatron.recompute)
         precision = Precision(DTYPE_OF[config.trainer.dtype], self._device())
@@ -96,7 +97,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
                 if home is not None:
                     home.begin(precision.device.index or 0)
                 with nullcontext() if home is None else home.for_model():
-                    chunks = self._chunks(model, precision)
+                    chunks = self._chunks(model, precision, config.model_path)
                 with nullcontext() if home is None else home.for_buffers():
                     wrapped = wrap_chunks(chunks, _config_of(chunks), config.megatron, ddp_options)
                 if home is not None:
@@ -151,7 +152,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
             return torch.device("cpu")
         return torch.device("cuda", self._config.gang.local_rank % max(1, torch.cuda.device_count()))
 
-    def _chunks(self, model: ModelConfig, precision: Precision) -> list[nn.Module]:
+    def _chunks(self, model: ModelConfig, precision: Precision, folder: str) -> list[nn.Module]:
         """This rank's virtual stages with the folder's weights."""
         config = self._config
         chunks = build_model_chunks(
@@ -161,12 +162,12 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
             model_fields(config.megatron),
             transformer_engine=config.megatron.transformer_engine,
         )
-        load_hf_folder(chunks, config.model_path, model, config.layout)
+        load_hf_folder(chunks, folder, model, config.layout)
         return chunks
 
     def _reference(self, model: ModelConfig, precision: Precision) -> Pipeline:
         with nullcontext() if self._residence is None else self._residence.for_reference():
-            chunks = self._chunks(model, precision)
+            chunks = self._chunks(model, precision, self._config.reference_path)
         for chunk in chunks:
             chunk.requires_grad_(requires_grad=False)
         return Pipeline(chunks, _config_of(chunks), model.vocab_size)

@@ -15,6 +15,7 @@ import torch
 from ....core.clock import Clock
 from ....core.errors import ConfigError
 from ...models.hf_folder import ModelConfig, read_config
+from ...models.reference import check_reference
 from ..rank_backend import RankBackend, RankSettings
 from .adamw import AdamW
 from .checkpoint import PendingCheckpoint, TrainingState, load_checkpoint
@@ -68,6 +69,7 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         settings = config.step_settings(functions)
         model_config = read_config(config.model_path)
         model_config.require_plain("the torch trainer")
+        check_reference(config.algo, model_config)
         device = self._device()
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
@@ -125,5 +127,5 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
             dtype=DTYPE_OF[trainer.dtype],
             recomputes=is_trained and trainer.activation_checkpointing,
         )
-        load_weights(module, self._config.model_path, model_config)
+        load_weights(module, self._config.model_path if is_trained else self._config.reference_path, model_config)
         return Replica(module.to(world.device), world, trainer.strategy, is_trained=is_trained)
