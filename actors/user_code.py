@@ -63,6 +63,7 @@ REWARD_POST_PROCESS = Expected(
 ADVANTAGE_FN = Expected(
     "algo.advantage_fn", 1, "def advantages(groups: list[Group]) -> list[Sequence[float | ndarray]]", must_be_plain=True
 )
+WEIGHT_FN = Expected("algo.weight_fn", 1, "def weight(tokens: LossTokens) -> Tensor", must_be_plain=True)
 LOSS_FN = Expected("algo.loss_fn", 1, "def loss(tokens: LossTokens) -> Tensor", must_be_plain=True)
 
 SAMPLE_FILTER = Expected("algo.sample_filter", 1, "def keep(group: Group) -> Sequence[bool | str]")

@@ -52,7 +52,7 @@ __all__ = [
     "Objective",
     "ObjectiveConfig",
     "TokenBatch",
-    "TokenLossFn",
+    "TokenFunctions",
     "needs_proximal",
     "needs_reference",
     "objective_config",
@@ -159,22 +159,31 @@ class LossTokens:
     """Bounds and coefficients of `[algo]` as they are in this step."""
 
 
-TokenLossFn = Callable[[LossTokens], losses.TokenLoss]
-"""A loss per token in place of the one that `loss` names."""
+@dataclass(frozen=True, slots=True)
+class TokenFunctions:
+    """Functions in place of those that the options name; None: those."""
+
+    loss: Callable[[LossTokens], losses.TokenLoss] | None = None
+    """L, in place of the one of `loss`."""
+    weight: Callable[[LossTokens], Weights] | None = None
+    """w, in place of the one of `correction`."""
+
+
+OPTIONS_OWN = TokenFunctions()
 
 
 def policy_objective(
-    batch: TokenBatch, config: ObjectiveConfig, normaliser: Normaliser, loss_fn: TokenLossFn | None = None
+    batch: TokenBatch, config: ObjectiveConfig, normaliser: Normaliser, functions: TokenFunctions = OPTIONS_OWN
 ) -> Objective:
     """This micro-batch's share of the loss and its metrics. Gradient flows through `logprobs_T` and `entropy_T`.
 
-    `loss_fn` takes the place of L; all else is as without. Raises TrainError when log-probs that the options need are
-    missing or a denominator is, and what `loss_fn` raises.
+    Raises TrainError when log-probs that the options need are missing or a denominator is, and what `functions` raise.
     """
     view = _view(batch, config)
-    weights = _weights(view, config, normaliser.mean_weight)
+    mean_weight = normaliser.mean_weight
+    weights = _weights(view, config, mean_weight) if functions.weight is None else functions.weight(view)
     ratio_T = _ratio(view, config)
-    token_loss = _token_loss(view, ratio_T, config) if loss_fn is None else loss_fn(view)
+    token_loss = _token_loss(view, ratio_T, config) if functions.loss is None else functions.loss(view)
     keep_T, policy_T = weights.keep_T, token_loss.loss_T
     removed_by = dict(weights.removed_by)
     if config.opsm_delta:

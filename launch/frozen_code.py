@@ -17,7 +17,7 @@ from ..core.config import RunConfig, dump_config
 from ..core.errors import ConfigError, LaunchError
 
 CODE = "code"
-KEYS = ("reward_post_process", "advantage_fn", "loss_fn")
+KEYS = ("reward_post_process", "advantage_fn", "weight_fn", "loss_fn")
 MAX_BYTES = 256 << 10
 """Of all files together: they go with the order to start."""
 

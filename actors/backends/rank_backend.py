@@ -19,9 +19,8 @@ from ...core.config import AlgoConfig, OptimizerConfig, TrainerConfig
 from ...core.errors import ConfigError, TrainError
 from ...core.protocols import NamedArray, PendingSave, StepStats
 from ...core.samples import F32, TrainSample, TrainShard
-from ..user_code import UserFunction
 from .torch_backend.settings import StepSettings, check_together
-from .torch_backend.user_loss import token_loss_of
+from .torch_backend.token_functions import Loaded, called
 from .torch_backend.world import Gang
 
 
@@ -30,7 +29,7 @@ class RankSettings:
     """Everything a rank needs to know, whatever trains."""
 
     model_path: str
-    """HuggingFace folder with the initial weights (and the reference model's, if there is a KL term)."""
+    """HuggingFace folder with the initial weights."""
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -47,18 +46,23 @@ class RankSettings:
     """Number type of weights that go from device to device; empty: that of training."""
 
     @property
+    def reference_path(self) -> str:
+        """HuggingFace folder of the reference model, if there is a KL term."""
+        return self.algo.ref_path or self.model_path
+
+    @property
     def total_updates(self) -> int:
         """Optimizer updates of the whole run; 0 = unknown."""
         return self.num_steps * self.algo.minibatches
 
-    def step_settings(self, loss: UserFunction | None) -> StepSettings:
-        """What a step needs of it. `loss`: the function of `algo.loss_fn`."""
+    def step_settings(self, functions: Loaded) -> StepSettings:
+        """What a step needs of it. `functions`: those of the user's."""
         return StepSettings(
             algo=self.algo,
             optimizer=self.optimizer,
             max_new_tokens=self.max_new_tokens,
             total_updates=self.total_updates,
-            loss_fn=token_loss_of(loss),
+            functions=called(functions),
         )
 
 

@@ -81,7 +81,10 @@ class AlgoConfig(Section, frozen=True):
     """Off-policy sequence masking: a sample of negative advantage loses its policy loss when the mean of (old - live)
     log-probs over its tokens exceeds this; 0 = off."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL term towards the initial model; 0 = no reference model is kept."""
+    """Weight of the KL term towards the reference model; 0 = no reference model is kept."""
+    ref_path: PathText = ""
+    """HuggingFace folder of the reference model, of the same shape as the trained one; empty = the initial model,
+    `model.path`."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL term goes; reward is defined for ppo, reinforce_pp and reinforce_pp_baseline only."""
     kl_kind: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
@@ -109,6 +112,9 @@ class AlgoConfig(Section, frozen=True):
     advantage_fn: CodeName = ""
     """Your own advantages, per sample or per token, in place of the algorithm's; not for ppo, reinforce_pp,
     reinforce_pp_baseline and sft, which make their own per token."""
+    weight_fn: CodeName = ""
+    """Your own importance weight per token in place of the correction's; not with tis, icepop and mis, which are
+    weights."""
     loss_fn: CodeName = ""
     """Your own policy loss per token in place of `loss`; correction, masks, KL, entropy and reduction stay."""
     gamma: UnitFloat = 1.0
@@ -128,7 +134,7 @@ class AlgoConfig(Section, frozen=True):
     def _filter_is_named(cls, value: str) -> str:
         return check_code_name(value, FILTER_BUILTINS)
 
-    @field_validator("reward_post_process", "advantage_fn", "loss_fn")
+    @field_validator("reward_post_process", "advantage_fn", "weight_fn", "loss_fn")
     @classmethod
     def _function_is_named(cls, value: str) -> str:
         return check_code_name(value, ()) if value else value
@@ -167,6 +173,11 @@ class AlgoConfig(Section, frozen=True):
             )
         if self.reward_post_process and self.kind == "sft":
             yield Conflict(("reward_post_process", "kind"), 'does not go with kind = "sft", which has no rewards')
+        if self.weight_fn and self.correction in ("tis", "icepop", "mis"):
+            yield Conflict(
+                ("weight_fn", "correction"),
+                f'does not go with correction = "{self.correction}", which is a weight; use "decoupled" or "behaviour"',
+            )
         if self.loss_fn and self.loss != "auto":
             yield Conflict(("loss", "loss_fn"), 'must be "auto": loss_fn takes its place')
 
@@ -222,19 +233,32 @@ class OptimizerConfig(Section, frozen=True):
     """AdamW's epsilon."""
     max_grad_norm: PositiveFloat = 1.0
     """Global gradient norm above which gradients are scaled down."""
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Course of the learning rate after the warm-up."""
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    """Course of the learning rate after the warm-up; wsd stays at the top until its last `wsd_decay_steps` updates."""
     warmup_steps: CountInt = 0
     """Optimizer updates over which the rate rises from 0."""
     min_lr_ratio: UnitFloat = 0.0
-    """Share of `lr` at which cosine and linear end."""
+    """Share of `lr` at which the schedule ends; constant has no end."""
     decay_steps: CountInt = 0
-    """Optimizer updates at which cosine and linear end; 0 = at the end of the run."""
+    """Optimizer updates at which the schedule ends; 0 = at the end of the run."""
+    wsd_decay_steps: CountInt = 0
+    """Optimizer updates over which wsd goes down at its end."""
+    wsd_decay: Literal["linear", "cosine", "minus_sqrt"] = "linear"
+    """Course on which wsd goes down; minus_sqrt = 1 - sqrt(progress)."""
 
     def conflicts(self) -> Iterator[Conflict]:
         """A schedule that ends before it begins."""
         if self.decay_steps and self.decay_steps <= self.warmup_steps:
             yield Conflict(("decay_steps", "warmup_steps"), f"must be above warmup_steps = {self.warmup_steps}")
+        if self.schedule == "wsd" and not self.wsd_decay_steps:
+            yield Conflict(("wsd_decay_steps", "schedule"), 'must be set: schedule = "wsd" goes down at its end')
+        if self.wsd_decay_steps and self.schedule != "wsd":
+            yield Conflict(("wsd_decay_steps", "schedule"), f'is for schedule = "wsd", not "{self.schedule}"')
+        elif self.wsd_decay_steps and 0 < self.decay_steps < self.warmup_steps + self.wsd_decay_steps:
+            yield Conflict(
+                ("wsd_decay_steps", "warmup_steps", "decay_steps"),
+                f"and warmup_steps = {self.warmup_steps} are longer than decay_steps = {self.decay_steps}",
+            )
 
 
 class TrainerConfig(Section, frozen=True):

@@ -20,6 +20,8 @@ def missing_paths(config: RunConfig) -> tuple[str, ...]:
 
 def _named_paths(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     yield "model.path", config.model.path, "folder"
+    if config.algo.ref_path:
+        yield "algo.ref_path", config.algo.ref_path, "folder"
     for key, value in config.data_files():
         yield from ((key, source.path, "file") for source in parse_sources(value))
     if config.trainer.resume:
@@ -33,6 +35,7 @@ def _named_paths(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         ("algo.sample_filter", config.algo.sample_filter),
         ("algo.reward_post_process", config.algo.reward_post_process),
         ("algo.advantage_fn", config.algo.advantage_fn),
+        ("algo.weight_fn", config.algo.weight_fn),
         ("algo.loss_fn", config.algo.loss_fn),
     )
     for key, name in code:

@@ -153,6 +153,14 @@ def _workflow_conflicts(config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _reference_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Here, for a run that began with a KL term may go on without."""
+    if config.algo.ref_path and not config.algo.kl_coef:
+        yield Conflict(
+            ("algo.ref_path", "algo.kl_coef"), "needs algo.kl_coef above 0: without it no reference model is kept"
+        )
+
+
 def _exploration_conflicts(config: RunConfig) -> Iterator[Conflict]:
     if config.algo.kind == "sft":
         return
@@ -203,10 +211,17 @@ def _end_conflicts(config: RunConfig) -> Iterator[Conflict]:
             )
         return
     updates = config.run.num_steps * config.algo.minibatches
-    if decays and config.optimizer.decay_steps == 0 and config.optimizer.warmup_steps >= updates:
+    if not decays or config.optimizer.decay_steps:
+        return
+    if config.optimizer.warmup_steps >= updates:
         yield Conflict(
             ("optimizer.warmup_steps", "run.num_steps", "algo.minibatches"),
             f"is as long as the whole run of {updates} optimizer updates",
+        )
+    elif config.optimizer.warmup_steps + config.optimizer.wsd_decay_steps > updates:
+        yield Conflict(
+            ("optimizer.wsd_decay_steps", "optimizer.warmup_steps", "run.num_steps", "algo.minibatches"),
+            f"and optimizer.warmup_steps are longer than the whole run of {updates} optimizer updates",
         )
 
 
@@ -368,6 +383,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
     _sft_conflicts,
     _workflow_conflicts,
     _standby_conflicts,
+    _reference_conflicts,
     _exploration_conflicts,
     _eval_conflicts,
     _end_conflicts,

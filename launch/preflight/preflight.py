@@ -16,10 +16,11 @@ from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.data.row_file import check_data_file
 from ...actors.models.hf_folder import find_tokenizer, open_weights, read_config
 from ...actors.models.model_config import ModelConfig
+from ...actors.models.reference import check_reference
 from ...actors.sinks.names import SHIPPED, check_name
 from ...core.config import RunConfig
 from ...core.config.source import parse_sources
-from ...core.errors import ConfigError, MyxaError, TrainError
+from ...core.errors import ConfigError, ModelError, MyxaError, TrainError
 from ..actor_spec import ActorSpec
 from ..lives.named_checkpoint import named_checkpoint
 from .chat_templates import template_findings
@@ -75,6 +76,8 @@ def _check_model(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Fin
         yield from looked("model.path", find_tokenizer, config.model.path)
         yield from template_findings(config)
     yield from looked("model.path", _check_weights, config.model.path, model)
+    if config.algo.ref_path and "trainer" in roles:
+        yield from looked("algo.ref_path", _check_reference, config, model)
     if config.weights.served_folder:
         yield from looked("weights.served_folder", _check_served, config.weights.served_folder)
 
@@ -108,6 +111,14 @@ def readable_model(config: RunConfig) -> ModelConfig | None:
 def _check_weights(path: str, model: ModelConfig) -> None:
     with open_weights(path, model):
         pass
+
+
+def _check_reference(config: RunConfig, model: ModelConfig) -> None:
+    check_reference(config.algo, model)
+    try:
+        _check_weights(config.algo.ref_path, model)
+    except ModelError as error:
+        raise ConfigError(f"algo.ref_path: {error.message}", remedy=error.remedy) from error
 
 
 def _check_served(path: str) -> None:

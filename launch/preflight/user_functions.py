@@ -20,6 +20,7 @@ from ...actors.user_code import (
     LOSS_FN,
     REWARD_POST_PROCESS,
     SAMPLE_FILTER,
+    WEIGHT_FN,
     WORKFLOW,
     Expected,
     reward_expected,
@@ -83,6 +84,7 @@ def _named(config: RunConfig) -> tuple[Named, ...]:
         Named(config.algo.sample_filter, SAMPLE_FILTER, len(config.algo.sample_filter_args), "buffer"),
         Named(config.algo.reward_post_process, REWARD_POST_PROCESS, 0, "trainer"),
         Named(config.algo.advantage_fn, ADVANTAGE_FN, 0, "trainer"),
+        Named(config.algo.weight_fn, WEIGHT_FN, 0, "trainer"),
         Named(config.algo.loss_fn, LOSS_FN, 0, "trainer"),
     )
 

@@ -36,6 +36,17 @@ def test_cosine_passes_the_middle_halfway() -> None:
     assert all(a > b for a, b in itertools.pairwise(got))
 
 
+def test_wsd_stays_at_the_top_and_goes_down_at_the_end() -> None:
+    got = rates(13, schedule="wsd", warmup_steps=2, wsd_decay_steps=4, min_lr_ratio=0.5)
+    assert got == pytest.approx([1.0] + [2.0] * 6 + [1.75, 1.5, 1.25] + [1.0] * 3)
+    root = rates(11, schedule="wsd", wsd_decay_steps=4, wsd_decay="minus_sqrt")
+    assert root[6:] == pytest.approx([2.0, 1.0, 2 - 2 * 0.5**0.5, 2 - 2 * 0.75**0.5, 0.0])
+    curve = rates(9, schedule="wsd", decay_steps=8, wsd_decay_steps=4, wsd_decay="cosine")
+    assert (curve[4], curve[6], curve[8]) == pytest.approx((2.0, 1.0, 0.0))
+    with pytest.raises(ConfigError, match="has no end"):
+        check_schedule(OptimizerConfig(schedule="wsd", wsd_decay_steps=4), 0)
+
+
 def test_a_decay_without_end_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no end"):
         check_schedule(OptimizerConfig(schedule="cosine"), 0)

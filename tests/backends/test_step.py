@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
+from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.errors import ConfigError, TrainError
 from myxa.core.samples import TrainShard
 
@@ -96,6 +98,26 @@ def test_kl_towards_the_reference_begins_at_zero_and_grows(backends: Backends, m
     (shard,) = make_shards(32)
     assert backend.train(shard, {}).metrics["train/kl"] == 0.0
     assert backend.train(shard, {}).metrics["train/kl"] > 0.0
+
+
+def test_the_reference_may_be_another_model_of_the_same_shape(
+    backends: Backends, make_shards: Shards, tmp_path: Path
+) -> None:
+    (shard,) = make_shards(32)
+    sizes: dict[str, Any] = {"seed": 4, "vocab_size": 262}
+    make_tiny_model(tmp_path / "ref", "0p5m", **sizes)
+    make_tiny_model(tmp_path / "large", "1m", **sizes)
+    backend = backends(algo={"kl_coef": 0.1, "ref_path": str(tmp_path / "ref")})
+    judge = backends(folder=tmp_path / "ref")
+    mine = with_behaviour(shard, backend.score_shard(shard))
+    reference = judge.score(shard.samples)
+    x = np.concatenate([(s.logprobs - r)[s.loss_mask == 1] for s, r in zip(mine.samples, reference, strict=True)])
+    assert backend.train(shard, {}).metrics["train/kl"] == pytest.approx(np.mean(np.exp(-x) - 1 + x), rel=1e-4)
+    assert backend.train(shard, {"kl_coef": 0.0}).metrics["train/num_updates"] == 2, "it may go on without"
+    with pytest.raises(ConfigError, match=r"large: its num_layers is \d+, that of model.path is \d+"):
+        backends(algo={"kl_coef": 0.1, "ref_path": str(tmp_path / "large")})
+    with pytest.raises(ConfigError, match=r"algo.ref_path: .*nowhere"):
+        backends(algo={"kl_coef": 0.1, "ref_path": str(tmp_path / "nowhere")})
 
 
 def test_scores_of_loose_samples_are_those_of_the_shard(backends: Backends, make_shards: Shards) -> None:

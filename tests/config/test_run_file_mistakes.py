@@ -161,6 +161,13 @@ MISTAKES: list[tuple[str, str]] = [
         'run.toml:7: algo.advantage_fn = "m:f": does not go with kind = "ppo", which makes advantages per token',
     ),
     (
+        '[algo]\ncorrection = "tis"\nweight_fn = "m:f"\n',
+        (
+            'run.toml:7: algo.weight_fn = "m:f": does not go with correction = "tis", which is a weight; '
+            'use "decoupled" or "behaviour"'
+        ),
+    ),
+    (
         '[algo]\nloss = "cispo"\nloss_fn = "m:f"\n',
         'run.toml:6: algo.loss = "cispo": must be "auto": loss_fn takes its place',
     ),
@@ -189,6 +196,25 @@ MISTAKES: list[tuple[str, str]] = [
     (
         "[optimizer]\nwarmup_steps = 10\ndecay_steps = 5\n",
         "run.toml:7: optimizer.decay_steps = 5: must be above warmup_steps = 10",
+    ),
+    (
+        '[optimizer]\nschedule = "wsd"\n',
+        'run.toml:5: optimizer.wsd_decay_steps = 0 (default): must be set: schedule = "wsd" goes down at its end',
+    ),
+    (
+        "[optimizer]\nwsd_decay_steps = 4\n",
+        'run.toml:6: optimizer.wsd_decay_steps = 4: is for schedule = "wsd", not "constant"',
+    ),
+    (
+        '[run]\nnum_steps = 10\n[optimizer]\nschedule = "wsd"\nwarmup_steps = 4\nwsd_decay_steps = 7\n',
+        (
+            "run.toml:10: optimizer.wsd_decay_steps = 7: and optimizer.warmup_steps are longer than the whole run of "
+            "10 optimizer updates"
+        ),
+    ),
+    (
+        '[algo]\nref_path = "m"\n',
+        ": needs algo.kl_coef above 0: without it no reference model is kept",
     ),
     ('[reward]\nfn = "regex"\n', 'run.toml:5: reward.pattern = "" (default): fn = "regex" needs a pattern'),
     ('messages_key = "m"\n', 'run.toml:5: data.messages_key = "m": is used by preset = "chat" only, not "slime"'),

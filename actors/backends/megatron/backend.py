@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from ....core.clock import Clock
 from ...models.hf_folder import ModelConfig, read_config
+from ...models.reference import check_reference
 from ..rank_backend import RankBackend
 from ..torch_backend.schedule import check_schedule
 from ..torch_backend.tensors import DTYPE_OF
-from ..torch_backend.user_loss import agree_on_source, load_loss
+from ..torch_backend.token_functions import agree_on_source, load_functions
 from . import mcore
 from .batch import Cutting
 from .checkpoint import PendingCheckpoint, TrainingState, load_checkpoint
@@ -71,13 +72,13 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         """Join the gang, build model, reference and optimizer; returns facts for the log.
 
         Raises ModelError for a bad folder, LaunchError if the gang does not meet, ConfigError for settings that do not
-        go together or that the installed megatron-core does not know, UserCodeError for a loss that cannot be imported.
+        go together or that the installed megatron-core does not know, UserCodeError for a function that cannot be had.
         """
-        config = self._config
+        config, home = self._config, self._residence
         check_schedule(config.optimizer, config.total_updates)
         check_settings(config)
-        loss = load_loss(config.algo.loss_fn)
-        model = read_config(config.model_path)
+        user = load_functions(config.algo)
+        model = check_reference(config.algo, read_config(config.model_path))
         if config.megatron.routing_replay:
             check_routing(model.num_experts, config.megatron.recompute)
         precision = Precision(DTYPE_OF[config.trainer.dtype], self._device())
@@ -92,12 +93,11 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         world = MegatronWorld.enter(config.gang, precision.device, config.layout, config.seed)
         try:
             with world.phase("set up"):
-                agree_on_source(world, loss)
-                home = self._residence
+                agree_on_source(world, user)
                 if home is not None:
                     home.begin(precision.device.index or 0)
                 with nullcontext() if home is None else home.for_model():
-                    chunks = self._chunks(model, precision)
+                    chunks = self._chunks(model, precision, config.model_path)
                 with nullcontext() if home is None else home.for_buffers():
                     wrapped = wrap_chunks(chunks, _config_of(chunks), config.megatron, ddp_options)
                 if home is not None:
@@ -116,7 +116,13 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         routing = RoutingReplay(wrapped) if config.megatron.routing_replay else None
         pipeline = Pipeline(wrapped, _config_of(chunks), model.vocab_size, routing)
         stepper = MegatronStepper(
-            pipeline, reference, optimizer, config.step_settings(loss), self._cutting(model, world), world, self._clock
+            pipeline,
+            reference,
+            optimizer,
+            config.step_settings(user),
+            self._cutting(model, world),
+            world,
+            self._clock,
         )
         serving = DTYPE_OF[config.serving_dtype or config.trainer.dtype]
         exporter = Exporter(world, model, precision.params, serving, config.model_path, self._hf_tensors)
@@ -146,7 +152,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
             return torch.device("cpu")
         return torch.device("cuda", self._config.gang.local_rank % max(1, torch.cuda.device_count()))
 
-    def _chunks(self, model: ModelConfig, precision: Precision) -> list[nn.Module]:
+    def _chunks(self, model: ModelConfig, precision: Precision, folder: str) -> list[nn.Module]:
         """This rank's virtual stages with the folder's weights."""
         config = self._config
         chunks = build_model_chunks(
@@ -156,12 +162,12 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
             model_fields(config.megatron),
             transformer_engine=config.megatron.transformer_engine,
         )
-        load_hf_folder(chunks, config.model_path, model, config.layout)
+        load_hf_folder(chunks, folder, model, config.layout)
         return chunks
 
     def _reference(self, model: ModelConfig, precision: Precision) -> Pipeline:
         with nullcontext() if self._residence is None else self._residence.for_reference():
-            chunks = self._chunks(model, precision)
+            chunks = self._chunks(model, precision, self._config.reference_path)
         for chunk in chunks:
             chunk.requires_grad_(requires_grad=False)
         return Pipeline(chunks, _config_of(chunks), model.vocab_size)

@@ -52,7 +52,7 @@ from ..torch_backend.schedule import learning_rate
 from ..torch_backend.settings import StepSettings, with_knobs
 from ..torch_backend.tally import Tally
 from ..torch_backend.tensors import floats, from_array
-from ..torch_backend.user_loss import failure_of_all, name_metrics_alike
+from ..torch_backend.token_functions import failure_of_all, name_metrics_alike
 from ..vocab_scores import TokenScores
 from .batch import Cutting, Pack, PackedBatch, cut_shard, pack_samples
 from .optimizer import MegatronAdamW
@@ -73,7 +73,7 @@ class _Step:
     mean_weights: Sequence[float] = ()
     """Of each mini-batch; see `accounting.mean_weights`."""
     failure: UserCodeError | None = None
-    """Of the user's loss, on this rank."""
+    """Of a function of the user's, on this rank."""
 
 
 class MegatronStepper:
@@ -109,7 +109,7 @@ class MegatronStepper:
         """One update per mini-batch; returns metrics, equal on all ranks except for times, and what is shown.
 
         Ranks of one replica give the same shard. Raises TrainError, on all ranks and before the update concerned, if a
-        loss or gradient is not finite, and UserCodeError likewise for a loss of the user's that failed on any of them.
+        loss or gradient is not finite, and UserCodeError likewise for a function of the user's that failed.
         """
         started_s = self._clock.monotonic()
         objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
@@ -241,7 +241,7 @@ class MegatronStepper:
                 step.shown.take(micros[number].layout, scores.logprobs_M)
             batch = token_batch(micros[number], scores.logprobs_M, scores.entropy_M)
             try:
-                objective = policy_objective(batch, step.objective, normaliser, step.settings.loss_fn)
+                objective = policy_objective(batch, step.objective, normaliser, step.settings.functions)
             except UserCodeError as error:  # other ranks are in the middle of their passes: all hear of it after them
                 step.failure = step.failure or error
                 return scores.logprobs_M.sum() * 0
@@ -293,7 +293,7 @@ class MegatronStepper:
         """Everything reduced over replicas, under `train/`; see `report`."""
         tally_counts(step.tally, step.shard, [micro for minibatch in minibatches for micro in minibatch])
 
-        name_metrics_alike(self._world, step.tally, step.settings.loss_fn)
+        name_metrics_alike(self._world, step.tally, step.settings.functions)
 
         def reduced() -> dict[str, Any]:
             sums, maxima = step.tally.reduced(self._world.replicas)

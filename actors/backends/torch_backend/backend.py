@@ -15,6 +15,7 @@ import torch
 from ....core.clock import Clock
 from ....core.errors import ConfigError
 from ...models.hf_folder import ModelConfig, read_config
+from ...models.reference import check_reference
 from ..rank_backend import RankBackend, RankSettings
 from .adamw import AdamW
 from .checkpoint import PendingCheckpoint, TrainingState, load_checkpoint
@@ -26,7 +27,7 @@ from .residence import TorchResidence
 from .schedule import check_schedule
 from .step import Stepper
 from .tensors import DTYPE_OF
-from .user_loss import agree_on_source, load_loss
+from .token_functions import agree_on_source, load_functions
 from .world import World
 
 
@@ -60,21 +61,22 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         """Join the gang, build model, reference and optimizer; returns facts for the log.
 
         Raises ModelError for a bad folder, LaunchError if the gang does not meet, ConfigError for settings that do not
-        go together, UserCodeError for a loss that cannot be imported.
+        go together, UserCodeError for a function that cannot be imported.
         """
         config = self._config
         check_schedule(config.optimizer, config.total_updates)
-        loss = load_loss(config.algo.loss_fn)
-        settings = config.step_settings(loss)
+        functions = load_functions(config.algo)
+        settings = config.step_settings(functions)
         model_config = read_config(config.model_path)
         model_config.require_plain("the torch trainer")
+        check_reference(config.algo, model_config)
         device = self._device()
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         torch.default_generator.manual_seed(config.seed + config.gang.rank)
         world = World.join(config.gang, device)
         with world.phase("set up"):
-            agree_on_source(world, loss)
+            agree_on_source(world, functions)
             replica = self._replica(model_config, world, is_trained=True)
             reference = self._replica(model_config, world, is_trained=False) if config.algo.kl_coef > 0 else None
             if self._residence is not None:
@@ -125,5 +127,5 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
             dtype=DTYPE_OF[trainer.dtype],
             recomputes=is_trained and trainer.activation_checkpointing,
         )
-        load_weights(module, self._config.model_path, model_config)
+        load_weights(module, self._config.model_path if is_trained else self._config.reference_path, model_config)
         return Replica(module.to(world.device), world, trainer.strategy, is_trained=is_trained)

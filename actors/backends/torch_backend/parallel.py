@@ -126,7 +126,7 @@ def _check_same_weights(module: CausalLM, world: World) -> None:
         raise world.agreed(
             TrainError(
                 f"the model folder of rank {', '.join(strangers)} holds other weights than that of rank 0",
-                remedy="every host needs the same files at model.path",
+                remedy="every host needs the same files at model.path, and at algo.ref_path if there is one",
             )
         )
 

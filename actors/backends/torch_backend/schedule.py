@@ -25,13 +25,21 @@ def learning_rate(config: OptimizerConfig, num_updates: int, total_updates: int)
     """Rate of the next update after `num_updates` finished ones.
 
     Warm-up rises linearly and reaches the peak at its last update; then constant, or a half cosine, or a line down to
-    `min_lr_ratio * lr` at `decay_steps` (0: at `total_updates`).
+    `min_lr_ratio * lr` at `decay_steps` (0: at `total_updates`). wsd ("warm-up, stable, decay", arXiv 2404.06395,
+    section 4) is constant until `wsd_decay_steps` before that.
     """
     if num_updates < config.warmup_steps:
         return config.lr * (num_updates + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
     end = config.decay_steps or total_updates
-    progress = min(1.0, (num_updates - config.warmup_steps) / max(1, end - config.warmup_steps))
-    share = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
+    start, course = config.warmup_steps, config.schedule
+    if course == "wsd":
+        start, course = max(start, end - config.wsd_decay_steps), config.wsd_decay
+    progress = min(1.0, max(0, num_updates - start) / max(1, end - start))
+    share = 1.0 - progress
+    if course == "cosine":
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    elif course == "minus_sqrt":
+        share = 1.0 - math.sqrt(progress)
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)

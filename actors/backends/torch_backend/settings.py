@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
-from ....algos.objective import TokenLossFn
+from ....algos.objective import OPTIONS_OWN, TokenFunctions
 from ....algos.options import objective_config
 from ....core.config import AlgoConfig, OptimizerConfig
 from ....core.errors import ConfigError
@@ -35,8 +35,8 @@ class StepSettings:
     """Divisor per sample of reduction "constant" (Dr.GRPO, arXiv 2503.20783, section 3.2)."""
     total_updates: int = 0
     """Optimizer updates of the whole run, where decays end by default; 0 = unknown."""
-    loss_fn: TokenLossFn | None = None
-    """The user's loss per token, if `algo.loss_fn` names one."""
+    functions: TokenFunctions = OPTIONS_OWN
+    """The user's, where `[algo]` names some."""
 
 
 def with_knobs(settings: StepSettings, knobs: Mapping[str, float], *, has_reference: bool) -> StepSettings:

@@ -63,7 +63,7 @@ from .schedule import learning_rate
 from .settings import StepSettings, with_knobs
 from .tally import Tally
 from .tensors import backward, floats
-from .user_loss import failure_of_all, name_metrics_alike
+from .token_functions import failure_of_all, name_metrics_alike
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class _Step:
     mean_weights: Sequence[float] = ()
     """Of each mini-batch; see `accounting.mean_weights`."""
     failure: UserCodeError | None = None
-    """Of the user's loss, on this rank."""
+    """Of a function of the user's, on this rank."""
 
 
 class Stepper:
@@ -110,7 +110,7 @@ class Stepper:
         """One update per mini-batch; returns metrics, equal on all ranks except for times, and what is shown.
 
         Raises TrainError, on all ranks and before the update concerned, if a loss or gradient is not finite, and
-        UserCodeError likewise for a loss of the user's that failed on any of them.
+        UserCodeError likewise for a function of the user's that failed.
         """
         started_s = self._clock.monotonic()
         objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
@@ -225,7 +225,7 @@ class Stepper:
         step.shown.take(micro.layout, scores.logprobs_M)
         batch = token_batch(micro, scores.logprobs_M, scores.entropy_M)
         try:
-            objective = policy_objective(batch, step.objective, normaliser, step.settings.loss_fn)
+            objective = policy_objective(batch, step.objective, normaliser, step.settings.functions)
         except UserCodeError as error:  # the other ranks are in the middle of their passes: all hear of it after them
             step.failure = step.failure or error
             return scores.logprobs_M.sum() * 0
@@ -257,7 +257,7 @@ class Stepper:
     ) -> dict[str, float]:
         """Everything reduced over ranks, under `train/`; see `report`."""
         tally_counts(step.tally, step.shard, [micro for minibatch in minibatches for micro in minibatch])
-        name_metrics_alike(self._world, step.tally, step.settings.loss_fn)
+        name_metrics_alike(self._world, step.tally, step.settings.functions)
         sums, maxima = step.tally.reduced(self._world)
         metrics = report(sums, maxima, step.num_updates, self._clock.monotonic() - started_s)
         metrics["train/num_updates"] = float(self._optimizer.num_updates)

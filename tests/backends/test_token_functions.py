@@ -1,4 +1,4 @@
-"""A loss of the user's own on one rank: one that is a built-in's trains the same bits; one that is wrong is told."""
+"""A loss and a weight of the user's own on one rank: one that is a built-in's trains the same bits; one that is wrong is told."""
 
 from __future__ import annotations
 
@@ -48,6 +48,9 @@ def metric(tokens):
 def names(tokens):
     return tokens.live_T, ["kl"]
 
+def complex_keep(tokens):
+    return tokens.live_T, tokens.live_T.to(torch.complex64)
+
 async def later(tokens):
     return tokens.live_T
 """
@@ -87,6 +90,25 @@ def test_the_example_trains_the_bits_of_the_built_in_loss(
     assert 0 < built_in["train/clip_fraction"] <= own.pop("train/user/bounded") < 1
     differing = {name for name in built_in if own[name] != built_in[name]}
     assert {n for n in differing if not n.endswith(("_s", "/tokens_per_s"))} == {"train/clip_fraction"}
+
+
+@pytest.mark.parametrize("algo", ALGOS[:1], ids=["decoupled"])
+def test_the_example_weighs_as_the_built_in_correction(
+    backends: Backends, make_shards: Shards, weights_of: Weights, mine: Path, algo: dict[str, Any]
+) -> None:
+    (shard,) = make_shards(31, minibatches=algo["minibatches"])
+    mine.write_text(f"{EXAMPLE}\ndef half(tokens):\n    return weight(tokens), tokens.segments.sample_T % 2 == 0\n")
+    results = []
+    for extra in ({}, {"weight_fn": f"{mine}:weight"}, {"weight_fn": f"{mine}:half"}):
+        backend = backends(algo={**algo, **extra, "tis_cap": 1.5}, optimizer={"lr": 0.02, "eps": 1e-4})
+        results.append((backend.train(shard, {}).metrics, weights_of(backend)))
+    (built_in, weights), (own, own_weights), (half, other_weights) = results
+    assert all(np.array_equal(weights[name], own_weights[name]) for name in weights)
+    assert own["train/weight"] == built_in["train/weight"] < 1.5
+    assert (
+        built_in["train/weight_cut_fraction"] > 0 == own["train/removed_fraction"] < half["train/removed_fraction"] < 1
+    )
+    assert not all(np.array_equal(weights[name], other_weights[name]) for name in weights)
 
 
 def test_advantages_per_token_reach_the_loss(backends: Backends, make_shards: Shards, weights_of: Weights) -> None:
@@ -152,6 +174,20 @@ def test_what_cannot_be_trained_on_is_refused_before_the_update(
     assert said.format(file=mine) in text
     after = weights_of(backend)
     assert all(np.array_equal(before[n], after[n]) for n in before)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("mean", "its weight has shape [] for "), ("complex_keep", "what it keeps is torch.complex64"), REFUSED[0]],
+)
+def test_a_weight_that_is_none_is_refused(
+    backends: Backends, make_shards: Shards, mine: Path, name: str, said: str
+) -> None:
+    mine.write_text(WRONG)
+    with pytest.raises(UserCodeError) as caught:
+        backends(algo={"weight_fn": f"{mine}:{name}"}).train(make_shards(31)[0], {})
+    assert f'algo.weight_fn = "{mine}:{name}"' in str(caught.value)
+    assert said.format(file=mine) in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "said"), [("later", "is an async function"), ("losss", 'has no "losss"')])
