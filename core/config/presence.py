@@ -30,6 +30,7 @@ def _named_paths(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         ("rollout.workflow", config.rollout.workflow),
         ("reward.fn", config.reward.fn),
         ("algo.group_filter", config.algo.group_filter),
+        *((f"eval.sets.{name}.reward", one.reward) for name, one in sorted(config.eval.sets.items())),
     )
     for key, name in code:
         file, colon, _ = name.rpartition(":")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...actors.data.held_out import held_out_layout
 from ...actors.data.layout import Layout
 from ...actors.data.prompts import layout_of
 from ...actors.data.row_file import RowError, RowFile, check_data_file
@@ -73,10 +74,21 @@ def _planned(config: RunConfig, name: str, num_rows: int | None, max_passes: int
     return PlannedSource(name, num_rows, share, max_passes, passes)
 
 
+def glance_at_held_out(config: RunConfig) -> dict[str, DataGlance]:
+    """Look at the files of every evaluation set, by its name."""
+    return {
+        name: _glance(config, key, files, held_out_layout(config, name))
+        for name, (key, files) in config.eval.files().items()
+    }
+
+
 def glance(config: RunConfig, key: str, value: str | tuple[str, ...], part: DataSettings | None = None) -> DataGlance:
     """Look at the files that a key names, whose rows are laid out as `part` says (or `[data]`); errors of the files
     themselves (missing, empty, of a foreign format) are left to the preflight."""
-    layout = layout_of(config, part or config.data)
+    return _glance(config, key, value, layout_of(config, part or config.data))
+
+
+def _glance(config: RunConfig, key: str, value: str | tuple[str, ...], layout: Layout) -> DataGlance:
     total: int | None = 0
     findings: list[Finding] = []
     for source in parse_sources(value):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NamedTuple
@@ -43,7 +44,12 @@ def function_findings(config: RunConfig, *, sees_modules: bool = True) -> Iterat
 
 
 def _named(config: RunConfig) -> tuple[Named, ...]:
+    own = {name: one for name, one in sorted(config.eval.sets.items()) if one.reward}
     return (
+        *(
+            Named(one.reward, replace(REWARD, key=f"eval.sets.{name}.reward"), len(one.reward_args))
+            for name, one in own.items()
+        ),
         Named(config.rollout.workflow, WORKFLOW, 0),
         Named(config.reward.fn, REWARD, len(config.reward.args)),
         Named(config.algo.group_filter, GROUP_FILTER, 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,13 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def test_a_run_ends_with_every_prompt_accounted_for(job: Job) -> None:
-    command = job.command('eval.data="data/heldout.jsonl"', "eval.num_prompts=16")
+    (job.folder / "mine.py").write_text("def reward(completion):\n    return 0.25\n")
+    sets = {
+        "cut": {"path": "data/heldout.jsonl", "max_new_tokens": 1, "temperature": 0.0},
+        "own": {"path": "data/heldout.jsonl", "reward": "mine.py:reward", "num_samples": 3, "pass_reward": 0.25},
+    }
+    told = [f"eval.sets.{name}.{key}={json.dumps(value)}" for name, one in sets.items() for key, value in one.items()]
+    command = job.command(*told, "eval.num_prompts=16", "rollout.deterministic=true", 'rollout.stop=["never said"]')
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=job.folder)
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = job.run_dir()
@@ -24,7 +31,10 @@ def test_a_run_ends_with_every_prompt_accounted_for(job: Job) -> None:
     assert set(facts.states) <= {"TRAINED", "DURABLE", "READY", "DISPATCHED", "REQUEUED", "DROPPED"}, facts.states
     lags = [p["values"]["lag/max"] for p in metrics(run_dir) if "lag/max" in p["values"]]
     assert len(lags) == 5 and max(lags) <= 2
-    assert [p["values"]["eval/reward"] for p in metrics(run_dir) if "eval/reward" in p["values"]]
+    found = {key: value for point in metrics(run_dir) for key, value in point["values"].items() if "eval/" in key}
+    assert (found["eval/cut/response_length"], found["eval/cut/truncated_ratio"]) == (1.0, 1.0)
+    assert (found["eval/own/reward"], found["eval/own/pass_at_1"], found["eval/own/pass_at_2"]) == (0.25, 1.0, 1.0)
+    assert found["eval/reward"] == pytest.approx((found["eval/cut/reward"] + 0.25) / 2)
     assert (run_dir / "report.html").stat().st_size > 10_000
     assert (run_dir / "export" / "model.safetensors").exists()
     assert (run_dir / "trace.json").exists()
