@@ -209,6 +209,10 @@ class EvalRequest(Record, frozen=True):
     prompts: tuple[Prompt, ...]
     num_samples: int
     sampling: SamplingParams
+    name: str = ""
+    """Of the evaluation set, whose answers may be judged by a function of its own."""
+    pass_reward: float = 1.0
+    """From which on an answer counts as solved."""
 
 
 class EvalResult(Record, frozen=True):
@@ -219,6 +223,12 @@ class EvalResult(Record, frozen=True):
     oldest_version: int
     newest_version: int
     num_errors: int = 0
+    """Prompts that were not answered, or not judged."""
+    metrics: dict[str, float] = {}
+    """By names without "eval/" and the set's name before them."""
+
+    def __str__(self) -> str:
+        return f"held-out reward {self.mean_reward:g}"
 
 
 class CanaryAnswers(Record, frozen=True):

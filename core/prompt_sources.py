@@ -33,8 +33,8 @@ class PromptSource(Protocol):
         bring equal prompts. None as `prompt` does."""
         ...
 
-    def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
-        """The first `limit` held-out prompts; empty without an evaluation set."""
+    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
+        """The first `limit` held-out prompts of that set (the only one is called ""); empty without such a set."""
         ...
 
 
@@ -57,6 +57,6 @@ class MixedSources(Protocol):
         """Equal exactly when every draw from every source gives the same prompt, whatever the weights."""
         ...
 
-    def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
+    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         """As a single source's."""
         ...

@@ -23,6 +23,7 @@ from ..core.errors import ConfigError
 from ..core.host import boot_id, parent_mark
 from ..core.protocols import Engine
 from .actor_spec import ActorSpec
+from .composition.evaluation import eval_rewarders, eval_sets
 from .composition.memory_parts import (
     lent_memory,
     memory_manager,
@@ -89,9 +90,10 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
             stop_reward=config.run.stop_reward,
             eval_every=config.eval.every,
             eval_at_start=config.eval.at_start,
-            eval_prompts=config.eval.num_prompts if config.eval.data else 0,
+            eval_prompts=config.eval.num_prompts if config.eval.has_prompts else 0,
             eval_samples=config.eval.num_samples,
             eval_sampling=eval_sampling(config),
+            eval_sets=eval_sets(config),
             canary_prompts=config.guard.prompts,
             canary_sampling=canary_sampling(config),
             start_timeout_s=start_timeout_s(config),
@@ -150,6 +152,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     from ..actors.models.hf_folder import read_config
     from ..actors.models.tokenizer import load_tokenizer
     from ..actors.rewards.making import make_rewarder
+    from ..actors.rollout.evaluation import Evaluation
     from ..actors.rollout.rollout import Rollout, RolloutOptions
     from ..actors.workflows.named import workflow_of
 
@@ -165,6 +168,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         tokenizer=tokenizer,
         engine=engine,
         tenancy=rollout_tenancy(spec, config, engine),
+        evaluation=Evaluation(eval_rewarders(config)),
         options=RolloutOptions(
             max_groups=config.rollout.max_groups,
             max_turns=config.rollout.max_turns,

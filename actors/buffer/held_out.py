@@ -21,8 +21,8 @@ class HeldOutPrompts(DataContract):
 
     _source: PromptSource | MixedSources
 
-    async def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
-        return self._source.eval_prompts(max(limit, 0))
+    async def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
+        return self._source.eval_prompts(max(limit, 0), name)
 
     async def canary_prompts(self, limit: int) -> tuple[Prompt, ...]:
         found = Sources(self._source).first_prompts(max(limit, 0))

@@ -15,6 +15,7 @@ from ...core.knobs import (
     KnobVote,
     Operator,
 )
+from ...core.messages import EvalResult
 
 
 class KnobsContract(Actor):
@@ -86,6 +87,6 @@ class ConductContract(Actor):
         raise NotImplementedError
 
     @call(deadline=600, reentrant=True)
-    async def evaluate_now(self, who: Operator, reason: str) -> float:
-        """Held-out reward now, beside training."""
+    async def evaluate_now(self, who: Operator, reason: str, name: str) -> EvalResult:
+        """Held-out reward now, beside training; `name`: of one evaluation set, else all of them."""
         raise NotImplementedError

@@ -239,8 +239,8 @@ class DataContract(Actor):
     """Anything that hands out held-out prompts (the buffer does)."""
 
     @call(deadline=30)
-    async def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
-        """The evaluation set, at most `limit` prompts."""
+    async def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
+        """The evaluation set of that name, at most `limit` prompts; the only one is called ""."""
         raise NotImplementedError
 
     @call(deadline=30)

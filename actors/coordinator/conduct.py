@@ -22,6 +22,7 @@ from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext
 from ...core.errors import CallError, ConfigError, LedgerError, MyxaError, NotExecuted, RemoteError
 from ...core.knobs import AuditRecord, Operator
+from ...core.messages import EvalResult
 from ...core.patience import until_answered
 from ..contracts.roles import BufferContract, TrainerContract
 from .audit_desk import AuditDesk
@@ -67,11 +68,11 @@ class Conduct:
         journal: CoordinatorJournal,
         *,
         version: Callable[[], int],
-        evaluate: Callable[[], Awaitable[float]],
+        evaluate: Callable[[str], Awaitable[EvalResult]],
         meter: ActivityMeter,
         telemetry: TelemetryBuffer,
     ) -> None:
-        """`version`: where the run stands. `evaluate`: held-out reward now."""
+        """`version`: where the run stands. `evaluate`: on the held-out prompts now, of that set or all."""
         self._ctx = ctx
         self._desk = desk
         self._journal = journal
@@ -188,9 +189,14 @@ class Conduct:
 
         return await self._carried_out(_Deed("ckpt", who, reason, {"export": export}), work, is_recorded=False)
 
-    async def evaluate(self, who: Operator, reason: str) -> float:
-        """Held-out reward, beside training."""
-        return await self._carried_out(_Deed("eval", who, reason, {}), self._evaluate, is_recorded=False)
+    async def evaluate(self, who: Operator, reason: str, name: str) -> EvalResult:
+        """On held-out prompts, beside training; `name`: of one set, else all."""
+
+        async def work() -> EvalResult:
+            return await self._evaluate(name)
+
+        deed = _Deed("eval", who, reason, {"set": name} if name else {})
+        return await self._carried_out(deed, work, is_recorded=False)
 
     async def history(self, limit: int) -> tuple[AuditRecord, ...]:
         """The newest records of the audit log."""

@@ -21,7 +21,7 @@ from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.errors import MyxaError
 from ...core.knobs import LiveKnobs
-from ...core.messages import EngineStatus, RunStatus, StepReport, WeightManifest
+from ...core.messages import EngineStatus, EvalResult, RunStatus, StepReport, WeightManifest
 from ..contracts.roles import MonitorContract
 from ..knobs.owner import KnobOwner
 from ..knobs.process import process_knobs
@@ -362,10 +362,10 @@ class Coordinator(OperatorHandlers):
         if result is not None:
             await self._mind_reward(result.mean_reward)
 
-    async def _evaluate_now(self) -> float:
-        reward = (await self.evaluator.evaluate()).mean_reward
-        await self._mind_reward(reward)
-        return reward
+    async def _evaluate_now(self, name: str) -> EvalResult:
+        if (result := await self.evaluator.evaluate(name)) and not name:
+            await self._mind_reward(result.mean_reward)
+        return result
 
     async def _mind_reward(self, reward: float) -> None:
         target = self._live.stop_reward

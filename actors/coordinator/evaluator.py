@@ -6,18 +6,21 @@ Knows contracts; an engine answers, the buffer has the prompts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import msgspec
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext
 from ...core.errors import ConfigError, EngineError, MyxaError
 from ...core.messages import CanaryAnswers, EvalRequest, EvalResult
 from ...core.patience import until_answered
+from ...core.suggestion import suggest
 from ..contracts.roles import DataContract, RolloutContract
 from .adopter import Adopter
 from .adoption import Adoption
 from .knobs import LiveOptions
-from .options import CoordinatorOptions
+from .options import CoordinatorOptions, EvalSet
 from .run_state import RunState
 
 
@@ -62,40 +65,87 @@ class Evaluator:
             self._ctx.log.exception("evaluation")
             return None
 
-    async def evaluate(self) -> EvalResult:
-        """On the engine that serves the newest version; one at a time. Raises ConfigError without held-out prompts,
-        EngineError and CallError when no engine answers."""
-        live = self._live
-        if not live.eval_prompts:
-            raise ConfigError("this run has no held-out prompts", remedy="name them in the run file as eval.data")
+    async def evaluate(self, name: str = "") -> EvalResult:
+        """On the engine that serves the newest version; one at a time. `name`: of one set, else all of them, one after
+        the other; the reward is then the mean over the sets.
+
+        Raises ConfigError without held-out prompts, or for a set that there is not, EngineError and CallError when no
+        engine answers."""
+        chosen = self._chosen(name)
         async with self._turn:
             self._state.evaluating = self._state.known_version
             await self._keep()
             try:
                 with self._meter.during("wait-data", "evaluation"):
-                    result = await self._ask(live)
-                self._state.eval_reward = result.mean_reward
+                    results = await self._ask_all(chosen)
+                whole = _together(results)
+                if not name:
+                    self._state.eval_reward = whole.mean_reward
             finally:
                 self._state.evaluating = -1
             await self._keep()
-        self._telemetry.metric(result.newest_version, {"eval/reward": result.mean_reward})
+        if not name and list(results) != [""]:
+            self._telemetry.metric(whole.newest_version, {"eval/reward": whole.mean_reward})
         text = (
-            f"held-out reward {result.mean_reward:.3f} over {result.num_samples} samples "
-            f"(versions {result.oldest_version} to {result.newest_version})"
+            f"held-out reward {whole.mean_reward:.3f} over {whole.num_samples} samples "
+            f"(versions {whole.oldest_version} to {whole.newest_version})"
         )
+        if "" not in results:
+            text += "; " + ", ".join(f"{one} {result.mean_reward:.3f}" for one, result in results.items())
         self._ctx.log.info("eval: %s", text)
         self._telemetry.event("eval", text)
-        return result
+        return whole
 
-    async def _ask(self, live: LiveOptions) -> EvalResult:
-        buffer = self._ctx.ref(DataContract, "buffer")
+    def _chosen(self, name: str) -> Sequence[EvalSet]:
+        if not self._live.eval_prompts:
+            raise ConfigError("this run has no held-out prompts", remedy="name them in the run file as eval.data")
+        sets = {one.name: one for one in self._options.eval_sets}
+        if not name:
+            return tuple(sets.values())
+        if name not in sets:
+            told = suggest(name, sets) if "" not in sets else "leave the name out: this run has one set, eval.data"
+            raise ConfigError(f"there is no evaluation set {name!r}", remedy=told)
+        return (sets[name],)
+
+    async def _ask_all(self, chosen: Sequence[EvalSet]) -> dict[str, EvalResult]:
+        """What each set gave, told at once. Raises the first failure after the others were asked."""
+        results: dict[str, EvalResult] = {}
+        failures: list[MyxaError] = []
+        for one in chosen:
+            try:
+                results[one.name] = result = await self._ask(one)
+            except MyxaError as err:
+                if one.name:
+                    self._telemetry.event("eval-failed", f"set {one.name}: {err}")
+                failures.append(err)
+            else:
+                self._telemetry.metric(result.newest_version, result.metrics)
+        if failures:
+            raise failures[0]
+        return results
+
+    async def _ask(self, one: EvalSet) -> EvalResult:
+        """Metrics come with their whole names."""
+        live, buffer = self._live, self._ctx.ref(DataContract, "buffer")
         ready = await self._adopter.engines_at(None)
         name = max(ready, key=lambda n: self._adoption.serving.get(n, -1))
+        num_prompts = one.num_prompts or live.eval_prompts
         prompts = await until_answered(
-            lambda: buffer.eval_prompts(live.eval_prompts), who="buffer", clock=self._ctx.clock, log=self._ctx.log
+            lambda: buffer.eval_prompts(num_prompts, one.name),
+            who="buffer",
+            clock=self._ctx.clock,
+            log=self._ctx.log,
         )
-        request = EvalRequest(prompts=prompts, num_samples=live.eval_samples, sampling=live.eval_sampling)
-        return await self._ctx.ref(RolloutContract, name).evaluate(request)
+        request = EvalRequest(
+            prompts=prompts,
+            num_samples=one.num_samples or live.eval_samples,
+            sampling=one.sampling(live.eval_sampling),
+            name=one.name,
+            pass_reward=one.pass_reward,
+        )
+        result = await self._ctx.ref(RolloutContract, name).evaluate(request)
+        prefix = f"eval/{one.name}/" if one.name else "eval/"
+        return msgspec.structs.replace(result, metrics={prefix + key: value for key, value in result.metrics.items()})
 
     def rewound(self) -> None:
         """The trainer goes on from an older version: nobody comes to those it had made since."""
@@ -134,3 +184,17 @@ class Evaluator:
         finally:
             undone.cancel()
             ready.cancel()
+
+
+def _together(results: Mapping[str, EvalResult]) -> EvalResult:
+    """Of all sets that were asked, each of the same weight."""
+    all_results = list(results.values())
+    mean_reward = sum(one.mean_reward for one in all_results) / len(all_results)
+    return EvalResult(
+        mean_reward=mean_reward,
+        num_samples=sum(one.num_samples for one in all_results),
+        oldest_version=min(one.oldest_version for one in all_results),
+        newest_version=max(one.newest_version for one in all_results),
+        num_errors=sum(one.num_errors for one in all_results),
+        metrics={key: value for one in all_results for key, value in one.metrics.items()},
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ...core.activity import ActivityMeter
 from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobsInForce, KnobTable, LiveKnobs, Operator
-from ...core.messages import CanaryAnswers, WeightManifest
+from ...core.messages import CanaryAnswers, EvalResult, WeightManifest
 from ..contracts.roles import CoordinatorContract
 from ..knobs.owner import OwnsKnobs
 from .conduct import Conduct
@@ -75,5 +75,5 @@ class OperatorHandlers(OwnsKnobs, CoordinatorContract):
     async def checkpoint_now(self, who: Operator, reason: str, export: bool) -> str:
         return await self.conduct.checkpoint(who, reason, export=export)
 
-    async def evaluate_now(self, who: Operator, reason: str) -> float:
-        return await self.conduct.evaluate(who, reason)
+    async def evaluate_now(self, who: Operator, reason: str, name: str) -> EvalResult:
+        return await self.conduct.evaluate(who, reason, name)

@@ -6,7 +6,37 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from ...core.messages import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSet:
+    """One set of held-out prompts, and where it differs from the others."""
+
+    name: str = ""
+    num_prompts: int = 0
+    """0: as the others."""
+    num_samples: int = 0
+    """0: as the others."""
+    temperature: float | None = None
+    """None: as the others."""
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 0
+    """0: as the others."""
+    pass_reward: float = 1.0
+
+    def sampling(self, others: SamplingParams) -> SamplingParams:
+        """How its prompts are answered."""
+        return msgspec.structs.replace(
+            others,
+            temperature=others.temperature if self.temperature is None else self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_new_tokens=self.max_new_tokens or others.max_new_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +61,8 @@ class CoordinatorOptions:
     """0: no evaluation set."""
     eval_samples: int = 1
     eval_sampling: SamplingParams = field(default_factory=SamplingParams)
+    eval_sets: tuple[EvalSet, ...] = (EvalSet(),)
+    """In the order of names; the only one is called ""."""
     canary_prompts: int = 8
     canary_sampling: SamplingParams = field(default_factory=SamplingParams)
     start_timeout_s: float = 300.0

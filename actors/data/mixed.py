@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from ...core.config import RunConfig
 from ...core.errors import DataError
 from ...core.samples import Prompt
-from .prompts import PromptDataset, held_out_prompts, open_held_out, open_prompts, open_source
-from .row_set import SHOWN_BAD_ROWS, RowSet
+from .held_out import HeldOutSets, open_held_out
+from .prompts import PromptDataset, open_prompts, open_source
+from .row_set import SHOWN_BAD_ROWS
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ class MixedDataset:
     """Training prompts of several sources, each in its own draw order, and the held-out ones."""
 
     def __init__(
-        self, by_name: Mapping[str, PromptDataset], weights: Mapping[str, float], held_out: RowSet | None
+        self, by_name: Mapping[str, PromptDataset], weights: Mapping[str, float], held_out: HeldOutSets
     ) -> None:
         """`weights`: of each, as the run file says. The sources themselves have no held-out rows."""
         self._held_out = held_out
@@ -57,8 +58,8 @@ class MixedDataset:
         return tuple(text for rows in self._parts for text in rows.bad_rows)
 
     @property
-    def _parts(self) -> tuple[PromptDataset | RowSet, ...]:
-        return (*self._by_name.values(), *((self._held_out,) if self._held_out is not None else ()))
+    def _parts(self) -> tuple[PromptDataset | HeldOutSets, ...]:
+        return (*self._by_name.values(), self._held_out)
 
     def check_batch(self, batch_size: int) -> None:
         """Raise DataError if all passes of all sources that have a weight are less than one batch."""
@@ -71,9 +72,9 @@ class MixedDataset:
                 remedy="lower algo.batch_size, or raise max_passes of the sources (0 = endless)",
             )
 
-    def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
+    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         """The first held-out prompts, which are of no source."""
-        return held_out_prompts(self._held_out, limit)
+        return self._held_out.prompts(limit, name)
 
 
 def open_data(config: RunConfig) -> PromptDataset | MixedDataset:

@@ -13,20 +13,16 @@ from ...core.config import DataSettings, RunConfig
 from ...core.config.source import parse_sources
 from ...core.errors import DataError
 from ...core.samples import Prompt
-from .layout import Layout
+from .held_out import DATA_SOURCE, NO_SETS, HeldOutSets, layout_of, open_held_out
 from .order import Order
-from .row_rewards import RowRewards
-from .row_set import MAX_HELD_OUT_BYTES, RowSet
-
-DATA_SOURCE = "data_source"
-"""Key of the metadata that names a prompt's source, as verl's rows do themselves."""
+from .row_set import RowSet
 
 
 class PromptDataset:
     """Training prompts in draw order, and the held-out ones. One source, which has a name where there are several."""
 
     def __init__(
-        self, rows: RowSet, held_out: RowSet | None, settings: DataSettings, seed: int, *, name: str = ""
+        self, rows: RowSet, held_out: HeldOutSets, settings: DataSettings, seed: int, *, name: str = ""
     ) -> None:
         self._rows = rows
         self._held_out = held_out
@@ -48,12 +44,12 @@ class PromptDataset:
     @property
     def num_bad(self) -> int:
         """Rows left out because they are bad."""
-        return self._rows.num_bad + (self._held_out.num_bad if self._held_out is not None else 0)
+        return self._rows.num_bad + self._held_out.num_bad
 
     @property
     def bad_rows(self) -> tuple[str, ...]:
         """What is wrong with the first few of them."""
-        return (*self._rows.bad_rows, *(self._held_out.bad_rows if self._held_out is not None else ()))
+        return (*self._rows.bad_rows, *self._held_out.bad_rows)
 
     @property
     def num_draws(self) -> int | None:
@@ -86,16 +82,9 @@ class PromptDataset:
             return None
         return self._order.row(pass_index, at)
 
-    def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
-        """The first held-out prompts. Their group ids are -1, -2, ..., so that they are never taken for draws."""
-        return held_out_prompts(self._held_out, limit)
-
-
-def held_out_prompts(rows: RowSet | None, limit: int) -> tuple[Prompt, ...]:
-    """The first of these rows, with group ids -1, -2, ..."""
-    if rows is None:
-        return ()
-    return tuple(rows.prompt(row, group_id=-1 - row, pass_index=0) for row in range(min(limit, len(rows))))
+    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
+        """The first held-out prompts, see `HeldOutSets`."""
+        return self._held_out.prompts(limit, name)
 
 
 def named(prompt: Prompt, name: str) -> Prompt:
@@ -109,37 +98,13 @@ def open_prompts(config: RunConfig) -> PromptDataset:
     return open_source(config, "", open_held_out(config))
 
 
-def open_source(config: RunConfig, name: str, held_out: RowSet | None = None) -> PromptDataset:
+def open_source(config: RunConfig, name: str, held_out: HeldOutSets = NO_SETS) -> PromptDataset:
     """Open and check one source of a run, which has that name. Raises as `open_prompts`."""
     part = config.data.parts()[name]
     rows = RowSet(
         parse_sources(part.train),
-        layout_of(config, part, name),
+        layout_of(config, part, config.reward, name),
         key=config.data.key_of(name),
         skips_bad=part.on_bad_line == "skip",
     )
     return PromptDataset(rows, held_out, part, config.run.seed, name=name)
-
-
-def open_held_out(config: RunConfig) -> RowSet | None:
-    """The held-out rows, if there are any. Raises as `open_prompts`."""
-    if not config.eval.data:
-        return None
-    layout, skips_bad = layout_of(config, config.data), config.data.on_bad_line == "skip"
-    rows = RowSet(parse_sources(config.eval.data), layout, key="eval.data", skips_bad=skips_bad)
-    num_rows = min(config.eval.num_prompts, len(rows))
-    if (num_bytes := rows.num_bytes(num_rows)) > MAX_HELD_OUT_BYTES:
-        raise DataError(
-            f"eval.data: {num_rows} rows, which are evaluated together, come to {num_bytes:,} bytes, the limit is "
-            f"{MAX_HELD_OUT_BYTES:,}",
-            remedy="lower eval.num_prompts, or keep what is large in a file that the row names and your reward reads",
-        )
-    return rows
-
-
-def layout_of(config: RunConfig, part: DataSettings, name: str = "") -> Layout:
-    """How rows are read that are laid out as `part` says. `name`: of their source, if there are several."""
-    if config.algo.kind == "sft":
-        return Layout(part, needs_demonstration=True)
-    rewards = RowRewards(config.reward, {DATA_SOURCE: name} if name else {})
-    return Layout(part, needs_label=rewards.all_need_label, rewards=rewards)

@@ -3,42 +3,79 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+from collections.abc import Mapping, Sequence
 
+from ...algos.pass_rate import pass_rates
 from ...core.errors import EngineError
 from ...core.messages import Assignment, EvalRequest, EvalResult
 from ...core.samples import Group
-from .group_runner import GroupRunner
+from .group_runner import GroupRunner, PooledScorer
 
 
-async def evaluate(
-    runner: GroupRunner, request: EvalRequest, name: str, version: int, *, number: int, log: logging.Logger
-) -> EvalResult:
-    """Mean reward over the prompts that were answered; failures are logged and counted.
+class Evaluation:
+    """Of one rollout actor."""
 
-    `version` stands in when no token has a version; `number`: of this evaluation, for the ids of its requests. Raises
-    EngineError when not a single prompt was answered.
-    """
-    assignments = [
-        Assignment(prompt=p, attempt=-number, num_samples=request.num_samples, sampling=request.sampling)
-        for p in request.prompts
-    ]
-    results = await asyncio.gather(*(runner.run(a) for a in assignments), return_exceptions=True)
-    groups = [r for r in results if isinstance(r, Group)]
-    for failure in results:
-        if isinstance(failure, BaseException):
-            log.warning("evaluation: %s", failure)
-    if not groups:
-        raise EngineError(
-            f"{name}: none of {len(results)} evaluation prompts was answered; first: {results[:1]}",
-            remedy="see this actor's log",
+    def __init__(self, scorers: Mapping[str, PooledScorer] | None = None) -> None:
+        """`scorers`: of the evaluation sets that are not judged as training samples are."""
+        self._scorers = dict(scorers or {})
+        self._numbers = itertools.count(1)
+
+    def number(self) -> int:
+        """Of a question, be it an evaluation or a canary: asked again while the first still runs, one must not be taken
+        for the other."""
+        return next(self._numbers)
+
+    async def answer(
+        self, runner: GroupRunner, request: EvalRequest, name: str, version: int, *, log: logging.Logger
+    ) -> EvalResult:
+        """Mean reward over the prompts that were answered; failures are logged and counted.
+
+        `version` stands in when no token has a version. Raises EngineError when not a single prompt was answered.
+        """
+        scorer, number = self._scorers.get(request.name), self.number()
+        judged = runner if scorer is None else runner.judged_by(scorer)
+        assignments = [
+            Assignment(prompt=p, attempt=-number, num_samples=request.num_samples, sampling=request.sampling)
+            for p in request.prompts
+        ]
+        results = await asyncio.gather(*(judged.run(a) for a in assignments), return_exceptions=True)
+        groups = [r for r in results if isinstance(r, Group)]
+        for failure in results:
+            if isinstance(failure, BaseException):
+                log.warning("evaluation: %s", failure)
+        if not groups:
+            raise EngineError(
+                f"{name}: none of {len(results)} evaluation prompts was answered; first: {results[:1]}",
+                remedy="see this actor's log",
+            )
+        rewards = [float(r) for g in groups for r in g.rewards]
+        versions = [v for g in groups for s in g.samples for v in s.versions.tolist() if v >= 0] or [version]
+        return EvalResult(
+            mean_reward=sum(rewards) / len(rewards),
+            num_samples=len(rewards),
+            oldest_version=min(versions),
+            newest_version=max(versions),
+            num_errors=len(results) - len(groups),
+            metrics=measured(groups, request.pass_reward) | {"num_errors": float(len(results) - len(groups))},
         )
-    rewards = [float(r) for g in groups for r in g.rewards]
-    versions = [v for g in groups for s in g.samples for v in s.versions.tolist() if v >= 0] or [version]
-    return EvalResult(
-        mean_reward=sum(rewards) / len(rewards),
-        num_samples=len(rewards),
-        oldest_version=min(versions),
-        newest_version=max(versions),
-        num_errors=len(results) - len(groups),
-    )
+
+    async def close(self) -> None:
+        """End what judges."""
+        closing = [scorer.close() for scorer in self._scorers.values()]
+        for error in filter(None, await asyncio.gather(*closing, return_exceptions=True)):
+            raise error
+
+
+def measured(groups: Sequence[Group], pass_reward: float) -> dict[str, float]:
+    """What is told of answered prompts: mean reward, pass@k, mean length in tokens, share of answers cut off."""
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = [float(reward) for group in groups for reward in group.rewards]
+    solved = [(int((group.rewards >= pass_reward).sum()), len(group.rewards)) for group in groups]
+    return {
+        "reward": sum(rewards) / len(rewards),
+        **{f"pass_at_{k}": rate for k, rate in pass_rates(solved).items()},
+        "response_length": sum(len(sample.response_ids) for sample in samples) / len(samples),
+        "truncated_ratio": sum(sample.finish == "length" for sample in samples) / len(samples),
+    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -187,6 +188,12 @@ class GroupRunner:
         self._made: dict[int, GroupSoFar] = {}
         """Of groups that run."""
         self.stats = RunnerStats()
+
+    def judged_by(self, scorer: Scorer) -> GroupRunner:
+        """This one, load and sums included, with other rewards: for an evaluation."""
+        other = copy(self)
+        other._scorer = scorer
+        return other
 
     @property
     def model(self) -> ModelAccess:

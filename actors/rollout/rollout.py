@@ -12,7 +12,6 @@ so that what an engine calls version v is what the trainer calls version v, what
 from __future__ import annotations
 
 import asyncio
-import itertools
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -48,7 +47,7 @@ from .canary_answer import answer_canary
 from .channel_reach import ReachedByChannels
 from .engine_profile import profile_engine
 from .engine_weights import EngineWeights
-from .evaluation import evaluate
+from .evaluation import Evaluation
 from .gauges import gauge_forever
 from .group_handover import GroupHandover
 from .group_pull import GroupPull
@@ -98,6 +97,7 @@ class Rollout(OwnsKnobs, ReachedByChannels):
         options: RolloutOptions,
         clock: Clock,
         tenancy: Tenancy | None = None,
+        evaluation: Evaluation | None = None,
     ) -> None:
         """`tenancy`: where the engine shares its device with a trainer in turns."""
         self._engine = engine
@@ -113,8 +113,7 @@ class Rollout(OwnsKnobs, ReachedByChannels):
         self._runner: GroupRunner | None = None
         self._max_running = 0
         self._is_given_up = False
-        self._questions = itertools.count(1)
-        """Evaluations and canaries: asked again while the first still runs, one must not be taken for the other."""
+        self._evaluation = evaluation or Evaluation()
         self._live = RolloutLive(
             concurrency=options.max_groups,
             workflow_timeout_s=options.workflow_timeout_s,
@@ -266,7 +265,8 @@ class Rollout(OwnsKnobs, ReachedByChannels):
             self._tenant.turn.end()
         for task in tasks:
             task.cancel()
-        closing = [self._scorer.close()] if self._engine is None else [self._scorer.close(), self._engine.close()]
+        closing = [self._scorer.close(), self._evaluation.close()]
+        closing += [] if self._engine is None else [self._engine.close()]
         # Neither waits for the other, or fails by it.
         for error in filter(None, await asyncio.gather(*closing, return_exceptions=True)):
             raise error
@@ -339,11 +339,11 @@ class Rollout(OwnsKnobs, ReachedByChannels):
     # -- questions
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        number, log = next(self._questions), self.ctx.log
-        return await evaluate(self._ready_runner(), request, self.ctx.name, self._version, number=number, log=log)
+        runner, log = self._ready_runner(), self.ctx.log
+        return await self._evaluation.answer(runner, request, self.ctx.name, self._version, log=log)
 
     async def answer(self, request: EvalRequest) -> CanaryAnswers:
-        prefix = f"{self.ctx.name}.{self.ctx.epoch}.canary{next(self._questions)}."
+        prefix = f"{self.ctx.name}.{self.ctx.epoch}.canary{self._evaluation.number()}."
         with self._meter.working("canary"):
             model = self._ready_runner().model
             return await answer_canary(model, self._tokenizer, request, name=self.ctx.name, prefix=prefix)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .conflict import Conflict
 from .data import DataSettings, SourceSettings
 from .dumping import dump_config
+from .evaluation import EvalSetSettings, EvalSettings
 from .learning import COMPARING_KINDS, AlgoConfig, AlgoKind, AsyncSettings, OptimizerConfig, TrainerConfig
 from .loading import Inspected, inspect_config, load_config
 from .megatron import MegatronSettings
@@ -24,7 +25,6 @@ from .roles import (
 from .root import RunConfig, channel_conflicts
 from .settings import (
     EngineSettings,
-    EvalSettings,
     GuardSettings,
     ModelSettings,
     MonitorSettings,
@@ -40,6 +40,7 @@ __all__ = [
     "Conflict",
     "DataSettings",
     "EngineSettings",
+    "EvalSetSettings",
     "EvalSettings",
     "GuardSettings",
     "Inspected",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -24,6 +24,19 @@ MAX_SKIPS = 100
 _COLUMN_KEYS = ("prompt_key", "label_key", "metadata_key", "messages_key", "answer_key", "tools_key")
 TEMPLATE_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 """What a chat template is given anyway."""
+
+
+class RowSource(Protocol):
+    """What a table with files of its own says of their rows; see `SourceSettings`."""
+
+    @property
+    def path(self) -> str | tuple[str, ...]: ...
+
+    @property
+    def preset(self) -> str: ...
+
+    @property
+    def system(self) -> str: ...
 
 
 class SourceSettings(Section, frozen=True):
@@ -148,20 +161,25 @@ class DataSettings(Section, frozen=True):
         """Each source by its name, as a section of its own in which all is said; the only one is called ""."""
         if not self.sources:
             return {"": self}
-        return {name: self._part(source) for name, source in sorted(self.sources.items())}
+        return {
+            name: self.read_like(source, self.max_passes if source.max_passes < 0 else source.max_passes)
+            for name, source in sorted(self.sources.items())
+        }
 
     def key_of(self, name: str) -> str:
         """The key of the run file that names a source's files."""
         return f"data.sources.{name}.path" if name else "data.train"
 
-    def _part(self, source: SourceSettings) -> Self:
+    def read_like(self, source: RowSource, max_passes: int = 0) -> Self:
+        """A section of its own, in which all is said, for rows that are read like `[data]` but for what `source` says
+        itself."""
         own: dict[str, Any] = {"train": source.path, "sources": {}}
         inherits = source.preset in ("", self.preset)
         for key in _COLUMN_KEYS:
             own[key] = getattr(source, key) or (getattr(self, key) if inherits else "")
         own["preset"] = source.preset or self.preset
         own["system"] = source.system or self.system
-        own["max_passes"] = self.max_passes if source.max_passes < 0 else source.max_passes
+        own["max_passes"] = max_passes
         return self.model_copy(update=own)
 
 

@@ -127,15 +127,19 @@ class RewardSettings(Section, frozen=True):
     def _pattern_compiles(cls, value: str) -> str:
         return check_pattern(value)
 
+    def alone(self, fn: str, *, pattern: str = "", args: Mapping[str, Any] | None = None) -> Self:
+        """A section in which one function says all, whatever this one's say; limits and errors are as here."""
+        nothing: dict[str, Any] = {"functions": {}, "choose_by": "", "choose_else": "", "overlong_tokens": 0}
+        return self.model_copy(
+            update={**nothing, "fn": fn, "scope": "sample", "pattern": pattern, "args": dict(args or {})}
+        )
+
     def parts(self) -> Mapping[str, Self]:
         """Each function by its name, as a section of its own in which all is said; the only one is called ""."""
         if not self.functions:
             return {"": self}
-        alone: dict[str, Any] = {"functions": {}, "choose_by": "", "choose_else": "", "overlong_tokens": 0}
         return {
-            name: self.model_copy(
-                update={**alone, "fn": of.fn or name, "pattern": of.pattern, "scope": of.scope, "args": of.args}
-            )
+            name: self.alone(of.fn or name, pattern=of.pattern, args=of.args).model_copy(update={"scope": of.scope})
             for name, of in self.functions.items()
         }
 

@@ -10,6 +10,7 @@ from .chaos import ChaosSettings
 from .conflict import Conflict
 from .control import ControlSettings
 from .data import DataSettings
+from .evaluation import EvalSettings
 from .learning import COMPARING_KINDS, AlgoConfig, AsyncSettings, OptimizerConfig, TrainerConfig
 from .megatron import MegatronSettings
 from .memory import MemorySettings
@@ -21,7 +22,6 @@ from .section import Section
 from .settings import (
     WORKFLOW_BUILTINS,
     EngineSettings,
-    EvalSettings,
     GuardSettings,
     ModelSettings,
     MonitorSettings,
@@ -87,7 +87,7 @@ class RunConfig(Section, frozen=True):
         """Every key that names data files, and what it says."""
         for name, part in self.data.parts().items():
             yield self.data.key_of(name), part.train
-        yield "eval.data", self.eval.data
+        yield from self.eval.files().values()
 
     @model_validator(mode="before")
     @classmethod
@@ -192,13 +192,20 @@ def _standby_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _eval_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    if config.eval.every and not config.eval.data:
+    if config.eval.every and not config.eval.has_prompts:
         yield Conflict(("eval.every", "eval.data"), "needs eval.data, the held-out prompts")
-    if config.run.stop_reward and not (config.eval.data and config.eval.every):
+    if config.run.stop_reward and not (config.eval.has_prompts and config.eval.every):
         yield Conflict(
             ("run.stop_reward", "eval.data", "eval.every"),
             "needs evaluation: set eval.data and eval.every",
         )
+    limit = config.engine.context_length
+    for name, one in config.eval.sets.items():
+        if limit and one.max_new_tokens >= limit:
+            yield Conflict(
+                (f"eval.sets.{name}.max_new_tokens", "engine.context_length"),
+                f"leaves no room for a prompt in engine.context_length = {limit}",
+            )
 
 
 def _end_conflicts(config: RunConfig) -> Iterator[Conflict]:

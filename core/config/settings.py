@@ -25,11 +25,9 @@ from .section import (
     PositiveInt,
     ProgramName,
     Section,
-    SourceText,
     TextTuple,
     UnitFloat,
 )
-from .source import check_sources
 from .tables import Table, check_json
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -84,28 +82,6 @@ class ModelSettings(Section, frozen=True):
 
     path: Annotated[PathText, Field(min_length=1)]
     """HuggingFace folder: config.json, safetensors, tokenizer files."""
-
-
-class EvalSettings(Section, frozen=True):
-    """Evaluation on held-out prompts, beside training. Read with the keys and preset of `[data]`."""
-
-    data: SourceText = ""
-    """JSONL or parquet file(s) with held-out prompts; empty = no evaluation."""
-    every: CountInt = 0
-    """Steps between evaluations; 0 = only at the start (see `at_start`) or never."""
-    num_prompts: PositiveInt = 64
-    """Prompts used in one evaluation: the first ones of the file."""
-    num_samples: PositiveInt = 1
-    """Answers per prompt."""
-    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
-    """Sampling temperature of evaluation; 0 = greedy."""
-    at_start: bool = True
-    """Whether the untrained weights are evaluated too."""
-
-    @field_validator("data")
-    @classmethod
-    def _sources_parse(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        return check_sources(value)
 
 
 class RolloutSettings(Section, frozen=True):

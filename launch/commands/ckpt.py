@@ -25,6 +25,8 @@ def add(verbs: Verbs) -> None:
                       help="write none; check every byte of those that are there (also when it is over)")  # fmt: skip
     ckpt.set_defaults(run=_ckpt)
     evaluation = verbs.add_parser("eval", help="held-out reward now, beside training")
+    evaluation.add_argument("eval_set", nargs="?", default="", metavar="SET",
+                            help="one of [eval.sets] (left out: all of them)")  # fmt: skip
     evaluation.set_defaults(run=_eval)
     down = verbs.add_parser("down", help="end the run in good order, as Ctrl-C does")
     down.set_defaults(run=_down)
@@ -56,9 +58,14 @@ def _page(rows: list[dict[str, Any]]) -> RenderableType:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    answer = ControlClient.of(options.run_path).ask("eval", EVALUATION_S, reason=options.reason)
-    show(options, answer, lambda told: f"held-out reward {told['eval_reward']:.4g}")
+    answer = ControlClient.of(options.run_path).ask("eval", EVALUATION_S, reason=options.reason, name=options.eval_set)
+    show(options, answer, _eval_page)
     return 0
+
+
+def _eval_page(told: dict[str, float]) -> str:
+    lines = [f"  {key.removeprefix('eval/')} {value:.4g}" for key, value in told.items() if key != "eval_reward"]
+    return "\n".join([f"held-out reward {told['eval_reward']:.4g}", *lines])
 
 
 def _down(options: argparse.Namespace) -> int:

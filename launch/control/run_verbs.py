@@ -47,6 +47,13 @@ class CheckpointArguments(WithReason, frozen=True, kw_only=True):
     """A HuggingFace folder instead of a checkpoint."""
 
 
+class EvalArguments(WithReason, frozen=True, kw_only=True):
+    """Of `eval`."""
+
+    name: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """One of the evaluation sets; empty: all of them."""
+
+
 async def _verbs(room: Room, arguments: Arguments, who: Operator) -> list[dict[str, Any]]:
     from .verbs import all_verbs, describe  # it is made of this module's verbs among others
 
@@ -74,9 +81,10 @@ async def _checkpoint(room: Room, arguments: CheckpointArguments, who: Operator)
         return {"folder": await coordinator.checkpoint_now(who, arguments.reason, arguments.export)}
 
 
-async def _evaluate(room: Room, arguments: WithReason, who: Operator) -> dict[str, float]:
+async def _evaluate(room: Room, arguments: EvalArguments, who: Operator) -> dict[str, float]:
     async with coordinator_call(room, EVALUATION_S) as coordinator:
-        return {"eval_reward": await coordinator.evaluate_now(who, arguments.reason)}
+        result = await coordinator.evaluate_now(who, arguments.reason, arguments.name)
+    return {"eval_reward": result.mean_reward, **result.metrics}
 
 
 async def _down(room: Room, arguments: WithReason, who: Operator) -> dict[str, str]:
@@ -112,7 +120,7 @@ VERBS: tuple[Verb[Any], ...] = (
         run=_checkpoint, is_noted_elsewhere=True,
     ),
     Verb(
-        "eval", "operate", WithReason, "held-out reward now, beside training", run=_evaluate, is_noted_elsewhere=True
+        "eval", "operate", EvalArguments, "held-out reward now, beside training", run=_evaluate, is_noted_elsewhere=True
     ),
     Verb("down", "operate", WithReason, "end the run in good order", run=_down),
 )  # fmt: skip

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...actors.data.held_out import held_out_layout, layout_of
 from ...actors.data.layout import Layout
-from ...actors.data.prompts import layout_of
 from ...actors.data.row_file import RowError, RowFile, check_data_file
 from ...actors.data.row_set import encode_item, open_rows
 from ...core.config import DataSettings, RunConfig
@@ -73,14 +73,25 @@ def _planned(config: RunConfig, name: str, num_rows: int | None, max_passes: int
     return PlannedSource(name, num_rows, share, max_passes, passes)
 
 
+def glance_at_held_out(config: RunConfig) -> dict[str, DataGlance]:
+    """Look at the files of every evaluation set, by its name."""
+    return {
+        name: _glance(key, files, held_out_layout(config, name), skips_bad=config.data.on_bad_line == "skip")
+        for name, (key, files) in config.eval.files().items()
+    }
+
+
 def glance(
     config: RunConfig, key: str, value: str | tuple[str, ...], part: DataSettings | None = None, name: str = ""
 ) -> DataGlance:
     """Look at the files that a key names, of the source of that name, whose rows are laid out as `part` says (or
-    `[data]`); errors of the files
-    themselves (missing, empty, of a foreign format) are left to the preflight."""
+    `[data]`); errors of the files themselves (missing, empty, of a foreign format) are left to the preflight."""
     part = part or config.data
-    layout = layout_of(config, part, name)
+    layout = layout_of(config, part, config.reward, name)
+    return _glance(key, value, layout, skips_bad=part.on_bad_line == "skip")
+
+
+def _glance(key: str, value: str | tuple[str, ...], layout: Layout, *, skips_bad: bool) -> DataGlance:
     total: int | None = 0
     findings: list[Finding] = []
     for source in parse_sources(value):
@@ -96,7 +107,7 @@ def glance(
             continue
         rows = source.rows(file.num_rows)
         total = None if total is None else total + len(rows)
-        findings += _first_rows(source, file, rows, layout, key, skips_bad=part.on_bad_line == "skip")
+        findings += _first_rows(source, file, rows, layout, key, skips_bad=skips_bad)
     return DataGlance(total, tuple(findings))
 
 

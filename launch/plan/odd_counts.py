@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
 from ...core.config import RunConfig
@@ -16,15 +16,10 @@ MANY_STEPS = 100
 """Whoever lets a run make so many will not want to make them again."""
 
 
-def odd_counts(config: RunConfig, batch: Batch, num_held_out: int | None) -> Iterator[Finding]:
-    """All of them."""
+def odd_counts(config: RunConfig, batch: Batch, held_out: Mapping[str, int | None]) -> Iterator[Finding]:
+    """All of them. `held_out`: name of each evaluation set -> its rows, where they were counted."""
     yield from _schedules(config)
-    if num_held_out is not None and config.eval.data and num_held_out < config.eval.num_prompts:
-        yield _odd(
-            "eval.num_prompts",
-            f"= {config.eval.num_prompts}: eval.data has {num_held_out} rows, which are all used",
-            "lower it, or use more data",
-        )
+    yield from _held_out(config, held_out)
     if batch.samples_per_update < batch.num_replicas:
         yield _odd(
             "algo.batch_size",
@@ -56,6 +51,19 @@ def odd_counts(config: RunConfig, batch: Batch, num_held_out: int | None) -> Ite
             "ones are cut short",
             "raise it, or lower rollout.max_new_tokens",
         )
+
+
+def _held_out(config: RunConfig, held_out: Mapping[str, int | None]) -> Iterator[Finding]:
+    for name, num_rows in held_out.items():
+        own = config.eval.sets[name].num_prompts if name else 0
+        wanted = own or config.eval.num_prompts
+        if num_rows is not None and num_rows < wanted:
+            files = f"eval.sets.{name}.path" if name else "eval.data"
+            yield _odd(
+                f"eval.sets.{name}.num_prompts" if own else "eval.num_prompts",
+                f"= {wanted}: {files} has {num_rows} rows, which are all used",
+                "lower it, or use more data",
+            )
 
 
 def _schedules(config: RunConfig) -> Iterator[Finding]:

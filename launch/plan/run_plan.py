@@ -21,7 +21,7 @@ from ..preflight.gpus import look_at_gpus
 from ..preflight.preflight import CHECKS, FIT_CHECKS, NAMED_CHECKS, find_problems, readable_model
 from ..supervisor.placement import place, placement_problems
 from .batch import Batch, batch_of
-from .data_glance import PlannedSource, batch_findings, glance, glance_at_sources, source_findings
+from .data_glance import PlannedSource, batch_findings, glance_at_held_out, glance_at_sources, source_findings
 from .device_memory import Capacities, Memory, memory_of
 from .odd_counts import odd_counts
 from .picture import grid, legend, picture, processes, turns
@@ -134,11 +134,12 @@ def _planned(config: RunConfig, options: PlanOptions) -> tuple[dict[str, Any], l
     num_ranks = sum(actor.role == "trainer" for actor in actors)
     num_rollouts = sum(actor.role == "rollout" for actor in actors)
     train, shown["sources"] = glance_at_sources(config)
-    held_out = glance(config, "eval.data", config.eval.data)
-    findings += (*train.findings, *held_out.findings, *batch_findings(config, train))
+    held_out = glance_at_held_out(config)
+    findings += (*train.findings, *(finding for one in held_out.values() for finding in one.findings))
+    findings += batch_findings(config, train)
     findings += source_findings(config, shown["sources"])
     shown["batch"] = batch = batch_of(config, model, max(1, num_ranks), train.num_rows, train.num_draws)
-    findings += odd_counts(config, batch, held_out.num_rows)
+    findings += odd_counts(config, batch, {name: one.num_rows for name, one in held_out.items()})
     findings += sampling_findings(config)
     if actors and config.algo.kind != "sft":
         shown["staleness"] = staleness = staleness_of(config, num_rollouts)

@@ -74,7 +74,12 @@ def _check_args(table: str, part: RewardSettings) -> None:
 
 
 def _named(config: RunConfig) -> tuple[Named, ...]:
+    own = {name: one for name, one in sorted(config.eval.sets.items()) if one.reward}
     return (
+        *(
+            Named(one.reward, reward_expected(f"eval.sets.{name}.reward"), len(one.reward_args))
+            for name, one in own.items()
+        ),
         Named(config.rollout.workflow, WORKFLOW, len(config.rollout.workflow_args)),
         *(
             Named(part.fn, reward_expected(key, takes_group=part.scope == "group"), len(part.args))

@@ -58,7 +58,7 @@ class Rows:
     def row_of(self, draw: int) -> int | None:
         return draw % 1000
 
-    def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
+    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         return ()
 
 
@@ -170,6 +170,7 @@ class Floor:
             engine=engine,
             workflow=options.pop("workflow", single_turn.generate),
             scorer=FixedReward(),
+            evaluation=options.pop("evaluation", None),
             tokenizer=self.tokenizer,
             options=RolloutOptions(max_groups=max_groups, max_turns=1, context_length=0, report_s=0.05, **options),
             clock=SystemClock(),

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from myxa.actors.rewards.rewarder import FixedReward
+from myxa.actors.rollout.evaluation import Evaluation
 from myxa.core.errors import CallError, EngineError
 from myxa.core.messages import EvalRequest, SamplingParams
 from myxa.core.samples import Message, Prompt
@@ -17,12 +19,12 @@ from myxa.core.samples import Message, Prompt
 Maker = Callable[..., Any]
 
 
-def question(num_prompts: int = 2) -> EvalRequest:
+def question(num_prompts: int = 2, **wishes: Any) -> EvalRequest:
     prompts = tuple(
         Prompt(group_id=-10 - row, row=row, pass_index=0, messages=(Message(role="user", content=f"row {row}"),))
         for row in range(num_prompts)
     )
-    return EvalRequest(prompts=prompts, num_samples=1, sampling=SamplingParams(max_new_tokens=4))
+    return EvalRequest(prompts=prompts, **({"num_samples": 1, "sampling": SamplingParams(max_new_tokens=4)} | wishes))
 
 
 @pytest.mark.asyncio
@@ -78,3 +80,23 @@ async def test_an_evaluation_that_is_asked_for_again_while_it_runs_is_another(
         assert len({request.request_id for request in engine.requests}) == 4
         engine.gate.set()
         assert [result.num_errors for result in await asyncio.gather(*both)] == [0, 0]
+
+
+@pytest.mark.asyncio
+async def test_a_set_with_a_reward_of_its_own_is_judged_by_that_and_training_is_not(
+    tmp_path: Path, data_floor: Maker
+) -> None:
+    async with data_floor(tmp_path) as floor:
+        await floor.buffer.set_paused(True)
+        own = Evaluation({"own": FixedReward(0.25)})
+        engine = await floor.add("rollout/0", evaluation=own)
+        engine.gate.set()
+        asked = [question(3, name=name, num_samples=5, pass_reward=0.5) for name in ("own", "other")]
+        judged, plain = [await floor.ref().evaluate(one) for one in asked]
+        assert (judged.mean_reward, plain.mean_reward) == (0.25, 1.0)
+        assert judged.metrics == {
+            "reward": 0.25, "pass_at_1": 0.0, "pass_at_2": 0.0, "pass_at_4": 0.0, "response_length": 4.0,
+            "truncated_ratio": 1.0, "num_errors": 0.0,
+        }  # fmt: skip
+        assert {name: plain.metrics[f"pass_at_{name}"] for name in (1, 2, 4)} == {1: 1.0, 2: 1.0, 4: 1.0}
+        assert floor.rollouts["rollout/0"]._runner.stats.num_samples >= 30, "its samples count as work of the actor"

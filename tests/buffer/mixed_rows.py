@@ -45,7 +45,7 @@ class NamedRows:
             source_name=self.name,
         )
 
-    def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
+    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         return ()
 
 
@@ -69,7 +69,7 @@ class MixedRows:
     weights: Mapping[str, float]
     fingerprint: str = "mixed"
 
-    def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
+    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         return ()
 
 

@@ -36,7 +36,6 @@ def test_a_source_says_what_is_its_own(tmp_path: Path) -> None:
     assert [key for key, _ in config.data_files()] == [
         "data.sources.math.path",
         "data.sources.talk-2.path",
-        "eval.data",
     ]
     (tmp_path / "again.toml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.toml") == config

@@ -254,6 +254,25 @@ MISTAKES: list[tuple[str, str]] = [
         '[rollout]\nnum_samples = 1\n[algo]\nkind = "ppo"\n',
         'run.toml:7: algo.group_filter = "zero_variance" (default): would leave out every group of one sample; use "none"',
     ),
+    (
+        '[eval]\ndata = "h.jsonl"\n[eval.sets.a]\npath = "a.jsonl"\n',
+        "does not go with [eval.sets]: make it one of them, with a name",
+    ),
+    ('[eval.sets."a b"]\npath = "a.jsonl"\n', "a set's name is 1 to 64 letters, digits, '_' or '-', no sign first"),
+    ('[eval.sets.reward]\npath = "a.jsonl"\n', "is the name of a metric; choose another one"),
+    (
+        '[eval.sets.a]\npath = "a.jsonl"\nreward = "regex"\n',
+        'reward = "regex" needs a pattern',
+    ),
+    (
+        '[eval.sets.a]\npath = "a.jsonl"\nreward_args = {x = 1}\n',
+        "is for a function of the set's own: name it in `reward`",
+    ),
+    ('[eval.sets.a]\npath = "a.jsonl"\ntemperature = -0.5\n', "must be at least 0, or -1 (as in [eval])"),
+    (
+        '[engine]\ncontext_length = 512\n[eval.sets.a]\npath = "a.jsonl"\nmax_new_tokens = 512\n',
+        "leaves no room for a prompt in engine.context_length = 512",
+    ),
     ("[eval]\nevery = 5\n", "run.toml:6: eval.every = 5: needs eval.data, the held-out prompts"),
     ("[run]\nstop_reward = 0.9\n", "run.toml:6: run.stop_reward = 0.9: needs evaluation: set eval.data and eval.every"),
     (

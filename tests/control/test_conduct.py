@@ -19,6 +19,7 @@ from myxa.core.activity import ActivityMeter
 from myxa.core.clock import SystemClock
 from myxa.core.errors import CallError, DeadlineExceeded, LedgerError, MyxaError
 from myxa.core.knobs import Operator
+from myxa.core.messages import EvalResult
 
 pytestmark = pytest.mark.asyncio
 WHO = Operator(user="ada", via="test")
@@ -77,8 +78,8 @@ class Place:
     def event(self, kind: str, text: str, **data: object) -> None:
         self.told.append(kind)
 
-    async def _evaluate(self) -> float:
-        return 0.5
+    async def _evaluate(self, name: str) -> EvalResult:
+        return EvalResult(mean_reward=0.5, num_samples=1, oldest_version=0, newest_version=0)
 
     async def settled(self) -> None:
         await asyncio.gather(*self.tasks)
@@ -180,8 +181,8 @@ async def test_a_journal_that_refuses_leaves_all_as_it_was(tmp_path: Path) -> No
 async def test_what_was_done_and_cannot_be_recorded_is_said_to_be_done(tmp_path: Path) -> None:
     place = Place(tmp_path)
     (tmp_path / "audit.jsonl").write_text("no record\n")
-    with pytest.raises(LedgerError, match=r"eval was done \(0\.5\), but could not be recorded"):
-        await place.conduct.evaluate(WHO, "")
+    with pytest.raises(LedgerError, match=r"eval was done \(held-out reward 0\.5\), but could not be recorded"):
+        await place.conduct.evaluate(WHO, "", "")
 
 
 async def test_steps_are_counted_from_where_the_run_stands(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from myxa.actors.data import PromptDataset, open_prompts
 from myxa.core.config import RunConfig
+from myxa.core.errors import DataError
 from myxa.core.samples import Message, Prompt
 
 Rows = list[dict[str, Any]]
@@ -212,6 +213,23 @@ def test_held_out_prompts_have_ids_of_their_own(tmp_path: Path) -> None:
     assert [prompt.group_id for prompt in dataset.eval_prompts(2)] == [-1, -2]
     assert [prompt.messages[0].content for prompt in dataset.eval_prompts(9)] == ["h0", "h1", "h2"]
     assert open_prompts(config(train)).eval_prompts(5) == ()
+
+
+def test_every_evaluation_set_is_read_in_its_own_way(tmp_path: Path) -> None:
+    train = store_jsonl(tmp_path, [{"prompt": "t", "label": "x"}])
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    a = store_jsonl(tmp_path / "a", [{"prompt": f"a{i}", "label": "x"} for i in range(3)])
+    b = store_jsonl(tmp_path / "b", [{"question": f"b{i}"} for i in range(3)])
+    free = {"path": b, "prompt_key": "question", "reward": "format", "system": "be brief"}
+    dataset = open_prompts(config(train, eval={"sets": {"a": {"path": a}, "b": free}, "every": 1}))
+    assert [prompt.messages[0].content for prompt in dataset.eval_prompts(2, "a")] == ["a0", "a1"]
+    assert [m.content for m in dataset.eval_prompts(1, "b")[0].messages] == ["be brief", "b0"]
+    assert dataset.eval_prompts(5) == dataset.eval_prompts(5, "c") == ()
+    with pytest.raises(
+        DataError, match=r'b/rows.jsonl:1: column "label" is missing'
+    ):  # which compares with a label that there is not
+        open_prompts(config(train, eval={"sets": {"b": free | {"reward": "exact"}}, "every": 1}))
 
 
 def test_reading_jsonl_does_not_import_pyarrow_or_torch(tmp_path: Path) -> None:

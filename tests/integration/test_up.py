@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +19,14 @@ pytestmark = pytest.mark.timeout(180)
 
 def test_a_run_ends_with_every_prompt_accounted_for(job: Job) -> None:
     rewards = ("reward.functions.exact.weight=1.0", "reward.functions.format.weight=0.5")
-    command = job.command('eval.data="data/heldout.jsonl"', "eval.num_prompts=16", *rewards)
+    (job.folder / "mine.py").write_text("def reward(completion):\n    return 0.25\n")
+    sets = {
+        "cut": {"path": "data/heldout.jsonl", "max_new_tokens": 1, "temperature": 0.0},
+        "own": {"path": "data/heldout.jsonl", "reward": "mine.py:reward", "num_samples": 3, "pass_reward": 0.25},
+    }
+    told = [f"eval.sets.{name}.{key}={json.dumps(value)}" for name, one in sets.items() for key, value in one.items()]
+    more = ("eval.num_prompts=16", "rollout.deterministic=true", 'rollout.stop=["never said"]')
+    command = job.command(*told, *rewards, *more)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=job.folder)
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = job.run_dir()
@@ -36,6 +44,10 @@ def test_a_run_ends_with_every_prompt_accounted_for(job: Job) -> None:
     assert f"reward: {short(rewards[0])} -> {short(rewards[-1])}   o held-out: " in done.stdout, (
         "of all steps, the last too"
     )
+    found = {key: value for point in metrics(run_dir) for key, value in point["values"].items() if "eval/" in key}
+    assert (found["eval/cut/response_length"], found["eval/cut/truncated_ratio"]) == (1.0, 1.0)
+    assert (found["eval/own/reward"], found["eval/own/pass_at_1"], found["eval/own/pass_at_2"]) == (0.25, 1.0, 1.0)
+    assert found["eval/reward"] == pytest.approx((found["eval/cut/reward"] + 0.25) / 2)
     assert (run_dir / "report.html").stat().st_size > 10_000
     assert (run_dir / "export" / "model.safetensors").exists()
     assert (run_dir / "trace.json").exists()

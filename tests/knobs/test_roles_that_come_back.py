@@ -42,7 +42,7 @@ class Rows:
     def row_of(self, draw: int) -> int | None:
         return draw
 
-    def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
+    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         return ()
 
 

@@ -52,7 +52,7 @@ class Rows:
     def row_of(self, draw: int) -> int | None:
         return draw if draw < self.num_rows else None
 
-    def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
+    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         return ()
 
 

@@ -45,7 +45,7 @@ class Rows:
     def row_of(self, draw: int) -> int | None:
         return None if self.passes and draw >= self.num * self.passes else draw % self.num
 
-    def eval_prompts(self, limit: int) -> tuple[Prompt, ...]:
+    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         return ()
 
 

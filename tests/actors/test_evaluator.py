@@ -1,0 +1,116 @@
+"""Evaluation on several sets: each asked in its own way, told by its own name; one that fails does not hide the others."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myxa.actors.coordinator.evaluator import Evaluator
+from myxa.actors.coordinator.knobs import LiveOptions
+from myxa.actors.coordinator.options import CoordinatorOptions, EvalSet
+from myxa.actors.coordinator.run_state import RunState
+from myxa.core.activity import ActivityMeter
+from myxa.core.clock import SystemClock
+from myxa.core.errors import ConfigError, EngineError
+from myxa.core.messages import EvalRequest, EvalResult, SamplingParams
+from myxa.core.samples import Prompt
+
+REWARDS = {"easy": 0.9, "hard": 0.1}
+
+
+class World:
+    """The buffer, one engine, and everybody that is told something."""
+
+    log = logging.getLogger("evaluator")
+    clock = SystemClock()
+
+    def __init__(self, *sets: EvalSet, broken: str = "none of them") -> None:
+        self.asked: list[EvalRequest] = []
+        self.metrics: dict[str, float] = {}
+        self.events: list[tuple[str, str]] = []
+        self.broken = broken
+        self.state = RunState()
+        self.serving = {"rollout/0": 7}
+        options = CoordinatorOptions(
+            name="r", num_steps=1, has_engines=True, audit_path=Path("a"), journal_path=Path("j"), launch="x",
+            eval_prompts=4, eval_samples=2, eval_sampling=SamplingParams(temperature=0.7, max_new_tokens=50),
+            eval_sets=sets,
+        )  # fmt: skip
+        every: Any = self
+        meter = ActivityMeter("c", self.clock)
+        self.evaluator = Evaluator(
+            every, options, LiveOptions.of(options), every, every, meter, every, self.state, self.keep
+        )
+
+    async def keep(self) -> None: ...
+
+    def ref(self, contract: type, name: str) -> Any:
+        return self
+
+    async def engines_at(self, version: int | None) -> list[str]:
+        return ["rollout/0"]
+
+    async def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
+        return tuple(Prompt(group_id=-1 - i, row=i, pass_index=0, messages=()) for i in range(limit))
+
+    async def evaluate(self, request: EvalRequest) -> EvalResult:
+        self.asked.append(request)
+        if request.name == self.broken:
+            raise EngineError("it broke", remedy="none")
+        reward = REWARDS.get(request.name, 0.5)
+        return EvalResult(
+            mean_reward=reward, num_samples=8, oldest_version=6, newest_version=7, metrics={"reward": reward}
+        )
+
+    def metric(self, step: int, values: dict[str, float]) -> None:
+        self.metrics |= values
+
+    def event(self, kind: str, text: str) -> None:
+        self.events.append((kind, text))
+
+
+@pytest.mark.asyncio
+async def test_each_set_is_asked_in_its_own_way_and_the_rest_is_as_for_all() -> None:
+    world = World(EvalSet(name="easy"), EvalSet(name="hard", num_prompts=2, num_samples=9, temperature=0.0, top_p=0.8))
+    result = await world.evaluator.evaluate()
+    easy, hard = world.asked
+    assert (len(easy.prompts), easy.num_samples, easy.sampling) == (
+        4, 2, SamplingParams(temperature=0.7, max_new_tokens=50),
+    )  # fmt: skip
+    assert (len(hard.prompts), hard.num_samples, hard.sampling) == (
+        2, 9, SamplingParams(temperature=0.0, top_p=0.8, max_new_tokens=50),
+    )  # fmt: skip
+    assert world.metrics == {"eval/easy/reward": 0.9, "eval/hard/reward": 0.1, "eval/reward": 0.5}
+    assert (result.mean_reward, world.state.eval_reward, world.state.evaluating) == (0.5, 0.5, -1)
+
+
+@pytest.mark.asyncio
+async def test_the_only_set_has_no_name() -> None:
+    world = World(EvalSet())
+    await world.evaluator.evaluate()
+    assert world.metrics == {"eval/reward": 0.5}
+    with pytest.raises(ConfigError, match="no evaluation set 'hard'.*leave the name out"):
+        await world.evaluator.evaluate("hard")
+
+
+@pytest.mark.asyncio
+async def test_one_set_alone_does_not_speak_for_the_run() -> None:
+    world = World(EvalSet(name="easy"), EvalSet(name="hard"))
+    assert (await world.evaluator.evaluate("easy")).mean_reward == 0.9
+    assert [one.name for one in world.asked] == ["easy"]
+    assert (world.metrics, world.state.eval_reward) == ({"eval/easy/reward": 0.9}, None)
+    with pytest.raises(ConfigError, match="no evaluation set 'hart'.*hard"):
+        await world.evaluator.evaluate("hart")
+
+
+@pytest.mark.asyncio
+async def test_a_set_that_fails_is_named_and_the_others_are_told() -> None:
+    world = World(EvalSet(name="easy"), EvalSet(name="hard"), broken="easy")
+    with pytest.raises(EngineError, match="it broke"):
+        await world.evaluator.evaluate()
+    assert world.metrics == {"eval/hard/reward": 0.1}, "and no mean over what is left"
+    assert world.state.eval_reward is None
+    assert [text for kind, text in world.events if kind == "eval-failed"] == ["set easy: it broke -- none"]
