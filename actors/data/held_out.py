@@ -78,6 +78,7 @@ def _open(config: RunConfig, name: str, key: str, files: str | tuple[str, ...]) 
         raise DataError(
             f"{key}: {num_rows} rows, which are evaluated together, come to {num_bytes:,} bytes, the limit is "
             f"{MAX_HELD_OUT_BYTES:,}",
-            remedy=f"lower {place}.num_prompts, or keep what is large in a file that the row names and the reward reads",
+            remedy=f"lower {place}.num_prompts, or keep what is large in a file that the row names and your reward "
+            "reads",
         )
     return rows

@@ -58,6 +58,8 @@ class EvalSetSettings(Section, frozen=True):
     """Column with the conversation of the `chat` preset. Empty = likewise."""
     answer_key: str = ""
     """Column with the demonstration to be learnt by SFT. Empty = likewise."""
+    tools_key: str = ""
+    """Column with the tools that the chat template is given. Empty = likewise."""
     system: str = ""
     """System message put in front of conversations that have none; empty = as in `[data]`."""
 

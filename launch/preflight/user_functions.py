@@ -77,7 +77,7 @@ def _named(config: RunConfig) -> tuple[Named, ...]:
     own = {name: one for name, one in sorted(config.eval.sets.items()) if one.reward}
     return (
         *(
-            Named(one.reward, reward_expected(f"eval.sets.{name}.reward"), len(one.reward_args))
+            Named(one.reward, reward_expected(f"eval.sets.{name}.reward", takes_group=False), len(one.reward_args))
             for name, one in own.items()
         ),
         Named(config.rollout.workflow, WORKFLOW, len(config.rollout.workflow_args)),
