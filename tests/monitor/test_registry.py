@@ -10,8 +10,8 @@ import pytest
 
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink
 from myxa.actors.sinks.jsonl import JsonlSink
-from myxa.actors.sinks.prometheus import PrometheusSink
 from myxa.actors.sinks.names import BUILT_IN_NAMES
+from myxa.actors.sinks.prometheus import PrometheusSink
 from myxa.actors.sinks.registry import BUILT_IN, choose_sinks, make_sink
 from myxa.actors.sinks.tensorboard import TensorBoardSink
 from myxa.core.clock import ManualClock
