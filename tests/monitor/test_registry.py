@@ -10,6 +10,7 @@ import pytest
 
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink
 from myxa.actors.sinks.jsonl import JsonlSink
+from myxa.actors.sinks.names import BUILT_IN_NAMES
 from myxa.actors.sinks.prometheus import PrometheusSink
 from myxa.actors.sinks.registry import BUILT_IN, choose_sinks, make_sink
 from myxa.actors.sinks.tensorboard import TensorBoardSink
@@ -66,6 +67,7 @@ def test_the_monitor_section_chooses() -> None:
 
 
 def test_every_built_in_sink_can_be_made() -> None:
+    assert set(BUILT_IN) == set(BUILT_IN_NAMES)
     for name in BUILT_IN:
         assert make_sink(name).name == name
 
