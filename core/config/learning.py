@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
@@ -16,6 +17,7 @@ from .section import (
     PositiveFloat,
     PositiveInt,
     Section,
+    TextTuple,
     UnitFloat,
 )
 from .settings import FILTER_BUILTINS, SAMPLE_FILTER_BUILTINS, check_code_name
@@ -268,6 +270,9 @@ class TrainerConfig(Section, frozen=True):
     """Number type of forward and backward; master weights are float32."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """How ranks share the model: ddp (each has all of it) or fsdp (sharded)."""
+    freeze: TextTuple = ()
+    """Regular expressions (Python syntax, found anywhere in a parameter's HuggingFace name) of what is not trained; the
+    torch trainer's."""
     max_tokens_per_microbatch: PositiveInt = 4096
     """Tokens (prompt and answer, all samples) in one forward pass; a longer sample gets a pass of its own."""
     checkpoint_every: CountInt = 0
@@ -294,3 +299,13 @@ class TrainerConfig(Section, frozen=True):
     """Whether the trained model is written as a HuggingFace folder when the run ends."""
     activation_checkpointing: bool = False
     """Whether activations are recomputed in the backward pass to save memory."""
+
+    @field_validator("freeze")
+    @classmethod
+    def _patterns_compile(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in value:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f'"{pattern}" is not a regular expression: {error}') from error
+        return value

@@ -293,6 +293,10 @@ def _megatron_conflicts(config: RunConfig) -> Iterator[Conflict]:
             ("trainer.strategy", "roles.trainer.kind"),
             "is the torch trainer's; megatron.distributed_optimizer splits optimizer state",
         )
+    if config.trainer.freeze:
+        yield Conflict(
+            ("trainer.freeze", "roles.trainer.kind"), "is the torch trainer's: Megatron trains all parameters"
+        )
     if settings.offload_optimizer and config.trainer.dtype != "bfloat16":
         yield Conflict(
             ("megatron.offload_optimizer", "trainer.dtype"), 'needs trainer.dtype = "bfloat16" and its float32 masters'

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.data.row_file import check_data_file
+from ...actors.models.freezing import frozen_names
 from ...actors.models.hf_folder import find_tokenizer, open_weights, read_config
 from ...actors.models.model_config import ModelConfig
 from ...actors.models.reference import check_reference
@@ -76,6 +77,8 @@ def _check_model(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Fin
         yield from looked("model.path", find_tokenizer, config.model.path)
         yield from template_findings(config)
     yield from looked("model.path", _check_weights, config.model.path, model)
+    if config.trainer.freeze and "trainer" in roles:
+        yield from looked("trainer.freeze", _check_freeze, config, model)
     if config.algo.ref_path and "trainer" in roles:
         yield from looked("algo.ref_path", _check_reference, config, model)
     if config.weights.served_folder:
@@ -111,6 +114,15 @@ def readable_model(config: RunConfig) -> ModelConfig | None:
 def _check_weights(path: str, model: ModelConfig) -> None:
     with open_weights(path, model):
         pass
+
+
+def _check_freeze(config: RunConfig, model: ModelConfig) -> None:
+    try:
+        with open_weights(config.model.path, model) as weights:
+            names = [name for name in weights if not (model.tie_word_embeddings and name.startswith("lm_head."))]
+    except MyxaError:  # told of model.path
+        return
+    frozen_names(config.trainer.freeze, names)
 
 
 def _check_reference(config: RunConfig, model: ModelConfig) -> None:

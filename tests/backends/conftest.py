@@ -142,7 +142,7 @@ def run_gang(
             "num_ranks": num_ranks,
             "algo": algo,
             "optimizer": {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2},
-            "trainer": {"strategy": strategy},
+            "trainer": {"strategy": strategy, "freeze": gang_rank.FROZEN if strategy == "fsdp" else ()},
         }
         if num_ranks == 1:
             return out, [gang_rank.run(spec, 0)]

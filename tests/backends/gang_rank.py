@@ -27,6 +27,8 @@ from myxa.core.protocols import StepStats
 from myxa.core.samples import Group, Message, Prompt, Sample, TrainShard
 
 VOCAB = 262
+FROZEN = ("embed_tokens", r"layers\.0\.(mlp|self_attn\.q_)")
+"""What a gang that shards its model does not train."""
 LIVE = {"lr": 4e-4, "weight_decay": 0.3, "clip_high": 0.1}
 """Knobs as they stand in the second step."""
 
@@ -128,7 +130,7 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     )
     kind, minibatches = spec["algo"]["kind"], spec["algo"]["minibatches"]
     shards = [make_shards(seed, spec["num_ranks"], kind=kind, minibatches=minibatches)[rank] for seed in (11, 12, 13)]
-    result: dict[str, Any] = {"facts": backend.setup()}
+    result: dict[str, Any] = {"facts": backend.setup(), "frozen": spec["trainer"].get("freeze", ())}
     try:
         result["scores"] = {
             f"{s.group_id}/{s.index}": scores.tolist()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext as nothing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from myxa.actors.checkpoints.folder import list_checkpoints
+from myxa.core.errors import TrainError
 
 ALGO = {
     "kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.05, "correction": "mis",
@@ -55,6 +59,15 @@ def test_weights_agree_with_one_process(gangs: tuple[Gang, Gang]) -> None:
         np.testing.assert_allclose(many[name], one[name], rtol=0, atol=1e-5, err_msg=name)
 
 
+def test_what_is_frozen_stays_to_the_bit_and_the_rest_moves(gangs: tuple[Gang, Gang], model: Path) -> None:
+    before = load_file(model / "model.safetensors")
+    for gang in gangs:
+        patterns = gang[1][0]["frozen"]
+        after = load(gang, "weights_on")
+        same = {name for name, value in after.items() if np.array_equal(value, before[name])}
+        assert same == {name for name in before if any(re.search(pattern, name) for pattern in patterns)}
+
+
 def test_on_the_device_the_first_rank_sends_all_or_every_rank_has_all(gangs: tuple[Gang, Gang]) -> None:
     expected = {name: float(value.astype(np.float64).sum()) for name, value in load(gangs[1], "weights").items()}
     for rank, result in enumerate(gangs[1][1]):
@@ -87,7 +100,12 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(gangs: tuple[Gang, Gang]
 def test_a_checkpoint_of_many_ranks_restores_on_one(
     gangs: tuple[Gang, Gang], backends: Callable[..., Any], weights_of: Callable[..., dict[str, np.ndarray]]
 ) -> None:
-    backend = backends()
+    frozen = {"freeze": gangs[1][1][0]["frozen"]}
+    with (
+        pytest.raises(TrainError, match="was frozen -- set trainer.freeze as it was") if frozen["freeze"] else nothing()
+    ):
+        backends().load(str(gangs[1][0] / "checkpoints" / "two"))
+    backend = backends(trainer=frozen)
     assert backend.load(str(gangs[1][0] / "checkpoints" / "two")) == {"version": 2}
     saved = load(gangs[1], "weights")
     for name, value in weights_of(backend).items():

@@ -120,6 +120,12 @@ def test_the_reference_may_be_another_model_of_the_same_shape(
         backends(algo={"kl_coef": 0.1, "ref_path": str(tmp_path / "nowhere")})
 
 
+@pytest.mark.parametrize(("pattern", "said"), [("layers.9", "is found in no parameter"), (".", "nothing is left")])
+def test_a_freeze_that_fits_nothing_or_everything_is_refused(backends: Backends, pattern: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        backends(trainer={"freeze": (pattern,)})
+
+
 def test_scores_of_loose_samples_are_those_of_the_shard(backends: Backends, make_shards: Shards) -> None:
     backend = backends()
     (shard,) = make_shards(33)

@@ -198,6 +198,10 @@ MISTAKES: list[tuple[str, str]] = [
         "run.toml:7: optimizer.decay_steps = 5: must be above warmup_steps = 10",
     ),
     (
+        '[trainer]\nfreeze = ["embed"]\n[roles.trainer]\nkind = "megatron"\n',
+        ": is the torch trainer's: Megatron trains all parameters",
+    ),
+    (
         '[optimizer]\nschedule = "wsd"\n',
         'run.toml:5: optimizer.wsd_decay_steps = 0 (default): must be set: schedule = "wsd" goes down at its end',
     ),

@@ -131,6 +131,9 @@ WRONG: dict[str, Wrong] = {
         'fn = "mine.py:score"', 'fn = "remote"\nargs = { tries = 2 }', "args = { tries = 2 }", "http://host:port/path"
     ),
     "workflow not async": add("rollout", 'workflow = "mine.py:not_async"', "it must look like: async def generate"),
+    "freeze that fits nothing": add("trainer", 'freeze = ["layers.99."]', "names look like"),
+    "freeze that is no pattern": add("trainer", 'freeze = ["("]', "is not a regular expression"),
+    "reference of no KL term": add("algo", 'ref_path = "model"', "needs algo.kl_coef above 0"),
     "advantages missing": add("algo", 'advantage_fn = "mine.py:kep"', 'did you mean "keep"'),
     "loss of two values": add("algo", 'loss_fn = "mine.py:two_needed"', "it must look like: def loss"),
     "post-process that is async": add("algo", 'reward_post_process = "mine.py:later"', "it must look like: def process"),

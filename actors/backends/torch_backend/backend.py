@@ -82,7 +82,7 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
             if self._residence is not None:
                 self._residence.house("params", [p for _, p in replica.parameters()])
                 self._residence.house("frozen", [p for _, p in reference.parameters()] if reference else [])
-            optimizer = AdamW(replica.parameters(), config.optimizer.betas, config.optimizer.eps, self._residence)
+            optimizer = AdamW(replica.trained(), config.optimizer.betas, config.optimizer.eps, self._residence)
         stepper = Stepper(
             replica,
             reference,
@@ -99,6 +99,7 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
             "backend": "torch",
             "model": model_config.model_type,
             "num_parameters": model_config.num_parameters,
+            "num_frozen": sum(not p.requires_grad for _, p in replica.parameters()),
             "dtype": config.trainer.dtype,
             "device": str(device),
             "world_size": world.size,
@@ -128,4 +129,5 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
             recomputes=is_trained and trainer.activation_checkpointing,
         )
         load_weights(module, self._config.model_path if is_trained else self._config.reference_path, model_config)
-        return Replica(module.to(world.device), world, trainer.strategy, is_trained=is_trained)
+        freeze = trainer.freeze if is_trained else ()
+        return Replica(module.to(world.device), world, trainer.strategy, is_trained=is_trained, freeze=freeze)

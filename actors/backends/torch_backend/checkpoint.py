@@ -118,8 +118,8 @@ def _tensors(state: TrainingState) -> Iterator[tuple[str, Tensor]]:
     replica = state.replica
     if replica.is_sharded or replica.world.rank == 0:
         for name, parameter in replica.parameters():
-            parts = (local_part(parameter.detach()), *state.optimizer.moments[name])
-            for kind, part in zip(KINDS, parts, strict=True):
+            parts = (local_part(parameter.detach()), *state.optimizer.moments.get(name, ()))
+            for kind, part in zip(KINDS, parts, strict=False):  # a frozen one has no moments
                 if part.numel():  # a small tensor leaves the last ranks without rows
                     yield f"{kind}/{name}", part
     yield RNG_CPU, torch.get_rng_state()
@@ -130,9 +130,9 @@ def _tensors(state: TrainingState) -> Iterator[tuple[str, Tensor]]:
 def _restore(state: TrainingState, files: list[dict[str, NamedArray]]) -> None:
     world = state.replica.world
     for name, parameter in state.replica.parameters():
-        parts = (local_part(parameter.detach()), *state.optimizer.moments[name])
+        parts = (local_part(parameter.detach()), *state.optimizer.moments.get(name, ()))
         first_row = _first_row(parameter.shape[0], state.replica)
-        for kind, part in zip(KINDS, parts, strict=True):
+        for kind, part in zip(KINDS, parts, strict=False):  # a frozen one has no moments
             _copy_rows(f"{kind}/{name}", files, part, first_row, parameter.shape[0])
     own = files[world.rank] if world.rank < len(files) else {}
     if RNG_CPU in own:
@@ -153,6 +153,11 @@ def _copy_rows(key: str, files: list[dict[str, NamedArray]], part: Tensor, first
         if low < high:
             part[low - first : high - first].copy_(from_bytes(file[key])[low - start : high - start])
         start = end
+    if start == 0 < num_rows and not key.startswith("weights/"):
+        name = key.partition("/")[2]
+        raise TrainError(
+            f"the checkpoint holds no moments of {name}, which was frozen", remedy="set trainer.freeze as it was"
+        )
     if start != num_rows:
         raise TrainError(
             f"the checkpoint holds {start} of {num_rows} rows of {key}", remedy="it is torn; use an older one"

@@ -15,13 +15,14 @@ acts in the last micro-batch only. Where the exchange costs, fsdp is the strateg
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from ....core.errors import TrainError
+from ...models.freezing import frozen_names
 from ..vocab_scores import TokenScores
 from .layout import Layout
 from .model import CausalLM
@@ -37,12 +38,18 @@ BUCKET_NUMBERS = 1 << 26
 class Replica:
     """This rank's part of a model. `module` holds the parameters under their HuggingFace names."""
 
-    def __init__(self, module: CausalLM, world: World, strategy: Strategy, *, is_trained: bool = True) -> None:
+    def __init__(
+        self, module: CausalLM, world: World, strategy: Strategy, *, is_trained: bool = True, freeze: Sequence[str] = ()
+    ) -> None:
+        """`freeze`: patterns of the names of parameters that are not trained. Raises ConfigError for one that fits
+        none."""
         self.module = module
         self.world = world
         self.is_sharded = world.size > 1 and strategy == "fsdp"
         if not is_trained:
             module.requires_grad_(requires_grad=False)
+        for name in frozen_names(freeze, [name for name, _ in module.named_parameters()]):
+            module.get_parameter(name).requires_grad = False
         _check_same_weights(module, world)
         if self.is_sharded:
             _shard(module, world)
@@ -55,6 +62,10 @@ class Replica:
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Names and parameters (shards of them under fsdp), in a fixed order; tied weights once."""
         return list(self.module.named_parameters())
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """Those of them that are not frozen."""
+        return [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
 
     def forward(self, layout: Layout, *, needs_entropy_grad: bool = False) -> TokenScores:
         """Score a layout with gradient."""
@@ -87,16 +98,16 @@ class Replica:
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
         """Scale gradients down so that their global norm is at most `max_norm`."""
-        torch.nn.utils.clip_grads_with_norm_([p for _, p in self.parameters()], max_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_([p for _, p in self.trained()], max_norm, norm)
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for _, p in self.parameters() if p.grad is not None]
+        return [p.grad for _, p in self.trained() if p.grad is not None]
 
     def _buckets(self) -> Iterator[list[nn.Parameter]]:
-        """Parameters in their order, in groups of at most BUCKET_NUMBERS numbers (a larger one alone)."""
+        """Trained parameters in their order, in groups of at most BUCKET_NUMBERS numbers (a larger one alone)."""
         bucket: list[nn.Parameter] = []
         size = 0
-        for _, parameter in self.parameters():
+        for _, parameter in self.trained():
             if bucket and size + parameter.numel() > BUCKET_NUMBERS:
                 yield bucket
                 bucket, size = [], 0

@@ -72,7 +72,7 @@ def _loss(named: str, function: UserFunction, tokens: LossTokens) -> TokenLoss:
     if not isinstance(metrics, Mapping):
         raise UserCodeError(f"{named} returned metrics of type {type(metrics).__name__}", remedy=REMEDY)
     rows = {
-        str(key): _row(named, f'its metric "{key}"', row, tokens, is_flag=True).detach()
+        " ".join(str(key).split()): _row(named, f'its metric "{key}"', row, tokens, is_flag=True).detach()
         for key, row in cast("Mapping[object, object]", metrics).items()
     }
     return TokenLoss(loss_T, nowhere_T, nowhere_T, rows)
