@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from myxa.actors.trainer import step_plan
+from myxa.actors.trainer.response_metrics import repetition
 from myxa.actors.trainer.step_plan import Batch, PlanOptions, batch_metrics, plan_step
 from myxa.core.samples import NO_VERSION, Group, Message, Prompt, Sample
 
@@ -129,3 +130,24 @@ def test_a_stamp_of_weights_that_were_undone_counts_as_the_buffer_says():
     metrics, lags = batch_metrics(5, Batch([group(0, [1.0], version=9), group(1, [0.0], version=4)], {0: 4, 1: 4}))
     assert lags == (1, 1)
     assert (metrics["lag/max"], metrics["lag/min"]) == (1.0, 1.0)
+
+
+def test_lengths_and_repetition_of_answers_are_told() -> None:
+    told, _ = batch_metrics(3, Batch([group(0, [0.0] * 100, length=1)]))  # of 1 to 100 tokens
+    names = ("p10", "p50", "p90", "p99", "max", "mean")
+    assert [told[f"batch/response_tokens_{name}"] for name in names] == [10, 50, 90, 99, 100, 50.5]
+    assert (told["batch/repetition_mean"], told["batch/repetition_max"]) == (0, 0)
+
+
+def test_repetition_is_the_share_of_ngrams_that_were_there_before() -> None:
+    rng = np.random.default_rng(5)
+    once = rng.permutation(50_000)[:600].astype(np.int32)
+    assert repetition(once) == 0
+    assert repetition(np.concatenate([once[:203], once[:203]])) == pytest.approx(200 / 403)
+    assert repetition(np.tile(once[:3], 2000)) == pytest.approx(1 - 3 / 1021), "its end is looked at"
+    for short in (0, 1, 4):
+        assert repetition(np.zeros(short, np.int32)) == 0
+    for _ in range(20):
+        ids = rng.integers(0, 3, 300).astype(np.int32)
+        seen = {tuple(ids[k : k + 4]) for k in range(297)}
+        assert repetition(ids) == pytest.approx(1 - len(seen) / 297)
