@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from .engine_usage import EngineUsage
 from .samples import F32, Group, Prompt, Sample
 
 ActivityKind = Literal["compute", "wait-data", "wait-weights", "wait-capacity", "wait-memory", "paused", "other"]
@@ -190,6 +191,7 @@ class EngineStatus(Record, frozen=True):
     running: int
     waiting: int
     draining: bool = False
+    usage: EngineUsage = EngineUsage()
 
 
 class WeightAck(Record, frozen=True):

@@ -10,6 +10,7 @@ import msgspec
 
 from .assets import AssetStore, MovedBytes
 from .device_memory import Tag, TagReport
+from .engine_usage import EngineUsage
 from .messages import SamplingParams, TensorSpec, WeightManifest
 from .samples import F32, I32, FinishReason, Message, ScoredSample, TrainSample, TrainShard
 from .weight_channel import (
@@ -68,6 +69,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     running: int = 0
     waiting: int = 0
+    usage: EngineUsage = EngineUsage()
 
 
 class Engine(Protocol):

@@ -7,8 +7,8 @@ actor up. A sink that raises in `write` or `flush` is switched off with one even
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -26,6 +26,8 @@ class SinkContext:
     clock: Clock
     emit: Callable[[str, str], None]
     """`emit(kind, text)`: tell all sinks an event, e.g. the address that was bound."""
+    settings: Mapping[str, str | int | float | bool] = field(default_factory=dict[str, str | int | float | bool])
+    """The run file by dotted keys, without what looks like a secret."""
 
 
 @runtime_checkable

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from ...core.engine_profile import EngineTrace
+from ...core.engine_usage import EngineUsage
 from ...core.errors import EngineError, RequestRefused, WeightsRefused
 from ...core.messages import WeightManifest
 from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
@@ -319,6 +320,7 @@ class EnginePool:
             version=min(info.version for info in found),
             running=sum(info.running for info in found),
             waiting=sum(info.waiting for info in found),
+            usage=sum((info.usage for info in found), EngineUsage()),
         )
 
     async def profile(self, duration_s: float) -> tuple[EngineTrace, ...]:

@@ -38,7 +38,7 @@ from .sglang_http import Look, SglangHttp
 from .sglang_memory import SglangMemory
 from .sglang_needs import NO_NEEDS, SglangNeeds
 from .sglang_profile import SglangProfiler
-from .sglang_wire import DONE, HeldTokens, Lines, read_chunk, request_body, version_number, whole_number
+from .sglang_wire import DONE, HeldTokens, Lines, UsageTally, read_chunk, request_body, version_number, whole_number
 from .weight_route import Routes, WeightRoute, close_others, folder_routes
 
 MAX_LINE_BYTES = 256 << 20
@@ -58,6 +58,7 @@ class SglangOptions:
     max_running: int = 256
     """Requests worth sending at once, if the server does not say."""
     pause_mode: PauseMode = "in_place"
+    """How running requests meet a commit."""
     start_s: float = 600.0
     """How long `start` waits for a server that is still loading."""
     call_s: float = 120.0
@@ -112,6 +113,7 @@ class SglangEngine:
         self._lost = asyncio.Event()
         """The server is not the one that was given weights."""
         self._open = OpenRequests(self._place, options.call_s)
+        self._tally = UsageTally()
 
     @property
     def _place(self) -> str:
@@ -182,11 +184,14 @@ class SglangEngine:
         Raises RequestRefused when the server refuses the request, EngineError when it fails, is gone or falls silent.
         """
         place = f"{self._place}: request {request.request_id!r}"
-        self._check(request)
+        # What a server would not say clearly, or not at all: an id outside the vocabulary ends SGLang 0.5.17.
+        check_request(
+            request, vocab_size=self._options.vocab_size, context_length=self._context_length, place=self._place
+        )
         await self._until_whole(place)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._options.call_s, sock_read=self._options.stall_s)
         sent_version, num_commits = self._version, len(self._commits)
-        tokens = HeldTokens(place, sent_version)
+        tokens = HeldTokens(place, sent_version, self._tally.add)
         lines = Lines(MAX_LINE_BYTES, place)
         try:
             with self._open.sent(request.request_id) as mine:
@@ -218,12 +223,6 @@ class SglangEngine:
         raise EngineError(
             f"{place}: the stream ended after {tokens.num_tokens} tokens without a finish reason",
             remedy="see the server's log; it may have been stopped",
-        )
-
-    def _check(self, request: GenerateRequest) -> None:
-        """What a server would not say clearly, or not at all: an id outside the vocabulary ends SGLang 0.5.17."""
-        check_request(
-            request, vocab_size=self._options.vocab_size, context_length=self._context_length, place=self._place
         )
 
     def _check_stamps(self, delta: Delta, sent_version: int, num_commits: int, place: str) -> None:
@@ -383,6 +382,7 @@ class SglangEngine:
             version=-1 if self._torn and not self._committing.locked() else served,
             running=self._open.num_arrived,
             waiting=len(self._open) - self._open.num_arrived,
+            usage=self._tally.total,
         )
 
     async def profile(self, duration_s: float) -> tuple[EngineTrace, ...]:

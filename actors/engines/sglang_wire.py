@@ -10,7 +10,7 @@ only the new ones when the server was told to stream incrementally. 0.5.23 sends
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any, cast
@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import orjson
 
+from ...core.engine_usage import EngineUsage
 from ...core.errors import EngineError, RequestRefused
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest
@@ -47,6 +48,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str
     spans: list[Span] | None
     finish: FinishReason | None
+    usage: EngineUsage
+    """Of the generation so far."""
     matched: int | str | None
     """Token or stop string that ended it."""
     reason: str
@@ -58,7 +61,15 @@ LEFT_OUT_AT_REST = ("min_p", "min_new_tokens", "repetition_penalty", "frequency_
 ABORTED = 499
 """Code of the error by which SGLang ends a request that was aborted before its scheduler had it."""
 ABORTED_CHUNK = Chunk(
-    output_ids=[], logprobs=[], num_tokens=0, weight_version="", spans=None, finish="abort", matched=None, reason=""
+    output_ids=[],
+    logprobs=[],
+    num_tokens=0,
+    weight_version="",
+    spans=None,
+    finish="abort",
+    usage=EngineUsage(),
+    matched=None,
+    reason="",
 )
 
 
@@ -127,6 +138,7 @@ def parse_chunk(raw: bytes, place: str) -> Chunk:
             weight_version=str(meta.get("weight_version", "")),
             spans=None if spans is None else msgspec.convert(spans, list[Span]),
             finish=FINISHES[reason["type"]] if reason else None,
+            usage=_usage(meta),
             matched=reason["matched"] if isinstance(reason.get("matched"), int | str) else None,
             reason=str(reason.get("message", "")),
         )
@@ -138,6 +150,29 @@ def parse_chunk(raw: bytes, place: str) -> Chunk:
         ) from err
 
 
+def _usage(meta: Mapping[str, Any]) -> EngineUsage:
+    steps = whole_number(meta, "spec_verify_ct")
+    return EngineUsage(
+        prompt_tokens=whole_number(meta, "prompt_tokens"),
+        cached_tokens=whole_number(meta, "cached_tokens"),
+        drafted_tokens=whole_number(meta, "spec_draft_token_num"),
+        accepted_tokens=whole_number(meta, "spec_accept_token_num"),
+        verified_steps=steps,
+        verified_tokens=whole_number(meta, "completion_tokens") if steps else 0,
+    )
+
+
+class UsageTally:
+    """Sums over the generations of one server."""
+
+    def __init__(self) -> None:
+        self.total = EngineUsage()
+
+    def add(self, more: EngineUsage) -> None:
+        """One more is over."""
+        self.total += more
+
+
 class HeldTokens:
     """Turns the chunks of one stream, cumulative or incremental, into deltas whose version stamps are certain.
 
@@ -146,8 +181,10 @@ class HeldTokens:
     of the two, which is never newer than the truth, so that a staleness bound holds.
     """
 
-    def __init__(self, place: str, sent_version: int) -> None:
+    def __init__(self, place: str, sent_version: int, on_end: Callable[[EngineUsage], None] | None = None) -> None:
+        """`on_end`: told what the server says of the generation with its last chunk."""
         self._place = place
+        self._on_end = on_end
         self._sent_version = sent_version
         self._ids: I32 = np.zeros(0, dtype=np.int32)
         self._logprobs: F32 = np.zeros(0, dtype=np.float32)
@@ -164,6 +201,8 @@ class HeldTokens:
         logprobs = self._new(chunk.logprobs, chunk.num_tokens, "output_token_logprobs")
         self._ids = np.concatenate([self._ids, np.asarray(ids, dtype=np.int32)])
         self._logprobs = np.concatenate([self._logprobs, np.asarray(logprobs, dtype=np.float32)])
+        if chunk.finish is not None and self._on_end is not None:
+            self._on_end(chunk.usage)
         if chunk.spans is not None:
             versions = versions_of(chunk.spans, len(self._ids), self._place)
         elif chunk.finish is not None:

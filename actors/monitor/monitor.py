@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -51,10 +51,11 @@ class Monitor(OwnsKnobs, MonitorContract):
         clock: Clock | None = None,
         time_every_s: float = 10.0,
         written_until_wall_s: float = 0.0,
+        settings: Mapping[str, str | int | float | bool] | None = None,
     ) -> None:
         """`time_every_s`: how often the cumulative times of one actor go to the sinks (they arrive every second;
         writing them all would make metrics.jsonl mostly that). `written_until_wall_s`: when the monitor before this one
-        wrote last; 0: there was none."""
+        wrote last; 0: there was none. `settings`: see `SinkContext`."""
         self._run_dir = run_dir
         self._run_name = run_name or run_dir.name
         self._clock: Clock = clock or SystemClock()
@@ -73,7 +74,7 @@ class Monitor(OwnsKnobs, MonitorContract):
         self.knob_owner = KnobOwner(
             _NAME, process_knobs(self._pace), stands_at=lambda: -1, clock=self._clock, telemetry=self._own
         )
-        self._sinks = SinkThread(sinks, run_dir=run_dir, run_name=self._run_name, clock=self._clock)
+        self._sinks = SinkThread(sinks, run_dir=run_dir, run_name=self._run_name, clock=self._clock, settings=settings)
 
     async def on_start(self) -> None:
         """Open the sinks. Raises LaunchError or ConfigError when one refuses, e.g. a port in use."""

@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -43,6 +43,7 @@ class SinkThread:
         flush_s: float = 0.5,
         max_bundles: int = 4096,
         emit: Callable[[str, str], None] | None = None,
+        settings: Mapping[str, str | int | float | bool] | None = None,
     ) -> None:
         """`emit`: where events about these sinks and of them are told; None: to these sinks themselves."""
         self._sinks = list(sinks)
@@ -55,7 +56,9 @@ class SinkThread:
         self._events: deque[Event] = deque()
         """Appended to by any thread, taken from by ours."""
         self._emit = emit or self._tell
-        self._context = SinkContext(run_dir=run_dir, run_name=run_name, clock=clock, emit=self._emit)
+        self._context = SinkContext(
+            run_dir=run_dir, run_name=run_name, clock=clock, emit=self._emit, settings=settings or {}
+        )
         self._opening: Future[None] = Future()
         self._ending: Future[None] = Future()
         self._thread: threading.Thread | None = None

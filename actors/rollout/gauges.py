@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ...core.activity import TelemetryBuffer
 from ...core.clock import Clock
+from ...core.engine_usage import EngineUsage
 from ...core.errors import EngineError
 from ...core.messages import EngineStatus
 from ..telemetry import ReportPace
@@ -39,7 +40,7 @@ async def gauge_forever(
     log: logging.Logger,
 ) -> None:
     """Until cancelled, as often as `pace` says. `room`: how much the actor may have in hand, and has."""
-    started = clock.monotonic()
+    started, usage = clock.monotonic(), EngineUsage()
     while True:
         await pace.pause()
         now = clock.monotonic()
@@ -59,7 +60,9 @@ async def gauge_forever(
             "rollout/num_breaks": float(counts.num_breaks),
             "rollout/num_lies": float(counts.num_lies),
             **room(),
+            **told.usage.rates_since(usage),
         }
+        usage = told.usage
         if taken.num_samples:
             values["rollout/reward_s_mean"] = taken.reward_s / taken.num_samples
             values["rollout/truncated_fraction"] = taken.num_truncated / taken.num_samples

@@ -349,17 +349,13 @@ class Rollout(OwnsKnobs, ReachedByChannels):
             return await answer_canary(model, self._tokenizer, request, name=self.ctx.name, prefix=prefix)
 
     async def status(self) -> EngineStatus:
-        running, waiting = 0, 0
-        if self._engine is not None and self._serving.is_set():
-            info = await self._engine.info()
-            running, waiting = info.running, info.waiting
-        return EngineStatus(
-            rollout=self.ctx.name,
-            version=self._version,
-            running=running,
-            waiting=waiting,
-            draining=self._pull.is_draining,
+        status = EngineStatus(
+            rollout=self.ctx.name, version=self._version, running=0, waiting=0, draining=self._pull.is_draining
         )
+        if self._engine is None or not self._serving.is_set():
+            return status
+        info = await self._engine.info()
+        return replace(status, running=info.running, waiting=info.waiting, usage=info.usage)
 
     async def profile_engine(self, duration_s: float) -> tuple[EngineTrace, ...]:
         return await profile_engine(self._engine, duration_s, self.ctx.name)

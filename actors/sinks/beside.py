@@ -52,6 +52,7 @@ class BesideSink:
             flush_s=2.0,
             max_bundles=self._max_bundles,
             emit=context.emit,
+            settings=context.settings,
         )
         try:
             self._thread.start().result(timeout=self._open_s)

@@ -13,6 +13,7 @@ batches at `flush`. A run that goes on after a restart of the monitor goes on in
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ RUN_ID_FILE = "mlflow.run_id"
 _SKIPPED = ("time/",)
 _FORBIDDEN = re.compile(r"[^A-Za-z0-9_\-. :/]")
 _MAX_BATCH = 1000
+_MAX_PARAMS = 100
 """What the server takes in one call."""
+_MAX_VALUE = 500
+"""Characters of a parameter that every version of the server takes."""
 
 
 class MlflowSink:
@@ -69,6 +73,16 @@ class MlflowSink:
             run = self._client.create_run(where, run_name=context.run_dir.name)
             self._run_id = run.info.run_id
             note.write_text(self._run_id + "\n", encoding="utf-8")
+            self._tell_settings(context.settings)
+
+    def _tell_settings(self, settings: Mapping[str, str | int | float | bool]) -> None:
+        """As parameters of a new run: those of an MLflow run never change."""
+        make = import_module("mlflow.entities").Param
+        params = [
+            make(_FORBIDDEN.sub("_", key), str(value)[:_MAX_VALUE]) for key, value in settings.items() if value != ""
+        ]
+        for start in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[start : start + _MAX_PARAMS])
 
     def _make_client(self, run_dir: Path) -> Any:
         client = import_module("mlflow.tracking").MlflowClient

@@ -7,7 +7,8 @@
     mode = "offline"         # `wandb sync <run>/wandb/offline-run-*` uploads it later
 
 wandb is imported in `open` only: it is an optional extra, large, and starts a process of its own. What it is told are
-metrics and the events that a person made; the trace and the run file stay in the run directory.
+metrics, and the run file as hyper-parameters, without what looks like a secret; trace and events stay in the run
+directory.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class WandbSink:
             **self._settings,
         )
         note.write_text(f"{self._run.id}\n", encoding="utf-8")
+        self._run.config.update(dict(context.settings), allow_val_change=True)
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
         where = self._run.url if mode == "online" else self._run.dir

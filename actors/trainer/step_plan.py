@@ -11,6 +11,7 @@ from ...algos.baselines import group_advantages
 from ...algos.packing import plan_shards
 from ...core.samples import F32, Group, TrainSample, TrainShard
 from .batch_functions import BatchFunctions
+from .response_metrics import response_metrics
 
 SHOWN_GROUPS = 4
 SHOWN_TOKENS = 1 << 18
@@ -160,6 +161,7 @@ def batch_metrics(step: int, batch: Batch, sources: Sequence[str] = ()) -> tuple
         "batch/knobs_min": float(min(g.knobs for g in groups)),
         "batch/knobs_max": float(max(g.knobs for g in groups)),
     }
+    metrics |= response_metrics([sample for group in groups for sample in group.samples])
     if any(lag >= 0 for lag in lags):
         metrics["reward/mean"] = float(rewards.mean())
         metrics["reward/std"] = float(rewards.std())

@@ -11,7 +11,8 @@ from .conflict import Conflict
 from .control import ControlSettings
 from .data import DataSettings
 from .evaluation import EvalSettings
-from .learning import COMPARING_KINDS, AlgoConfig, AsyncSettings, OptimizerConfig, TrainerConfig
+from .learning import AlgoConfig, AsyncSettings, OptimizerConfig, TrainerConfig
+from .learning_checks import learning_conflicts
 from .megatron import MegatronSettings
 from .memory import MemorySettings
 from .memory_checks import memory_conflicts
@@ -20,7 +21,6 @@ from .roles import RolesSettings
 from .sampling_checks import sampling_conflicts
 from .section import Section
 from .settings import (
-    WORKFLOW_BUILTINS,
     EngineSettings,
     GuardSettings,
     ModelSettings,
@@ -112,74 +112,6 @@ class RunConfig(Section, frozen=True):
 def _kind_is_sft(algo: object) -> bool:
     table = as_table(algo)
     return table.get("kind") == "sft" if table is not None else isinstance(algo, AlgoConfig) and algo.kind == "sft"
-
-
-def _sft_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    learns = config.algo.kind == "sft"
-    shows = config.rollout.workflow == "demonstration"
-    if learns and not shows:
-        yield Conflict(
-            ("rollout.workflow", "algo.kind"),
-            'must be "demonstration": algo.kind = "sft" learns from demonstrations',
-        )
-    if shows and not learns:
-        yield Conflict(
-            ("algo.kind", "rollout.workflow"),
-            'must be "sft": rollout.workflow = "demonstration" gives every sample the same reward',
-        )
-    for name, part in config.data.parts().items() if learns else ():
-        if part.preset != "chat" and not part.answer_key:
-            place = f"data.sources.{name}" if name else "data"
-            yield Conflict(
-                (f"{place}.answer_key", f"{place}.preset", "algo.kind"),
-                'algo.kind = "sft" needs demonstrations: name their column here, or use preset = "chat"',
-            )
-    if learns and config.data.difficulty_low != config.data.difficulty_high:
-        yield Conflict(
-            ("data.difficulty_high", "data.difficulty_low", "algo.kind"),
-            'must be equal to data.difficulty_low: algo.kind = "sft" has no rewards to judge prompts by',
-        )
-    if learns and config.rollout.num_samples != 1:
-        yield Conflict(
-            ("rollout.num_samples", "algo.kind"), 'must be 1: algo.kind = "sft" has one demonstration per prompt'
-        )
-
-
-def _workflow_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    if config.reward.fn == "workflow" and config.algo.kind != "sft" and config.rollout.workflow in WORKFLOW_BUILTINS:
-        yield Conflict(
-            ("reward.fn", "rollout.workflow"),
-            f'needs a workflow of your own: rollout.workflow = "{config.rollout.workflow}" says no reward',
-        )
-
-
-def _reference_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    """Here, for a run that began with a KL term may go on without."""
-    if config.algo.ref_path and not config.algo.kl_coef:
-        yield Conflict(
-            ("algo.ref_path", "algo.kl_coef"), "needs algo.kl_coef above 0: without it no reference model is kept"
-        )
-
-
-def _exploration_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    if config.algo.kind == "sft":
-        return
-    if config.rollout.temperature == 0:
-        yield Conflict(
-            ("rollout.temperature", "algo.kind"),
-            f'gives identical samples, from which algo.kind = "{config.algo.kind}" learns nothing; use 1.0',
-        )
-    needs_group = config.algo.kind in COMPARING_KINDS and not config.algo.advantage_fn
-    if needs_group and config.rollout.num_samples < 2:
-        yield Conflict(
-            ("rollout.num_samples", "algo.kind"),
-            f'must be at least 2: algo.kind = "{config.algo.kind}" compares the samples of a group',
-        )
-    elif config.rollout.num_samples < 2 and config.algo.group_filter == "zero_variance":
-        yield Conflict(
-            ("algo.group_filter", "rollout.num_samples"),
-            'would leave out every group of one sample; use "none"',
-        )
 
 
 def _standby_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -391,11 +323,8 @@ def _bounded_data_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
-    _sft_conflicts,
-    _workflow_conflicts,
+    learning_conflicts,
     _standby_conflicts,
-    _reference_conflicts,
-    _exploration_conflicts,
     _eval_conflicts,
     _end_conflicts,
     _engine_conflicts,

@@ -11,6 +11,7 @@ from ...core.actor import Actor
 from ...core.clock import Clock
 from ...core.config import RunConfig
 from ..actor_spec import ActorSpec
+from .shown_settings import shown_settings
 
 OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 """OpenTelemetry's own name for the collector's address; empty or not set: nothing is exported."""
@@ -32,7 +33,14 @@ def make_monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
         otlp_endpoint=os.environ.get(OTLP_VARIABLE, ""),
     )
     written_s = _written_until(run_dir)
-    return Monitor(run_dir, sinks, run_name=config.run.name, clock=clock, written_until_wall_s=written_s)
+    return Monitor(
+        run_dir,
+        sinks,
+        run_name=config.run.name,
+        clock=clock,
+        written_until_wall_s=written_s,
+        settings=shown_settings(config),
+    )
 
 
 def _written_until(run_dir: Path) -> float:

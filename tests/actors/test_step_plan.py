@@ -10,6 +10,7 @@ import pytest
 
 from myxa.actors.trainer import step_plan
 from myxa.actors.trainer.part_metrics import MAX_PARTS, PartMetrics
+from myxa.actors.trainer.response_metrics import repetition
 from myxa.actors.trainer.step_plan import Batch, PlanOptions, batch_metrics, plan_step
 from myxa.core.samples import NO_VERSION, Group, Message, Prompt, Sample
 
@@ -160,3 +161,24 @@ def test_only_so_many_names_become_metrics_however_long_the_run() -> None:
     assert told == {"reward/parts_left_out": 11.0}
     again = made.of([with_parts(group(0, [0.0]), {"length 0 0": 3.0})])
     assert again["reward/part/length 0 0/mean"] == 3.0, "a name that has a metric keeps it"
+
+
+def test_lengths_and_repetition_of_answers_are_told() -> None:
+    told, _ = batch_metrics(3, Batch([group(0, [0.0] * 100, length=1)]))  # of 1 to 100 tokens
+    names = ("p10", "p50", "p90", "p99", "max", "mean")
+    assert [told[f"batch/response_tokens_{name}"] for name in names] == [10, 50, 90, 99, 100, 50.5]
+    assert (told["batch/repetition_mean"], told["batch/repetition_max"]) == (0, 0)
+
+
+def test_repetition_is_the_share_of_ngrams_that_were_there_before() -> None:
+    rng = np.random.default_rng(5)
+    once = rng.permutation(50_000)[:600].astype(np.int32)
+    assert repetition(once) == 0
+    assert repetition(np.concatenate([once[:203], once[:203]])) == pytest.approx(200 / 403)
+    assert repetition(np.tile(once[:3], 2000)) == pytest.approx(1 - 3 / 1021), "its end is looked at"
+    for short in (0, 1, 4):
+        assert repetition(np.zeros(short, np.int32)) == 0
+    for _ in range(20):
+        ids = rng.integers(0, 3, 300).astype(np.int32)
+        seen = {tuple(ids[k : k + 4]) for k in range(297)}
+        assert repetition(ids) == pytest.approx(1 - len(seen) / 297)

@@ -7,7 +7,17 @@ import json
 import numpy as np
 import pytest
 
-from myxa.actors.engines.sglang_wire import HeldTokens, Lines, Span, finish_reason, parse_chunk, spans_of, versions_of
+from myxa.actors.engines.sglang_wire import (
+    HeldTokens,
+    Lines,
+    Span,
+    UsageTally,
+    finish_reason,
+    parse_chunk,
+    spans_of,
+    versions_of,
+)
+from myxa.core.engine_usage import EngineUsage
 from myxa.core.errors import EngineError
 
 
@@ -163,3 +173,28 @@ def test_an_endless_line_is_an_error():
     with pytest.raises(EngineError, match="longer than 100 bytes"):
         for _ in range(20):
             lines.feed(b"data: aaaa")
+
+
+def test_what_a_server_says_of_its_cache_and_drafts_is_summed_over_ended_requests():
+    tally = UsageTally()
+    facts = {
+        "prompt_tokens": 100, "cached_tokens": 60, "completion_tokens": 40, "spec_verify_ct": 10,
+        "spec_draft_token_num": 50, "spec_accept_token_num": 30,
+    }  # fmt: skip
+    for finish in (None, {"type": "stop", "matched": 2}):
+        held = HeldTokens("here", 4, tally.add)
+        meta = facts | {"completion_tokens": 1, "weight_version": "4", "finish_reason": finish}
+        raw = {"output_ids": [2], "meta_info": meta | {"output_token_logprobs": [[-1.0, 2, None]]}}
+        held.add(parse_chunk(json.dumps(raw).encode(), "here"))
+    assert tally.total == EngineUsage(
+        prompt_tokens=100, cached_tokens=60, drafted_tokens=50, accepted_tokens=30, verified_steps=10, verified_tokens=1
+    )
+    tally.add(EngineUsage(prompt_tokens=300))
+    rates = tally.total.rates_since(EngineUsage())
+    assert rates == {
+        "rollout/prefix_cache_hit_rate": 0.15, "rollout/draft_acceptance_rate": 0.6, "rollout/draft_accepted_length": 0.1,
+    }  # fmt: skip
+    assert tally.total.rates_since(tally.total) == {}, "nothing ended since"
+    assert EngineUsage().rates_since(tally.total) == {}, "a server left with its sums"
+    plain = parse_chunk(json.dumps({"output_ids": [], "meta_info": {"completion_tokens": 0}}).encode(), "here")
+    assert plain.usage == EngineUsage()

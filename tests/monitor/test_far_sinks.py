@@ -61,7 +61,10 @@ from myxa.core.sink import SinkContext
 
 told = []
 run_dir = Path(sys.argv[1])
-context = SinkContext(run_dir=run_dir, run_name="x", clock=SystemClock(), emit=lambda *event: told.append(event))
+context = SinkContext(
+    run_dir=run_dir, run_name="x", clock=SystemClock(), emit=lambda *event: told.append(event),
+    settings={"algo.kind": "grpo", "optimizer.lr": 0.5, "data.shuffle": True},
+)
 for incarnation in range(2):
     sink = BesideSink(make_sink(sys.argv[2], {OPTIONS}), open_s=60, close_s=60)
     sink.open(context)
@@ -118,6 +121,8 @@ def test_wandb_offline_holds_every_actors_metrics_in_one_run(tmp_path: Path) -> 
             if record.run.run_id:
                 ids.add(record.run.run_id)
                 print("RUN", record.run.project, record.run.display_name)
+            for item in record.config.update:
+                print("CONFIG", item.key or "/".join(item.nested_key), item.value_json)
             if record.history.item:
                 row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
                 print("ROW", json.dumps({k: v for k, v in row.items() if not k.startswith("_")}))
@@ -126,6 +131,7 @@ def test_wandb_offline_holds_every_actors_metrics_in_one_run(tmp_path: Path) -> 
     out = run_process(tmp_path, "wandb", "{'project': 'sorting'}", read)
     assert "NUM 1\n" in out, out
     assert out.count(f"RUN sorting {tmp_path.name}") == 2, out
+    assert 'CONFIG algo.kind "grpo"' in out and "CONFIG optimizer.lr 0.5" in out, out
     assert '"train/loss": 0.5' in out
     assert '"rollout.1/running": 7,' in out
     assert "time/compute" not in out
@@ -144,11 +150,13 @@ def test_mlflow_keeps_one_run_in_the_run_directory(tmp_path: Path) -> None:
     print("RUNS", len(runs), runs[0].info.status, runs[0].info.run_name)
     print("LOSS", sorted({(m.step, round(m.value, 3)) for m in history}))
     print("NAMES", sorted(runs[0].data.metrics))
+    print("PARAMS", sorted(runs[0].data.params.items()))
     """
     out = run_process(tmp_path, "mlflow", "{'experiment': 'sorting'}", read, MLFLOW_ALLOW_FILE_STORE="true")
     assert f"RUNS 1 FINISHED {tmp_path.name}" in out
     assert "LOSS [(0, 1.0), (1, 0.5), (2, 0.333)]" in out
     assert "NAMES ['rollout.1/running', 'train/loss']" in out
+    assert "PARAMS [('algo.kind', 'grpo'), ('data.shuffle', 'True'), ('optimizer.lr', '0.5')]" in out
 
 
 @pytest.mark.parametrize(("name", "extra"), [("wandb", "wandb"), ("mlflow", "mlflow")])

@@ -1,0 +1,45 @@
+"""The run file as sinks may send it elsewhere: dotted keys and plain values, nothing that looks like a secret. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from ...actors.sinks.public_address import public_address
+from ...core.config import RunConfig
+
+Shown = str | int | float | bool
+HIDDEN = "(hidden)"
+_SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
+_FREE = re.compile(r"reward\.args|eval\.sets\.[^.]+\.reward_args|sglang|megatron\.model")
+"""Tables whose keys are not ours: one that looks like a secret's is hidden."""
+_LEFT_OUT = re.compile(r"roles\.[a-z]+\.env|monitor\.options")
+"""Environments, and what sinks are told."""
+
+
+def shown_settings(config: RunConfig) -> dict[str, Shown]:
+    """Key of the run file -> its value, defaults included; lists are written as text."""
+    return dict(_flat("", config.model_dump(by_alias=True), is_free=False))
+
+
+def _flat(place: str, table: Mapping[str, Any], *, is_free: bool) -> Iterator[tuple[str, Shown]]:
+    for key, value in table.items():
+        path = f"{place}.{key}" if place else key
+        if _LEFT_OUT.fullmatch(path):
+            continue
+        if isinstance(value, Mapping):
+            inner = cast("Mapping[str, Any]", value)
+            yield from _flat(path, inner, is_free=is_free or bool(_FREE.fullmatch(path)))
+        elif is_free and _SECRET.search(key):
+            yield path, HIDDEN
+        else:
+            yield path, _plain(value)
+
+
+def _plain(value: object) -> Shown:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(_plain(one)) for one in cast("tuple[object, ...]", value))
+    if isinstance(value, (bool, int, float)):
+        return value
+    return public_address(str(value))
