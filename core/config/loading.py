@@ -13,13 +13,14 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from ..errors import ConfigError
-from .fields import ANY_NAME, paths_with_meaning
+from .fields import ANY_NAME, find, paths_with_meaning
 from .key_lines import key_lines
 from .problems import Origin, Origins, Problem, described, misspelt_aliases, problems_of, render
 from .root import RunConfig
@@ -167,6 +168,8 @@ def _read_override(layers: _Layers, override: str) -> None:
         return
     try:
         value = _override_value(value_text.strip())
+        if isinstance(value, (int, float, date, time)) and _is_text(path):
+            value = value_text.strip()  # the shell took the quotes
     except ValueError as error:
         layers.problems.append(Problem(path, f"is not a TOML value: {error}", origin, shown=value_text.strip()))
         return
@@ -195,6 +198,11 @@ def _override_value(text: str) -> Any:
     if len(table) != 1:
         raise ValueError("it holds more than one value")
     return table["value"]
+
+
+def _is_text(path: KeyPath) -> bool:
+    _, found, left = find(RunConfig, path)
+    return found is not None and not left and found.annotation is str
 
 
 def _merge(base: Table, layer: Mapping[str, Any]) -> None:

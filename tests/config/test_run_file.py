@@ -113,6 +113,8 @@ def test_files_are_merged_key_by_key_and_flags_win(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "path", "value"),
     [
+        ("roles.trainer.devices=0", ("roles", "trainer", "devices"), "0"),  # text: the shell takes quotes
+        ("run.name=2026-11-25", ("run", "name"), "2026-11-25"),
         ("algo.batch_size=64", ("algo", "batch_size"), 64),
         ("run.name=sort-2", ("run", "name"), "sort-2"),
         ('run.name="sort"', ("run", "name"), "sort"),
