@@ -25,7 +25,10 @@ from ..core.suggestion import suggest
 
 MAX_WORDS = 500
 """Characters of an error's text that are told."""
-PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+PACKAGE = tuple(
+    f"{Path(__file__).parents[1] / floor}{os.sep}"
+    for floor in ("core", "transport", "memory", "algos", "actors", "launch")
+)
 
 
 @dataclass(frozen=True, slots=True)

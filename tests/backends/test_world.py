@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def done(text):
 
 def gang(ranks: Ranks, folder: Path, body: str, size: int, timeout_s: int) -> list[tuple[int, str]]:
     program, place = folder / "rank.py", folder / "place"
-    program.write_text(HEAD + body)
+    program.write_text(f"def main():\n{textwrap.indent(HEAD + body, '    ')}\nif __name__ == '__main__':\n    main()\n")
     place.mkdir()
     return ranks(size, program, str(size), str(quiet_port()), str(timeout_s), str(place))
 

@@ -160,7 +160,7 @@ def test_who_may_not_come_is_told_why(stage: Stage):
     [
         (("--nnodes", "2"), "--join goes without --nnodes"),
         (("--join", "run.toml"), "that is a run file"),
-        (("--rollouts", "-1"), "--rollouts is -1"),
+        (("--rollouts", "-1"), "argument --rollouts: '-1' is no whole number from 0 on"),
         (("--nnodes", "4:2"), "fewer at most than at least"),
     ],
 )

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from commands import run  # pyright: ignore[reportMissingImports]
 from otlp_receiver import receiver
 from run_job import Job, events, make_job  # pyright: ignore[reportMissingImports]
 
@@ -62,6 +63,7 @@ def test_all_three_hear_of_the_run(job: Job) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_wrong_option_ends_the_start_with_exit_status_2(job: Job) -> None:
-    code, out, _ = job.run('monitor.sinks=["wandb"]', 'monitor.options.wandb={projct="x"}')
-    assert code == 2, out
-    assert 'did you mean "project"?' in out
+    words = job.words('monitor.sinks=["wandb"]', 'monitor.options.wandb={projct="x"}')
+    done = run(*words, folder=job.folder)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert 'did you mean "project"?' in done.stdout + done.stderr

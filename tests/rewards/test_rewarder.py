@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -237,8 +238,9 @@ async def test_a_hung_worker_is_killed_with_what_it_started_and_replaced(code: s
 
 async def gone(pid: int) -> None:
     async with asyncio.timeout(10):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            await asyncio.sleep(0.05)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.05)
 
 
 @pytest.mark.asyncio
