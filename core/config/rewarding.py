@@ -23,6 +23,8 @@ FUNCTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 MAX_FUNCTIONS = 16
 OVERLONG = "overlong"
 """Part of a reward: what the answer's length costs."""
+WHOLE = "reward"
+"""No part: the number that is learnt from."""
 
 
 def check_pattern(value: str) -> str:
@@ -198,8 +200,8 @@ def _name_conflicts(functions: Mapping[str, FunctionSettings]) -> Iterator[Confl
     if len(functions) > MAX_FUNCTIONS:
         yield Conflict(("functions",), f"has {len(functions)} functions, but there may be {MAX_FUNCTIONS}")
     for name, of in functions.items():
-        if not FUNCTION_NAME.fullmatch(name) or name == OVERLONG:
+        if not FUNCTION_NAME.fullmatch(name) or name in (OVERLONG, WHOLE):
             words = "a function's name is 1 to 32 letters, digits, '_' or '-', no sign first"
-            yield Conflict((f"functions.{name}",), f'{words}, and not "{OVERLONG}"')
+            yield Conflict((f"functions.{name}",), f'{words}, and not "{OVERLONG}" or "{WHOLE}"')
         elif not of.fn and name not in REWARD_BUILTINS:
             yield Conflict((f"functions.{name}.fn",), f'must be set: "{name}" is no built-in reward')

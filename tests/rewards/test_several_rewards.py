@@ -126,6 +126,7 @@ async def test_one_function_out_of_order_ends_the_run_by_its_name(file: Path) ->
         ({"functions": {"mine": {}}}, '"mine" is no built-in reward'),
         ({"functions": {"no name": {"fn": "exact"}}}, "a function's name is 1 to 32 letters"),
         ({"functions": {"overlong": {"fn": "exact"}}}, 'and not "overlong"'),
+        ({"functions": {"reward": {"fn": "exact"}}}, 'and not "overlong" or "reward"'),
         ({"functions": {"exact": {"weight": 0.0}}}, "so every reward is 0"),
         ({"functions": {"regex": {}}}, 'fn = "regex" needs a pattern'),
         ({"functions": {"regex": {"pattern": "("}}}, "is not a regular expression"),
