@@ -16,6 +16,7 @@ from myxa.actors.rewards.call import Keys
 from myxa.actors.rewards.making import make_rewarder
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rewards.several import SeveralRewards
+from myxa.actors.rollout.evaluation import Evaluation
 from myxa.algos.rewards import RewardOutcome
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings, RunConfig
@@ -221,6 +222,21 @@ async def test_what_the_workflow_says_counts_beside_what_others_judge(workers: i
 async def test_an_evaluation_set_may_judge_otherwise_than_the_workflow(workers: int) -> None:
     made = Rewarder(RewardSettings(fn="workflow", workers=workers).alone("numeric"), Keys.of_eval_set("sums"))
     assert (await made.score(msgspec.structs.replace(answer("4", "5"), reward=1.0))).value == 0.0
+    await made.close()
+
+
+@pytest.mark.asyncio
+async def test_that_an_evaluation_waits_for_the_function_of_a_set_is_told(file: Path) -> None:
+    settings = RewardSettings(pause_after=1, max_outage_s=0.2, cool_down_s=0.1).alone(f"{file}:shape")
+    made = Rewarder(settings, Keys.of_eval_set("sums"))
+    events: list[tuple[str, str]] = []
+    Evaluation({"sums": made}).listen(lambda kind, text: events.append((kind, text)))
+    await made.score(answer("four"))
+    with pytest.raises(UserCodeError):
+        await made.score(answer("raise"))
+    kind, text = events[0]
+    assert kind == "reward-paused"
+    assert text.startswith(f'evaluation set sums: reward function "{file}:shape" failed')
     await made.close()
 
 
