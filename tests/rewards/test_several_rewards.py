@@ -127,6 +127,9 @@ async def test_one_function_out_of_order_ends_the_run_by_its_name(file: Path) ->
         ({"functions": {"mine": {}}}, '"mine" is no built-in reward'),
         ({"functions": {"no name": {"fn": "exact"}}}, "a function's name is 1 to 32 letters"),
         ({"functions": {"overlong": {"fn": "exact"}}}, 'and not "overlong"'),
+        ({"functions": {"a/": {"fn": "exact"}}}, "a function's name is 1 to 32 letters"),
+        ({"functions": {"a" * 33: {"fn": "exact"}}}, "a function's name is 1 to 32 letters"),
+        ({"functions": {"a": {"fn": "exact"}, "a/b": {"fn": "exact"}}}, 'is named like a part of "a"'),
         ({"functions": {"reward": {"fn": "exact"}}}, 'and not "overlong" or "reward"'),
         ({"functions": {"exact": {"weight": 0.0}}}, "so every reward is 0"),
         ({"functions": {"regex": {}}}, 'fn = "regex" needs a pattern'),
@@ -222,6 +225,14 @@ async def test_what_the_workflow_says_counts_beside_what_others_judge(workers: i
 async def test_an_evaluation_set_may_judge_otherwise_than_the_workflow(workers: int) -> None:
     made = Rewarder(RewardSettings(fn="workflow", workers=workers).alone("numeric"), Keys.of_eval_set("sums"))
     assert (await made.score(msgspec.structs.replace(answer("4", "5"), reward=1.0))).value == 0.0
+    await made.close()
+
+
+@pytest.mark.asyncio
+async def test_functions_are_named_as_data_names_its_sources() -> None:
+    made = several({"openai/gsm8k": {"fn": "numeric"}, "prose": {"fn": "f1"}}, choose_by="data_source")
+    outcome = await made.score(answer("5.0", "5", data_source="openai/gsm8k"))
+    assert outcome == RewardOutcome(1.0, {"openai/gsm8k": 1.0})
     await made.close()
 
 
