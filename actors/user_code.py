@@ -22,6 +22,7 @@ from typing import Any
 
 from ..core.errors import ConfigError, UserCodeError
 from ..core.suggestion import suggest
+from .neighbours import NEIGHBOURS
 
 MAX_WORDS = 500
 """Characters of an error's text that are told."""
@@ -143,6 +144,7 @@ def _module_of_file(name: str, expected: Expected) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # so that it can import its neighbours; last, so that it shadows nothing
+    NEIGHBOURS.add(str(path.parent))
     sys.modules[unique] = module
     try:
         spec.loader.exec_module(module)

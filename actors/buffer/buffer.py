@@ -220,6 +220,9 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
             result = self._store.put(group, attempt, rollout)
         if result.outcome in ("duplicate", "stale-attempt"):
             self.ctx.log.info("group %d from %s: %s, %s", group.group_id, rollout, result.outcome, result.reason)
+        kept = self._store.payloads.newest
+        if result.outcome == "ready" and kept is not None and kept.group_id == group.group_id:
+            group = kept  # people are to see which of its members are masked
         self._recent.add(group, attempt, rollout, result, self.ctx.clock.wall())
         self._mind_losses()
         self._polls.ring()

@@ -25,6 +25,8 @@ class Payloads:
         self._settings = settings
         self._metas: dict[int, GroupMeta] = {}
         self._terms: dict[int, Terms] = {}
+        self.newest: Group | None = None
+        """The group that was kept last, as it is kept: some of its members may be masked."""
 
     def partial(self, group_id: int) -> tuple[Sample, ...]:
         """Unfinished samples; empty if there are none."""
@@ -56,6 +58,7 @@ class Payloads:
     def keep_meta(self, group: Group, version: int) -> GroupMeta:
         """A group that has just arrived; `version`: of its oldest token."""
         meta = self._metas[group.group_id] = _meta(group, version)
+        self.newest = group
         return meta
 
     def forget(self, group_id: int) -> None:

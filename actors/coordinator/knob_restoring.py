@@ -139,7 +139,8 @@ async def _restore_one(conductor: KnobConductor, part: Sequence[_Kept], tell: Te
     if reply.refused:
         raise LaunchError(
             f"the checkpoint's knobs cannot be restored: {reply.refused}",
-            remedy="write the value that you want into the run file: a value that was changed there wins",
+            remedy="write the value that you want into the run file: a value that was changed there wins; if it says "
+            "so already, resume with the other keys as they were, and set the knob back first",
         )
     later = f"; {request.target} is not there yet and gets it when it joins" if absent else ""
     tell("knobs-restored", f"{pairs(values)}: {request.reason}{later}")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from ...algos.rewards import (
     BUILTINS,
     SCALAR_KEY,
@@ -25,10 +27,29 @@ Answers = tuple[Completion, ...]
 """What one call judges: a single answer, or all of a group in the order of their numbers."""
 Outcomes = tuple[RewardOutcome, ...]
 """One for each of them."""
-ALONE = "reward"
-"""The table of the run file that names the only function."""
 REMOTE = "remote"
 """The built-in that is no function: a service is asked, see `remote.py`."""
+
+
+class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where in the run file a function and its arguments are named, for messages."""
+
+    fn: str = "reward.fn"
+    args: str = "reward.args"
+
+    @classmethod
+    def of_one(cls, name: str) -> Keys:
+        """Of one of several functions."""
+        return cls(f"reward.functions.{name}.fn", f"reward.functions.{name}.args")
+
+    @classmethod
+    def of_eval_set(cls, name: str) -> Keys:
+        """Of an evaluation set's own."""
+        return cls(f"eval.sets.{name}.reward", f"eval.sets.{name}.reward_args")
+
+
+ALONE = Keys()
+"""Of the run's only function."""
 
 
 class BadReward(Exception):
@@ -65,28 +86,28 @@ class RewardFn:
 
 
 def load_reward(
-    name: str, *, pattern: str, args: Mapping[str, Any], takes_group: bool = False, key: str = ALONE
+    name: str, *, pattern: str, args: Mapping[str, Any], takes_group: bool = False, keys: Keys = ALONE
 ) -> RewardFn:
-    """The function with its arguments bound; built-ins judge single answers. `key`: the table of the run file that says
-    so. Raises ConfigError or UserCodeError."""
+    """The function with its arguments bound; built-ins judge single answers. `keys`: of the run file, that say so.
+    Raises ConfigError or UserCodeError."""
     if name in BUILTINS:
-        bound = bind_builtin(name, pattern=pattern, args=args, key=f"{key}.args")
-        bound = as_the_only_one(bound, name) if key == ALONE else bound
+        bound = bind_builtin(name, pattern=pattern, args=args, key=keys.args)
+        bound = as_the_only_one(bound, name) if keys == ALONE else bound
         needs_process = BUILTINS[name].needs_process
         return RewardFn(name, bound, is_light=not needs_process, needs_process=needs_process)
     extra = {**args, "pattern": pattern} if pattern else dict(args)
-    found = load_function(name, reward_expected(f"{key}.fn", takes_group=takes_group), extra)
+    found = load_function(name, reward_expected(keys.fn, takes_group=takes_group), extra)
     return RewardFn(name, partial(found.fn, **extra), is_async=found.is_async, takes_group=takes_group)
 
 
-def check_args(name: str, *, pattern: str, args: Mapping[str, Any], key: str = "reward") -> None:
+def check_args(name: str, *, pattern: str, args: Mapping[str, Any], keys: Keys = ALONE) -> None:
     """Whether a built-in takes these arguments; nothing of a function of the user's. Raises ConfigError."""
     if name == REMOTE:
         from .remote import remote_options  # a client for HTTP, which no other reward needs
 
-        remote_options(args, f"{key}.args")
+        remote_options(args, keys.args)
     elif name in BUILTINS:
-        bind_builtin(name, pattern=pattern, args=args, key=f"{key}.args")
+        bind_builtin(name, pattern=pattern, args=args, key=keys.args)
 
 
 def call_reward(reward: RewardFn, answers: Answers) -> Outcomes:

@@ -13,6 +13,7 @@ import msgspec
 
 from ...algos.rewards import RewardOutcome
 from ...core.completions import Completion
+from .call import ALONE, Keys
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20
@@ -25,6 +26,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     pattern: str
     args: dict[str, Any]
     takes_group: bool = False
+    keys: Keys = ALONE
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

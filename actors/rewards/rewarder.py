@@ -24,7 +24,19 @@ from ...core.config import RewardSettings
 from ...core.errors import DeadlyReward, MyxaError, UserCodeError
 from ..user_call import TookTooLong, UserRaised, within
 from .breaker import Breaker, BreakerState
-from .call import REMOTE, Answers, BadReward, Outcomes, RewardFn, await_reward, call_reward, load_reward, raised
+from .call import (
+    ALONE,
+    REMOTE,
+    Answers,
+    BadReward,
+    Keys,
+    Outcomes,
+    RewardFn,
+    await_reward,
+    call_reward,
+    load_reward,
+    raised,
+)
 from .error_budget import ErrorBudget
 from .gate import GaveUp, RewardGate, Tell
 from .length_cost import by_length
@@ -52,12 +64,13 @@ class RunReward(Protocol):
 class Rewarder:
     """One per rollout actor; `score` and `score_group` may be called concurrently."""
 
-    def __init__(self, settings: RewardSettings, key: str = "reward") -> None:
-        """Load the function. `key`: the table of the run file that says so. Raises ConfigError or UserCodeError."""
+    def __init__(self, settings: RewardSettings, keys: Keys = ALONE) -> None:
+        """Load the function. `keys`: of the run file, that say so. Raises ConfigError or UserCodeError."""
         self._settings = settings
+        self._keys = keys
         self.judges_groups = settings.scope == "group"
         """Whether the function gets all answers of a group at once."""
-        self._remote = _remote(settings, key)
+        self._remote = _remote(settings, keys)
         self._reward = (
             RewardFn(settings.fn, self._remote.ask, is_async=True)
             if self._remote is not None
@@ -66,7 +79,7 @@ class Rewarder:
                 pattern=settings.pattern,
                 args=settings.args,
                 takes_group=self.judges_groups,
-                key=key,
+                keys=keys,
             )
         )
         self._budget = ErrorBudget(settings.max_error_rate)
@@ -88,7 +101,9 @@ class Rewarder:
             return self._remote.ask
         if num_workers := self._num_workers(reward):
             of = self._settings
-            spec = WorkerSpec(fn=of.fn, pattern=of.pattern, args=of.args, takes_group=self.judges_groups)
+            spec = WorkerSpec(
+                fn=of.fn, pattern=of.pattern, args=of.args, takes_group=self.judges_groups, keys=self._keys
+            )
             self._pool = RewardPool(num_workers, spec)
             return self._in_process
         if reward.is_async:
@@ -275,15 +290,13 @@ class Rewarder:
         return await self._pool.score(answers, self._settings.timeout_s)
 
 
-def _remote(settings: RewardSettings, key: str) -> RemoteReward | None:
+def _remote(settings: RewardSettings, keys: Keys) -> RemoteReward | None:
     if settings.fn != REMOTE:
         return None
     from .remote import RemoteReward, remote_options  # a client for HTTP, which no other reward needs
 
     takes_group = settings.scope == "group"
-    return RemoteReward(
-        remote_options(settings.args, f"{key}.args"), timeout_s=settings.timeout_s, takes_group=takes_group
-    )
+    return RemoteReward(remote_options(settings.args, keys.args), timeout_s=settings.timeout_s, takes_group=takes_group)
 
 
 def _tell_nobody(kind: str, text: str) -> None:

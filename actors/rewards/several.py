@@ -13,7 +13,7 @@ from ...algos.rewards import RewardOutcome
 from ...core.completions import Completion
 from ...core.config import RewardSettings
 from ...core.errors import UserCodeError
-from .call import Answers, BadReward, Outcomes, checked
+from .call import Answers, BadReward, Keys, Outcomes, checked
 from .gate import Tell
 from .length_cost import by_length
 from .rewarder import REMEDY, Rewarder
@@ -28,7 +28,7 @@ class SeveralRewards:
     def __init__(self, settings: RewardSettings) -> None:
         """Load all functions. Raises ConfigError or UserCodeError."""
         self._settings = settings
-        self._by_name = {name: Rewarder(part, f"reward.functions.{name}") for name, part in settings.parts().items()}
+        self._by_name = {name: Rewarder(part, Keys.of_one(name)) for name, part in settings.parts().items()}
         self.judges_groups = any(one.judges_groups for one in self._by_name.values())
         """Whether a function gets all answers of a group at once."""
 

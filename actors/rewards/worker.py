@@ -34,7 +34,9 @@ def main() -> None:
         return
     spec = spec_decoder.decode(first)
     try:
-        reward = load_reward(spec.fn, pattern=spec.pattern, args=spec.args, takes_group=spec.takes_group)
+        reward = load_reward(
+            spec.fn, pattern=spec.pattern, args=spec.args, takes_group=spec.takes_group, keys=spec.keys
+        )
     except MyxaError as error:
         _write(outgoing, LoadFailed(error.message, error.remedy, isinstance(error, ConfigError)))
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ...algos.pass_rate import pass_rates
 from ...core.errors import EngineError
@@ -21,6 +21,11 @@ class Evaluation:
         """`scorers`: of the evaluation sets that are not judged as training samples are."""
         self._scorers = dict(scorers or {})
         self._numbers = itertools.count(1)
+
+    def listen(self, tell: Callable[[str, str], None]) -> None:
+        """Whom to tell (kind, text) when calls of a set's own function stop, so that answers wait, and go on."""
+        for name, scorer in self._scorers.items():
+            scorer.listen(lambda kind, text, name=name: tell(kind, f"evaluation set {name}: {text}"))
 
     def number(self) -> int:
         """Of a question, be it an evaluation or a canary: asked again while the first still runs, one must not be taken

@@ -21,6 +21,7 @@ MAX_SOURCES = 64
 MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
 MAX_SKIPS = 100
 """Every draw that is passed over is a row of the ledger."""
+_FOR_TEMPLATES = "is for the chat template: set apply_chat_template = true"
 _COLUMN_KEYS = ("prompt_key", "label_key", "metadata_key", "messages_key", "answer_key", "tools_key")
 TEMPLATE_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 """What a chat template is given anyway."""
@@ -37,6 +38,9 @@ class RowSource(Protocol):
 
     @property
     def system(self) -> str: ...
+
+    @property
+    def tools_key(self) -> str: ...
 
 
 class SourceSettings(Section, frozen=True):
@@ -186,13 +190,21 @@ class DataSettings(Section, frozen=True):
 def _plain_conflicts(data: DataSettings) -> Iterator[Conflict]:
     if data.apply_chat_template:
         return
-    for key in ("system", "tools_key", "chat_template_kwargs"):
-        if getattr(data, key):
-            yield Conflict((key, "apply_chat_template"), "is for the chat template: set apply_chat_template = true")
-    presets = {"preset": data.preset} | {f"sources.{name}.preset": one.preset for name, one in data.sources.items()}
-    for path, preset in presets.items():
-        if preset == "chat":
-            yield Conflict((path, "apply_chat_template"), '"chat" is for conversations; with plain texts use "plain"')
+    if data.chat_template_kwargs:
+        yield Conflict(("chat_template_kwargs", "apply_chat_template"), _FOR_TEMPLATES)
+    yield from plain_conflicts(data, "", "apply_chat_template")
+    for name, source in data.sources.items():
+        yield from plain_conflicts(source, f"sources.{name}.", "apply_chat_template")
+
+
+def plain_conflicts(rows: DataSettings | RowSource, place: str, switch: str) -> Iterator[Conflict]:
+    """What rows whose texts are encoded as they are cannot have; their table stands at `place`. `switch`: the key that
+    says so."""
+    for key in ("system", "tools_key"):
+        if getattr(rows, key):
+            yield Conflict((f"{place}{key}", switch), _FOR_TEMPLATES)
+    if rows.preset == "chat":
+        yield Conflict((f"{place}preset", switch), '"chat" is for conversations; with plain texts use "plain"')
 
 
 def _mix_conflicts(data: DataSettings) -> Iterator[Conflict]:

@@ -136,6 +136,12 @@ class EvalSettings(Section, frozen=True):
             return {"": ("eval.data", self.data)}
         return {name: (f"eval.sets.{name}.path", one.path) for name, one in sorted(self.sets.items())}
 
+    def named_functions(self) -> Iterator[tuple[str, str]]:
+        """Every key of the run file that names a set's own reward function, and what it says."""
+        for name, one in sorted(self.sets.items()):
+            if one.reward:
+                yield f"eval.sets.{name}.reward", one.reward
+
     def conflicts(self) -> Iterator[Conflict]:
         """Sets that do not go together."""
         if self.data and self.sets:

@@ -51,11 +51,14 @@ def _sft_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _workflow_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    if config.reward.fn == "workflow" and config.algo.kind != "sft" and config.rollout.workflow in WORKFLOW_BUILTINS:
-        yield Conflict(
-            ("reward.fn", "rollout.workflow"),
-            f'needs a workflow of your own: rollout.workflow = "{config.rollout.workflow}" says no reward',
-        )
+    if config.algo.kind == "sft" or config.rollout.workflow not in WORKFLOW_BUILTINS:
+        return
+    for key, fn in (*config.reward.named_functions(), *config.eval.named_functions()):
+        if fn == "workflow":
+            yield Conflict(
+                (key, "rollout.workflow"),
+                f'needs a workflow of your own: rollout.workflow = "{config.rollout.workflow}" says no reward',
+            )
 
 
 def _reference_conflicts(config: RunConfig) -> Iterator[Conflict]:

@@ -37,7 +37,7 @@ def _named_paths(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         ("algo.advantage_fn", config.algo.advantage_fn),
         ("algo.weight_fn", config.algo.weight_fn),
         ("algo.loss_fn", config.algo.loss_fn),
-        *((f"eval.sets.{name}.reward", one.reward) for name, one in sorted(config.eval.sets.items())),
+        *config.eval.named_functions(),
     )
     for key, name in code:
         file, colon, _ = name.rpartition(":")

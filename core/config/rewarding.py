@@ -19,10 +19,13 @@ from .settings import check_code_name
 from .tables import Table
 
 REWARD_BUILTINS = ("exact", "numeric", "math", "f1", "choice", "regex", "format", "workflow", "remote")
-FUNCTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
+FUNCTION_NAME = re.compile(r"(?=.{1,32}\Z)[A-Za-z0-9][A-Za-z0-9_-]*(/[A-Za-z0-9_-]+)*")
+"""Data names its sources like "openai/gsm8k"."""
 MAX_FUNCTIONS = 16
 OVERLONG = "overlong"
 """Part of a reward: what the answer's length costs."""
+WHOLE = "reward"
+"""No part: the number that is learnt from."""
 
 
 def check_pattern(value: str) -> str:
@@ -35,9 +38,9 @@ def check_pattern(value: str) -> str:
 
 
 class FunctionSettings(Section, frozen=True):
-    """One of several reward functions, `NAME` is its own: letters, digits, `_`, `-`, at most 32. What it says becomes
-    the part NAME of the reward, its own parts NAME/PART. All else is as in `[reward]`; each function has its own
-    `workers` and its own count of errors."""
+    """One of several reward functions, `NAME` is its own: letters, digits, `_`, `-`, `/` inside, at most 32. What it
+    says becomes the part NAME of the reward, its own parts NAME/PART. All else is as in `[reward]`; each function has
+    its own `workers` and its own count of errors."""
 
     fn: CodeName = ""
     """As `reward.fn`; empty = the built-in called NAME."""
@@ -198,8 +201,10 @@ def _name_conflicts(functions: Mapping[str, FunctionSettings]) -> Iterator[Confl
     if len(functions) > MAX_FUNCTIONS:
         yield Conflict(("functions",), f"has {len(functions)} functions, but there may be {MAX_FUNCTIONS}")
     for name, of in functions.items():
-        if not FUNCTION_NAME.fullmatch(name) or name == OVERLONG:
-            words = "a function's name is 1 to 32 letters, digits, '_' or '-', no sign first"
-            yield Conflict((f"functions.{name}",), f'{words}, and not "{OVERLONG}"')
+        if not FUNCTION_NAME.fullmatch(name) or name in (OVERLONG, WHOLE):
+            words = "a function's name is 1 to 32 letters, digits, '_', '-' or '/', no sign first"
+            yield Conflict((f"functions.{name}",), f'{words}, and not "{OVERLONG}" or "{WHOLE}"')
+        elif above := next((other for other in functions if name.startswith(f"{other}/")), ""):
+            yield Conflict((f"functions.{name}",), f'is named like a part of "{above}": choose another name')
         elif not of.fn and name not in REWARD_BUILTINS:
             yield Conflict((f"functions.{name}.fn",), f'must be set: "{name}" is no built-in reward')

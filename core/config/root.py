@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from .chaos import ChaosSettings
 from .conflict import Conflict
 from .control import ControlSettings
-from .data import DataSettings
+from .data import DataSettings, plain_conflicts
 from .evaluation import EvalSettings
 from .learning import AlgoConfig, AsyncSettings, OptimizerConfig, TrainerConfig
 from .learning_checks import learning_conflicts
@@ -124,6 +124,12 @@ def _standby_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _eval_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    for key in ("data", "sets") if config.algo.kind == "sft" else ():
+        if getattr(config.eval, key):
+            yield Conflict(
+                (f"eval.{key}", "algo.kind"),
+                'must be empty: algo.kind = "sft" has no engine that would answer; evaluate what was exported',
+            )
     if config.eval.every and not config.eval.has_prompts:
         yield Conflict(("eval.every", "eval.data"), "needs eval.data, the held-out prompts")
     if config.run.stop_reward and not (config.eval.has_prompts and config.eval.every):
@@ -131,6 +137,7 @@ def _eval_conflicts(config: RunConfig) -> Iterator[Conflict]:
             ("run.stop_reward", "eval.data", "eval.every"),
             "needs evaluation: set eval.data and eval.every",
         )
+    yield from _plain_eval_conflicts(config)
     limit = config.engine.context_length
     for name, one in config.eval.sets.items():
         if limit and one.max_new_tokens >= limit:
@@ -138,6 +145,12 @@ def _eval_conflicts(config: RunConfig) -> Iterator[Conflict]:
                 (f"eval.sets.{name}.max_new_tokens", "engine.context_length"),
                 f"leaves no room for a prompt in engine.context_length = {limit}",
             )
+
+
+def _plain_eval_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """As of the sources of `[data]`, whose rows are written like these."""
+    for name, one in config.eval.sets.items() if not config.data.apply_chat_template else ():
+        yield from plain_conflicts(one, f"eval.sets.{name}.", "data.apply_chat_template")
 
 
 def _end_conflicts(config: RunConfig) -> Iterator[Conflict]:

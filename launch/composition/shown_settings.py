@@ -12,7 +12,7 @@ from ...core.config import RunConfig
 Shown = str | int | float | bool
 HIDDEN = "(hidden)"
 _SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
-_FREE = re.compile(r"reward\.args|eval\.sets\.[^.]+\.reward_args|sglang|megatron\.model")
+_FREE = re.compile(r".+[._]args|data\.chat_template_kwargs|sglang|megatron\.(model|ddp|optimizer)")
 """Tables whose keys are not ours: one that looks like a secret's is hidden."""
 _LEFT_OUT = re.compile(r"roles\.[a-z]+\.env|monitor\.options")
 """Environments, and what sinks are told."""
@@ -31,10 +31,19 @@ def _flat(place: str, table: Mapping[str, Any], *, is_free: bool) -> Iterator[tu
         if isinstance(value, Mapping):
             inner = cast("Mapping[str, Any]", value)
             yield from _flat(path, inner, is_free=is_free or bool(_FREE.fullmatch(path)))
+        elif tables := _numbered(value):
+            yield from _flat(path, tables, is_free=is_free)
         elif is_free and _SECRET.search(key):
             yield path, HIDDEN
         else:
             yield path, _plain(value)
+
+
+def _numbered(value: object) -> dict[str, object]:
+    """A list of tables, which have keys too; nothing of any other value."""
+    items = cast("list[object]", value) if isinstance(value, list) else []
+    has_tables = any(isinstance(one, Mapping) for one in items)
+    return {str(number): one for number, one in enumerate(items)} if has_tables else {}
 
 
 def _plain(value: object) -> Shown:

@@ -79,7 +79,8 @@ def _of_rollout(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
         return
     if actor.kind == "embedded":
         yield Need("torch", "which every rollout needs")
-    if key := next((key for key, fn in config.reward.named_functions() if fn == "math"), ""):
+    named = (*config.reward.named_functions(), *config.eval.named_functions())
+    if key := next((key for key, fn in named if fn == "math"), ""):
         yield Need("math_verify", f'which {key} = "math" needs', "install math-verify there (extra math)")
 
 

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
-from ...actors.rewards.call import check_args
+from ...actors.rewards.call import ALONE, Keys, check_args
 from ...actors.user_code import (
     ADVANTAGE_FN,
     GROUP_FILTER,
@@ -29,6 +29,7 @@ from ...algos.filters import GROUP_FILTERS, SAMPLE_FILTERS, group_filter, sample
 from ...core.config import RewardSettings, RunConfig
 from ...core.errors import ConfigError, UserCodeError
 from ...core.suggestion import suggest
+from ..composition.evaluation import eval_rewards
 from .finding import Finding, looked
 
 ALL = ("rollout", "buffer", "trainer")
@@ -54,8 +55,11 @@ def function_findings(
     """What is wrong with each named function that actors of these roles call, and with the arguments of built-in
     ones. `sees_modules`: whether this process finds the modules that they find; else only files are looked at."""
     for name, part in config.reward.parts().items() if "rollout" in roles else ():
-        table = f"reward.functions.{name}" if name else "reward"
-        yield from looked(f"{table}.args", _check_args, table, part)
+        keys = Keys.of_one(name) if name else ALONE
+        yield from looked(keys.args, _check_args, keys, part)
+    for name, part in eval_rewards(config).items() if "rollout" in roles else ():
+        keys = Keys.of_eval_set(name)
+        yield from looked(keys.args, _check_args, keys, part)
     algo = config.algo
     if "buffer" in roles and algo.group_filter in GROUP_FILTERS:
         yield from looked("algo.group_filter_args", group_filter, algo.group_filter, algo.group_filter_args)
@@ -69,8 +73,8 @@ def function_findings(
             yield from looked(named.expected.key, check_function, named)
 
 
-def _check_args(table: str, part: RewardSettings) -> None:
-    check_args(part.fn, pattern=part.pattern, args=part.args, key=table)
+def _check_args(keys: Keys, part: RewardSettings) -> None:
+    check_args(part.fn, pattern=part.pattern, args=part.args, keys=keys)
 
 
 def _named(config: RunConfig) -> tuple[Named, ...]:

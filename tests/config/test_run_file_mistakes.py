@@ -277,6 +277,18 @@ MISTAKES: list[tuple[str, str]] = [
         '[engine]\ncontext_length = 512\n[eval.sets.a]\npath = "a.jsonl"\nmax_new_tokens = 512\n',
         "leaves no room for a prompt in engine.context_length = 512",
     ),
+    (
+        'apply_chat_template = false\n[eval.sets.a]\npath = "a.jsonl"\npreset = "chat"\n',
+        'run.toml:8: eval.sets.a.preset = "chat": "chat" is for conversations; with plain texts use "plain"',
+    ),
+    (
+        'apply_chat_template = false\n[eval.sets.a]\npath = "a.jsonl"\nsystem = "s"\n',
+        'run.toml:8: eval.sets.a.system = "s": is for the chat template: set apply_chat_template = true',
+    ),
+    (
+        'answer_key = "a"\n[eval]\ndata = "h.jsonl"\n[algo]\nkind = "sft"\n',
+        'must be empty: algo.kind = "sft" has no engine that would answer',
+    ),
     ("[eval]\nevery = 5\n", "run.toml:6: eval.every = 5: needs eval.data, the held-out prompts"),
     ("[run]\nstop_reward = 0.9\n", "run.toml:6: run.stop_reward = 0.9: needs evaluation: set eval.data and eval.every"),
     (

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from myxa.actors.user_code import REWARD_POST_PROCESS, load_function
 from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError, LaunchError
 from myxa.launch.frozen_code import freeze, write_code
@@ -79,6 +83,35 @@ def test_a_copy_of_this_run_stays_as_it_is_and_that_of_another_run_is_copied(tmp
     assert forked.config.algo.loss_fn.startswith(f"{child}/code/")
     assert copy.parent.name not in forked.config.algo.loss_fn, "the name says what is in it"
     assert freeze(config_of(loss_fn=f"{mine}:f"), child).config.algo.loss_fn.endswith(f"{copy.parent.name}/mine.py:f")
+
+
+@pytest.fixture
+def as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process in the folder that the run is started from, whose modules Python looks at first."""
+    before = set(sys.modules)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("as_it_was")
+def test_a_copy_imports_the_copies_beside_it_also_where_the_run_was_started(tmp_path: Path) -> None:
+    original = tmp_path / "nearby_fz.py"
+    original.write_text("X = 1\n")
+    (tmp_path / "mine.py").write_text(
+        "import json, nearby_fz\ndef f(groups):\n    import late_fz\n    return nearby_fz.X, late_fz.X, json.__file__\n"
+    )
+    (tmp_path / "late_fz.py").write_text("X = 1\n")
+    (tmp_path / "json").mkdir()  # of data
+    frozen = freeze(config_of(reward_post_process="mine.py:f"), tmp_path / "run")
+    write_code(tmp_path / "run", frozen.files)
+    original.write_text("X = 2\n")
+    (tmp_path / "late_fz.py").write_text("X = 2\n")
+    found = load_function(frozen.config.algo.reward_post_process, REWARD_POST_PROCESS).fn(())
+    assert found == (1, 1, json.__file__)
 
 
 def test_without_files_nothing_changes(tmp_path: Path) -> None:

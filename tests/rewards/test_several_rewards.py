@@ -7,16 +7,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from myxa.actors.data import open_prompts
 from myxa.actors.data.mixed import open_data
+from myxa.actors.rewards.call import Keys
 from myxa.actors.rewards.making import make_rewarder
+from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rewards.several import SeveralRewards
+from myxa.actors.rollout.evaluation import Evaluation
 from myxa.algos.rewards import RewardOutcome
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings, RunConfig
 from myxa.core.errors import ConfigError, DataError, UserCodeError
+from myxa.launch.composition.evaluation import eval_rewarders
 from myxa.launch.preflight.user_functions import function_findings
 
 CODE = """
@@ -122,6 +127,10 @@ async def test_one_function_out_of_order_ends_the_run_by_its_name(file: Path) ->
         ({"functions": {"mine": {}}}, '"mine" is no built-in reward'),
         ({"functions": {"no name": {"fn": "exact"}}}, "a function's name is 1 to 32 letters"),
         ({"functions": {"overlong": {"fn": "exact"}}}, 'and not "overlong"'),
+        ({"functions": {"a/": {"fn": "exact"}}}, "a function's name is 1 to 32 letters"),
+        ({"functions": {"a" * 33: {"fn": "exact"}}}, "a function's name is 1 to 32 letters"),
+        ({"functions": {"a": {"fn": "exact"}, "a/b": {"fn": "exact"}}}, 'is named like a part of "a"'),
+        ({"functions": {"reward": {"fn": "exact"}}}, 'and not "overlong" or "reward"'),
         ({"functions": {"exact": {"weight": 0.0}}}, "so every reward is 0"),
         ({"functions": {"regex": {}}}, 'fn = "regex" needs a pattern'),
         ({"functions": {"regex": {"pattern": "("}}}, "is not a regular expression"),
@@ -200,6 +209,76 @@ async def test_each_source_of_prompts_may_have_its_function(tmp_path: Path) -> N
     functions.pop("prose")
     with pytest.raises(DataError, match="has no data_source"):
         open_data(RunConfig.model_validate(raw))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_what_the_workflow_says_counts_beside_what_others_judge(workers: int) -> None:
+    made = several({"workflow": {}, "numeric": {"weight": 2.0}}, workers=workers)
+    said = msgspec.structs.replace(answer("5.0", "5"), reward=0.25)
+    assert await made.score(said) == RewardOutcome(2.25, {"workflow": 0.25, "numeric": 1.0})
+    await made.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_an_evaluation_set_may_judge_otherwise_than_the_workflow(workers: int) -> None:
+    made = Rewarder(RewardSettings(fn="workflow", workers=workers).alone("numeric"), Keys.of_eval_set("sums"))
+    assert (await made.score(msgspec.structs.replace(answer("4", "5"), reward=1.0))).value == 0.0
+    await made.close()
+
+
+@pytest.mark.asyncio
+async def test_functions_are_named_as_data_names_its_sources() -> None:
+    made = several({"openai/gsm8k": {"fn": "numeric"}, "prose": {"fn": "f1"}}, choose_by="data_source")
+    outcome = await made.score(answer("5.0", "5", data_source="openai/gsm8k"))
+    assert outcome == RewardOutcome(1.0, {"openai/gsm8k": 1.0})
+    await made.close()
+
+
+@pytest.mark.asyncio
+async def test_that_an_evaluation_waits_for_the_function_of_a_set_is_told(file: Path) -> None:
+    settings = RewardSettings(pause_after=1, max_outage_s=0.2, cool_down_s=0.1).alone(f"{file}:shape")
+    made = Rewarder(settings, Keys.of_eval_set("sums"))
+    events: list[tuple[str, str]] = []
+    Evaluation({"sums": made}).listen(lambda kind, text: events.append((kind, text)))
+    await made.score(answer("four"))
+    with pytest.raises(UserCodeError):
+        await made.score(answer("raise"))
+    kind, text = events[0]
+    assert kind == "reward-paused"
+    assert text.startswith(f'evaluation set sums: reward function "{file}:shape" failed')
+    await made.close()
+
+
+@pytest.mark.parametrize("key", ["reward.functions.workflow.fn", "eval.sets.sums.reward"])
+def test_a_built_in_workflow_says_no_reward(tmp_path: Path, key: str) -> None:
+    raw = run(tmp_path, []).model_dump()
+    raw["async"] = raw.pop("asynchrony")
+    if key.startswith("eval"):
+        raw["eval"]["sets"] = {"sums": {"path": raw["data"]["train"], "reward": "workflow"}}
+    else:
+        raw["reward"] = {"functions": {"workflow": {}, "exact": {}}}
+    with pytest.raises(ValueError, match="needs a workflow of your own"):
+        RunConfig.model_validate(raw)
+
+
+def test_mistakes_of_an_evaluation_sets_function_are_told_by_their_key(tmp_path: Path, file: Path) -> None:
+    raw = run(tmp_path, []).model_dump()
+    raw["async"] = raw.pop("asynchrony")
+    path = raw["data"]["train"]
+    raw["eval"]["sets"] = {
+        "sums": {"path": path, "reward": "numeric", "reward_args": {"tol": 1}},
+        "far": {"path": path, "reward": "remote"},
+        "own": {"path": path, "reward": f"{file}:shap"},
+    }
+    config = RunConfig.model_validate(raw)
+    found = {finding.key: str(finding.error) for finding in function_findings(config)}
+    assert "takes no such argument" in found["eval.sets.sums.reward_args.tol"]
+    assert found.keys() == {"eval.sets.sums.reward_args.tol", "eval.sets.far.reward_args.url", "eval.sets.own.reward"}
+    raw["eval"]["sets"] = {"own": {"path": path, "reward": f"{file}:shap"}}
+    with pytest.raises(ConfigError, match=r"^eval\.sets\.own\.reward: "):
+        eval_rewarders(RunConfig.model_validate(raw))
 
 
 def test_mistakes_are_told_by_their_key(tmp_path: Path, file: Path) -> None:

@@ -28,6 +28,7 @@ from myxa.actors.models.tokenizer import FolderTokenizer
 from myxa.actors.workflows.appending import ANSWER, QUESTION, REPLY
 from myxa.actors.workflows.turn_renderer import TurnRenderer
 from myxa.core.errors import TemplateError
+from myxa.core.messages import SamplingParams
 from myxa.core.samples import Message, Sample
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -111,6 +112,24 @@ def test_a_demonstration_is_what_the_template_writes(
     assert opened.replace(NO_THOUGHT, "") == written.replace(NO_THOUGHT, "")
     if model is QWEN3:
         assert opened.count(NO_THOUGHT) == len(turns) + 1
+
+
+@pytest.mark.parametrize("model", CHAT_MODELS, ids=lambda one: one.name)
+def test_a_turn_that_a_stop_string_ended_is_closed_before_the_reply(model: ChatModel) -> None:
+    tokenizer, question = model.tokenizer(), message("user", "ab?")
+
+    async def play(role: str) -> None:
+        one = talk(tokenizer, [question])
+        one.engine.next = (f"{model.lead}a</call>bbb", "stop")
+        turn = await one.episode.generate(SamplingParams(stop=("</call>",), max_new_tokens=100))
+        assert (turn.text, turn.finish) == (f"{model.lead}a</call>", "stop")
+        assert one.episode.reply_with(message(role, "b"))
+        talked = [question, message("assistant", "a</call>"), message(role, "b")]
+        assert whole(said(one), tokenizer) == tokenizer.render_text(talked, add_generation_prompt=True)
+        assert learnt(said(one), tokenizer) == [f"{model.lead}a</call>"]
+
+    for role in model.replies:
+        asyncio.run(play(role))
 
 
 THOUGHT = "<think>\na b\n</think>\n\nb"
