@@ -8,7 +8,7 @@ Users' own filters (`module:function`) are loaded by the roles.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ GroupFilter = Callable[[Group], str | None]
 """Reason why the group is left out, or None when it stays."""
 SampleFilter = Callable[[Group], tuple[str | None, ...]]
 """For each member, the reason why nothing is learnt from it, or None when something is."""
+
+T = TypeVar("T")
 
 SPREAD_EPS = 1e-6
 """Rewards that differ by no more than this are equal."""
@@ -44,13 +46,7 @@ GROUP_FILTERS: dict[str, GroupFilter] = {"zero_variance": zero_variance, "none":
 
 def group_filter(name: str, args: Mapping[str, Any] | None = None) -> GroupFilter:
     """The built-in filter of that name. Raises ConfigError for any other name, and for arguments it does not take."""
-    found = GROUP_FILTERS.get(name)
-    if found is None:
-        raise ConfigError(
-            f'group filter "{name}" is not known',
-            remedy=f"use {', '.join(sorted(GROUP_FILTERS))}, or module:function for your own",
-        )
-    return bind(found, args or {}, key="algo.group_filter_args", what=f'group filter "{name}"')
+    return _built_in("group", GROUP_FILTERS, name, args)
 
 
 def learn_from_all(group: Group) -> tuple[str | None, ...]:
@@ -69,10 +65,16 @@ SAMPLE_FILTERS: dict[str, SampleFilter] = {"none": learn_from_all, "truncated": 
 
 def sample_filter(name: str, args: Mapping[str, Any] | None = None) -> SampleFilter:
     """The built-in filter of members of that name. Raises as `group_filter`."""
-    found = SAMPLE_FILTERS.get(name)
+    return _built_in("sample", SAMPLE_FILTERS, name, args)
+
+
+def _built_in(
+    kind: str, known: Mapping[str, Callable[..., T]], name: str, args: Mapping[str, Any] | None
+) -> Callable[..., T]:
+    found = known.get(name)
     if found is None:
         raise ConfigError(
-            f'sample filter "{name}" is not known',
-            remedy=f"use {', '.join(sorted(SAMPLE_FILTERS))}, or module:function for your own",
+            f'{kind} filter "{name}" is not known',
+            remedy=f"use {', '.join(sorted(known))}, or module:function for your own",
         )
-    return bind(found, args or {}, key="algo.sample_filter_args", what=f'sample filter "{name}"')
+    return bind(found, args or {}, key=f"algo.{kind}_filter_args", what=f'{kind} filter "{name}"')

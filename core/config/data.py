@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -27,30 +27,11 @@ TEMPLATE_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 """What a chat template is given anyway."""
 
 
-class RowSource(Protocol):
-    """What a table with files of its own says of their rows; see `SourceSettings`."""
-
-    @property
-    def path(self) -> str | tuple[str, ...]: ...
-
-    @property
-    def preset(self) -> str: ...
-
-    @property
-    def system(self) -> str: ...
-
-    @property
-    def tools_key(self) -> str: ...
-
-
-class SourceSettings(Section, frozen=True):
-    """One of several sources of prompts, `NAME` is its own: letters, digits, `_`, `-`, at most 64. Keys that are left
-    out are as in `[data]`, but for the columns of a source with a preset of its own, which are that preset's."""
+class RowSource(Section, frozen=True):
+    """A table with files of its own, whose rows are read like `[data]` says but for what it says itself."""
 
     path: Annotated[SourceText, Field(min_length=1)]
     """JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99."""
-    weight: Annotated[NonNegativeFloat, Field(le=MAX_WEIGHT)] = 1.0
-    """Its share of the prompts, in proportion to the others' weights; 0 = none for now. Live knob: `mix`."""
     preset: Literal["", "slime", "verl", "chat", "plain"] = ""
     """How rows are laid out; empty = as in `[data]`."""
     prompt_key: str = ""
@@ -67,14 +48,22 @@ class SourceSettings(Section, frozen=True):
     """Column with the tools that the model is told of. Empty = likewise."""
     system: str = ""
     """System message put in front of conversations that have none; empty = as in `[data]`."""
-    max_passes: Annotated[int, Field(ge=-1)] = -1
-    """Passes over this source after which it is exhausted and the others go on without it; 0 = endless, -1 = as in
-    `[data]`."""
 
     @field_validator("path")
     @classmethod
     def _sources_parse(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
         return check_sources(value)
+
+
+class SourceSettings(RowSource, frozen=True):
+    """One of several sources of prompts, `NAME` is its own: letters, digits, `_`, `-`, at most 64. Keys that are left
+    out are as in `[data]`, but for the columns of a source with a preset of its own, which are that preset's."""
+
+    weight: Annotated[NonNegativeFloat, Field(le=MAX_WEIGHT)] = 1.0
+    """Its share of the prompts, in proportion to the others' weights; 0 = none for now. Live knob: `mix`."""
+    max_passes: Annotated[int, Field(ge=-1)] = -1
+    """Passes over this source after which it is exhausted and the others go on without it; 0 = endless, -1 = as in
+    `[data]`."""
 
     @field_validator("weight")
     @classmethod

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, field_validator
 
 from .conflict import Conflict
-from .data import SOURCE_NAME
+from .data import SOURCE_NAME, RowSource
 from .rewarding import REWARD_BUILTINS, check_pattern
-from .section import CodeName, CountInt, PositiveInt, Section, SourceText
+from .section import CodeName, CountInt, PositiveInt, Section, SourceText, TopK
 from .settings import check_code_name
 from .source import check_sources
 from .tables import Table
@@ -20,12 +20,10 @@ TAKEN_NAMES = frozenset(("reward", "response_length", "truncated_ratio", "num_er
 """Names of metrics of an evaluation without sets."""
 
 
-class EvalSetSettings(Section, frozen=True):
+class EvalSetSettings(RowSource, frozen=True):
     """One of several sets of held-out prompts, `NAME` is its own: letters, digits, `_`, `-`, at most 64. What is left
     out is as in `[eval]`, rows are read as in `[data]`, but for the columns of a set with a preset of its own."""
 
-    path: Annotated[SourceText, Field(min_length=1)]
-    """JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99."""
     num_prompts: CountInt = 0
     """Prompts used in one evaluation: the first ones of the file; 0 = as in `[eval]`."""
     num_samples: CountInt = 0
@@ -34,7 +32,7 @@ class EvalSetSettings(Section, frozen=True):
     """Sampling temperature; 0 = greedy, -1 = as in `[eval]`."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus; 1 = off."""
-    top_k: int = -1
+    top_k: TopK = -1
     """Only the k most likely tokens; -1 = off."""
     max_new_tokens: CountInt = 0
     """Tokens a model turn may have at most; 0 = as in `[rollout]`."""
@@ -46,34 +44,6 @@ class EvalSetSettings(Section, frozen=True):
     """As `reward.pattern`, for a function named here."""
     reward_args: Table = {}
     """As `reward.args`, for a function named here."""
-    preset: Literal["", "slime", "verl", "chat", "plain"] = ""
-    """How rows are laid out; empty = as in `[data]`."""
-    prompt_key: str = ""
-    """Column with the prompt. Empty = as in `[data]`, or the preset's."""
-    label_key: str = ""
-    """Column with the expected answer. Empty = likewise."""
-    metadata_key: str = ""
-    """Column with an object handed to reward and workflow as it is. Empty = likewise."""
-    messages_key: str = ""
-    """Column with the conversation of the `chat` preset. Empty = likewise."""
-    answer_key: str = ""
-    """Column with the demonstration to be learnt by SFT. Empty = likewise."""
-    tools_key: str = ""
-    """Column with the tools that the chat template is given. Empty = likewise."""
-    system: str = ""
-    """System message put in front of conversations that have none; empty = as in `[data]`."""
-
-    @field_validator("path")
-    @classmethod
-    def _sources_parse(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        return check_sources(value)
-
-    @field_validator("top_k")
-    @classmethod
-    def _top_k_is_off_or_positive(cls, value: int) -> int:
-        if value != -1 and value < 1:
-            raise ValueError("must be -1 (off) or at least 1")
-        return value
 
     @field_validator("temperature")
     @classmethod

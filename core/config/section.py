@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
 
 from .conflict import Conflict, conflict_error
 
@@ -51,6 +51,15 @@ IntTuple = Annotated[tuple[int, ...], Strict(False)]
 """A TOML array of integers; the elements stay strict."""
 TextTuple = Annotated[tuple[str, ...], Strict(False)]
 """A TOML array of text."""
+
+
+def _off_or_positive(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError("must be -1 (off) or at least 1")
+    return value
+
+
+TopK = Annotated[int, AfterValidator(_off_or_positive)]
 
 
 class Section(BaseModel, frozen=True):

@@ -26,6 +26,7 @@ from .section import (
     ProgramName,
     Section,
     TextTuple,
+    TopK,
     UnitFloat,
 )
 from .tables import Table, check_json
@@ -93,7 +94,7 @@ class RolloutSettings(Section, frozen=True):
     """Sampling temperature; 0 = greedy (refused when the algorithm needs exploration)."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus: smallest set of tokens with at least this probability; 1 = off."""
-    top_k: int = -1
+    top_k: TopK = -1
     """Only the k most likely tokens; -1 = off."""
     min_p: UnitFloat = 0.0
     """Only tokens at least this probable, relative to the likeliest one; 0 = off."""
@@ -133,13 +134,6 @@ class RolloutSettings(Section, frozen=True):
     save_partials_s: NonNegativeFloat = 5.0
     """Seconds between two tellings of the tokens so far to the buffer, so that a rollout actor that is killed costs no
     more than what came since; 0 = only groups that are handed back go on with their tokens."""
-
-    @field_validator("top_k")
-    @classmethod
-    def _top_k_is_off_or_positive(cls, value: int) -> int:
-        if value != -1 and value < 1:
-            raise ValueError("must be -1 (off) or at least 1")
-        return value
 
     @field_validator("stop_token_ids")
     @classmethod
