@@ -24,6 +24,7 @@ import pytest
 from commands import close_server  # pyright: ignore[reportMissingImports]
 from hypothesis import HealthCheck, settings
 from own_segments import own_segments  # pyright: ignore[reportMissingImports]
+from pending_tasks import pending_tasks  # pyright: ignore[reportMissingImports]
 
 MARK = "MYXA_TEST_SESSION"
 PATIENCE_S = 10.0
@@ -60,6 +61,18 @@ LONGEST_FIRST = ("survival", "knobs", "integration", "backends", "control", "sim
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.parent.name, len(places)))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    """A test that hung shows where its tasks stand: the stacks of its threads all end in the loop's `select`."""
+    outcome = yield
+    if (
+        call.excinfo is not None
+        and call.excinfo.errisinstance(pytest.fail.Exception)
+        and "Timeout" in str(call.excinfo)
+    ):
+        outcome.get_result().sections.append(("pending tasks", pending_tasks()))
 
 
 def is_xdist_worker() -> bool:

@@ -30,6 +30,7 @@ from ...core.errors import EngineError, RequestRefused, WeightsRefused
 from ...core.messages import WeightManifest
 from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from ...core.weight_channel import WeightProgress
+from ..http_client import stream_timeout
 from .embedded.request import check_request
 from .head_start import HeadStart
 from .open_request import OpenRequests
@@ -189,7 +190,7 @@ class SglangEngine:
             request, vocab_size=self._options.vocab_size, context_length=self._context_length, place=self._place
         )
         await self._until_whole(place)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._options.call_s, sock_read=self._options.stall_s)
+        timeout = stream_timeout(self._options.call_s, self._options.stall_s)
         sent_version, num_commits = self._version, len(self._commits)
         tokens = HeldTokens(place, sent_version, self._tally.add)
         lines = Lines(MAX_LINE_BYTES, place)

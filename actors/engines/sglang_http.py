@@ -17,6 +17,7 @@ import msgspec
 import orjson
 
 from ...core.errors import EngineError, RequestRefused
+from ..http_client import client_session
 from .server_silence import LOOK_S
 
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -61,8 +62,7 @@ class SglangHttp:
 
     def open(self) -> None:
         """Make the session; needs a running loop."""
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        self._session = aiohttp.ClientSession(connector=connector, raise_for_status=False)
+        self._session = client_session(keepalive_s=KEEPALIVE_S)
 
     async def close(self) -> None:
         """End all connections. Never raises, never waits long: a server that stands still reads nothing, and what was
@@ -76,8 +76,10 @@ class SglangHttp:
         """Whether it answers. `/health` is answered by generating a token: a server that loads is unwell, one that
         hangs is silent, and so is one that is paused: ask that by another path."""
         try:
-            timeout = aiohttp.ClientTimeout(total=within_s)
-            async with self.session.get(self.url + path, headers=self.headers, timeout=timeout) as answer:
+            async with (
+                asyncio.timeout(within_s),
+                self.session.get(self.url + path, headers=self.headers) as answer,
+            ):
                 return Look.WELL if answer.status == 200 else Look.UNWELL
         except TimeoutError:  # some of aiohttp's are both
             return Look.SILENT
@@ -119,11 +121,11 @@ class SglangHttp:
 
     async def _raw(self, method: str, path: str, body: bytes | None, within_s: float) -> bytes:
         place = f"{self.place}: {method} {path}"
-        timeout = aiohttp.ClientTimeout(total=within_s)
         try:
-            async with self.session.request(
-                method, self.url + path, data=body, headers=self.headers, timeout=timeout
-            ) as answer:
+            async with (
+                asyncio.timeout(within_s),
+                self.session.request(method, self.url + path, data=body, headers=self.headers) as answer,
+            ):
                 raw = await answer.read()
                 if answer.status >= 400:
                     raise _error(place, answer.status, raw)

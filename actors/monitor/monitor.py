@@ -78,7 +78,8 @@ class Monitor(OwnsKnobs, MonitorContract):
 
     async def on_start(self) -> None:
         """Open the sinks. Raises LaunchError or ConfigError when one refuses, e.g. a port in use."""
-        await asyncio.wait_for(asyncio.wrap_future(self._sinks.start()), timeout=60.0)
+        async with asyncio.timeout(60.0):
+            await asyncio.wrap_future(self._sinks.start())
         self._mark_gap()
         await self._catch_up()
         self._meter.switch("wait-data", "messages")
@@ -155,7 +156,8 @@ class Monitor(OwnsKnobs, MonitorContract):
 
     async def _until(self, written: Future[None]) -> None:
         try:
-            await asyncio.wait_for(asyncio.wrap_future(written), timeout=_CLOSE_S)
+            async with asyncio.timeout(_CLOSE_S):
+                await asyncio.wrap_future(written)
         except TimeoutError:
             _log.warning("the sinks %s did not write within %.0f s", ", ".join(self._sinks.active), _CLOSE_S)
 

@@ -22,6 +22,7 @@ from ...core.completions import Completion
 from ...core.config.settings import HTTP_URL
 from ...core.errors import ConfigError
 from ...core.suggestion import suggest
+from ..http_client import client_session
 from .call import Answers, BadReward, Outcomes, judged
 
 MAX_ANSWER_BYTES = 1 << 20
@@ -119,11 +120,11 @@ class RemoteReward:
 
     async def _try(self, body: bytes) -> Any:
         url = self._options.url
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         try:
-            async with self._connected().post(
-                url, data=body, headers=JSON_HEADERS, timeout=timeout, allow_redirects=False
-            ) as answer:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._connected().post(url, data=body, headers=JSON_HEADERS, allow_redirects=False) as answer,
+            ):
                 raw = await _limited(answer, url)
                 status = answer.status
         except TimeoutError as late:
@@ -143,8 +144,7 @@ class RemoteReward:
         if self._is_closed:
             raise BadReward("was called after the rewarder was closed")
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=self._options.max_calls, keepalive_timeout=KEEPALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, raise_for_status=False)
+            self._session = client_session(keepalive_s=KEEPALIVE_S, max_connections=self._options.max_calls)
         return self._session
 
 

@@ -1,0 +1,22 @@
+"""HTTP sessions whose deadlines are the caller's `asyncio.timeout`.
+
+aiohttp's own `ClientTimeout(total=...)` is not used: a call enters its timer (3.14) twice, and when it goes off in the
+same turn of the loop in which the task is cancelled, it takes back both cancellations and raises TimeoutError. The task
+goes on, and whoever waits for its end waits for ever. `asyncio.timeout` tells the two apart.
+"""
+
+from __future__ import annotations
+
+import aiohttp
+
+
+def client_session(*, keepalive_s: float, max_connections: int = 0) -> aiohttp.ClientSession:
+    """Needs a running loop. `keepalive_s`: how long an idle connection is used again. `max_connections` 0: no limit."""
+    connector = aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=keepalive_s)
+    return aiohttp.ClientSession(connector=connector, raise_for_status=False, timeout=stream_timeout())
+
+
+def stream_timeout(connect_s: float | None = None, silence_s: float | None = None) -> aiohttp.ClientTimeout:  # noqa: TID251 -- names the type
+    """For a call that may last: bounds only how long connecting takes, and how long nothing comes. None: unbounded
+    (aiohttp's default would be 30 s, and 300 s for the whole call)."""
+    return aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=silence_s)  # noqa: TID251 -- no timer
