@@ -137,7 +137,8 @@ class ActorCell:
         self._quiet.clear()
         self._is_awaited = True
         try:
-            await asyncio.wait_for(self._quiet.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._quiet.wait()
         except TimeoutError:
             names = ", ".join(sorted({_label(turn.item) for turn in self._running.values()}))
             self._log.warning("%s: still running after %.1f s of grace: %s", self.name, grace_s, names)

@@ -272,7 +272,8 @@ class SocketTransport:
             self.disconnect(peer, linger_s)
         if self._lingering:
             try:
-                await asyncio.wait_for(self._all_closed.wait(), linger_s + 1.0)
+                async with asyncio.timeout(linger_s + 1.0):
+                    await self._all_closed.wait()
             except TimeoutError:
                 _log.warning("%d connections did not close in time", len(self._lingering))
             for outbox in list(self._lingering):
@@ -315,7 +316,8 @@ class SocketTransport:
             self._context.term()
             return
         try:
-            await asyncio.wait_for(ended, TERM_S)
+            async with asyncio.timeout(TERM_S):
+                await ended
         except TimeoutError:
             _log.exception("ZeroMQ did not end within %.0f s; its sockets are left behind", TERM_S)
             return

@@ -161,7 +161,8 @@ class NodeThread(SyncNode):
         try:
             while not self._is_closing and not self._host_has_ended():
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wakes.wait(), HOST_LOOK_S)
+                    async with asyncio.timeout(HOST_LOOK_S):
+                        await self._wakes.wait()
         finally:
             await self._end()
 

@@ -185,7 +185,8 @@ class Mirror:
                     return False
                 changed.clear()
                 try:
-                    await asyncio.wait_for(changed.wait(), left_s)
+                    async with asyncio.timeout(left_s):
+                        await changed.wait()
                 except TimeoutError:
                     return is_met()
             return True

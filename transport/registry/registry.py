@@ -214,7 +214,8 @@ class RegistryActor(RegistryContract):
         changed = asyncio.Event()
         self._sleepers[changed] = None
         try:
-            await asyncio.wait_for(changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await changed.wait()
         except TimeoutError:
             return False
         finally:
