@@ -72,7 +72,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "tp2", "megatron": {"tp": 2}},
         {"name": "tp2-sp", "megatron": {"tp": 2, "sequence_parallel": True, "recompute": "full"}},
         {"name": "pp2", "megatron": {"pp": 2}, "algo": WHITENED},
-        {"name": "pp2-vpp2", "megatron": {"pp": 2, "vpp": 2}},
+        {"name": "pp2-vpp2", "megatron": {"pp": 2, "vpp": 2}, "has_reference": True},
         {"name": "cp2", "megatron": {"cp": 2}, "algo": PLAIN},
         {"name": "ep2", "megatron": {"ep": 2}, "is_moe": True, "algo": PLAIN, "save": True, "saves_later": True},
         {"name": "bf16", "trainer": {"dtype": "bfloat16"}, "save": True, "temperatures": COOL},
@@ -125,9 +125,18 @@ def experts(tmp_path_factory: pytest.TempPathFactory, dense: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of its own to keep close to."""
+    folder = tmp_path_factory.mktemp("reference")
+    make_tiny_model(folder, "1m", seed=4, vocab_size=VOCAB)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def gangs(
     dense: Path,
     experts: Path,
+    reference: Path,
     tmp_path_factory: pytest.TempPathFactory,
     ranks: Callable[..., list[tuple[int, str]]],
 ) -> Gangs:
@@ -141,6 +150,9 @@ def gangs(
                 {**case, "port": quiet_port(), "seeds": SEEDS, "model": str(experts if case.get("is_moe") else dense)}
                 for case in CASES[num_ranks]
             ]
+            for case in cases:
+                if case.pop("has_reference", False):
+                    case["algo"] = {**GRPO, "ref_path": str(reference)}
             spec = {
                 "out": str(out), "num_ranks": num_ranks, "algo": GRPO, "optimizer": OPTIMIZER, "cases": cases,
                 "temperatures": TEMPERATURES,
@@ -203,9 +215,10 @@ def arrays(out: Path, name: str, what: str) -> dict[str, np.ndarray]:
 
 def expected(num_ranks: int, name: str, gangs: Gangs, judge: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """The torch trainer's numbers; for experts, which it does not know, those of one Megatron rank."""
-    case = case_of(num_ranks, name)
+    spec = json.loads((gangs(num_ranks) / "spec.json").read_text())
+    case = next(case for case in spec["cases"] if case["name"] == name)
     if not case.get("is_moe"):
-        return judge(case.get("algo", GRPO))
+        return judge(case.get("algo", spec["algo"]))
     (alone,) = results(gangs(1), "experts")
     return {**alone, "weights": arrays(gangs(1), "experts", "weights")}
 
