@@ -43,6 +43,7 @@ MASKED = {
     "kind": "grpo", "batch_size": 6, "minibatches": 2, "correction": "mis", "mis_mode": "clip", "mis_normalise": True,
     "reject_low": 0.3, "reject_high": 2.0, "veto": 0.15, "opsm_delta": 1e-4,
 }  # fmt: skip
+DISTILLED = {**GRPO, "kl_in": "advantage", "kl_kind": "k1"}
 OWN = {**GRPO, "loss_fn": f"{Path(__file__).with_name('own_losses.py')}:clipped"}
 MANY = {"kind": "grpo", "batch_size": 6, "minibatches": 3}
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}
@@ -68,7 +69,12 @@ CASES: dict[int, list[dict[str, Any]]] = {
     2: [
         {"name": "dp2"},
         {"name": "dp2-whole-optimizer", "megatron": {"distributed_optimizer": False}},
-        {"name": "dp2-overlap", "megatron": {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}}},
+        {
+            "name": "dp2-overlap",
+            "megatron": {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
+            "algo": DISTILLED,
+            "has_reference": True,
+        },
         {"name": "tp2", "megatron": {"tp": 2}},
         {"name": "tp2-sp", "megatron": {"tp": 2, "sequence_parallel": True, "recompute": "full"}},
         {"name": "pp2", "megatron": {"pp": 2}, "algo": WHITENED},
@@ -152,7 +158,7 @@ def gangs(
             ]
             for case in cases:
                 if case.pop("has_reference", False):
-                    case["algo"] = {**GRPO, "ref_path": str(reference)}
+                    case["algo"] = {**case.get("algo", GRPO), "ref_path": str(reference)}
             spec = {
                 "out": str(out), "num_ranks": num_ranks, "algo": GRPO, "optimizer": OPTIMIZER, "cases": cases,
                 "temperatures": TEMPERATURES,
