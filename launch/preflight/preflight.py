@@ -18,6 +18,7 @@ from ...actors.models.freezing import frozen_names
 from ...actors.models.hf_folder import find_tokenizer, open_weights, read_config
 from ...actors.models.model_config import ModelConfig
 from ...actors.models.reference import check_reference
+from ...actors.models.value_head import check_critic
 from ...actors.sinks.names import SHIPPED, check_name
 from ...core.config import RunConfig
 from ...core.config.source import parse_sources
@@ -81,6 +82,8 @@ def _check_model(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Fin
         yield from looked("trainer.freeze", _check_freeze, config, model)
     if config.algo.ref_path and "trainer" in roles:
         yield from looked("algo.ref_path", _check_reference, config, model)
+    if config.critic.path and "trainer" in roles:
+        yield from looked("critic.path", check_critic, config.critic, model)
     if config.weights.served_folder:
         yield from looked("weights.served_folder", _check_served, config.weights.served_folder)
 
