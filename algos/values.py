@@ -32,8 +32,11 @@ def value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor, value_clip: f
     plain_T = (values_T - returns_T).square()
     if value_clip == 0:
         return ValueLoss(plain_T, torch.zeros_like(plain_T, dtype=torch.bool))
-    bounded_T = (old_T + (values_T - old_T).clamp(-value_clip, value_clip) - returns_T).square()
-    return ValueLoss(torch.maximum(plain_T, bounded_T), bounded_T.detach() > plain_T.detach())
+    moved_T = (values_T - old_T).detach()
+    is_beyond_T = moved_T.abs() > value_clip
+    at_bound_T = (old_T + moved_T.clamp(-value_clip, value_clip) - returns_T).square()
+    is_clipped_T = is_beyond_T & (at_bound_T > plain_T.detach())
+    return ValueLoss(torch.where(is_clipped_T, at_bound_T, plain_T), is_clipped_T)
 
 
 def value_sums(values_T: Tensor, returns_T: Tensor) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ from safetensors.numpy import load_file, save_file
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.backends.torch_backend.layout import plan_layout
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.core.config import CriticConfig
 from myxa.core.errors import ConfigError, ModelError, TrainError
 from myxa.core.samples import TrainShard
 
@@ -27,8 +26,8 @@ PPO = {"kind": "ppo", "gamma": 0.9, "lam": 0.8}
 PLAIN = {"eps": 1e-4, "lr": 1e-3}
 
 
-def critic(**settings: Any) -> CriticConfig:
-    return CriticConfig.model_validate({"enabled": True, "lr": 1e-2, **settings})
+def critic(**settings: Any) -> dict[str, Any]:
+    return {"enabled": True, "lr": 1e-2, **settings}
 
 
 @pytest.fixture(scope="module")
@@ -200,9 +199,7 @@ def test_a_checkpoint_of_another_critic_or_of_none_is_refused_and_changes_nothin
     backends: Backends, make_shards: Shards, weights_of: Weights, tmp_path: Path, judge: Path
 ) -> None:
     (shard,) = make_shards(77, kind="ppo")
-    backend, bare, other = (
-        backends(algo=PPO, critic=setting) for setting in (critic(), CriticConfig(), critic(path=str(judge)))
-    )
+    backend, bare, other = (backends(algo=PPO, critic=setting) for setting in (critic(), None, critic(path=str(judge))))
     for one, name in ((backend, "with"), (bare, "without")):
         one.train(shard, {})
         one.save(str(tmp_path / name), {})
