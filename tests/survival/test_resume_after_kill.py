@@ -21,7 +21,8 @@ NUM_KILLS = 5
 
 @pytest.fixture
 def lives(tmp_path: Path) -> Iterator[Lives]:
-    made = make_lives(tmp_path, f"rollout.max_groups={BATCH}", patience_s=0.5)  # so that no kill comes after the end
+    changes = (f"rollout.max_groups={BATCH}", 'algo.kind="ppo"', "critic.enabled=true")
+    made = make_lives(tmp_path, *changes, patience_s=0.5)  # so that no kill comes after the end
     try:
         yield made
     finally:
