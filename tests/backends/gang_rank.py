@@ -149,6 +149,7 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
             {name: float(t.double().sum()) for name, t in backend.export_device(to_all=to_all)}
             for to_all in (False, True)
         )
+        backend.score(shards[0].samples)  # a pass without gradient leaves nothing behind that would be saved
         backend.save(str(out / "checkpoints" / "two"), {"version": 2})
         result["metrics"].append(backend.train(shards[2], {}).metrics)
         keep(out / "weights_on.npz", weights_of(backend))
@@ -163,6 +164,11 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
         result["error"] = refusal(backend, poisoned(shards[0], rank=spec["num_ranks"] - 1, own=rank))
         keep(out / "weights_after_nan.npz", weights_of(backend))
         keep_critic(out, "critic_after_nan", backend)
+        if spec.get("critic"):
+            result["held"] = backend.train(msgspec.structs.replace(shards[2], step=0), {}).metrics
+            keep(out / "weights_held.npz", weights_of(backend))
+            keep_critic(out, "critic_held", backend)
+            backend.save(str(out / "held"), {})
         if spec["algo"].get("loss_fn"):
             last = spec["num_ranks"] - 1
             result["failure"] = refusal(backend, poisoned(shards[0], rank=last, own=rank, is_behaviour=True))

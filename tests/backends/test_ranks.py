@@ -21,7 +21,7 @@ ALGO = {
     "loss_fn": f"{Path(__file__).with_name('own_losses.py')}:clipped",
 }  # fmt: skip
 WHITENED = {"kind": "ppo", "lam": 0.95, "batch_size": 6, "minibatches": 2, "kl_coef": 0.1, "kl_in": "reward"}
-CRITIC = {"enabled": True, "lr": 2e-3, "value_clip": 0.003}
+CRITIC = {"enabled": True, "lr": 2e-3, "value_clip": 0.003, "warmup_steps": 1}
 TIMES = ("train/step_s", "train/tokens_per_s", "train/num_computed_tokens")
 
 Gang = tuple[Path, list[dict[str, Any]]]
@@ -147,6 +147,22 @@ def test_a_nan_on_one_rank_stops_all_of_them_before_the_update(gangs: tuple[Gang
             assert all(np.array_equal(before[n], after[n]) for n in before)
 
 
+def test_while_the_policy_waits_for_the_critic_it_stays_to_the_bit_and_is_saved(
+    gangs: tuple[Gang, Gang], backends: Callable[..., Any], weights_of: Callable[..., dict[str, np.ndarray]]
+) -> None:
+    for gang in gangs:
+        before, held = load(gang, "weights_after_nan"), load(gang, "weights_held")
+        assert all(np.array_equal(before[n], held[n]) for n in before)
+        critic = load(gang, "critic_held")
+        assert not np.array_equal(critic["value_head.weight"], load(gang, "critic_after_nan")["value_head.weight"])
+        assert {result["held"]["train/lr"] for result in gang[1]} == {0.0}
+        backend = backends(trainer={"freeze": gang[1][0]["frozen"]}, critic=CRITIC)
+        backend.load(str(gang[0] / "held"))
+        assert all(np.array_equal(value, held[name]) for name, value in weights_of(backend).items())
+        for name, parameter in backend._parts.state.critic.replica.parameters():
+            assert np.array_equal(parameter.detach().numpy(), critic[name]), name
+
+
 def test_a_loss_of_the_users_that_fails_on_one_rank_is_told_by_all_and_nobody_updates(gangs: tuple[Gang, Gang]) -> None:
     for gang in gangs:
         if "failure" not in gang[1][0]:
@@ -155,7 +171,7 @@ def test_a_loss_of_the_users_that_fails_on_one_rank_is_told_by_all_and_nobody_up
         last = len(gang[1]) - 1
         assert failure.startswith(f"UserCodeError: step 11, mini-batch 0, rank {last}: algo.loss_fn = ")
         assert "raised ValueError: a log-prob above 50 at " in failure
-        before, after = load(gang, "weights_after_nan"), load(gang, "weights_after_failure")
+        before, after = load(gang, "weights_held"), load(gang, "weights_after_failure")
         assert all(np.array_equal(before[n], after[n]) for n in before)
         assert {result["metrics_again"]["train/user/ratio"] for result in gang[1]}, "the gang is whole"
 

@@ -16,7 +16,7 @@ acts in the last micro-batch only. Where the exchange costs, fsdp is the strateg
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,12 @@ class Replica:
         """Score a layout without gradient: the same operations on the same shapes, hence the same bits."""
         with torch.no_grad():
             return cast(TokenScores, self.module(layout))
+
+    def reshard(self) -> None:
+        """Drop what a pass without a backward pass left gathered (fsdp): until then the outermost parameters are whole,
+        in the compute type, and no shards that could be saved or exported. Not collective."""
+        if self.is_sharded:
+            cast(Any, self.module).reshard()
 
     def share_gradients(self) -> None:
         """Sum gradients over ranks (ddp), after the last backward pass of a mini-batch. Collective."""

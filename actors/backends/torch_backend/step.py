@@ -128,7 +128,9 @@ class Stepper:
                 problem = self._update(step, number, micros)
                 if problem is not None:
                     self._forget_gradients()
+                    self._reshard()
                     raise self._world.agreed(problem)
+        self._reshard()
         return StepStats(metrics=self._metrics(step, minibatches, started_s), scores=step.shown.told())
 
     def score_shard(self, shard: TrainShard) -> list[F32]:
@@ -144,6 +146,7 @@ class Stepper:
                 scatter_scores(scores_M, micro.layout, scores)
         if cutting.skips_neutral:
             self._score_micros(shard.samples, left_out(shard), scores)
+        self._reshard()
         return scores
 
     def score(self, samples: Sequence[TrainSample], max_tokens: int) -> list[F32]:
@@ -153,6 +156,7 @@ class Stepper:
         micros = plan_scoring(samples, max_tokens)
         longest = int(self._world.max(torch.tensor([len(micros)])).item())
         self._score_micros(samples, micros + [[] for _ in range(longest - len(micros))], scores)
+        self._reshard()
         return scores
 
     def _score_micros(self, samples: Sequence[TrainSample], micros: Sequence[Sequence[int]], into: list[F32]) -> None:
@@ -165,6 +169,12 @@ class Stepper:
         self._optimizer.forget_gradients()
         if self._critic is not None:
             self._critic.optimizer.forget_gradients()
+
+    def _reshard(self) -> None:
+        """After passes, the last of which may have had no gradient."""
+        self._replica.reshard()
+        if self._critic is not None:
+            self._critic.replica.reshard()
 
     def _cutting_for(self, objective: ObjectiveConfig) -> Cutting:
         return replace(self._cutting, skips_neutral=skips_neutral(objective))

@@ -28,7 +28,7 @@ class ValueModel(PackedModel):
 
     def forward(self, layout: Layout) -> Tensor:
         """float32 [M]. No temperature: values are expectations, not draws."""
-        return self.value_head(self.hidden_Mh(layout).float()).squeeze(-1)
+        return self.value_head(self.hidden_Mh(layout).float()).squeeze(-1).clone()  # FSDP hooks no views
 
 
 def load_value_model(module: ValueModel, folder: str, layers: ModelConfig) -> None:
