@@ -116,9 +116,9 @@ def load_checkpoint(folder: str | Path, state: TrainingState) -> dict[str, Any]:
     """Restore weights, optimizer and RNG; returns `extra`. Collective.
 
     Raises on every rank, before anything is changed, TornCheckpoint if it is not as it was written and TrainError if it
-    is of another model, of a run with a critic where there is none now or the other way round, or another one on each
-    rank. A TrainError while tensors are copied leaves a part of them
-    restored: then only another `load` makes a state of it that may be trained.
+    is of another model or critic (or of one where there is none here, or the other way round), or another one on each
+    rank. A TrainError while tensors are copied leaves a part of them restored: then only another `load` makes a state of
+    it that may be trained.
     """
     world = state.replica.world
 
@@ -272,3 +272,5 @@ def check_critic(path: Path, manifest: Manifest, critic: Critic | None) -> None:
                 f"checkpoint {path} holds another critic: its {name} is {theirs.get(name)!r}, here it is {ours!r}",
                 remedy="set critic.path as it was",
             )
+    if not isinstance(theirs.get("num_updates"), int):
+        raise TrainError(f"checkpoint {path} does not say how often its critic was updated", remedy="use an older one")
