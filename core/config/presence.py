@@ -20,10 +20,9 @@ def missing_paths(config: RunConfig) -> tuple[str, ...]:
 
 def _named_paths(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     yield "model.path", config.model.path, "folder"
-    if config.algo.ref_path:
-        yield "algo.ref_path", config.algo.ref_path, "folder"
-    if config.critic.path:
-        yield "critic.path", config.critic.path, "folder"
+    for key, folder in (("algo.ref_path", config.algo.ref_path), ("critic.path", config.critic.path)):
+        if folder:
+            yield key, folder, "folder"
     for key, value in config.data_files():
         yield from ((key, source.path, "file") for source in parse_sources(value))
     if config.trainer.resume:

@@ -117,8 +117,8 @@ def load_checkpoint(folder: str | Path, state: TrainingState) -> dict[str, Any]:
 
     Raises on every rank, before anything is changed, TornCheckpoint if it is not as it was written and TrainError if it
     is of another model or critic (or of one where there is none here, or the other way round), or another one on each
-    rank. A TrainError while tensors are copied leaves a part of them restored: then only another `load` makes a state of
-    it that may be trained.
+    rank. A TrainError while tensors are copied leaves a part of them restored: then only another `load` makes a state
+    of it that may be trained.
     """
     world = state.replica.world
 
