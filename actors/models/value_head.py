@@ -1,4 +1,4 @@
-"""Whether a folder can be what a critic begins as: a decoder over the policy's vocabulary, with or without a value head.
+"""Whether a folder can be what a critic begins as: a decoder over the policy's vocabulary, maybe with a value head.
 
 Knows model folders. Must not know torch.
 """

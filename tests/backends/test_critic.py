@@ -135,6 +135,19 @@ def test_the_step_is_that_of_advantages_computed_by_hand(
     assert metrics["train/critic_grad_norm"] > 0
 
 
+def test_a_kl_term_in_the_reward_is_foreseen_by_values_and_one_in_the_advantage_is_not(
+    backends: Backends, make_shards: Shards, judge: Path
+) -> None:
+    (shard,) = make_shards(71, kind="ppo")
+    told = {}
+    for place in ("loss", "reward", "advantage"):
+        algo = {**PPO, "kl_coef": 0.5, "kl_in": place, "kl_kind": "k1", "ref_path": str(judge)}
+        told[place] = backends(algo=algo, critic=critic(path=str(judge))).train(shard, {}).metrics
+    assert told["advantage"]["train/value_loss"] == told["loss"]["train/value_loss"]
+    assert told["advantage"]["train/loss"] != told["loss"]["train/loss"]
+    assert abs(told["reward"]["train/value_loss"] - told["loss"]["train/value_loss"]) > 1e-3
+
+
 def test_cutting_a_batch_changes_nothing_and_mini_batches_share_the_values_of_the_start(
     backends: Backends, make_shards: Shards, judge: Path
 ) -> None:
