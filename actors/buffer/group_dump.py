@@ -72,8 +72,9 @@ def _array_of(kind: Any, value: Any) -> Any:
     """Every number as it stands there. Raises ValueError, which the decoder gives a place in the line."""
     dtype = np.dtype(get_args(get_args(kind)[1])[0])
     listed = cast("list[object]", value if isinstance(value, list) else [None])
-    if any(type(one) not in ((int, float) if dtype.kind == "f" else (int,)) for one in listed):
-        raise ValueError(f"is no list of {'numbers' if dtype.kind == 'f' else 'whole numbers'}")
+    is_float = dtype.kind == "f"
+    if not set(map(type, listed)) <= ({int, float} if is_float else {int}):
+        raise ValueError(f"is no list of {'numbers' if is_float else 'whole numbers'}")
     try:
         with np.errstate(over="ignore"):  # infinite then, which whoever uses it looks for
             return np.asarray(listed, dtype=dtype)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from myxa.actors.buffer.group_dump import FORMAT, DumpedGroup, DumpHeader, DumpWriter
-from myxa.actors.data import open_data, open_prompts
+from myxa.actors.data import MixedDataset, open_data, open_prompts
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import DataError
@@ -126,7 +126,9 @@ def test_prompts_of_dumps_are_data_for_an_engine_too(model: Path, tmp_path: Path
     )
     settings = load_config(tmp_path / "run.toml")
     dataset = open_data(settings)
-    prompt = dataset.by_name["b"].prompt(0)  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(dataset, MixedDataset)
+    prompt = dataset.by_name["b"].prompt(0)
+    assert prompt is not None
     assert (prompt.label, prompt.source_name, prompt.metadata["data_source"]) == ("label 1", "b", "b")
 
 
