@@ -15,7 +15,7 @@ from .ratios import ReduceSums
 from .returns import discounted_returns, gae
 from .segments import Segments
 
-__all__ = ["gae", "group_advantages", "needs_whitening", "token_advantages", "whiten"]
+__all__ = ["gae", "group_advantages", "less_kl", "needs_whitening", "token_advantages", "whiten"]
 
 WHITENED = frozenset({"ppo", "reinforce_pp", "reinforce_pp_baseline"})
 WHITEN_EPS = 1e-8
@@ -70,6 +70,15 @@ def token_advantages(
         return discounted_returns(rewards_T, segments, gamma)
     values = torch.zeros_like(rewards_T) if values_T is None else values_T
     return gae(rewards_T, values, segments, gamma, lam)[0]
+
+
+def less_kl(advantages_T: Tensor, kl_T: Tensor, kl_coef: float) -> Tensor:
+    """Float [T]: A_t - kl_coef k_t, for every kind; `kl_T` is 0 at masked tokens, as `advantages_T` is.
+
+    With k1 and a teacher as reference the second term is the policy gradient of the reverse KL per token, log-ratio by
+    log-ratio (on-policy distillation, arXiv 2306.13649 with the reverse KL; the discount is 0).
+    """
+    return advantages_T - kl_coef * kl_T.detach()
 
 
 def whiten(advantages_T: Tensor, mask_T: Tensor, reduce_sums: ReduceSums | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from .ratios import Level, Mode
 LossKind = Literal["auto", "ppo", "gspo", "cispo", "reinforce", "sft"]
 Correction = Literal["auto", "none", "behaviour", "decoupled", "tis", "icepop", "mis"]
 Reduction = Literal["token", "rollout", "constant"]
-KlPlace = Literal["loss", "reward"]
+KlPlace = Literal["loss", "reward", "advantage"]
 
 LOSS_OF_KIND: dict[AlgoKind, LossKind] = {
     "grpo": "ppo",
@@ -145,7 +145,7 @@ def needs_proximal(config: ObjectiveConfig) -> bool:
 
 
 def needs_reference(config: ObjectiveConfig) -> bool:
-    """Whether a reference model must score the batch: there is a KL term, in the loss or in the reward."""
+    """Whether a reference model must score the batch: there is a KL term, wherever it goes."""
     return config.kl_coef > 0
 
 

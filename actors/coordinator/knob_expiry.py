@@ -6,6 +6,8 @@ very number. The others go back when the run has come to that version.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -13,7 +15,11 @@ from .knob_decisions import Decided
 from .knob_plan import breadth, fits, overlap
 
 AHEAD = 3
-"""Versions before its number at which the way back is begun; with steps of milliseconds one may pass meanwhile."""
+"""Versions before its number at which the way back is begun, at least."""
+AHEAD_S = 1.0
+"""And so long before it, as fast as versions come: steps of milliseconds do not wait until all owners have answered."""
+PACE_OF = 16
+"""Versions by which it is told how fast they come."""
 _AT_ONCE_S = 1e-9
 """A time that is over: 0 means none."""
 
@@ -49,6 +55,8 @@ class Expiries:
 
     def __init__(self) -> None:
         self._open: list[Expiry] = []
+        self._seen: deque[tuple[int, float]] = deque(maxlen=PACE_OF)
+        """(version, monotonic seconds) of the newest ones."""
 
     def add(self, decided: Decided, *, for_steps: int, for_s: float, version: int, now_s: float) -> None:
         """That change is to go back. `version`: where the run stands."""
@@ -70,8 +78,23 @@ class Expiries:
         self._open = [part for expiry in self._open for part in _parts(expiry, decided)]
 
     def due(self, version: int, now_s: float) -> tuple[Expiry, ...]:
-        """What is to go back now; it stays listed until `done`."""
-        return tuple(e for e in self._open if (e.due_s <= now_s if e.due_s else e.due_version <= version))
+        """What is to go back now; it stays listed until `done`. To be asked at every version."""
+        more = self._more_ahead(version, now_s)
+        return tuple(
+            e
+            for e in self._open
+            if (e.due_s <= now_s if e.due_s else e.due_version - (more if e.not_before else 0) <= version)
+        )
+
+    def _more_ahead(self, version: int, now_s: float) -> int:
+        """By how many versions more than `AHEAD` the way back is begun early."""
+        if self._seen and version < self._seen[-1][0]:
+            self._seen.clear()  # the run fell back to a checkpoint
+        if not self._seen or version > self._seen[-1][0]:
+            self._seen.append((version, now_s))
+        (first, began_s), (last, ended_s) = self._seen[0], self._seen[-1]
+        per_s = (last - first) / (ended_s - began_s) if ended_s > began_s else 0.0
+        return max(math.ceil(per_s * AHEAD_S) - AHEAD, 0)
 
     def done(self, expiry: Expiry) -> None:
         """It went back, or cannot any more."""

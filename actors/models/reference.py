@@ -1,5 +1,6 @@
 """Whether a folder can be the reference model of a KL term: its log-probs are compared token by token with those of the
-model that is trained, by the same code, in the same cut.
+model that is trained. Megatron's trainer runs both by the same code, in the same cut, so they must be of one shape; the
+torch trainer builds each by itself.
 
 Knows model folders' configurations. Must not know weights.
 """
@@ -16,15 +17,18 @@ from .model_config import ModelConfig
 MAY_DIFFER = frozenset({"dtype", "context_length", "eos_token_ids", "source"})
 
 
-def check_reference(algo: AlgoConfig, model: ModelConfig) -> ModelConfig:
-    """The model's configuration again. Raises ConfigError unless `algo.ref_path`, if there is one, names a folder of a
-    model of the same shape."""
+def check_reference(algo: AlgoConfig, model: ModelConfig, *, is_any_shape: bool) -> ModelConfig:
+    """The reference's configuration, that of the model without an `algo.ref_path`. Raises ConfigError if that is not a
+    folder of a model of the same shape, or, if it may be of any, of the same vocabulary."""
     if not algo.ref_path:
         return model
     try:
         reference = read_config(algo.ref_path)
     except ModelError as error:
         raise ConfigError(f"algo.ref_path: {error.message}", remedy=error.remedy) from error
+    if is_any_shape:
+        _check_vocabulary(algo, model, reference)
+        return reference
     for field in fields(ModelConfig):
         own, other = getattr(model, field.name), getattr(reference, field.name)
         if own != other and field.name not in MAY_DIFFER:
@@ -33,3 +37,24 @@ def check_reference(algo: AlgoConfig, model: ModelConfig) -> ModelConfig:
                 remedy="name a folder of a model of the same shape, such as an earlier checkpoint's export",
             )
     return model
+
+
+def _check_vocabulary(algo: AlgoConfig, model: ModelConfig, reference: ModelConfig) -> None:
+    reference.require_plain("the torch trainer's reference model")
+    if reference.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"algo.ref_path = {algo.ref_path}: its vocab_size is {reference.vocab_size}, that of model.path is "
+            f"{model.vocab_size}",
+            remedy="name a model of the same family: tokens are compared one by one",
+        )
+
+
+def reference_parameters(algo: AlgoConfig, model: ModelConfig) -> int:
+    """How many parameters the reference model of the torch trainer has; 0 without a KL term. A folder that cannot be
+    read counts as one of the model's own size: whoever needs its weights says what is wrong with it."""
+    if not algo.kl_coef:
+        return 0
+    try:
+        return check_reference(algo, model, is_any_shape=True).num_parameters
+    except ConfigError:
+        return model.num_parameters

@@ -85,10 +85,11 @@ class AlgoConfig(Section, frozen=True):
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL term towards the reference model; 0 = no reference model is kept."""
     ref_path: PathText = ""
-    """HuggingFace folder of the reference model, of the same shape as the trained one; empty = the initial model,
-    `model.path`."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL term goes; reward is defined for ppo, reinforce_pp and reinforce_pp_baseline only."""
+    """HuggingFace folder of the reference model: of the same vocabulary for the torch trainer, of the same shape as the
+    trained one for Megatron's; empty = the initial model, `model.path`."""
+    kl_in: Literal["loss", "reward", "advantage"] = "loss"
+    """Where the KL term goes; reward is defined for ppo, reinforce_pp and reinforce_pp_baseline only. advantage takes
+    it from each token's advantage: distillation on the policy's own samples, if the reference is a teacher."""
     kl_kind: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
     """Estimator of the KL divergence; low_var_kl is k3 clamped to [-10, 10]."""
     kl_unbiased: bool = False
@@ -146,6 +147,11 @@ class AlgoConfig(Section, frozen=True):
     def _sample_filter_is_named(cls, value: str) -> str:
         return check_code_name(value, SAMPLE_FILTER_BUILTINS)
 
+    @property
+    def needs_groups(self) -> bool:
+        """Whether advantages are those of samples that are compared, and nothing else."""
+        return self.kind in COMPARING_KINDS and not self.advantage_fn and self.kl_in != "advantage"
+
     def conflicts(self) -> Iterator[Conflict]:
         """Batch arithmetic and options that the algorithm does not define."""
         if self.batch_size % self.minibatches:
@@ -157,6 +163,8 @@ class AlgoConfig(Section, frozen=True):
                 ("kl_in", "kind"),
                 f'is not defined for kind = "{self.kind}", only for {", ".join(REWARD_KL_KINDS)}; use "loss"',
             )
+        if self.kl_in == "advantage" and self.kind == "sft":
+            yield Conflict(("kl_in", "kind"), 'does not go with kind = "sft", which has no advantages; use "loss"')
         if self.clip_low > 1 and self.kind != "cispo":
             yield Conflict(("clip_low", "kind"), f'must be at most 1 for kind = "{self.kind}": ratios are not negative')
         loss = LOSS_OF_KIND.get(self.kind, "ppo") if self.loss == "auto" else self.loss

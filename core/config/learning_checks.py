@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .conflict import Conflict
-from .learning import COMPARING_KINDS
 from .settings import WORKFLOW_BUILTINS
 
 if TYPE_CHECKING:
@@ -77,8 +76,7 @@ def _exploration_conflicts(config: RunConfig) -> Iterator[Conflict]:
             ("rollout.temperature", "algo.kind"),
             f'gives identical samples, from which algo.kind = "{config.algo.kind}" learns nothing; use 1.0',
         )
-    needs_group = config.algo.kind in COMPARING_KINDS and not config.algo.advantage_fn
-    if needs_group and config.rollout.num_samples < 2:
+    if config.algo.needs_groups and config.rollout.num_samples < 2:
         yield Conflict(
             ("rollout.num_samples", "algo.kind"),
             f'must be at least 2: algo.kind = "{config.algo.kind}" compares the samples of a group',

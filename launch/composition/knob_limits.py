@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...actors.buffer.difficulty import Window
 from ...actors.buffer.knobs import MAX_TOKENS, BufferLimits
 from ...actors.buffer.settings import MAX_ID
-from ...core.config import COMPARING_KINDS, RunConfig
+from ...core.config import RunConfig
 from ...core.errors import ModelError
 
 MAX_DEATHS = 10
@@ -21,7 +21,7 @@ def buffer_limits(config: RunConfig) -> BufferLimits:
         return BufferLimits(max_samples=1, quarantine_after=quarantine_after, max_deaths=max_deaths, has_rewards=False)
     data = config.data
     return BufferLimits(
-        min_samples=2 if config.algo.kind in COMPARING_KINDS else 1,
+        min_samples=2 if config.algo.needs_groups else 1,
         max_new_tokens=context_length - 1 if context_length else MAX_TOKENS,
         quarantine_after=quarantine_after,
         max_deaths=max_deaths,

@@ -163,17 +163,18 @@ def trainer_plan(spec: ActorSpec, config: RunConfig) -> Planned:
     """What the rank is going to hold, by tag."""
     from ...actors.models.hf_folder import read_config
 
-    num_parameters = read_config(config.model.path).num_parameters
+    model = read_config(config.model.path)
     if spec.kind == "megatron":
         from ...actors.backends.megatron.residence import planned as planned_by_megatron
 
         world_size = config.roles.trainer.count * len(shared_nodes(config))
         return planned_by_megatron(
-            num_parameters, config.megatron, config.trainer, world_size, has_reference=config.algo.kl_coef > 0
+            model.num_parameters, config.megatron, config.trainer, world_size, has_reference=config.algo.kl_coef > 0
         )
     from ...actors.backends.torch_backend.residence import planned
+    from ...actors.models.reference import reference_parameters
 
-    return planned(num_parameters, has_reference=config.algo.kl_coef > 0)
+    return planned(model.num_parameters, num_reference=reference_parameters(config.algo, model))
 
 
 def torch_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> TorchResidence | None:

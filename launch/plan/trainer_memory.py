@@ -1,4 +1,4 @@
-"""What a trainer rank holds on its device, part by part. Pure.
+"""What a trainer rank holds on its device, part by part. Reads a reference model's configuration, for its size.
 
 Bytes a parameter (n of this rank, N of the model, dp data-parallel replicas):
 
@@ -9,9 +9,9 @@ Bytes a parameter (n of this rank, N of the model, dp data-parallel replicas):
                    6 + 12 / dp when distributed)
 
 The same as `planned` of both backends' residence.py says to the memory manager, but experts are cut as they are.
-A reference model (algo.kl_coef) is one more set of weights. Weights that travel between devices are staged: a copy in
-the engine's number type for each version in flight. A CUDA context took 0.8 GiB, an NCCL group 0.65 GiB where it was
-measured (docs/benchmarks.md, `memory_gang` and `memory_communicators`).
+A reference model (algo.kl_coef) is one more set of weights, with the torch trainer of a size of its own. Weights that
+travel between devices are staged: a copy in the engine's number type for each version in flight. A CUDA context took
+0.8 GiB, an NCCL group 0.65 GiB where it was measured (docs/benchmarks.md, `memory_gang` and `memory_communicators`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.models.model_config import ModelConfig
+from ...actors.models.reference import reference_parameters
 from ...core.config import RunConfig
 from ...memory.budget import ITEM_BYTES
 from ..composition.memory_parts import takes_turns
@@ -104,8 +105,8 @@ def _torch_states(config: RunConfig, model: ModelConfig, world_size: int, stage:
         parts.append(Part("weights in bfloat16", 2 * num, f"as products use them 2 B x {text}"))
     if world_size > 1 and shards == 1:
         parts.append(Part("gradient exchange", SHARING_BUCKET_BYTES, "one bucket at a time"))
-    if config.algo.kl_coef > 0:
-        parts.append(Part("reference model", 4 * num // shards, f"4 B x {text}{cut}"))
+    if kept := reference_parameters(config.algo, model):
+        parts.append(Part("reference model", 4 * kept // shards, f"4 B x {count_text(kept)}{cut}"))
     return parts
 
 

@@ -126,9 +126,9 @@ def _check_freeze(config: RunConfig, model: ModelConfig) -> None:
 
 
 def _check_reference(config: RunConfig, model: ModelConfig) -> None:
-    check_reference(config.algo, model)
+    reference = check_reference(config.algo, model, is_any_shape=config.roles.trainer.kind == "torch")
     try:
-        _check_weights(config.algo.ref_path, model)
+        _check_weights(config.algo.ref_path, reference)
     except ModelError as error:
         raise ConfigError(f"algo.ref_path: {error.message}", remedy=error.remedy) from error
 

@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 
-from myxa.algos.advantages import gae, needs_whitening, token_advantages, whiten
+from myxa.algos.advantages import gae, less_kl, needs_whitening, token_advantages, whiten
 from myxa.algos.returns import CHUNK, discounted_sums
 from myxa.algos.segments import Segments
 from myxa.core.errors import ConfigError, TrainError
@@ -108,6 +108,14 @@ def test_fully_masked_batch_gives_zeros(kind):
     assert got.tolist() == [0.0] * 4
     nothing = Segments.of(torch.zeros(0), torch.zeros(0, dtype=torch.int64), 0)
     assert token_advantages(kind, torch.zeros(0), nothing).shape == (0,)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "reinforce_pp"])
+def test_kl_in_the_advantage_is_each_tokens_own_whatever_the_kind(kind):
+    plain = token_advantages(kind, f64(SCALARS), segments())
+    got = less_kl(plain, segments().kept(f64(KL)), 0.5)
+    want = [a - 0.5 * k if m else 0.0 for a, k, m in zip(plain.tolist(), KL, MASK, strict=True)]
+    assert got.tolist() == pytest.approx(want)
 
 
 def test_kl_in_the_reward_is_refused_where_it_has_no_place():

@@ -43,6 +43,7 @@ MASKED = {
     "kind": "grpo", "batch_size": 6, "minibatches": 2, "correction": "mis", "mis_mode": "clip", "mis_normalise": True,
     "reject_low": 0.3, "reject_high": 2.0, "veto": 0.15, "opsm_delta": 1e-4,
 }  # fmt: skip
+DISTILLED = {**GRPO, "kl_in": "advantage", "kl_kind": "k1"}
 OWN = {**GRPO, "loss_fn": f"{Path(__file__).with_name('own_losses.py')}:clipped"}
 MANY = {"kind": "grpo", "batch_size": 6, "minibatches": 3}
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}
@@ -68,11 +69,16 @@ CASES: dict[int, list[dict[str, Any]]] = {
     2: [
         {"name": "dp2"},
         {"name": "dp2-whole-optimizer", "megatron": {"distributed_optimizer": False}},
-        {"name": "dp2-overlap", "megatron": {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}}},
+        {
+            "name": "dp2-overlap",
+            "megatron": {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
+            "algo": DISTILLED,
+            "has_reference": True,
+        },
         {"name": "tp2", "megatron": {"tp": 2}},
         {"name": "tp2-sp", "megatron": {"tp": 2, "sequence_parallel": True, "recompute": "full"}},
         {"name": "pp2", "megatron": {"pp": 2}, "algo": WHITENED},
-        {"name": "pp2-vpp2", "megatron": {"pp": 2, "vpp": 2}},
+        {"name": "pp2-vpp2", "megatron": {"pp": 2, "vpp": 2}, "has_reference": True},
         {"name": "cp2", "megatron": {"cp": 2}, "algo": PLAIN},
         {"name": "ep2", "megatron": {"ep": 2}, "is_moe": True, "algo": PLAIN, "save": True, "saves_later": True},
         {"name": "bf16", "trainer": {"dtype": "bfloat16"}, "save": True, "temperatures": COOL},
@@ -125,9 +131,18 @@ def experts(tmp_path_factory: pytest.TempPathFactory, dense: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of its own to keep close to."""
+    folder = tmp_path_factory.mktemp("reference")
+    make_tiny_model(folder, "1m", seed=4, vocab_size=VOCAB)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def gangs(
     dense: Path,
     experts: Path,
+    reference: Path,
     tmp_path_factory: pytest.TempPathFactory,
     ranks: Callable[..., list[tuple[int, str]]],
 ) -> Gangs:
@@ -141,6 +156,9 @@ def gangs(
                 {**case, "port": quiet_port(), "seeds": SEEDS, "model": str(experts if case.get("is_moe") else dense)}
                 for case in CASES[num_ranks]
             ]
+            for case in cases:
+                if case.pop("has_reference", False):
+                    case["algo"] = {**case.get("algo", GRPO), "ref_path": str(reference)}
             spec = {
                 "out": str(out), "num_ranks": num_ranks, "algo": GRPO, "optimizer": OPTIMIZER, "cases": cases,
                 "temperatures": TEMPERATURES,
@@ -203,9 +221,10 @@ def arrays(out: Path, name: str, what: str) -> dict[str, np.ndarray]:
 
 def expected(num_ranks: int, name: str, gangs: Gangs, judge: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """The torch trainer's numbers; for experts, which it does not know, those of one Megatron rank."""
-    case = case_of(num_ranks, name)
+    spec = json.loads((gangs(num_ranks) / "spec.json").read_text())
+    case = next(case for case in spec["cases"] if case["name"] == name)
     if not case.get("is_moe"):
-        return judge(case.get("algo", GRPO))
+        return judge(case.get("algo", spec["algo"]))
     (alone,) = results(gangs(1), "experts")
     return {**alone, "weights": arrays(gangs(1), "experts", "weights")}
 

@@ -94,7 +94,7 @@ def test_only_what_changed_is_copied(moving: TorchBackend, residence: TorchResid
 
 def test_plans_are_what_is_taken(moving: TorchBackend, residence: TorchResidence) -> None:
     num_parameters = sum(np.prod(array.spec.shape, dtype=int) for array in moving.export_weights())
-    for tag, (num_bytes, policy) in planned(int(num_parameters), has_reference=True).items():
+    for tag, (num_bytes, policy) in planned(int(num_parameters), num_reference=int(num_parameters)).items():
         reports = [r for r in residence.report() if whole_of(r.tag) == tag]
         assert {r.policy for r in reports} == {policy}
         assert num_bytes <= sum(r.num_bytes for r in reports) <= 1.05 * num_bytes + MIB

@@ -100,13 +100,12 @@ def test_kl_towards_the_reference_begins_at_zero_and_grows(backends: Backends, m
     assert backend.train(shard, {}).metrics["train/kl"] > 0.0
 
 
-def test_the_reference_may_be_another_model_of_the_same_shape(
+def test_the_reference_may_be_another_model_over_the_same_vocabulary(
     backends: Backends, make_shards: Shards, tmp_path: Path
 ) -> None:
     (shard,) = make_shards(32)
-    sizes: dict[str, Any] = {"seed": 4, "vocab_size": 262}
-    make_tiny_model(tmp_path / "ref", "0p5m", **sizes)
-    make_tiny_model(tmp_path / "large", "1m", **sizes)
+    make_tiny_model(tmp_path / "ref", "1m", seed=4, vocab_size=262)
+    make_tiny_model(tmp_path / "foreign", "0p5m", seed=4, vocab_size=300)
     backend = backends(algo={"kl_coef": 0.1, "ref_path": str(tmp_path / "ref")})
     judge = backends(folder=tmp_path / "ref")
     mine = with_behaviour(shard, backend.score_shard(shard))
@@ -114,10 +113,33 @@ def test_the_reference_may_be_another_model_of_the_same_shape(
     x = np.concatenate([(s.logprobs - r)[s.loss_mask == 1] for s, r in zip(mine.samples, reference, strict=True)])
     assert backend.train(shard, {}).metrics["train/kl"] == pytest.approx(np.mean(np.exp(-x) - 1 + x), rel=1e-4)
     assert backend.train(shard, {"kl_coef": 0.0}).metrics["train/num_updates"] == 2, "it may go on without"
-    with pytest.raises(ConfigError, match=r"large: its num_layers is \d+, that of model.path is \d+"):
-        backends(algo={"kl_coef": 0.1, "ref_path": str(tmp_path / "large")})
+    with pytest.raises(ConfigError, match=r"foreign: its vocab_size is 300, that of model.path is 262"):
+        backends(algo={"kl_coef": 0.1, "ref_path": str(tmp_path / "foreign")})
     with pytest.raises(ConfigError, match=r"algo.ref_path: .*nowhere"):
         backends(algo={"kl_coef": 0.1, "ref_path": str(tmp_path / "nowhere")})
+
+
+def test_distillation_is_training_on_the_gap_to_the_teacher_token_by_token(
+    backends: Backends, make_shards: Shards, tmp_path: Path
+) -> None:
+    """The same step as with advantages per token that were computed by hand, from scores of both models."""
+    make_tiny_model(tmp_path / "teacher", "1m", seed=4, vocab_size=262)
+    (shard,) = make_shards(32)
+    algo = {"kl_coef": 0.5, "kl_in": "advantage", "kl_kind": "k1", "ref_path": str(tmp_path / "teacher")}
+    student = backends(algo=algo, optimizer=PLAIN)
+    mine = with_behaviour(shard, student.score_shard(shard))
+    teacher = backends(folder=tmp_path / "teacher").score(mine.samples)
+    by_hand = tuple(
+        msgspec.structs.replace(s, advantage=1.0, token_advantages=s.advantage - 0.5 * (s.logprobs - t))
+        for s, t in zip(mine.samples, teacher, strict=True)
+    )
+    student.train(mine, {})
+    judge = backends(optimizer=PLAIN)
+    judge.train(msgspec.structs.replace(mine, samples=by_hand), {})
+    for found, right in zip(student.export_weights(), judge.export_weights(), strict=True):
+        np.testing.assert_allclose(
+            np.frombuffer(bytes(found.data), np.float32), np.frombuffer(bytes(right.data), np.float32), atol=1e-6
+        )
 
 
 @pytest.mark.parametrize(("pattern", "said"), [("layers.9", "is found in no parameter"), (".", "nothing is left")])

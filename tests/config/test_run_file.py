@@ -19,6 +19,7 @@ from myxa.core.config import (
     parse_devices,
 )
 from myxa.core.config.presence import missing_paths
+from myxa.core.errors import ConfigError
 
 MINIMAL = '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n'
 
@@ -135,6 +136,12 @@ def test_flags_are_toml_values_and_bare_words_are_text(
     for name in path:
         found = getattr(found, name)
     assert found == value
+
+
+def test_sft_has_no_advantages_that_a_teacher_could_change(folder: Path) -> None:
+    text = MINIMAL + 'preset = "chat"\n[algo]\nkind = "sft"\nkl_in = "advantage"\n'
+    with pytest.raises(ConfigError, match='algo.kl_in = "advantage": does not go with kind = "sft"'):
+        load_config(write(folder, text))
 
 
 def test_sft_needs_no_rollout_section(folder: Path) -> None:

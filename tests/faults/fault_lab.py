@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -75,10 +75,10 @@ NOTED = ("call", "idempotent", "cast", "stream")
 BEGIN_S = 5.0
 
 
-async def begun(stock: Path, tokens: Mapping[str, str]) -> None:
+async def begun(stock: Path, tokens: Mapping[str, str], kinds: Collection[str] = NOTED) -> None:
     """Wait until those of these operations (kind -> token) are under way at the callee that say so: on a busy machine a
     fault that strikes after a fixed time may come before them. After `BEGIN_S` the verdict has the word."""
-    wanted = {(kind, token) for kind, token in tokens.items() if kind in NOTED}
+    wanted = {(kind, token) for kind, token in tokens.items() if kind in kinds}
     give_up_at = time.monotonic() + BEGIN_S
     while not wanted <= effects(stock).keys() and time.monotonic() < give_up_at:
         await asyncio.sleep(0.01)

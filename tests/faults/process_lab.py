@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from depot import DepotContract, crates_of, effects
-from fault_lab import FaultLab, LabReport, Rows, begun
+from fault_lab import NOTED, FaultLab, LabReport, Rows, begun
 from fault_table import Fault
 from operations import CALLING, Plan, Result, begin, crate, judged
 
@@ -147,7 +147,7 @@ class ProcessLab(FaultLab):
             tasks["bulk"] = _task(judged("bulk-memory", work))
         if fault.strikes:
             await asyncio.sleep(STRIKE_S)
-            await begun(far.stock, {kind: f"{kind}-{far.name}" for kind in tasks})
+            await begun(far.stock, {kind: f"{kind}-{far.name}" for kind in tasks}, (*NOTED, "bulk"))
             await self._apply(name, far, registry)
         if rdzv is not None:
             tasks["join"] = _task(judged("join", self._join(f"joiner-{far.name}", rdzv, fault.plan.join_s)))

@@ -20,6 +20,7 @@ from commands import run as run_command
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.launch.demo.sort_task import write_rows
 
+BATCH = 4
 RUN_TOML = """
 [run]
 name = "small"
@@ -48,6 +49,14 @@ lr = 1e-3
 tensorboard = false
 """
 
+PATIENT = """
+import asyncio
+
+async def reward(completion):
+    await asyncio.sleep({seconds})  # some steps a second: the processor is for what the test looks at
+    return float(len(completion.text) % 3)
+"""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -71,6 +80,13 @@ class Job:
     def start(self, *overrides: str) -> subprocess.Popen[str]:
         """Start and return at once."""
         return Command(self.words(*overrides), self.folder)
+
+    def paced(self, steps_per_s: float = 4.0) -> tuple[str, str]:
+        """Overrides of a run that has to go on while something else is looked at: so many steps a second, not all that
+        the machine can."""
+        groups = 8  # two batches of `RUN_TOML`
+        (self.folder / "patient.py").write_text(PATIENT.format(seconds=groups / BATCH / steps_per_s))
+        return 'reward.fn="patient.py:reward"', f"rollout.max_groups={groups}"
 
     def run_dir(self) -> Path:
         """Directory of the newest run."""

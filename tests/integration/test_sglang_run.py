@@ -67,7 +67,7 @@ def test_a_run_through_a_launched_server(job: Job) -> None:
 
 def test_a_profile_of_a_rollout_actor_is_also_one_of_its_server(job: Job) -> None:
     env = f'{{PYTHONPATH="{STAND_IN}", TORCHINDUCTOR_CACHE_DIR="{job.folder / "cache"}"}}'  # torch's profiler makes one
-    run = job.start(*LAUNCHES, f"roles.rollout.env={env}", "run.num_steps=100000", "guard.every=0")
+    run = job.start(*LAUNCHES, f"roles.rollout.env={env}", "run.num_steps=100000", "guard.every=0", *job.paced())
     try:
         until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
         run_dir = job.run_dir()
@@ -106,7 +106,7 @@ def test_a_profile_of_a_rollout_actor_is_also_one_of_its_server(job: Job) -> Non
 
 
 def test_a_server_that_is_killed_is_replaced_and_never_serves_what_it_does_not_have(job: Job) -> None:
-    run = job.start(*LAUNCHES, "run.num_steps=400", "roles.rollout.count=2", "guard.every=1")
+    run = job.start(*LAUNCHES, "run.num_steps=400", "roles.rollout.count=2", "guard.every=1", *job.paced())
     try:
         until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
         run_dir = job.run_dir()
@@ -155,7 +155,7 @@ def test_one_actor_in_front_of_a_fleet_goes_on_when_a_server_of_it_dies(job: Job
     urls = ", ".join(f'"{url}"' for url, _ in fleet)
     run = job.start(
         'roles.rollout.kind="sglang"', f"engine.attach=[{urls}]", 'engine.key_env="FLEET_KEY"', "run.num_steps=400",
-        "guard.every=1", "guard.prompts=4",
+        "guard.every=1", "guard.prompts=4", *job.paced(),
     )  # fmt: skip
     try:
         until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")

@@ -8,7 +8,7 @@ import pytest
 from knob_maker import Desk, make_desk
 
 from myxa.actors.coordinator.knob_decisions import Decisions
-from myxa.actors.coordinator.knob_expiry import Expiries
+from myxa.actors.coordinator.knob_expiry import Expiries, Expiry
 from myxa.actors.coordinator.knob_plan import ChangePlan, Roster, plan_change
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import ChangeRequest, KnobCommit, KnobValue, Operator
@@ -112,6 +112,16 @@ def test_a_role_is_set_again_and_the_other_owners_go_back() -> None:
     anew = make_desk("rollout/1", "room", "level")
     anew.owner.take_over(run.decisions.commits_for("rollout/1"))
     assert anew.values["level"] == "ERROR"
+
+
+@pytest.mark.parametrize(("step_s", "begun_at"), [(60.0, 197), (0.5, 197), (0.1, 190), (0.01, 100)])
+def test_the_way_back_to_a_number_is_begun_early_enough_for_fast_steps(step_s: float, begun_at: int) -> None:
+    expiries = Expiries()
+    expiries.restore([Expiry(1, frozenset({"lr"}), "", due_version=197, not_before=200)], 0.0)
+    asked = (version for version in range(20, 201) if expiries.due(version, version * step_s))
+    assert next(asked) == begun_at
+    assert not expiries.due(10, 500.0), "the run fell back, and its steps are slow while it comes again"
+    assert not expiries.due(11, 900.0)
 
 
 @pytest.mark.parametrize("target", ["rollout/1", "rollout/*", ""])

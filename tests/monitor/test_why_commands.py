@@ -116,7 +116,7 @@ def test_a_pause_is_booked_as_one_and_explained(job: Job) -> None:
 
 @pytest.mark.timeout(420)
 def test_the_timeline_of_a_real_run(job: Job, tmp_path: Path) -> None:
-    with live(job) as client:
+    with live(job, *job.paced()) as client:
         client.ask("set", values={"lr": 5e-4}, reason="for the trace")
         time.sleep(4)
         cut = tmp_path / "tail.json"
@@ -157,7 +157,7 @@ def test_the_timeline_of_a_real_run(job: Job, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(420)
 def test_the_dashboard_asks_for_what_a_run_serves(job: Job) -> None:
-    with live(job, "run.num_steps=100000") as client:
+    with live(job, *job.paced()) as client:
         wanted = dashboard_metrics()
         done = myxa(client, "grafana", "-o", "files", cwd=job.folder)
         assert done.returncode == 0, done.stderr

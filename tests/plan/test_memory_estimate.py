@@ -68,7 +68,7 @@ def test_it_says_what_the_memory_manager_is_told(dtype: str, ranks: int) -> None
     assert {tag: said[name] for tag, name in names.items()} == sizes
     config = run("torch", ranks, trainer={"dtype": dtype}, algo={"kl_coef": 0.1})
     said = {part.name: part.num_bytes for part in trainer_memory(config, model, ranks).parts}
-    told = planned_by_torch(model.num_parameters, has_reference=True)
+    told = planned_by_torch(model.num_parameters, num_reference=model.num_parameters)
     assert {tag: said[name] for tag, name in names.items()} == {tag: size for tag, (size, _) in told.items()}
 
 

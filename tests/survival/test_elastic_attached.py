@@ -41,7 +41,7 @@ def test_a_server_comes_and_the_first_one_goes(tmp_path: Path):
     (first, first_process), (second, second_process) = server(job), server(job)
     run = job.start(
         'roles.rollout.kind="sglang"', f'engine.attach=["{first}"]', "run.num_steps=100000", "async.max_staleness=8",
-        "rollout.max_groups=4",
+        *job.paced(),
     )  # fmt: skip
     try:
         until(lambda: any((job.folder / "runs").glob("*/control.json")), "the control socket")

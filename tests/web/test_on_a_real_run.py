@@ -32,7 +32,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     job = make_job(tmp_path_factory.mktemp("job"))
     # the little model earns nothing, so without an entropy term no token would be computed; and it moves fast
     terms = ("algo.entropy_coef=0.001", "async.max_staleness=0")
-    process = job.start("run.num_steps=100000", "control.dashboard_port=0", *terms)
+    process = job.start("run.num_steps=100000", "control.dashboard_port=0", *terms, *job.paced())
     try:
         until(
             lambda: (job.folder / "runs").exists() and bool(list((job.folder / "runs").glob("*/dashboard.url"))),

@@ -78,7 +78,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         check_schedule(config.optimizer, config.total_updates)
         check_settings(config)
         user = load_functions(config.algo)
-        model = check_reference(config.algo, read_config(config.model_path))
+        model = check_reference(config.algo, read_config(config.model_path), is_any_shape=False)
         if config.megatron.routing_replay:
             check_routing(model.num_experts, config.megatron.recompute)
         precision = Precision(DTYPE_OF[config.trainer.dtype], self._device())

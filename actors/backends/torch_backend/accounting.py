@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ....algos.advantages import needs_whitening, token_advantages, whiten
+from ....algos.advantages import less_kl, needs_whitening, token_advantages, whiten
 from ....algos.kl import kl_terms
 from ....algos.objective import Objective, ObjectiveConfig, TokenBatch, weight_sums
 from ....algos.segments import Segments
@@ -62,27 +62,30 @@ def skips_neutral(objective: ObjectiveConfig) -> bool:
 
 
 def charges_kl(objective: ObjectiveConfig) -> bool:
-    """Whether the KL term goes into the token-level rewards."""
-    return objective.kl_coef > 0 and objective.kl_in == "reward"
+    """Whether the KL term goes into the token-level rewards or advantages."""
+    return objective.kl_coef > 0 and objective.kl_in != "loss"
 
 
 def fill_advantages(rows: LossRows, algo: AlgoConfig, objective: ObjectiveConfig, start_M: Tensor | None) -> None:
     """Token advantages of one micro-batch; `start_M` are log-probs at the step's start, needed if KL is charged."""
-    if rows.given_M is not None:
-        rows.advantages_M = rows.given_M
-        return
     kl_M: Tensor | None = None
     if charges_kl(objective) and start_M is not None and rows.reference_M is not None:
         kl_M = kl_terms(objective.kl_kind, start_M, rows.reference_M)
-    rows.advantages_M = token_advantages(
-        algo.kind,
-        rows.scalar_S,
-        rows.segments,
-        kl_T=kl_M,
-        kl_coef=objective.kl_coef if charges_kl(objective) else 0.0,
-        gamma=algo.gamma,
-        lam=algo.lam,
-    )
+    is_reward = objective.kl_in == "reward"
+    if rows.given_M is not None:
+        rows.advantages_M = rows.given_M
+    else:
+        rows.advantages_M = token_advantages(
+            algo.kind,
+            rows.scalar_S,
+            rows.segments,
+            kl_T=kl_M if is_reward else None,
+            kl_coef=objective.kl_coef if is_reward else 0.0,
+            gamma=algo.gamma,
+            lam=algo.lam,
+        )
+    if kl_M is not None and not is_reward:
+        rows.advantages_M = less_kl(rows.advantages_M, kl_M, objective.kl_coef)
 
 
 def whiten_together(

@@ -69,7 +69,7 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         settings = config.step_settings(functions)
         model_config = read_config(config.model_path)
         model_config.require_plain("the torch trainer")
-        check_reference(config.algo, model_config)
+        reference_config = check_reference(config.algo, model_config, is_any_shape=True)
         device = self._device()
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
@@ -78,7 +78,7 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         with world.phase("set up"):
             agree_on_source(world, functions)
             replica = self._replica(model_config, world, is_trained=True)
-            reference = self._replica(model_config, world, is_trained=False) if config.algo.kl_coef > 0 else None
+            reference = self._replica(reference_config, world, is_trained=False) if config.algo.kl_coef > 0 else None
             if self._residence is not None:
                 self._residence.house("params", [p for _, p in replica.parameters()])
                 self._residence.house("frozen", [p for _, p in reference.parameters()] if reference else [])

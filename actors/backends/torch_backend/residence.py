@@ -130,12 +130,13 @@ def _zeroed(tensors: list[Tensor]) -> list[Tensor]:
     return tensors
 
 
-def planned(num_parameters: int, *, has_reference: bool) -> dict[Tag, tuple[int, TagPolicy]]:
-    """What a rank will hold: float32 masters, gradients of them, two moments, and the reference's parameters."""
+def planned(num_parameters: int, *, num_reference: int) -> dict[Tag, tuple[int, TagPolicy]]:
+    """What a rank will hold: float32 masters, gradients of them, two moments, and the reference's parameters (0: there
+    is none)."""
     sizes: dict[Tag, int] = {
         "params": 4 * num_parameters,
         "grads": 4 * num_parameters,
         "optimizer": 8 * num_parameters,
-        "frozen": 4 * num_parameters if has_reference else 0,
+        "frozen": 4 * num_reference,
     }
     return {tag: (size, POLICIES[tag]) for tag, size in sizes.items() if size}
