@@ -40,6 +40,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""
     """Requests of one session have beginnings in common (a group's samples, a sample's turns): best sent where that
     beginning is cached."""
+    source: str = ""
+    """Data that the prompt was drawn from, and below its row there: an engine that answers from recordings finds them
+    by these, others do not look."""
+    row: int = -1
+    index: int = 0
+    """Which sample of its group is wanted."""
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,6 +34,7 @@ from .composition.memory_parts import (
     takes_turns,
     trainer_tenancy,
 )
+from .composition.recorded import recorded_engine
 from .composition.sampling import canary_sampling, eval_sampling, sglang_needs, train_sampling
 from .composition.trainer_backends import make_backend, shard_of_rank
 from .composition.weight_channels import (
@@ -161,7 +162,12 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     workflow, scorer = workflow_of(config.rollout), make_rewarder(config)
     tokenizer = load_tokenizer(config.model.path, template_of(config.model.path, config.data))
     # The engine last: it imports torch, and a mistake in the others is to be told at once.
-    engine = None if is_supervised(config) else _engine(spec, config, model, run_dir, senders, clock)
+    if is_supervised(config):
+        engine = None
+    elif spec.kind == "recorded":
+        engine = recorded_engine(spec.name, config, model, tokenizer)
+    else:
+        engine = _engine(spec, config, model, run_dir, senders, clock)
     rollout = Rollout(
         workflow=workflow,
         scorer=scorer,

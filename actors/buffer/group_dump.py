@@ -18,7 +18,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import msgspec
 import numpy as np
@@ -29,6 +29,7 @@ from ...core.samples import Group, Sample
 from .settings import Terms
 
 FORMAT = "myxa-groups/1"
+MAX_HEADER_BYTES = 1 << 20
 SPARE_BYTES = 1 << 30
 """Left free on the disk: the ledger lies there too, and the run ends when it cannot be written."""
 
@@ -68,7 +69,17 @@ def _list_of(value: Any) -> list[Any]:
 
 
 def _array_of(kind: Any, value: Any) -> Any:
-    return np.asarray(value, dtype=get_args(get_args(kind)[1])[0])
+    """Every number as it stands there. Raises ValueError, which the decoder gives a place in the line."""
+    dtype = np.dtype(get_args(get_args(kind)[1])[0])
+    listed = cast("list[object]", value if isinstance(value, list) else [None])
+    is_float = dtype.kind == "f"
+    if not set(map(type, listed)) <= ({int, float} if is_float else {int}):
+        raise ValueError(f"is no list of {'numbers' if is_float else 'whole numbers'}")
+    try:
+        with np.errstate(over="ignore"):  # infinite then, which whoever uses it looks for
+            return np.asarray(listed, dtype=dtype)
+    except OverflowError as err:
+        raise ValueError(f"holds a number that {dtype} has no room for") from err
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_list_of)
@@ -124,11 +135,13 @@ def read_header(path: Path) -> DumpHeader:
     """The first line. Raises DataError if the file is no dump."""
     try:
         with path.open("rb") as file:
-            header = _header.decode(file.readline())
-    except (OSError, msgspec.MsgspecError) as err:
+            header = _header.decode(file.readline(MAX_HEADER_BYTES))
+    except (OSError, ValueError, RecursionError) as err:
         raise DataError(f"{path} is no dump of groups: {err}", remedy="name a file that `myxa dump` wrote") from err
     if header.format != FORMAT:
-        raise DataError(f"{path} has the format {header.format!r}, this version reads {FORMAT!r}")
+        raise DataError(
+            f"{path} has the format {header.format!r}, this version reads {FORMAT!r}", remedy="write a new one"
+        )
     return header
 
 
@@ -140,6 +153,14 @@ def read_groups(path: Path) -> Iterator[DumpedGroup]:
             if number == 1:
                 continue
             try:
-                yield _group.decode(line)
-            except (msgspec.MsgspecError, ValueError) as err:
+                yield group_of(line)
+            except ValueError as err:
                 raise DataError(f"{path}, line {number}: {err}", remedy="was it cut off?") from err
+
+
+def group_of(line: bytes) -> DumpedGroup:
+    """What any line but the first says. Raises ValueError saying what is wrong with it, and where in it."""
+    try:
+        return _group.decode(line)
+    except RecursionError as err:
+        raise ValueError("it is nested too deeply") from err

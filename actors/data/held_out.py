@@ -9,6 +9,7 @@ from ...core.config.source import parse_sources
 from ...core.errors import DataError
 from ...core.samples import Prompt
 from .layout import Layout
+from .recorded_terms import terms_of
 from .row_rewards import RowRewards
 from .row_set import MAX_HELD_OUT_BYTES, RowSet
 
@@ -65,7 +66,7 @@ def layout_of(config: RunConfig, part: DataSettings, reward: RewardSettings, sou
     if config.algo.kind == "sft":
         return Layout(part, needs_demonstration=True)
     rewards = RowRewards(reward, {DATA_SOURCE: source} if source else {})
-    return Layout(part, needs_label=rewards.all_need_label, rewards=rewards)
+    return Layout(part, needs_label=rewards.all_need_label, rewards=rewards, recorded=terms_of(config))
 
 
 def _open(config: RunConfig, name: str, key: str, files: str | tuple[str, ...]) -> RowSet:

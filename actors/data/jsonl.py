@@ -61,14 +61,18 @@ class JsonlFile:
     def place(self, row: int) -> str:
         return f"{self._path}:{self._lines[row]}"
 
-    def read(self, row: int) -> Columns:
+    def text(self, row: int) -> bytes:
+        """The line without its end. Raises RowError if it is longer than a line may be."""
         size = self._sizes[row]
         if size > MAX_LINE_BYTES:
             raise RowError(
                 f"the line has {size} bytes, the limit is {MAX_LINE_BYTES}",
                 "is the file one JSON value without line ends?",
             )
-        text = os.pread(self._fd, size, self._offsets[row]).rstrip(b"\r\n")
+        return os.pread(self._fd, size, self._offsets[row]).rstrip(b"\r\n")
+
+    def read(self, row: int) -> Columns:
+        text = self.text(row)
         try:
             value: object = orjson.loads(text.removeprefix(BOM) if row == 0 else text)
         except orjson.JSONDecodeError as error:

@@ -17,6 +17,7 @@ from ...core.config import DataSettings
 from ...core.samples import Message
 from ...core.suggestion import suggest
 from .conversation import parse_messages, parse_tools
+from .recorded_terms import RecordedTerms
 from .row_file import Columns, RowError
 from .row_rewards import RowRewards
 
@@ -62,6 +63,7 @@ PRESETS: Mapping[str, Preset] = {
     "verl": Preset("prompt", "reward_model.ground_truth", "extra_info", source="data_source"),
     "chat": Preset("messages", "label", "metadata", tools="tools"),
     "plain": Preset("prompt", "label", ""),
+    "recorded": Preset("messages", "label", "metadata", tools="tools"),
 }
 
 
@@ -75,8 +77,13 @@ class Layout:
         needs_label: bool = False,
         needs_demonstration: bool = False,
         rewards: RowRewards | None = None,
+        recorded: RecordedTerms | None = None,
     ) -> None:
+        """`recorded`: what answers of recorded groups must be like; None: they are not used."""
         preset = PRESETS[settings.preset]
+        self.is_recorded = settings.preset == "recorded"
+        """Whether rows are those of dumps."""
+        self.recorded = recorded
         self._rewards = rewards
         self._is_chat = settings.preset == "chat"
         self._system = settings.system
@@ -102,6 +109,8 @@ class Layout:
     def item(self, columns: Columns) -> Item:
         """The meaning of a row. Raises RowError."""
         prompt = _value(columns, self._prompt)
+        if self._is_plain and self.is_recorded:
+            prompt = _only_text(prompt)
         if self._is_plain and not isinstance(prompt, str):
             raise RowError(
                 f'column "{self._prompt.key}" holds {type(prompt).__name__}, not the text that '
@@ -181,6 +190,15 @@ def _value(columns: Columns, column: Column) -> Any:
     if level is None and column.is_required:
         raise RowError(f'column "{column.key}" is null', f"fill it, or name another column with data.{column.setting}")
     return level
+
+
+def _only_text(messages: Any) -> Any:
+    """The text of a conversation that is one message of a user's, as a plain text was read when it was recorded."""
+    match messages:
+        case [{"role": "user", "content": str(text)}]:
+            return text
+        case _:
+            return messages
 
 
 def _table(message: Message) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ...core.samples import Prompt
 from .jsonl import JsonlFile
 from .layout import Item, Layout
 from .parquet import ParquetFile
+from .recorded_groups import RecordedGroups
 from .row_file import PARQUET_MAGIC, RowError, RowFile, check_data_file
 
 SHOWN_BAD_ROWS = 5
@@ -28,6 +29,8 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 def open_rows(path: str, layout: Layout, key: str) -> RowFile:
     """A data file by what it holds. Raises ConfigError naming `key`, DataError."""
     head = check_data_file(path, key)
+    if layout.is_recorded:
+        return RecordedGroups(path, layout.recorded)
     if head.startswith(PARQUET_MAGIC) or path.endswith(".parquet"):
         return ParquetFile(path, layout.columns)
     return JsonlFile(path)

@@ -173,6 +173,9 @@ class Episode:
             input_ids=np.concatenate([self._context(), start.ids]).astype(np.int32, copy=False),
             sampling=replace(params.for_rest(num_done=len(start.ids), limit=limit), seed=self._seed(params)),
             session=str(self._prompt.group_id),
+            source=self._prompt.source,
+            row=self._prompt.row,
+            index=self._index,
         )
         self._under_way = [start]
         finish: FinishReason | None = None

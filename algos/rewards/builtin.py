@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from ...core.completions import Completion
 from .extraction import Extract, boxed, extract
@@ -72,6 +72,15 @@ def workflow(completion: Completion) -> float:
     if completion.reward is None:
         raise ValueError("the workflow said no reward; it does so by `return ctx.episode.sample(reward=...)`")
     return completion.reward
+
+
+def recorded(completion: Completion) -> float:
+    """What the answer was given when it was recorded. Raises ValueError if it was not."""
+    told: object = completion.metadata.get("recorded")
+    rewards = cast("dict[str, list[float]]", told).get("rewards", []) if isinstance(told, dict) else []
+    if completion.index >= len(rewards):
+        raise ValueError('of this answer no reward is recorded; data.preset = "recorded" reads those of dumps')
+    return rewards[completion.index]
 
 
 def math_equal(completion: Completion, *, seconds: int = 5) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.completions import Completion
 from ..arguments import bind
-from .builtin import exact, math_equal, numeric, regex, text_format, workflow
+from .builtin import exact, math_equal, numeric, recorded, regex, text_format, workflow
 from .words import choice, f1
 
 RewardValue = float | dict[str, float]
@@ -28,6 +28,8 @@ class Builtin:
 
 WORKFLOW = "workflow"
 """Not judged here: the workflow says it."""
+RECORDED = "recorded"
+"""The same: it was judged before."""
 BUILTINS: Mapping[str, Builtin] = {
     "exact": Builtin(exact),
     "numeric": Builtin(numeric),
@@ -37,6 +39,7 @@ BUILTINS: Mapping[str, Builtin] = {
     "regex": Builtin(regex, takes_pattern=True),
     "format": Builtin(text_format, takes_pattern=True),
     WORKFLOW: Builtin(workflow),
+    RECORDED: Builtin(recorded),
 }
 
 
@@ -54,7 +57,7 @@ def bind_builtin(
 
 def as_the_only_one(fn: RewardFunction, name: str) -> RewardFunction:
     """A built-in that alone judges: it would overrule what the workflow said without anybody noticing."""
-    return fn if name == WORKFLOW else partial(_judged_by_text, fn, name)
+    return fn if name in (WORKFLOW, RECORDED) else partial(_judged_by_text, fn, name)
 
 
 def _judged_by_text(fn: RewardFunction, name: str, completion: Completion) -> RewardValue:

@@ -32,7 +32,7 @@ class RowSource(Section, frozen=True):
 
     path: Annotated[SourceText, Field(min_length=1)]
     """JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99."""
-    preset: Literal["", "slime", "verl", "chat", "plain"] = ""
+    preset: Literal["", "slime", "verl", "chat", "plain", "recorded"] = ""
     """How rows are laid out; empty = as in `[data]`."""
     prompt_key: str = ""
     """Column with the prompt. Empty = as in `[data]`, or the preset's."""
@@ -81,9 +81,10 @@ class DataSettings(Section, frozen=True):
     Left out where `sources` names several."""
     sources: dict[str, SourceSettings] = {}
     """Several sources instead of `train`, each a table `[data.sources.NAME]`: see there."""
-    preset: Literal["slime", "verl", "chat", "plain"] = "slime"
+    preset: Literal["slime", "verl", "chat", "plain", "recorded"] = "slime"
     """How rows are laid out: slime (prompt, label, metadata), verl (prompt, reward_model, data_source, extra_info),
-    chat (messages; the last assistant message is the demonstration), plain (prompt, label)."""
+    chat (messages; the last assistant message is the demonstration), plain (prompt, label), recorded (the prompts of a
+    dump that `myxa dump` wrote; the default where `roles.rollout.kind = "recorded"`)."""
     prompt_key: str = ""
     """Column with the prompt: text, or a list of messages. Dots reach into objects. Empty = the preset's."""
     label_key: str = ""
@@ -104,7 +105,8 @@ class DataSettings(Section, frozen=True):
     chat_template_kwargs: Table = {}
     """Further named arguments of the chat template, for example `enable_thinking = false`."""
     shuffle: bool = True
-    """Whether each pass goes through the rows in a new order (from `run.seed`); false = file order."""
+    """Whether each pass goes through the rows in a new order (from `run.seed`); false = file order, the default where
+    `roles.rollout.kind = "recorded"`."""
     max_passes: CountInt = 0
     """Passes over the data after which it is exhausted; 0 = endless."""
     on_bad_line: Literal["stop", "skip"] = "stop"
@@ -148,6 +150,7 @@ class DataSettings(Section, frozen=True):
                 ("difficulty_low", "difficulty_high"), f"is above difficulty_high = {self.difficulty_high:g}"
             )
         yield from _plain_conflicts(self)
+        yield from _recorded_conflicts(self)
         yield from _mix_conflicts(self)
 
     def parts(self) -> Mapping[str, Self]:
@@ -194,6 +197,18 @@ def plain_conflicts(rows: DataSettings | RowSource, place: str, switch: str) -> 
             yield Conflict((f"{place}{key}", switch), _FOR_TEMPLATES)
     if rows.preset == "chat":
         yield Conflict((f"{place}preset", switch), '"chat" is for conversations; with plain texts use "plain"')
+
+
+def _recorded_conflicts(data: DataSettings) -> Iterator[Conflict]:
+    for name, part in data.parts().items():
+        for key in (*_COLUMN_KEYS, "system") if part.preset == "recorded" else ():
+            if getattr(part, key):
+                is_own = bool(name and getattr(data.sources[name], key))
+                place = f"sources.{name}." if name else ""
+                yield Conflict(
+                    (f"{place if is_own else ''}{key}", f"{place}preset"),
+                    'is not used by preset = "recorded": dumped prompts are as they were read',
+                )
 
 
 def _mix_conflicts(data: DataSettings) -> Iterator[Conflict]:

@@ -15,7 +15,7 @@ SHARE = "memory.share"
 
 def memory_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Everything in the run file that does not go with taking turns."""
-    if config.memory.share == "none":
+    if config.memory.share == "none" or config.roles.rollout.kind == "recorded":  # which has no memory at all
         return
     yield from _place_conflicts(config)
     yield from _engine_conflicts(config)

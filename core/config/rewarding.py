@@ -18,7 +18,7 @@ from .section import CodeName, CountInt, PositiveFloat, Section, UnitFloat
 from .settings import check_code_name
 from .tables import Table
 
-REWARD_BUILTINS = ("exact", "numeric", "math", "f1", "choice", "regex", "format", "workflow", "remote")
+REWARD_BUILTINS = ("exact", "numeric", "math", "f1", "choice", "regex", "format", "workflow", "recorded", "remote")
 FUNCTION_NAME = re.compile(r"(?=.{1,32}\Z)[A-Za-z0-9][A-Za-z0-9_-]*(/[A-Za-z0-9_-]+)*")
 """Data names its sources like "openai/gsm8k"."""
 MAX_FUNCTIONS = 16
@@ -69,7 +69,8 @@ class RewardSettings(Section, frozen=True):
 
     fn: CodeName = "exact"
     """exact, numeric, math, f1, choice, regex, format, workflow (what your workflow says:
-    `episode.sample(reward=...)`), remote (a service is asked), or your own `module:function` or `file.py:function`."""
+    `episode.sample(reward=...)`), recorded (what the answer was given when it was recorded), remote (a service is
+    asked), or your own `module:function` or `file.py:function`."""
     scope: Literal["sample", "group"] = "sample"
     """What one call judges: one answer (sample), or, where a function of your own or remote judges, all answers to a
     prompt at once (group): it gets a sequence of them, and returns a reward for each."""

@@ -17,8 +17,9 @@ from .learning_checks import learning_conflicts
 from .megatron import MegatronSettings
 from .memory import MemorySettings
 from .memory_checks import memory_conflicts
+from .recorded_checks import RECORDED_DEFAULTS, recorded_conflicts
 from .rewarding import RewardSettings
-from .roles import RolesSettings
+from .roles import RolesSettings, RolloutRole
 from .sampling_checks import sampling_conflicts
 from .section import Section
 from .settings import (
@@ -94,13 +95,17 @@ class RunConfig(Section, frozen=True):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_for_sft(cls, raw: object) -> object:
-        """SFT has one sample per prompt and no use for a filter: values left out become that, not the RL defaults."""
+    def _fill_by_kind(cls, raw: object) -> object:
+        """SFT has one sample per prompt and no use for a filter, recorded answers have an order and no use for a
+        canary: values left out become that, not the defaults of RL with an engine that generates."""
         table = as_table(raw)
-        if table is None or not _kind_is_sft(table.get("algo")):
+        if table is None:
             return raw
         filled = dict(table)
-        for section, key, value in SFT_DEFAULTS:
+        for section, key, value in (
+            *(SFT_DEFAULTS if _kind_is_sft(table.get("algo")) else ()),
+            *(RECORDED_DEFAULTS if _are_recorded(table.get("roles")) else ()),
+        ):
             below = as_table(filled.get(section, {}))
             if below is not None and key not in below:
                 filled[section] = {**below, key: value}
@@ -115,6 +120,18 @@ class RunConfig(Section, frozen=True):
 def _kind_is_sft(algo: object) -> bool:
     table = as_table(algo)
     return table.get("kind") == "sft" if table is not None else isinstance(algo, AlgoConfig) and algo.kind == "sft"
+
+
+def _are_recorded(roles: object) -> bool:
+    if isinstance(roles, RolesSettings):
+        return roles.rollout.kind == "recorded"
+    rollout = (as_table(roles) or {}).get("rollout")
+    table = as_table(rollout)
+    return (
+        table.get("kind") == "recorded"
+        if table is not None
+        else isinstance(rollout, RolloutRole) and rollout.kind == "recorded"
+    )
 
 
 def _standby_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -271,11 +288,15 @@ def _weight_conflicts(config: RunConfig) -> Iterator[Conflict]:
     channel, rollout, trainer = config.weights.channel, config.roles.rollout, config.roles.trainer
     path = "weights.channel"
     between_devices = channel in ("nccl", "cuda_ipc")
-    if rollout.kind == "embedded" and between_devices:
-        yield Conflict((path, "roles.rollout.kind"), 'is for servers: embedded engines take "shm" or "disk"')
+    if rollout.kind != "sglang" and between_devices:
+        yield Conflict((path, "roles.rollout.kind"), f'is for servers: {rollout.kind} engines take "shm" or "disk"')
     if rollout.kind == "sglang" and channel == "shm":
         yield Conflict((path, "roles.rollout.kind"), 'is not for servers: they take "nccl", "cuda_ipc" or "disk"')
-    if channel == "shm" and (rollout.nodes == "*" or set(rollout.nodes) != set(trainer.nodes)):
+    if (
+        channel == "shm"
+        and rollout.kind != "recorded"
+        and (rollout.nodes == "*" or set(rollout.nodes) != set(trainer.nodes))
+    ):
         yield Conflict((path, "roles.rollout.nodes", "roles.trainer.nodes"), "needs both roles on the same nodes")
     if channel == "cuda_ipc":
         yield from _handle_conflicts(config, path)
@@ -350,6 +371,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
     _megatron_conflicts,
     _weight_conflicts,
     memory_conflicts,
+    recorded_conflicts,
     _chaos_conflicts,
     _bounded_data_conflicts,
 )

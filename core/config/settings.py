@@ -230,7 +230,8 @@ class GuardSettings(Section, frozen=True):
     trainer under the same weight version; their log-probs must agree, or the run is paused."""
 
     every: CountInt = 20
-    """Weight versions between two checks, after one at the start; 0 = never."""
+    """Weight versions between two checks, after one at the start; 0 = never, the default where
+    `roles.rollout.kind = "recorded"`."""
     prompts: Annotated[int, Field(ge=1, le=1024)] = 8
     """Prompts per check, taken from the start of the training data."""
     max_new_tokens: PositiveInt = 64

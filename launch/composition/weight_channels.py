@@ -20,6 +20,8 @@ def choose_channel(config: RunConfig) -> WeightChannel:
         return named
     rollout, trainer = config.roles.rollout, config.roles.trainer
     is_spread = rollout.nodes == "*" or set(rollout.nodes) != set(trainer.nodes)
+    if rollout.kind == "recorded":  # nobody reads them
+        return "shm"
     if rollout.kind == "embedded":
         return "disk" if is_spread else "shm"
     if not (rollout.device_ids and trainer.device_ids):
@@ -78,6 +80,6 @@ COMMIT_S = 30.0
 
 def sent_commit_s(config: RunConfig) -> float:
     """The same of one that is sent meanwhile: a transfer, and once more through a new group. 0: it never is."""
-    if config.roles.rollout.kind == "embedded":
+    if config.roles.rollout.kind != "sglang":
         return 0.0
     return 2 * config.weights.transfer_s + config.weights.join_s + MARGIN_S

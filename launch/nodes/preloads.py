@@ -87,7 +87,7 @@ class Preloads:
         if actor.role == "trainer":
             # Importing megatron-core asks CUDA for devices where there are some, which no fork survives.
             return MEGATRON if actor.kind == "megatron" and not actor.devices else TORCH
-        if actor.role != "rollout" or not self.has_engines:
+        if actor.role != "rollout" or not self.has_engines or actor.kind == "recorded":
             return LIGHT
         return SERVED if actor.kind == "sglang" else TORCH
 

@@ -13,6 +13,8 @@ import pytest
 
 from myxa.actors.buffer import group_dump, recent_groups
 from myxa.actors.buffer.group_dump import DumpedGroup, read_groups, read_header
+from myxa.actors.data.recorded_groups import RecordedGroups
+from myxa.actors.data.row_file import RowError
 from myxa.core.errors import BadRequest, DataError
 from myxa.core.messages import DumpReport, GroupReturned
 from myxa.core.samples import Group, Sample, ScoredSample
@@ -77,6 +79,11 @@ async def test_a_dump_holds_all_that_is_not_trained_and_is_read_back(
         assert found[2].group is None
         assert same(found[2].partial[0], partial[0])
         assert (found[3].group, found[3].partial) == (None, ())
+        recorded = RecordedGroups(str(path))
+        assert same(recorded.group(1).samples[0], groups[2].samples[0]), "and it is data for another run"
+        for row in (2, 3):
+            with pytest.raises(RowError, match="was not finished when it was dumped"):
+                recorded.read(row)
         assert (await desk.ref.dump(MIB)).path != report.path, "an earlier dump is never written over"
 
 

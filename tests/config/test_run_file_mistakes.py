@@ -24,6 +24,8 @@ def failure(folder: Path, text: str | bytes, overrides: tuple[str, ...] = ()) ->
     return str(caught.value).replace(str(file), "run.toml")
 
 
+RECORDED = '[roles.rollout]\nkind = "recorded"\n'
+
 MISTAKES: list[tuple[str, str]] = [
     # unknown names
     ("[optimiser]\nlr = 1\n", 'run.toml:5: optimiser: is not a known section; did you mean "optimizer"?'),
@@ -83,7 +85,10 @@ MISTAKES: list[tuple[str, str]] = [
     # choices and names
     ('[algo]\nkind = "grp"\n', f'run.toml:6: algo.kind = "grp": must be one of {KINDS}; did you mean "grpo"?'),
     ('[roles.buffer]\nkind = "b"\n', 'run.toml:6: roles.buffer.kind = "b": must be "buffer"'),
-    ('preset = "alpaca"\n', 'run.toml:5: data.preset = "alpaca": must be one of "slime", "verl", "chat", "plain"'),
+    (
+        'preset = "alpaca"\n',
+        'run.toml:5: data.preset = "alpaca": must be one of "slime", "verl", "chat", "plain", "recorded"',
+    ),
     (
         '[run]\nname = "a/b"\n',
         "run.toml:6: run.name = \"a/b\": must be 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit",
@@ -91,7 +96,7 @@ MISTAKES: list[tuple[str, str]] = [
     (
         '[reward]\nfn = "exakt"\n',
         (
-            'run.toml:6: reward.fn = "exakt": must be one of exact, numeric, math, f1, choice, regex, format, workflow, remote, or '
+            'run.toml:6: reward.fn = "exakt": must be one of exact, numeric, math, f1, choice, regex, format, workflow, recorded, remote, or '
             'module:function, or file.py:function; did you mean "exact"?'
         ),
     ),
@@ -364,6 +369,55 @@ MISTAKES: list[tuple[str, str]] = [
         '[roles.rollout]\ndevices = "0"\n',
         'run.toml:6: roles.rollout.devices = "0": must be "cpu": the embedded engine runs on the CPU',
     ),
+    (
+        f'preset = "chat"\n{RECORDED}',
+        'run.toml:5: data.preset = "chat": must be "recorded": only prompts of a dump have an answer there',
+    ),
+    (
+        f'system = "Be brief."\n{RECORDED}',
+        (
+            'run.toml:5: data.system = "Be brief.": is not used by preset = "recorded": dumped prompts are as they were '
+            "read"
+        ),
+    ),
+    (
+        f"{RECORDED}[guard]\nevery = 5\n",
+        (
+            "run.toml:8: guard.every = 5: must be 0: recorded log-probs are of the weights of then, and the trainer's of "
+            "those of now"
+        ),
+    ),
+    (
+        f'{RECORDED}[eval]\ndata = "p.jsonl"\n',
+        "must be empty: to held-out prompts no answers are recorded",
+    ),
+    (
+        f'{RECORDED}[weights]\nchannel = "nccl"\n',
+        'run.toml:8: weights.channel = "nccl": is for servers: recorded engines take "shm" or "disk"',
+    ),
+    (
+        f'{RECORDED}[memory]\nshare = "switch"\ncapacity_mb = 64\n',
+        'must be "none": an engine without a model has no turn',
+    ),
+    (
+        f'{RECORDED}devices = "0"\n',
+        'run.toml:7: roles.rollout.devices = "0": must be "cpu": nothing is generated',
+    ),
+    (
+        f'{RECORDED}[engine]\nattach = ["http://host:1"]\n',
+        'run.toml:6: roles.rollout.kind = "recorded": must be "sglang" when engine.attach is set',
+    ),
+    (
+        f'{RECORDED}[reward]\nfn = "recorded"\ntruncated = "zero"\n',
+        'run.toml:9: reward.truncated = "zero": is for rewards that are judged anew: leave it out',
+    ),
+    (
+        '[reward]\nfn = "recorded"\n',
+        (
+            'run.toml:6: reward.fn = "recorded": needs roles.rollout.kind = "recorded": rewards are recorded of those '
+            "answers only"
+        ),
+    ),
 ]
 
 
@@ -484,3 +538,36 @@ def test_the_file_that_set_a_value_last_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([first, second])
     assert str(caught.value) == f"{second}:4: algo.batch_size = -1: must be at least 1"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            'train = "t.jsonl"\n',
+            '[data.sources]\na = { path = "p.jsonl", preset = "plain" }\n',
+            'data.sources.a.preset = "plain": must be "recorded": only prompts of a dump have an answer there',
+        ),
+        (
+            RECORDED,
+            f'{RECORDED}[algo]\nkind = "sft"\n',
+            'run.toml:6: roles.rollout.kind = "recorded": is an engine, and algo.kind = "sft" has none: leave it out',
+        ),
+    ],
+)
+def test_recorded_answers_need_a_dump_and_an_algorithm_with_an_engine(
+    tmp_path: Path, old: str, new: str, expected: str
+) -> None:
+    assert expected in failure(tmp_path, (HEAD + RECORDED).replace(old, new))
+
+
+def test_recorded_answers_have_their_order_and_no_canary_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(HEAD + RECORDED)
+    config = load_config(file)
+    assert (config.data.preset, config.data.shuffle, config.guard.every) == ("recorded", False, 0)
+    config = load_config(file, overrides=["data.shuffle=true"])
+    assert (config.data.preset, config.data.shuffle, config.guard.every) == ("recorded", True, 0)
+    plain = load_config(file, overrides=["roles.rollout.kind=embedded"])
+    assert (plain.data.preset, plain.data.shuffle) == ("slime", True)
+    assert plain.guard.every > 0

@@ -107,7 +107,7 @@ async def until_status(rollout: EmbeddedRollout, is_met: Callable[[Any], bool], 
 # -- nothing is left behind ------------------------------------------------------------------------------------------
 
 
-def traces() -> dict[str, object]:
+def traces() -> dict[str, Any]:
     """Everything that a guest could leave behind in this process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -134,10 +134,10 @@ def traces() -> dict[str, object]:
     }
 
 
-async def settled_traces(before: dict[str, object]) -> dict[str, object]:
+async def settled_traces(before: dict[str, Any]) -> dict[str, Any]:
     """A thread that was joined is the kernel's for a moment longer."""
     give_up_at = time.monotonic() + 5
-    while (now := traces())["threads"] != before["threads"] and time.monotonic() < give_up_at:
+    while not (now := traces())["threads"] <= before["threads"] and time.monotonic() < give_up_at:
         await asyncio.sleep(0.01)
     return now
 
@@ -165,8 +165,8 @@ async def test_a_plain_program_is_as_it_was_after_the_actor_has_left(run: Run) -
     assert (await rollout.status()).phase == "left"
     assert (await rollout.status()).reason == "it was asked to leave"
     after = await settled_traces(before)
-    for what, value in before.items():
-        assert after[what] == value, what
+    for what, value in before.items():  # what earlier tests of this process left may have gone meanwhile
+        assert after[what] <= value if isinstance(value, set) else after[what] == value, what
     # Files that earlier tests of this process left open may be closed meanwhile; none may be opened.
     assert set(open_files().items()) <= files_before
 

@@ -383,6 +383,7 @@ def test_which_actors_are_forked(tmp_path: Path):
     assert kits("[run]\npreload = false\n") == {}
     assert kits(env={"MKL_NUM_THREADS": "4"}) == {}, "read when the library is loaded, not when the actor is known"
     assert kits(SFT)["rollout"] == "light"
+    assert kits('preset = "recorded"\n[roles.rollout]\nkind = "recorded"\n')["rollout"] == "light"
 
 
 IN_KITS = "import importlib; from myxa.launch.nodes.preloads import KITS\nfor name in NAMES: [importlib.import_module(m) for m in KITS[name].modules]"

@@ -1,0 +1,246 @@
+"""Dumps as data: finished groups are rows, and what no run could train on is told by its line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from myxa.actors.buffer.group_dump import FORMAT, DumpedGroup, DumpHeader, DumpWriter
+from myxa.actors.data import MixedDataset, open_data, open_prompts
+from myxa.actors.models.tiny import make_tiny_model
+from myxa.core.config import RunConfig, load_config
+from myxa.core.errors import DataError
+from myxa.core.samples import Group, Message, Prompt, Sample
+from myxa.launch.plan.data_glance import glance_at_sources
+
+CONTEXT = 32
+Line = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder, "0p5m", seed=0, context_length=CONTEXT, vocab_size=320)
+    return folder
+
+
+def sample(group_id: int, index: int) -> Sample:
+    """Four tokens of the model's, two of a reply, three of the model's."""
+    mask = np.array([1, 1, 1, 1, 0, 0, 1, 1, 1], dtype=np.uint8)
+    return Sample(
+        group_id=group_id,
+        index=index,
+        prompt_ids=np.array([1, 2, group_id], dtype=np.int32),
+        response_ids=np.arange(10, 19, dtype=np.int32),
+        logprobs=np.where(mask == 1, -0.5 - index, 0).astype(np.float32),
+        loss_mask=mask,
+        versions=np.where(mask == 1, 3, -1).astype(np.int32),
+        finish="stop",
+        num_turns=2,
+    )
+
+
+def group(group_id: int, *messages: Message) -> Group:
+    prompt = Prompt(
+        group_id=group_id,
+        row=7,
+        pass_index=2,
+        messages=messages or (Message(role="user", content=f"question {group_id}"),),
+        tools=({"type": "function", "function": {"name": "add"}},),
+        label=f"label {group_id}",
+        metadata={"level": group_id},
+        source="first.jsonl",
+    )
+    rewards = np.array([0.5, -1.25], dtype=np.float32)
+    return Group(prompt=prompt, samples=tuple(sample(group_id, index) for index in range(2)), rewards=rewards)
+
+
+def write(path: Path, *groups: Group | None) -> str:
+    """A dump; None: a group that was not finished."""
+    writer = DumpWriter(path, DumpHeader(format=FORMAT, run="first", what="next", version=4, wall_s=0.0), 1 << 30)
+    for number, one in enumerate(groups):
+        line = DumpedGroup(
+            group_id=number, state="READY", attempt=1, rollout="rollout/0", version=3, step=4, draw=9, num_samples=2, group=one
+        )  # fmt: skip
+        writer.add(line)
+    writer.close()
+    return str(path)
+
+
+def config(model: Path, train: str | list[str], **sections: dict[str, Any]) -> RunConfig:
+    raw: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "roles": {"rollout": {"kind": "recorded"}},
+        "rollout": {"num_samples": 2, "max_new_tokens": 8, **sections.pop("rollout", {})},
+        "reward": {"fn": "recorded"},
+        **sections,
+    }
+    raw["data"] = {"train": train, **sections.get("data", {})}
+    return RunConfig.model_validate(raw)
+
+
+def test_finished_groups_are_prompts_as_they_were_asked_in_the_dumps_order(model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", *(group(number) for number in range(4)))
+    dataset = open_prompts(config(model, [path, f"{path}@[1:3]"]))
+    found = [dataset.prompt(draw) for draw in range(len(dataset))]
+    assert [prompt.messages[0].content for prompt in found if prompt] == [f"question {n}" for n in (0, 1, 2, 3, 1, 2)]
+    last = found[-1]
+    assert last is not None
+    assert (last.group_id, last.row, last.source) == (5, 1, f"{path}@[1:3]")
+    assert (last.label, last.tools) == ("label 2", ({"type": "function", "function": {"name": "add"}},))
+    told = {"run": "first", "group": 2, "step": 4, "version": 3, "rewards": [0.5, -1.25]}
+    assert last.metadata == {"level": 2, "recorded": told}
+
+
+def test_unfinished_groups_are_left_out_where_bad_rows_are(model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", group(0), None, group(2))
+    with pytest.raises(DataError, match=r"d.jsonl:3: group 1 was not finished when it was dumped -- leave it out with"):
+        open_prompts(config(model, path))
+    dataset = open_prompts(config(model, path, data={"on_bad_line": "skip"}))
+    assert (len(dataset), dataset.num_bad) == (2, 1)
+    second = dataset.prompt(1)
+    assert second is not None and second.row == 2, "a row's number is that of its group in the file"
+
+
+def test_plain_texts_are_plain_texts_again(model: Path, tmp_path: Path) -> None:
+    texts = write(tmp_path / "d.jsonl", group(0))
+    dataset = open_prompts(config(model, texts, data={"apply_chat_template": False}))
+    prompt = dataset.prompt(0)
+    assert prompt is not None and prompt.messages == (Message(role="user", content="question 0"),)
+    talk = write(tmp_path / "t.jsonl", group(0, Message(role="system", content="s"), Message(role="user", content="q")))
+    with pytest.raises(DataError, match=r"t.jsonl:2: .* not the text that data.apply_chat_template = false wants"):
+        open_prompts(config(model, talk, data={"apply_chat_template": False}))
+
+
+def test_prompts_of_dumps_are_data_for_an_engine_too(model: Path, tmp_path: Path) -> None:
+    """Whatever their answers were like."""
+    first, second = write(tmp_path / "a.jsonl", group(0)), write(tmp_path / "b.jsonl", group(1))
+    (tmp_path / "run.toml").write_text(
+        f'[model]\npath = "{model}"\n[rollout]\nnum_samples = 16\ntemperature = 0.5\n[data.sources]\n'
+        f'a = {{ path = "{first}", preset = "recorded" }}\nb = {{ path = "{second}", preset = "recorded" }}\n'
+    )
+    settings = load_config(tmp_path / "run.toml")
+    dataset = open_data(settings)
+    assert isinstance(dataset, MixedDataset)
+    prompt = dataset.by_name["b"].prompt(0)
+    assert prompt is not None
+    assert (prompt.label, prompt.source_name, prompt.metadata["data_source"]) == ("label 1", "b", "b")
+
+
+def lines(path: str) -> list[Line]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def told(model: Path, path: Path, text: str, **sections: dict[str, Any]) -> str:
+    """What is said of a dump with this content: by the plan as by the buffer."""
+    path.write_text(text)
+    settings = config(model, str(path), **sections)
+    with pytest.raises(DataError) as caught:
+        open_prompts(settings)
+    assert caught.value.remedy
+    (finding,) = glance_at_sources(settings)[0].findings
+    assert str(finding.error) == str(caught.value)
+    return str(caught.value).replace(str(path), "d.jsonl")
+
+
+def of_sample(key: str, value: Any) -> Callable[[Line], None]:
+    def change(line: Line) -> None:
+        line["group"]["samples"][1][key] = value
+
+    return change
+
+
+def of_group(key: str, value: Any) -> Callable[[Line], None]:
+    def change(line: Line) -> None:
+        line["group"][key] = value
+
+    return change
+
+
+BAD: list[tuple[Callable[[Line], None], str]] = [
+    (of_sample("response_ids", [1, 2]), "sample 1: sample 1/1: logprobs has shape (9,), response has 2 tokens"),
+    (of_sample("logprobs", [-0.5]), "sample 1: sample 1/1: logprobs has shape (1,), response has 9 tokens"),
+    (of_sample("logprobs", [-1e300] * 9), "sample 1: sample 1/1: a behaviour log-prob is NaN or infinite"),
+    (of_sample("logprobs", [0.5] * 9), "sample 1: sample 1/1: a behaviour log-prob is above 0"),
+    (of_sample("response_ids", [1.5] * 9), "is no list of whole numbers - at `$.group.samples[1].response_ids`"),
+    (of_sample("response_ids", [1 << 40] * 9), "has no room for - at `$.group.samples[1].response_ids`"),
+    (of_sample("response_ids", [-4] * 9), "sample 1: sample 1/1: a token id lies outside [0, 320) -- name the model"),
+    (of_sample("response_ids", [320] * 9), "sample 1: sample 1/1: a token id lies outside [0, 320) -- name the model"),
+    (of_sample("response_ids", [[1]] * 9), "is no list of whole numbers - at `$.group.samples[1].response_ids`"),
+    (of_sample("response_ids", "abc"), "is no list of whole numbers - at `$.group.samples[1].response_ids`"),
+    (of_sample("logprobs", [None] * 9), "is no list of numbers - at `$.group.samples[1].logprobs`"),
+    (of_sample("loss_mask", [2] * 9), "sample 1: its loss mask is not 1 where the model spoke and 0 elsewhere"),
+    (of_sample("loss_mask", [0] * 9), "sample 1: its loss mask is not 1 where the model spoke and 0 elsewhere"),
+    (
+        of_sample("num_turns", 3),
+        "sample 1: its 3 turns are 2 runs of generated tokens: where each ended is not recorded",
+    ),
+    (of_sample("versions", [-1] * 9), "sample 1: no engine generated it: it has no behaviour log-probs"),
+    (of_sample("prompt_ids", [1, 2]), "sample 1: its prompt has no tokens, or others than that of sample 0"),
+    (of_sample("finish", "abort"), "sample 1: it was not finished"),
+    (of_sample("finish", "eos"), "is no dumped group: Invalid enum value 'eos' - at `$.group.samples[1].finish`"),
+    (of_sample("index", 0), "sample 1: it says that it is sample 1/0, of group 1"),
+    (of_sample("group_id", 4), "sample 1: it says that it is sample 4/1, of group 1"),
+    (of_sample("temperature", 0.7), "sample 1: it was drawn at temperature 0.7, of which its log-probs are; rollout."),
+    (of_sample("colour", "red"), "is no dumped group: Object contains unknown field `colour`"),
+    (of_group("rewards", [1.0]), "2 samples have rewards [1.0] -- use the file as `myxa dump` wrote it"),
+    (of_group("rewards", [1.0, 1e300]), "2 samples have rewards [1.0, inf] -- use the file as `myxa dump` wrote it"),
+    (of_group("samples", []), "0 samples have rewards [0.5, -1.25] -- use the file as `myxa dump` wrote it"),
+    (of_group("prompt", None), "is no dumped group: Expected `object`, got `null` - at `$.group.prompt`"),
+    (lambda line: line.pop("state"), "is no dumped group: Object missing required field `state`"),
+    (lambda line: line["group"]["prompt"].update(messages=[]), 'column "messages" is an empty list'),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), BAD, ids=[expected[:60] for _, expected in BAD])
+def test_a_line_that_no_run_can_be_answered_from_is_told(
+    model: Path, tmp_path: Path, change: Callable[[Line], None], expected: str
+) -> None:
+    path = tmp_path / "d.jsonl"
+    found = lines(write(path, group(0), group(1)))
+    change(found[2])
+    said = told(model, path, "".join(json.dumps(line) + "\n" for line in found))
+    assert said.startswith("d.jsonl:3: ")
+    assert expected in said
+
+
+def test_torn_files_and_other_files_are_told(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    text = Path(write(path, group(0), group(1))).read_text()
+    header = text.partition("\n")[0]
+    assert told(model, path, text[:-40]).startswith("d.jsonl:3: is no dumped group: Input data was truncated -- use")
+    assert "d.jsonl:4: is no dumped group: JSON is malformed" in told(model, path, text + "\x00\n")
+    assert "d.jsonl:4: is no dumped group: " in told(model, path, text + "[" * 100_000 + "\n")
+    assert "the dump holds no groups -- write one with `myxa dump" in told(model, path, header + "\n")
+    assert "d.jsonl is no dump of groups: " in told(model, path, '{"prompt": "1+1?", "label": "2"}\n')
+    assert "this version reads 'myxa-groups/1' -- write a new one" in told(model, path, text.replace("ups/1", "ups/7"))
+    (tmp_path / "p.parquet").write_bytes(b"PAR1" + b"\0" * 100)
+    with pytest.raises(DataError, match=r"p.parquet is no dump of groups"):
+        open_prompts(config(model, str(tmp_path / "p.parquet")))
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        (
+            {"rollout": {"num_samples": 3}},
+            "the group has 2 samples, fewer than rollout.num_samples = 3 -- set rollout.",
+        ),
+        ({"rollout": {"max_new_tokens": 3}}, "a turn of 4 tokens is longer than rollout.max_new_tokens = 3 -- set"),
+        (
+            {"rollout": {"temperature": 0.5}},
+            "drawn at temperature 1, of which its log-probs are; rollout.temperature is",
+        ),
+        ({"engine": {"context_length": 11}}, "12 tokens, with the prompt, are more than the context of 11 -- raise"),
+    ],
+)
+def test_a_run_that_asks_for_what_is_not_recorded_is_refused(
+    model: Path, tmp_path: Path, sections: dict[str, Any], expected: str
+) -> None:
+    text = Path(write(tmp_path / "d.jsonl", group(0))).read_text()
+    assert expected in told(model, tmp_path / "d.jsonl", text, **sections)

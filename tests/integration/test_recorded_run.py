@@ -1,0 +1,113 @@
+"""Training on recorded groups: a run whose engine generates nothing, by the command a user types."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import Command
+from run_job import Job, audit, metrics, until, worker_pids
+
+from myxa.actors.buffer.group_dump import FORMAT, DumpedGroup, DumpHeader, DumpWriter
+from myxa.actors.data import PromptDataset, open_data
+from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
+from myxa.actors.ledger.payload import decode_group
+from myxa.actors.ledger.snapshot import entries_in
+from myxa.actors.ledger.states import State
+from myxa.actors.models.tokenizer import load_tokenizer
+from myxa.actors.rewards.making import make_rewarder
+from myxa.actors.rollout.group_runner import GroupRunner
+from myxa.actors.workflows import single_turn
+from myxa.actors.workflows.episode import ModelAccess
+from myxa.core.clock import SystemClock
+from myxa.core.config import load_config
+from myxa.core.messages import Assignment, SamplingParams
+from myxa.core.samples import Group
+
+pytestmark = pytest.mark.timeout(180)
+PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
+NUM_GROUPS = 12
+
+
+async def recorded(job: Job, path: Path) -> list[Group]:
+    """A dump of what the job's model says, with rewards of which each is another."""
+    config = load_config(job.folder / "run.toml")
+    data = open_data(config)
+    assert isinstance(data, PromptDataset)
+    engine, scorer = EmbeddedEngine(config.model.path, EmbeddedOptions(seed=9)), make_rewarder(config)
+    await engine.start()
+    runner = GroupRunner(
+        workflow=single_turn.generate,
+        scorer=scorer,
+        tokenizer=load_tokenizer(config.model.path),
+        model=ModelAccess(generate=engine.generate, sampling=SamplingParams(), context_length=64),
+        max_turns=1,
+        clock=SystemClock(),
+        on_load=lambda load: None,
+        on_hop=lambda hop, group_id, began_s, lasted_s: None,
+    )
+    sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens)
+    groups: list[Group] = []
+    writer = DumpWriter(path, DumpHeader(format=FORMAT, run="first", what="next", version=0, wall_s=0.0), 1 << 30)
+    try:
+        for draw in range(NUM_GROUPS):
+            prompt = data.prompt(draw)
+            assert prompt is not None
+            given = Assignment(prompt=prompt, attempt=1, num_samples=config.rollout.num_samples, sampling=sampling)
+            group = await runner.run(given)
+            group.rewards[:] = np.arange(4) + 10 * draw
+            groups.append(group)
+            line = DumpedGroup(
+                group_id=draw, state="TRAINED", attempt=1, rollout="rollout/0", version=0, step=draw // 4, draw=draw,
+                num_samples=4, group=group,
+            )  # fmt: skip
+            writer.add(line)
+    finally:
+        writer.close()
+        await engine.close()
+        await scorer.close()
+    return groups
+
+
+def test_a_trainer_is_fed_from_a_dump_and_engines_that_die_answer_the_same_again(job: Job) -> None:
+    groups = asyncio.run(recorded(job, job.folder / "recorded.jsonl"))
+    (replay,) = re.findall(r"^```toml\n# replay\.toml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (job.folder / "replay.toml").write_text(replay)
+    words = ("run.num_steps=30", "data.max_passes=0", "roles.rollout.count=2", "async.window=1")
+    words = [part for word in words for part in ("--set", word)]
+    process = Command(["up", "run.toml", "replay.toml", *words], job.folder)
+    try:
+        until(lambda: len(steps(job)) >= 3, "the third step")
+        os.kill(worker_pids(process.pid, "rollout/1")[0], signal.SIGKILL)
+        said, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, said
+    entries = list(entries_in(job.run_dir() / "ledger.sqlite", [State.TRAINED]))
+    trained = [decode_group(entry.row.group_id, entry.payload) for entry in entries if entry.payload is not None]
+    assert len(trained) >= 12, "those that no checkpoint covers are kept"
+    for group in trained:
+        was = groups[group.group_id % NUM_GROUPS]
+        assert group.rewards.tolist() == was.rewards.tolist()
+        for sample, recorded_one in zip(group.samples, was.samples, strict=True):
+            for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask"):
+                assert np.array_equal(getattr(sample, name), getattr(recorded_one, name)), name
+    assert max(int(s.versions.max()) for group in trained for s in group.samples) > 20, "stamps are of what was served"
+    assert audit(job.run_dir()).trained == list(range(30 * 4)), "strictly in the order of the dump, pass by pass"
+    values = [point["values"] for point in metrics(job.run_dir())]
+    diffs = [one["train/logprob_diff_abs_max"] for one in values if "train/logprob_diff_abs_max" in one]
+    assert diffs[0] < 2e-5, "the trainer, at the weights that they were drawn with, gives them their log-probs"
+    assert not [one for one in values if "guard/logprob_diff" in one]
+
+
+def steps(job: Job) -> list[float]:
+    try:
+        return [p["values"]["reward/mean"] for p in metrics(job.run_dir()) if "reward/mean" in p["values"]]
+    except (OSError, ValueError):
+        return []
