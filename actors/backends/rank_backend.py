@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...core.assets import AssetStore
 from ...core.clock import Clock, SystemClock
-from ...core.config import AlgoConfig, OptimizerConfig, TrainerConfig
+from ...core.config import AlgoConfig, CriticConfig, OptimizerConfig, TrainerConfig
 from ...core.errors import ConfigError, TrainError
 from ...core.protocols import NamedArray, PendingSave, StepStats
 from ...core.samples import F32, TrainSample, TrainShard
@@ -33,6 +33,7 @@ class RankSettings:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     max_new_tokens: int = 1
     """Longest answer; the divisor per sample of reduction "constant"."""
     num_steps: int = 0
@@ -52,8 +53,8 @@ class RankSettings:
 
     @property
     def total_updates(self) -> int:
-        """Optimizer updates of the whole run; 0 = unknown."""
-        return self.num_steps * self.algo.minibatches
+        """Optimizer updates of the policy in the whole run; 0 = unknown."""
+        return max(0, self.num_steps - self.critic.warmup_steps) * self.algo.minibatches
 
     def step_settings(self, functions: Loaded) -> StepSettings:
         """What a step needs of it. `functions`: those of the user's."""

@@ -63,6 +63,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Which trainer can read it."""
     layout: dict[str, Any] = {}
     """How its ranks shared the model, where that is of interest."""
+    critic: dict[str, Any] = {}
+    """Sizes of the critic in it, and its `num_updates`; empty: there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .conflict import Conflict
+from .critic import CriticConfig
 from .data import DataSettings, SourceSettings
 from .dumping import dump_config
 from .evaluation import EvalSetSettings, EvalSettings
@@ -38,6 +39,7 @@ __all__ = [
     "AlgoKind",
     "AsyncSettings",
     "Conflict",
+    "CriticConfig",
     "DataSettings",
     "EngineSettings",
     "EvalSetSettings",

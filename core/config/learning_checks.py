@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .conflict import Conflict
+from .critic import CriticConfig
 from .settings import WORKFLOW_BUILTINS
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 def learning_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Of all kinds below."""
-    for check in (_sft_conflicts, _workflow_conflicts, _reference_conflicts, _exploration_conflicts):
+    for check in (_sft_conflicts, _workflow_conflicts, _reference_conflicts, _critic_conflicts, _exploration_conflicts):
         yield from check(config)
 
 
@@ -65,6 +66,29 @@ def _reference_conflicts(config: RunConfig) -> Iterator[Conflict]:
     if config.algo.ref_path and not config.algo.kl_coef:
         yield Conflict(
             ("algo.ref_path", "algo.kl_coef"), "needs algo.kl_coef above 0: without it no reference model is kept"
+        )
+
+
+def _critic_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    critic, steps = config.critic, config.run.num_steps
+    if not critic.enabled:
+        if critic != CriticConfig():
+            yield Conflict(("critic.enabled", "critic"), "must be true for the table [critic] to matter")
+        return
+    if config.algo.kind != "ppo":
+        yield Conflict(
+            ("critic.enabled", "algo.kind"),
+            f'is for algo.kind = "ppo": algo.kind = "{config.algo.kind}" takes advantages without values',
+        )
+    if config.roles.trainer.kind != "torch":
+        yield Conflict(
+            ("critic.enabled", "roles.trainer.kind"),
+            "is the torch trainer's: Megatron's has no value model; use roles.trainer.kind = \"torch\"",
+        )
+    if 0 < steps <= critic.warmup_steps:
+        yield Conflict(
+            ("critic.warmup_steps", "run.num_steps"),
+            f"is as long as the whole run of {steps} steps: the policy would never be trained",
         )
 
 

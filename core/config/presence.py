@@ -20,14 +20,15 @@ def missing_paths(config: RunConfig) -> tuple[str, ...]:
 
 def _named_paths(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     yield "model.path", config.model.path, "folder"
-    if config.algo.ref_path:
-        yield "algo.ref_path", config.algo.ref_path, "folder"
+    folders = (
+        ("algo.ref_path", config.algo.ref_path),
+        ("critic.path", config.critic.path),
+        ("trainer.resume", config.trainer.resume),
+        ("weights.served_folder", config.weights.served_folder),
+    )
+    yield from ((key, folder, "folder") for key, folder in folders if folder)
     for key, value in config.data_files():
         yield from ((key, source.path, "file") for source in parse_sources(value))
-    if config.trainer.resume:
-        yield "trainer.resume", config.trainer.resume, "folder"
-    if config.weights.served_folder:
-        yield "weights.served_folder", config.weights.served_folder, "folder"
     code = (
         ("rollout.workflow", config.rollout.workflow),
         *config.reward.named_functions(),

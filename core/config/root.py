@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from .chaos import ChaosSettings
 from .conflict import Conflict
 from .control import ControlSettings
+from .critic import CriticConfig
 from .data import DataSettings, plain_conflicts
 from .evaluation import EvalSettings
 from .learning import AlgoConfig, AsyncSettings, OptimizerConfig, TrainerConfig
@@ -57,6 +58,8 @@ class RunConfig(Section, frozen=True):
     """How answers are judged."""
     algo: AlgoConfig = AlgoConfig()
     """Algorithm and batch."""
+    critic: CriticConfig = CriticConfig()
+    """A value model for PPO."""
     asynchrony: AsyncSettings = Field(default=AsyncSettings(), alias="async")
     """How far generation may run ahead of training."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -179,7 +182,7 @@ def _end_conflicts(config: RunConfig) -> Iterator[Conflict]:
                 f'must be set: run.num_steps = 0 does not say where schedule = "{config.optimizer.schedule}" ends',
             )
         return
-    updates = config.run.num_steps * config.algo.minibatches
+    updates = (config.run.num_steps - config.critic.warmup_steps) * config.algo.minibatches
     if not decays or config.optimizer.decay_steps:
         return
     if config.optimizer.warmup_steps >= updates:

@@ -173,8 +173,10 @@ def trainer_plan(spec: ActorSpec, config: RunConfig) -> Planned:
         )
     from ...actors.backends.torch_backend.residence import planned
     from ...actors.models.reference import reference_parameters
+    from ...actors.models.value_head import critic_parameters
 
-    return planned(model.num_parameters, num_reference=reference_parameters(config.algo, model))
+    trained = model.num_parameters + critic_parameters(config.critic, model)
+    return planned(trained, num_reference=reference_parameters(config.algo, model))
 
 
 def torch_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> TorchResidence | None:

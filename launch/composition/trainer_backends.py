@@ -57,6 +57,7 @@ def _told(spec: ActorSpec, config: RunConfig, gang: Gang) -> dict[str, Any]:
         "algo": config.algo,
         "optimizer": config.optimizer,
         "trainer": config.trainer,
+        "critic": config.critic,
         "max_new_tokens": config.rollout.max_new_tokens,
         "num_steps": config.run.num_steps,
         "seed": config.run.seed,

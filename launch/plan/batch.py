@@ -58,7 +58,7 @@ def batch_of(
         samples_per_prompt=rollout.num_samples,
         num_steps=steps,
         updates_per_step=algo.minibatches,
-        num_updates=steps * algo.minibatches,
+        num_updates=max(0, steps - config.critic.warmup_steps) * algo.minibatches,
         samples_per_update=samples // algo.minibatches,
         tokens_per_step=None if model is None else samples * longest_answer(config, model),
         num_replicas=num_replicas(config, world_size),

@@ -9,7 +9,8 @@ Bytes a parameter (n of this rank, N of the model, dp data-parallel replicas):
                    6 + 12 / dp when distributed)
 
 The same as `planned` of both backends' residence.py says to the memory manager, but experts are cut as they are.
-A reference model (algo.kl_coef) is one more set of weights, with the torch trainer of a size of its own. Weights that
+A reference model (algo.kl_coef) is one more set of weights, with the torch trainer of a size of its own; a critic is a
+second model that is trained, after the policy's pass and its activations. Weights that
 travel between devices are staged: a copy in the engine's number type for each version in flight. A CUDA context took
 0.8 GiB, an NCCL group 0.65 GiB where it was measured (docs/benchmarks.md, `memory_gang` and `memory_communicators`).
 """
@@ -21,7 +22,9 @@ from dataclasses import dataclass
 from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.models.model_config import ModelConfig
 from ...actors.models.reference import reference_parameters
+from ...actors.models.value_head import critic_config, critic_parameters
 from ...core.config import RunConfig
+from ...core.errors import ConfigError
 from ...memory.budget import ITEM_BYTES
 from ..composition.memory_parts import takes_turns
 from ..composition.weight_channels import choose_channel, is_between_devices
@@ -36,7 +39,7 @@ SHARING_BUCKET_BYTES = 256 * MIB
 """Of the torch trainer's own gradient exchange (`torch_backend/parallel.py`)."""
 VERSIONS_IN_FLIGHT = 2
 
-LASTING = frozenset({"weights", "gradients", "optimizer", "reference model"})
+LASTING = frozenset({"weights", "gradients", "optimizer", "reference model", "critic"})
 """Parts that are there between steps too."""
 
 
@@ -80,7 +83,9 @@ def _rank_parts(config: RunConfig, model: ModelConfig, world_size: int, stage: S
         on_gpu=on_gpu,
         recomputes_layers=config.trainer.activation_checkpointing or config.megatron.recompute == "full",
     )
-    parts += activation_parts(model, kind, layout, stage, shape)
+    passes = [activation_parts(model, kind, layout, stage, shape)]
+    passes += [activation_parts(m, kind, layout, stages(m, layout)[0], shape) for m in _in_turn(config, model)[1:]]
+    parts += max(passes, key=total)
     if is_between_devices(choose_channel(config)):
         parts.append(_staged(config, model))
     if on_gpu:
@@ -98,16 +103,32 @@ def _torch_states(config: RunConfig, model: ModelConfig, world_size: int, stage:
         Part("gradients", 4 * num // shards, f"4 B x {text}{cut}"),
         Part("optimizer", 8 * num // shards, f"AdamW's two moments 8 B x {text}{cut}"),
     ]
+    critic = critic_parameters(config.critic, model)
+    if critic:
+        parts.append(Part("critic", 16 * critic // shards, f"the same together 16 B x {count_text(critic)}{cut}"))
     if shards > 1:
-        unit = max(2 * model.vocab_size * model.hidden_size, num // model.num_layers)
+        unit = max(
+            max(2 * m.vocab_size * m.hidden_size, m.num_parameters // m.num_layers) for m in _in_turn(config, model)
+        )
         parts.append(Part("gathered", 8 * unit, f"largest unit of {count_text(unit)}, gathered 4 B, twice"))
     elif config.trainer.dtype == "bfloat16":
-        parts.append(Part("weights in bfloat16", 2 * num, f"as products use them 2 B x {text}"))
+        used = max(num, critic)
+        parts.append(Part("weights in bfloat16", 2 * used, f"as products use them 2 B x {count_text(used)}"))
     if world_size > 1 and shards == 1:
         parts.append(Part("gradient exchange", SHARING_BUCKET_BYTES, "one bucket at a time"))
     if kept := reference_parameters(config.algo, model):
         parts.append(Part("reference model", 4 * kept // shards, f"4 B x {count_text(kept)}{cut}"))
     return parts
+
+
+def _in_turn(config: RunConfig, model: ModelConfig) -> list[ModelConfig]:
+    """The models whose passes follow one another: the larger one says what a pass takes."""
+    if not config.critic.enabled:
+        return [model]
+    try:
+        return [model, critic_config(config.critic, model)]
+    except ConfigError:  # told of critic.path
+        return [model]
 
 
 def _megatron_states(config: RunConfig, model: ModelConfig, world_size: int, stage: Stage) -> list[Part]:

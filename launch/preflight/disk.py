@@ -1,6 +1,6 @@
 """What a run will write, and whether there is room for it. The sizes are pure; one function asks the file system.
 
-    checkpoint, torch       12 bytes a parameter: float32 masters and two moments
+    checkpoint, torch       12 bytes a parameter: float32 masters and two moments; of a critic as many
     checkpoint, megatron    bfloat16: 2 + 4 + 8 = 14 (weights, masters, moments); float32: 12
     export                  bytes of trainer.dtype a parameter
     weights by disk         bytes of trainer.dtype a parameter, for each version in flight (three)
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...actors.models.model_config import ModelConfig
+from ...actors.models.value_head import critic_parameters
 from ...core.config import RunConfig
 from ...core.errors import ConfigError
 from ...memory.budget import ITEM_BYTES
@@ -48,7 +49,11 @@ def checkpoint_bytes(config: RunConfig, model: ModelConfig) -> int:
     """Of one checkpoint, all ranks together."""
     item = ITEM_BYTES[config.trainer.dtype]
     has_masters = config.roles.trainer.kind == "megatron" and item == 2
-    return (14 if has_masters else 12) * model.num_parameters
+    return (14 if has_masters else 12) * _num_saved(config, model)
+
+
+def _num_saved(config: RunConfig, model: ModelConfig) -> int:
+    return model.num_parameters + critic_parameters(config.critic, model)
 
 
 def written(config: RunConfig, model: ModelConfig) -> Iterator[Part]:
@@ -59,8 +64,9 @@ def written(config: RunConfig, model: ModelConfig) -> Iterator[Part]:
         kept = config.trainer.keep_last + 1
         if config.run.num_steps:
             kept = min(kept, max(1, config.run.num_steps // config.trainer.checkpoint_every))
-        each = one // model.num_parameters
-        yield Part("checkpoints", kept * one, f"{kept} at a time x {each} B x {num} = {size_text(one)} each")
+        saved = _num_saved(config, model)
+        how = f"{kept} at a time x {one // saved} B x {count_text(saved)} = {size_text(one)} each"
+        yield Part("checkpoints", kept * one, how)
     if config.trainer.export_at_end:
         yield Part("export", item * model.num_parameters, f"{config.trainer.dtype} {item} B x {num}")
     if choose_channel(config) == "disk" and config.algo.kind != "sft":

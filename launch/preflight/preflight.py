@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ...actors.backends.megatron.layout import ParallelLayout
+from ...actors.checkpoints.folder import read_manifest
 from ...actors.data.row_file import check_data_file
 from ...actors.models.freezing import frozen_names
 from ...actors.models.hf_folder import find_tokenizer, open_weights, read_config
 from ...actors.models.model_config import ModelConfig
 from ...actors.models.reference import check_reference
+from ...actors.models.value_head import check_critic
 from ...actors.sinks.names import SHIPPED, check_name
 from ...core.config import RunConfig
 from ...core.config.source import parse_sources
@@ -81,6 +83,8 @@ def _check_model(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Fin
         yield from looked("trainer.freeze", _check_freeze, config, model)
     if config.algo.ref_path and "trainer" in roles:
         yield from looked("algo.ref_path", _check_reference, config, model)
+    if config.critic.path and "trainer" in roles:
+        yield from looked("critic.path", check_critic, config.critic, model)
     if config.weights.served_folder:
         yield from looked("weights.served_folder", _check_served, config.weights.served_folder)
 
@@ -180,6 +184,7 @@ def _check_context(config: RunConfig, model_context: int) -> None:
 def _check_resume(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
     if config.trainer.resume and any(actor.role == "trainer" for actor in actors):
         yield from looked("trainer.resume", _find_checkpoint, config.trainer.resume)
+        yield from looked("critic.enabled", _check_critic_of, config)
 
 
 def _find_checkpoint(path: str) -> None:
@@ -187,6 +192,20 @@ def _find_checkpoint(path: str) -> None:
         named_checkpoint(path)
     except TrainError as error:
         raise ConfigError(f"trainer.resume: {error.message}", remedy=error.remedy) from error
+
+
+def _check_critic_of(config: RunConfig) -> None:
+    """A run goes on with the critic that it began with, or without one."""
+    try:
+        manifest = read_manifest(named_checkpoint(config.trainer.resume))
+    except TrainError:  # told of trainer.resume, or, of one that is torn, by the ranks
+        return
+    if bool(manifest.critic) != config.critic.enabled:
+        has, goes_on = ("a", "false") if manifest.critic else ("no", "true")
+        raise ConfigError(
+            f"critic.enabled = {goes_on}: the checkpoint that trainer.resume names has {has} critic",
+            remedy="set it as it was, or start from the exported model folder",
+        )
 
 
 def _check_functions(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:

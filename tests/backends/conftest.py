@@ -133,7 +133,9 @@ def run_gang(
 ) -> Callable[..., tuple[Path, list[dict[str, Any]]]]:
     """Runs `gang_rank.run` on that many ranks; returns the output folder and each rank's result."""
 
-    def run(num_ranks: int, strategy: str, algo: dict[str, Any]) -> tuple[Path, list[dict[str, Any]]]:
+    def run(
+        num_ranks: int, strategy: str, algo: dict[str, Any], critic: dict[str, Any] | None = None
+    ) -> tuple[Path, list[dict[str, Any]]]:
         out = tmp_path_factory.mktemp(f"{strategy}{num_ranks}")
         spec = {
             "model": str(model),
@@ -141,6 +143,7 @@ def run_gang(
             "port": quiet_port(),
             "num_ranks": num_ranks,
             "algo": algo,
+            "critic": critic,
             "optimizer": {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2},
             "trainer": {"strategy": strategy, "freeze": gang_rank.FROZEN if strategy == "fsdp" else ()},
         }

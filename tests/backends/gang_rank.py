@@ -19,9 +19,10 @@ import numpy as np
 
 from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.backend import TorchBackend
+from myxa.actors.backends.torch_backend.tensors import whole_tensor
 from myxa.actors.backends.torch_backend.world import Gang
 from myxa.actors.trainer.step_plan import PlanOptions, plan_step
-from myxa.core.config import AlgoConfig, OptimizerConfig, TrainerConfig
+from myxa.core.config import AlgoConfig, CriticConfig, OptimizerConfig, TrainerConfig
 from myxa.core.errors import MyxaError
 from myxa.core.protocols import StepStats
 from myxa.core.samples import Group, Message, Prompt, Sample, TrainShard
@@ -93,6 +94,7 @@ def make_backend(
     algo: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
+    critic: dict[str, Any] | None = None,
     gang: Gang | None = None,
     **rest: Any,
 ) -> TorchBackend:
@@ -102,6 +104,7 @@ def make_backend(
         algo=AlgoConfig.model_validate(algo or {}),
         optimizer=OptimizerConfig.model_validate(optimizer or {}),
         trainer=TrainerConfig.model_validate(trainer or {}),
+        critic=CriticConfig.model_validate(critic or {}),
         gang=gang or Gang(),
         **rest,
     )
@@ -124,6 +127,7 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
         algo=spec["algo"],
         optimizer=spec["optimizer"],
         trainer=spec["trainer"],
+        critic=spec.get("critic"),
         gang=gang,
         num_steps=9,
         device=spec.get("device", "cpu"),
@@ -139,20 +143,32 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
         result["metrics"] = [backend.train(shards[0], {}).metrics, backend.train(shards[1], LIVE).metrics]
         result["mark"] = [float(p.detach().double().sum()) for p in parameters_of(backend)]
         keep(out / "weights.npz", weights_of(backend))
+        result["critic_mark"] = [float(v.astype(np.float64).sum()) for v in critic_of(backend).values()]
+        keep_critic(out, "critic", backend)
         result["sent"], result["sent_to_all"] = (
             {name: float(t.double().sum()) for name, t in backend.export_device(to_all=to_all)}
             for to_all in (False, True)
         )
+        backend.score(shards[0].samples)  # a pass without gradient leaves nothing behind that would be saved
         backend.save(str(out / "checkpoints" / "two"), {"version": 2})
         result["metrics"].append(backend.train(shards[2], {}).metrics)
         keep(out / "weights_on.npz", weights_of(backend))
+        keep_critic(out, "critic_on", backend)
         result["extra"] = backend.load(str(out / "checkpoints"))
         keep(out / "weights_back.npz", weights_of(backend))
+        keep_critic(out, "critic_back", backend)
         backend.train(shards[2], {})
         keep(out / "weights_again.npz", weights_of(backend))
+        keep_critic(out, "critic_again", backend)
         backend.export_hf(str(out / "hf"))
         result["error"] = refusal(backend, poisoned(shards[0], rank=spec["num_ranks"] - 1, own=rank))
         keep(out / "weights_after_nan.npz", weights_of(backend))
+        keep_critic(out, "critic_after_nan", backend)
+        if spec.get("critic"):
+            result["held"] = backend.train(msgspec.structs.replace(shards[2], step=0), {}).metrics
+            keep(out / "weights_held.npz", weights_of(backend))
+            keep_critic(out, "critic_held", backend)
+            backend.save(str(out / "held"), {})
         if spec["algo"].get("loss_fn"):
             last = spec["num_ranks"] - 1
             result["failure"] = refusal(backend, poisoned(shards[0], rank=last, own=rank, is_behaviour=True))
@@ -177,6 +193,23 @@ def parameters_of(backend: TorchBackend) -> list[Any]:
     parts = backend._parts
     assert parts is not None
     return [getattr(p, "_local_tensor", p) for p in parts.stepper._replica.module.parameters()]
+
+
+def critic_of(backend: TorchBackend) -> dict[str, np.ndarray]:
+    """Copies of the critic's float32 weights, whole, on every rank; empty without one. Collective."""
+    parts = backend._parts
+    assert parts is not None
+    critic = parts.state.critic
+    named = [] if critic is None else critic.replica.parameters()
+    return {name: whole_tensor(p.detach()).numpy().copy() for name, p in named}
+
+
+def keep_critic(out: Path, name: str, backend: TorchBackend) -> None:
+    """By the first rank; what it is made of is gathered from all."""
+    weights = critic_of(backend)
+    parts = backend._parts
+    assert parts is not None
+    keep(out / f"{name}.npz", weights if parts.world.rank == 0 else {})
 
 
 def keep(path: Path, weights: dict[str, np.ndarray]) -> None:

@@ -16,11 +16,12 @@ from myxa.actors.checkpoints.folder import list_checkpoints
 from myxa.core.errors import TrainError
 
 ALGO = {
-    "kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.05, "correction": "mis",
+    "kind": "ppo", "batch_size": 6, "minibatches": 2, "gamma": 0.95, "lam": 0.9, "entropy_coef": 0.01, "kl_coef": 0.05, "correction": "mis",
     "mis_mode": "clip", "mis_normalise": True, "reject_low": 0.3, "reject_high": 2.0, "veto": 0.15, "opsm_delta": 1e-4,
     "loss_fn": f"{Path(__file__).with_name('own_losses.py')}:clipped",
 }  # fmt: skip
-WHITENED = {"kind": "reinforce_pp", "batch_size": 6, "minibatches": 2, "kl_coef": 0.1, "kl_in": "reward"}
+WHITENED = {"kind": "ppo", "lam": 0.95, "batch_size": 6, "minibatches": 2, "kl_coef": 0.1, "kl_in": "reward"}
+CRITIC = {"enabled": True, "lr": 2e-3, "value_clip": 0.003, "warmup_steps": 1}
 TIMES = ("train/step_s", "train/tokens_per_s", "train/num_computed_tokens")
 
 Gang = tuple[Path, list[dict[str, Any]]]
@@ -29,7 +30,7 @@ Gang = tuple[Path, list[dict[str, Any]]]
 @pytest.fixture(scope="module", params=[("ddp", 2, WHITENED), ("fsdp", 3, ALGO)], ids=["ddp-2", "fsdp-3"])
 def gangs(request: pytest.FixtureRequest, run_gang: Callable[..., Gang]) -> tuple[Gang, Gang]:
     strategy, num_ranks, algo = request.param
-    return run_gang(1, strategy, algo), run_gang(num_ranks, strategy, algo)
+    return run_gang(1, strategy, algo, CRITIC), run_gang(num_ranks, strategy, algo, CRITIC)
 
 
 def load(place: Gang, name: str) -> dict[str, np.ndarray]:
@@ -57,6 +58,18 @@ def test_weights_agree_with_one_process(gangs: tuple[Gang, Gang]) -> None:
     assert start > 1e-4, "a step must change something, or this test proves nothing"
     for name in one:
         np.testing.assert_allclose(many[name], one[name], rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_critics_agree_with_one_process_and_between_ranks(gangs: tuple[Gang, Gang]) -> None:
+    one, many = load(gangs[0], "critic"), load(gangs[1], "critic")
+    assert one.keys() == many.keys()
+    assert "value_head.weight" in one
+    assert np.abs(one["value_head.weight"]).max() > 1e-4, "it began at zero"
+    for name in one:
+        np.testing.assert_allclose(many[name], one[name], rtol=0, atol=1e-5, err_msg=name)
+    assert all(result["critic_mark"] == gangs[1][1][0]["critic_mark"] for result in gangs[1][1])
+    told = [metrics["train/value_clip_fraction"] for metrics in gangs[0][1][0]["metrics"]]
+    assert max(told) > 0, "or the bound is not tested"
 
 
 def test_what_is_frozen_stays_to_the_bit_and_the_rest_moves(gangs: tuple[Gang, Gang], model: Path) -> None:
@@ -91,6 +104,12 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(gangs: tuple[Gang, Gang]
         for name in saved:
             assert np.array_equal(back[name], saved[name]), name
             assert np.array_equal(again[name], on[name]), name
+        saved, on, back, again, kept = (load(gang, f"critic{n}") for n in ("", "_on", "_back", "_again", "_after_nan"))
+        for name in saved:
+            assert np.array_equal(back[name], saved[name]), name
+            assert np.array_equal(again[name], on[name]), name
+        if " mini-batch 0:" in gang[1][0]["error"]:
+            assert all(np.array_equal(kept[n], again[n]) for n in kept), "nobody updates what another refuses"
         assert gang[1][0]["extra"] == {"version": 2}
         (info,) = list_checkpoints(gang[0] / "checkpoints")
         assert info.is_complete
@@ -104,12 +123,16 @@ def test_a_checkpoint_of_many_ranks_restores_on_one(
     with (
         pytest.raises(TrainError, match="was frozen -- set trainer.freeze as it was") if frozen["freeze"] else nothing()
     ):
-        backends().load(str(gangs[1][0] / "checkpoints" / "two"))
-    backend = backends(trainer=frozen)
+        backends(critic=CRITIC).load(str(gangs[1][0] / "checkpoints" / "two"))
+    backend = backends(trainer=frozen, critic=CRITIC)
     assert backend.load(str(gangs[1][0] / "checkpoints" / "two")) == {"version": 2}
     saved = load(gangs[1], "weights")
     for name, value in weights_of(backend).items():
         assert np.array_equal(value, saved[name]), name
+    saved = load(gangs[1], "critic")
+    assert backend._parts.state.critic.optimizer.num_updates == 4
+    for name, parameter in backend._parts.state.critic.replica.parameters():
+        assert np.array_equal(parameter.detach().numpy(), saved[name]), name
 
 
 def test_a_nan_on_one_rank_stops_all_of_them_before_the_update(gangs: tuple[Gang, Gang]) -> None:
@@ -124,6 +147,22 @@ def test_a_nan_on_one_rank_stops_all_of_them_before_the_update(gangs: tuple[Gang
             assert all(np.array_equal(before[n], after[n]) for n in before)
 
 
+def test_while_the_policy_waits_for_the_critic_it_stays_to_the_bit_and_is_saved(
+    gangs: tuple[Gang, Gang], backends: Callable[..., Any], weights_of: Callable[..., dict[str, np.ndarray]]
+) -> None:
+    for gang in gangs:
+        before, held = load(gang, "weights_after_nan"), load(gang, "weights_held")
+        assert all(np.array_equal(before[n], held[n]) for n in before)
+        critic = load(gang, "critic_held")
+        assert not np.array_equal(critic["value_head.weight"], load(gang, "critic_after_nan")["value_head.weight"])
+        assert {result["held"]["train/lr"] for result in gang[1]} == {0.0}
+        backend = backends(trainer={"freeze": gang[1][0]["frozen"]}, critic=CRITIC)
+        backend.load(str(gang[0] / "held"))
+        assert all(np.array_equal(value, held[name]) for name, value in weights_of(backend).items())
+        for name, parameter in backend._parts.state.critic.replica.parameters():
+            assert np.array_equal(parameter.detach().numpy(), critic[name]), name
+
+
 def test_a_loss_of_the_users_that_fails_on_one_rank_is_told_by_all_and_nobody_updates(gangs: tuple[Gang, Gang]) -> None:
     for gang in gangs:
         if "failure" not in gang[1][0]:
@@ -132,7 +171,7 @@ def test_a_loss_of_the_users_that_fails_on_one_rank_is_told_by_all_and_nobody_up
         last = len(gang[1]) - 1
         assert failure.startswith(f"UserCodeError: step 11, mini-batch 0, rank {last}: algo.loss_fn = ")
         assert "raised ValueError: a log-prob above 50 at " in failure
-        before, after = load(gang, "weights_after_nan"), load(gang, "weights_after_failure")
+        before, after = load(gang, "weights_held"), load(gang, "weights_after_failure")
         assert all(np.array_equal(before[n], after[n]) for n in before)
         assert {result["metrics_again"]["train/user/ratio"] for result in gang[1]}, "the gang is whole"
 

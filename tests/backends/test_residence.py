@@ -12,7 +12,7 @@ from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.backends.torch_backend.residence import TorchResidence, planned
 from myxa.core.clock import SystemClock
-from myxa.core.config import AlgoConfig, OptimizerConfig
+from myxa.core.config import AlgoConfig, CriticConfig, OptimizerConfig
 from myxa.core.device_memory import OPTIMIZER_PARTS, Tag, whole_of
 from myxa.core.samples import TrainShard
 from myxa.memory.arenas.arena import Arena
@@ -24,9 +24,12 @@ TAGS: tuple[Tag, ...] = ("params", "grads", *OPTIMIZER_PARTS, "frozen")
 Shards = Callable[..., tuple[TrainShard, ...]]
 
 
-def settings(model: Path, *, kl_coef: float = 0.0) -> RankSettings:
+def settings(model: Path, *, kl_coef: float = 0.0, has_critic: bool = False) -> RankSettings:
     return RankSettings(
-        model_path=str(model), algo=AlgoConfig(kl_coef=kl_coef), optimizer=OptimizerConfig(lr=1e-3, eps=1e-4)
+        model_path=str(model),
+        algo=AlgoConfig(kl_coef=kl_coef, kind="ppo" if has_critic else "grpo"),
+        optimizer=OptimizerConfig(lr=1e-3, eps=1e-4),
+        critic=CriticConfig(enabled=has_critic),
     )
 
 
@@ -74,6 +77,34 @@ def test_training_between_moves_is_bit_equal(
     residence.restore(TAGS)
     assert moving.load(str(tmp_path / "moving"))["version"] == 4
     assert everything(moving) == everything(staying)
+
+
+def test_a_critic_leaves_and_comes_back_with_the_policy(
+    model: Path, residence: TorchResidence, make_shards: Shards
+) -> None:
+    moving = TorchBackend(settings(model, has_critic=True), residence=residence)
+    staying = TorchBackend(settings(model, has_critic=True))
+    for backend in (moving, staying):
+        backend.setup()
+    try:
+        num_parameters = sum(np.prod(array.spec.shape, dtype=int) for array in moving.export_weights())
+        critic = moving._parts.state.critic  # type: ignore[union-attr]
+        assert critic is not None
+        num_parameters += sum(parameter.numel() for _, parameter in critic.replica.parameters())
+        for tag, (num_bytes, _) in planned(int(num_parameters), num_reference=0).items():
+            taken = sum(r.num_bytes for r in residence.report() if whole_of(r.tag) == tag)
+            assert num_bytes <= taken <= 1.05 * num_bytes + MIB
+        for step in range(3):
+            (shard,) = make_shards(80 + step, kind="ppo")
+            residence.release(TAGS)
+            residence.restore(TAGS)
+            told, expected = moving.train(shard, {}).metrics, staying.train(shard, {}).metrics
+            for name in ("loss", "value_loss", "critic_grad_norm", "explained_variance"):
+                assert told[f"train/{name}"] == expected[f"train/{name}"], f"step {step}: {name}"
+            assert everything(moving) == everything(staying), f"weights differ after step {step}"
+    finally:
+        moving.close()
+        staying.close()
 
 
 def test_only_what_changed_is_copied(moving: TorchBackend, residence: TorchResidence, make_shards: Shards) -> None:

@@ -72,6 +72,22 @@ def test_it_says_what_the_memory_manager_is_told(dtype: str, ranks: int) -> None
     assert {tag: said[name] for tag, name in names.items()} == {tag: size for tag, (size, _) in told.items()}
 
 
+@pytest.mark.parametrize(("shape", "dtype"), [("0.6B", "float32"), ("8B", "bfloat16")])
+def test_a_critic_is_a_second_model_that_is_trained(shape: str, dtype: str) -> None:
+    """What the plan says is what the memory manager is told. It has no vocabulary head, but that of its values."""
+    model = SHAPES[shape]
+    head = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+    critic = model.num_parameters - head + model.hidden_size + 1
+    parts = {}
+    for is_there in (False, True):
+        config = run("torch", 1, algo={"kind": "ppo"}, critic={"enabled": is_there}, trainer={"dtype": dtype})
+        parts[is_there] = {part.name: part.num_bytes for part in trainer_memory(config, model, 1).parts}
+    assert parts[True] == {**parts[False], "critic": 16 * critic}
+    told = planned_by_torch(model.num_parameters + critic, num_reference=0)
+    lasting = ("weights", "gradients", "optimizer", "critic")
+    assert sum(size for size, _ in told.values()) == sum(parts[True][name] for name in lasting)
+
+
 def test_the_chunk_of_logits_is_the_trainers() -> None:
     assert dict(CHUNK_LOGITS) == dict(vocab_scores.CHUNK_LOGITS)
 

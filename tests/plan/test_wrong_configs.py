@@ -134,6 +134,20 @@ WRONG: dict[str, Wrong] = {
     "freeze that fits nothing": add("trainer", 'freeze = ["layers.99."]', "names look like"),
     "freeze that is no pattern": add("trainer", 'freeze = ["("]', "is not a regular expression"),
     "reference of no KL term": add("algo", 'ref_path = "model"', "needs algo.kl_coef above 0"),
+    "critic of a kind without values": end("[critic]\nenabled = true", "enabled = true", 'is for algo.kind = "ppo"'),
+    "critic under Megatron": Wrong(
+        "[roles.trainer]\n", '[critic]\nenabled = true\n[roles.trainer]\nkind = "megatron"\n', "enabled = true",
+        'use roles.trainer.kind = "torch"'
+    ),
+    "critic that is not enabled": end("[critic]\nlr = 0.1", "[critic]", "must be true for the table [critic] to matter"),
+    "critic that is all that is trained": end(
+        "[critic]\nenabled = true\nwarmup_steps = 20", "warmup_steps = 20", "the policy would never be trained"
+    ),
+    "critic without weights": Wrong(
+        'kind = "grpo"\nbatch_size = 8\nminibatches = 2\n',
+        'kind = "ppo"\nbatch_size = 8\nminibatches = 2\n[critic]\nenabled = true\npath = "no_weights"\n',
+        'path = "no_weights"', "convert the weights to safetensors"
+    ),
     "advantages missing": add("algo", 'advantage_fn = "mine.py:kep"', 'did you mean "keep"'),
     "loss of two values": add("algo", 'loss_fn = "mine.py:two_needed"', "it must look like: def loss"),
     "post-process that is async": add("algo", 'reward_post_process = "mine.py:later"', "it must look like: def process"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from lives import BATCH, NUM_PROMPTS, Consumed, Lives, consumed, make_lives
-from run_job import events  # pyright: ignore[reportMissingImports]
+from run_job import events, metrics  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.audit import verify_audit
 from myxa.launch.lives.origin import Origin
@@ -21,7 +21,8 @@ NUM_KILLS = 5
 
 @pytest.fixture
 def lives(tmp_path: Path) -> Iterator[Lives]:
-    made = make_lives(tmp_path, f"rollout.max_groups={BATCH}", patience_s=0.5)  # so that no kill comes after the end
+    changes = (f"rollout.max_groups={BATCH}", 'algo.kind="ppo"', "critic.enabled=true")
+    made = make_lives(tmp_path, *changes, patience_s=0.5)  # so that no kill comes after the end
     try:
         yield made
     finally:
@@ -52,6 +53,8 @@ def test_a_run_killed_as_a_whole_again_and_again_trains_each_prompt_once(lives: 
     assert lives.run_dir is not None
     as_if_nothing_had_been(consumed(lives.run_dir))
     assert len(Origin.load(lives.run_dir).lives) == NUM_KILLS + 1
+    values = [point["values"] for point in metrics(lives.run_dir) if "train/loss" in point["values"]]
+    assert all("train/explained_variance" in one for one in values), "the critic came along"
     told = [event["text"] for event in events(lives.run_dir, "resumed")]
     assert told, "what a life goes on from is told"
     assert all("its own ledger" in text for text in told)

@@ -42,6 +42,9 @@ class LossRows(Protocol):
     """float32 [M]: advantages per token, where a function of the user's gave such."""
     proximal_M: Tensor | None
     reference_M: Tensor | None
+    values_M: Tensor | None
+    """float32 [M]: of a critic, before the step's first update."""
+    returns_M: Tensor | None
 
     @property
     def num_tokens(self) -> int:
@@ -67,7 +70,8 @@ def charges_kl(objective: ObjectiveConfig) -> bool:
 
 
 def fill_advantages(rows: LossRows, algo: AlgoConfig, objective: ObjectiveConfig, start_M: Tensor | None) -> None:
-    """Token advantages of one micro-batch; `start_M` are log-probs at the step's start, needed if KL is charged."""
+    """Token advantages of one micro-batch, and the returns that go with them if there are values; `start_M` are
+    log-probs at the step's start, needed if KL is charged."""
     kl_M: Tensor | None = None
     if charges_kl(objective) and start_M is not None and rows.reference_M is not None:
         kl_M = kl_terms(objective.kl_kind, start_M, rows.reference_M)
@@ -83,7 +87,10 @@ def fill_advantages(rows: LossRows, algo: AlgoConfig, objective: ObjectiveConfig
             kl_coef=objective.kl_coef if is_reward else 0.0,
             gamma=algo.gamma,
             lam=algo.lam,
+            values_T=rows.values_M,
         )
+    if rows.values_M is not None:  # before a KL term that no return knows of, and before whitening
+        rows.returns_M = rows.advantages_M + rows.values_M
     if kl_M is not None and not is_reward:
         rows.advantages_M = less_kl(rows.advantages_M, kl_M, objective.kl_coef)
 

@@ -16,9 +16,11 @@ from ....core.clock import Clock
 from ....core.errors import ConfigError
 from ...models.hf_folder import ModelConfig, read_config
 from ...models.reference import check_reference
+from ...models.value_head import critic_config
 from ..rank_backend import RankBackend, RankSettings
 from .adamw import AdamW
 from .checkpoint import PendingCheckpoint, TrainingState, load_checkpoint
+from .critic import Critic
 from .export import Exporter
 from .microbatch import Cutting
 from .model import CausalLM, linear_cost, load_weights
@@ -28,6 +30,7 @@ from .schedule import check_schedule
 from .step import Stepper
 from .tensors import DTYPE_OF
 from .token_functions import agree_on_source, load_functions
+from .value_model import ValueModel, load_value_model
 from .world import World
 
 
@@ -70,6 +73,7 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         model_config = read_config(config.model_path)
         model_config.require_plain("the torch trainer")
         reference_config = check_reference(config.algo, model_config, is_any_shape=True)
+        layers = critic_config(config.critic, model_config) if config.critic.enabled else None
         device = self._device()
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
@@ -79,10 +83,13 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
             agree_on_source(world, functions)
             replica = self._replica(model_config, world, is_trained=True)
             reference = self._replica(reference_config, world, is_trained=False) if config.algo.kl_coef > 0 else None
+            values = self._value_replica(layers, world) if layers is not None else None
             if self._residence is not None:
-                self._residence.house("params", [p for _, p in replica.parameters()])
+                trained = replica.parameters() + (values.parameters() if values else [])
+                self._residence.house("params", [p for _, p in trained])
                 self._residence.house("frozen", [p for _, p in reference.parameters()] if reference else [])
-            optimizer = AdamW(replica.trained(), config.optimizer.betas, config.optimizer.eps, self._residence)
+            optimizer = self._adamw(replica)
+            critic = Critic(values, self._adamw(values), config.critic, layers) if values and layers else None
         stepper = Stepper(
             replica,
             reference,
@@ -90,11 +97,12 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
             settings,
             Cutting(linear_cost(model_config, device), device, model_config.vocab_size, skips_neutral=False),
             self._clock,
+            critic,
         )
         dtype = DTYPE_OF[config.trainer.dtype]
         serving_dtype = DTYPE_OF[config.serving_dtype or config.trainer.dtype]
         exporter = Exporter(replica, model_config, dtype, config.model_path, serving_dtype)
-        self._parts = _Parts(world, TrainingState(replica, optimizer, model_config), stepper, exporter)
+        self._parts = _Parts(world, TrainingState(replica, optimizer, model_config, critic), stepper, exporter)
         return {
             "backend": "torch",
             "model": model_config.model_type,
@@ -105,6 +113,7 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
             "world_size": world.size,
             "strategy": config.trainer.strategy if world.size > 1 else "alone",
             "has_reference": reference is not None,
+            "has_critic": critic is not None,
         }
 
     def _device(self) -> torch.device:
@@ -131,3 +140,12 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         load_weights(module, self._config.model_path if is_trained else self._config.reference_path, model_config)
         freeze = trainer.freeze if is_trained else ()
         return Replica(module.to(world.device), world, trainer.strategy, is_trained=is_trained, freeze=freeze)
+
+    def _value_replica(self, layers: ModelConfig, world: World) -> Replica:
+        trainer = self._config.trainer
+        module = ValueModel(layers, dtype=DTYPE_OF[trainer.dtype], recomputes=trainer.activation_checkpointing)
+        load_value_model(module, self._config.critic.path or self._config.model_path, layers)
+        return Replica(module.to(world.device), world, trainer.strategy)
+
+    def _adamw(self, replica: Replica) -> AdamW:
+        return AdamW(replica.trained(), self._config.optimizer.betas, self._config.optimizer.eps, self._residence)

@@ -1,4 +1,4 @@
-"""Saving and restoring the state of training: weights, AdamW's moments, RNG, number of updates.
+"""Saving and restoring the state of training: weights, AdamW's moments, RNG, number of updates; those of a critic too.
 
 Every rank writes its own shards; a replicated model is written by rank 0 alone. Rows of a tensor are put together
 from whatever files hold them, so a checkpoint may be restored on another number of ranks; on the same number the next
@@ -28,12 +28,15 @@ from ...models.hf_folder import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
 from .adamw import AdamW
 from .checkpoint_agreement import agreed_checkpoint, of_a_checkpoint
+from .critic import Critic
 from .export import named_array
 from .parallel import Replica
 from .tensors import from_bytes, integers, local_part
 from .world import World
 
 KINDS = ("weights", "first_moments", "second_moments")
+CRITIC = "critic."
+"""Before the names of a critic's parameters; no policy's begin with it."""
 RNG_CPU, RNG_CUDA = "rng/cpu", "rng/cuda"
 
 
@@ -44,6 +47,19 @@ class TrainingState:
     replica: Replica
     optimizer: AdamW
     model: ModelConfig
+    critic: Critic | None = None
+
+    def trained(self) -> Iterator[tuple[str, Replica, AdamW]]:
+        """What has weights and moments: a prefix of their names, whose they are, and what holds the moments."""
+        yield "", self.replica, self.optimizer
+        if self.critic is not None:
+            yield CRITIC, self.critic.replica, self.critic.optimizer
+
+    def critic_identity(self) -> dict[str, Any]:
+        """For the manifest; empty without a critic."""
+        if self.critic is None:
+            return {}
+        return {**identity_of(self.critic.layers), "num_updates": self.critic.optimizer.num_updates}
 
 
 class PendingCheckpoint:
@@ -54,6 +70,7 @@ class PendingCheckpoint:
         check_extra(extra)
         self._world, self._target, self._extra = state.replica.world, Path(folder), dict(extra)
         self._model, self._num_updates = state.model, state.optimizer.num_updates
+        self._critic = state.critic_identity()
         self._entry: FileEntry | None = None
         with self._world.together(self._what):
             if self._world.rank == 0:
@@ -90,6 +107,7 @@ class PendingCheckpoint:
                     num_updates=self._num_updates,
                     files=tuple(files),
                     extra=self._extra,
+                    critic=self._critic,
                 )
                 commit(self._target, manifest)
 
@@ -98,42 +116,51 @@ def load_checkpoint(folder: str | Path, state: TrainingState) -> dict[str, Any]:
     """Restore weights, optimizer and RNG; returns `extra`. Collective.
 
     Raises on every rank, before anything is changed, TornCheckpoint if it is not as it was written and TrainError if it
-    is of another model, or another one on each rank. A TrainError while tensors are copied leaves a part of them
-    restored: then only another `load` makes a state of it that may be trained.
+    is of another model or critic (or of one where there is none here, or the other way round), or another one on each
+    rank. A TrainError while tensors are copied leaves a part of them restored: then only another `load` makes a state
+    of it that may be trained.
     """
     world = state.replica.world
-    path, manifest = agreed_checkpoint(
-        world, folder, lambda path, manifest: check_model(path, manifest, state.model, "torch")
-    )
+
+    def check(path: Path, manifest: Manifest) -> None:
+        check_model(path, manifest, state.model, "torch")
+        check_critic(path, manifest, state.critic)
+
+    path, manifest = agreed_checkpoint(world, folder, check)
     what = f"loading checkpoint {path}"
     with world.together(what), of_a_checkpoint(what), ExitStack() as stack:
         files = [stack.enter_context(open_safetensors(path / entry.name)) for entry in manifest.files]
         _restore(state, files)
         state.optimizer.num_updates = manifest.num_updates
+        if state.critic is not None:
+            state.critic.optimizer.num_updates = manifest.critic["num_updates"]
     return manifest.extra
 
 
 def _tensors(state: TrainingState) -> Iterator[tuple[str, Tensor]]:
     """Names and local tensors that this rank writes."""
-    replica = state.replica
-    if replica.is_sharded or replica.world.rank == 0:
+    world = state.replica.world
+    for prefix, replica, optimizer in state.trained():
+        if not (replica.is_sharded or world.rank == 0):
+            continue
         for name, parameter in replica.parameters():
-            parts = (local_part(parameter.detach()), *state.optimizer.moments.get(name, ()))
+            parts = (local_part(parameter.detach()), *optimizer.moments.get(name, ()))
             for kind, part in zip(KINDS, parts, strict=False):  # a frozen one has no moments
                 if part.numel():  # a small tensor leaves the last ranks without rows
-                    yield f"{kind}/{name}", part
+                    yield f"{kind}/{prefix}{name}", part
     yield RNG_CPU, torch.get_rng_state()
-    if replica.world.device.type == "cuda":
-        yield RNG_CUDA, torch.cuda.get_rng_state(replica.world.device)
+    if world.device.type == "cuda":
+        yield RNG_CUDA, torch.cuda.get_rng_state(world.device)
 
 
 def _restore(state: TrainingState, files: list[dict[str, NamedArray]]) -> None:
     world = state.replica.world
-    for name, parameter in state.replica.parameters():
-        parts = (local_part(parameter.detach()), *state.optimizer.moments.get(name, ()))
-        first_row = _first_row(parameter.shape[0], state.replica)
-        for kind, part in zip(KINDS, parts, strict=False):  # a frozen one has no moments
-            _copy_rows(f"{kind}/{name}", files, part, first_row, parameter.shape[0])
+    for prefix, replica, optimizer in state.trained():
+        for name, parameter in replica.parameters():
+            parts = (local_part(parameter.detach()), *optimizer.moments.get(name, ()))
+            first_row = _first_row(parameter.shape[0], replica)
+            for kind, part in zip(KINDS, parts, strict=False):  # a frozen one has no moments
+                _copy_rows(f"{kind}/{prefix}{name}", files, part, first_row, parameter.shape[0])
     own = files[world.rank] if world.rank < len(files) else {}
     if RNG_CPU in own:
         torch.set_rng_state(from_bytes(own[RNG_CPU]))
@@ -222,3 +249,28 @@ def check_model(path: Path, manifest: Manifest, config: ModelConfig, backend: st
             f"checkpoint {path} was written by the {manifest.backend} trainer",
             remedy=f'set roles.trainer.kind = "{manifest.backend}", or start from its exported model folder',
         )
+
+
+def check_critic(path: Path, manifest: Manifest, critic: Critic | None) -> None:
+    """Raise TrainError if a checkpoint's critic is not the one that is trained here, or one of the two is missing."""
+    theirs = manifest.critic
+    if critic is None:
+        if theirs:
+            raise TrainError(
+                f"checkpoint {path} is of a run with a critic, and here is none",
+                remedy="set [critic] as it was, or start from the exported model folder",
+            )
+        return
+    if not theirs:
+        raise TrainError(
+            f"checkpoint {path} is of a run without a critic",
+            remedy="set critic.enabled = false, or start from the exported model folder, with critic.warmup_steps",
+        )
+    for name, ours in identity_of(critic.layers).items():
+        if theirs.get(name) != ours:
+            raise TrainError(
+                f"checkpoint {path} holds another critic: its {name} is {theirs.get(name)!r}, here it is {ours!r}",
+                remedy="set critic.path as it was",
+            )
+    if not isinstance(theirs.get("num_updates"), int):
+        raise TrainError(f"checkpoint {path} does not say how often its critic was updated", remedy="use an older one")

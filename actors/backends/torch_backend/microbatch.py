@@ -60,6 +60,10 @@ class MicroBatch(Generic[L]):
     """float32 [M]: advantages per token, where a function of the user's gave such."""
     proximal_M: Tensor | None = None
     reference_M: Tensor | None = None
+    values_M: Tensor | None = None
+    """float32 [M]: the critic's, under its weights at the step's start."""
+    returns_M: Tensor | None = None
+    """float32 [M]: what its values are drawn to."""
 
     @property
     def num_tokens(self) -> int:

@@ -194,27 +194,23 @@ class Decoder(nn.Module):
         return self.norm(x)
 
 
-class CausalLM(nn.Module):
-    """The language model. `forward` gives log-probs and entropies of a layout's loss tokens."""
+class PackedModel(nn.Module):
+    """A decoder over packed tokens; what is read off its hidden states is for subclasses to say."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, recomputes: bool = False) -> None:
         super().__init__()
         self.dtype = dtype
         self.model = Decoder(config, recomputes=recomputes)
-        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
         self._rope_theta, self._head_dim = config.rope_theta, config.head_dim
 
-    def forward(self, layout: Layout, needs_entropy_grad: bool = False) -> TokenScores:
-        """Log-probs and entropies of the loss tokens, float32 [M] each, at the temperature they were drawn at."""
+    def hidden_Mh(self, layout: Layout) -> Tensor:
+        """[M, hidden]: what each loss token is predicted from, the state before it."""
         hidden_Nh = self.model(layout, self._rope(layout.positions_T), self.dtype)
-        head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return score_tokens(
-            hidden_Nh.index_select(0, layout.row_of_M),
-            head.to(self.dtype),
-            layout.targets_M,
-            layout.temperature,
-            needs_entropy_grad=needs_entropy_grad,
-        )
+        return hidden_Nh.index_select(0, layout.row_of_M)
+
+    def exact_parts(self) -> tuple[nn.Module, ...]:
+        """Modules that compute in float32 whatever the rest computes in."""
+        return ()
 
     def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines, and sines with the sign of the first half turned: [T, 1, head_dim] each."""
@@ -224,6 +220,25 @@ class CausalLM(nn.Module):
         return (
             torch.cat([cos, cos], dim=-1)[:, None].to(self.dtype),
             torch.cat([-sin, sin], dim=-1)[:, None].to(self.dtype),
+        )
+
+
+class CausalLM(PackedModel):
+    """The language model. `forward` gives log-probs and entropies of a layout's loss tokens."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, recomputes: bool = False) -> None:
+        super().__init__(config, dtype=dtype, recomputes=recomputes)
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, layout: Layout, needs_entropy_grad: bool = False) -> TokenScores:
+        """Log-probs and entropies of the loss tokens, float32 [M] each, at the temperature they were drawn at."""
+        head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return score_tokens(
+            self.hidden_Mh(layout),
+            head.to(self.dtype),
+            layout.targets_M,
+            layout.temperature,
+            needs_entropy_grad=needs_entropy_grad,
         )
 
 

@@ -16,7 +16,7 @@ acts in the last micro-batch only. Where the exchange costs, fsdp is the strateg
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from ....core.errors import TrainError
 from ...models.freezing import frozen_names
 from ..vocab_scores import TokenScores
 from .layout import Layout
-from .model import CausalLM
+from .model import PackedModel
 from .tensors import floats, local_part, whole_tensor
 from .world import World
 
@@ -39,7 +39,13 @@ class Replica:
     """This rank's part of a model. `module` holds the parameters under their HuggingFace names."""
 
     def __init__(
-        self, module: CausalLM, world: World, strategy: Strategy, *, is_trained: bool = True, freeze: Sequence[str] = ()
+        self,
+        module: PackedModel,
+        world: World,
+        strategy: Strategy,
+        *,
+        is_trained: bool = True,
+        freeze: Sequence[str] = (),
     ) -> None:
         """`freeze`: patterns of the names of parameters that are not trained. Raises ConfigError for one that fits
         none."""
@@ -75,6 +81,12 @@ class Replica:
         """Score a layout without gradient: the same operations on the same shapes, hence the same bits."""
         with torch.no_grad():
             return cast(TokenScores, self.module(layout))
+
+    def reshard(self) -> None:
+        """Drop what a pass without a backward pass left gathered (fsdp): until then the outermost parameters are whole,
+        in the compute type, and no shards that could be saved or exported. Not collective."""
+        if self.is_sharded:
+            cast(Any, self.module).reshard()
 
     def share_gradients(self) -> None:
         """Sum gradients over ranks (ddp), after the last backward pass of a mini-batch. Collective."""
@@ -128,7 +140,7 @@ def _set_gradient(parameter: nn.Parameter, value: Tensor) -> None:
         parameter.grad.copy_(value)
 
 
-def _check_same_weights(module: CausalLM, world: World) -> None:
+def _check_same_weights(module: PackedModel, world: World) -> None:
     """Raise TrainError on every rank if their model folders hold other weights: they would train a mixture."""
     sums = [torch.stack([p.detach().double().sum(), p.detach().double().square().sum()]) for p in module.parameters()]
     marks = [floats(mark) for mark in world.gather(torch.stack(sums).sum(dim=0))]
@@ -137,12 +149,12 @@ def _check_same_weights(module: CausalLM, world: World) -> None:
         raise world.agreed(
             TrainError(
                 f"the model folder of rank {', '.join(strangers)} holds other weights than that of rank 0",
-                remedy="every host needs the same files at model.path, and at algo.ref_path if there is one",
+                remedy="every host needs the same files at model.path, and at algo.ref_path and critic.path if set",
             )
         )
 
 
-def _shard(module: CausalLM, world: World) -> None:
+def _shard(module: PackedModel, world: World) -> None:
     """Shard each layer, then the rest. Computation in the module's type, reduction in float32."""
     # Imported here: half a second and 70 MB, which only sharded runs need.
     from torch.distributed.device_mesh import init_device_mesh
@@ -152,4 +164,7 @@ def _shard(module: CausalLM, world: World) -> None:
     policy = MixedPrecisionPolicy(param_dtype=module.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in module.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
+    for part in module.exact_parts():
+        exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(part, mesh=mesh, mp_policy=exact)
     fully_shard(module, mesh=mesh, mp_policy=policy)

@@ -1,6 +1,6 @@
 """The torch trainer's parameters, gradients and moments on memory that can leave its device and come back.
 
-    params      the float32 masters themselves: copied out, and in again, when they leave
+    params      the float32 masters themselves, a critic's too: copied out, and in again, when they leave
     grads       always there between updates, zeroed instead of dropped; not copied, zeros when they come back
     optimizer   in parts; copied, unless no update happened since; comes back while forward and backward run: the
                 update waits
@@ -131,8 +131,8 @@ def _zeroed(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def planned(num_parameters: int, *, num_reference: int) -> dict[Tag, tuple[int, TagPolicy]]:
-    """What a rank will hold: float32 masters, gradients of them, two moments, and the reference's parameters (0: there
-    is none)."""
+    """What a rank will hold: float32 masters (the policy's and a critic's together), gradients of them, two moments,
+    and the reference's parameters (0: there is none)."""
     sizes: dict[Tag, int] = {
         "params": 4 * num_parameters,
         "grads": 4 * num_parameters,

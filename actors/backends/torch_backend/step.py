@@ -1,7 +1,9 @@
 """One training step: score what must be scored before, then one optimizer update per mini-batch.
 
-    before     proximal log-probs (weights of the step's start), reference log-probs, token advantages, whitening
-    update     forward and backward of every micro-batch -> agreement that all numbers are finite -> clip -> AdamW
+    before     proximal log-probs (weights of the step's start), reference log-probs, a critic's values, token
+               advantages, whitening
+    update     forward and backward of every micro-batch -> agreement that all numbers are finite -> clip -> AdamW,
+               for the policy and for the critic, if there is one
     after      sums over micro-batches and ranks become metrics
 
 Knows the objective (`algos/`), the replica and the world. Must not know files, processes or engines. A micro-batch
@@ -46,8 +48,10 @@ from .accounting import (
     whiten_together,
 )
 from .adamw import AdamW
-from .finite import accusation, first_not_finite
+from .critic import Critic, take_metrics
+from .finite import accusation
 from .layout import Layout, plan_layout
+from .learner import Learner
 from .microbatch import (
     Cutting,
     MicroBatch,
@@ -62,7 +66,7 @@ from .parallel import Replica
 from .schedule import learning_rate
 from .settings import StepSettings, with_knobs
 from .tally import Tally
-from .tensors import backward, floats
+from .tensors import floats
 from .token_functions import failure_of_all, name_metrics_alike
 
 
@@ -93,6 +97,7 @@ class Stepper:
         settings: StepSettings,
         cutting: Cutting,
         clock: Clock,
+        critic: Critic | None = None,
     ) -> None:
         self._replica = replica
         self._reference = reference
@@ -100,6 +105,7 @@ class Stepper:
         self._settings = settings
         self._cutting = cutting
         self._clock = clock
+        self._critic = critic
         self._world = replica.world
 
     def settings_for(self, knobs: dict[str, float]) -> StepSettings:
@@ -121,8 +127,10 @@ class Stepper:
             if micros:  # fewer groups than mini-batches: the last ones are empty on every rank
                 problem = self._update(step, number, micros)
                 if problem is not None:
-                    self._optimizer.forget_gradients()
+                    self._forget_gradients()
+                    self._reshard()
                     raise self._world.agreed(problem)
+        self._reshard()
         return StepStats(metrics=self._metrics(step, minibatches, started_s), scores=step.shown.told())
 
     def score_shard(self, shard: TrainShard) -> list[F32]:
@@ -138,6 +146,7 @@ class Stepper:
                 scatter_scores(scores_M, micro.layout, scores)
         if cutting.skips_neutral:
             self._score_micros(shard.samples, left_out(shard), scores)
+        self._reshard()
         return scores
 
     def score(self, samples: Sequence[TrainSample], max_tokens: int) -> list[F32]:
@@ -147,6 +156,7 @@ class Stepper:
         micros = plan_scoring(samples, max_tokens)
         longest = int(self._world.max(torch.tensor([len(micros)])).item())
         self._score_micros(samples, micros + [[] for _ in range(longest - len(micros))], scores)
+        self._reshard()
         return scores
 
     def _score_micros(self, samples: Sequence[TrainSample], micros: Sequence[Sequence[int]], into: list[F32]) -> None:
@@ -155,14 +165,25 @@ class Stepper:
             scores_M = self._replica.score(layout).logprobs_M
             scatter_scores(scores_M, layout, into)
 
+    def _forget_gradients(self) -> None:
+        self._optimizer.forget_gradients()
+        if self._critic is not None:
+            self._critic.optimizer.forget_gradients()
+
+    def _reshard(self) -> None:
+        """After passes, the last of which may have had no gradient."""
+        self._replica.reshard()
+        if self._critic is not None:
+            self._critic.replica.reshard()
+
     def _cutting_for(self, objective: ObjectiveConfig) -> Cutting:
         return replace(self._cutting, skips_neutral=skips_neutral(objective))
 
     # -- before the first update
 
     def _score_before(self, step: _Step, minibatches: Sequence[Sequence[MicroBatch[Layout]]]) -> None:
-        """Fill in proximal and reference log-probs and the advantages of every token, and what is known of the weights
-        of all of them."""
+        """Fill in proximal and reference log-probs, values, and the advantages of every token, and what is known of
+        the weights of all of them."""
         objective = step.objective
         micros = [micro for minibatch in minibatches for micro in minibatch]
         for micro in micros:
@@ -172,7 +193,11 @@ class Stepper:
                 micro.proximal_M = start_M
             if needs_reference(objective) and self._reference is not None:
                 micro.reference_M = self._reference.score(micro.layout).logprobs_M
+            if self._critic is not None:
+                micro.values_M = self._critic.values(micro.layout)
             fill_advantages(micro, step.settings.algo, objective, start_M)
+            if self._critic is not None:
+                self._critic.count(micro, step.tally)
         if needs_whitening(objective.kind):
             whiten_together(micros, self._world.sum, self._world.device)
         step.mean_weights = mean_weights(minibatches, objective, self._world.sum, self._world.device)
@@ -180,7 +205,8 @@ class Stepper:
     # -- one update
 
     def _update(self, step: _Step, number: int, micros: Sequence[MicroBatch[Layout]]) -> MyxaError | None:
-        """Gradient of one mini-batch and an AdamW update; or the error that all ranks agreed on, and no update."""
+        """Gradients of one mini-batch and AdamW updates of policy and critic; or the error that all ranks agreed on,
+        and no update of either."""
         settings = step.settings
         place = f"step {step.shard.step}, mini-batch {number}"
         normaliser = Normaliser(
@@ -189,36 +215,75 @@ class Stepper:
             constant=step.shard.minibatch_samples[number] * settings.max_new_tokens,
             mean_weight=step.mean_weights[number],
         )
-        self._optimizer.forget_gradients()
-        losses: list[Tensor] = []
-        for micro in micros:
-            loss = self._loss(step, micro, normaliser, is_first=number == 0)
-            backward(loss * self._replica.loss_scale)
-            losses.append(loss.detach())
+        learners = self._learners(step, normaliser, is_first=number == 0)
+        for learner in learners:
+            learner.backward(micros, step.tally)
         reached("trainer.all_reduce")
-        self._replica.share_gradients()
-        bad = first_not_finite(torch.stack(losses))
-        norm = self._replica.gradient_norm()
-        trouble = torch.tensor([step.failure is not None, bad >= 0, not torch.isfinite(norm)], dtype=torch.float32)
-        has_failed, loss_is_bad, gradient_is_bad = floats(self._world.max(trouble))
-        if has_failed:
-            return failure_of_all(self._world, step.failure, place)
-        if loss_is_bad:
-            return accusation(self._world, "loss", place, bad, micros[bad].group_ids if bad >= 0 else ())
-        if gradient_is_bad:
-            return self._find_bad_gradient(step, micros, normaliser, place)
-        rate = learning_rate(settings.optimizer, self._optimizer.num_updates, settings.total_updates)
-        self._replica.clip(norm, settings.optimizer.max_grad_norm)
+        for learner in learners:
+            learner.share()
+        problem = self._trouble(step, learners, micros, place)
+        if problem is not None:
+            return problem
+        rates = [learning_rate(settings.optimizer, self._optimizer.num_updates, settings.total_updates)]
+        if self._critic is not None:
+            rates.append(self._critic.rate(settings.optimizer))
         reached("trainer.optimizer")
-        self._optimizer.update(rate, settings.optimizer.weight_decay)
+        for learner, rate in zip(learners, rates, strict=True):
+            learner.update(rate, settings.optimizer.max_grad_norm, settings.optimizer.weight_decay, step.tally)
         step.num_updates += 1
-        share = 1.0 / self._world.size  # equal on all ranks, and the tally adds ranks up
-        step.tally.add("grad_norm", norm * share)
-        step.tally.add("lr", rate * share)
         return None
 
-    def _loss(self, step: _Step, micro: MicroBatch[Layout], normaliser: Normaliser, *, is_first: bool) -> Tensor:
-        """This micro-batch's share of the global loss, 0-dim, and its metrics into the tally."""
+    def _learners(self, step: _Step, normaliser: Normaliser, *, is_first: bool) -> list[Learner]:
+        """The policy, and the critic if there is one, for one mini-batch."""
+        critic = self._critic
+
+        def policy_loss(micro: MicroBatch[Layout], tally: Tally) -> Tensor:
+            return self._loss(step, micro, normaliser, tally, is_first=is_first)
+
+        is_held = critic is not None and critic.trains_alone(step.shard.step)
+        learners = [Learner(self._replica, self._optimizer, policy_loss, is_held=is_held)]
+        if critic is not None:
+
+            def critic_loss(micro: MicroBatch[Layout], tally: Tally) -> Tensor:
+                return critic.loss(micro, normaliser.tokens, tally)
+
+            learners.append(Learner(critic.replica, critic.optimizer, critic_loss, name="critic_"))
+        return learners
+
+    def _trouble(
+        self, step: _Step, learners: Sequence[Learner], micros: Sequence[MicroBatch[Layout]], place: str
+    ) -> MyxaError | None:
+        """What any rank found to be wrong with any learner, in the words of all; None if all is well. Collective."""
+        bad = [learner.bad_loss() for learner in learners]
+        own = [step.failure is not None]
+        for learner, micro in zip(learners, bad, strict=True):
+            own += [micro >= 0, learner.has_bad_gradient()]
+        has_failed, *found = floats(self._world.max(torch.tensor(own, dtype=torch.float32)))
+        if has_failed:
+            return failure_of_all(self._world, step.failure, place)
+        for k, learner in enumerate(learners):
+            whose = "critic's " if learner.name else ""
+            if found[2 * k]:
+                groups = micros[bad[k]].group_ids if bad[k] >= 0 else ()
+                return accusation(self._world, f"{whose}loss", place, bad[k], groups)
+            if found[2 * k + 1]:
+                return self._bad_gradient(learner, micros, f"{whose}gradient", place)
+        return None
+
+    def _bad_gradient(
+        self, learner: Learner, micros: Sequence[MicroBatch[Layout]], what: str, place: str
+    ) -> TrainError:
+        bad = learner.find_bad_gradient(micros)
+        found = accusation(self._world, what, place, bad, micros[bad].group_ids if bad >= 0 else ())
+        return found or TrainError(
+            f"{place}: the {what} is not a finite number, though that of every micro-batch is",
+            remedy="lower the learning rate or the loss: their sum overflows",
+        )
+
+    def _loss(
+        self, step: _Step, micro: MicroBatch[Layout], normaliser: Normaliser, tally: Tally, *, is_first: bool
+    ) -> Tensor:
+        """The policy's share of the global loss from this micro-batch, 0-dim, and its metrics into the tally."""
         needs_entropy_grad = step.objective.entropy_coef > 0
         reached("trainer.forward")
         scores = self._replica.forward(micro.layout, needs_entropy_grad=needs_entropy_grad)
@@ -230,25 +295,8 @@ class Stepper:
             step.failure = step.failure or error
             return scores.logprobs_M.sum() * 0
         with torch.no_grad():
-            tally_objective(step.tally, step.objective, batch, objective, is_first=is_first)
+            tally_objective(tally, step.objective, batch, objective, is_first=is_first)
         return objective.loss
-
-    def _find_bad_gradient(
-        self, step: _Step, micros: Sequence[MicroBatch[Layout]], normaliser: Normaliser, place: str
-    ) -> TrainError:
-        """All losses are finite but the gradient is not: repeat the passes one by one to find where it comes from."""
-        bad = -1
-        for k, micro in enumerate(micros):
-            self._optimizer.forget_gradients()
-            spare = _Step(step.shard, step.settings, step.objective, Tally(), ShownScores(step.shard))
-            backward(self._loss(spare, micro, normaliser, is_first=False))
-            if bad < 0 and not self._replica.local_gradient_is_finite():
-                bad = k
-        found = accusation(self._world, "gradient", place, bad, micros[bad].group_ids if bad >= 0 else ())
-        return found or TrainError(
-            f"{place}: the gradient is not a finite number, though that of every micro-batch is",
-            remedy="lower the learning rate or the loss: their sum overflows",
-        )
 
     # -- metrics
 
@@ -259,6 +307,7 @@ class Stepper:
         tally_counts(step.tally, step.shard, [micro for minibatch in minibatches for micro in minibatch])
         name_metrics_alike(self._world, step.tally, step.settings.functions)
         sums, maxima = step.tally.reduced(self._world)
-        metrics = report(sums, maxima, step.num_updates, self._clock.monotonic() - started_s)
+        values = take_metrics(sums)
+        metrics = {**report(sums, maxima, step.num_updates, self._clock.monotonic() - started_s), **values}
         metrics["train/num_updates"] = float(self._optimizer.num_updates)
         return metrics
