@@ -13,6 +13,7 @@ from ...core.config import AlgoConfig
 from ...core.errors import ConfigError, ModelError
 from .hf_folder import read_config
 from .model_config import ModelConfig
+from .second_model import read_second_model
 
 MAY_DIFFER = frozenset({"dtype", "context_length", "eos_token_ids", "source"})
 
@@ -22,13 +23,12 @@ def check_reference(algo: AlgoConfig, model: ModelConfig, *, is_any_shape: bool)
     folder of a model of the same shape, or, if it may be of any, of the same vocabulary."""
     if not algo.ref_path:
         return model
+    if is_any_shape:
+        return read_second_model("algo.ref_path", algo.ref_path, model, "the torch trainer's reference model")
     try:
         reference = read_config(algo.ref_path)
     except ModelError as error:
         raise ConfigError(f"algo.ref_path: {error.message}", remedy=error.remedy) from error
-    if is_any_shape:
-        _check_vocabulary(algo, model, reference)
-        return reference
     for field in fields(ModelConfig):
         own, other = getattr(model, field.name), getattr(reference, field.name)
         if own != other and field.name not in MAY_DIFFER:
@@ -37,16 +37,6 @@ def check_reference(algo: AlgoConfig, model: ModelConfig, *, is_any_shape: bool)
                 remedy="name a folder of a model of the same shape, such as an earlier checkpoint's export",
             )
     return model
-
-
-def _check_vocabulary(algo: AlgoConfig, model: ModelConfig, reference: ModelConfig) -> None:
-    reference.require_plain("the torch trainer's reference model")
-    if reference.vocab_size != model.vocab_size:
-        raise ConfigError(
-            f"algo.ref_path = {algo.ref_path}: its vocab_size is {reference.vocab_size}, that of model.path is "
-            f"{model.vocab_size}",
-            remedy="name a model of the same family: tokens are compared one by one",
-        )
 
 
 def reference_parameters(algo: AlgoConfig, model: ModelConfig) -> int:

@@ -11,8 +11,9 @@ from dataclasses import replace
 from ...core.config import CriticConfig
 from ...core.errors import ConfigError, ModelError
 from ...core.protocols import NamedArray
-from .hf_folder import open_weights, read_config
+from .hf_folder import open_weights
 from .model_config import ModelConfig
+from .second_model import read_second_model
 
 HEADS = ("value_head", "score")
 """What a value head is called in a folder: by us, and by transformers' models for classification."""
@@ -25,17 +26,7 @@ def critic_config(critic: CriticConfig, model: ModelConfig) -> ModelConfig:
     """
     if not critic.path:
         return replace(model, tie_word_embeddings=True)
-    try:
-        found = read_config(critic.path)
-        found.require_plain("the torch trainer's critic")
-    except ModelError as error:
-        raise ConfigError(f"critic.path: {error.message}", remedy=error.remedy) from error
-    if found.vocab_size != model.vocab_size:
-        raise ConfigError(
-            f"critic.path = {critic.path}: its vocab_size is {found.vocab_size}, that of model.path is "
-            f"{model.vocab_size}",
-            remedy="name a model of the same family: it reads the policy's tokens",
-        )
+    found = read_second_model("critic.path", critic.path, model, "the torch trainer's critic")
     return replace(found, tie_word_embeddings=True)
 
 

@@ -7,7 +7,7 @@ from .critic import CriticConfig
 from .data import DataSettings, SourceSettings
 from .dumping import dump_config
 from .evaluation import EvalSetSettings, EvalSettings
-from .learning import COMPARING_KINDS, AlgoConfig, AlgoKind, AsyncSettings, OptimizerConfig, TrainerConfig
+from .learning import AlgoConfig, AlgoKind, AsyncSettings, OptimizerConfig, TrainerConfig
 from .loading import Inspected, inspect_config, load_config
 from .megatron import MegatronSettings
 from .memory import MemorySettings
@@ -34,7 +34,6 @@ from .settings import (
 )
 
 __all__ = [
-    "COMPARING_KINDS",
     "AlgoConfig",
     "AlgoKind",
     "AsyncSettings",
