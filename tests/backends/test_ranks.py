@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import nullcontext as nothing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,49 @@ from myxa.actors.checkpoints.folder import list_checkpoints
 from myxa.core.errors import TrainError
 
 ALGO = {
-    "kind": "ppo", "batch_size": 6, "minibatches": 2, "gamma": 0.95, "lam": 0.9, "entropy_coef": 0.01, "kl_coef": 0.05, "correction": "mis",
+    "kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.05, "correction": "mis",
     "mis_mode": "clip", "mis_normalise": True, "reject_low": 0.3, "reject_high": 2.0, "veto": 0.15, "opsm_delta": 1e-4,
     "loss_fn": f"{Path(__file__).with_name('own_losses.py')}:clipped",
 }  # fmt: skip
-WHITENED = {"kind": "ppo", "lam": 0.95, "batch_size": 6, "minibatches": 2, "kl_coef": 0.1, "kl_in": "reward"}
+WHITENED = {"kind": "reinforce_pp", "batch_size": 6, "minibatches": 2, "kl_coef": 0.1, "kl_in": "reward"}
 CRITIC = {"enabled": True, "lr": 2e-3, "value_clip": 0.003, "warmup_steps": 1}
 TIMES = ("train/step_s", "train/tokens_per_s", "train/num_computed_tokens")
 
 Gang = tuple[Path, list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module", params=[("ddp", 2, WHITENED), ("fsdp", 3, ALGO)], ids=["ddp-2", "fsdp-3"])
-def gangs(request: pytest.FixtureRequest, run_gang: Callable[..., Gang]) -> tuple[Gang, Gang]:
-    strategy, num_ranks, algo = request.param
-    return run_gang(1, strategy, algo, CRITIC), run_gang(num_ranks, strategy, algo, CRITIC)
+RUNS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any] | None]] = {
+    "ddp-2": ("ddp", 2, WHITENED, None),
+    "fsdp-3": ("fsdp", 3, ALGO, None),
+    "ddp-2-critic": ("ddp", 2, {**WHITENED, "kind": "ppo", "lam": 0.95}, CRITIC),
+    "fsdp-3-critic": ("fsdp", 3, {**ALGO, "kind": "ppo", "gamma": 0.95, "lam": 0.9}, CRITIC),
+}
+
+
+@pytest.fixture(scope="module")
+def made(run_gang: Callable[..., Gang]) -> Callable[[str], tuple[Gang, Gang]]:
+    """One process and a gang that trained the same, when they are first asked for."""
+
+    @cache
+    def run(name: str) -> tuple[Gang, Gang]:
+        strategy, num_ranks, algo, critic = RUNS[name]
+        return run_gang(1, strategy, algo, critic), run_gang(num_ranks, strategy, algo, critic)
+
+    return run
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def gangs(request: pytest.FixtureRequest, made: Callable[[str], tuple[Gang, Gang]]) -> tuple[Gang, Gang]:
+    return made(request.param)
+
+
+@pytest.fixture(scope="module", params=[name for name in RUNS if RUNS[name][3]])
+def with_critics(request: pytest.FixtureRequest, made: Callable[[str], tuple[Gang, Gang]]) -> tuple[Gang, Gang]:
+    return made(request.param)
+
+
+def has_critic(gang: Gang) -> bool:
+    return bool(gang[1][0]["critic_mark"])
 
 
 def load(place: Gang, name: str) -> dict[str, np.ndarray]:
@@ -60,7 +89,8 @@ def test_weights_agree_with_one_process(gangs: tuple[Gang, Gang]) -> None:
         np.testing.assert_allclose(many[name], one[name], rtol=0, atol=1e-5, err_msg=name)
 
 
-def test_critics_agree_with_one_process_and_between_ranks(gangs: tuple[Gang, Gang]) -> None:
+def test_critics_agree_with_one_process_and_between_ranks(with_critics: tuple[Gang, Gang]) -> None:
+    gangs = with_critics
     one, many = load(gangs[0], "critic"), load(gangs[1], "critic")
     assert one.keys() == many.keys()
     assert "value_head.weight" in one
@@ -104,31 +134,39 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(gangs: tuple[Gang, Gang]
         for name in saved:
             assert np.array_equal(back[name], saved[name]), name
             assert np.array_equal(again[name], on[name]), name
-        saved, on, back, again, kept = (load(gang, f"critic{n}") for n in ("", "_on", "_back", "_again", "_after_nan"))
-        for name in saved:
-            assert np.array_equal(back[name], saved[name]), name
-            assert np.array_equal(again[name], on[name]), name
-        if " mini-batch 0:" in gang[1][0]["error"]:
-            assert all(np.array_equal(kept[n], again[n]) for n in kept), "nobody updates what another refuses"
         assert gang[1][0]["extra"] == {"version": 2}
         (info,) = list_checkpoints(gang[0] / "checkpoints")
         assert info.is_complete
         assert info.extra == {"version": 2}
 
 
+def test_a_critic_goes_on_with_its_policy(with_critics: tuple[Gang, Gang]) -> None:
+    for gang in with_critics:
+        saved, on, back, again, kept = (load(gang, f"critic{n}") for n in ("", "_on", "_back", "_again", "_after_nan"))
+        assert "value_head.weight" in saved
+        for name in saved:
+            assert np.array_equal(back[name], saved[name]), name
+            assert np.array_equal(again[name], on[name]), name
+        if " mini-batch 0:" in gang[1][0]["error"]:
+            assert all(np.array_equal(kept[n], again[n]) for n in kept), "nobody updates what another refuses"
+
+
 def test_a_checkpoint_of_many_ranks_restores_on_one(
     gangs: tuple[Gang, Gang], backends: Callable[..., Any], weights_of: Callable[..., dict[str, np.ndarray]]
 ) -> None:
     frozen = {"freeze": gangs[1][1][0]["frozen"]}
+    critic = CRITIC if has_critic(gangs[1]) else None
     with (
         pytest.raises(TrainError, match="was frozen -- set trainer.freeze as it was") if frozen["freeze"] else nothing()
     ):
-        backends(critic=CRITIC).load(str(gangs[1][0] / "checkpoints" / "two"))
-    backend = backends(trainer=frozen, critic=CRITIC)
+        backends(critic=critic).load(str(gangs[1][0] / "checkpoints" / "two"))
+    backend = backends(trainer=frozen, critic=critic)
     assert backend.load(str(gangs[1][0] / "checkpoints" / "two")) == {"version": 2}
     saved = load(gangs[1], "weights")
     for name, value in weights_of(backend).items():
         assert np.array_equal(value, saved[name]), name
+    if critic is None:
+        return
     saved = load(gangs[1], "critic")
     assert backend._parts.state.critic.optimizer.num_updates == 4
     for name, parameter in backend._parts.state.critic.replica.parameters():
@@ -148,9 +186,9 @@ def test_a_nan_on_one_rank_stops_all_of_them_before_the_update(gangs: tuple[Gang
 
 
 def test_while_the_policy_waits_for_the_critic_it_stays_to_the_bit_and_is_saved(
-    gangs: tuple[Gang, Gang], backends: Callable[..., Any], weights_of: Callable[..., dict[str, np.ndarray]]
+    with_critics: tuple[Gang, Gang], backends: Callable[..., Any], weights_of: Callable[..., dict[str, np.ndarray]]
 ) -> None:
-    for gang in gangs:
+    for gang in with_critics:
         before, held = load(gang, "weights_after_nan"), load(gang, "weights_held")
         assert all(np.array_equal(before[n], held[n]) for n in before)
         critic = load(gang, "critic_held")
@@ -171,7 +209,8 @@ def test_a_loss_of_the_users_that_fails_on_one_rank_is_told_by_all_and_nobody_up
         last = len(gang[1]) - 1
         assert failure.startswith(f"UserCodeError: step 11, mini-batch 0, rank {last}: algo.loss_fn = ")
         assert "raised ValueError: a log-prob above 50 at " in failure
-        before, after = load(gang, "weights_held"), load(gang, "weights_after_failure")
+        last_kept = "weights_held" if has_critic(gang) else "weights_after_nan"
+        before, after = load(gang, last_kept), load(gang, "weights_after_failure")
         assert all(np.array_equal(before[n], after[n]) for n in before)
         assert {result["metrics_again"]["train/user/ratio"] for result in gang[1]}, "the gang is whole"
 

@@ -14,16 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from commands import run  # pyright: ignore[reportMissingImports]
-from run_job import Job, make_job, until  # pyright: ignore[reportMissingImports]
+from run_job import PATIENT, Job, make_job, until  # pyright: ignore[reportMissingImports]
 
 ENDLESS = ("run.num_steps=1000000", 'eval.data="data/heldout.jsonl"', 'reward.fn="patient.py:reward"')
-REWARD = """
-import asyncio
-
-async def reward(completion):
-    await asyncio.sleep(1.0)  # some steps a second: the processor is for the commands
-    return float(len(completion.text) % 3)
-"""
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ class Live:
 def live_run(folder: Path, *overrides: str, steps: int = 3) -> Iterator[Live]:
     """Until the block ends; ready when so many steps were made, or (-1) at once."""
     job = make_job(folder)
-    (folder / "patient.py").write_text(REWARD)
+    (folder / "patient.py").write_text(PATIENT.format(seconds=1.0))
     launcher = job.start(*ENDLESS, *overrides)
     live = Live(job, launcher)
     try:

@@ -13,19 +13,13 @@ from typing import Any
 
 import psutil
 from commands import Command  # pyright: ignore[reportMissingImports]
-from run_job import Job, make_job, until  # pyright: ignore[reportMissingImports]
+from run_job import PATIENT, Job, make_job, until  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.ledger.audit import LedgerAudit, audit_ledger
 from myxa.launch.control.client import ControlClient
 
 PACE_S = 1.5
-REWARD = f"""
-import asyncio
-
-async def reward(completion):
-    await asyncio.sleep({PACE_S})  # so long an engine's one group takes: throughput is the number of engines
-    return float(len(completion.text) % 3)
-"""
+"""An engine's one group takes so long: throughput is the number of engines."""
 ENDLESS = (
     "run.num_steps=1000000", 'reward.fn="patient.py:reward"', 'weights.channel="disk"', "rollout.max_groups=1",
     "async.max_staleness=8", "trainer.checkpoint_every=5",
@@ -137,7 +131,7 @@ def _children(pid: int) -> Sequence[psutil.Process]:
 def fleet_in(folder: Path, *overrides: str) -> Iterator[Fleet]:
     """A run whose first steps are made."""
     job = make_job(folder)
-    (folder / "patient.py").write_text(REWARD)
+    (folder / "patient.py").write_text(PATIENT.format(seconds=PACE_S))
     fleet = Fleet(job)
     try:
         first = fleet.begin(*overrides)

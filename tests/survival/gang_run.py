@@ -11,21 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from run_job import Job, events, make_job, metrics, until, worker_pids  # pyright: ignore[reportMissingImports]
+from run_job import PATIENT, Job, events, make_job, metrics, until, worker_pids  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.ledger.audit import audit_ledger
 
 NUM_PROMPTS = 60
 BATCH = 4
 NUM_STEPS = NUM_PROMPTS // BATCH
-
-REWARD = """
-import asyncio
-
-async def reward(completion):
-    await asyncio.sleep({patience_s})  # some steps a second: there is time to disturb them
-    return float(len(completion.text) % 3)
-"""
 
 
 class GangRun:
@@ -93,7 +85,7 @@ class GangRun:
 def gang_run(folder: Path, *overrides: str, patience_s: float = 0.3) -> Iterator[GangRun]:
     """Nothing of it is left after the block. `patience_s`: how long a reward takes."""
     job = make_job(folder)
-    (folder / "patient.py").write_text(REWARD.format(patience_s=patience_s))
+    (folder / "patient.py").write_text(PATIENT.format(seconds=patience_s))
     rows = (folder / "data" / "prompts.jsonl").read_text().splitlines()[:NUM_PROMPTS]
     assert len({json.loads(row)["prompt"] for row in rows}) > 1
     (folder / "data" / "prompts.jsonl").write_text("\n".join(rows) + "\n")

@@ -17,17 +17,10 @@ from pathlib import Path
 
 import psutil
 from commands import Command  # pyright: ignore[reportMissingImports]
-from run_job import Job, make_job, metrics, until  # pyright: ignore[reportMissingImports]
+from run_job import PATIENT, Job, make_job, metrics, until  # pyright: ignore[reportMissingImports]
 
 from myxa.launch.lives.origin import Origin
 
-REWARD = """
-import asyncio
-
-async def reward(completion):
-    await asyncio.sleep({patience_s})  # the run is to last, and the processor is for others too
-    return float(len(completion.text) % 3)
-"""
 NUM_PROMPTS, BATCH = 64, 4
 
 
@@ -163,5 +156,5 @@ FLAGS = (
 def make_lives(folder: Path, *overrides: str, patience_s: float = 0.2) -> Lives:
     """A job in `folder`, not started; its reward takes that long."""
     job = make_job(folder)
-    (folder / "patient.py").write_text(REWARD.format(patience_s=patience_s))
+    (folder / "patient.py").write_text(PATIENT.format(seconds=patience_s))
     return Lives(job, overrides)

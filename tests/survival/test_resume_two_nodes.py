@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import Command  # pyright: ignore[reportMissingImports]
-from lives import BATCH, FLAGS, NUM_PROMPTS, REWARD, consumed
-from run_job import Job, events, make_job, metrics, until, worker_pids  # pyright: ignore[reportMissingImports]
+from lives import BATCH, FLAGS, NUM_PROMPTS, consumed
+from run_job import PATIENT, Job, events, make_job, metrics, until, worker_pids  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.ledger.audit import audit_ledger
 from myxa.launch.lives.origin import Origin
@@ -84,7 +84,7 @@ class TwoNodes:
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
     job = make_job(tmp_path)
-    (tmp_path / "patient.py").write_text(REWARD.format(patience_s=0.3))
+    (tmp_path / "patient.py").write_text(PATIENT.format(seconds=0.3))
     made = TwoNodes(job)
     try:
         yield made

@@ -17,19 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from commands import Command  # pyright: ignore[reportMissingImports]
-from run_job import Job, events, make_job  # pyright: ignore[reportMissingImports]
+from run_job import PATIENT, Job, events, make_job  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.ledger.audit import LedgerAudit, audit_ledger
 from myxa.core.chaos import MARKS
 
 BATCH = 4
-REWARD = """
-import asyncio
-
-async def reward(completion):
-    await asyncio.sleep({seconds})  # the processor is for those who start again
-    return float(len(completion.text) % 3)
-"""
 RUN = (
     "run.chaos=true",
     "run.num_steps=0",
@@ -86,7 +79,7 @@ class ChaosRun:
 def chaos_job(folder: Path, *, reward_s: float = 0.1) -> Job:
     """A job whose reward takes its time."""
     job = make_job(folder)
-    (folder / "patient.py").write_text(REWARD.format(seconds=reward_s))
+    (folder / "patient.py").write_text(PATIENT.format(seconds=reward_s))
     return job
 
 
