@@ -17,7 +17,6 @@ destroying and making groups again (identities change), a Python ProcessGroup (f
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -216,13 +215,11 @@ class ReloadComms:
         """Drop without asking anybody. MemoryFault when the libraries hang even in that: end this process then."""
         self._note_live()
         self._gate.became("broken", self._gate.newest)
-        until = self._clock.monotonic() + ABORT_S
-        for work in (self._abort_nccl, *(functools.partial(self._abort_one, *each) for each in self._sorted())):
-            self._busy.clear()
-            try:
-                self._within(max(until, self._clock.monotonic() + 1.0), "abort", work)
-            except Overrun:
-                self._stuck |= self._busy
+        self._busy.clear()
+        try:
+            self._within(self._clock.monotonic() + ABORT_S, "abort", self._abort_all)
+        except Overrun:
+            self._stuck |= self._busy
         if self._stuck:
             raise MemoryFault(
                 f"groups {', '.join(sorted(self._stuck))} hang in their abort and keep their memory",
@@ -274,22 +271,11 @@ class ReloadComms:
         self._busy.clear()
         all_at_once(groups, run, num_at_once)
 
-    def _abort_one(self, name: str, group: ProxiedGroup) -> None:
-        self._busy.add(name)
-        group.drop("" if group.facts.native == "nccl" else "abort")
-
-    def _abort_nccl(self) -> None:
-        """All in one group call: aborts of several communicators may wait for each other."""
-        inners: list[Any] = []
-        for name, group in self._sorted():
-            if group.facts.native == "nccl" and group.proxy is not None and group.is_live:
-                self._busy.add(name)
-                inners.append(group.proxy.inner())
-        if inners:
-            inners[0]._group_start()
-            for inner in inners:
-                inner.abort()
-            inners[0]._group_end()
+    def _abort_all(self) -> None:
+        """All at the same time: each ends threads of its own and frees its memory, and frees may wait for what runs
+        for others on the device. NCCL's group call does not reach aborts, which torch does in threads of its own."""
+        groups = [group for _, group in self._sorted()]
+        self._for_each(groups, lambda group: group.drop("abort"), max(len(groups), 1))
 
     def _note_live(self) -> None:
         live = {name for name, group in self._groups.items() if group.is_live}

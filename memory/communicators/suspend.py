@@ -2,18 +2,20 @@
 
 NCCL's suspend and resume are collective over the members, want an idle communicator, are not idempotent, refuse one
 that was never built, and wait for the others without a deadline. So: members first tell each other what each of them
-has built; only what all members of a group have built is suspended, in the order of group names; all in a thread that
-is left alone when the deadline is over. How the library is called is not known here (`native`, `ctypes_suspend`).
+has built; only what all members of a group have built is suspended, in the order of group names, one after the other
+(sixteen at a time took as long: the driver unmaps for one caller at a time); all in a thread that is left alone when
+the deadline is over. How the library is called is not known here (`native`, `ctypes_suspend`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable
 from typing import Protocol, cast
 
 from ...core.errors import MemoryFault
-from .deadline import Overrun, within
+from .deadline import Overrun, all_at_once, within
 from .epochs import EpochGate
 from .peers import Peers
 from .residency import CommStats, ResidencyKind
@@ -101,19 +103,26 @@ class SuspendComms:
         return self.stats()
 
     def abort(self) -> None:
-        """The communicators are lost, and their memory with them; the owner has to make the groups again."""
+        """The communicators are lost, and their memory with them; the owner has to make the groups again. All at the
+        same time: one that hangs keeps no other."""
         self._gate.became("broken", self._gate.newest)
         self._is_aborted = True
         self._suspended = []
-        stuck: list[str] = []
-        for each in sorted(self._communicators(), key=lambda each: each.name):
-            try:
-                self._within(ABORT_S, "abort", lambda each=each: self._abort(each))
-            except Overrun:
-                stuck.append(each.name)
-        if stuck:
+        left = {each.name: each for each in self._communicators() if each.is_built()}
+        chosen = list(left.values())
+        use_device = self._prepare()
+
+        def one(each: Suspendable) -> None:
+            if use_device is not None:
+                use_device()
+            each.abort()
+            left.pop(each.name)
+
+        with contextlib.suppress(Overrun):
+            self._within(ABORT_S, "abort", lambda: all_at_once(chosen, one, len(chosen)))
+        if left:
             raise MemoryFault(
-                f"groups {', '.join(stuck)} hang in their abort and keep their memory", remedy="end this process"
+                f"groups {', '.join(sorted(left))} hang in their abort and keep their memory", remedy="end this process"
             )
 
     def _carry_out(self, state: str, epoch: int, deadline: float, work: Callable[[], None]) -> None:
@@ -138,11 +147,6 @@ class SuspendComms:
             self._at = each.name
             each.resume()
             self._suspended.pop(0)
-
-    def _abort(self, each: Suspendable) -> None:
-        self._at = each.name
-        if each.is_built():
-            each.abort()
 
     def _within(self, seconds: float, word: str, work: Callable[[], None]) -> None:
         first = self._prepare()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -295,6 +296,32 @@ def test_peer_that_dies_in_a_suspend_is_left_by_the_deadline():
     assert all(each.group.aborted for each in backends[0][:2])
     with pytest.raises(MemoryFault, match="broke at group"):
         mine.release(3, 1.0)
+
+
+def test_overlapping_groups_leave_and_come_back():
+    """No member waits in a group for one that waits for it in another."""
+    lists = [(0, 1, 2), (1, 2), (0, 2), (0, 1), (2,), (0, 1, 2), (0, 2)]
+    groups = [FakeGroup(str(number), ranks) for number, ranks in enumerate(lists)]
+    backends = [[FakeBackend(group, rank) for group in groups if rank in group.ranks] for rank in range(3)]
+    ranks = [native_comms(each, lambda rank=rank: table(backends[rank])) for rank, each in enumerate(peers(3))]
+    for epoch in (1, 3, 5):
+        told = together([lambda r=r, epoch=epoch: r.release(epoch, WAIT_S) for r in ranks])
+        assert [each.num_live for each in told] == [0, 0, 0]
+        told = together([lambda r=r, epoch=epoch: r.restore(epoch + 1, WAIT_S) for r in ranks])
+        assert [each.num_live for each in told] == [len(each) for each in backends]
+    assert [each.calls for each in backends[2]] == [["suspend", "resume"] * 3] * 6
+
+
+def test_abort_that_hangs_keeps_no_other(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("myxa.memory.communicators.suspend.ABORT_S", 0.5)
+    backends = fake_backends(1)
+    hangs = threading.Event()
+    monkeypatch.setattr(backends[0][1], "abort", hangs.wait)
+    comms = native_comms(peers(1)[0], lambda: table(backends[0]))
+    with pytest.raises(MemoryFault, match="groups 0 hang in their abort"):
+        comms.abort()
+    assert backends[0][0].group.aborted
+    hangs.set()
 
 
 def test_work_in_flight_is_an_error_and_not_a_hang():
