@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,6 +43,19 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run with tiny shapes")
     return made
+
+
+def some_of(known: Iterable[str]) -> Callable[[str], str]:
+    """For an option that names parts, divided by commas: an unknown one is refused, or it would pass unmeasured."""
+    names = tuple(known)
+
+    def check(text: str) -> str:
+        unknown = [word for word in text.split(",") if word not in names]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"there is no {', '.join(unknown)}; there are {', '.join(names)}")
+        return text
+
+    return check
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

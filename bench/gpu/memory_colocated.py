@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from async20 import write_prompts
-from figures import Report, median, number, parser, part_seconds, percent, work_folder
+from figures import Report, median, number, parser, part_seconds, percent, some_of, work_folder
 from make_model import make_apart
 from memory_device import device_bytes, used_by_process
 from memory_figures import GIB, MIB, quantile, size, tell_when_ended
@@ -297,7 +297,7 @@ def judge(report: Report, options: argparse.Namespace, ways: list[Way]) -> None:
 
 def main() -> None:
     args = parser(__doc__)
-    args.add_argument("--ways", default=",".join(WAYS))
+    args.add_argument("--ways", type=some_of(WAYS), default=",".join(WAYS))
     args.add_argument("--shape", default="1.7b")
     args.add_argument("--gpus", type=int, default=1, help="one rank of the trainer on each")
     args.add_argument("--servers", choices=("each", "one"), default="each", help="one a GPU, or one over all")

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from figures import Report, median, number, parser, part_seconds, work_folder
+from figures import Report, median, number, parser, part_seconds, some_of, work_folder
 from memory_device import settled_used
 from memory_figures import GIB, MIB, quantile, tell_when_ended
 from train_speed import how_it_ended, wait_for
@@ -362,7 +362,7 @@ def tell_cut_off(report: Report, gang: GangOf) -> None:
 def main() -> None:
     args = parser(__doc__)
     args.add_argument("--ranks", type=int, choices=(2, 4), default=2)
-    args.add_argument("--stages", default=",".join(STAGES))
+    args.add_argument("--stages", type=some_of(STAGES), default=",".join(STAGES))
     args.add_argument("--cycles", type=int, default=50)
     args.add_argument("--seconds", type=float, default=45.0, help="for the cycles of reload, and of suspend")
     args.add_argument("--nccl", default="", help="a libnccl.so.2 of 2.29.7 or newer, for suspend")

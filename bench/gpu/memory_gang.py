@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from figures import Report, median, number, parser, work_folder
+from figures import Report, median, number, parser, some_of, work_folder
 from memory_device import device_bytes
 from memory_figures import GIB, MIB, quantile, size, tell_when_ended
 from memory_lab import (
@@ -249,7 +249,7 @@ POINTS = {
 
 def main() -> None:
     args = parser(__doc__)
-    args.add_argument("--stages", default=",".join(STAGES))
+    args.add_argument("--stages", type=some_of(STAGES), default=",".join(STAGES))
     args.add_argument("--num-devices", type=int, choices=(2, 3, 4), default=4)
     args.add_argument("--gib", type=int, default=16, help="of the tag that all GPUs move at once")
     args.add_argument("--cycles", type=int, default=11)

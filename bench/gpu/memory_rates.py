@@ -16,7 +16,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from figures import Report, median, number, parser, percent, work_folder
+from figures import Report, median, number, parser, percent, some_of, work_folder
 from memory_figures import GIB, MIB, quantile, size, tell_when_ended
 from memory_stages import StageFailedError, run_stage
 
@@ -210,7 +210,7 @@ TELL = {"raw": tell_raw, "scrub": tell_scrub, "arena": tell_arena, "saver": tell
 
 def main() -> None:
     args = parser(__doc__)
-    args.add_argument("--stages", default=",".join(STAGES))
+    args.add_argument("--stages", type=some_of(STAGES), default=",".join(STAGES))
     args.add_argument("--num-gib", type=int, default=32, help="of the arena's large tag, and of its pool")
     args.add_argument("--cycles", type=int, default=21)
     args.add_argument("--saver-gib", type=int, default=8)

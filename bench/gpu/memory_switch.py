@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from figures import Report, median, number, parser, work_folder
+from figures import Report, median, number, parser, some_of, work_folder
 from memory_figures import GIB, MIB, quantile, size, tell_when_ended
 from memory_lab import Cycle, Lab, LabError, add_lab_options, column, phase_rows, shrink
 from memory_stages import StageFailedError
@@ -205,7 +205,7 @@ def tell_all(report: Report, options: argparse.Namespace, found: list[Found]) ->
 
 def main() -> None:
     args = parser(__doc__)
-    args.add_argument("--ways", default=",".join(WAYS))
+    args.add_argument("--ways", type=some_of(WAYS), default=",".join(WAYS))
     args.add_argument("--rounds", type=int, default=20, help="overlapped")
     args.add_argument("--plain-rounds", type=int, default=6)
     args.add_argument("--limit", type=float, default=75.0, help="seconds of rounds of our ways")

@@ -19,25 +19,33 @@ def arrive(floor: Floor, coming: Sequence[TaggedMemory], awaited: Collection[Tag
     """Map memories that are away and begin to fill them, highest priority first; `settle` waits for each. `awaited`:
     tags for which it will be called at once.
 
-    What is copied goes before the others: the link is busy from the first chunk on, and mapping the rest (1.5 ms a
-    GiB on an H200) happens beside it.
+    Of those awaited, what is copied goes before the others: the link is busy from the first chunk on, and mapping the
+    rest (1.5 ms a GiB on an H200) happens beside it. What streams in is begun when everything is mapped: its copies
+    take turns with the driver's clearing of freed memory, and mapping may wait for both (0.46 s until an 8B-shaped
+    trainer had what it begins with, on two H200s; 0.20 this way).
     """
-    ordered = sorted(coming, key=lambda memory: (memory.backing != "host", -memory.priority))
+    ordered = sorted(coming, key=lambda memory: (memory.tag not in awaited, memory.backing != "host", -memory.priority))
     come: list[TaggedMemory] = []
     for memory in ordered:
         try:
-            _come(floor, memory, account, is_awaited=memory.tag in awaited)
+            _map(floor, memory, account, is_awaited=memory.tag in awaited)
         except Unfilled as fault:
-            _step(floor, [*come, memory], account)
-            wait_out(floor, [ticket for ticket, _ in memory.pending])
-            memory.pending.clear()
-            memory.step(Event.FAULT)
-            raise at_place(f"{floor.place}: tag {memory.tag!r}", fault.error) from fault.error
+            raise _stranded(floor, [*come, memory], account, fault) from fault.error
         except MemoryFault as error:
             for back in (*come, memory):
                 _go_back(floor, back)
             raise _refusal(floor, ordered, error) from error
         come.append(memory)
+    for index, memory in enumerate(come):
+        if memory.tag in awaited:
+            continue
+        try:
+            for chunk in memory.chunks():
+                _fill(floor, memory, chunk, is_awaited=False)
+        except Unfilled as fault:
+            for back in come[index + 1 :]:  # nothing of them was begun
+                _go_back(floor, back)
+            raise _stranded(floor, come[: index + 1], account, fault) from fault.error
     _step(floor, come, account)
 
 
@@ -49,17 +57,23 @@ class Unfilled(Exception):
         self.error = error
 
 
-def _come(floor: Floor, memory: TaggedMemory, account: Account, *, is_awaited: bool) -> None:
-    """Raises MemoryFault when a chunk gets no memory, Unfilled when nothing can be copied into it."""
+def _map(floor: Floor, memory: TaggedMemory, account: Account, *, is_awaited: bool) -> None:
+    """And begin to fill what is awaited. Raises MemoryFault when a chunk gets no memory, Unfilled."""
     for chunk in memory.chunks():
         with account.part("map"):
             floor.give_memory(chunk)
-        try:
-            ticket = _fill(floor, memory, chunk, is_awaited=is_awaited)
-        except MemoryFault as error:
-            raise Unfilled(error) from error
-        if ticket is not None:
-            memory.pending.append((ticket, chunk))
+        if is_awaited:
+            _fill(floor, memory, chunk, is_awaited=True)
+
+
+def _stranded(floor: Floor, come: Sequence[TaggedMemory], account: Account, fault: Unfilled) -> MemoryFault:
+    """There was memory for all of `come`, and no copy into the last one: that is poisoned. What to raise."""
+    _step(floor, come, account)
+    memory = come[-1]
+    wait_out(floor, [ticket for ticket, _ in memory.pending])
+    memory.pending.clear()
+    memory.step(Event.FAULT)
+    return at_place(f"{floor.place}: tag {memory.tag!r}", fault.error)
 
 
 def _step(floor: Floor, come: Sequence[TaggedMemory], account: Account) -> None:
@@ -76,7 +90,17 @@ def _go_back(floor: Floor, memory: TaggedMemory) -> None:
         floor.take_memory(chunk)
 
 
-def _fill(floor: Floor, memory: TaggedMemory, chunk: Chunk, *, is_awaited: bool) -> int | None:
+def _fill(floor: Floor, memory: TaggedMemory, chunk: Chunk, *, is_awaited: bool) -> None:
+    """Raises Unfilled when nothing can be copied into it."""
+    try:
+        ticket = _begin_to_fill(floor, memory, chunk, is_awaited=is_awaited)
+    except MemoryFault as error:
+        raise Unfilled(error) from error
+    if ticket is not None:
+        memory.pending.append((ticket, chunk))
+
+
+def _begin_to_fill(floor: Floor, memory: TaggedMemory, chunk: Chunk, *, is_awaited: bool) -> int | None:
     if memory.policy == "rematerialise":
         return None
     if memory.backing == "discarded":

@@ -223,6 +223,18 @@ def test_a_restore_that_fails_leaves_those_behind_it_away(cases: Callable[..., C
     case.check_it_can_end()
 
 
+def test_streams_that_fail_leave_those_behind_them_away_and_what_is_awaited_there(cases: Callable[..., Case]):
+    case = cases()
+    case.arena.release(["optimizer", "frozen", "grads"])
+    case.driver.fail("copy_in", 1)
+    with pytest.raises(MemoryFault, match="tag 'frozen': .*copy_in broke"):
+        case.arena.begin_restore(["optimizer", "frozen", "grads"], awaited=["grads"])
+    assert case.backing() == {"optimizer": "host", "frozen": "poisoned", "grads": "copy_in"}
+    case.driver.plan = {}
+    case.arena.restore(["optimizer", "grads"])
+    assert (case.first_byte("optimizer"), case.first_byte("grads")) == (1, 0)
+
+
 @pytest.mark.parametrize("nth", range(2 * CHUNKS))
 def test_mapping_is_all_or_nothing(cases: Callable[..., Case], nth: int):
     case = cases()

@@ -432,6 +432,19 @@ def test_a_restore_that_is_waited_for_takes_the_kernel_and_one_that_streams_does
     assert [name for name, _, _ in gpu.calls()].count("cuLaunchKernel") == 2
 
 
+def test_what_streams_in_is_begun_when_everything_is_mapped(arena: Arena, gpu: StandinGpu):
+    """Its copies would hold up the mapping of what a trainer begins with."""
+    for tag, policy in (("optimizer", "backup"), ("params", "backup"), ("grads", "discard")):
+        arena.tag(tag, policy)
+        arena.empty(tag, 12 * MIB)
+    tags: tuple[Tag, ...] = ("optimizer", "params", "grads")
+    arena.release(tags)
+    gpu.calls()
+    arena.begin_restore(tags, awaited=("params", "grads")).wait_all()
+    steps = [name for name, _, _ in gpu.calls() if name in ("cuMemMap", "cuLaunchKernel", "cuMemcpyHtoDAsync_v2")]
+    assert steps == ["cuMemMap", "cuLaunchKernel"] * 3 + ["cuMemMap"] * 6 + ["cuMemcpyHtoDAsync_v2"] * 3
+
+
 def test_each_chunk_is_unmapped_after_its_own_copy_while_the_next_is_under_way(arena: Arena, gpu: StandinGpu):
     arena.tag("optimizer", "backup")
     address = arena.empty("optimizer", 16 * MIB)
