@@ -38,9 +38,9 @@ was forked looks like itself."""
 def pytest_configure(config: pytest.Config) -> None:
     # `make test` tries the same examples every time, so that it says of a change what the change did; `make soak` draws
     # new ones.
-    slow_machine = [HealthCheck.too_slow]  # how fast examples are drawn says something of the machine only
-    settings.register_profile("steady", derandomize=True, suppress_health_check=slow_machine)
-    settings.register_profile("fresh", suppress_health_check=slow_machine)
+    slow_machine = [HealthCheck.too_slow]  # how fast examples are drawn and tried says something of the machine only
+    settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=slow_machine)
+    settings.register_profile("fresh", deadline=None, suppress_health_check=slow_machine)
     settings.load_profile("fresh" if config.getoption("-m") == "soak" else "steady")
     # Hundreds of interpreters are started, some by us and most by what we start: each would compile the tree anew where
     # Python was told to keep no bytecode, as containers do.

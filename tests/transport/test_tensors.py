@@ -429,7 +429,7 @@ async def test_an_answer_that_cannot_be_read_is_an_unknown_outcome(ipc, monkeypa
 async def test_a_call_that_ends_early_takes_back_what_it_lent(ipc, way):
     near, far, ref, _ = await neighbours(ipc, WAYS[way])
     with pytest.raises(DeadlineExceeded):
-        await with_deadline(ref, 0.3).wait(np.ones(LARGE))
+        await with_deadline(ref, 1.0).wait(np.ones(LARGE))
     task = asyncio.ensure_future(ref.wait(np.ones(LARGE)))
     await asyncio.sleep(0.2)
     task.cancel()

@@ -53,7 +53,7 @@ async def join(
         while True:
             seat.look()
             asked = seat.key
-            left_s = give_up_at - clock.monotonic()
+            left_s = max(give_up_at - clock.monotonic(), TICK_S)  # this process may have stood still beyond it
             try:
                 # An answer, or the question, may be lost with its connection. To ask again does no harm: it gives a
                 # newer epoch, and nobody has heard of the one before.
