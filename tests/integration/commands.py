@@ -25,6 +25,8 @@ SERVER = Path(__file__).with_name("command_server.py")
 FORK_S = 60.0
 """Time for the server's imports, on a machine that does much else, and for the fork."""
 FOR_EVER_S = 1e6
+TOLD = 3000
+"""Characters of what one said that did not end in time."""
 
 
 class _Server:
@@ -147,7 +149,10 @@ class Command(subprocess.Popen[str]):
             while selector.get_map():
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+                    error = subprocess.TimeoutExpired(self.args, timeout or 0.0)
+                    for said in self._said.values():
+                        error.add_note(f"said by then: {bytes(said[-TOLD:]).decode(errors='replace')}")
+                    raise error
                 for key, _ in ready:
                     heard = os.read(key.fd, 1 << 16)
                     self._said[key.fd] += heard
