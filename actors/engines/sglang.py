@@ -61,7 +61,7 @@ class SglangEngine:
         self._routes = routes(self._http)
         self._memory = SglangMemory(self._http, call_s=options.call_s) if saves_memory else None
         self._profiler = SglangProfiler(self._http, name=options.name, folder=options.profile_dir)
-        self._sampling = ServerSampling(options.end_token_ids)
+        self._sampling = ServerSampling()
         self._is_parked = False
         self._looking = asyncio.Lock()
         """Held while the server is asked for its health, which may make it generate."""
@@ -103,7 +103,7 @@ class SglangEngine:
             raise
         facts = await self._http.get("/server_info")
         self._options.needs.check(facts, self._place)
-        self._sampling = ServerSampling.of(facts, self._options.end_token_ids)
+        self._sampling = ServerSampling.of(facts, self._options.end_token_ids, self._options.vocab_size)
         if self._memory is not None:
             self._memory.check(facts)
         told = whole_number(facts, "context_length", "max_model_len")

@@ -1,6 +1,6 @@
 """What a request's sampling must say to mean on an SGLang server what it means here. Knows the server's facts.
 
-As seen in SGLang 0.5.17:
+Of SGLang 0.5.17; the first was seen on a server, the others are so by its source and its sampler:
 
 * before `min_new_tokens`, it keeps the tokenizer's own end token and `stop_token_ids` away, and ends nevertheless at
   every other end token of the model's configs (most models have two);
@@ -11,7 +11,7 @@ As seen in SGLang 0.5.17:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +29,17 @@ SEED_BITS = 63
 class ServerSampling:
     """How one server draws."""
 
-    end_token_ids: tuple[int, ...]
+    end_token_ids: tuple[int, ...] = ()
     """By the model's configs."""
     is_seeded: bool = False
     """It draws by each request's seed."""
     ends_at_min_p: bool = False
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any], end_token_ids: tuple[int, ...]) -> ServerSampling:
-        """By its `/server_info`."""
-        return cls(end_token_ids, facts.get("enable_deterministic_inference") is True, ends_at_min_p(facts))
+    def of(cls, facts: Mapping[str, Any], end_token_ids: Collection[int], vocab_size: int) -> ServerSampling:
+        """By its `/server_info`. End tokens outside the vocabulary are never drawn, and would end it."""
+        ends = tuple(token for token in end_token_ids if 0 <= token < vocab_size)
+        return cls(ends, facts.get("enable_deterministic_inference") is True, ends_at_min_p(facts))
 
     def meant(self, request: GenerateRequest, place: str) -> GenerateRequest:
         """The request as the server must be told it. Raises RequestRefused for one that would end the server."""

@@ -1,9 +1,9 @@
 """Logits that are not drawn from as the model gives them: penalties for what an answer has already, and no early end.
 
-Meaning is SGLang's, and so is the order, under its overlap schedule: frequency, early ends and presence are taken off,
-then repetition divides; the temperature comes afterwards. Log-probs are of what is left, as in SGLang: of the distribution that was drawn from,
-before top-p, top-k and min-p cut it. The answer is what this request brought forth; a request that goes on with the
-tokens of an earlier one has them in its prompt, and prompts are not penalised.
+Meaning and order are SGLang's, under its overlap schedule: frequency, early ends and presence are taken off, then
+repetition divides; the temperature comes afterwards. Log-probs are of what is left, as in SGLang: of the
+distribution that was drawn from, before top-p, top-k and min-p cut it. The answer is what this request brought forth; a
+request that goes on with the tokens of an earlier one has them in its prompt, and prompts are not penalised.
 
 Counts are made anew from the row's tokens in each step: a table of counts would be as large as slots times vocabulary.
 """
