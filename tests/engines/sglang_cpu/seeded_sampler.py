@@ -6,9 +6,11 @@ deterministic matrix products for CPUs. Run by SGLang's interpreter, in the envi
 
 from __future__ import annotations
 
-import torch
-from sglang.srt.layers.sampler import multinomial_with_seed, top_k_top_p_min_p_sampling_from_probs_torch
+import importlib
 
+import torch
+
+sampler = importlib.import_module("sglang.srt.layers.sampler")  # of an environment that the type checker does not see
 VOCAB = 320
 NUM_TOKENS = 6
 NUM_DRAWS = 1000
@@ -19,7 +21,7 @@ def drawn(logprobs: torch.Tensor, seeds: list[int], position: int) -> list[int]:
     """One token for each seed, in one batch."""
     rows = logprobs.expand(len(seeds), -1).contiguous()
     positions = torch.full((len(seeds),), position)
-    return multinomial_with_seed(rows, torch.tensor(seeds), positions).flatten().tolist()
+    return sampler.multinomial_with_seed(rows, torch.tensor(seeds), positions).flatten().tolist()
 
 
 def main() -> None:
@@ -31,7 +33,7 @@ def main() -> None:
     found = torch.tensor(drawn(torch.tensor([[0.5, 0.3, 0.2]]).log(), list(range(NUM_DRAWS)), 0)).bincount() / NUM_DRAWS
     assert (found - torch.tensor([0.5, 0.3, 0.2])).abs().max() < 0.05, found
     try:
-        top_k_top_p_min_p_sampling_from_probs_torch(
+        sampler.top_k_top_p_min_p_sampling_from_probs_torch(
             logprobs.exp(), torch.tensor([VOCAB]), torch.tensor([1.0]), torch.tensor([0.1]), True, torch.tensor([1]),
             torch.tensor([0]),
         )  # fmt: skip
