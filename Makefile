@@ -45,8 +45,9 @@ fuzz: $(STAMP)
 
 # Its own environment: SGLang pins versions of its own. Says so loudly, and ends well, where SGLang cannot be imported.
 sglang-cpu: $(STAMP) $(SGLANG_STAMP)
-	@$(BIN)/python tests/engines/run_sglang.py --python $(SGLANG_VENV)/bin/python
+	@$(BIN)/python tests/engines/run_sglang.py --python $(SGLANG_VENV)/bin/python -- --disable-overlap-schedule
 	@$(BIN)/python tests/engines/run_sglang.py --python $(SGLANG_VENV)/bin/python -- --incremental-streaming-output --skip-tokenizer-init --stream-interval 32
+	@$(BIN)/python tests/engines/run_sglang.py --python $(SGLANG_VENV)/bin/python --only contract_sampling
 	@$(BIN)/python tests/engines/grpo_sglang.py --python $(SGLANG_VENV)/bin/python
 
 $(SGLANG_STAMP): $(SGLANG_PINS)

@@ -194,8 +194,10 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
 def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Path, senders: TrainerSenders) -> Engine:
     """A server of its own, one that runs already, or several of those."""
     from ..actors.engines.engine_pool import EnginePool
-    from ..actors.engines.sglang import SglangEngine, SglangOptions
+    from ..actors.engines.sglang import SglangEngine
     from ..actors.engines.sglang_launched import LaunchedSglang, SglangLaunch
+    from ..actors.engines.sglang_options import SglangOptions
+    from ..actors.models.hf_folder import read_eos_token_ids
 
     engine, urls = config.engine, servers_of(spec, config)
     options = SglangOptions(
@@ -207,6 +209,7 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         start_s=engine.start_s,
         admin_key=_attach_key(config),
         generate_url=engine.router,
+        end_token_ids=read_eos_token_ids(config.model.path),
         needs=sglang_needs(config),
         profile_dir="" if urls else str(run_dir / "profiles"),
         name=spec.name,

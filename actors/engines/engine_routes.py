@@ -251,6 +251,7 @@ class EngineServer:
                 "max_total_num_tokens": info.max_running * info.context_length,
                 "incremental_streaming_output": self._is_incremental,
                 "enable_deterministic_inference": True,
+                "min_p_with_seeds": True,
                 "internal_states": [state],
             }
         )

@@ -19,7 +19,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Collection
 from contextlib import suppress
-from dataclasses import dataclass
 
 import aiohttp
 
@@ -37,47 +36,14 @@ from .open_request import OpenRequests
 from .server_silence import Silence
 from .sglang_http import Look, SglangHttp
 from .sglang_memory import SglangMemory
-from .sglang_needs import NO_NEEDS, SglangNeeds
+from .sglang_options import SglangOptions
 from .sglang_profile import SglangProfiler
+from .sglang_sampling import ServerSampling
 from .sglang_wire import DONE, HeldTokens, Lines, UsageTally, read_chunk, request_body, version_number, whole_number
 from .weight_route import Routes, WeightRoute, close_others, folder_routes
 
 MAX_LINE_BYTES = 256 << 20
 _log = logging.getLogger("myxa.sglang")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SglangOptions:
-    """Settings of the client."""
-
-    vocab_size: int
-    """Of the model folder; SGLang does not tell."""
-    context_length: int = 0
-    """Longest prompt plus answer; 0: what the server says, if it does."""
-    model_context_length: int = 0
-    """What the model allows; meant when neither is told."""
-    max_running: int = 256
-    """Requests worth sending at once, if the server does not say."""
-    pause_mode: PauseMode = "in_place"
-    """How running requests meet a commit."""
-    start_s: float = 600.0
-    """How long `start` waits for a server that is still loading."""
-    call_s: float = 120.0
-    """Deadline of control calls; a weight update reads a whole model."""
-    stall_s: float = 600.0
-    """Longest silence of a stream, pauses included."""
-    health_every_s: float = 5.0
-    """How often `until_lost` looks at the server."""
-    lost_after_s: float = 60.0
-    """Silence of `/health` after which the server counts as lost; while it loads weights it may be silent."""
-    admin_key: str = ""
-    """Bearer of all calls; empty: the server asks for none."""
-    generate_url: str = ""
-    """Where requests are sent, if not to the server itself: a router in front of it."""
-    needs: SglangNeeds = NO_NEEDS
-    profile_dir: str = ""
-    """Where the server, on this file system, writes its profiles; empty: where it does by itself."""
-    name: str = "sglang"
 
 
 class SglangEngine:
@@ -95,6 +61,7 @@ class SglangEngine:
         self._routes = routes(self._http)
         self._memory = SglangMemory(self._http, call_s=options.call_s) if saves_memory else None
         self._profiler = SglangProfiler(self._http, name=options.name, folder=options.profile_dir)
+        self._sampling = ServerSampling()
         self._is_parked = False
         self._looking = asyncio.Lock()
         """Held while the server is asked for its health, which may make it generate."""
@@ -136,6 +103,7 @@ class SglangEngine:
             raise
         facts = await self._http.get("/server_info")
         self._options.needs.check(facts, self._place)
+        self._sampling = ServerSampling.of(facts, self._options.end_token_ids, self._options.vocab_size)
         if self._memory is not None:
             self._memory.check(facts)
         told = whole_number(facts, "context_length", "max_model_len")
@@ -189,6 +157,7 @@ class SglangEngine:
         check_request(
             request, vocab_size=self._options.vocab_size, context_length=self._context_length, place=self._place
         )
+        asked = self._sampling.meant(request, place)
         await self._until_whole(place)
         timeout = stream_timeout(self._options.call_s, self._options.stall_s)
         sent_version, num_commits = self._version, len(self._commits)
@@ -196,7 +165,7 @@ class SglangEngine:
         lines = Lines(MAX_LINE_BYTES, place)
         try:
             with self._open.sent(request.request_id) as mine:
-                body = request_body(request, mine.rid, self._version)
+                body = request_body(asked, mine.rid, self._version)
                 async with self._http.session.post(
                     self._generate_url, data=body, headers=self._http.headers, timeout=timeout
                 ) as answer:

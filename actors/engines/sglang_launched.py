@@ -31,10 +31,11 @@ from ...core.messages import WeightManifest
 from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from ...core.weight_channel import WeightProgress
 from .server_process import ServerCommand, ServerProcess, start_server
-from .sglang import SglangEngine, SglangOptions
+from .sglang import SglangEngine
 from .sglang_args import MODULE, ServerSchema, check_sizes, check_table, command_line
 from .sglang_memory import SAVER_FIELDS, hide_megatron, saver_env
 from .sglang_needs import NO_NEEDS, SglangNeeds
+from .sglang_options import SglangOptions
 from .sglang_schema import read_schema
 from .stopped_process import until_stopped
 from .weight_route import Routes, folder_routes

@@ -196,6 +196,8 @@ class Episode:
                 remedy="restart the engine; its stream broke off",
             )
         whole, self._under_way = joined(self._under_way), []
+        if finish == "length" and self._stopped_at(whole, params):  # SGLang tells the limit first where both are met
+            finish = "stop"
         return whole, finish
 
     def _seed(self, params: SamplingParams) -> int | None:

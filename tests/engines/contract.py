@@ -14,10 +14,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from myxa.actors.engines.sglang_needs import SglangNeeds
 from myxa.core.errors import MyxaError
 from myxa.core.messages import SamplingParams, WeightManifest
 from myxa.core.protocols import Delta, Engine, GenerateRequest
@@ -29,8 +30,15 @@ RUNS_S = 0.15
 """How long a long request is left alone so that some of its tokens exist."""
 
 
+Penalties = Literal["exact", "any order", "late"]
+
+
 class Scoring(Protocol):
     """transformers' full forward of one model folder."""
+
+    def logits(self, prompt: Any, output: Any) -> np.ndarray:
+        """float32 [R, vocabulary]: what each output token was drawn from."""
+        ...
 
     def logprobs(self, prompt: Any, output: Any, temperature: float) -> np.ndarray:
         """float32 [R]: what each output token should have been given."""
@@ -52,16 +60,33 @@ class Subject:
     tells_spans: bool
     """Whether the engine knows which version each token is of; SGLang 0.5.17 does not, and its client stamps tokens
     no newer than they are."""
+    penalties: Penalties = "exact"
+    """"exact", or as SGLang 0.5.17 applies them, which forgets at a retraction what the answer had before: "any order"
+    without its overlap schedule (each process has an order of its own), "late" with it (the last token of the prompt
+    counts, the newest of the answer not yet; where another request joins, one token more is missed and one counts
+    twice)."""
 
 
 Scenario = Callable[[Subject], Awaitable[None]]
 SCENARIOS: dict[str, Scenario] = {}
+NEEDS: dict[str, SglangNeeds] = {}
+"""Of the scenarios that not every server can serve, by the way it was started."""
 
 
 def scenario(run: Scenario) -> Scenario:
     """Make it part of the contract."""
     SCENARIOS[run.__name__] = run
     return run
+
+
+def scenario_with(needs: SglangNeeds) -> Callable[[Scenario], Scenario]:
+    """Make it part of the contract with servers that meet `needs`."""
+
+    def register(run: Scenario) -> Scenario:
+        NEEDS[run.__name__] = needs
+        return scenario(run)
+
+    return register
 
 
 def ask(name: str, prompt: Any = 8, **sampling: Any) -> GenerateRequest:
@@ -88,6 +113,7 @@ class Result:
         self.versions = np.concatenate([d.versions for d in deltas])
         self.finish = deltas[-1].finish
         self.matched = deltas[-1].matched
+        self.matched_text = deltas[-1].matched_text
         assert self.finish is not None
         assert [d.finish for d in deltas[:-1]] == [None] * (len(deltas) - 1)
         assert self.ids.dtype == self.versions.dtype == np.int32

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,17 +26,25 @@ from myxa.core.messages import WeightManifest
 
 RECORDINGS = Path(__file__).parent / "recordings"
 OPTIONS = EmbeddedOptions(max_running=MAX_RUNNING, stream_interval=4, seed=5)
-CLIENT = SglangOptions(vocab_size=VOCAB, start_s=20, call_s=30, stall_s=30)
+END_IDS = (257, 319)
+CLIENT = SglangOptions(vocab_size=VOCAB, start_s=20, call_s=30, stall_s=100, end_token_ids=END_IDS)
+"""`stall_s`: the first repetition penalty of a server's life has it compile something, and everybody waits."""
 EXACT = 1e-5
 """Tolerance of the embedded engine."""
 
 
 def make_versions(root: Path) -> list[Path]:
-    """Three weight versions of one model: 0.46M parameters, 2 layers. The same on every machine."""
+    """Three weight versions of one model: 0.46M parameters, 2 layers. The same on every machine.
+
+    As published models do, they have a second end token, and generation settings that no engine may take by itself."""
     made: list[Path] = []
     for seed in range(3):
         folder = root / f"model{seed}"
         make_tiny_model(folder, "0p5m", seed=seed, vocab_size=VOCAB, context_length=CONTEXT)
+        path = folder / "generation_config.json"
+        settings = json.loads(path.read_text())
+        settings |= {"eos_token_id": list(END_IDS), "repetition_penalty": 1.3, "top_p": 0.5}
+        path.write_text(json.dumps(settings))
         made.append(folder)
     return made
 
@@ -57,9 +66,12 @@ class Score:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.no_grad()
-    def logprobs(self, prompt: np.ndarray, output: np.ndarray, temperature: float) -> np.ndarray:
+    def logits(self, prompt: np.ndarray, output: np.ndarray) -> np.ndarray:
         ids = torch.tensor(np.concatenate([prompt, output]).astype(np.int64))[None]
-        logits = self._model(ids).logits[0, len(prompt) - 1 : -1] / (temperature or 1.0)
+        return self._model(ids).logits[0, len(prompt) - 1 : -1].numpy()
+
+    def logprobs(self, prompt: np.ndarray, output: np.ndarray, temperature: float) -> np.ndarray:
+        logits = torch.tensor(self.logits(prompt, output)) / (temperature or 1.0)
         return logits.log_softmax(-1).gather(1, torch.tensor(output.astype(np.int64))[:, None])[:, 0].numpy()
 
 
@@ -94,6 +106,12 @@ def kinds() -> list[str]:
     ]
 
 
+def about_of(kind: str) -> Mapping[str, Any]:
+    """What a recorded server was, and which scenarios it could not serve; nothing for an engine that runs."""
+    path = RECORDINGS / kind / "about.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"left_out": {}}
+
+
 @asynccontextmanager
 async def running(
     kind: str, scenario: str, versions: Sequence[Path], weights: Path, scores: Scores
@@ -115,12 +133,13 @@ async def running(
         ):
             yield Subject(engine, versions, publish, scores, EXACT, tells_spans=True)
     else:
-        about = json.loads((RECORDINGS / kind / "about.json").read_text())
+        about = about_of(kind)
         assert about["models"] == digest_of(versions), f"{kind} was recorded with other models: record it again"
         recording = read_recording(RECORDINGS / kind / f"{scenario}.jsonl")
         places = Places({"models": versions[0].parent, "weights": weights})
         async with replaying(recording, places) as url, client_of(url) as engine:
-            yield Subject(engine, versions, publish, scores, about["tolerance"], about["tells_spans"])
+            tolerance, tells_spans, penalties = about["tolerance"], about["tells_spans"], about["penalties"]
+            yield Subject(engine, versions, publish, scores, tolerance, tells_spans, penalties)
 
 
 @asynccontextmanager
@@ -136,7 +155,8 @@ async def client_of(url: str) -> AsyncIterator[SglangEngine]:
 def all_scenarios() -> dict[str, object]:
     """Name -> scenario, in the order in which they are written."""
     import contract_requests
+    import contract_sampling
     import contract_weights
 
-    assert contract_requests and contract_weights
+    assert contract_requests and contract_sampling and contract_weights
     return dict(SCENARIOS)

@@ -20,8 +20,8 @@ START_S = 300.0
 END_S = 10.0
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(STANDINS), "OMP_NUM_THREADS": "1"}
 CPU_FLAGS = (
-    "--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule", "--mem-fraction-static",
-    "0.05", "--max-total-tokens", "32768",
+    "--device", "cpu", "--attention-backend", "torch_native", "--mem-fraction-static", "0.05", "--max-total-tokens",
+    "32768",
 )  # fmt: skip
 GPU_FLAGS = ("--attention-backend", "triton", "--mem-fraction-static", "0.1")
 COMMON_FLAGS = (

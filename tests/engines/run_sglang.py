@@ -5,8 +5,9 @@
     python tests/engines/run_sglang.py --python python3 --device cuda --dtype bfloat16 --tolerance 0.05 \\
         --record tests/engines/recordings/sglang-0.5.17-h200 on a GPU host, where sglang can be imported
 
-Flags after `--` go to the server (`-- --incremental-streaming-output`). Needs no pytest. Ends with 0 when every
-scenario holds, and also, with a loud line, when SGLang cannot be imported.
+Flags after `--` go to the server (`-- --incremental-streaming-output`). Scenarios that it cannot serve, started with
+these, are left out, each with the reason for which our client refuses such a server. Needs no pytest. Ends with 0 when
+every other scenario holds, and also, with a loud line, when SGLang cannot be imported.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from contract import SCENARIOS, Subject, collect, endless, fails, started
+from contract import NEEDS, SCENARIOS, Penalties, Subject, ask, collect, endless, fails, started
 from contract_subjects import CLIENT, Scores, all_scenarios, client_of, digest_of, make_versions, publisher
 from real_server import RealServer, environment_of, real_server
 from recording import Places, Writer
@@ -34,7 +35,7 @@ from recording_proxy import Proxy, proxy
 from route_probes import aborted_children, answers, calls
 
 from myxa.actors.engines.sglang import SglangEngine
-from myxa.core.errors import EngineError
+from myxa.core.errors import ConfigError, EngineError, RequestRefused
 
 SCENARIO_S = 120.0
 VERSIONS = (
@@ -42,7 +43,13 @@ VERSIONS = (
     "print(json.dumps({'sglang':sglang.__version__,'torch':torch.__version__,'transformers':transformers.__version__,"
     "'python':platform.python_version()}))"
 )
+SEEDED_SAMPLER = Path(__file__).parent / "sglang_cpu" / "seeded_sampler.py"
 IMPORT = "import sglang.srt.entrypoints.http_server"
+
+
+def words(value: Any) -> Any:
+    """A command line means the same in any order of its flags."""
+    return sorted(value.split()) if isinstance(value, str) else value
 
 
 def say(text: str) -> None:
@@ -66,8 +73,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="of log-probs, against transformers in float32")
-    parser.add_argument("--record", type=Path, help="folder for recordings; what was there is replaced")
-    parser.add_argument("--only", nargs="*", default=[], help="names of scenarios")
+    parser.add_argument("--record", type=Path, help="folder for recordings; what was there is replaced, unless --only")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="names of scenarios, or of their files (contract_sampling)"
+    )
     parser.add_argument("extra", nargs="*", help="flags for the server, after --")
     return parser.parse_args()
 
@@ -79,6 +88,14 @@ def why_not(python: str, device: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as err:
         return str(err)
     return "" if run.returncode == 0 else run.stderr[-1500:]
+
+
+def seeded_sampler(python: str) -> None:
+    """Its sampler's draws by seeds, without a server: none that has them starts on a CPU."""
+    env = dict(environment_of("cpu")) | {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
+    run = subprocess.run([python, str(SEEDED_SAMPLER)], env=env, capture_output=True, text=True, timeout=SCENARIO_S)
+    assert run.returncode == 0, run.stderr[-3000:]
+    say("ok             by seeds, its sampler draws the same again, alone and in a crowd")
 
 
 async def check(options: argparse.Namespace, folder: Path) -> int:
@@ -121,22 +138,66 @@ class Run:
         self._recorder = recorder
         self._scores = Scores()
         self._failed: list[str] = []
+        self._facts: dict[str, Any] = {}
+        """What the server says of itself."""
+        self._penalties: Penalties = "late"
+        self._left_out: dict[str, str] = {}
+        """Scenarios that this server cannot serve -> why."""
 
     async def everything(self) -> list[str]:
         record: Path | None = self._options.record
-        if record is not None:
+        async with aiohttp.ClientSession() as session, session.get(f"{self._server.url}/server_info") as answer:
+            self._facts = await answer.json()
+        if self._facts["disable_overlap_schedule"]:
+            self._penalties = "any order"
+        if record is not None and not self._options.only:
             shutil.rmtree(record, ignore_errors=True)
         for number, name in enumerate(SCENARIOS):
-            if not self._options.only or name in self._options.only:
-                await self._one(name, self._folder / f"weights{number}", record)
+            if self._is_asked(name):
+                if reason := await self._why_not(name):
+                    self._left_out[name] = reason
+                    say(f"left out       {name}: {reason}")
+                else:
+                    await self._one(name, self._folder / f"weights{number}", record)
+        await self._cannot()
+        if record is not None and not self._failed:
+            if not self._options.only and self._facts["skip_tokenizer_init"] is False:
+                await self._probes(record)  # without texts other calls are possible
+            await self._about(record)
         if not self._options.only:
-            if record is not None and not self._failed:
-                if "--skip-tokenizer-init" not in self._options.extra:  # without texts other calls are possible
-                    await self._probes(record)
-                await self._about(record)
+            if self._options.device == "cpu" and not self._facts["skip_tokenizer_init"]:  # once is enough
+                await asyncio.to_thread(seeded_sampler, self._options.python)
             await self._profile()
             await self._death()
         return self._failed
+
+    def _is_asked(self, name: str) -> bool:
+        only = set(self._options.only)
+        return not only or bool({name, SCENARIOS[name].__module__} & only)
+
+    async def _why_not(self, name: str) -> str:
+        """Why our client refuses this server where a scenario is needed; empty when it does not."""
+        engine = SglangEngine(self._server.url, replace(CLIENT, needs=NEEDS.get(name, CLIENT.needs)))
+        try:
+            await engine.start()
+        except ConfigError as err:
+            return err.message.partition(": ")[2]
+        finally:
+            await engine.close()
+        return ""
+
+    async def _cannot(self) -> None:
+        """What happens to those who ask nevertheless for what this server cannot do: what the refusals are there for."""
+        await self._reset()
+        async with client_of(self._server.url) as engine:
+            if self._facts["skip_tokenizer_init"]:
+                for wish in ({"stop": ("x",)}, {"min_new_tokens": 1}):
+                    await fails(collect(engine, ask("t", **wish)), RequestRefused, "skip_tokenizer_init=True")
+                say("ok             without its tokenizer the server refuses stop strings and least lengths")
+            if not self._facts["enable_deterministic_inference"]:
+                alike = [await collect(engine, ask("s", max_new_tokens=32, ignore_eos=True, seed=1)) for _ in range(2)]
+                assert alike[0].ids.tolist() != alike[1].ids.tolist(), "it looks at seeds: say so in docs/engines.md"
+                say("ok             without --enable-deterministic-inference the server does not look at seeds")
 
     async def _one(self, name: str, weights: Path, record: Path | None) -> None:
         await self._reset()
@@ -147,8 +208,9 @@ class Run:
             async with asyncio.timeout(SCENARIO_S), client_of(self._url) as engine:
                 publish = publisher(weights, self._versions)
                 subject = Subject(
-                    engine, self._versions, publish, self._scores, self._options.tolerance, tells_spans=False
-                )
+                    engine, self._versions, publish, self._scores, self._options.tolerance, tells_spans=False,
+                    penalties=self._penalties,
+                )  # fmt: skip
                 await SCENARIOS[name](subject)
         except (Exception, asyncio.CancelledError):  # whatever it is, the next scenario is asked too
             self._failed.append(name)
@@ -200,8 +262,16 @@ class Run:
             "device": self._options.device,
             "tolerance": self._options.tolerance,
             "tells_spans": False,
+            "penalties": self._penalties,
+            "left_out": self._left_out,
             "models": digest_of(self._versions),
         }
+        if self._options.only:  # the other recordings stay, so they must be of the same server
+            before = json.loads((record / "about.json").read_text(encoding="utf-8"))
+            differs = [key for key in set(before) - {"left_out"} if words(before[key]) != words(about[key])]
+            assert not differs, f"{record} was recorded with another {differs}: record everything"
+            about["left_out"] = {n: why for n, why in before.get("left_out", {}).items() if not self._is_asked(n)}
+            about["left_out"] |= self._left_out
         (record / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
     async def _profile(self) -> None:

@@ -235,6 +235,22 @@ async def test_a_stop_string_that_the_engine_runs_past_ends_the_turn_where_it_en
 
 
 @pytest.mark.asyncio
+async def test_an_end_as_the_last_token_allowed_is_an_end() -> None:
+    """SGLang calls it "length", and the turn is whole."""
+    text = "a" * 15
+    for end, sampling in (
+        (mark(END), SamplingParams(max_new_tokens=16)),
+        ("b", SamplingParams(max_new_tokens=16, stop_token_ids=(ord("b") - 32,))),
+        ("b", SamplingParams(max_new_tokens=16, stop=("ab",))),
+    ):
+        ep = episode(Script((text + end, 0, "length")), sampling=sampling)
+        turn = await ep.generate()
+        assert (turn.finish, len(turn.token_ids), ep.sample().finish) == ("stop", 16, "stop")
+    ep = episode(Script((text + mark(END), 0, "length")), sampling=SamplingParams(max_new_tokens=16, ignore_eos=True))
+    assert (await ep.generate()).finish == "length"
+
+
+@pytest.mark.asyncio
 async def test_a_stop_string_may_begin_in_the_tokens_of_an_earlier_attempt() -> None:
     first = episode(Script(("a##", 3, "abort")), sampling=ENDS)
     with pytest.raises(Interrupted) as caught:

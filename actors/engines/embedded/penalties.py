@@ -1,9 +1,9 @@
 """Logits that are not drawn from as the model gives them: penalties for what an answer has already, and no early end.
 
-Meaning and order are SGLang's: frequency, early ends and presence are taken off, then repetition divides; the
-temperature comes afterwards. Log-probs are of what is left, as in SGLang: of the distribution that was drawn from,
-before top-p, top-k and min-p cut it. The answer is what this request brought forth; a request that goes on with the
-tokens of an earlier one has them in its prompt, and prompts are not penalised.
+Meaning and order are SGLang's, under its overlap schedule: frequency, early ends and presence are taken off, then
+repetition divides; the temperature comes afterwards. Log-probs are of what is left, as in SGLang: of the
+distribution that was drawn from, before top-p, top-k and min-p cut it. The answer is what this request brought forth; a
+request that goes on with the tokens of an earlier one has them in its prompt, and prompts are not penalised.
 
 Counts are made anew from the row's tokens in each step: a table of counts would be as large as slots times vocabulary.
 """
@@ -30,7 +30,8 @@ class Penalised:
     sampling: SamplingParams
     answer: I32
     """int32 [tokens so far]."""
-    stop_ids: frozenset[int]
+    end_ids: frozenset[int]
+    """Kept away before the least length."""
 
 
 def is_penalised(sampling: SamplingParams) -> bool:
@@ -55,5 +56,5 @@ def penalise(logits: Tensor, rows: Sequence[Penalised]) -> None:
             seen -= sampling.presence_penalty
             scale = sampling.repetition_penalty
             row[index] = torch.where(seen < 0, seen * scale, seen / scale)
-        if len(one.answer) < sampling.min_new_tokens and one.stop_ids:
-            row[list(one.stop_ids)] = -torch.inf
+        if len(one.answer) < sampling.min_new_tokens and one.end_ids:
+            row[list(one.end_ids)] = -torch.inf

@@ -29,6 +29,9 @@ class Running:
     """The request ends when its context has that many tokens."""
     sampling: SamplingParams
     stop_ids: frozenset[int]
+    """End it; none under `ignore_eos`."""
+    end_ids: frozenset[int]
+    """Kept away before the least length; as in SGLang, under `ignore_eos` too."""
     state: int
     """Random stream, see `sampler.stream_state`."""
     num_prompt: int
@@ -113,13 +116,15 @@ def make_running(
     """The engine's view of a checked request."""
     sampling = request.sampling
     context = request.input_ids.astype(np.int32, copy=True)
+    end_ids = eos_token_ids | frozenset(sampling.stop_token_ids)
     return Running(
         request_id=request.request_id,
         owner=owner,
         context=context,
         limit=len(context) + sampling.max_new_tokens,
         sampling=sampling,
-        stop_ids=frozenset() if sampling.ignore_eos else eos_token_ids | frozenset(sampling.stop_token_ids),
+        stop_ids=frozenset() if sampling.ignore_eos else end_ids,
+        end_ids=end_ids,
         state=state,
         num_prompt=len(context),
         stops=StopStrings(sampling.stop, decode),

@@ -176,7 +176,7 @@ class SlotTable:
     def penalised(self) -> list[Penalised]:
         """The rows whose logits are not drawn from as they are."""
         return [
-            Penalised(row, self.rows[row].sampling, self._answer(row), self.rows[row].stop_ids)
+            Penalised(row, self.rows[row].sampling, self._answer(row), self.rows[row].end_ids)
             for row in np.flatnonzero(self._is_penalised[: len(self.rows)]).tolist()
         ]
 
