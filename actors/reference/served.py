@@ -20,6 +20,7 @@ from .server import NoScore, Refused
 from .wire import Wanted, in_response, wanted_of
 
 REMEDY = "start or mend the servers of algo.ref_urls; reward.max_error_rate says how many failures a run bears"
+REFUSED = "serve a model over the policy's vocabulary, with a context longer than the longest sample by a token"
 SERVED_AT = 1.0
 """Temperature of the log-probs that servers tell of given tokens."""
 
@@ -70,7 +71,7 @@ class ServedReference:
                 raise _failure(f"is not asked any more; it last {guard.last_error}", place) from None
             except Refused as no:
                 guard.refused(f"refused: {no}", is_probe=is_probe)
-                raise _failure(f"refused: {no}", place) from no
+                raise _failure(f"refused: {no}", place, REFUSED) from no
             except NoScore as no:
                 num_failed += 1
                 if guard.failed(f"could not be asked: {no}", group_id, is_probe=is_probe) and num_failed <= MAX_PROBES:
@@ -116,5 +117,5 @@ class ServedReference:
         await self._servers.close()
 
 
-def _failure(words: str, place: str) -> ReferenceFailed:
-    return ReferenceFailed(f"the reference model of algo.ref_urls {words} ({place})", remedy=REMEDY)
+def _failure(words: str, place: str, remedy: str = REMEDY) -> ReferenceFailed:
+    return ReferenceFailed(f"the reference model of algo.ref_urls {words} ({place})", remedy=remedy)

@@ -103,7 +103,9 @@ class ReferenceServer:
         )
 
     async def _ask(self, access: Access, wanted: Wanted, *, with_texts: bool = False) -> tuple[F32, list[str | None]]:
-        raw = await self._post(access, question(wanted, with_texts=with_texts), len(wanted.ids))
+        is_known = self._is_known and int(wanted.ids.max()) <= int(access.probes.wanted.ids.max())
+        body = question(wanted, with_texts=with_texts, is_checked=not is_known)
+        raw = await self._post(access, body, len(wanted.ids))
         try:
             return told_in(raw, wanted)
         except BadAnswer as bad:

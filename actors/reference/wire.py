@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -64,12 +65,16 @@ def in_response(sample: Sample, wanted: Wanted, logprobs: F32) -> F32:
     return np.where(sample.loss_mask != 0, placed, np.float32(0))
 
 
-def question(wanted: Wanted, *, with_texts: bool = False) -> bytes:
-    """The body to send."""
+def question(wanted: Wanted, *, with_texts: bool = False, is_checked: bool = False) -> bytes:
+    """The body to send. `is_checked`: the server is to refuse ids that its model does not have. SGLang does not look at
+    input ids, and an unknown one ends it; at ids that have a bias it looks first, and a bias of 0 changes nothing."""
+    sampling: dict[str, Any] = {"max_new_tokens": 0, "temperature": 1.0}
+    if is_checked:
+        sampling["logit_bias"] = {str(int(wanted.ids.max())): 0.0}
     return msgspec.json.encode(
         {
             "input_ids": wanted.ids.tolist(),
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "sampling_params": sampling,
             "return_logprob": True,
             "logprob_start_len": wanted.start,
             "return_text_in_logprobs": with_texts,

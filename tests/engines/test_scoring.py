@@ -144,4 +144,7 @@ async def test_prompts_of_a_batch_are_scored_and_answered_each_by_itself(folders
         ):
             status, answer = await ask(**body)
             assert (status, words in answer["error"]["message"]) == (400, True)
+        for bias, status in ({"2": 0.0}, 200), ({"2": 0.5}, 400):
+            sampling = {"max_new_tokens": 0, "logit_bias": bias}
+            assert (await ask(input_ids=[1, 2], logprob_start_len=0, sampling_params=sampling))[0] == status
         assert (await served.engine.info()).waiting == 0

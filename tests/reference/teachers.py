@@ -49,6 +49,7 @@ class Teacher:
     asked: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of what was asked, but for the look at its vocabulary."""
     keys: list[str] = field(default_factory=list)
+    biases: list[Any] = field(default_factory=list)
     num_looks: int = 0
     fault: Fault | None = None
     text_of: Callable[[int], str | None] = lambda token: f"<{token}>"
@@ -61,6 +62,7 @@ class Teacher:
         self.num_looks += is_look
         if not is_look:
             self.asked.append(body)
+        self.biases.append(body["sampling_params"].get("logit_bias"))
         self.keys.append(request.headers.get("Authorization", ""))
         ids, start = body["input_ids"], body["logprob_start_len"]
         told = [[right(i), i, self.text_of(i) if is_look else None] for i in ids[start:]]

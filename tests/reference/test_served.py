@@ -159,7 +159,7 @@ async def test_tokens_that_a_teacher_does_not_take_cost_their_group_and_no_pause
     async with teacher(only_once_known(refuses)) as there, reference(there.url, pause_after=2) as asked:
         for _ in range(30):
             with pytest.raises(
-                ReferenceFailed, match=r"refused: .*400: too long \(group 5, sample 0\) -- start or mend"
+                ReferenceFailed, match=r"refused: .*400: too long \(group 5, sample 0\) -- serve a model over"
             ):
                 await asked.judged(PROMPT, made("1111"))
             await asked.judged(PROMPT, made("111"))

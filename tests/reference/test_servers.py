@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 from teachers import Letters, Teacher, made, only_once_known, right, teacher
 
 from myxa.actors.reference import servers as servers_module
@@ -62,10 +63,13 @@ async def test_what_the_policy_drew_is_scored_and_lies_in_its_place(mask: str, i
         (body,) = there.asked
         assert (body["input_ids"], body["logprob_start_len"]) == (ids, start)
         assert body["return_logprob"] is True and body["stream"] is False
-        assert body["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}
+        assert body["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}, "a bias is for ids that are new"
         assert set(there.keys) == {"Bearer sesame"}
         await score(servers, sample)
         assert there.num_looks == 1, "its vocabulary is looked at once"
+        assert there.biases == [{"199": 0.0}, None, None], "SGLang looks at ids that have a bias before its model does"
+        await score(servers, replace(sample, response_ids=sample.response_ids + 300))
+        assert there.biases[3:] == [{str(max(sample.response_ids[sample.loss_mask != 0]) + 300): 0.0}]
 
 
 def test_a_sample_of_which_nothing_was_drawn_is_not_asked_for() -> None:
