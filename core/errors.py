@@ -6,7 +6,8 @@ MyxaError
 │   └── PromptTooLong        it does not fit into the engine's context
 ├── UserCodeError            a user's reward, workflow or filter raised or lied         (exit code 5)
 │   └── RewardError          it was the reward
-│       └── DeadlyReward     it ended the process that ran it
+│       ├── DeadlyReward     it ended the process that ran it
+│       └── ReferenceFailed  no log-probs of a served reference model could be had
 ├── ModelError               a model folder is incomplete or of an unknown kind         (exit code 2)
 │   └── TemplateError        its chat template cannot write what the run needs
 ├── EngineError              a rollout engine answered wrongly or not at all
@@ -101,6 +102,11 @@ class RewardError(UserCodeError):
 
 class DeadlyReward(RewardError):
     """A reward function ended the process that ran it, twice for the same completion."""
+
+
+class ReferenceFailed(RewardError):
+    """No server of the reference model gave the log-probs of a sample: it is judged as little as one whose reward
+    failed."""
 
 
 class EngineError(MyxaError):

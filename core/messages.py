@@ -365,6 +365,7 @@ class GroupDropped(Record, frozen=True):
     reason: Literal[
         "reward-error",
         "reward-crash",
+        "reference-error",
         "workflow-error",
         "prompt-too-long",
         "data-error",

@@ -89,6 +89,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What was said to each model turn in order; the last turns may have none."""
     temperature: float = 1.0
     """Temperature that every token was drawn at: the trainer scores the sample with it. 0: greedy."""
+    reference_logprobs: F32 | None = None
+    """float32 [R]: log-probs (nats) under a reference model that is served elsewhere, at temperature 1; 0 where
+    `loss_mask` is 0. None: nobody was asked."""
     reward: float | None = None
     """What the workflow says that it is worth; None: it says nothing."""
     metadata: dict[str, Any] = {}
@@ -126,10 +129,20 @@ def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
         raise ValueError(f"sample {sample.group_id}/{sample.index}: a behaviour log-prob is NaN or infinite")
     if length and float(sample.logprobs.max()) > 1e-3:
         raise ValueError(f"sample {sample.group_id}/{sample.index}: a behaviour log-prob is above 0")
+    if sample.reference_logprobs is not None:
+        _check_reference(sample, sample.reference_logprobs)
     if vocab_size is not None:
         ids = np.concatenate([sample.prompt_ids, sample.response_ids])
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
             raise ValueError(f"sample {sample.group_id}/{sample.index}: a token id lies outside [0, {vocab_size})")
+
+
+def _check_reference(sample: Sample, logprobs: F32) -> None:
+    name, length = f"sample {sample.group_id}/{sample.index}", sample.response_ids.shape[0]
+    if logprobs.shape != (length,):
+        raise ValueError(f"{name}: reference_logprobs has shape {logprobs.shape}, response has {length} tokens")
+    if length and not (bool(np.isfinite(logprobs).all()) and float(logprobs.max()) <= 1e-3):
+        raise ValueError(f"{name}: a reference log-prob is NaN, infinite or above 0")
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -185,6 +198,8 @@ class TrainSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     in the loss."""
     temperature: float = 1.0
     """Temperature that the tokens were drawn at, above 0: log-probs are those of the distribution at it."""
+    reference_logprobs: F32 | None = None
+    """float32 [R]: log-probs under the reference model, at that temperature, where it is served elsewhere."""
 
 
 class TrainShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

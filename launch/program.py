@@ -35,6 +35,7 @@ from .composition.memory_parts import (
     trainer_tenancy,
 )
 from .composition.recorded import recorded_engine
+from .composition.reference_parts import served_reference
 from .composition.sampling import canary_sampling, eval_sampling, sglang_needs, train_sampling
 from .composition.trainer_backends import make_backend, shard_of_rank
 from .composition.weight_channels import (
@@ -175,6 +176,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         engine=engine,
         tenancy=rollout_tenancy(spec, config, engine),
         evaluation=Evaluation(eval_rewarders(config)),
+        reference=served_reference(config, engine, tokenizer, clock),
         options=RolloutOptions(
             max_groups=config.rollout.max_groups,
             max_turns=config.rollout.max_turns,
@@ -302,6 +304,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         minibatches=config.algo.minibatches,
         sources=tuple(sorted(config.data.sources)),
         functions=BatchFunctions() if gang.rank else BatchFunctions.load(config.algo),
+        takes_reference=bool(config.algo.ref_urls),
     )
     leader = LeaderOptions(
         world_size=gang.world_size,

@@ -24,7 +24,9 @@ _DTYPES = {
     "logprobs": np.float32,
     "loss_mask": np.uint8,
     "versions": np.int32,
+    "reference_logprobs": np.float32,
 }
+_OPTIONAL = frozenset({"reference_logprobs"})
 
 
 def wrong_in_group(group: Group, prompt: Prompt, num_samples: int) -> str | None:
@@ -53,6 +55,8 @@ def wrong_in_samples(samples: Sequence[Sample], group_id: int) -> str | None:
         if sample.group_id != group_id:
             return f"sample {sample.index} belongs to group {sample.group_id}"
         for name, dtype in _DTYPES.items():
+            if name in _OPTIONAL and getattr(sample, name) is None:
+                continue
             array = getattr(sample, name)
             if array.ndim != 1 or array.dtype != dtype:
                 return f"sample {sample.index}: {name} is {array.dtype}{list(array.shape)}, not {np.dtype(dtype)}[n]"

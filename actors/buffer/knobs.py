@@ -50,6 +50,8 @@ class BufferLimits:
     """Whether prompts can be judged by them, so that a window means something."""
     vocab_size: int = MAX_ID + 1
     """Engines refuse requests with token ids from here on."""
+    only_temperature: float | None = None
+    """Of which there are reference log-probs, where servers tell them; None: of all."""
 
 
 class BufferKnobs(KnobOwner):
@@ -74,6 +76,7 @@ class BufferKnobs(KnobOwner):
         self._admission = admission
         self._retune = retune
         self._vocab_size = limits.vocab_size
+        self._only_temperature = limits.only_temperature
         self._sources = settings.first.sources
         self._staged: dict[str, KnobValue] = {}
         knobs = [self._knob(tunable) for tunable in buffer_tunables(filters, limits, self._sources)]
@@ -91,9 +94,15 @@ class BufferKnobs(KnobOwner):
             tunable=tunable,
             read=lambda: getattr(self._settings.values, name),
             use=use,
-            judge=_JUDGES.get(name),
+            judge=self._as_served if name == "temperature" else _JUDGES.get(name),
             first=getattr(self._settings.first, name),
         )
+
+    def _as_served(self, value: KnobValue) -> str:
+        only = self._only_temperature
+        if only is not None and value != only:
+            return f"temperature = {value:g}: the servers of algo.ref_urls tell log-probs at temperature {only:g} only"
+        return _warm_enough(value)
 
     def sheet(self) -> KnobSheet:
         """As any owner's, and what groups from before this process carry."""
@@ -176,7 +185,7 @@ def _top_k_means_something(value: KnobValue) -> str:
     return "" if value else "top_k = 0: must be -1 (no limit) or at least 1"
 
 
-_JUDGES: dict[str, Callable[[KnobValue], str]] = {"temperature": _warm_enough, "top_k": _top_k_means_something}
+_JUDGES: dict[str, Callable[[KnobValue], str]] = {"top_k": _top_k_means_something}
 
 _FROM_NOW_ON = "Groups dispatched from now on; those under way keep theirs, also when another engine continues them."
 

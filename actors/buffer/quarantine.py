@@ -31,7 +31,7 @@ from .suspects import POISON
 _FILE = "quarantine.jsonl"
 AT_ONCE = ("reward-crash", POISON)
 """Of these, one time is enough: it ended a process, and more than once."""
-COUNTED = ("reward-error", "workflow-error", "data-error", *AT_ONCE)
+COUNTED = ("reward-error", "reference-error", "workflow-error", "data-error", *AT_ONCE)
 """Reasons for which a group was dropped that are held against its prompt."""
 MAX_DETAIL = 500
 

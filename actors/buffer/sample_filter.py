@@ -65,8 +65,12 @@ def is_all_masked(group: Group) -> bool:
 
 
 def _masked(sample: Sample) -> Sample:
+    reference = sample.reference_logprobs
     return msgspec.structs.replace(
-        sample, loss_mask=np.zeros_like(sample.loss_mask), logprobs=np.zeros_like(sample.logprobs)
+        sample,
+        loss_mask=np.zeros_like(sample.loss_mask),
+        logprobs=np.zeros_like(sample.logprobs),
+        reference_logprobs=None if reference is None else np.zeros_like(reference),
     )
 
 

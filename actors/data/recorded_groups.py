@@ -139,6 +139,11 @@ def _unfit(sample: Sample, terms: RecordedTerms) -> Iterator[RowError]:
             f"{terms.temperature:g}",
             f"set rollout.temperature = {sample.temperature!r}",
         )
+    if terms.wants_reference and sample.reference_logprobs is None and bool(sample.loss_mask.any()):
+        yield RowError(
+            'it was recorded without reference log-probs, which algo.ref_urls = ["recorded"] wants',
+            "record it in a run with algo.ref_urls, or name servers here too",
+        )
     runs = model_runs(sample)
     # One that ended for lack of room may have had a last turn without a token.
     if len(runs) != sample.num_turns and not (len(runs) + 1 == sample.num_turns and sample.finish == "length"):

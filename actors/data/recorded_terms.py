@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass
 
 from ...core.config import RunConfig
+from ...core.config.learning import RECORDED_REFERENCE
 from ...core.config.settings import WORKFLOW_BUILTINS
 from ...core.errors import ModelError
 from ..models.hf_folder import read_config
@@ -24,6 +25,8 @@ class RecordedTerms:
     """Of one turn; 0: a workflow of the user's says it."""
     context_length: int
     vocab_size: int
+    wants_reference: bool = False
+    """Whether the reference log-probs are those that are recorded."""
 
 
 def terms_of(config: RunConfig) -> RecordedTerms | None:
@@ -41,4 +44,5 @@ def terms_of(config: RunConfig) -> RecordedTerms | None:
         max_new_tokens=config.rollout.max_new_tokens if config.rollout.workflow in WORKFLOW_BUILTINS else 0,
         context_length=context_length or ANY,
         vocab_size=vocab_size,
+        wants_reference=config.algo.ref_urls == RECORDED_REFERENCE,
     )

@@ -146,9 +146,13 @@ class EngineServer:
                 wants_logprobs=call.wants_logprobs,
                 trims_stop=call.trims_stop,
                 is_incremental=is_incremental,
+                text_of=self._text_of if call.wants_texts else None,
             )
             for request in call.requests
         ]
+
+    def _text_of(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id], skip_special=False)
 
     async def _fill(
         self, call: Call, index: int, reply: Reply, on_news: Callable[[], Awaitable[None]] | None = None
@@ -157,6 +161,9 @@ class EngineServer:
         me = (request.request_id, call.rids[index])
         self._live.append(me)
         try:
+            start = call.score_from[index]
+            if start >= 0 and not await self._score(request, start, reply):
+                return
             async with aclosing(self._deltas(request)) as deltas:
                 async for delta in deltas:
                     reply.add(delta)
@@ -164,6 +171,16 @@ class EngineServer:
                         await on_news()
         finally:
             self._live.remove(me)
+
+    async def _score(self, request: GenerateRequest, start: int, reply: Reply) -> bool:
+        """The log-probs of the prompt's tokens after number `start`; False if it was aborted."""
+        ids = request.input_ids
+        found = await self._engine.score(request.request_id, ids, min(start + 1, len(ids)))
+        if found.finish == "abort":
+            reply.add(found)
+            return False
+        reply.scored(ids[start:].tolist(), found.logprobs)
+        return True
 
     async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         """What the engine says; it takes no request for no tokens, which SGLang answers with none."""

@@ -131,6 +131,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the answer is a list."""
     is_stream: bool
     wants_logprobs: bool
+    score_from: tuple[int, ...]
+    """Of each request: the token of its prompt after which all are scored; -1: none is."""
+    wants_texts: bool
+    """Whether each token that has a log-prob is told with its text."""
     skips_special: bool
     trims_stop: bool
     """Whether texts leave out the token that ended them."""
@@ -149,13 +153,16 @@ def parse_generate(raw: bytes, encode: Callable[[str], list[int]]) -> Call:
     sampling = [s or SamplingBody() for s in _as_list(body.sampling_params, len(prompts), "sampling_params")]
     rids = _rids(body.rid, len(prompts))
     wants = [bool(w) for w in _as_list(body.return_logprob, len(prompts), "return_logprob")]
+    starts = _as_list(body.logprob_start_len, len(prompts), "logprob_start_len")
     requests: list[GenerateRequest] = []
     owners: list[str] = []
-    for prompt, one, rid in zip(prompts, sampling, rids, strict=True):
+    score_from: list[int] = []
+    for prompt, one, rid, is_wanted, start in zip(prompts, sampling, rids, wants, starts, strict=True):
         _refuse_unknown_wishes(one, NEUTRAL_SAMPLING, "sampling_params.")
         members = _members(prompt, one, rid)
         requests.extend(members)
         owners.extend([rid] * len(members))
+        score_from.extend([_start(start, len(prompt)) if is_wanted else -1] * len(members))
         if len(requests) > MAX_REQUESTS:
             raise RequestRefused(
                 f"/generate: the call asks for more than {MAX_REQUESTS} sequences", remedy="send several calls"
@@ -166,6 +173,8 @@ def parse_generate(raw: bytes, encode: Callable[[str], list[int]]) -> Call:
         is_list=is_batch or len(requests) > 1,
         is_stream=body.stream,
         wants_logprobs=any(wants),
+        score_from=tuple(score_from),
+        wants_texts=body.return_text_in_logprobs,
         skips_special=sampling[0].skip_special_tokens is not False,
         trims_stop=not sampling[0].no_stop_trim,
     )
@@ -185,6 +194,18 @@ def _prompts(body: GenerateBody, encode: Callable[[str], list[int]]) -> tuple[li
     if flat and nested:
         raise RequestRefused("/generate: input_ids mixes ids and lists", remedy="send one prompt, or a list of prompts")
     return (nested, True) if nested else ([flat], False)
+
+
+def _start(value: int | None, num_tokens: int) -> int:
+    """As SGLang takes it."""
+    if value is None or value == -1:
+        return -1
+    if not 0 <= value <= num_tokens:
+        raise RequestRefused(
+            f"/generate: logprob_start_len is {value}, the prompt has {num_tokens} tokens",
+            remedy="use -1 (none) or the number of a token of the prompt, from 0",
+        )
+    return value
 
 
 def _rids(value: str | list[str] | None, count: int) -> list[str]:
@@ -242,7 +263,14 @@ def _sampling(body: SamplingBody, member: int) -> SamplingParams:
 def _refuse_unknown_wishes(body: msgspec.Struct, neutral: dict[str, object], prefix: str) -> None:
     for name, value in neutral.items():
         wish = getattr(body, name)
+        if name == "logit_bias" and _biases_nothing(wish):
+            continue
         if wish is not None and wish != value and wish not in ([], {}, ""):
             raise RequestRefused(
                 f"/generate: {prefix}{name} is not supported by the embedded engine", remedy="leave it out"
             )
+
+
+def _biases_nothing(wish: Any) -> bool:
+    """Whoever wants ids to be looked at before the model is, asks SGLang for a bias of 0."""
+    return isinstance(wish, dict) and all(bias == 0 for bias in cast("dict[str, object]", wish).values())

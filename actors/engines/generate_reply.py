@@ -25,8 +25,10 @@ class Reply:
         wants_logprobs: bool,
         trims_stop: bool = True,
         is_incremental: bool = False,
+        text_of: Callable[[int], str] | None = None,
     ) -> None:
-        """`is_incremental`: each answer holds the tokens since the last one, else all so far."""
+        """`is_incremental`: each answer holds the tokens since the last one, else all so far. `text_of`: a token's,
+        told with its log-prob."""
         self._rid = rid
         self._num_prompt = len(request.input_ids)
         self._decode = decode
@@ -34,6 +36,9 @@ class Reply:
         self._wants_logprobs = wants_logprobs
         self._trims_stop = trims_stop
         self._is_incremental = is_incremental
+        self._text_of = text_of
+        self._given: list[list[Any]] = []
+        """Log-prob, id and text of tokens of the prompt."""
         self._ids: I32 = np.zeros(0, dtype=np.int32)
         self._logprobs: F32 = np.zeros(0, dtype=np.float32)
         self._versions: I32 = np.zeros(0, dtype=np.int32)
@@ -47,6 +52,14 @@ class Reply:
         self._logprobs = np.concatenate([self._logprobs, delta.logprobs])
         self._versions = np.concatenate([self._versions, delta.versions])
         self._finish, self._matched = delta.finish, delta.matched_text or delta.matched
+
+    def scored(self, ids: Sequence[int], logprobs: F32) -> None:
+        """Tokens of the prompt, and the log-probs of all but the first of them."""
+        self._given = self._told([None, *logprobs.tolist()][: len(ids)], ids)
+
+    def _told(self, logprobs: Sequence[float | None], ids: Sequence[int]) -> list[list[Any]]:
+        text_of = self._text_of
+        return [[logprob, i, text_of and text_of(i)] for logprob, i in zip(logprobs, ids, strict=True)]
 
     @property
     def is_finished(self) -> bool:
@@ -73,10 +86,8 @@ class Reply:
             "dp_rank": None,
         }
         if self._wants_logprobs:
-            meta["input_token_logprobs"] = []
-            meta["output_token_logprobs"] = [
-                [logprob, i, None] for logprob, i in zip(self._logprobs[first:].tolist(), ids, strict=True)
-            ]
+            meta["input_token_logprobs"] = self._given
+            meta["output_token_logprobs"] = self._told(self._logprobs[first:].tolist(), ids)
             meta["output_token_logprobs_length"] = len(self._ids)
         if self._finish is not None:
             meta["e2e_latency"] = now_s - self._started_s

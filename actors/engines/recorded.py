@@ -20,7 +20,7 @@ import numpy as np
 from ...core.errors import EngineError, RequestRefused
 from ...core.messages import WeightManifest
 from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
-from ...core.samples import F32, I32, FinishReason, Sample
+from ...core.samples import F32, I32, FinishReason, Prompt, Sample
 from ..data.recorded_groups import RecordedGroups, model_runs
 from ..data.row_file import RowError
 from ..own_thread import in_own_thread
@@ -140,6 +140,17 @@ class RecordedEngine:
             return _rest(request, samples[request.index], self._options.end_ids)
         except RowError as wrong:
             raise RequestRefused(f"{place}: {wrong.cause}", remedy=wrong.remedy) from wrong
+
+    async def sample(self, prompt: Prompt, index: int) -> Sample | None:
+        """What is recorded of that sample of a prompt, whole; None: nothing."""
+        source = self._sources.get(prompt.source)
+        if source is None or not 0 <= prompt.row < len(source.rows):
+            return None
+        try:
+            samples = await self._samples(prompt.source, prompt.row)
+        except RowError:
+            return None
+        return samples[index] if index < len(samples) else None
 
     async def _samples(self, source: str, row: int) -> tuple[Sample, ...]:
         """Raises RowError if the line is not good any more."""

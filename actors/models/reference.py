@@ -40,9 +40,9 @@ def check_reference(algo: AlgoConfig, model: ModelConfig, *, is_any_shape: bool)
 
 
 def reference_parameters(algo: AlgoConfig, model: ModelConfig) -> int:
-    """How many parameters the reference model of the torch trainer has; 0 without a KL term. A folder that cannot be
+    """How many parameters the reference model of the torch trainer has; 0 where it keeps none. A folder that cannot be
     read counts as one of the model's own size: whoever needs its weights says what is wrong with it."""
-    if not algo.kl_coef:
+    if not algo.keeps_reference:
         return 0
     try:
         return check_reference(algo, model, is_any_shape=True).num_parameters

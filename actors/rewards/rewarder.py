@@ -9,7 +9,7 @@
 | your own `async def` | in the loop | n processes |
 | your own `def` | up to 4 processes; with `isolate = false` in threads | n processes |
 
-Calls that fail in a row are an outage until shown otherwise: they wait at a gate (`gate.py`) and are repeated.
+Calls that fail in a row are an outage until shown otherwise: they wait and are repeated (`guard.py`).
 Knows how a function is run and what counts as a failure. Must not know groups' fates or other actors.
 """
 
@@ -23,7 +23,6 @@ from ...core.completions import Completion
 from ...core.config import RewardSettings
 from ...core.errors import DeadlyReward, MyxaError, UserCodeError
 from ..user_call import TookTooLong, UserRaised, within
-from .breaker import Breaker, BreakerState
 from .call import (
     ALONE,
     REMOTE,
@@ -37,8 +36,8 @@ from .call import (
     load_reward,
     raised,
 )
-from .error_budget import ErrorBudget
-from .gate import GaveUp, RewardGate, Tell
+from .gate import GaveUp, Tell
+from .guard import MAX_PROBES, Guard
 from .length_cost import by_length
 from .pool import RewardPool
 from .protocol import WorkerSpec
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
 MAX_THREADS = 8
 MAX_WORKERS = 4
 """Processes for a function that should have some and was given no number; started as they are needed."""
-MAX_PROBES = 2
-"""Failed probes with the same answers, before it is they that are blamed."""
 REMEDY = "mend the function or the row; reward.max_error_rate says how many failures a run bears"
 
 
@@ -82,18 +79,8 @@ class Rewarder:
                 keys=keys,
             )
         )
-        self._budget = ErrorBudget(settings.max_error_rate)
-        self._gate = RewardGate(
-            Breaker(after=settings.pause_after, cool_down_s=settings.cool_down_s, max_wait_s=settings.max_outage_s)
-        )
-        self.num_errors = 0
-        """Failed calls so far."""
-        self._in_doubt = 0
-        """Failures in a row that are not held against the function yet: it may be an outage."""
-        self._tell: Tell = _tell_nobody
+        self._guard = Guard(settings, f'reward function "{self._reward.name}"')
         self._pool: RewardPool | None = None
-        self._fatal = ""
-        self._last_error = ""
         self._run = self._way_to_run(self._reward)
 
     def _way_to_run(self, reward: RewardFn) -> RunReward:
@@ -122,7 +109,7 @@ class Rewarder:
 
     def listen(self, tell: Tell) -> None:
         """Whom to tell when calls stop and go on."""
-        self._tell = tell
+        self._guard.listen(tell)
 
     async def score(self, completion: Completion) -> RewardOutcome:
         """The reward of one completion, after a while if the function is out of order.
@@ -147,28 +134,25 @@ class Rewarder:
         num_failed, is_probe = 0, False
         while True:
             try:
-                is_probe = await self._gate.enter()
+                is_probe = await self._guard.enter()
                 outcomes = await self._run(answers)
             except GaveUp:
-                raise self._failure(f"is not called any more; it last {self._last_error}", answers) from None
+                raise self._failure(f"is not called any more; it last {self._guard.last_error}", answers) from None
             except BadReward as bad:
                 num_failed += 1
-                if self._failed(bad, answers, is_probe=is_probe) and num_failed <= MAX_PROBES:
+                if self._guard.failed(str(bad), answers[0].group_id, is_probe=is_probe) and num_failed <= MAX_PROBES:
                     is_probe = False
                     continue
                 if self._settings.on_error == "zero" and not self.too_many_errors:
                     return tuple(RewardOutcome(0.0) for _ in answers)
                 raise self._failure(str(bad), answers, is_deadly=bad.is_deadly) from bad
             except MyxaError as error:
-                self._abandon(is_probe)
-                self.num_errors += 1
-                self._budget.note(has_failed=True)
-                self._fatal = str(error)
+                self._guard.ends(str(error), is_probe=is_probe)
                 raise
             except BaseException:
-                self._abandon(is_probe)
+                self._guard.abandon(is_probe=is_probe)
                 raise
-            self._worked(is_probe=is_probe)
+            self._guard.worked(is_probe=is_probe)
             return outcomes
 
     def _failure(self, words: str, answers: Answers, *, is_deadly: bool = False) -> UserCodeError:
@@ -176,78 +160,23 @@ class Rewarder:
         kind = DeadlyReward if is_deadly else UserCodeError
         return kind(f'reward function "{self._reward.name}" {words} ({place})', remedy=REMEDY)
 
-    def _worked(self, *, is_probe: bool) -> None:
-        breaker = self._gate.breaker
-        if is_probe:
-            waited_s = self._gate.open_for_s
-            self._tell(
-                "reward-works-again", f'reward function "{self._reward.name}" works again after {waited_s:.0f} s'
-            )
-        self._gate.worked(is_probe=is_probe)
-        if breaker.state is BreakerState.CLOSED:
-            for _ in range(self._in_doubt):  # it was no outage: they count
-                self._budget.note(has_failed=True)
-            self._in_doubt = 0
-        self._budget.note(has_failed=False)
-
-    def _failed(self, bad: BadReward, answers: Answers, *, is_probe: bool) -> bool:
-        """Book it; True if the call is to be repeated later."""
-        breaker = self._gate.breaker
-        self.num_errors += 1
-        self._last_error = str(bad)
-        is_in_doubt, num_opened = breaker.is_in_doubt, breaker.num_opened
-        is_for_later = self._gate.failed(answers[0].group_id, is_probe=is_probe)
-        if breaker.num_opened > num_opened:
-            self._in_doubt = 0
-            self._tell(
-                "reward-paused",
-                f'reward function "{self._reward.name}" failed for {self._settings.pause_after} groups in a row and is '
-                f"left alone for {self._settings.cool_down_s:g} s; answers wait; last: it {bad}",
-            )
-        elif is_in_doubt:
-            self._in_doubt += 1
-        elif breaker.state is BreakerState.GIVEN_UP and is_probe:
-            self._fatal = (
-                f'reward function "{self._reward.name}" has not worked for {self._gate.open_for_s:.0f} s, more than '
-                f"reward.max_outage_s = {self._settings.max_outage_s:g} allows; last: it {bad}"
-            )
-            self._tell("reward-given-up", self._fatal)
-        elif breaker.state is BreakerState.CLOSED:
-            self._budget.note(has_failed=True)
-        return is_for_later
-
-    def _abandon(self, is_probe: bool) -> None:
-        if is_probe:
-            self._gate.abandoned()
-
     def gauges(self) -> dict[str, float]:
         """What the monitor shows of it."""
-        failed, calls = self._budget.recent
-        is_paused = self._gate.breaker.state is not BreakerState.CLOSED
-        return {
-            "reward/num_errors": float(self.num_errors),
-            "reward/error_rate": failed / max(calls, 1),
-            "reward/is_paused": float(is_paused),
-            "reward/waiting": float(self._gate.num_waiting),
-            "reward/workers": float(len(self.worker_pids)),
-        }
+        return {**self._guard.gauges(), "reward/workers": float(len(self.worker_pids))}
 
     def allow(self, max_error_rate: float) -> None:
         """Another share of failed calls from now on."""
-        self._budget.max_rate = max_error_rate
+        self._guard.allow(max_error_rate)
+
+    @property
+    def num_errors(self) -> int:
+        """Failed calls so far."""
+        return self._guard.num_errors
 
     @property
     def too_many_errors(self) -> str:
         """Empty, or the sentence that ends the run."""
-        if self._fatal:
-            return self._fatal
-        if not self._budget.is_spent:
-            return ""
-        failed, calls = self._budget.recent
-        return (
-            f'reward function "{self._reward.name}" failed in {failed} of the last {calls} calls, more than '
-            f"reward.max_error_rate = {self._budget.max_rate:g} allows; last: {self._last_error}"
-        )
+        return self._guard.too_many_errors
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -297,7 +226,3 @@ def _remote(settings: RewardSettings, keys: Keys) -> RemoteReward | None:
 
     takes_group = settings.scope == "group"
     return RemoteReward(remote_options(settings.args, keys.args), timeout_s=settings.timeout_s, takes_group=takes_group)
-
-
-def _tell_nobody(kind: str, text: str) -> None:
-    """Until somebody listens."""

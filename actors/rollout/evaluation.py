@@ -11,7 +11,8 @@ from ...algos.pass_rate import pass_rates
 from ...core.errors import EngineError
 from ...core.messages import Assignment, EvalRequest, EvalResult
 from ...core.samples import Group
-from .group_runner import GroupRunner, PooledScorer
+from .group_runner import GroupRunner
+from .judging import PooledScorer
 
 
 class Evaluation:

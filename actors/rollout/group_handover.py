@@ -19,7 +19,8 @@ from ...core.samples import Group, Prompt, Sample
 from ..contracts.roles import BufferContract
 from ..rewards.error_budget import GroupBudget
 from .gauges import GroupCounts
-from .group_runner import Partial, PooledScorer, drop_reason
+from .group_runner import Partial, drop_reason
+from .judging import PooledScorer
 
 R = TypeVar("R")
 

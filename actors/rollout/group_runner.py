@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
 
 from ...core.chaos import reached
@@ -23,6 +24,7 @@ from ...core.errors import (
     EngineError,
     MyxaError,
     PromptTooLong,
+    ReferenceFailed,
     RequestRefused,
     RewardError,
     TemplateError,
@@ -39,62 +41,14 @@ from ..workflows.episode import Episode, Interrupted, ModelAccess
 from ..workflows.turn_renderer import TurnRenderer
 from .group_so_far import GroupSoFar
 from .group_stretches import Stretches
+from .judging import Outcome, Reference, Scorer
 from .sample_checks import checked_sample
 
 T = TypeVar("T")
 
 
-class Outcome(Protocol):
-    """A reward and its named parts."""
-
-    @property
-    def value(self) -> float: ...
-    @property
-    def parts(self) -> dict[str, float]: ...
-
-
 Member = tuple[Sample, Outcome | None] | Interrupted
 """What becomes of one member of a group. No outcome: it is judged together with the others."""
-
-
-class Scorer(Protocol):
-    """Scores completions; raises UserCodeError naming function, sample and cause."""
-
-    @property
-    def judges_groups(self) -> bool:
-        """Whether it is given all answers of a group at once."""
-        ...
-
-    async def score(self, completion: Completion) -> Outcome:
-        """The reward of one completion."""
-        ...
-
-    async def score_group(self, completions: Sequence[Completion]) -> Sequence[Outcome]:
-        """The rewards of all answers of a group."""
-        ...
-
-
-class PooledScorer(Scorer, Protocol):
-    """A scorer with worker processes and an error budget."""
-
-    @property
-    def too_many_errors(self) -> str:
-        """Empty, or the sentence that ends the run."""
-        ...
-
-    def allow(self, max_error_rate: float) -> None:
-        """Another share of failed calls from now on."""
-        ...
-
-    def listen(self, tell: Callable[[str, str], None]) -> None:
-        """Whom to tell (kind, text) when calls stop and go on."""
-        ...
-
-    def gauges(self) -> dict[str, float]:
-        """What the monitor shows of it."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 class NoEngine:
@@ -182,6 +136,8 @@ class GroupRunner:
         self._on_load = on_load
         self._on_hop = on_hop
         self._vocab_size = vocab_size
+        self.reference: Reference | None = None
+        """Who is asked for log-probs of every sample that is finished; None: nobody."""
         self.timeout_s = 600.0
         """How long a workflow may take for one sample that it begins from now on."""
         self._load = Load()
@@ -190,9 +146,9 @@ class GroupRunner:
         self.stats = RunnerStats()
 
     def judged_by(self, scorer: Scorer) -> GroupRunner:
-        """This one, load and sums included, with other rewards: for an evaluation."""
+        """This one, load and sums included, with other rewards and no reference: for an evaluation."""
         other = copy(self)
-        other._scorer = scorer
+        other._scorer, other.reference = scorer, None
         return other
 
     @property
@@ -260,12 +216,29 @@ class GroupRunner:
         self.stats.num_tokens += int(sample.loss_mask.sum())
         self.stats.num_samples += 1
         self.stats.num_truncated += sample.finish == "length"
+        prompt = task.assignment.prompt
+        if self.reference is not None:
+            with task.stretches.of("reward"):
+                sample = await self._referenced(self.reference, task, sample)
         if self._scorer.judges_groups:
             return sample, None
         with task.stretches.of("reward"):
             reached("rollout.reward")
-            scoring = self._scorer.score(_completion(task.assignment.prompt, sample))
-            return sample, await self._rewarded(scoring)
+            return sample, await self._rewarded(self._scorer.score(_completion(prompt, sample)))
+
+    async def _referenced(self, reference: Reference, task: _Task, sample: Sample) -> Sample:
+        """With the log-probs of the reference model: those of an earlier attempt, if it was as far with this sample."""
+        known = task.recorded
+        if known is None or known.reference_logprobs is None or not _is_same(known, sample):
+            self._note(rewarding=1)
+            try:
+                sample = await reference.judged(task.assignment.prompt, sample)
+            finally:
+                self._note(rewarding=-1)
+        else:
+            sample = msgspec.structs.replace(sample, reference_logprobs=known.reference_logprobs)
+        task.made.finished(sample)
+        return sample
 
     async def _outcomes(
         self, prompt: Prompt, finished: Sequence[tuple[Sample, Outcome | None]], stretches: Stretches
@@ -341,6 +314,13 @@ class GroupRunner:
         self._on_load(self._load)
 
 
+def _is_same(one: Sample, other: Sample) -> bool:
+    """Whether they are of the same tokens, by the same policy at the same temperature."""
+    return one.temperature == other.temperature and all(
+        np.array_equal(getattr(one, name), getattr(other, name)) for name in ("prompt_ids", "response_ids", "loss_mask")
+    )
+
+
 def _completion(prompt: Prompt, sample: Sample) -> Completion:
     return Completion(
         group_id=prompt.group_id,
@@ -373,11 +353,19 @@ async def _all_or_first_error(members: Sequence[Coroutine[Any, Any, T]]) -> list
 
 
 DropReason = Literal[
-    "reward-error", "reward-crash", "workflow-error", "prompt-too-long", "data-error", "template-error", "engine-error"
+    "reward-error",
+    "reward-crash",
+    "reference-error",
+    "workflow-error",
+    "prompt-too-long",
+    "data-error",
+    "template-error",
+    "engine-error",
 ]
 
 _REASONS: tuple[tuple[type[MyxaError], DropReason], ...] = (
     (DeadlyReward, "reward-crash"),
+    (ReferenceFailed, "reference-error"),
     (RewardError, "reward-error"),
     (PromptTooLong, "prompt-too-long"),
     (DataError, "data-error"),

@@ -51,7 +51,8 @@ from .evaluation import Evaluation
 from .gauges import gauge_forever
 from .group_handover import GroupHandover
 from .group_pull import GroupPull
-from .group_runner import GroupRunner, NoEngine, PooledScorer
+from .group_runner import GroupRunner, NoEngine
+from .judging import PooledScorer, Reference, ScorerAndReference
 from .knobs import RolloutLive, crowding, rollout_knobs
 from .reporting_in import ReportingIn
 from .stream_checks import StreamChecks
@@ -98,11 +99,13 @@ class Rollout(OwnsKnobs, ReachedByChannels):
         clock: Clock,
         tenancy: Tenancy | None = None,
         evaluation: Evaluation | None = None,
+        reference: Reference | None = None,
     ) -> None:
         """`tenancy`: where the engine shares its device with a trainer in turns."""
         self._engine = engine
         self._workflow = workflow
-        self._scorer = scorer
+        self._scorer = scorer if reference is None else ScorerAndReference(scorer, reference)
+        self._reference = reference
         self._tokenizer = tokenizer
         self._options, self._run_dir = options, options.run_dir
         self._clock = clock
@@ -220,6 +223,7 @@ class Rollout(OwnsKnobs, ReachedByChannels):
             on_hop=self._tell_hop,
             vocab_size=vocab_size,
         )
+        runner.reference = self._reference
         self._apply()
         if self._engine is None:
             self._version = ALWAYS_NEWEST

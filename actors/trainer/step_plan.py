@@ -9,6 +9,7 @@ import numpy as np
 
 from ...algos.baselines import group_advantages
 from ...algos.packing import plan_shards
+from ...core.errors import DataError
 from ...core.samples import F32, Group, TrainSample, TrainShard
 from .batch_functions import BatchFunctions
 from .response_metrics import response_metrics
@@ -34,6 +35,8 @@ class PlanOptions:
     """Names of the sources of prompts, where there are several."""
     functions: BatchFunctions = field(default_factory=BatchFunctions)
     """The user's own, for rewards and advantages."""
+    takes_reference: bool = False
+    """Whether the reference log-probs are those that samples bring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,13 @@ def plan_step(step: int, groups: Sequence[Group], options: PlanOptions) -> tuple
     """One shard per rank, covering every sample exactly once.
 
     Advantages are normalised inside each group by its id, so groups of unequal size are safe; or they are the user's.
-    Raises ValueError for an empty batch, UserCodeError for a function of the user's that fails.
+    Raises ValueError for an empty batch, UserCodeError for a function of the user's that fails, DataError for a sample
+    without the reference log-probs that it should bring.
     """
     if not groups:
         raise ValueError(f"step {step}: no groups to train on")
+    if options.takes_reference:
+        _check_reference(step, groups)
     flat = [(g, i) for g in groups for i in range(len(g.samples))]
     rewards = np.asarray([float(g.rewards[i]) for g, i in flat], dtype=np.float32)
     group_ids = np.asarray([g.group_id for g, _ in flat], dtype=np.int64)
@@ -66,7 +72,10 @@ def plan_step(step: int, groups: Sequence[Group], options: PlanOptions) -> tuple
     if advantages is None:
         own = group_advantages(options.kind, rewards, group_ids, normalise_std=options.normalise_std)
         advantages = [float(advantage) for advantage in own]
-    samples = [_train_sample(g, i, advantage) for (g, i), advantage in zip(flat, advantages, strict=True)]
+    samples = [
+        _train_sample(g, i, advantage, takes_reference=options.takes_reference)
+        for (g, i), advantage in zip(flat, advantages, strict=True)
+    ]
     plan = plan_shards(
         [len(s.token_ids) for s in samples],
         options.num_ranks,
@@ -91,7 +100,18 @@ def shown_groups(groups: Sequence[Group]) -> tuple[int, ...]:
     return tuple(g.group_id for g, end in zip(telling[:SHOWN_GROUPS], lengths, strict=False) if end <= SHOWN_TOKENS)
 
 
-def _train_sample(group: Group, i: int, advantage: float | F32) -> TrainSample:
+def _check_reference(step: int, groups: Sequence[Group]) -> None:
+    for group in groups:
+        for sample in group.samples:
+            if sample.reference_logprobs is None and sample.loss_mask.any():
+                raise DataError(
+                    f"step {step}: sample {group.group_id}/{sample.index} has no reference log-probs: it was finished "
+                    "when algo.ref_urls was not set",
+                    remedy="go on as the run was begun, or begin a new one: model.path = an export of this one",
+                )
+
+
+def _train_sample(group: Group, i: int, advantage: float | F32, *, takes_reference: bool) -> TrainSample:
     """`advantage`: of the sample, or of each of its tokens."""
     sample = group.samples[i]
     tokens: F32 | None = None
@@ -110,6 +130,7 @@ def _train_sample(group: Group, i: int, advantage: float | F32) -> TrainSample:
         advantage=advantage,
         token_advantages=tokens,
         temperature=sample.temperature or 1.0,  # engines tell log-probs of greedy tokens at temperature 1
+        reference_logprobs=sample.reference_logprobs if takes_reference else None,
     )
 
 

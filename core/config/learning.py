@@ -20,7 +20,7 @@ from .section import (
     TextTuple,
     UnitFloat,
 )
-from .settings import FILTER_BUILTINS, SAMPLE_FILTER_BUILTINS, check_code_name
+from .settings import FILTER_BUILTINS, SAMPLE_FILTER_BUILTINS, check_code_name, check_urls
 from .tables import Table
 
 AlgoKind = Literal["grpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sft"]
@@ -30,6 +30,8 @@ COMPARING_KINDS: tuple[AlgoKind, ...] = ("grpo", "dr_grpo", "gspo", "cispo", "rl
 """Algorithms that compare the samples of a group: it needs two at least."""
 LOSS_OF_KIND: Mapping[AlgoKind, str] = {"gspo": "gspo", "cispo": "cispo", "sft": "sft"}
 """The loss that loss = "auto" stands for; ppo for all others."""
+RECORDED_REFERENCE = ("recorded",)
+"""Stands in `algo.ref_urls` for what was recorded with the answers."""
 AT_START = ("decoupled", "tis", "icepop", "mis")
 """Corrections whose ratio is taken against the weights at the step's start."""
 
@@ -87,6 +89,16 @@ class AlgoConfig(Section, frozen=True):
     ref_path: PathText = ""
     """HuggingFace folder of the reference model: of the same vocabulary for the torch trainer, of the same shape as the
     trained one for Megatron's; empty = the initial model, `model.path`."""
+    ref_urls: TextTuple = ()
+    """Addresses of SGLang servers that serve the reference model instead, over the same vocabulary: they are asked by
+    the rollout actors once a sample is finished, and the trainer keeps no such model. `["recorded"]` = log-probs as
+    they are recorded with the answers (`roles.rollout.kind = "recorded"`). Needs `rollout.temperature = 1`."""
+    ref_key_env: str = ""
+    """Environment variable of the rollout actors that holds the key of these servers (their `--api-key`); empty = they
+    ask for none."""
+    ref_timeout_s: PositiveFloat = 60.0
+    """Seconds one of these servers may take for one sample; then another one is asked, or the same again, as
+    docs/algorithms.md tells."""
     kl_in: Literal["loss", "reward", "advantage"] = "loss"
     """Where the KL term goes; reward is defined for ppo, reinforce_pp and reinforce_pp_baseline only. advantage takes
     it from each token's advantage: distillation on the policy's own samples, if the reference is a teacher."""
@@ -132,6 +144,11 @@ class AlgoConfig(Section, frozen=True):
             raise ValueError("must be 0 (off) or greater than 1")
         return value
 
+    @field_validator("ref_urls")
+    @classmethod
+    def _servers_are_named_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return value if value == RECORDED_REFERENCE else check_urls(value)
+
     @field_validator("group_filter")
     @classmethod
     def _filter_is_named(cls, value: str) -> str:
@@ -146,6 +163,11 @@ class AlgoConfig(Section, frozen=True):
     @classmethod
     def _sample_filter_is_named(cls, value: str) -> str:
         return check_code_name(value, SAMPLE_FILTER_BUILTINS)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the trainer holds a reference model."""
+        return self.kl_coef > 0 and not self.ref_urls
 
     @property
     def needs_groups(self) -> bool:
@@ -171,9 +193,17 @@ class AlgoConfig(Section, frozen=True):
         if self.dual_clip and loss not in ("ppo", "gspo"):
             yield Conflict(("dual_clip", "kind", "loss"), f'is not defined for the loss "{loss}"; use 0')
         yield from self._correction_conflicts(loss)
+        yield from self._reference_conflicts()
         yield from self._function_conflicts()
         if self.loss != "auto" and (self.loss == "sft") != (self.kind == "sft"):
             yield Conflict(("loss", "kind"), f'does not go with kind = "{self.kind}"; use "auto"')
+
+    def _reference_conflicts(self) -> Iterator[Conflict]:
+        """Two reference models, and a key for none."""
+        if self.ref_path and self.ref_urls:
+            yield Conflict(("ref_urls", "ref_path"), "does not go with ref_path: name a folder or servers, not both")
+        if self.ref_key_env and (not self.ref_urls or self.ref_urls == RECORDED_REFERENCE):
+            yield Conflict(("ref_key_env", "ref_urls"), "needs ref_urls, the servers that ask for the key")
 
     def _function_conflicts(self) -> Iterator[Conflict]:
         """Functions of the user's in places that the algorithm does not have."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .conflict import Conflict
 from .critic import CriticConfig
+from .learning import RECORDED_REFERENCE
 from .settings import WORKFLOW_BUILTINS
 
 if TYPE_CHECKING:
@@ -66,6 +67,23 @@ def _reference_conflicts(config: RunConfig) -> Iterator[Conflict]:
     if config.algo.ref_path and not config.algo.kl_coef:
         yield Conflict(
             ("algo.ref_path", "algo.kl_coef"), "needs algo.kl_coef above 0: without it no reference model is kept"
+        )
+    if not config.algo.ref_urls:
+        return
+    if not config.algo.kl_coef:
+        yield Conflict(
+            ("algo.ref_urls", "algo.kl_coef"), "needs algo.kl_coef above 0: without it nobody looks at the reference"
+        )
+    if config.algo.kind != "sft" and config.rollout.temperature != 1:
+        yield Conflict(
+            ("rollout.temperature", "algo.ref_urls"),
+            "must be 1: the trainer scores samples at the temperature that they were drawn at, and servers tell "
+            "log-probs of given tokens at temperature 1 only; or use algo.ref_path",
+        )
+    if config.algo.ref_urls == RECORDED_REFERENCE and config.roles.rollout.kind != "recorded":
+        yield Conflict(
+            ("algo.ref_urls", "roles.rollout.kind"),
+            'needs roles.rollout.kind = "recorded": log-probs are recorded of those answers only',
         )
 
 

@@ -175,6 +175,16 @@ class RolloutSettings(Section, frozen=True):
 HTTP_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 
 
+def check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
+    """Addresses of different servers; raises ValueError otherwise."""
+    for url in urls:
+        if not HTTP_URL.fullmatch(url):
+            raise ValueError(f'"{url}" must look like http://host:port')
+    if len({url.rstrip("/") for url in urls}) != len(urls):
+        raise ValueError("names a server twice")
+    return urls
+
+
 class EngineSettings(Section, frozen=True):
     """The rollout engine."""
 
@@ -203,12 +213,7 @@ class EngineSettings(Section, frozen=True):
     @field_validator("attach")
     @classmethod
     def _servers_are_named_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for url in value:
-            if not HTTP_URL.fullmatch(url):
-                raise ValueError(f'"{url}" must look like http://host:port')
-        if len({url.rstrip("/") for url in value}) != len(value):
-            raise ValueError("names a server twice")
-        return value
+        return check_urls(value)
 
     @field_validator("router")
     @classmethod

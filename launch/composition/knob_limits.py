@@ -27,6 +27,7 @@ def buffer_limits(config: RunConfig) -> BufferLimits:
         max_deaths=max_deaths,
         difficulty=Window(low=data.difficulty_low, high=data.difficulty_high, skips=data.difficulty_skips),
         vocab_size=_vocab_size(config.model.path),
+        only_temperature=1.0 if config.algo.ref_urls else None,
     )
 
 

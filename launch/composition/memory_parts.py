@@ -169,7 +169,7 @@ def trainer_plan(spec: ActorSpec, config: RunConfig) -> Planned:
 
         world_size = config.roles.trainer.count * len(shared_nodes(config))
         return planned_by_megatron(
-            model.num_parameters, config.megatron, config.trainer, world_size, has_reference=config.algo.kl_coef > 0
+            model.num_parameters, config.megatron, config.trainer, world_size, has_reference=config.algo.keeps_reference
         )
     from ...actors.backends.torch_backend.residence import planned
     from ...actors.models.reference import reference_parameters

@@ -148,7 +148,7 @@ def _megatron_states(config: RunConfig, model: ModelConfig, world_size: int, sta
         Part("gradients", 4 * held.num_parameters, f"float32 4 B x {num}"),
         Part("optimizer", optimizer, f"{words} {state} B x {num}{shared}"),
     ]
-    if config.algo.kl_coef > 0:
+    if config.algo.keeps_reference:
         parts.append(Part("reference model", item * held.num_parameters, f"{item} B x {num}"))
     return parts
 

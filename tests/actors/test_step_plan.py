@@ -12,6 +12,7 @@ from myxa.actors.trainer import step_plan
 from myxa.actors.trainer.part_metrics import MAX_PARTS, PartMetrics
 from myxa.actors.trainer.response_metrics import repetition
 from myxa.actors.trainer.step_plan import Batch, PlanOptions, batch_metrics, plan_step
+from myxa.core.errors import DataError
 from myxa.core.samples import NO_VERSION, Group, Message, Prompt, Sample
 
 
@@ -90,6 +91,23 @@ def test_uneven_groups_are_normalised_by_their_own_members() -> None:
         advantages = [s.advantage for s in samples if s.group_id == group_id]
         assert sum(advantages) == pytest.approx(0.0, abs=1e-5)
     assert max(s.advantage for s in samples if s.group_id == 1) > max(s.advantage for s in samples if s.group_id == 0)
+
+
+def test_reference_log_probs_of_samples_are_taken_where_the_run_wants_them_and_missed_by_name() -> None:
+    told = group(0, [0.0, 1.0])
+    samples = [msgspec.structs.replace(s, reference_logprobs=s.logprobs - np.float32(1)) for s in told.samples]
+    told = msgspec.structs.replace(told, samples=tuple(samples))
+    takes = replace(options(), takes_reference=True)
+    found = [s for shard in plan_step(3, [told, group(1, [0.0, 1.0], masked=True)], takes) for s in shard.samples]
+    means = {s.group_id: s.reference_logprobs for s in found}
+    assert means[0] is not None and set(means[0].tolist()) == {-2.0}
+    assert means[1] is None, "nothing is learnt from it"
+    ignores = [s for shard in plan_step(3, [told], options()) for s in shard.samples]
+    assert all(s.reference_logprobs is None for s in ignores), "the trainer has a model of its own"
+    with pytest.raises(
+        DataError, match=r"step 3: sample 7/0 has no reference log-probs.* -- go on as the run was begun"
+    ):
+        plan_step(3, [told, group(7, [0.0, 1.0])], takes)
 
 
 def test_empty_batch_is_refused() -> None:

@@ -46,7 +46,7 @@ def make_groups(
 
     Groups are drawn at `temperatures` in turn.
     """
-    rng = np.random.default_rng(seed)
+    rng, judge = np.random.default_rng(seed), np.random.default_rng(seed + 1)
     groups: list[Group] = []
     for group_id in range(num_groups):
         prompt_ids = rng.integers(0, VOCAB, int(rng.integers(3, 12))).astype(np.int32)
@@ -70,6 +70,7 @@ def make_groups(
                     versions=np.where(mask == 1, 0, -1).astype(np.int32),
                     finish="stop",
                     temperature=temperatures[group_id % len(temperatures)],
+                    reference_logprobs=((-judge.random(length) * 3 - 3.5) * mask).astype(np.float32),
                 )
             )
         rewards = rng.normal(size=num_samples) if group_id != 2 else np.ones(num_samples)
@@ -79,11 +80,23 @@ def make_groups(
 
 
 def make_shards(
-    seed: int, num_ranks: int = 1, *, kind: str = "grpo", max_tokens: int = 120, minibatches: int = 1, **groups: Any
+    seed: int,
+    num_ranks: int = 1,
+    *,
+    kind: str = "grpo",
+    max_tokens: int = 120,
+    minibatches: int = 1,
+    is_served: bool = False,
+    **groups: Any,
 ) -> tuple[TrainShard, ...]:
-    """One shard per rank, planned as the leader does."""
+    """One shard per rank, planned as the leader does. `is_served`: the reference log-probs come with the samples."""
     options = PlanOptions(
-        kind=kind, normalise_std=True, num_ranks=num_ranks, max_tokens=max_tokens, minibatches=minibatches
+        kind=kind,
+        normalise_std=True,
+        num_ranks=num_ranks,
+        max_tokens=max_tokens,
+        minibatches=minibatches,
+        takes_reference=is_served,
     )
     return plan_step(seed, make_groups(seed, **groups), options)
 

@@ -75,6 +75,7 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
                 kind=algo["kind"],
                 minibatches=algo["minibatches"],
                 temperatures=case.get("temperatures") or spec.get("temperatures", {}).get(algo["kind"], (1.0,)),
+                is_served="ref_urls" in algo,
             )[place.dp_rank]
             for seed in case.get("seeds", (11, 12, 13))
         ]

@@ -44,6 +44,7 @@ MASKED = {
     "reject_low": 0.3, "reject_high": 2.0, "veto": 0.15, "opsm_delta": 1e-4,
 }  # fmt: skip
 DISTILLED = {**GRPO, "kl_in": "advantage", "kl_kind": "k1"}
+SERVED = {**DISTILLED, "ref_urls": ["http://teacher:30000"]}
 OWN = {**GRPO, "loss_fn": f"{Path(__file__).with_name('own_losses.py')}:clipped"}
 MANY = {"kind": "grpo", "batch_size": 6, "minibatches": 3}
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}
@@ -78,6 +79,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "tp2", "megatron": {"tp": 2}},
         {"name": "tp2-sp", "megatron": {"tp": 2, "sequence_parallel": True, "recompute": "full"}},
         {"name": "pp2", "megatron": {"pp": 2}, "algo": WHITENED},
+        {"name": "pp2-served", "megatron": {"pp": 2}, "algo": SERVED},
         {"name": "pp2-vpp2", "megatron": {"pp": 2, "vpp": 2}, "has_reference": True},
         {"name": "cp2", "megatron": {"cp": 2}, "algo": PLAIN},
         {"name": "ep2", "megatron": {"ep": 2}, "is_moe": True, "algo": PLAIN, "save": True, "saves_later": True},
@@ -190,6 +192,7 @@ def judge(dense: Path) -> Callable[[dict[str, Any]], dict[str, Any]]:
                 "kind": kind,
                 "minibatches": algo["minibatches"],
                 "temperatures": temperatures,
+                "is_served": "ref_urls" in algo,
             }
             shards = [gang_rank.make_shards(s, 1, **drawn)[0] for s in SEEDS]
             known[place] = {

@@ -119,6 +119,44 @@ def test_the_reference_may_be_another_model_over_the_same_vocabulary(
         backends(algo={"kl_coef": 0.1, "ref_path": str(tmp_path / "nowhere")})
 
 
+@pytest.mark.parametrize(
+    "kl",
+    [
+        {"kl_in": "advantage", "kl_kind": "k1", "minibatches": 2},
+        {"kl_in": "loss", "kl_unbiased": True},
+        {"kl_in": "reward", "kind": "reinforce_pp"},
+    ],
+    ids=["advantage", "loss", "reward"],
+)
+def test_a_step_with_served_log_probs_is_that_with_the_reference_model(
+    kl: dict[str, Any], backends: Backends, make_shards: Shards, tmp_path: Path
+) -> None:
+    make_tiny_model(tmp_path / "teacher", "1m", seed=4, vocab_size=262)
+    algo = {"kl_coef": 0.5, "batch_size": 6, **kl}
+    (shard,) = make_shards(32, kind=algo.get("kind", "grpo"), minibatches=algo.get("minibatches", 1))
+    keeps = backends(algo={**algo, "ref_path": str(tmp_path / "teacher")}, optimizer=PLAIN)
+    asks = backends(algo={**algo, "ref_urls": ["http://teacher:30000"]}, optimizer=PLAIN)
+    told = backends(folder=tmp_path / "teacher").score(shard.samples)
+    served = tuple(msgspec.structs.replace(s, reference_logprobs=t) for s, t in zip(shard.samples, told, strict=True))
+    right = keeps.train(shard, {}).metrics
+    found = asks.train(msgspec.structs.replace(shard, samples=served), {}).metrics
+    assert right["train/kl"] != 0.0
+    assert found["train/kl"] == pytest.approx(right["train/kl"], rel=1e-4)
+    assert found["train/grad_norm"] == pytest.approx(right["train/grad_norm"], rel=1e-4)
+    for one, other in zip(asks.export_weights(), keeps.export_weights(), strict=True):
+        np.testing.assert_allclose(
+            np.frombuffer(bytes(one.data), np.float32),
+            np.frombuffer(bytes(other.data), np.float32),
+            atol=2e-6,
+            err_msg=one.spec.name,
+        )
+    with pytest.raises(TrainError, match=r"sample \d+/\d+: there is a KL term, no reference model, and no reference"):
+        asks.train(shard, {})
+    assert asks.train(shard, {"kl_coef": 0.0}).metrics["train/num_updates"] == 2 * algo.get("minibatches", 1)
+    with pytest.raises(TrainError, match=r"reference_logprobs \[0\]"):
+        asks.train(change(shard, 0, reference_logprobs=np.zeros(0, np.float32)), {})
+
+
 def test_distillation_is_training_on_the_gap_to_the_teacher_token_by_token(
     backends: Backends, make_shards: Shards, tmp_path: Path
 ) -> None:

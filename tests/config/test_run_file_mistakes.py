@@ -106,6 +106,34 @@ MISTAKES: list[tuple[str, str]] = [
         'run.toml:6: engine.attach = ["host:1"]: "host:1" must look like http://host:port',
     ),
     ('[engine]\nattach = ["http://h:1", "http://h:1/"]\n', "names a server twice"),
+    # a reference model that is served
+    ('[algo]\nref_urls = ["h:1"]\n', 'run.toml:6: algo.ref_urls = ["h:1"]: "h:1" must look like http://host:port'),
+    ('[algo]\nref_urls = ["http://h:1", "http://h:1/"]\n', "names a server twice"),
+    ('[algo]\nref_urls = ["http://h:1", "recorded"]\n', '"recorded" must look like http://host:port'),
+    (
+        '[algo]\nref_urls = ["http://h:1"]\n',
+        'run.toml:6: algo.ref_urls = ["http://h:1"]: needs algo.kl_coef above 0: without it nobody looks at the reference',
+    ),
+    (
+        '[algo]\nref_urls = ["http://h:1"]\nref_path = "m"\nkl_coef = 1\n',
+        "does not go with ref_path: name a folder or servers, not both",
+    ),
+    (
+        '[algo]\nref_urls = ["http://h:1"]\nkl_coef = 1\n[rollout]\ntemperature = 0.7\n',
+        (
+            "run.toml:9: rollout.temperature = 0.7: must be 1: the trainer scores samples at the temperature that they were "
+            "drawn at, and servers tell log-probs of given tokens at temperature 1 only; or use algo.ref_path"
+        ),
+    ),
+    (
+        '[algo]\nref_urls = ["recorded"]\nkl_coef = 1\n',
+        'run.toml:6: algo.ref_urls = ["recorded"]: needs roles.rollout.kind = "recorded": log-probs are recorded of those answers only',
+    ),
+    (
+        '[algo]\nref_key_env = "KEY"\n',
+        'run.toml:6: algo.ref_key_env = "KEY": needs ref_urls, the servers that ask for the key',
+    ),
+    ("[algo]\nref_timeout_s = 0\n", "run.toml:6: algo.ref_timeout_s = 0: must be greater than 0"),
     # sources and devices
     (
         '[eval]\ndata = "h.jsonl@[3]"\n',

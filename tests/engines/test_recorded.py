@@ -16,6 +16,7 @@ import pytest
 from myxa.actors.buffer.group_dump import FORMAT, DumpedGroup, DumpHeader, DumpWriter
 from myxa.actors.data import PromptDataset, open_prompts
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
+from myxa.actors.engines.recorded_reference import RecordedReference
 from myxa.actors.models.chat_template import template_of
 from myxa.actors.models.hf_folder import read_config
 from myxa.actors.models.tokenizer import load_tokenizer
@@ -27,7 +28,7 @@ from myxa.actors.workflows.context import Workflow, WorkflowContext
 from myxa.actors.workflows.episode import ModelAccess
 from myxa.core.clock import SystemClock
 from myxa.core.config import RunConfig
-from myxa.core.errors import DataError, EngineError, RequestRefused
+from myxa.core.errors import DataError, EngineError, ReferenceFailed, RequestRefused
 from myxa.core.messages import Assignment, SamplingParams, WeightManifest
 from myxa.core.protocols import Engine, GenerateRequest
 from myxa.core.samples import Group, Prompt, Sample
@@ -156,7 +157,14 @@ async def record(folder: Path, place: Path, workflow: str) -> Recording:
         await engine.close()
     rewards = np.arange(NUM_SAMPLES, dtype=np.float32)
     groups = [msgspec.structs.replace(one, rewards=rewards + number) for number, one in enumerate(groups)]
-    path = place / "dump.jsonl"
+    path = write_dump(place / "dump.jsonl", groups)
+    recorded = {"data": {"train": path}, "roles": {"rollout": {"kind": "recorded"}}, "reward": {"fn": "recorded"}}
+    if workflow == "two turns":
+        sections["rollout"]["workflow"] = "flows.py:two_turns"
+    return Recording(folder, workflow, groups, RunConfig.model_validate({**sections, **recorded}))
+
+
+def write_dump(path: Path, groups: list[Group]) -> str:
     writer = DumpWriter(path, DumpHeader(format=FORMAT, run="first", what="next", version=0, wall_s=0.0), 1 << 30)
     for number, one in enumerate(groups):
         line = DumpedGroup(
@@ -165,10 +173,7 @@ async def record(folder: Path, place: Path, workflow: str) -> Recording:
         )  # fmt: skip
         writer.add(line)
     writer.close()
-    recorded = {"data": {"train": str(path)}, "roles": {"rollout": {"kind": "recorded"}}, "reward": {"fn": "recorded"}}
-    if workflow == "two turns":
-        sections["rollout"]["workflow"] = "flows.py:two_turns"
-    return Recording(folder, workflow, groups, RunConfig.model_validate({**sections, **recorded}))
+    return str(path)
 
 
 def same(found: Sample, recorded: Sample) -> None:
@@ -356,3 +361,46 @@ def test_prompts_that_this_run_would_write_otherwise_are_refused_before_it_start
     tokenizer = load_tokenizer(simple.folder, template_of(simple.folder, data))
     with pytest.raises(DataError, match=r"dump.jsonl:2: its prompt was asked by \d+ tokens, this run would ask by \d+"):
         recorded_engine("rollout/0", config, read_config(simple.folder), tokenizer)
+
+
+# -- reference log-probs
+
+
+@pytest.mark.asyncio
+async def test_recorded_reference_log_probs_go_with_their_tokens_or_it_is_said_that_there_are_none(
+    simple: Recording, tmp_path: Path
+) -> None:
+    told = [msgspec.structs.replace(s, reference_logprobs=s.logprobs - 1) for s in simple.groups[0].samples]
+    both = [msgspec.structs.replace(simple.groups[0], samples=tuple(told)), simple.groups[1]]
+    path = write_dump(tmp_path / "told.jsonl", both)
+    raw = simple.config.model_dump(by_alias=True)
+    config = RunConfig.model_validate({**raw, "data": {**raw["data"], "train": path}})
+    engine = recorded_engine(
+        "rollout/0",
+        config,
+        read_config(simple.folder),
+        load_tokenizer(simple.folder, template_of(simple.folder, config.data)),
+    )
+    await engine.start()
+    try:
+        asked, prompts = RecordedReference(engine), every(open_prompts(config))
+        for sample in both[0].samples:
+            bare = msgspec.structs.replace(sample, reference_logprobs=None)
+            found = (await asked.judged(prompts[0], bare)).reference_logprobs
+            assert found is not None
+            assert found.tolist() == np.where(sample.loss_mask != 0, sample.logprobs - 1, 0).tolist()
+            cut = {name: getattr(bare, name)[:3] for name in ("response_ids", "logprobs", "loss_mask", "versions")}
+            part = (await asked.judged(prompts[0], msgspec.structs.replace(bare, **cut))).reference_logprobs
+            assert part is not None and part.tolist() == found[:3].tolist()
+            other = msgspec.structs.replace(bare, response_ids=bare.response_ids + 1)
+            for prompt, wrong in ((prompts[0], other), (prompts[1], bare)):
+                with pytest.raises(ReferenceFailed, match="no reference log-probs of these tokens are recorded"):
+                    await asked.judged(prompt, wrong)
+        gone = msgspec.structs.replace(prompts[0], row=99)
+        with pytest.raises(ReferenceFailed):
+            await asked.judged(gone, both[0].samples[0])
+    finally:
+        await engine.close()
+    wants = {**raw, "data": {**raw["data"], "train": path}, "algo": {"ref_urls": ["recorded"], "kl_coef": 0.1}}
+    with pytest.raises(DataError, match=r"told.jsonl:3: sample 0: it was recorded without reference log-probs"):
+        open_prompts(RunConfig.model_validate(wants))

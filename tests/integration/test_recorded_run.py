@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import Command
+from msgspec.structs import replace
 from run_job import Job, audit, metrics, until, worker_pids
 
 from myxa.actors.buffer.group_dump import FORMAT, DumpedGroup, DumpHeader, DumpWriter
@@ -61,6 +62,8 @@ async def recorded(job: Job, path: Path) -> list[Group]:
             given = Assignment(prompt=prompt, attempt=1, num_samples=config.rollout.num_samples, sampling=sampling)
             group = await runner.run(given)
             group.rewards[:] = np.arange(4) + 10 * draw
+            told = [replace(s, reference_logprobs=s.logprobs - np.float32(0.01) * draw) for s in group.samples]
+            group = replace(group, samples=tuple(told))
             groups.append(group)
             line = DumpedGroup(
                 group_id=draw, state="TRAINED", attempt=1, rollout="rollout/0", version=0, step=draw // 4, draw=draw,
@@ -79,6 +82,7 @@ def test_a_trainer_is_fed_from_a_dump_and_engines_that_die_answer_the_same_again
     (replay,) = re.findall(r"^```toml\n# replay\.toml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (job.folder / "replay.toml").write_text(replay)
     words = ("run.num_steps=30", "data.max_passes=0", "roles.rollout.count=2", "async.window=1")
+    words += ('algo.ref_urls=["recorded"]', "algo.kl_coef=0.1", 'algo.kl_kind="k1"')
     words = [part for word in words for part in ("--set", word)]
     process = Command(["up", "run.toml", "replay.toml", *words], job.folder)
     try:
@@ -96,7 +100,7 @@ def test_a_trainer_is_fed_from_a_dump_and_engines_that_die_answer_the_same_again
         was = groups[group.group_id % NUM_GROUPS]
         assert group.rewards.tolist() == was.rewards.tolist()
         for sample, recorded_one in zip(group.samples, was.samples, strict=True):
-            for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask"):
+            for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask", "reference_logprobs"):
                 assert np.array_equal(getattr(sample, name), getattr(recorded_one, name)), name
     assert max(int(s.versions.max()) for group in trained for s in group.samples) > 20, "stamps are of what was served"
     assert audit(job.run_dir()).trained == list(range(30 * 4)), "strictly in the order of the dump, pass by pass"
@@ -104,6 +108,8 @@ def test_a_trainer_is_fed_from_a_dump_and_engines_that_die_answer_the_same_again
     diffs = [one["train/logprob_diff_abs_max"] for one in values if "train/logprob_diff_abs_max" in one]
     assert diffs[0] < 2e-5, "the trainer, at the weights that they were drawn with, gives them their log-probs"
     assert not [one for one in values if "guard/logprob_diff" in one]
+    first_kl = next(one["train/kl"] for one in values if "train/kl" in one)
+    assert 0 < first_kl < 0.03, "towards the reference as it is recorded: 0.01 nats further with each group"
 
 
 def steps(job: Job) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from memory_cases import BENCHMARKS, NOT_BY_TORCH, SHAPES, measured, qwen3, run
@@ -86,6 +87,17 @@ def test_a_critic_is_a_second_model_that_is_trained(shape: str, dtype: str) -> N
     told = planned_by_torch(model.num_parameters + critic, num_reference=0)
     lasting = ("weights", "gradients", "optimizer", "critic")
     assert sum(size for size, _ in told.values()) == sum(parts[True][name] for name in lasting)
+
+
+@pytest.mark.parametrize("kind", ["torch", "megatron"])
+def test_a_reference_model_that_is_served_elsewhere_takes_no_room(kind: str) -> None:
+    plain, model = run(kind, 1), SHAPES["0.6B"]
+
+    def names(**algo: Any) -> set[str]:
+        config = plain.model_copy(update={"algo": plain.algo.model_copy(update={"kl_coef": 0.1, **algo})})
+        return {part.name for part in trainer_memory(config, model, 1).parts}
+
+    assert names() - names(ref_urls=("http://teacher:30000",)) == {"reference model"}
 
 
 def test_the_chunk_of_logits_is_the_trainers() -> None:

@@ -106,7 +106,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
                     optimizer = MegatronAdamW(wrapped, config.optimizer, config.megatron, precision, optimizer_options)
                 with nullcontext() if home is None else home.for_moments():
                     optimizer.make_moments()
-                reference = self._reference(model, precision) if config.algo.kl_coef > 0 else None
+                reference = self._reference(model, precision) if config.algo.keeps_reference else None
                 if home is not None:
                     home.built(optimizer, lambda here: bool(world.gather(torch.tensor([here])).any()))
                     optimizer.before_update, optimizer.after_update = home.arrived, home.written

@@ -47,7 +47,7 @@ from ..torch_backend.accounting import (
     whiten_together,
 )
 from ..torch_backend.finite import accusation, first_not_finite
-from ..torch_backend.microbatch import check_samples, left_out, plan_scoring, scatter_scores
+from ..torch_backend.microbatch import check_samples, left_out, plan_scoring, scatter_scores, served_reference
 from ..torch_backend.schedule import learning_rate
 from ..torch_backend.settings import StepSettings, with_knobs
 from ..torch_backend.tally import Tally
@@ -192,6 +192,8 @@ class MegatronStepper:
                 micro.proximal_M = start_M
             if references:
                 micro.reference_M = references[number].logprobs_M
+            elif needs_reference(objective):
+                micro.reference_M = served_reference(micro.layout, step.shard.samples, self._world.device)
             fill_advantages(micro, step.settings.algo, objective, start_M)
         if needs_whitening(objective.kind):
             whiten_together(micros, self._world.replicas.sum, self._world.device)

@@ -82,7 +82,9 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         with world.phase("set up"):
             agree_on_source(world, functions)
             replica = self._replica(model_config, world, is_trained=True)
-            reference = self._replica(reference_config, world, is_trained=False) if config.algo.kl_coef > 0 else None
+            reference = (
+                self._replica(reference_config, world, is_trained=False) if config.algo.keeps_reference else None
+            )
             values = self._value_replica(layers, world) if layers is not None else None
             if self._residence is not None:
                 trained = replica.parameters() + (values.parameters() if values else [])

@@ -153,6 +153,8 @@ def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
         sizes = {name: len(getattr(sample, name)) for name in ("loss_mask", "logprobs", "versions")}
         if sample.token_advantages is not None:
             sizes["token_advantages"] = len(sample.token_advantages)
+        if sample.reference_logprobs is not None:
+            sizes["reference_logprobs"] = len(sample.reference_logprobs)
         if sample.prompt_len < 0 or any(size != length for size in sizes.values()):
             raise TrainError(
                 f"{_name(sample)}: {len(sample.token_ids)} tokens, prompt_len {sample.prompt_len}, but "
@@ -207,6 +209,20 @@ def batch_of(layout: L, samples: Sequence[TrainSample], device: torch.device) ->
         advantages_M=scalar[sample_M].to(device),
         given_M=_given(chosen, device),
     )
+
+
+def served_reference(layout: ScoredRows, samples: Sequence[TrainSample], device: torch.device) -> Tensor:
+    """Reference log-probs of the loss tokens of a layout of these samples, float32 [M], as the samples bring them.
+    Raises TrainError naming one that does not."""
+    rows: list[F32] = [np.zeros(0, np.float32)]
+    for sample in (samples[i] for i in layout.members):
+        if sample.reference_logprobs is None:
+            raise TrainError(
+                f"{_name(sample)}: there is a KL term, no reference model, and no reference log-probs with the sample",
+                remedy="a bug in the planner, which looks for them",
+            )
+        rows.append(sample.reference_logprobs[sample.loss_mask != 0])
+    return from_array(np.concatenate(rows).astype(np.float32)).to(device)
 
 
 def _given(samples: Sequence[TrainSample], device: torch.device) -> Tensor | None:

@@ -41,9 +41,9 @@ class StepSettings:
 
 def with_knobs(settings: StepSettings, knobs: Mapping[str, float], *, has_reference: bool) -> StepSettings:
     """`settings` with the knobs' values. Raises ConfigError for an unknown knob or an impossible value, and for a KL
-    term without a reference model."""
+    term without a reference model, here or served elsewhere."""
     changed = _changed(settings, knobs) if knobs else settings
-    if changed.algo.kl_coef > 0 and not has_reference:
+    if changed.algo.kl_coef > 0 and not (has_reference or changed.algo.ref_urls):
         raise ConfigError(
             f"kl_coef = {changed.algo.kl_coef} needs a reference model, but the run began with kl_coef = 0",
             remedy="begin with a small kl_coef; it can be changed later",

@@ -61,6 +61,7 @@ from .microbatch import (
     left_out,
     plan_scoring,
     scatter_scores,
+    served_reference,
 )
 from .parallel import Replica
 from .schedule import learning_rate
@@ -191,8 +192,8 @@ class Stepper:
             start_M = self._replica.score(micro.layout).logprobs_M if needs_start else None
             if needs_proximal(objective):
                 micro.proximal_M = start_M
-            if needs_reference(objective) and self._reference is not None:
-                micro.reference_M = self._reference.score(micro.layout).logprobs_M
+            if needs_reference(objective):
+                micro.reference_M = self._reference_of(step, micro.layout)
             if self._critic is not None:
                 micro.values_M = self._critic.values(micro.layout)
             fill_advantages(micro, step.settings.algo, objective, start_M)
@@ -201,6 +202,12 @@ class Stepper:
         if needs_whitening(objective.kind):
             whiten_together(micros, self._world.sum, self._world.device)
         step.mean_weights = mean_weights(minibatches, objective, self._world.sum, self._world.device)
+
+    def _reference_of(self, step: _Step, layout: Layout) -> Tensor:
+        """Log-probs under the reference model, float32 [M]: its own, or as somebody else has told them."""
+        if self._reference is None:
+            return served_reference(layout, step.shard.samples, self._world.device)
+        return self._reference.score(layout).logprobs_M
 
     # -- one update
 

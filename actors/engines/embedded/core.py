@@ -30,8 +30,9 @@ from .attention import Attention, DecodeAttention, MixedAttention, PrefillAttent
 from .kv import SlotCache
 from .model import Decoder
 from .penalties import penalise
-from .request import Running, check_request, make_running
+from .request import Running, check_request, check_scoring, make_running
 from .sampler import draw, stream_state
+from .scoring import Scoring, score
 from .slots import SlotTable
 from .weights import DecoderWeights
 
@@ -63,7 +64,7 @@ class CoreOptions:
     """Text of token ids, special tokens kept; None: stop strings are refused."""
 
 
-def _everything(request: Running) -> bool:
+def _everything(request: Running | Scoring) -> bool:
     return True
 
 
@@ -90,6 +91,7 @@ class EngineCore:
         self._cache = SlotCache(config, options.num_slots, options.context_length, weights.dtype, allocate)
         self._slots = SlotTable(self._cache, options.num_slots, options.context_length, config.vocab_size)
         self._waiting: deque[Running] = deque()
+        self._scoring: deque[Scoring] = deque()
         self._ids: set[str] = set()
         self._events: list[Event] = []
         self._random = Random(options.seed)
@@ -107,12 +109,12 @@ class EngineCore:
     @property
     def num_waiting(self) -> int:
         """Requests without a row."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._scoring)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return not self.is_paused and bool(self._slots.rows or self._waiting)
+        return not self.is_paused and bool(self._slots.rows or self._waiting or self._scoring)
 
     def take_events(self) -> list[Event]:
         """What happened since the last call, in order."""
@@ -146,13 +148,32 @@ class EngineCore:
                 f"{self._options.name}: request {request.request_id!r} has stop strings, and there is no tokenizer",
                 remedy="use stop_token_ids",
             )
-        if request.request_id in self._ids:
+        self._check_is_new(request.request_id)
+
+    def submit_scoring(self, scoring: Scoring) -> None:
+        """Queue tokens to be scored: one delta tells them with their log-probs, as if they had been drawn now."""
+        try:
+            check_scoring(
+                scoring,
+                vocab_size=self._config.vocab_size,
+                context_length=self._options.context_length,
+                place=self._options.name,
+            )
+            self._check_is_new(scoring.request_id)
+        except RequestRefused as err:
+            self._events.append(Event(scoring.owner, err))
+            return
+        self._ids.add(scoring.request_id)
+        self._scoring.append(scoring)
+
+    def _check_is_new(self, request_id: str) -> None:
+        if request_id in self._ids:
             raise RequestRefused(
-                f"{self._options.name}: request {request.request_id!r} is running already",
+                f"{self._options.name}: request {request_id!r} is running already",
                 remedy="give every request its own id, or abort the first",
             )
 
-    def abort(self, is_meant: Callable[[Running], bool] = _everything) -> None:
+    def abort(self, is_meant: Callable[[Running | Scoring], bool] = _everything) -> None:
         """End the requests that are meant (all); their last delta says "abort" and holds what was not told."""
         for row in reversed(range(len(self._slots))):
             if is_meant(self._slots.rows[row]):
@@ -163,6 +184,12 @@ class EngineCore:
                 self._forget(request, _NOTHING)
             else:
                 self._waiting.append(request)
+        scoring, self._scoring = self._scoring, deque()
+        for one in scoring:
+            if is_meant(one):
+                self._forget(one, _NOTHING)
+            else:
+                self._scoring.append(one)
 
     def pause(self, mode: PauseMode) -> None:
         """Stand still until `resume`; what becomes of running requests is in the table below."""
@@ -201,9 +228,12 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> int:
-        """One token for every row, rows of requests that join in this step included. Returns how many tokens."""
+        """One token for every row, rows of requests that join in this step included, and one sequence scored. Returns
+        how many tokens were drawn."""
         if self.is_paused:
             return 0
+        if self._scoring:
+            self._score(self._scoring.popleft())
         new = take_waiting(self._waiting, self._slots.num_free, PREFILL_TOKENS)
         admission = plan_admission(new, len(self._slots))
         if not (new or self._slots.rows):
@@ -236,6 +266,18 @@ class EngineCore:
         attention = attentions[0] if len(attentions) == 1 else MixedAttention(*attentions, num_first=count)
         return self._decoder.forward(self._weights, as_tensor(ids), as_tensor(positions), attention, wanted)
 
+    def _score(self, scoring: Scoring) -> None:
+        logprobs = score(self._decoder, self._weights, scoring.ids, scoring.first)
+        news: Delta | EngineError = Delta(
+            output_ids=scoring.ids[scoring.first :],
+            logprobs=logprobs,
+            versions=np.full(len(logprobs), self.version, dtype=np.int32),
+            finish="length",
+        )
+        if not np.isfinite(logprobs).all():
+            news = self._not_finite(scoring.request_id, len(scoring.ids))
+        self._forget(scoring, news)
+
     def _draw(self, logits: torch.Tensor) -> None:
         """Draw and record a token for every row; end the rows that are done."""
         penalise(logits, self._slots.penalised())
@@ -259,15 +301,18 @@ class EngineCore:
     def _fail(self, row: int) -> None:
         """End a row whose logits are NaN or infinite, and wipe what it left in the cache."""
         request = self._slots.rows[row]
-        error = EngineError(
-            f"{self._options.name}: request {request.request_id!r}: the logits of weight version {self.version} are "
-            f"not finite after {int(self._slots.lengths[row]) - 1} tokens",
-            remedy="the weights hold NaN or overflow: look at the trainer's gradient norm, lower the learning rate",
-        )
+        error = self._not_finite(request.request_id, int(self._slots.lengths[row]) - 1)
         self._cache.clear_row(row)
         self._forget(self._slots.remove(row), error)
 
-    def _forget(self, request: Running, news: Delta | EngineError) -> None:
+    def _not_finite(self, request_id: str, num_tokens: int) -> EngineError:
+        return EngineError(
+            f"{self._options.name}: request {request_id!r}: the logits of weight version {self.version} are not finite "
+            f"after {num_tokens} tokens",
+            remedy="the weights hold NaN or overflow: look at the trainer's gradient norm, lower the learning rate",
+        )
+
+    def _forget(self, request: Running | Scoring, news: Delta | EngineError) -> None:
         self._ids.discard(request.request_id)
         self._events.append(Event(request.owner, news))
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ....core.assets import MovedBytes
@@ -23,23 +23,21 @@ from ....core.device_memory import Tag, TagReport
 from ....core.errors import EngineError
 from ....core.messages import WeightManifest
 from ....core.protocols import Delta, EngineInfo, GenerateRequest, NamedArray, PauseMode, WeightReader
+from ....core.samples import I32
 from ....core.weight_channel import WeightProgress
-from ....memory.budget import EngineBudget, plan_engine
-from ....memory.host import available_bytes
-from ...models.chat_template import PlainText
-from ...models.hf_folder import ModelConfig, open_weights, read_config
-from ...models.tokenizer import load_tokenizer
+from ....memory.budget import EngineBudget
+from ...models.hf_folder import ModelConfig, open_weights
 from ...weights.beacon import Beacon, Counted
-from .allocation import plain_zeros
-from .core import CoreOptions, EngineCore, Event
+from .core import EngineCore, Event
 from .lent_memory import LentMemory, expected
+from .loading import load_core, new_weights, plan_folder
 from .options import EmbeddedOptions
 from .request import Running
+from .scoring import Scoring
 from .stream import Stream
 from .thread import EngineThread
-from .weights import DTYPES, DecoderWeights
+from .weights import DecoderWeights
 
-CPU_DTYPES = ("float32", "bfloat16")
 JOIN_S = 10.0
 """How long `close` waits for the step in hand."""
 
@@ -99,7 +97,9 @@ class EmbeddedEngine:
                 raise EngineError(f"{self._place} was started before", remedy="build a new one")
             worker = ThreadPoolExecutor(1, thread_name_prefix=f"{self._place} weights")
             try:
-                config, budget, core = await asyncio.get_running_loop().run_in_executor(worker, self._load)
+                config, budget, core = await asyncio.get_running_loop().run_in_executor(
+                    worker, load_core, self._folder, self._options, self._memory
+                )
                 if self._is_closed:
                     raise EngineError(f"{self._place} was closed while it started", remedy="build a new one")
             except BaseException as err:
@@ -119,47 +119,8 @@ class EmbeddedEngine:
             thread.start()
         return await self.info()
 
-    def _load(self) -> tuple[ModelConfig, EngineBudget, EngineCore]:
-        options = self._options
-        if options.dtype not in CPU_DTYPES:
-            raise EngineError(
-                f"{self._place}: dtype {options.dtype} is not for CPUs", remedy=f"use {' or '.join(CPU_DTYPES)}"
-            )
-        config, budget = self._plan()
-        weights = self._new_weights(config)
-        with open_weights(self._folder, config) as tensors:
-            weights.load(tensors, str(self._folder))
-        tokenizer = load_tokenizer(self._folder, PlainText())
-        core_options = CoreOptions(
-            num_slots=budget.num_slots,
-            context_length=budget.context_length,
-            eos_token_ids=frozenset(tokenizer.eos_token_ids),
-            seed=options.seed,
-            version=options.version,
-            stream_interval=options.stream_interval,
-            name=self._place,
-            decode=partial(tokenizer.decode, skip_special=False),
-        )
-        allocate = None if self._memory is None else self._memory.allocate("kv_cache")
-        return config, budget, EngineCore(config, weights, core_options, allocate)
-
-    def _plan(self) -> tuple[ModelConfig, EngineBudget]:
-        options, memory = self._options, self._memory
-        config = read_config(self._folder)
-        config.require_plain(self._place)
-        budget = plan_engine(
-            config,
-            dtype=options.dtype,
-            max_running=options.max_running,
-            context_length=options.context_length,
-            available_bytes=available_bytes() if memory is None else min(available_bytes(), memory.device_bytes),
-            share=options.memory_share,
-        )
-        return config, budget
-
     def _new_weights(self, config: ModelConfig) -> DecoderWeights:
-        allocate = plain_zeros if self._memory is None else self._memory.allocate("weights")
-        return DecoderWeights(config, DTYPES[self._options.dtype], allocate)
+        return new_weights(config, self._options, self._memory)
 
     def _started(self) -> _Started:
         if self._is_closed:
@@ -193,14 +154,27 @@ class EmbeddedEngine:
 
     # -- requests
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         """Stream tokens; see `core.protocols.Engine`. Raises RequestRefused for a request that cannot be served."""
+        return self._deltas(lambda core, stream: core.submit(request, stream))
+
+    async def score(self, request_id: str, ids: I32, first: int) -> Delta:
+        """Tokens `first` to the last of `ids`, int32 [T], with log-probs at temperature 1 under the weights that serve.
+        Aborted, none. Raises RequestRefused for ids that cannot be scored."""
+
+        def submit(core: EngineCore, stream: Stream) -> None:
+            core.submit_scoring(Scoring(request_id, stream, ids, first))
+
+        async with aclosing(self._deltas(submit)) as deltas:
+            return await anext(deltas)
+
+    async def _deltas(self, submit: Callable[[EngineCore, Stream], None]) -> AsyncGenerator[Delta, None]:
         thread = self._started().thread
         stream = Stream()
         self._streams.add(stream)
         is_ended = False
         try:
-            thread.post(lambda core: core.submit(request, stream))
+            thread.post(lambda core: submit(core, stream))
             while not is_ended:
                 delta = await stream.get()
                 is_ended = delta.finish is not None
@@ -213,7 +187,7 @@ class EmbeddedEngine:
     def _abandon(self, thread: EngineThread, stream: Stream) -> None:
         """The caller closed the iterator early: its row is wanted by others."""
 
-        def is_mine(running: Running) -> bool:
+        def is_mine(running: Running | Scoring) -> bool:
             return running.owner is stream
 
         try:
@@ -244,7 +218,7 @@ class EmbeddedEngine:
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all. When it returns, their last deltas are in their streams."""
 
-        def is_meant(running: Running) -> bool:
+        def is_meant(running: Running | Scoring) -> bool:
             return request_id in (None, running.request_id)
 
         await self._started().thread.call(lambda core: core.abort(is_meant))
@@ -342,7 +316,7 @@ class EmbeddedEngine:
         """See `core.protocols.EngineMemory`."""
         if self._state is not None:
             return self._lent().tags()
-        _, budget = self._plan()
+        _, budget = plan_folder(self._folder, self._options, self._memory)
         return expected(budget.weight_bytes, budget.kv_bytes)
 
     def memory_pids(self) -> tuple[int, ...]:

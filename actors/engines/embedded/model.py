@@ -35,6 +35,17 @@ class Decoder:
         wanted: Tensor | None = None,
     ) -> Tensor:
         """Logits float32 [N, vocabulary] of tokens `ids` int64 [N], or of the rows `wanted` int64 [M] only."""
+        return self.logits(weights, self.hidden(weights, ids, positions, attention, wanted))
+
+    def hidden(
+        self,
+        weights: DecoderWeights,
+        ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """What the last layer says of them, [N, hidden] or [M, hidden]."""
         x = weights.embedding[ids]
         turns = self._turns[positions]
         for number, layer in enumerate(weights.layers):
@@ -44,7 +55,11 @@ class Decoder:
             x = torch.addmm(x, attended, layer.out.t())
             gate, up = linear(self._normed(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
             x = torch.addmm(x, silu(gate).mul_(up), layer.down.t())
-        return linear(self._normed(x, weights.norm), weights.head).float()
+        return x
+
+    def logits(self, weights: DecoderWeights, hidden: Tensor) -> Tensor:
+        """Of the next token, float32 [N, vocabulary], for rows of `hidden`."""
+        return linear(self._normed(hidden, weights.norm), weights.head).float()
 
     def _attended(self, number: int, layer: LayerWeights, x: Tensor, turns: Tensor, attention: Attention) -> Tensor:
         config = self._config

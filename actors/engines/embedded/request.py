@@ -12,6 +12,7 @@ from ....core.messages import SamplingParams
 from ....core.protocols import GenerateRequest
 from ....core.samples import I32
 from ....core.stop_strings import MAX_STOP_BYTES, MAX_STOP_STRINGS, Decode, StopStrings, wrong_stop_string
+from .scoring import Scoring
 
 MAX_PENALTY = 2.0
 
@@ -41,9 +42,37 @@ class Running:
 
 def check_request(request: GenerateRequest, *, vocab_size: int, context_length: int, place: str) -> None:
     """Raise RequestRefused with the numbers and a remedy if the request cannot be served."""
-    name = f"{place}: request {request.request_id!r}"
-    ids = request.input_ids
-    if not request.request_id:
+    name = check_ids(request.request_id, request.input_ids, vocab_size=vocab_size, place=place)
+    _check_sampling(request.sampling, name, vocab_size)
+    size = request.input_ids.size
+    longest = size + request.sampling.max_new_tokens
+    if longest > context_length:
+        raise RequestRefused(
+            f"{name}: {size} prompt tokens and max_new_tokens {request.sampling.max_new_tokens} make {longest}, "
+            f"the engine's context is {context_length}",
+            remedy=f"shorten the prompt or lower max_new_tokens to {max(context_length - size, 0)}",
+        )
+
+
+def check_scoring(scoring: Scoring, *, vocab_size: int, context_length: int, place: str) -> None:
+    """The same for tokens that are to be scored."""
+    name = check_ids(scoring.request_id, scoring.ids, vocab_size=vocab_size, place=place)
+    if not 0 < scoring.first <= scoring.ids.size:
+        raise RequestRefused(
+            f"{name}: its tokens are to be scored from number {scoring.first} of {scoring.ids.size} on",
+            remedy="the first token has nothing in front: score from 1 on",
+        )
+    if scoring.ids.size > context_length:
+        raise RequestRefused(
+            f"{name}: {scoring.ids.size} tokens are to be scored, the engine's context is {context_length}",
+            remedy="serve it with a longer context, or send fewer tokens",
+        )
+
+
+def check_ids(request_id: str, ids: I32, *, vocab_size: int, place: str) -> str:
+    """Raise RequestRefused for what are no token ids of this model; returns the request's name for further messages."""
+    name = f"{place}: request {request_id!r}"
+    if not request_id:
         raise RequestRefused(f"{place}: a request has an empty request_id", remedy="give every request its own id")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise RequestRefused(f"{name}: input_ids are {ids.dtype}{list(ids.shape)}", remedy="pass one sequence of int32")
@@ -56,14 +85,7 @@ def check_request(request: GenerateRequest, *, vocab_size: int, context_length: 
             f"{name}: token id {wrong} is outside the vocabulary [0, {vocab_size})",
             remedy="encode the prompt with the tokenizer of the engine's own model folder",
         )
-    _check_sampling(request.sampling, name, vocab_size)
-    longest = ids.size + request.sampling.max_new_tokens
-    if longest > context_length:
-        raise RequestRefused(
-            f"{name}: {ids.size} prompt tokens and max_new_tokens {request.sampling.max_new_tokens} make {longest}, "
-            f"the engine's context is {context_length}",
-            remedy=f"shorten the prompt or lower max_new_tokens to {max(context_length - ids.size, 0)}",
-        )
+    return name
 
 
 def _check_sampling(sampling: SamplingParams, name: str, vocab_size: int) -> None:

@@ -1,0 +1,121 @@
+"""Who judges what was generated: rewards, and a reference model that is served elsewhere. What the role asks of them.
+
+Knows completions and samples. Must not know how rewards or servers are called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ...core.completions import Completion
+from ...core.samples import Prompt, Sample
+
+
+class Outcome(Protocol):
+    """A reward and its named parts."""
+
+    @property
+    def value(self) -> float: ...
+    @property
+    def parts(self) -> dict[str, float]: ...
+
+
+class Scorer(Protocol):
+    """Scores completions; raises UserCodeError naming function, sample and cause."""
+
+    @property
+    def judges_groups(self) -> bool:
+        """Whether it is given all answers of a group at once."""
+        ...
+
+    async def score(self, completion: Completion) -> Outcome:
+        """The reward of one completion."""
+        ...
+
+    async def score_group(self, completions: Sequence[Completion]) -> Sequence[Outcome]:
+        """The rewards of all answers of a group."""
+        ...
+
+
+class _Guarded(Protocol):
+    """Something with an error budget, and what else it has to close."""
+
+    @property
+    def too_many_errors(self) -> str:
+        """Empty, or the sentence that ends the run."""
+        ...
+
+    def allow(self, max_error_rate: float) -> None:
+        """Another share of failed calls from now on."""
+        ...
+
+    def listen(self, tell: Callable[[str, str], None]) -> None:
+        """Whom to tell (kind, text) when calls stop and go on."""
+        ...
+
+    def gauges(self) -> dict[str, float]:
+        """What the monitor shows of it."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class PooledScorer(Scorer, _Guarded, Protocol):
+    """A scorer with worker processes and an error budget."""
+
+
+class Reference(_Guarded, Protocol):
+    """A reference model that is not the trainer's."""
+
+    async def judged(self, prompt: Prompt, sample: Sample) -> Sample:
+        """The sample with its reference log-probs. Raises ReferenceFailed."""
+        ...
+
+
+class ScorerAndReference:
+    """Both, where an actor asks after errors, tells and closes."""
+
+    def __init__(self, scorer: PooledScorer, reference: Reference) -> None:
+        self._scorer = scorer
+        self._reference = reference
+        self._both: tuple[_Guarded, ...] = (scorer, reference)
+
+    @property
+    def judges_groups(self) -> bool:
+        """The scorer's."""
+        return self._scorer.judges_groups
+
+    async def score(self, completion: Completion) -> Outcome:
+        """The scorer's."""
+        return await self._scorer.score(completion)
+
+    async def score_group(self, completions: Sequence[Completion]) -> Sequence[Outcome]:
+        """The scorer's."""
+        return await self._scorer.score_group(completions)
+
+    @property
+    def too_many_errors(self) -> str:
+        """Of the first of them that ends the run."""
+        return next((words for one in self._both if (words := one.too_many_errors)), "")
+
+    def allow(self, max_error_rate: float) -> None:
+        """To each of them."""
+        for one in self._both:
+            one.allow(max_error_rate)
+
+    def listen(self, tell: Callable[[str, str], None]) -> None:
+        """To each of them."""
+        for one in self._both:
+            one.listen(tell)
+
+    def gauges(self) -> dict[str, float]:
+        """Of both."""
+        return {key: value for one in self._both for key, value in one.gauges().items()}
+
+    async def close(self) -> None:
+        """Neither waits for the other, or fails by it."""
+        done = await asyncio.gather(*(one.close() for one in self._both), return_exceptions=True)
+        for error in filter(None, done):
+            raise error

@@ -1,0 +1,100 @@
+"""Reference log-probs are kept with their tokens: through the ledger and the next buffer, dumps, and groups that are
+handed back; those that cannot be are not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from myxa.actors.buffer.group_dump import read_groups
+from myxa.actors.buffer.knobs import BufferLimits
+from myxa.algos.filters import truncated
+from myxa.core.messages import GroupDropped, GroupReturned
+from myxa.core.samples import F32, Group, Sample
+
+TOLD = np.array([-0.25, -1.0000001], dtype=np.float32)
+
+
+def with_reference(group: Group, logprobs: F32 = TOLD) -> Group:
+    """The last member was cut off."""
+    samples = tuple(msgspec.structs.replace(s, reference_logprobs=logprobs) for s in group.samples)
+    last = msgspec.structs.replace(samples[-1], finish="length")
+    return msgspec.structs.replace(group, samples=(*samples[:-1], last))
+
+
+def same(found: Sample, wanted: F32) -> bool:
+    told = found.reference_logprobs
+    return told is not None and told.dtype == np.float32 and np.array_equal(told, wanted)
+
+
+@pytest.mark.asyncio
+async def test_they_outlive_the_buffer_and_are_in_its_dumps(shop: Any, make_group: Callable[..., Group]) -> None:
+    async with shop.open(batch_size=1, of_samples=truncated) as desk:
+        first, second = (await desk.draw(max_groups=2)).assignments
+        assert (await desk.ref.put_group(with_reference(make_group(first)), 1, "rollout/0")).outcome == "ready"
+        partial = with_reference(make_group(second)).samples[:1]
+        await desk.ref.return_group(GroupReturned(group_id=1, attempt=1, rollout="rollout/0", partial=partial))
+    async with shop.open(batch_size=1, of_samples=truncated) as desk:
+        (group,) = await desk.ref.fetch((0,))
+        assert same(group.samples[0], TOLD)
+        assert same(group.samples[1], np.zeros(2, np.float32)), "as its log-probs, where nothing is learnt from it"
+        dumped = list(read_groups(Path((await desk.ref.dump(1 << 20)).path)))
+        assert dumped[0].group is not None
+        assert same(dumped[0].group.samples[0], TOLD)
+        assert same(dumped[1].partial[0], TOLD)
+        (again,) = (await desk.draw(max_groups=1, rollout="rollout/1")).assignments
+        assert same(again.partial[0], TOLD)
+        plain = make_group(again)
+        assert (await desk.ref.put_group(plain, again.attempt, "rollout/1")).outcome == "ready"
+        assert (await desk.ref.fetch((1,)))[0].samples[0].reference_logprobs is None
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("logprobs", "said"),
+    [
+        (np.zeros(1, np.float32), r"reference_logprobs has shape \(1,\), response has 2 tokens"),
+        (np.array([np.nan, 0], np.float32), "a reference log-prob is NaN, infinite or above 0"),
+        (np.array([-np.inf, 0], np.float32), "a reference log-prob is NaN, infinite or above 0"),
+        (np.array([0.5, 0], np.float32), "a reference log-prob is NaN, infinite or above 0"),
+    ],
+    ids=["shape", "nan", "infinite", "positive"],
+)
+async def test_those_that_cannot_be_cost_their_group(
+    shop: Any, make_group: Callable[..., Group], logprobs: Any, said: str
+) -> None:
+    async with shop.open(batch_size=1) as desk:
+        (assignment,) = (await desk.draw(max_groups=1)).assignments
+        result = await desk.ref.put_group(with_reference(make_group(assignment), logprobs), 1, "rollout/0")
+        assert result.outcome == "filtered"
+        assert re.search(said, result.reason), result.reason
+
+
+@pytest.mark.asyncio
+async def test_a_group_that_no_teacher_has_judged_is_given_up_by_its_reason(shop: Any) -> None:
+    async with shop.open(batch_size=1) as desk:
+        await desk.draw(max_groups=1)
+        await desk.ref.drop_group(
+            GroupDropped(group_id=0, attempt=1, rollout="rollout/0", reason="reference-error", detail="it is down")
+        )
+        assert (await desk.ref.stats()).dropped == {"reference-error": 1}
+
+
+@pytest.mark.asyncio
+async def test_where_servers_tell_them_the_temperature_stays_at_theirs(shop: Any) -> None:
+    async with shop.open(limits=BufferLimits(only_temperature=1.0)) as desk:
+        vote = await desk.change(2, temperature=0.7)
+        assert (vote.accepted, vote.reason) == (
+            False,
+            "temperature = 0.7: the servers of algo.ref_urls tell log-probs at temperature 1 only",
+        )
+        assert (await desk.change(3, temperature=1.0)).accepted
+    async with shop.open() as desk:
+        assert (await desk.change(4, temperature=0.7)).accepted
+        assert not (await desk.change(5, temperature=1e-5)).accepted
