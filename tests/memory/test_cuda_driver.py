@@ -434,10 +434,10 @@ def test_a_restore_that_is_waited_for_takes_the_kernel_and_one_that_streams_does
 
 def test_what_streams_in_is_begun_when_everything_is_mapped(arena: Arena, gpu: StandinGpu):
     """Its copies would hold up the mapping of what a trainer begins with."""
-    for tag, policy in (("optimizer", "backup"), ("params", "backup"), ("grads", "discard")):
-        arena.tag(tag, policy)
-        arena.empty(tag, 12 * MIB)
     tags: tuple[Tag, ...] = ("optimizer", "params", "grads")
+    for tag in tags:
+        arena.tag(tag, "discard" if tag == "grads" else "backup")
+        arena.empty(tag, 12 * MIB)
     arena.release(tags)
     gpu.calls()
     arena.begin_restore(tags, awaited=("params", "grads")).wait_all()
