@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from myxa.actors.engines.embedded.scoring import Scoring
+from myxa.actors.engines.embedded.request import Scoring
 from myxa.actors.engines.http_server import serve
 from myxa.actors.models.chat_template import PlainText
 from myxa.actors.models.tokenizer import load_tokenizer

@@ -30,9 +30,9 @@ from .attention import Attention, DecodeAttention, MixedAttention, PrefillAttent
 from .kv import SlotCache
 from .model import Decoder
 from .penalties import penalise
-from .request import Running, check_request, check_scoring, make_running
+from .request import Running, Scoring, check_request, check_scoring, make_running
 from .sampler import draw, stream_state
-from .scoring import Scoring, score
+from .scoring import score
 from .slots import SlotTable
 from .weights import DecoderWeights
 

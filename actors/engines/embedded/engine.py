@@ -32,8 +32,7 @@ from .core import EngineCore, Event
 from .lent_memory import LentMemory, expected
 from .loading import load_core, new_weights, plan_folder
 from .options import EmbeddedOptions
-from .request import Running
-from .scoring import Scoring
+from .request import Running, Scoring
 from .stream import Stream
 from .thread import EngineThread
 from .weights import DecoderWeights

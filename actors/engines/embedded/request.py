@@ -12,9 +12,20 @@ from ....core.messages import SamplingParams
 from ....core.protocols import GenerateRequest
 from ....core.samples import I32
 from ....core.stop_strings import MAX_STOP_BYTES, MAX_STOP_STRINGS, Decode, StopStrings, wrong_stop_string
-from .scoring import Scoring
 
 MAX_PENALTY = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class Scoring:
+    """A sequence whose tokens from `first` on are to be scored."""
+
+    request_id: str
+    owner: object
+    """Whom its events are for."""
+    ids: I32
+    """int32 [T]"""
+    first: int
 
 
 @dataclass(slots=True, eq=False)

@@ -5,8 +5,6 @@ Knows the decoder. Must not know slots, threads or who asks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,18 +17,6 @@ from .weights import DecoderWeights
 
 LOGITS_AT_ONCE = 1 << 24
 """Numbers: 64 MiB of logits."""
-
-
-@dataclass(slots=True, eq=False)
-class Scoring:
-    """A sequence whose tokens from `first` on are to be scored."""
-
-    request_id: str
-    owner: object
-    """Whom its events are for."""
-    ids: I32
-    """int32 [T]"""
-    first: int
 
 
 class _OwnAttention:
