@@ -356,22 +356,26 @@ class Telemetry(Record, frozen=True):
     """Records that the sender had to throw away since the last bundle."""
 
 
+DropReason = Literal[
+    "reward-error",
+    "reward-crash",
+    "reference-error",
+    "workflow-error",
+    "prompt-too-long",
+    "data-error",
+    "template-error",
+    "engine-error",
+]
+"""Why a rollout actor gives a group up."""
+
+
 class GroupDropped(Record, frozen=True):
     """A rollout actor gives a group up: the ledger moves it to DROPPED and its slot is released."""
 
     group_id: int
     attempt: int
     rollout: str
-    reason: Literal[
-        "reward-error",
-        "reward-crash",
-        "reference-error",
-        "workflow-error",
-        "prompt-too-long",
-        "data-error",
-        "template-error",
-        "engine-error",
-    ]
+    reason: DropReason
     detail: str = ""
 
 

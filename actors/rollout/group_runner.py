@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,7 +31,7 @@ from ...core.errors import (
     UserCodeError,
 )
 from ...core.flow_sampling import Hop
-from ...core.messages import Assignment
+from ...core.messages import Assignment, DropReason
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
 from ...core.samples import I32, Group, Prompt, Sample
 from ..user_call import TookTooLong, UserRaised, within
@@ -351,17 +351,6 @@ async def _all_or_first_error(members: Sequence[Coroutine[Any, Any, T]]) -> list
         raise
     return [t.result() for t in tasks]
 
-
-DropReason = Literal[
-    "reward-error",
-    "reward-crash",
-    "reference-error",
-    "workflow-error",
-    "prompt-too-long",
-    "data-error",
-    "template-error",
-    "engine-error",
-]
 
 _REASONS: tuple[tuple[type[MyxaError], DropReason], ...] = (
     (DeadlyReward, "reward-crash"),
