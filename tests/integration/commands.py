@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from myxa.launch.child_env import server_env
 
 ROOM = 1024
@@ -66,6 +68,13 @@ def _running_server() -> _Server:
     if _server is None or _server.process.poll() is not None:
         _server = _Server()
     return _server
+
+
+def processes_below(pid: int) -> list[psutil.Process]:
+    """Children, theirs too, of a process that may end while we look: then none."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []
 
 
 class Command(subprocess.Popen[str]):
@@ -135,6 +144,16 @@ class Command(subprocess.Popen[str]):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         assert self.returncode is not None
         return self.returncode
+
+    def below(self) -> list[psutil.Process]:
+        """What it started and what those started, of what runs now."""
+        return processes_below(self.pid)
+
+    def family(self) -> list[psutil.Process]:
+        """It and all below it; nothing, where it has ended."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [psutil.Process(self.pid), *self.below()]
+        return []
 
     def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
         """Everything that it said (and of errors, if not merged), once it has ended. Raises subprocess.TimeoutExpired."""

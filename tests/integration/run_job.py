@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from commands import Command
+from commands import Command, processes_below
 from commands import run as run_command
 
 from myxa.actors.models.tiny import make_tiny_model
@@ -77,7 +76,7 @@ class Job:
         done = run_command(*self.words(*overrides), folder=self.folder, timeout_s=timeout_s)
         return done.returncode, done.stdout + done.stderr, self.run_dir()
 
-    def start(self, *overrides: str) -> subprocess.Popen[str]:
+    def start(self, *overrides: str) -> Command:
         """Start and return at once."""
         return Command(self.words(*overrides), self.folder)
 
@@ -136,7 +135,7 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 def worker_pids(launcher_pid: int, name: str) -> list[int]:
     """Processes that the launcher started for that actor."""
     found: list[int] = []
-    for child in psutil.Process(launcher_pid).children(recursive=True):
+    for child in processes_below(launcher_pid):
         try:
             spec = child.environ().get("MYXA_WORKER_SPEC", "")
         except (psutil.NoSuchProcess, psutil.AccessDenied):

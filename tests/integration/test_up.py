@@ -102,7 +102,7 @@ def test_a_signal_ends_the_run_and_leaves_nothing(job: Job, sig: signal.Signals)
     process = job.start("run.num_steps=100000")
     try:
         until(lambda: _steps(job) >= 2, "the second step")
-        pids = [p.pid for p in psutil.Process(process.pid).children(recursive=True)]
+        pids = [p.pid for p in process.below()]
         sockets = [
             c.laddr for p in pids for c in psutil.Process(p).net_connections("unix") if str(c.laddr).startswith("/")
         ]

@@ -97,7 +97,7 @@ class Run:
         return int(match[1])
 
     def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return self.process.below()
 
     def signal(self, sig: signal.Signals) -> None:
         self.process.send_signal(sig)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import signal
 import sqlite3
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,19 +30,19 @@ class Fleet:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.launchers: list[subprocess.Popen[str]] = []
+        self.launchers: list[Command] = []
 
-    def begin(self, *overrides: str) -> subprocess.Popen[str]:
+    def begin(self, *overrides: str) -> Command:
         """Node 0; others may come."""
         sets = [part for item in (*ENDLESS, *overrides) for part in ("--set", item)]
         flags = ("--nnodes", "1:4", "--rdzv", "127.0.0.1:0", "--lost-timeout", "6")
         return self._launch(str(self.job.folder / "run.toml"), *sets, *flags)
 
-    def join(self, num_rollouts: int) -> subprocess.Popen[str]:
+    def join(self, num_rollouts: int) -> Command:
         """A late machine, which knows the run's directory and nothing else."""
         return self._launch("--join", str(self.run_dir), "--rollouts", str(num_rollouts))
 
-    def _launch(self, *arguments: str) -> subprocess.Popen[str]:
+    def _launch(self, *arguments: str) -> Command:
         key = ("--job-key", str(self.job.folder / "job.key"))
         out = (self.job.folder / f"launcher.{len(self.launchers)}").open("w")
         with out:
@@ -113,18 +112,11 @@ class Fleet:
 
     def close(self) -> None:
         for launcher in reversed(self.launchers):
-            children = _children(launcher.pid)
+            children = launcher.below()
             if launcher.poll() is None:
                 launcher.kill()
             launcher.wait(30)
             psutil.wait_procs(children, timeout=30)
-
-
-def _children(pid: int) -> Sequence[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return ()
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 import sqlite3
-import subprocess
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -55,7 +54,7 @@ class Lives:
 
     job: Job
     overrides: tuple[str, ...] = ()
-    launcher: subprocess.Popen[str] | None = None
+    launcher: Command | None = None
     run_dir: Path | None = None
     said: list[str] = field(default_factory=list)
     """What each life printed."""
@@ -86,8 +85,7 @@ class Lives:
     def kill(self, *, launcher_only: bool = False) -> None:
         """kill -9 of everything, or of the launcher, with which all else ends; returns when all are gone."""
         assert self.launcher is not None
-        root = psutil.Process(self.launcher.pid)
-        everyone = [root, *root.children(recursive=True)]
+        everyone = self.launcher.family()
         for process in everyone[: 1 if launcher_only else None]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)

@@ -66,7 +66,7 @@ def test_a_machine_comes_leaves_in_order_comes_again_and_is_killed(tmp_path: Pat
         third = fleet.join(2)
         fleet.until_engines(3)
         fleet.goes_on(1)
-        workers = psutil.Process(third.pid).children(recursive=True)
+        workers = third.below()
         os.kill(third.pid, signal.SIGKILL)
         third.wait()
         gone, left = psutil.wait_procs(workers, timeout=30)

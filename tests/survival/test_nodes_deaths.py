@@ -137,9 +137,7 @@ def test_with_node_0_all_nodes_end_and_what_is_on_the_disk_is_whole(tmp_path: Pa
         fleet.until_engines(2)
         fleet.goes_on(2)
         first = fleet.launchers[0]
-        processes = [
-            process for launcher in (first, late) for process in psutil.Process(launcher.pid).children(recursive=True)
-        ]
+        processes = [*first.below(), *late.below()]
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
         assert late.wait(60) == 3, fleet.said()

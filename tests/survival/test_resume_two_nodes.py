@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +32,7 @@ class TwoNodes:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.launchers: list[subprocess.Popen[str]] = []
+        self.launchers: list[Command] = []
         self._num_lives = 0
 
     @property
@@ -60,8 +59,7 @@ class TwoNodes:
 
     def kill(self) -> int:
         """SIGKILL of both launchers and of all that they started; returns of how many processes."""
-        roots = [psutil.Process(launcher.pid) for launcher in self.launchers if launcher.poll() is None]
-        everyone = [process for root in roots for process in (root, *root.children(recursive=True))]
+        everyone = [process for launcher in self.launchers for process in launcher.family()]
         for process in everyone:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
