@@ -10,6 +10,7 @@ import gc
 import importlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -46,6 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Python was told to keep no bytecode, as containers do.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # What a shell's `&` and `nohup` ignore would be ignored by all that is started here, which is asked to end by it.
+    for sig in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(sig) is signal.SIG_IGN:
+            signal.signal(sig, lambda *_: None)
     if not is_xdist_worker():
         os.environ[MARK] = uuid.uuid4().hex  # inherited by every process that a test starts
     # Run-time folders of this process only; pytest's own folders stay where they are looked for after a failure.
