@@ -35,6 +35,7 @@ __all__ = [
     "PeerEvent",
     "Ref",
     "make_ref",
+    "ref_class",
     "with_deadline",
 ]
 
@@ -184,7 +185,7 @@ class Ref:
 
 def make_ref(caller: Caller, contract: type[A], target: str) -> A:
     """A proxy for `target`, typed as `contract`."""
-    return cast("A", _ref_class(contract)(caller, contract, target))
+    return cast("A", ref_class(contract)(caller, contract, target))
 
 
 def with_deadline(ref: A, seconds: float) -> A:
@@ -197,7 +198,8 @@ def with_deadline(ref: A, seconds: float) -> A:
 
 
 @functools.cache
-def _ref_class(contract: type) -> type[Ref]:
+def ref_class(contract: type) -> type[Ref]:
+    """What references to such actors are, compiled once. Raises TypeError naming a handler that cannot travel."""
     methods = {spec.name: _method(spec) for spec in handlers_of(contract).specs}
     return type(f"Ref[{contract.__name__}]", (Ref,), {"__slots__": (), **methods})
 

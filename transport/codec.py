@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..core.handlers import HandlerSpec
+from ..core.actor import Actor, ref_class
+from ..core.handlers import HandlerSpec, handlers_of
 from .payload import ArrayReader, Buffer, UndecodableError, cannot_travel, decode_value, lift, nonfinite
 
 _NO_FRAMES: tuple[memoryview, ...] = ()
@@ -101,6 +102,19 @@ class _Compiled(dict[HandlerSpec, Codecs]):
 
 codecs_of = _Compiled().__getitem__
 """Of a handler; compiled on first use."""
+
+
+def compile_loaded(base: type[Actor] = Actor) -> None:
+    """For every actor class that is imported by now: its handlers, what refers to it, and codecs. A process that is
+    forked afterwards has them, and they are half of what its start computes otherwise. Raises TypeError as
+    `handlers_of`."""
+    waiting = [base]
+    while waiting:
+        cls = waiting.pop()
+        waiting += cls.__subclasses__()
+        ref_class(cls)
+        for spec in handlers_of(cls).specs:
+            codecs_of(spec)
 
 
 _NOBODY = ArrayReader([])

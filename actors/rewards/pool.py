@@ -216,8 +216,8 @@ class RewardPool:
 
     async def _forget_dead(self) -> None:
         for worker in [one for one in self._workers if not one.is_alive]:
-            self._workers.discard(worker)
             await worker.gone()
+            self._workers.discard(worker)  # not before: who is cancelled meanwhile leaves it to `close`
 
     async def _ask(self, worker: RewardWorker, answers: Answers, timeout_s: float) -> Reply:
         try:

@@ -87,6 +87,9 @@ def _preload(kit: str) -> str:
     try:
         for module in KITS[kit].modules:
             importlib.import_module(module)
+        from ...transport.codec import compile_loaded  # brings numpy, as every kit does and this module does not
+
+        compile_loaded()
     except Exception as error:  # noqa: BLE001 - whatever it is, the actor's own start will tell it properly
         traceback.print_exc()
         return f"{type(error).__name__}: {error}"

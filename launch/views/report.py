@@ -8,11 +8,12 @@ be read without JavaScript; the script only adds values under the pointer and a 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import os
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ...core.activity import ACTIVITY_KINDS
@@ -63,8 +64,9 @@ def write_page(run: RunFiles, path: Path) -> Path:
     return path
 
 
-def render_report(run: RunFiles) -> str:
-    """The page as text."""
+@functools.cache
+def page_template() -> Template:
+    """Compiled once: that takes longer than to fill it in."""
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -72,10 +74,15 @@ def render_report(run: RunFiles) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    return environment.get_template("report.html.jinja")
+
+
+def render_report(run: RunFiles) -> str:
+    """The page as text."""
     script = (_FOLDER / "report_script.jinja").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     span = run.wall_range_s
-    return environment.get_template("report.html.jinja").render(
+    return page_template().render(
         name=run_name(run),
         style=Markup((_FOLDER / "report_style.jinja").read_text(encoding="utf-8")),
         script=Markup(script),

@@ -30,6 +30,8 @@ import standing_by
 from myxa.launch.nodes.fork_server import unfit
 from myxa.launch.nodes.preloads import KITS, LIGHT, SERVED, TORCH
 from myxa.launch.nodes.process_look import look_like
+from myxa.launch.views.report import page_template
+from myxa.transport.codec import compile_loaded
 
 MODULES = (
     *("myxa.core.config", "myxa.launch.cli", "myxa.launch.commands.up", "myxa.launch.control.client"),
@@ -39,6 +41,7 @@ MODULES = (
 STARTERS = ("up", "launch", "resume", "fork", "demo")
 """Commands that start runs."""
 MAX_BYTES = 1 << 20
+BACKENDS = Path(__file__).resolve().parents[1] / "backends"
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,12 @@ def main() -> None:
     tests.set_inheritable(False)
     for module in MODULES:
         importlib.import_module(module)
+    if not Path("/dev/nvidiactl").exists():  # to look for devices is nothing that a fork survives
+        sys.path.append(str(BACKENDS))
+        importlib.import_module("megatron_on_cpu").install()  # for runs with its trainer; nothing has imported it yet
+        sys.path.remove(str(BACKENDS))
+    compile_loaded()
+    page_template()
     problem = unfit()
     if problem:
         sys.exit(f"no command can be forked: {problem}")

@@ -232,7 +232,7 @@ async def inside(flags: tuple[str, ...], until: Callable[[BufferStats], bool] = 
     except MyxaError as error:
         return node.failed.result() if node.failed.done() else error
     finally:
-        await node.close(grace_s=1)
+        await node.close(grace_s=20)  # time for reward processes to be reaped, on a machine that does much else
     return node.failed.result()
 
 

@@ -57,7 +57,7 @@ async def change(coordinator: CoordinatorContract, **values: KnobValue) -> Chang
 
 @pytest.mark.asyncio
 async def test_two_ranks_use_a_knob_in_the_same_step_and_a_resumed_run_goes_on_with_it(job: Job) -> None:
-    process = job.start("run.num_steps=100000", "roles.trainer.count=2", "async.max_staleness=2")
+    process = job.start("run.num_steps=100000", "roles.trainer.count=2", "async.max_staleness=2", *job.paced(8))
     try:
         until(lambda: len(steps(job)) >= 3, "the third step")
         async with at_the_seat(job, "operator-1") as coordinator:
@@ -121,7 +121,7 @@ async def test_where_engines_and_trainer_take_turns_things_are_written_in_the_tr
     """A checkpoint while it runs, and one while it is paused, when the engines have the device."""
     process = job.start(
         'memory.share="switch"', "memory.capacity_mb=9", "memory.switch_s=40", "engine.context_length=64",
-        "engine.max_running=4", "run.num_steps=100000", "trainer.async_save=true",
+        "engine.max_running=4", "run.num_steps=100000", "trainer.async_save=true", *job.paced(),
     )  # fmt: skip
     try:
         until(lambda: len(steps(job)) >= 2, "the second step")

@@ -152,7 +152,7 @@ def test_an_engine_that_is_killed_comes_back_into_its_turn(job: Job) -> None:
 
 
 def test_mem_shows_who_holds_what_while_it_runs(job: Job) -> None:
-    process = job.start(*TURNS, "run.num_steps=100000")
+    process = job.start(*TURNS, "run.num_steps=100000", *job.paced())
     try:
         until(lambda: _steps(job) >= 2, "the second step")
         page = ask_mem(job)

@@ -94,7 +94,7 @@ def test_a_gang_on_two_nodes_takes_turns_with_an_engine_on_each(job: Job) -> Non
 
 
 def test_an_engine_and_the_agent_that_die_on_the_other_node_come_back(job: Job) -> None:
-    with two_nodes(job, "run.num_steps=100000") as launchers:
+    with two_nodes(job, "run.num_steps=100000", *job.paced(8)) as launchers:
         until(lambda: num_steps(job) >= 3, "the third step")
         shown = run("mem", str(job.run_dir()), folder=job.folder, timeout_s=60).stdout
         assert "host:0@0: 9.0 MiB" in shown, shown

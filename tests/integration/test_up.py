@@ -70,7 +70,7 @@ def test_other_staleness_policies_keep_the_bound(job: Job, policy: str) -> None:
 
 
 def test_killed_engine_costs_no_prompt(job: Job) -> None:
-    process = job.start("roles.rollout.count=2", "run.num_steps=150")
+    process = job.start("roles.rollout.count=2", "run.num_steps=60", *job.paced(8))
     try:
         until(lambda: _steps(job) >= 3, "the third step")
         victim = worker_pids(process.pid, "rollout/1")[0]
@@ -83,7 +83,7 @@ def test_killed_engine_costs_no_prompt(job: Job) -> None:
     assert process.returncode == 0, said
     run_dir = job.run_dir()
     facts = audit(run_dir)
-    assert len(facts.trained) == len(set(facts.trained)) == 150 * 4
+    assert len(facts.trained) == len(set(facts.trained)) == 60 * 4
     assert sum(facts.states.values()) == sum(facts.states.get(s, 0) for s in ("TRAINED", "DURABLE")) + sum(
         facts.states.get(s, 0) for s in ("READY", "DISPATCHED", "REQUEUED", "DROPPED")
     )

@@ -128,6 +128,7 @@ def test_the_colocated_runs_load_and_differ_in_the_memory_only(
         assert config.memory.host_devices == gpus
 
 
+@pytest.mark.soak
 def test_a_gang_that_leaves_its_devices_makes_the_steps_of_one_that_stays(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, GPU / "memory_gang_training.py", "--device", "cpu"],
@@ -208,6 +209,7 @@ threading.Event().wait(30)
     assert "cycle 3: release" in done.stdout and "Timeout" in done.stderr and "<string>" in done.stderr
 
 
+@pytest.mark.soak
 def test_a_lab_of_stand_ins_takes_turns_and_loses_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, GPU / "memory_switch.py", "--device", "cpu"],
@@ -229,6 +231,7 @@ def test_a_lab_of_stand_ins_takes_turns_and_loses_nothing(tmp_path: Path) -> Non
 # -- runs that do not come to their end --------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_a_run_that_is_not_through_in_time_is_asked_what_it_does(tmp_path: Path) -> None:
     """One engine over both devices; the guard pauses it for good, so that waiting for its limit costs nothing."""
     words = ["--device", "cpu", "--gpus", "2", "--servers", "one", "--part", "turns", "--limit", "20", "--budget", "70"]

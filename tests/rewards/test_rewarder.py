@@ -332,6 +332,36 @@ async def test_a_worker_whose_start_is_overtaken_by_the_end_is_waited_for(
 
 
 @pytest.mark.asyncio
+async def test_a_dead_worker_that_nobody_could_wait_for_is_waited_for_at_the_end(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, asked, ended = RewardWorker.gone, [], []
+
+    async def endless_at_first(self: RewardWorker) -> None:
+        asked.append(self)
+        if len(asked) == 1:
+            await asyncio.Event().wait()
+        await gone(self)
+        ended.append(self)
+
+    monkeypatch.setattr(RewardWorker, "gone", endless_at_first)
+    async with rewarder(f"{code}:act", workers=1) as made:
+        await made.score(answer("warm"))
+        (pid,) = made.worker_pids
+        os.kill(pid, 9)
+        async with asyncio.timeout(10):
+            while made.worker_pids:
+                await asyncio.sleep(0.02)
+        task = asyncio.ensure_future(made.score(answer("x")))
+        while not asked:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert asked[0] in ended
+
+
+@pytest.mark.asyncio
 async def test_workers_that_are_slow_to_end_end_side_by_side(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gone, ending, all_at_it = RewardWorker.gone, [], asyncio.Event()
 

@@ -12,15 +12,14 @@ from gang_run import NUM_STEPS, GangRun, gang_run
 
 pytestmark = pytest.mark.timeout(400)
 
-ON_CPU = Path(__file__).resolve().parent.parent / "backends" / "on_cpu"
+
+def overrides(layout: str) -> tuple[str, ...]:
+    return 'roles.trainer.kind="megatron"', layout, "trainer.checkpoint_every=2", "trainer.keep_last=3"
 
 
-def overrides(folder: Path, layout: str) -> tuple[str, ...]:
-    env = f'PYTHONPATH="{ON_CPU}", TORCHINDUCTOR_CACHE_DIR="{folder}"'
-    return (
-        'roles.trainer.kind="megatron"', layout, f"roles.trainer.env={{{env}}}", "trainer.checkpoint_every=2",
-        "trainer.keep_last=3",
-    )  # fmt: skip
+@pytest.fixture(autouse=True)
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
 def disturb(run: GangRun, rank: int, what: signal.Signals) -> None:
@@ -45,7 +44,7 @@ def disturb(run: GangRun, rank: int, what: signal.Signals) -> None:
     ],
 )
 def test_a_rank_is_killed(tmp_path: Path, layout: str, rank: int) -> None:
-    with gang_run(tmp_path, *overrides(tmp_path, layout)) as run:
+    with gang_run(tmp_path, *overrides(layout)) as run:
         disturb(run, rank, signal.SIGKILL)
         run.end()
         run.prove()
@@ -58,7 +57,7 @@ def test_a_rank_is_killed(tmp_path: Path, layout: str, rank: int) -> None:
 @pytest.mark.soak
 def test_a_rank_stands_still_in_a_collective(tmp_path: Path) -> None:
     """Its mate waits for its half of a layer."""
-    with gang_run(tmp_path, *overrides(tmp_path, "megatron.tp=2")) as run:
+    with gang_run(tmp_path, *overrides("megatron.tp=2")) as run:
         disturb(run, 1, signal.SIGSTOP)
         run.end()
         run.prove()

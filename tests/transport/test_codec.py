@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxa.core.actor import Actor
+from myxa.core.actor import Actor, ref_class
 from myxa.core.errors import BadRequest
 from myxa.core.handlers import call, handlers_of
 from myxa.core.samples import Group, Message, Prompt, Sample
-from myxa.transport.codec import Codec, codecs_of
+from myxa.transport.codec import Codec, codecs_of, compile_loaded
 from myxa.transport.node import InprocNetwork, Node
 from myxa.transport.payload import UndecodableError, decode_value, encode_value
 from myxa.transport.session.frames import LIMITS, Envelope, Kind, Limits, Malformed, decode, encode
@@ -169,3 +169,22 @@ def test_a_body_over_the_limit_of_the_control_lane_is_not_even_read():
     assert isinstance(decode(data, LIMITS), Envelope)
     raised = Limits(control_body=2 << 20).of_control()
     assert isinstance(decode(data, raised), Envelope)
+
+
+def test_what_is_loaded_is_compiled_and_never_again():
+    class Contract(Actor):
+        @call()
+        async def ask(self, plain: Plain) -> Arrays:
+            raise NotImplementedError
+
+    class Role(Contract):
+        async def ask(self, plain: Plain) -> Arrays:
+            return Arrays(np.zeros(plain.count, np.float32))
+
+    compile_loaded(Contract)
+    made = handlers_of.cache_info().misses, ref_class.cache_info().misses
+    for cls in (Contract, Role):
+        ref_class(cls)
+        assert [spec.name for spec in handlers_of(cls).specs] == ["ask"]
+        assert all(spec in codecs_of.__self__ for spec in handlers_of(cls).specs)
+    assert (handlers_of.cache_info().misses, ref_class.cache_info().misses) == made
