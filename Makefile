@@ -19,6 +19,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := cpu,math,megatron,parquet,tensorboard,tui,otel,dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# Bytecode on all cores at the end, where pip makes it on one; of transformers' models when one is imported.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/' $(VENV)/lib
 TESTS ?= tests
 SGLANG_VENV := .sglang-venv
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
@@ -33,7 +35,7 @@ demo: $(STAMP)
 	@$(BIN)/myxa demo
 
 # More workers than cores: most tests wait for processes most of the time. The longest files begin first.
-WORKERS ?= 4
+WORKERS ?= 6
 test: $(STAMP)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
@@ -74,8 +76,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import pip; $(IS_NEW)' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@echo "make: installing into $(VENV); the first time takes some minutes (torch)"
 	@$(PIP) install -q -c constraints.txt setuptools
-	@$(PIP) install -q -c constraints.txt torch
-	@$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
+	@$(PIP) install -q --no-compile -c constraints.txt torch
+	@$(PIP) install -q --no-compile -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
+	@$(COMPILE) || true  # some packages bring files that are no Python of this version
 	@touch $@
 
 clean:
