@@ -35,7 +35,7 @@ demo: $(STAMP)
 	@$(BIN)/myxa demo
 
 # More workers than cores: most tests wait for processes most of the time. The longest files begin first.
-WORKERS ?= 6
+WORKERS ?= 4
 test: $(STAMP)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 

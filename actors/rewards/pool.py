@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -18,6 +19,8 @@ import msgspec
 from ...core.errors import ConfigError, UserCodeError
 from .call import Answers, BadReward, Outcomes, checked
 from .protocol import LENGTH, MAX_FRAME_BYTES, LoadFailed, Ready, Reply, Scored, WorkerSpec, frame, reply_decoder
+
+_log = logging.getLogger("myxa.rewards")
 
 START_TIMEOUT_S = 120.0
 """For importing the user's module: it may be heavy."""
@@ -40,6 +43,7 @@ class RewardWorker:
     def __init__(self, process: Process) -> None:
         self._process = process
         self._is_killed = False
+        self._reaping: asyncio.Future[None] | None = None
         self.pid = process.pid
         """Of the process that runs the function, once it has told; of its keeper before."""
 
@@ -74,16 +78,22 @@ class RewardWorker:
             raise WorkerGone(await self._how_it_ended()) from None
 
     async def _how_it_ended(self) -> str:
-        try:
-            async with asyncio.timeout(END_TIMEOUT_S):
-                code = await self._process.wait()
-        except TimeoutError:
-            self._is_killed = True
-            self._signal(signal.SIGKILL)
-            code = await self._process.wait()
+        code = await self._exit_code()
+        if code is None:
+            return f"its keeper, process {self._process.pid}, cannot be killed"
         if code >= 0:
             return f"exit code {code}"
         return f"signal {signal.Signals(-code).name}"
+
+    async def _exit_code(self) -> int | None:
+        """Of one that has ended, or will soon; None: not even SIGKILL has ended it."""
+        for _ in range(2):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_TIMEOUT_S):
+                    return await self._process.wait()
+            self._is_killed = True
+            self._signal(signal.SIGKILL)  # somebody stopped the keeper
+        return self._process.returncode
 
     def kill(self) -> None:
         """Have its keeper end it and everything it started, at once."""
@@ -100,17 +110,21 @@ class RewardWorker:
 
     async def gone(self) -> None:
         """Wait until a killed worker has been reaped and its pipes are closed."""
+        # In a task of its own, one for all who wait: asyncio has one future for a pipe's end, and cancels it with any
+        # of those who wait for it, for the others too.
+        if self._reaping is None:
+            self._reaping = asyncio.ensure_future(self._reap())  # noqa: TID251 -- kept here, and ends by its deadlines
+        await asyncio.shield(self._reaping)
+
+    async def _reap(self) -> None:
         stdin = self._process.stdin
-        if stdin is not None:
-            stdin.close()
-            with contextlib.suppress(ConnectionError):
-                await stdin.wait_closed()
-        try:
-            async with asyncio.timeout(END_TIMEOUT_S):
-                await self._process.wait()
-        except TimeoutError:  # somebody stopped the keeper
-            self._signal(signal.SIGKILL)
-            await self._process.wait()
+        assert stdin is not None
+        stdin.close()
+        if await self._exit_code() is None:
+            _log.warning("reward worker %d cannot be killed: does it wait for a device that is gone?", self.pid)
+            return
+        with contextlib.suppress(ConnectionError):
+            await stdin.wait_closed()
 
 
 class RewardPool:

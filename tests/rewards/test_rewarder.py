@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -332,33 +333,51 @@ async def test_a_worker_whose_start_is_overtaken_by_the_end_is_waited_for(
 
 
 @pytest.mark.asyncio
-async def test_a_dead_worker_that_nobody_could_wait_for_is_waited_for_at_the_end(
+async def test_a_dead_worker_whose_waiter_was_cancelled_is_waited_for_at_the_end(
     code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone, asked, ended = RewardWorker.gone, [], []
+    may_end, asked, real = asyncio.Event(), [], Process.wait
 
-    async def endless_at_first(self: RewardWorker) -> None:
+    async def late(self: Process) -> int:
         asked.append(self)
-        if len(asked) == 1:
-            await asyncio.Event().wait()
-        await gone(self)
-        ended.append(self)
+        await may_end.wait()
+        return await real(self)
 
-    monkeypatch.setattr(RewardWorker, "gone", endless_at_first)
-    async with rewarder(f"{code}:act", workers=1) as made:
+    async with rewarder(f"{code}:act", workers=2) as made:
         await made.score(answer("warm"))
         (pid,) = made.worker_pids
         os.kill(pid, 9)
         async with asyncio.timeout(10):
             while made.worker_pids:
                 await asyncio.sleep(0.02)
+        monkeypatch.setattr(Process, "wait", late)
         task = asyncio.ensure_future(made.score(answer("x")))
-        while not asked:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(10):
+            while not asked:
+                await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert asked[0] in ended
+        closing = asyncio.ensure_future(made.close())
+        await asyncio.sleep(0.05)
+        assert not closing.done()
+        may_end.set()
+        await closing
+
+
+@pytest.mark.asyncio
+async def test_of_two_who_wait_for_a_workers_end_one_may_be_cancelled() -> None:
+    """asyncio would cancel the other with it: a group of a run was never finished, and nobody knew why."""
+    problems: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+    worker = await RewardWorker.start()
+    worker.kill()
+    one, other = asyncio.ensure_future(worker.gone()), asyncio.ensure_future(worker.gone())
+    await asyncio.sleep(0)
+    one.cancel()
+    async with asyncio.timeout(30):
+        await other
+    assert one.cancelled() and not problems and not worker.is_alive
 
 
 @pytest.mark.asyncio
