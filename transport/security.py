@@ -31,10 +31,13 @@ class KeyPair:
 
     @classmethod
     def generate(cls) -> Self:
-        """A new pair. Raises LaunchError if libzmq was built without CURVE."""
+        """A new pair, whose public half begins with a letter or a digit: "-" would make it a flag of a command line.
+        Raises LaunchError if libzmq was built without CURVE."""
         if not zmq.has("curve"):
             raise LaunchError("this libzmq has no CURVE", remedy="install pyzmq from a wheel")
         public, secret = zmq.curve_keypair()
+        while not public[:1].isalnum():
+            public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
 
     @classmethod

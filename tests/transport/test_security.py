@@ -35,6 +35,10 @@ def kind(request):
     return getattr(request, "param", "ipc")
 
 
+def test_a_key_is_no_flag_of_a_command_line():
+    assert all(JobKey.generate().public[0].isalnum() for _ in range(200))
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["tcp"], indirect=True)
 async def test_another_key_is_not_admitted(world):
