@@ -36,7 +36,7 @@ def add(verbs: Verbs) -> None:
     remote.add_argument("file", type=Path, metavar="FILE", help="where to write; an old one is replaced")
     remote.add_argument("--at", required=True, metavar="HOST:PORT", help="the run's control.tcp")
     remote.add_argument(
-        "--server", required=True, metavar="KEY", help='public key of that endpoint (--server=KEY if it begins with "-")'
+        "--server", required=True, metavar="KEY", help='its public key (--server=KEY if that begins with "-")'
     )
     remote.add_argument(
         "--key", type=Path, required=True, metavar="FILE", help="our own pair, by `myxa control keygen`"
