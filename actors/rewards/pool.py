@@ -20,7 +20,7 @@ from ...core.errors import ConfigError, UserCodeError
 from .call import Answers, BadReward, Outcomes, checked
 from .protocol import LENGTH, MAX_FRAME_BYTES, LoadFailed, Ready, Reply, Scored, WorkerSpec, frame, reply_decoder
 
-_log = logging.getLogger("myxa.rewards")
+_log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """For importing the user's module: it may be heavy."""
