@@ -113,6 +113,15 @@ async def rewarder(fn: str, **settings: Any) -> AsyncIterator[Rewarder]:
         assert made.worker_pids == ()
 
 
+async def kill_the_worker(of: Rewarder) -> None:
+    """The only one, which is idle; returns when it is known to be dead."""
+    (pid,) = of.worker_pids
+    os.kill(pid, 9)
+    async with asyncio.timeout(10):
+        while of.worker_pids:
+            await asyncio.sleep(0.02)
+
+
 async def failure(of: Rewarder, completion: Completion) -> str:
     with pytest.raises(UserCodeError) as caught:
         await of.score(completion)
@@ -258,11 +267,7 @@ async def test_a_crashed_worker_is_named_and_replaced(code: str, text: str, end:
 async def test_a_worker_killed_while_idle_costs_no_completion(code: str) -> None:
     async with rewarder(f"{code}:act", workers=1) as made:
         await made.score(answer("warm"))
-        (pid,) = made.worker_pids
-        os.kill(pid, 9)
-        async with asyncio.timeout(10):
-            while made.worker_pids:
-                await asyncio.sleep(0.02)
+        await kill_the_worker(made)
         assert (await made.score(answer("fine"))).value == 1.0
         assert made.num_errors == 0
 
@@ -345,11 +350,7 @@ async def test_a_dead_worker_whose_waiter_was_cancelled_is_waited_for_at_the_end
 
     async with rewarder(f"{code}:act", workers=2) as made:
         await made.score(answer("warm"))
-        (pid,) = made.worker_pids
-        os.kill(pid, 9)
-        async with asyncio.timeout(10):
-            while made.worker_pids:
-                await asyncio.sleep(0.02)
+        await kill_the_worker(made)
         monkeypatch.setattr(Process, "wait", late)
         task = asyncio.ensure_future(made.score(answer("x")))
         async with asyncio.timeout(10):
