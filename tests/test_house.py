@@ -22,7 +22,7 @@ FLOORS = ("core", "transport", "memory", "algos", "actors", "launch")
 HEIGHT = {"core": 0, "transport": 1, "memory": 2, "algos": 2, "actors": 3, "launch": 4}
 ADAPTERS = ("engines", "backends", "weights", "sinks")
 BESIDE_ADAPTERS = ("models", "data", "workflows")
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 60
 BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}
 BANNED_MODULES = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
@@ -339,7 +339,7 @@ BREACHES = [
     (misplaced_files, "tests/__init__.py", "", "makes tests a package"),
     (misplaced_files, "conftest.py", "", "conftest.py in the root"),
     (misplaced_files, "core/utils.py", '"""Bits."""\n', "says nothing"),
-    (oversize, "core/long.py", '"""Long."""\n' + "A = 1\n" * 400, "401 lines"),
+    (oversize, "core/long.py", '"""Long."""\n' + "A = 1\n" * 800, "801 lines"),
     (oversize, "core/long.py", "def f():\n" + "    a = 1\n" * 60, "f has 61 lines"),
     (upward_imports, "core/thing.py", "from ..actors.thing import x\n", "core.thing imports actors.thing"),
     (
