@@ -36,7 +36,8 @@ __all__ = [
 STALE = "stale"
 """Dropped by the `drop` policy: it could not be trained in time."""
 STALE_AFTER_RETUNE = "stale-after-retune"
-"""Dispatched under looser rules (higher eta, another policy, before a rewind) than those that now hold."""
+"""Dispatched under looser rules (higher eta, another policy, before a rewind) than those that now hold; or without a
+token behind such a group."""
 STALE_STAMP = "stale-stamp"
 """The engine stamped an older version than it had announced."""
 
@@ -274,14 +275,18 @@ class Admission:
             return ()
         self._swept_for = step  # nothing ages between two events that reset this
         oldest = step - self.max_staleness
-        found = tuple(
-            Overdue(entry.group_id, self._reason(entry))
-            for entry in self._line
-            if entry.version < oldest and entry.stage is not Stage.TAKEN
-        )
+        found: list[Overdue] = []
+        for entry in self._line:
+            if entry.stage is Stage.TAKEN:
+                continue
+            if entry.version < oldest:
+                found.append(Overdue(entry.group_id, self._reason(entry)))
+            elif found and entry.stage is Stage.WAITING and entry.version == NO_TOKEN:
+                # It has nothing to lose, and would overtake the prompts in front of it, which are drawn again.
+                found.append(Overdue(entry.group_id, STALE_AFTER_RETUNE))
         for overdue in found:
             self._line.remove(overdue.group_id)
-        return found
+        return tuple(found)
 
     def _reason(self, entry: Entry) -> str:
         if entry.version < entry.announced:

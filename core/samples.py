@@ -48,6 +48,9 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Row in the dataset file (0-based, after slicing)."""
     pass_index: int
     """How often the data had been gone through when this row was drawn."""
+    draw: int = -1
+    """Number of the draw in the run: a prompt that is drawn again has a new group and its old draw. -1: it was not
+    drawn (held-out)."""
     messages: tuple[Message, ...]
     """The conversation so far; a plain-text prompt is one user message."""
     tools: tuple[dict[str, Any], ...] = ()

@@ -268,6 +268,7 @@ def _engine(
         pause_mode=config.rollout.pause_mode,
         num_threads=spec.threads,
         memory_share=memory_share(config),
+        is_invariant=config.rollout.deterministic,
         name=spec.name,
     )
     return EmbeddedEngine(config.model.path, options, reader=ChannelReader(), memory=lent_memory(spec, config, clock))

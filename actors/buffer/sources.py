@@ -58,7 +58,7 @@ class Sources:
                 "which the data no longer has",
                 remedy="was data.max_passes lowered for a run that goes on?",
             )
-        return msgspec.structs.replace(prompt, group_id=row.group_id)
+        return msgspec.structs.replace(prompt, group_id=row.group_id, draw=row.draw)
 
     def first_prompts(self, limit: int) -> list[Prompt]:
         """So many first prompts, of all sources in turn; fewer if there are no more."""

@@ -107,7 +107,8 @@ class Ledger:
 
     def redraw(self, besides: Collection[int] = ()) -> tuple[int, int] | None:
         """(dropped group, its draw number) of the first prompt that is to be drawn once more, `besides` left out."""
-        return next((item for item in self.draws.redraws.items() if item[0] not in besides), None)
+        left = (item for item in self.draws.redraws.items() if item[0] not in besides)
+        return min(left, key=lambda item: item[1], default=None)
 
     def find(self, group_id: int) -> Row | None:
         """Where a group is; None if it was never drawn."""
@@ -134,8 +135,9 @@ class Ledger:
         return sorted(found, key=lambda row: row.group_id)
 
     def claim_of(self, step: int) -> list[Row]:
-        """Groups claimed for a step and not trained yet, oldest first."""
-        return [row for row in self.rows(State.CLAIMED) if row.step == step]
+        """Groups claimed for a step and not trained yet, in the order of their draws: a step that is made again after
+        a resumption has the same order."""
+        return sorted((row for row in self.rows(State.CLAIMED) if row.step == step), key=lambda row: row.draw)
 
     def line(self) -> list[Row]:
         """What admission has to know after a restart: groups that are not dropped, from the oldest open one on."""

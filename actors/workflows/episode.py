@@ -6,7 +6,9 @@ the workflow to look at and is never encoded back, so the trained ids are the ge
 
 Continuation: an episode may be given the tokens of an interrupted attempt. The workflow runs from its beginning;
 recorded turns are handed out again without asking the engine as long as the workflow does what it did before, and
-the first unfinished turn goes on from its last token. A reply that differs from the recorded one ends the replay.
+the first unfinished turn goes on from its last token. Drawn by seeds, that turn is made again from its beginning: the
+tokens are the same, and no log-prob is one that a prefill computed where a run without the interruption decoded. A
+reply that differs from the recorded one ends the replay.
 """
 
 from __future__ import annotations
@@ -141,11 +143,16 @@ class Episode:
         limit = min(params.max_new_tokens - len(start.ids), self.room - len(start.ids))
         if limit <= 0:
             return self._close_turn(start, "length")
+        is_seeded = self._model.sampling.seed is not None
+        if is_seeded:
+            start, limit = joined([]), limit + len(start.ids)
         segment, finish = await self._ask(start, params, limit)
         while finish == "abort" and self._model.goes_on():
             left = limit + len(start.ids) - len(segment.ids)
             if left <= 0:
                 return self._close_turn(segment, "length")
+            if is_seeded:
+                segment, left = start, limit
             segment, finish = await self._ask(segment, params, left)
         if finish == "abort":
             self._segments.append(segment)
@@ -205,7 +212,8 @@ class Episode:
         run = self._model.sampling.seed
         if run is None or params.seed not in (None, run):
             return params.seed
-        return turn_seed(run, self._prompt.group_id, self._index, len(self._turns))
+        number = self._prompt.group_id if self._prompt.draw < 0 else self._prompt.draw
+        return turn_seed(run, number, self._index, len(self._turns))
 
     def _stopped_at(self, done: Segment, params: SamplingParams) -> int:
         """Tokens after which a recorded turn is over; 0: it goes on."""

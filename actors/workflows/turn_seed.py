@@ -8,7 +8,7 @@ SEED_BITS = 63
 """Servers keep seeds as signed 64-bit numbers."""
 
 
-def turn_seed(seed: int, group_id: int, index: int, turn: int) -> int:
-    """Of one turn, from 0 up to 2**63: other turns, samples, groups and runs have unrelated ones."""
-    digest = blake2b(f"{seed}/{group_id}/{index}/{turn}".encode(), digest_size=8).digest()
+def turn_seed(seed: int, draw: int, index: int, turn: int) -> int:
+    """Of one turn, from 0 up to 2**63: other turns, samples, draws and runs have unrelated ones."""
+    digest = blake2b(f"{seed}/{draw}/{index}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - SEED_BITS)

@@ -114,8 +114,9 @@ class RolloutSettings(Section, frozen=True):
     """Texts that end a turn with the token that completes one; that token stays in the sample. Special tokens count
     as text."""
     deterministic: bool = False
-    """Whether each turn is drawn with a seed of its own, made of `run.seed`, group, sample and turn; false = the engine
-    goes on in its own random numbers. SGLang needs `sglang.enable_deterministic_inference` for it."""
+    """Whether nothing but the run file decides what is drawn and trained: with `async.max_staleness = 0` two runs are
+    equal to the bit (docs/engines.md). Each turn has a seed made of `run.seed`, draw, sample and turn. SGLang needs
+    `sglang.enable_deterministic_inference` for it."""
     workflow: CodeName = "single_turn"
     """How a prompt becomes a sample: single_turn, demonstration (SFT, no engine), or your own `module:function` or
     `file.py:function`."""

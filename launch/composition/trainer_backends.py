@@ -17,9 +17,33 @@ if TYPE_CHECKING:
     from ...actors.backends.torch_backend.world import Gang
 
 
+REPEATABLE_ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "TORCHINDUCTOR_DETERMINISTIC": "1",
+}
+"""For libraries that choose kernels and the order of sums by what they time or see."""
+
+
 def make_backend(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> TrainBackend:
-    """The rank's backend, not set up yet."""
+    """The rank's backend, not set up yet. In a deterministic run on GPUs an operation without a deterministic kernel
+    raises: torch names it."""
+    if config.rollout.deterministic and spec.devices:
+        _use_repeatable_kernels()
     return (_megatron if spec.kind == "megatron" else _torch)(spec, config, gang, clock)
+
+
+def _use_repeatable_kernels() -> None:
+    """Before CUDA starts."""
+    import torch
+    from torch.utils import deterministic
+
+    for name, value in REPEATABLE_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    # Nothing here reads memory that was not written.
+    deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] -- set by a property
 
 
 def shard_of_rank(spec: ActorSpec, config: RunConfig, world_size: int) -> tuple[int, ...]:
@@ -46,7 +70,10 @@ def _megatron(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> T
 
     if spec.devices:  # before CUDA starts: one queue, so that overlapped collectives run in the order of their calls
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    told = MegatronRankSettings(megatron=config.megatron, **_told(spec, config, gang))
+    megatron = config.megatron
+    if config.rollout.deterministic:  # else its embedding sums gradients in any order
+        megatron = megatron.model_copy(update={"model": {"deterministic_mode": True, **megatron.model}})
+    told = MegatronRankSettings(megatron=megatron, **_told(spec, config, gang))
     return MegatronBackend(told, clock, residence=megatron_residence(spec, config, clock))
 
 

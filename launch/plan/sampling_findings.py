@@ -22,6 +22,13 @@ def sampling_findings(config: RunConfig) -> Iterator[Finding]:
                 "of all of it: what is cut off is never tried, and no correction sees that",
                 f"set it to {rest} for training",
             )
+    if rollout.deterministic and config.asynchrony.max_staleness:
+        yield _warning(
+            "deterministic",
+            f"= true with async.max_staleness = {config.asynchrony.max_staleness}: turns have seeds of their own, but "
+            "which weights a token meets is a matter of time: two runs are not equal",
+            "set async.max_staleness = 0 for runs that repeat to the bit",
+        )
     for key, value, rest in (
         ("repetition_penalty", rollout.repetition_penalty, 1),
         ("frequency_penalty", rollout.frequency_penalty, 0),

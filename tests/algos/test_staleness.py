@@ -225,6 +225,25 @@ def test_pitfall_08_an_engine_that_stamps_older_than_announced_is_found_out() ->
     assert selection.claim == (1,)
 
 
+def test_c_after_a_rewind_no_prompt_without_a_token_overtakes_those_that_are_drawn_again() -> None:
+    """Resumed at 5 of 7: the batches of 6 and the one under way are too old once 5 is claimed; what was handed back
+    without a token keeps no place behind them, or its draw would come before theirs."""
+    admission = Admission(max_staleness=0, batch_size=2)
+    places = [LinePlace(group_id, 5 + group_id // 2, Stage.READY) for group_id in range(4)]
+    places += [LinePlace(4, 7, Stage.WAITING), LinePlace(5, -1, Stage.WAITING)]
+    assert admission.restore(places, next_step=5, newest_version=5) == ()
+    selection = admission.select(5)
+    assert selection.claim == (0, 1)
+    assert selection.overdue == tuple(Overdue(group_id, STALE_AFTER_RETUNE) for group_id in (2, 3, 4, 5))
+
+
+def test_c_without_a_rewind_a_prompt_without_a_token_keeps_its_place() -> None:
+    admission = Admission(max_staleness=0, batch_size=2)
+    places = [LinePlace(0, 5, Stage.READY), LinePlace(1, 5, Stage.READY), LinePlace(2, -1, Stage.WAITING)]
+    assert admission.restore(places, next_step=5, newest_version=5) == ()
+    assert admission.select(5).overdue == ()
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_pitfall_16_filtered_groups_release_their_slot(policy: str) -> None:
     """Nine of ten groups filtered: a producer that kept their slots would stand still after a few steps."""

@@ -240,6 +240,21 @@ def test_stale_prompts_are_drawn_again_once_each(ledger: Ledger, path: Path) -> 
     last.close()
 
 
+def test_c_a_batch_and_what_is_drawn_again_are_in_the_order_of_draws(ledger: Ledger) -> None:
+    """A group that repeats draw 0 is newer than one of draw 1, and is trained before it; and an older draw that is
+    dropped later is drawn again first."""
+    ids = draw(ledger, 4)
+    ledger.drop([(ids[3], STALE)])
+    ledger.drop([(ids[0], STALE)])
+    assert ledger.redraw() == (0, 0)
+    assert ledger.redraw([0]) == (3, 3)
+    ledger.dispatch([Row(4, 0, 0, 2, rollout="rollout/0", epoch=1, version=0)])
+    for group_id in (1, 4):
+        ledger.finish(group_id, b"whole", version=0, num_tokens=3)
+    ledger.claim(0, [1, 4])
+    assert [(row.group_id, row.draw) for row in ledger.claim_of(0)] == [(4, 0), (1, 1)]
+
+
 def test_a_tally_is_the_same_after_a_reload(ledger: Ledger, path: Path) -> None:
     ids = draw(ledger, 6)
     train(ledger, 0, ids[:2])

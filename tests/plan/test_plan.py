@@ -192,6 +192,7 @@ def test_gpus_that_are_not_here(site: Site, capsys: pytest.CaptureFixture[str]) 
         ("max_turns = 1", "max_turns = 1\nmin_p = 0.1", "rollout.min_p", "set it to 0"),
         ("max_turns = 1", "max_turns = 1\nrepetition_penalty = 1.1", "rollout.repetition_penalty", "not 1 on fresh"),
         ("max_turns = 1", "max_turns = 1\nmin_new_tokens = 4", "rollout.min_new_tokens", "not 1 on fresh"),
+        ("max_turns = 1", "max_turns = 1\ndeterministic = true", "rollout.deterministic", "two runs are not equal"),
         ("max_turns = 1", "max_turns = 9", "engine.context_length", "later ones are cut short"),
         ('[roles.trainer]\ncount = 2', '[roles.trainer]\ndevices = "0-3"\ncount = 2', "roles.trainer.devices", "uses one"),
     ],

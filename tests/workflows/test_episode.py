@@ -285,6 +285,20 @@ async def test_a_turn_that_goes_on_needs_fewer_tokens_to_be_long_enough() -> Non
 
 
 @pytest.mark.asyncio
+async def test_c_a_seeded_turn_that_was_interrupted_is_made_again_from_its_beginning() -> None:
+    by_seed = SamplingParams(max_new_tokens=16, min_new_tokens=6, seed=7)
+    first = Script(("@2+2", 3, "stop"), ("four", 3, "abort"))
+    with pytest.raises(Interrupted) as caught:
+        await calculator(episode(first, sampling=by_seed))
+    again = Script(("fo", 4, "abort"), ("four", 4, "stop"))
+    await calculator(episode(again, recorded=caught.value.partial, sampling=by_seed, goes_on=lambda: True))
+    fresh = first.asked[1]
+    for one in again.asked:
+        assert one.input_ids.tolist() == fresh.input_ids.tolist(), "the finished turn is kept, the other begins anew"
+        assert one.sampling == fresh.sampling
+
+
+@pytest.mark.asyncio
 async def test_each_turn_has_a_seed_of_its_own_that_every_attempt_has_again() -> None:
     by_seed = SamplingParams(max_new_tokens=16, seed=7)
 

@@ -17,6 +17,8 @@ from .arrays import Index, as_tensor
 from .kv import SlotCache
 
 MAX_EINSUM_QUERIES = 2
+SHORTEST_PAST = 64
+"""Keys that a token of a tile looks at, at least: a power of two times so many, whole vectors on every CPU."""
 
 
 class Attention(Protocol):
@@ -100,6 +102,46 @@ def _equal_runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((1, length))
     return runs
+
+
+class TileAttention:
+    """A tile of tokens, each of any row at any position: for products whose result must not depend on the neighbours.
+
+    A token looks at as many keys as its own position asks for, rounded up, and every product is computed for the whole
+    tile: shapes, and with them the order of additions, follow from nothing else.
+    """
+
+    def __init__(self, cache: SlotCache, rows: Index, positions: Index, dtype: torch.dtype, num_kv_heads: int) -> None:
+        """`rows` and `positions`, int64 [tile]; a pair may be there twice, with the same token."""
+        self._cache, self._rows = cache, rows
+        self._places = cache.places(rows, positions)
+        lengths = np.minimum(padded_lengths(positions), cache.context_length)
+        self._parts: list[tuple[int, Tensor, Tensor]] = []
+        """(keys, bias [tile * kv heads, 1, keys], which tokens look at so many)."""
+        for length in np.unique(lengths).tolist():
+            past = torch.arange(length) <= as_tensor(positions)[:, None]
+            bias = torch.zeros(len(rows), length, dtype=dtype).masked_fill_(past.logical_not_(), float("-inf"))
+            members = as_tensor(np.flatnonzero(lengths == length))
+            self._parts.append((length, bias.repeat_interleave(num_kv_heads, dim=0)[:, None], members))
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """As `Attention`."""
+        self._cache.write(layer, self._places, keys, values)
+        tile, num_heads, head_dim = queries.shape
+        out = torch.empty(tile, num_heads * head_dim, dtype=queries.dtype)
+        grouped = queries.reshape(tile * keys.shape[1], -1, head_dim).transpose(1, 2)
+        for length, bias, members in self._parts:
+            past_keys, past_values = self._cache.read_rows(layer, self._rows, length)
+            scores = torch.bmm(past_keys, grouped).transpose(1, 2).add(bias)
+            found = torch.bmm(scores.softmax(dim=-1), past_values).view(tile, -1)
+            out[members] = found[members]
+        return out
+
+
+def padded_lengths(positions: Index) -> Index:
+    """Keys that tokens at these positions look at: the next of 64, 128, 256, ..."""
+    doublings = np.ceil(np.log2(np.maximum((positions + 1) / SHORTEST_PAST, 1)))
+    return SHORTEST_PAST << doublings.astype(np.int64)
 
 
 class MixedAttention:

@@ -25,13 +25,13 @@ from ....core.stop_strings import Decode
 from ...models.model_config import ModelConfig
 from .admission import Admission, plan_admission, take_waiting
 from .allocation import Allocate
-from .arrays import as_tensor
-from .attention import Attention, DecodeAttention, MixedAttention, PrefillAttention
+from .arrays import Index, as_tensor
+from .attention import Attention, DecodeAttention, MixedAttention, PrefillAttention, TileAttention
 from .kv import SlotCache
 from .model import Decoder
 from .penalties import penalise
 from .request import Running, Scoring, check_request, check_scoring, make_running
-from .sampler import draw, stream_state
+from .sampler import TILE, draw, draw_tiles, stream_state
 from .scoring import score
 from .slots import SlotTable
 from .weights import DecoderWeights
@@ -59,6 +59,9 @@ class CoreOptions:
     version: int = 0
     stream_interval: int = 16
     """Tokens are told of every so many steps, and when a request ends; 0 = only then."""
+    is_invariant: bool = False
+    """Logits of a sequence are the same to the bit whatever shares its batch, and whether a token was prefilled or
+    decoded."""
     name: str = "embedded engine"
     decode: Decode | None = None
     """Text of token ids, special tokens kept; None: stop strings are refused."""
@@ -98,6 +101,8 @@ class EngineCore:
         self._steps_untold = 0
         self.version = options.version
         self.is_paused = False
+        if options.is_invariant:
+            self._check_invariance()
 
     # -- state
 
@@ -251,6 +256,8 @@ class EngineCore:
 
     def _forward(self, admission: Admission) -> torch.Tensor:
         """Logits of the next token, float32: of the running rows, then of the requests that join."""
+        if self._options.is_invariant:
+            return self._forward_tiles(admission)
         ids, positions = self._slots.inputs()
         count = len(ids)
         attentions: list[Attention] = []
@@ -265,6 +272,54 @@ class EngineCore:
             wanted = as_tensor(np.concatenate([np.arange(count), count + admission.lasts]))
         attention = attentions[0] if len(attentions) == 1 else MixedAttention(*attentions, num_first=count)
         return self._decoder.forward(self._weights, as_tensor(ids), as_tensor(positions), attention, wanted)
+
+    def _forward_tiles(self, admission: Admission) -> torch.Tensor:
+        """The same, tile by tile: a running row shares its tile with its neighbours, or with slots that are free."""
+        ids, positions = self._slots.inputs()
+        count = len(ids)
+        found: list[torch.Tensor] = []
+        for start in range(0, count, TILE):
+            slots = np.minimum(np.arange(start, start + TILE), self._slots.num_slots - 1)
+            taken = slots < count
+            slots_ids, slots_at = np.zeros(TILE, dtype=np.int64), np.zeros(TILE, dtype=np.int64)
+            slots_ids[taken], slots_at[taken] = ids[slots[taken]], positions[slots[taken]]
+            hidden = self._hidden_tile(slots_ids, slots, slots_at)
+            found.append(self._decoder.logits(self._weights, hidden)[: count - start])
+        if admission.requests:
+            hidden = self._prefill_tiles(admission)[as_tensor(admission.lasts)]
+            for start in range(0, len(hidden), TILE):
+                part = hidden[start : start + TILE]
+                tile = torch.zeros(TILE, hidden.shape[1], dtype=hidden.dtype)
+                tile[: len(part)] = part
+                found.append(self._decoder.logits(self._weights, tile)[: len(part)])
+        return torch.cat(found)
+
+    def _prefill_tiles(self, admission: Admission) -> torch.Tensor:
+        """Hidden states of all tokens of the contexts, one behind the other; the last tile is filled with its last."""
+        ids = np.concatenate(admission.contexts).astype(np.int64)
+        rows = np.repeat(np.asarray(admission.rows), admission.lengths)
+        positions = np.concatenate([np.arange(length) for length in admission.lengths])
+        fill = (0, -len(ids) % TILE)
+        ids, rows, positions = (np.pad(each, fill, mode="edge") for each in (ids, rows, positions))
+        tiles = (slice(start, start + TILE) for start in range(0, len(ids), TILE))
+        return torch.cat([self._hidden_tile(ids[tile], rows[tile], positions[tile]) for tile in tiles])
+
+    def _hidden_tile(self, ids: Index, rows: Index, positions: Index) -> torch.Tensor:
+        attention = TileAttention(self._cache, rows, positions, self._weights.dtype, self._config.num_kv_heads)
+        return self._decoder.hidden(self._weights, as_tensor(ids), as_tensor(positions), attention)
+
+    @torch.inference_mode()
+    def _check_invariance(self) -> None:
+        """Raise EngineError where a row's place in a tile changes its result, as a library of matrix products might."""
+        ids, rows = np.zeros(TILE, dtype=np.int64), np.zeros(TILE, dtype=np.int64)
+        hidden = self._hidden_tile(ids, rows, rows)
+        logits = self._decoder.logits(self._weights, hidden)
+        if not (torch.equal(logits, logits[:1].expand_as(logits)) or logits.isnan().any()):
+            raise EngineError(
+                f"{self._options.name}: this machine's matrix products depend on a row's place in its batch, so no run "
+                "here repeats to the bit",
+                remedy="set rollout.deterministic = false, or use another machine",
+            )
 
     def _score(self, scoring: Scoring) -> None:
         logprobs = score(self._decoder, self._weights, scoring.ids, scoring.first)
@@ -281,7 +336,7 @@ class EngineCore:
     def _draw(self, logits: torch.Tensor) -> None:
         """Draw and record a token for every row; end the rows that are done."""
         penalise(logits, self._slots.penalised())
-        drawn = draw(logits, self._slots.sampling())
+        drawn = (draw_tiles if self._options.is_invariant else draw)(logits, self._slots.sampling())
         stopped, ended = self._slots.append(drawn.ids, drawn.logprobs, self.version)
         ended |= ~drawn.is_finite
         if not ended.any():

@@ -33,7 +33,7 @@ class SlotCache:
     ) -> None:
         """`allocate` None: of the system, which backs pages when they are first written."""
         self._num_heads = config.num_kv_heads
-        self._context_length = context_length
+        self.context_length = context_length
         shape = (config.num_layers, 2, num_slots * config.num_kv_heads, context_length, config.head_dim)
         self._data = _lazy_zeros(shape, dtype) if allocate is None else allocate([(shape, dtype)])[0]
         self._flat = self._data.view(config.num_layers, 2, -1, config.head_dim)
@@ -41,7 +41,7 @@ class SlotCache:
 
     def places(self, rows: Index, positions: Index) -> Tensor:
         """Where to write tokens at (rows, positions): int64 [N * kv heads], for `write`."""
-        base = rows * (self._num_heads * self._context_length) + positions
+        base = rows * (self._num_heads * self.context_length) + positions
         return as_tensor((base[:, None] + self._head_offsets).reshape(-1))
 
     def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -53,6 +53,16 @@ class SlotCache:
     def read(self, layer: int, num_rows: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first rows as views, [num_rows * kv heads, length, head_dim] each."""
         both = self._data[layer, :, : num_rows * self._num_heads, :length]
+        return both[0], both[1]
+
+    def read_rows(self, layer: int, rows: Index, length: int) -> tuple[Tensor, Tensor]:
+        """The same of any rows [n], which may repeat: views where they follow one another, copies otherwise."""
+        heads, first = self._num_heads, int(rows[0])
+        if np.array_equal(rows, np.arange(first, first + len(rows))):
+            both = self._data[layer, :, first * heads : (first + len(rows)) * heads, :length]
+        else:
+            index = as_tensor((rows[:, None] * heads + np.arange(heads)).reshape(-1))
+            both = self._data[layer, :, :, :length].index_select(1, index)
         return both[0], both[1]
 
     def copy_row(self, source: int, target: int, length: int) -> None:

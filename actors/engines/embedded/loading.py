@@ -40,6 +40,7 @@ def load_core(
         seed=options.seed,
         version=options.version,
         stream_interval=options.stream_interval,
+        is_invariant=options.is_invariant,
         name=options.name,
         decode=partial(tokenizer.decode, skip_special=False),
     )

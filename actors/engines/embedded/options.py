@@ -30,4 +30,7 @@ class EmbeddedOptions:
     """Of torch. More than one only pays on cores that nobody else uses: its barriers spin."""
     memory_share: float = 0.6
     """Part of the host's available memory to plan with; divide it by the number of engines on the host."""
+    is_invariant: bool = False
+    """Tokens and log-probs of a request depend on its tokens, its seed and the weights alone, to the bit: whatever
+    shares its batch, and wherever it was continued. Slower: docs/benchmarks.md."""
     name: str = "embedded engine"

@@ -27,6 +27,8 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
 NO_TOP_K = -1
+TILE = 32
+"""Rows that are computed together where results must not depend on how many there are: whole vectors on every CPU."""
 
 
 def stream_state(seed: int) -> int:
@@ -94,6 +96,27 @@ def draw(logits: Tensor, rows: SamplingRows) -> Drawn:
         ids=ids[:, 0].numpy(),
         logprobs=logprobs[:, 0].numpy(),
         is_finite=np.isfinite(totals[:, 0].numpy()) & np.isfinite(peaks[:, 0].numpy()),
+    )
+
+
+def draw_tiles(logits: Tensor, rows: SamplingRows) -> Drawn:
+    """The same by tiles of rows, so that a row's draw depends on no other row."""
+    num_rows = len(logits)
+    found: list[Drawn] = []
+    for start in range(0, num_rows, TILE):
+        which = np.minimum(np.arange(start, start + TILE), num_rows - 1)
+        theirs = SamplingRows(
+            temperatures=rows.temperatures[which],
+            top_ps=rows.top_ps[which],
+            top_ks=rows.top_ks[which],
+            min_ps=rows.min_ps[which],
+            uniforms=rows.uniforms[which],
+        )
+        found.append(draw(logits[as_tensor(which)], theirs))
+    return Drawn(
+        ids=np.concatenate([each.ids for each in found])[:num_rows],
+        logprobs=np.concatenate([each.logprobs for each in found])[:num_rows],
+        is_finite=np.concatenate([each.is_finite for each in found])[:num_rows],
     )
 
 
