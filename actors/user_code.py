@@ -41,7 +41,6 @@ class Expected:
     num_args: int
     signature: str
     """As it is shown in messages."""
-    must_be_async: bool = False
     must_be_plain: bool = False
     """It is called where nothing can be awaited."""
 
@@ -57,9 +56,7 @@ def reward_expected(key: str, *, takes_group: bool) -> Expected:
     return replace(GROUP_REWARD if takes_group else REWARD, key=key)
 
 
-WORKFLOW = Expected(
-    "rollout.workflow", 2, "async def generate(ctx: WorkflowContext, prompt: Prompt) -> Sample", must_be_async=True
-)
+WORKFLOW = Expected("rollout.workflow", 2, "async def generate(ctx: WorkflowContext, prompt: Prompt) -> Sample")
 GROUP_FILTER = Expected("algo.group_filter", 1, "def keep(group: Group) -> bool | str")
 REWARD_POST_PROCESS = Expected(
     "algo.reward_post_process", 1, "def process(groups: list[Group]) -> list[Sequence[float]]", must_be_plain=True
@@ -88,22 +85,36 @@ def load_function(name: str, expected: Expected, args: Mapping[str, Any] | None 
 
     Raises ConfigError if module, attribute or signature is wrong, UserCodeError if importing it raises.
     """
+    fn = _named(name, expected)
+    _check_signature(name, fn, expected, args or {})
+    if expected.must_be_plain and is_async(fn):
+        raise ConfigError(
+            f'{expected.key} = "{name}" is an async function', remedy=f"it must look like: {expected.signature}"
+        )
+    return UserFunction(name, fn, is_async(fn))
+
+
+def is_async(fn: Callable[..., Any]) -> bool:
+    """Whether calling it gives something to await."""
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
+
+
+def load_workflow_class(name: str, args: Mapping[str, Any]) -> type[Any] | None:
+    """The class of that name, which can be made with these named arguments; None: it is a function. Raises as
+    `load_function`."""
+    found: object = _named(name, WORKFLOW)
+    if not isinstance(found, type):
+        return None
+    _check_signature(name, found, replace(WORKFLOW, num_args=0, signature="class Flow: def __init__(self, ...)"), args)
+    return found
+
+
+def _named(name: str, expected: Expected) -> Callable[..., Any]:
     where, colon, attr = name.rpartition(":")
     if not colon or not where or not attr:
         raise ConfigError(f'{expected.key} = "{name}" is not a function name', remedy="write module:function")
     module = _module_of_file(where, expected) if where.endswith(".py") else _module_of_name(where, expected)
-    fn = _attribute(module, where, attr, expected)
-    is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
-    _check_signature(name, fn, expected, args or {})
-    if expected.must_be_async and not is_async:
-        raise ConfigError(
-            f'{expected.key} = "{name}" is not an async function', remedy=f"it must look like: {expected.signature}"
-        )
-    if expected.must_be_plain and is_async:
-        raise ConfigError(
-            f'{expected.key} = "{name}" is an async function', remedy=f"it must look like: {expected.signature}"
-        )
-    return UserFunction(name, fn, is_async)
+    return _attribute(module, where, attr, expected)
 
 
 def source_digest(fn: Callable[..., Any]) -> str:

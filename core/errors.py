@@ -8,6 +8,7 @@ MyxaError
 │   └── RewardError          it was the reward
 │       ├── DeadlyReward     it ended the process that ran it
 │       └── ReferenceFailed  no log-probs of a served reference model could be had
+├── MemberFailed             a workflow failed for one sample; `.kind` says who is to blame   (exit code 5)
 ├── ModelError               a model folder is incomplete or of an unknown kind         (exit code 2)
 │   └── TemplateError        its chat template cannot write what the run needs
 ├── EngineError              a rollout engine answered wrongly or not at all
@@ -51,6 +52,10 @@ MyxaError
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
+
+FailureKind = Literal["environment", "sandbox", "network", "policy", "user-code"]
+"""Who is to blame for a workflow that failed."""
 
 
 class MyxaError(Exception):
@@ -107,6 +112,19 @@ class DeadlyReward(RewardError):
 class ReferenceFailed(RewardError):
     """No server of the reference model gave the log-probs of a sample: it is judged as little as one whose reward
     failed."""
+
+
+class MemberFailed(MyxaError):
+    """A workflow failed for one member of a group, through its environment, sandbox, network or policy; user code that
+    is wrong is a UserCodeError."""
+
+    exit_code = 5
+
+    def __init__(self, message: str, *, kind: FailureKind, remedy: str = "", is_bystander: bool = False) -> None:
+        """`is_bystander`: another sample's workflow ended the process that both ran in."""
+        super().__init__(message, remedy=remedy)
+        self.kind: FailureKind = kind
+        self.is_bystander = is_bystander
 
 
 class EngineError(MyxaError):

@@ -12,7 +12,9 @@ import msgspec
 from .engine_usage import EngineUsage
 from .samples import F32, Group, Prompt, Sample
 
-ActivityKind = Literal["compute", "wait-data", "wait-weights", "wait-capacity", "wait-memory", "paused", "other"]
+ActivityKind = Literal[
+    "compute", "wait-data", "wait-weights", "wait-capacity", "wait-memory", "wait-env", "paused", "other"
+]
 WeightChannel = Literal["shm", "disk", "nccl", "cuda_ipc"]
 RunPhase = Literal["starting", "running", "draining", "finished", "failed"]
 
@@ -361,6 +363,8 @@ DropReason = Literal[
     "reward-crash",
     "reference-error",
     "workflow-error",
+    "policy-error",
+    "environment-error",
     "prompt-too-long",
     "data-error",
     "template-error",

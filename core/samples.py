@@ -159,6 +159,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Named components per sample, for metrics only."""
     knobs: int = 0
     """Epoch of the live knobs that the group was dispatched under."""
+    num_masked: int = 0
+    """Members that are missing because their environment failed for good: the group is so much smaller than asked for.
+    """
 
     @property
     def group_id(self) -> int:

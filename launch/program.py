@@ -156,12 +156,14 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     from ..actors.rewards.making import make_rewarder
     from ..actors.rollout.evaluation import Evaluation
     from ..actors.rollout.rollout import Rollout, RolloutOptions
-    from ..actors.workflows.named import workflow_of
+    from ..actors.workflows.named import BUILTINS
+    from ..actors.workflows.pool import make_pool
 
     model = read_config(config.model.path)
     senders = TrainerSenders()
-    workflow, scorer = workflow_of(config.rollout), make_rewarder(config)
+    scorer = make_rewarder(config)
     tokenizer = load_tokenizer(config.model.path, template_of(config.model.path, config.data))
+    workflow = BUILTINS.get(config.rollout.workflow) or make_pool(config, tokenizer)
     # The engine last: it imports torch, and a mistake in the others is to be told at once.
     if is_supervised(config):
         engine = None
@@ -186,6 +188,9 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
             save_partials_s=config.rollout.save_partials_s,
             through_router=bool(config.engine.router),
             run_dir=str(run_dir),
+            max_outage_s=config.reward.max_outage_s,
+            max_retries=config.rollout.max_retries,
+            zero_on_error=config.reward.on_error == "zero",
         ),
         clock=clock,
     )

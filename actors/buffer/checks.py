@@ -34,11 +34,13 @@ def wrong_in_group(group: Group, prompt: Prompt, num_samples: int) -> str | None
     theirs, ours = ((one.source_name, one.row, one.pass_index) for one in (group.prompt, prompt))
     if theirs != ours:
         return f"answers row {group.prompt.row} of pass {group.prompt.pass_index}, asked was row {prompt.row}"
-    if len(group.samples) != num_samples:
-        return f"has {len(group.samples)} samples, {num_samples} were asked for"
-    if sorted(sample.index for sample in group.samples) != list(range(num_samples)):
-        return f"its members are numbered {[sample.index for sample in group.samples]}, not 0 to {num_samples - 1}"
-    return _wrong_in_rewards(group, num_samples) or wrong_in_samples(group.samples, prompt.group_id)
+    if not group.samples or len(group.samples) + group.num_masked != num_samples or group.num_masked < 0:
+        masked = f" and {group.num_masked} masked members" if group.num_masked else ""
+        return f"has {len(group.samples)} samples{masked}, {num_samples} were asked for"
+    indexes = [sample.index for sample in group.samples]
+    if len(set(indexes)) != len(indexes) or not all(0 <= index < num_samples for index in indexes):
+        return f"its members are numbered {indexes}, not 0 to {num_samples - 1}"
+    return _wrong_in_rewards(group, len(indexes)) or wrong_in_samples(group.samples, prompt.group_id)
 
 
 def wrong_in_partial(partial: Sequence[Sample], group_id: int, num_samples: int) -> str | None:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
-from ...core.errors import DataError, EngineError, ModelError, MyxaError, PromptTooLong, RewardError, UserCodeError
+from ...core.errors import (
+    DataError,
+    EngineError,
+    MemberFailed,
+    ModelError,
+    MyxaError,
+    PromptTooLong,
+    RewardError,
+    UserCodeError,
+)
 
 MIN_CALLS = 20
 WINDOW_CALLS = 100
@@ -44,10 +54,15 @@ class ErrorBudget:
 
 class GroupBudget:
     """Counts groups that were lost to a workflow, an engine, a row or the chat template. Rewards have a budget of their
-    own, and a prompt that does not fit is no failure of any of them."""
+    own, and a prompt that does not fit is no failure of any of them. Environments may fail as often as they like, but
+    not all of them for ever."""
 
-    def __init__(self, max_rate: float) -> None:
+    def __init__(self, max_rate: float, max_outage_s: float = math.inf) -> None:
+        """`max_outage_s`: for so long all groups may be lost through their environments."""
         self._budget = ErrorBudget(max_rate)
+        self._max_outage_s = max_outage_s
+        self._outage: tuple[float, int] | None = None
+        """Since when, and how many groups."""
 
     @property
     def max_rate(self) -> float:
@@ -58,10 +73,14 @@ class GroupBudget:
     def max_rate(self, max_rate: float) -> None:
         self._budget.max_rate = max_rate
 
-    def note(self, error: MyxaError | None) -> None:
+    def note(self, error: MyxaError | None, now_s: float = 0.0) -> None:
         """One more group, lost to `error` or finished. Raises an error of the same kind once there are too many."""
+        if isinstance(error, MemberFailed) and error.kind != "policy":
+            self._note_outage(error, now_s)
+            return
         if isinstance(error, RewardError | PromptTooLong):
             return
+        self._outage = None if error is None else self._outage
         self._budget.note(has_failed=error is not None)
         if error is None or not self._budget.is_spent:
             return
@@ -72,3 +91,14 @@ class GroupBudget:
             f"allows; the last one: {error.message}",
             remedy=error.remedy,
         )
+
+    def _note_outage(self, error: MemberFailed, now_s: float) -> None:
+        since_s, num_groups = self._outage or (now_s, 0)
+        self._outage = since_s, num_groups + 1
+        if num_groups + 1 >= MIN_CALLS and now_s - since_s > self._max_outage_s:
+            raise MemberFailed(
+                f"the environment failed all of the last {num_groups + 1} groups, for {now_s - since_s:.0f} s, longer "
+                f"than reward.max_outage_s = {self._max_outage_s:g} allows; the last one: {error.message}",
+                kind=error.kind,
+                remedy=error.remedy,
+            )

@@ -1,4 +1,4 @@
-"""A worker process that judges completions, one call at a time; `keeper.py` starts it.
+"""A worker process that judges completions, one call at a time; `actors/keeper.py` starts it.
 
 Speaks over its standard input and output; what the reward function prints goes to standard error, the actor's log.
 The function runs in the main thread, where math-verify's time limits (signals) work.
@@ -8,28 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import BinaryIO
 
-from ...core.errors import ConfigError, MyxaError
+from ...core.errors import MyxaError
+from ..user_process import LoadFailed, Ready, own_pipes, read_frame, write_frame
 from .call import BadReward, RewardFn, await_reward, call_reward, load_reward
-from .protocol import (
-    LENGTH,
-    MAX_FRAME_BYTES,
-    Failed,
-    LoadFailed,
-    Ready,
-    Reply,
-    Scored,
-    answers_decoder,
-    frame,
-    spec_decoder,
-)
+from .protocol import Failed, Reply, Scored, answers_decoder, spec_decoder
 
 
 def main() -> None:
     """Load what the first frame names, then judge frame by frame until the input ends."""
-    incoming, outgoing = _own_pipes()
-    first = _read(incoming)
+    incoming, outgoing = own_pipes()
+    first = read_frame(incoming)
     if first is None:
         return
     spec = spec_decoder.decode(first)
@@ -38,12 +27,12 @@ def main() -> None:
             spec.fn, pattern=spec.pattern, args=spec.args, takes_group=spec.takes_group, keys=spec.keys
         )
     except MyxaError as error:
-        _write(outgoing, LoadFailed(error.message, error.remedy, isinstance(error, ConfigError)))
+        write_frame(outgoing, LoadFailed.of(error))
         return
-    _write(outgoing, Ready(os.getpid()))
+    write_frame(outgoing, Ready(os.getpid()))
     with asyncio.Runner() as runner:
-        while (body := _read(incoming)) is not None:
-            _write(outgoing, _judge(reward, body, runner))
+        while (body := read_frame(incoming)) is not None:
+            write_frame(outgoing, _judge(reward, body, runner))
 
 
 def _judge(reward: RewardFn, body: bytes, runner: asyncio.Runner) -> Reply:
@@ -54,30 +43,3 @@ def _judge(reward: RewardFn, body: bytes, runner: asyncio.Runner) -> Reply:
         return Scored(call_reward(reward, answers))
     except BadReward as error:
         return Failed(str(error))
-
-
-def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The two pipes under new numbers that children do not inherit; input becomes empty, output becomes the log."""
-    incoming, outgoing = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    os.close(nothing)
-    return os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb", buffering=0)
-
-
-def _read(stream: BinaryIO) -> bytes | None:
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (size,) = LENGTH.unpack(head)
-    if size > MAX_FRAME_BYTES:
-        return None
-    body = stream.read(size)
-    return body if len(body) == size else None
-
-
-def _write(stream: BinaryIO, reply: Reply) -> None:
-    data = memoryview(frame(reply))
-    while data:
-        data = data[stream.write(data) :]

@@ -65,5 +65,7 @@ async def gauge_forever(
         usage = told.usage
         if taken.num_samples:
             values["rollout/reward_s_mean"] = taken.reward_s / taken.num_samples
+            values["rollout/env_s_mean"] = taken.env_s / taken.num_samples
+            values["rollout/env_s_max"] = taken.max_env_s
             values["rollout/truncated_fraction"] = taken.num_truncated / taken.num_samples
         telemetry.metric(told.version if has_engine else -1, values)

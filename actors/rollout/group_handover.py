@@ -35,15 +35,17 @@ class GroupHandover:
         *,
         scorer: PooledScorer,
         max_error_rate: float,
+        max_outage_s: float,
         telemetry: TelemetryBuffer,
         clock: Clock,
         log: logging.Logger,
     ) -> None:
-        """`max_error_rate`: share of groups that may be lost to the workflow or the engine."""
+        """`max_error_rate`: share of groups that may be lost to the workflow or the engine. `max_outage_s`: for so long
+        all of them may be lost to their environments."""
         self._name = name
         self._buffer = buffer
         self._scorer = scorer
-        self._budget = GroupBudget(max_error_rate)
+        self._budget = GroupBudget(max_error_rate, max_outage_s)
         self._telemetry = telemetry
         self._clock = clock
         self._log = log
@@ -121,7 +123,7 @@ class GroupHandover:
         await self._ask(lambda: self._buffer.drop_group(dropped))
         if text := self._scorer.too_many_errors:
             raise UserCodeError(text.removesuffix(f" -- {err.remedy}"), remedy=err.remedy)
-        self._budget.note(err)
+        self._budget.note(err, self._clock.monotonic())
 
     async def _ask(self, send: Callable[[], Awaitable[R]]) -> R:
         """Keyed or idempotent calls, repeated while the buffer is restarting: the group in hand must not be lost."""

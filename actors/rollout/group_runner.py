@@ -7,6 +7,8 @@ Knows workflows, rewards and the engine's contract; knows nothing of the ledger,
 from __future__ import annotations
 
 import asyncio
+import re
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -15,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from ...algos.rewards import RewardOutcome
 from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.completions import Completion
@@ -22,6 +25,8 @@ from ...core.errors import (
     DataError,
     DeadlyReward,
     EngineError,
+    FailureKind,
+    MemberFailed,
     MyxaError,
     PromptTooLong,
     ReferenceFailed,
@@ -38,6 +43,9 @@ from ..user_call import TookTooLong, UserRaised, within
 from ..user_code import what_was_raised
 from ..workflows.context import Workflow, WorkflowContext
 from ..workflows.episode import Episode, Interrupted, ModelAccess
+from ..workflows.failures import FAILURE_KINDS, RETRIED
+from ..workflows.pool import EpisodeStart, TokensSoFar, WorkflowPool
+from ..workflows.stream_end import closing
 from ..workflows.turn_renderer import TurnRenderer
 from .group_so_far import GroupSoFar
 from .group_stretches import Stretches
@@ -47,8 +55,14 @@ from .sample_checks import checked_sample
 T = TypeVar("T")
 
 
-Member = tuple[Sample, Outcome | None] | Interrupted
-"""What becomes of one member of a group. No outcome: it is judged together with the others."""
+Member = tuple[Sample, Outcome | None] | Interrupted | MemberFailed
+"""What becomes of one member of a group. No outcome: it is judged together with the others; MemberFailed: its
+environment failed for good, and the group goes on without it."""
+MAX_LOST = 10
+"""Processes that a member may lose to others."""
+RETRY_AFTER_S = 0.5
+"""Before a member is tried again; doubled each time."""
+_LINE = re.compile(r":\d+\)$")
 
 
 class NoEngine:
@@ -70,13 +84,31 @@ class RunnerStats:
     num_samples: int = 0
     num_truncated: int = 0
     reward_s: float = 0.0
+    env_s: float = 0.0
+    """That workflows took beside waiting for the model."""
+    max_env_s: float = 0.0
+    """Of one sample."""
 
     def take(self) -> RunnerStats:
         """The sums so far; starts again from zero."""
-        taken = RunnerStats(self.num_tokens, self.num_samples, self.num_truncated, self.reward_s)
+        taken = copy(self)
         self.num_tokens = self.num_samples = self.num_truncated = 0
-        self.reward_s = 0.0
+        self.reward_s = self.env_s = self.max_env_s = 0.0
         return taken
+
+
+@dataclass(slots=True)
+class FailureCounts:
+    """Of workflows, since the actor began."""
+
+    by_kind: Counter[FailureKind] = field(default_factory=Counter["FailureKind"])
+    num_retried: int = 0
+    num_masked: int = 0
+
+    def gauges(self) -> dict[str, float]:
+        """What the monitor shows of them."""
+        kinds = {f"rollout/failures/{kind}": float(self.by_kind[kind]) for kind in FAILURE_KINDS}
+        return kinds | {"rollout/num_retried": float(self.num_retried), "rollout/num_masked": float(self.num_masked)}
 
 
 @dataclass(slots=True)
@@ -94,6 +126,10 @@ class Load:
 
     generating: int = 0
     rewarding: int = 0
+    waiting: int = 0
+    """Samples whose workflow does anything but wait for the model."""
+    place: str = ""
+    """Where most of these are: function and file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +142,16 @@ class _Task:
     recorded: Sample | None
     stretches: Stretches
     made: GroupSoFar
+    num_retries: int = 0
+    """Attempts of this actor that its environment failed."""
+    num_before: int = 0
+    """Attempts of this actor before this one, whatever ended them."""
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        prompt = self.assignment.prompt
+        return f"(group {prompt.group_id}, sample {self.index}, row {prompt.row} of {prompt.source})"
 
 
 class GroupRunner:
@@ -114,7 +160,7 @@ class GroupRunner:
     def __init__(
         self,
         *,
-        workflow: Workflow,
+        workflow: Workflow | WorkflowPool,
         scorer: Scorer,
         tokenizer: Tokenizer,
         model: ModelAccess,
@@ -124,8 +170,9 @@ class GroupRunner:
         on_hop: Callable[[Hop, int, float, float], None],
         vocab_size: int | None = None,
     ) -> None:
-        """`model.sampling` is replaced by what each assignment asks for. `on_hop(hop, group, began, lasted)`: all of a
-        group was generated, or rewarded; seconds, the first of the wall clock."""
+        """`workflow`: one that never holds the loop, or the processes that run it. `model.sampling` is replaced by what
+        each assignment asks for. `on_hop(hop, group, began, lasted)`: all of a group was generated, or rewarded;
+        seconds, the first of the wall clock."""
         self._workflow = workflow
         self._scorer = scorer
         self._tokenizer = tokenizer
@@ -140,10 +187,22 @@ class GroupRunner:
         """Who is asked for log-probs of every sample that is finished; None: nobody."""
         self.timeout_s = 600.0
         """How long a workflow may take for one sample that it begins from now on."""
+        self.max_retries = 2
+        """How often a member is tried again whose environment failed."""
+        self.zero_on_error = False
+        """Whether a member that fails by its policy gets reward 0."""
+        self.run_name = ""
+        """For session ids."""
+        self.on_failure: Callable[[FailureKind, str], None] = lambda kind, words: None
+        """Told of each failure of a workflow: its kind, and in words what becomes of the member."""
+        self.failures = FailureCounts()
         self._load = Load()
         self._made: dict[int, GroupSoFar] = {}
         """Of groups that run."""
         self.stats = RunnerStats()
+        if isinstance(workflow, WorkflowPool):
+            self._load.place = workflow.name
+            workflow.on_waits = self._hear_waits
 
     def judged_by(self, scorer: Scorer) -> GroupRunner:
         """This one, load and sums included, with other rewards and no reference: for an evaluation."""
@@ -170,7 +229,8 @@ class GroupRunner:
 
         Raises Partial when generation was interrupted or the engine failed, PromptTooLong for a prompt that does not
         fit, DataError for one that cannot be rendered, TemplateError for a reply that the chat template cannot write,
-        UserCodeError for a workflow or reward that failed, RequestRefused for a request that no engine can serve.
+        UserCodeError for a workflow or reward that failed, MemberFailed if no member is left or the policy made one
+        fail, RequestRefused for a request that no engine can serve.
         """
         recorded = {s.index: s for s in assignment.partial}
         prompt_ids = self._renderer.prompt(assignment.prompt)
@@ -183,8 +243,11 @@ class GroupRunner:
         self._made[group_id] = made
         try:
             done: list[Member] = await _all_or_first_error(members)
-            finished = [d for d in done if not isinstance(d, Interrupted)]
+            finished = [d for d in done if isinstance(d, tuple)]
             interrupted = [d.partial for d in done if isinstance(d, Interrupted)]
+            masked = [d for d in done if isinstance(d, MemberFailed)]
+            if masked and not finished and not interrupted:
+                raise masked[0]
             outcomes: Sequence[Outcome] = (
                 () if interrupted else await self._outcomes(assignment.prompt, finished, stretches)
             )
@@ -205,14 +268,20 @@ class GroupRunner:
             rewards=np.asarray([outcome.value for outcome in outcomes], dtype=np.float32),
             reward_parts=tuple(dict(outcome.parts) for outcome in outcomes),
             knobs=assignment.knobs,
+            num_masked=len(masked),
         )
 
     async def _member(self, task: _Task) -> Member:
+        outcome: Outcome | None = None
         try:
             with task.stretches.of("generate"):
-                sample = await self._produce(task)
+                sample = await self._tried(task)
         except Interrupted as interrupted:
             return interrupted
+        except MemberFailed as failed:
+            if (kept := self._settled(task, failed)) is None:
+                return failed
+            sample, outcome = kept, RewardOutcome(0.0)
         self.stats.num_tokens += int(sample.loss_mask.sum())
         self.stats.num_samples += 1
         self.stats.num_truncated += sample.finish == "length"
@@ -220,11 +289,57 @@ class GroupRunner:
         if self.reference is not None:
             with task.stretches.of("reward"):
                 sample = await self._referenced(self.reference, task, sample)
-        if self._scorer.judges_groups:
-            return sample, None
+        if self._scorer.judges_groups or outcome is not None:
+            return sample, outcome
         with task.stretches.of("reward"):
             reached("rollout.reward")
             return sample, await self._rewarded(self._scorer.score(_completion(prompt, sample)))
+
+    async def _tried(self, task: _Task) -> Sample:
+        """The member's sample; one whose environment failed is tried again, without its tokens. One whose process
+        another's workflow ended goes on from its tokens, and that does not count."""
+        num_lost = 0
+        while True:
+            try:
+                return await self._produce(task)
+            except MemberFailed as failed:
+                if failed.is_bystander and num_lost < MAX_LOST:
+                    num_lost += 1
+                    task = replace(task, recorded=task.made.of(task.index), num_before=task.num_before + 1)
+                    continue
+                if failed.kind not in RETRIED or task.num_retries >= self.max_retries:
+                    raise
+                self._failed(failed, f"it is tried again: {failed.message}")
+                self.failures.num_retried += 1
+            except UserCodeError as error:
+                self._failed(error, f"its group is dropped: {error.message}")
+                raise
+            task.made.again(task.index)
+            pause_s = RETRY_AFTER_S * 2**task.num_retries
+            task = replace(task, recorded=None, num_retries=task.num_retries + 1, num_before=task.num_before + 1)
+            await asyncio.sleep(pause_s)
+
+    def _settled(self, task: _Task, failed: MemberFailed) -> Sample | None:
+        """The sample, which gets reward 0, of a member whose workflow failed for good; None: it is masked. Raises
+        `failed` where it costs the group."""
+        if failed.kind in RETRIED:
+            self._failed(failed, f"it is masked: {failed.message}")
+            self.failures.num_masked += 1
+            task.made.again(task.index)
+            return None
+        sample = task.made.of(task.index)
+        if not self.zero_on_error or sample is None or not sample.loss_mask.any():
+            self._failed(failed, f"its group is dropped: {failed.message}")
+            raise failed
+        self._failed(failed, f"it gets reward 0: {failed.message}")
+        sample = msgspec.structs.replace(sample, finish="stop", reward=0.0)
+        task.made.finished(sample)
+        return sample
+
+    def _failed(self, error: MemberFailed | UserCodeError, words: str) -> None:
+        kind = error.kind if isinstance(error, MemberFailed) else "user-code"
+        self.failures.by_kind[kind] += 1
+        self.on_failure(kind, words)
 
     async def _referenced(self, reference: Reference, task: _Task, sample: Sample) -> Sample:
         """With the log-probs of the reference model: those of an earlier attempt, if it was as far with this sample."""
@@ -249,51 +364,118 @@ class GroupRunner:
             return own
         with stretches.of("reward"):
             reached("rollout.reward")
-            return await self._rewarded(self._scorer.score_group([_completion(prompt, one) for one, _ in finished]))
+            judged = await self._rewarded(self._scorer.score_group([_completion(prompt, one) for one, _ in finished]))
+        return [own or of_group for (_, own), of_group in zip(finished, judged, strict=True)]
 
     async def _produce(self, task: _Task) -> Sample:
         prompt, index = task.assignment.prompt, task.index
+        model = replace(
+            self._model,
+            sampling=task.assignment.sampling,
+            request_prefix=f"{self._model.request_prefix}a{task.assignment.attempt}.{_retry(task.num_before)}",
+        )
+        if isinstance(self._workflow, WorkflowPool):
+            sample, temperature = await self._in_worker(self._workflow, task, model)
+        else:
+            sample, temperature = await self._in_loop(self._workflow, task, model)
+        checked = checked_sample(sample, prompt, index, temperature=temperature, vocab_size=self._vocab_size)
+        task.made.finished(checked)
+        return checked
+
+    async def _in_loop(self, workflow: Workflow, task: _Task, model: ModelAccess) -> tuple[object, float | None]:
+        prompt, timeout_s = task.assignment.prompt, self.timeout_s
         episode = Episode(
             prompt=prompt,
-            index=index,
+            index=task.index,
             tokenizer=self._tokenizer,
-            model=replace(
-                self._model,
-                sampling=task.assignment.sampling,
-                request_prefix=f"{self._model.request_prefix}a{task.assignment.attempt}.",
-            ),
+            model=model,
             renderer=self._renderer,
             prompt_ids=task.prompt_ids,
             recorded=task.recorded,
         )
-        task.made.begun(index, episode)
-        context = WorkflowContext(episode=episode, tokenizer=self._tokenizer, max_turns=self._max_turns, index=index)
+        task.made.begun(task.index, episode)
+        context = WorkflowContext(
+            episode=episode,
+            tokenizer=self._tokenizer,
+            max_turns=self._max_turns,
+            index=task.index,
+            session_id=self._session_id(task),
+            attempt=_attempt(task),
+        )
+
+        async def call() -> object:
+            return await workflow(context, prompt)
+
         self._note(generating=1)
-        timeout_s = self.timeout_s
-        where = f"(group {prompt.group_id}, sample {index}, row {prompt.row} of {prompt.source})"
         try:
-            sample = await within(self._call_workflow(context, prompt), timeout_s)
+            return await within(call(), timeout_s), episode.temperature
         except (Interrupted, MyxaError):
             raise
         except TookTooLong as late:
             more = ", and goes on although it was cancelled" if late.goes_on else ""
             raise UserCodeError(
-                f"workflow did not finish within {timeout_s:g} s{more} {where}",
+                f"workflow did not finish within {timeout_s:g} s{more} {task.where}",
                 remedy="bound its waits, or raise rollout.timeout_s",
             ) from late
         except Exception as err:
             cause = err.cause if isinstance(err, UserRaised) else err
             raise UserCodeError(
-                f"workflow raised {what_was_raised(cause)} {where}", remedy="mend the workflow function"
+                f"workflow raised {what_was_raised(cause)} {task.where}", remedy="mend the workflow function"
             ) from err
         finally:
             self._note(generating=-1)
-        checked = checked_sample(sample, prompt, index, temperature=episode.temperature, vocab_size=self._vocab_size)
-        task.made.finished(checked)
-        return checked
 
-    async def _call_workflow(self, context: WorkflowContext, prompt: Prompt) -> object:
-        return await self._workflow(context, prompt)
+    async def _in_worker(self, pool: WorkflowPool, task: _Task, model: ModelAccess) -> tuple[object, float | None]:
+        record, began_s, model_s = TokensSoFar(task.recorded), self._clock.monotonic(), 0.0
+        task.made.begun(task.index, record)
+
+        async def generate(request: GenerateRequest) -> AsyncIterator[Delta]:
+            nonlocal model_s
+            asked_s = self._clock.monotonic()
+            self._note(generating=1, waiting=-1)
+            try:
+                async with closing(model.generate(request)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+            finally:
+                model_s += self._clock.monotonic() - asked_s
+                self._note(generating=-1, waiting=1)
+
+        start = EpisodeStart(
+            prompt=task.assignment.prompt,
+            index=task.index,
+            prompt_ids=task.prompt_ids,
+            recorded=task.recorded,
+            session_id=self._session_id(task),
+            attempt=_attempt(task),
+            run_s=self.timeout_s,
+        )
+        self._note(waiting=1)
+        try:
+            return await pool.play(start, replace(model, generate=generate), record)
+        except MemberFailed as failed:
+            words = f"{failed.message} {task.where}"
+            raise MemberFailed(
+                words, kind=failed.kind, remedy=failed.remedy, is_bystander=failed.is_bystander
+            ) from failed
+        except UserCodeError as error:
+            raise UserCodeError(f"{error.message} {task.where}", remedy=error.remedy) from error
+        finally:
+            self._note(waiting=-1)
+            env_s = self._clock.monotonic() - began_s - model_s
+            self.stats.env_s += env_s
+            self.stats.max_env_s = max(self.stats.max_env_s, env_s)
+
+    def _session_id(self, task: _Task) -> str:
+        kind = "" if task.assignment.attempt >= 0 else f"eval{-task.assignment.attempt}."
+        return f"{self.run_name}.{kind}{task.assignment.prompt.group_id}.{task.index}"
+
+    def _hear_waits(self) -> None:
+        """Where workflows are, to be told where the actor's time goes."""
+        assert isinstance(self._workflow, WorkflowPool)
+        places = Counter(_LINE.sub(")", place) for place in self._workflow.places())
+        self._load.place = places.most_common(1)[0][0] if places else self._workflow.name
+        self._on_load(self._load)
 
     async def _rewarded(self, scoring: Awaitable[T]) -> T:
         started = self._clock.monotonic()
@@ -308,10 +490,20 @@ class GroupRunner:
             self.stats.reward_s += self._clock.monotonic() - started
             self._note(rewarding=-1)
 
-    def _note(self, *, generating: int = 0, rewarding: int = 0) -> None:
+    def _note(self, *, generating: int = 0, rewarding: int = 0, waiting: int = 0) -> None:
         self._load.generating += generating
         self._load.rewarding += rewarding
+        self._load.waiting += waiting
         self._on_load(self._load)
+
+
+def _attempt(task: _Task) -> int:
+    """How often the member was begun before; an assignment's first attempt is 1, an evaluation's negative."""
+    return max(task.assignment.attempt - 1, 0) + task.num_before
+
+
+def _retry(num_before: int) -> str:
+    return f"r{num_before}." if num_before else ""
 
 
 def _is_same(one: Sample, other: Sample) -> bool:
@@ -360,10 +552,13 @@ _REASONS: tuple[tuple[type[MyxaError], DropReason], ...] = (
     (DataError, "data-error"),
     (TemplateError, "template-error"),
     (EngineError, "engine-error"),
+    (MemberFailed, "environment-error"),
     (MyxaError, "workflow-error"),
 )
 
 
 def drop_reason(error: MyxaError) -> DropReason:
     """Ledger reason for a group that failed with `error`: the first row of the table that fits."""
+    if isinstance(error, MemberFailed) and error.kind not in RETRIED:
+        return "policy-error"
     return next(reason for kind, reason in _REASONS if isinstance(error, kind))

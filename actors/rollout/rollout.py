@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -43,6 +44,7 @@ from ..knobs.process import process_knobs
 from ..telemetry import ReportPace, report_forever
 from ..workflows.context import Workflow
 from ..workflows.episode import Generate, ModelAccess
+from ..workflows.pool import WorkflowPool
 from .canary_answer import answer_canary
 from .channel_reach import ReachedByChannels
 from .engine_profile import profile_engine
@@ -81,6 +83,12 @@ class RolloutOptions:
     """Requests may be answered by a server that has not loaded the newest version yet."""
     run_dir: str = ""
     """Through which weights may travel."""
+    max_outage_s: float = 300.0
+    """For so long all groups may be lost to their environments."""
+    max_retries: int = 2
+    """How often a member is tried again whose environment failed."""
+    zero_on_error: bool = False
+    """A member that fails by its policy gets reward 0."""
 
 
 class Rollout(OwnsKnobs, ReachedByChannels):
@@ -92,7 +100,7 @@ class Rollout(OwnsKnobs, ReachedByChannels):
         self,
         *,
         engine: Engine | None,
-        workflow: Workflow,
+        workflow: Workflow | WorkflowPool,
         scorer: PooledScorer,
         tokenizer: Tokenizer,
         options: RolloutOptions,
@@ -136,6 +144,7 @@ class Rollout(OwnsKnobs, ReachedByChannels):
             self._buffer,
             scorer=self._scorer,
             max_error_rate=self._options.max_error_rate,
+            max_outage_s=self._options.max_outage_s,
             telemetry=self._telemetry,
             clock=self._clock,
             log=self.ctx.log,
@@ -194,6 +203,8 @@ class Rollout(OwnsKnobs, ReachedByChannels):
         vocab_size: int | None = None
         context_length = self._options.context_length or 1 << 30
         generate = NoEngine().generate
+        if isinstance(self._workflow, WorkflowPool):
+            await self._workflow.start()  # a mistake in it is told before an engine is loaded
         if self._engine is not None:
             generate = await self._wait_for_room(self._engine)
             with self.ctx.busy(START_LIMIT_S, "starts its engine"):
@@ -223,7 +234,7 @@ class Rollout(OwnsKnobs, ReachedByChannels):
             on_hop=self._tell_hop,
             vocab_size=vocab_size,
         )
-        runner.reference = self._reference
+        self._set_up(runner)
         self._apply()
         if self._engine is None:
             self._version = ALWAYS_NEWEST
@@ -246,6 +257,12 @@ class Rollout(OwnsKnobs, ReachedByChannels):
             self._tenant.joined()
         await self._serving.wait()
         await self._pull.run(runner, lambda: Weights(self._weights.lineage, self._version))
+
+    def _set_up(self, runner: GroupRunner) -> None:
+        """What the runner does beside generating."""
+        runner.reference, runner.run_name = self._reference, Path(self._run_dir).name
+        runner.zero_on_error, runner.on_failure = self._options.zero_on_error, self._tell_failure
+        runner.max_retries = self._options.max_retries
 
     async def _wait_for_room(self, engine: Engine) -> Generate:
         """How requests reach the engine; where it takes turns, only once there is room for it to load."""
@@ -272,6 +289,7 @@ class Rollout(OwnsKnobs, ReachedByChannels):
             task.cancel()
         closing = [self._scorer.close(), self._evaluation.close()]
         closing += [] if self._engine is None else [self._engine.close()]
+        closing += [self._workflow.close()] if isinstance(self._workflow, WorkflowPool) else []
         # Neither waits for the other, or fails by it.
         for error in filter(None, await asyncio.gather(*closing, return_exceptions=True)):
             raise error
@@ -394,7 +412,12 @@ class Rollout(OwnsKnobs, ReachedByChannels):
             "rollout/concurrency": float(self._pull.max_groups),
             "rollout/max_running": float(self._max_running),
             **self._scorer.gauges(),
+            **({} if self._runner is None else self._runner.failures.gauges()),
         }
+
+    def _tell_failure(self, kind: str, words: str) -> None:
+        self.ctx.log.warning("member-failed (%s): %s", kind, words)
+        self._telemetry.event("member-failed", f"{kind}: {words}", failure=kind)
 
     def _tell_hop(self, hop: Hop, group_id: int, began_wall_s: float, lasted_s: float) -> None:
         self._telemetry.hop(hop, (group_id,), began_wall_s, lasted_s)

@@ -1,5 +1,6 @@
 """How a rollout actor's time is booked: what its groups do, or why there are none.
 
+    most samples wait for their environment: wait-env, function and file
     generating         compute, "generate"; "generate at limit" while no more groups may be taken
     only rewards       wait-data, "reward"
     only handing over  wait-data, "hand over"
@@ -70,13 +71,15 @@ class RolloutTime:
         self._book()
 
     def _book(self) -> None:
-        is_busy = bool(self._load.generating or self._load.rewarding)
+        is_busy = bool(self._load.generating or self._load.rewarding or self._load.waiting)
         if self._is_at_work or is_busy:
             self._meter.switch(*self._state())
 
     def _state(self) -> tuple[ActivityKind, str]:
         if not self._has_turn:
             return "wait-memory", "the trainer's turn"
+        if self._load.waiting > self._load.generating:
+            return "wait-env", self._load.place
         if self._load.generating:
             return "compute", "generate at limit" if self._num_groups >= self._limit else "generate"
         if self._load.rewarding:

@@ -67,6 +67,35 @@ class ModelAccess:
     pause mode "abort"), False ends the episode with Interrupted (the actor drains)."""
 
 
+def stops_of(params: SamplingParams, tokenizer: Tokenizer) -> StopStrings:
+    """The texts that end a turn."""
+    return StopStrings(params.stop, lambda ids: tokenizer.decode(ids, skip_special=False))
+
+
+async def drawn(
+    generate: Generate, request: GenerateRequest, stops: StopStrings, under_way: list[Segment]
+) -> tuple[Segment, FinishReason]:
+    """Stream one turn from the engine: its tokens, up to the end of a stop string, and why they end. `under_way`: what
+    the turn has already; grows while it comes. Raises EngineError for a stream that breaks off."""
+    finish: FinishReason | None = None
+    ids = joined(under_way).ids.tolist()
+    async with closing(generate(request)) as deltas:
+        async for delta in deltas:
+            under_way.append(Segment(delta.output_ids, delta.logprobs, delta.versions, is_model=True))
+            finish, num_seen = delta.finish, len(ids)
+            ids += delta.output_ids.tolist() if stops else ()
+            if match := stops.match(ids, num_seen):
+                return joined(under_way).first(match.end), "stop"
+            if finish is None:
+                reached("rollout.partial")
+    if finish is None:
+        raise EngineError(
+            f"the engine ended request {request.request_id} without saying why",
+            remedy="restart the engine; its stream broke off",
+        )
+    return joined(under_way), finish
+
+
 class Episode:
     """The token stream of one sample. See the module's head."""
 
@@ -107,6 +136,15 @@ class Episode:
         self._replay: list[Segment] = []
         if recorded is not None and np.array_equal(recorded.prompt_ids, self._prompt_ids):
             self._replay = split(recorded)
+
+    def __copy__(self) -> Episode:
+        raise UserCodeError(
+            "workflow: ctx.episode was copied: both would write into one stream of tokens",
+            remedy="one episode is one conversation; a workflow cannot branch it",
+        )
+
+    def __deepcopy__(self, memo: object) -> Episode:
+        return self.__copy__()
 
     @property
     def prompt(self) -> Prompt:
@@ -184,27 +222,18 @@ class Episode:
             row=self._prompt.row,
             index=self._index,
         )
-        self._under_way = [start]
-        finish: FinishReason | None = None
-        stops, ids = self._stops(params), start.ids.tolist()
-        async with closing(self._model.generate(request)) as deltas:
-            async for delta in deltas:
-                self._under_way.append(Segment(delta.output_ids, delta.logprobs, delta.versions, is_model=True))
-                finish, num_seen = delta.finish, len(ids)
-                ids += delta.output_ids.tolist() if stops else ()
-                if match := stops.match(ids, num_seen):
-                    whole, self._under_way = joined(self._under_way).first(match.end), []
-                    return whole, "stop"
-                if finish is None:
-                    reached("rollout.partial")
-        if finish is None:
-            raise EngineError(
-                f"the engine ended request {request.request_id} without saying why",
-                remedy="restart the engine; its stream broke off",
-            )
-        whole, self._under_way = joined(self._under_way), []
+        whole, finish = await self._draw(request, start, params)
         if finish == "length" and self._stopped_at(whole, params):  # SGLang tells the limit first where both are met
             finish = "stop"
+        return whole, finish
+
+    async def _draw(
+        self, request: GenerateRequest, start: Segment, params: SamplingParams
+    ) -> tuple[Segment, FinishReason]:
+        """The turn's tokens so far, `start` included, and why they end."""
+        self._under_way = [start]
+        whole, finish = await drawn(self._model.generate, request, self._stops(params), self._under_way)
+        self._under_way = []
         return whole, finish
 
     def _seed(self, params: SamplingParams) -> int | None:
@@ -224,7 +253,7 @@ class Episode:
         return len(ids) if ids and ids[-1] in ends else 0
 
     def _stops(self, params: SamplingParams) -> StopStrings:
-        return StopStrings(params.stop, lambda ids: self._tokenizer.decode(ids, skip_special=False))
+        return stops_of(params, self._tokenizer)
 
     def _next_recorded(self, *, is_model: bool) -> Segment | None:
         if not self._replay or self._replay[0].is_model is not is_model:
@@ -272,6 +301,11 @@ class Episode:
         to look at; `metadata`: what else a reward function should know, JSON values."""
         made = self._sample(self._segments, self._finish)
         return msgspec.structs.replace(made, reward=reward, metadata=dict(metadata or {}))
+
+    @property
+    def is_empty(self) -> bool:
+        """Never: it has its prompt."""
+        return False
 
     def so_far(self) -> Sample:
         """The record of everything so far, the tokens of a turn under way included, and those that an earlier attempt

@@ -87,14 +87,15 @@ class RewardSettings(Section, frozen=True):
     engine."""
     on_error: Literal["drop", "zero"] = "drop"
     """What a failed call means: drop (the group is not trained on) or zero (the answer gets 0; it still counts as an
-    error)."""
+    error). So too for a workflow that raises PolicyFailure, which counts with drop only."""
     pause_after: Annotated[int, Field(ge=0, le=1000)] = 5
     """Groups in a row whose calls fail, after it worked, until the function is left alone: answers wait and are judged
     later; 0 = never."""
     cool_down_s: PositiveFloat = 5.0
     """Seconds until a function that is left alone is tried again; doubled, up to 60, each time that it still fails."""
     max_outage_s: PositiveFloat = 300.0
-    """Seconds for which answers wait for a function that is left alone; then the run ends."""
+    """Seconds for which answers wait for a function that is left alone, or for which all groups are lost through their
+    workflow's environment; then the run ends."""
     quarantine_after: CountInt = 3
     """Failures of reward or workflow after which a prompt is not drawn again in later passes (`quarantine.jsonl`); one
     that ended its worker process is not given a second chance; 0 = prompts are always drawn, also those on the list."""

@@ -118,8 +118,8 @@ class RolloutSettings(Section, frozen=True):
     equal to the bit (docs/engines.md). Each turn has a seed made of `run.seed`, draw, sample and turn. SGLang needs
     `sglang.enable_deterministic_inference` for it."""
     workflow: CodeName = "single_turn"
-    """How a prompt becomes a sample: single_turn, demonstration (SFT, no engine), or your own `module:function` or
-    `file.py:function`."""
+    """How a prompt becomes a sample: single_turn, demonstration (SFT, no engine), or your own function or class,
+    `module:name` or `file.py:name`, which runs in worker processes."""
     workflow_args: Table = {}
     """Named arguments of a workflow of your own: JSON values."""
     max_turns: PositiveInt = 1
@@ -127,7 +127,24 @@ class RolloutSettings(Section, frozen=True):
     max_groups: PositiveInt = 64
     """Groups in flight per rollout actor."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds a workflow may take for one sample, waiting for weights included."""
+    """Seconds a workflow may take for one sample, waiting for weights included; of a class: its phase `run`."""
+    setup_timeout_s: PositiveFloat = 120.0
+    """Seconds for the phase `setup` of a workflow that is a class."""
+    finalize_timeout_s: PositiveFloat = 60.0
+    """Seconds for its phase `finalize`."""
+    score_timeout_s: PositiveFloat = 60.0
+    """Seconds for its phase `score`."""
+    teardown_timeout_s: PositiveFloat = 30.0
+    """Seconds for its `teardown`; also what all workflows get to clean up when their actor ends."""
+    max_block_s: PositiveFloat = 5.0
+    """Seconds for which an async workflow may hold the loop of its worker process by a call that blocks; then the call
+    is interrupted, and the sample fails by its environment."""
+    workers: Annotated[int, Field(ge=1, le=256)] = 4
+    """Worker processes per rollout actor at most, for a workflow of your own; a further one is started when each has 32
+    samples in hand."""
+    max_retries: CountInt = 2
+    """How often a sample is tried again whose workflow failed by its environment, sandbox or network; then the group
+    goes on without it."""
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
     """What happens to running generations while weights are swapped: in_place (stand still, keep KV), retract (KV is
     rebuilt), abort (returned to the buffer with their tokens)."""

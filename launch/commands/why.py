@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ...core.activity import ACTIVITY_KINDS
 from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show, table
 from .stretch import stretch_s
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-KINDS = ("compute", "wait-data", "wait-weights", "wait-capacity", "wait-memory", "paused", "other")
 
 
 def add(verbs: Verbs) -> None:
@@ -41,8 +40,10 @@ def _page(reason: dict[str, Any]) -> RenderableType:
         parts.append(Text(f"because: {reason['remedy']}" if change_words(reason) else f"try: {reason['remedy']}"))
     if words := change_words(reason):
         parts.append(Text(f"try: {words}", style="bold"))
-    rows = [(name, *(_percent(kinds, kind) for kind in KINDS)) for name, kinds in sorted(reason["shares"].items())]
-    parts += [Text(""), table(("actor", *KINDS), rows, right=KINDS)]
+    rows = [
+        (name, *(_percent(kinds, kind) for kind in ACTIVITY_KINDS)) for name, kinds in sorted(reason["shares"].items())
+    ]
+    parts += [Text(""), table(("actor", *ACTIVITY_KINDS), rows, right=ACTIVITY_KINDS)]
     return Group(*parts)
 
 

@@ -43,7 +43,7 @@ class Named(NamedTuple):
 
     name: str
     expected: Expected
-    num_extra: int
+    args: frozenset[str] = frozenset()
     """Named arguments that the function gets besides."""
     role: str = "rollout"
     """Who calls it."""
@@ -81,20 +81,26 @@ def _named(config: RunConfig) -> tuple[Named, ...]:
     own = {name: one for name, one in sorted(config.eval.sets.items()) if one.reward}
     return (
         *(
-            Named(one.reward, reward_expected(f"eval.sets.{name}.reward", takes_group=False), len(one.reward_args))
+            Named(
+                one.reward, reward_expected(f"eval.sets.{name}.reward", takes_group=False), frozenset(one.reward_args)
+            )
             for name, one in own.items()
         ),
-        Named(config.rollout.workflow, WORKFLOW, len(config.rollout.workflow_args)),
+        Named(config.rollout.workflow, WORKFLOW, frozenset(config.rollout.workflow_args)),
         *(
-            Named(part.fn, reward_expected(key, takes_group=part.scope == "group"), len(part.args))
+            Named(
+                part.fn,
+                reward_expected(key, takes_group=part.scope == "group"),
+                frozenset(part.args) | ({"pattern"} if part.pattern else frozenset[str]()),
+            )
             for (key, _), part in zip(config.reward.named_functions(), config.reward.parts().values(), strict=True)
         ),
-        Named(config.algo.group_filter, GROUP_FILTER, len(config.algo.group_filter_args), "buffer"),
-        Named(config.algo.sample_filter, SAMPLE_FILTER, len(config.algo.sample_filter_args), "buffer"),
-        Named(config.algo.reward_post_process, REWARD_POST_PROCESS, 0, "trainer"),
-        Named(config.algo.advantage_fn, ADVANTAGE_FN, 0, "trainer"),
-        Named(config.algo.weight_fn, WEIGHT_FN, 0, "trainer"),
-        Named(config.algo.loss_fn, LOSS_FN, 0, "trainer"),
+        Named(config.algo.group_filter, GROUP_FILTER, frozenset(config.algo.group_filter_args), "buffer"),
+        Named(config.algo.sample_filter, SAMPLE_FILTER, frozenset(config.algo.sample_filter_args), "buffer"),
+        Named(config.algo.reward_post_process, REWARD_POST_PROCESS, role="trainer"),
+        Named(config.algo.advantage_fn, ADVANTAGE_FN, role="trainer"),
+        Named(config.algo.weight_fn, WEIGHT_FN, role="trainer"),
+        Named(config.algo.loss_fn, LOSS_FN, role="trainer"),
     )
 
 
@@ -114,6 +120,8 @@ def check_function(named: Named) -> None:
         raise ConfigError(f'{key}: {where} has no "{attr}"', remedy=suggest(attr, known))
     if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) and not found.decorator_list and "." not in attr:
         _check_definition(named, found)
+    if isinstance(found, ast.ClassDef) and not (found.decorator_list or found.bases or found.keywords or "." in attr):
+        _check_class(named, found)
 
 
 def _file(where: str, key: str) -> Path:
@@ -209,22 +217,57 @@ def _makes_names(tree: ast.Module) -> bool:
 
 def _check_definition(named: Named, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
     expected, args = named.expected, node.args
-    if expected.must_be_async and not isinstance(node, ast.AsyncFunctionDef):
-        raise ConfigError(
-            f'{expected.key} = "{named.name}" is not an async function',
-            remedy=f"it must look like: {expected.signature}",
-        )
     if expected.must_be_plain and isinstance(node, ast.AsyncFunctionDef):
         raise ConfigError(
             f'{expected.key} = "{named.name}" is an async function',
             remedy=f"it must look like: {expected.signature}",
         )
-    num_positional = len(args.posonlyargs) + len(args.args)
-    num_needed = num_positional - len(args.defaults)
-    takes = args.vararg is not None or num_positional >= expected.num_args
-    if takes and num_needed <= expected.num_args + named.num_extra:
+    _check_values(named, args, expected.num_args)
+
+
+def _check_class(named: Named, node: ast.ClassDef) -> None:
+    """One that a workflow may be: what it is made with, and the method that is needed."""
+    methods = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+    if named.expected is not WORKFLOW:
         return
-    raise ConfigError(
-        f'{expected.key} = "{named.name}" takes {num_needed} values, and gets {expected.num_args}',
-        remedy=f"it must look like: {expected.signature}",
+    if "run" not in methods:
+        raise ConfigError(
+            f'{WORKFLOW.key} = "{named.name}" is a class without a method run',
+            remedy=f"it must have: {WORKFLOW.signature}",
+        )
+    made = methods.get("__init__")
+    _check_values(named, _BARE if made is None else made.args, 0, num_own=1)
+
+
+_BARE = ast.arguments(posonlyargs=[], args=[ast.arg("self")], kwonlyargs=[], kw_defaults=[], defaults=[])
+
+
+def _check_values(named: Named, args: ast.arguments, num_values: int, *, num_own: int = 0) -> None:
+    """Whether so many values and the named arguments fit; `num_own`: parameters that Python fills itself."""
+    positional = [arg.arg for arg in (*args.posonlyargs, *args.args)][num_own:]
+    filled, rest = positional[:num_values], positional[num_values:]
+    num_plain = len(positional) - len(args.defaults)
+    optional = {arg.arg for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is not None}
+    needed = {*positional[num_values:num_plain], *(arg.arg for arg in args.kwonlyargs if arg.arg not in optional)}
+    known = [*rest, *(arg.arg for arg in args.kwonlyargs)]
+    key, table = (
+        named.expected.key,
+        f"{named.expected.key}_args" if named.expected.key != "reward.fn" else "reward.args",
     )
+    like = f"it must look like: {named.expected.signature}"
+    is_short = len(filled) < num_values and args.vararg is None
+    if is_short or (not named.args and num_plain > num_values):
+        raise ConfigError(
+            f'{key} = "{named.name}" takes {max(num_plain, 0)} values, and gets {num_values}', remedy=like
+        )
+    for name in sorted(named.args):
+        if name in filled or (name not in known and args.kwarg is None):
+            raise ConfigError(
+                f'{key} = "{named.name}" has no argument {name}, which {table} gives it',
+                remedy=suggest(name, known) if known else "it takes none: take it out of the run file",
+            )
+    if missing := sorted(needed - named.args):
+        raise ConfigError(
+            f'{key} = "{named.name}" needs {", ".join(missing)} besides the {num_values} values that it gets',
+            remedy=f"give {'it' if len(missing) == 1 else 'them'} in {table}, or a default in the function; {like}",
+        )

@@ -18,8 +18,8 @@ from ..views.live_state import LiveState, clean
 from ..views.numbers import duration, percent, short
 from ..views.picture import ActorFacts, Picture, name_order
 
-LETTERS: Mapping[str, str] = dict(zip(ACTIVITY_KINDS, "█▓▒░◇▪·", strict=True))
-LETTERS_ASCII: Mapping[str, str] = dict(zip(ACTIVITY_KINDS, "#dwcmp.", strict=True))
+LETTERS: Mapping[str, str] = dict(zip(ACTIVITY_KINDS, "█▓▒░◇▫▪·", strict=True))
+LETTERS_ASCII: Mapping[str, str] = dict(zip(ACTIVITY_KINDS, "#dwcmep.", strict=True))
 """One letter a kind of time, so that bars can be read without colours."""
 
 _GOOD = ("up", "")

@@ -20,6 +20,7 @@ Bound = Literal[
     "generation",
     "concurrency",
     "reward",
+    "environment",
     "data",
     "training",
     "weights",
@@ -134,6 +135,7 @@ def _starved_trainer(
         "generation": max(0.0, team.get("compute", 0.0) - at_limit),
         "concurrency": at_limit,
         "reward": rewards,
+        "environment": team.get("wait-env", 0.0),
         "capacity": team.get("wait-capacity", 0.0),
         "weights": team.get("wait-weights", 0.0),
         "data": max(0.0, team.get("wait-data", 0.0) - rewards),
@@ -144,7 +146,8 @@ def _starved_trainer(
         return Verdict("unknown", f"{waits}, and {_verb(who, 'show')} nothing that explains it: see the logs")
     clause, remedy = _CAUSES[cause]
     share = f"{causes[cause] * 100:.0f} %"
-    sentence = f"{waits}: {clause.format(do=_do(who), wait=_verb(who, 'wait'), share=share)}"
+    words = {"do": _do(who), "wait": _verb(who, "wait"), "share": share, "environment": _environment(team)}
+    sentence = f"{waits}: {clause.format(**words)}"
     return Verdict(cause, sentence, remedy, trainer.get("wait-data", 0.0))
 
 
@@ -160,6 +163,10 @@ _CAUSES: dict[Bound, tuple[str, str]] = {
     "reward": (
         "the reward function is the bottleneck ({wait} for rewards {share})",
         "set reward.workers to spread it over processes, or make it cheaper",
+    ),
+    "environment": (
+        "the environment is the bottleneck ({wait} for {environment} {share})",
+        "a faster environment or more of it; a larger rollout.max_groups has the engine generate for others meanwhile",
     ),
     "capacity": (
         "the staleness bound holds both back ({wait} for capacity {share})",
@@ -225,8 +232,15 @@ _REASONS = {
     "wait-data": "for work",
     "wait-weights": "for weights",
     "wait-memory": "for the device",
+    "wait-env": "for the environment",
 }
 """What a rollout actor that does not generate waits for."""
+
+
+def _environment(team: Mapping[str, float]) -> str:
+    """Function and file that most of the waiting is for."""
+    parts = {name: share for name, share in team.items() if name.startswith("wait-env/")}
+    return max(parts, key=lambda name: parts[name]).partition("/")[2] if parts else "it"
 
 
 def _role(name: str) -> str:

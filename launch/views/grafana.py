@@ -41,6 +41,7 @@ PANELS: tuple[Panel, ...] = (
     Panel("Waiting for data", ("time/wait-data",), "percentunit", is_rate=True),
     Panel("Waiting for weights", ("time/wait-weights",), "percentunit", is_rate=True),
     Panel("Waiting for room", ("time/wait-capacity",), "percentunit", is_rate=True),
+    Panel("Waiting for the environment", ("time/wait-env",), "percentunit", is_rate=True),
 )
 
 

@@ -18,6 +18,7 @@ _WORDS: dict[str, str] = {
     "wait-weights": "waits for weights",
     "wait-capacity": "waits for room",
     "wait-memory": "waits for the device's memory",
+    "wait-env": "waits for the environment",
     "paused": "is paused",
     "other": "does what nobody accounts for",
 }

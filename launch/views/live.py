@@ -29,11 +29,12 @@ COLOURS: Mapping[str, str] = {
     "wait-weights": "magenta",
     "wait-capacity": "cyan",
     "wait-memory": "bright_magenta",
+    "wait-env": "bright_green",
     "paused": "blue",
     "other": "bright_black",
 }
-_LETTERS: Mapping[str, str] = dict(zip(COLOURS, "█▓▒░◇▪·", strict=True))
-_LETTERS_ASCII: Mapping[str, str] = dict(zip(COLOURS, "#dwcmp.", strict=True))
+_LETTERS: Mapping[str, str] = dict(zip(COLOURS, "█▓▒░◇▫▪·", strict=True))
+_LETTERS_ASCII: Mapping[str, str] = dict(zip(COLOURS, "#dwcmep.", strict=True))
 
 _BAR = 16
 _MAX_ACTORS = 6

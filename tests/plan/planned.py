@@ -76,6 +76,22 @@ async def solve(ctx, prompt):
     return ctx.episode.sample()
 
 
+async def flow(ctx, prompt, *, mode=0):
+    return None
+
+
+def needy(ctx, prompt, *, level):
+    return None
+
+
+class Flow:
+    def __init__(self, price=1):
+        self.price = price
+
+    def run(self, ctx, prompt):
+        return None
+
+
 def not_async(ctx, prompt):
     return None
 

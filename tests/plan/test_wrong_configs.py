@@ -130,7 +130,15 @@ WRONG: dict[str, Wrong] = {
     "remote reward without address": Wrong(
         'fn = "mine.py:score"', 'fn = "remote"\nargs = { tries = 2 }', "args = { tries = 2 }", "http://host:port/path"
     ),
-    "workflow not async": add("rollout", 'workflow = "mine.py:not_async"', "it must look like: async def generate"),
+    "d07 workflow with an argument it has not": Wrong(
+        "[rollout]\n", '[rollout]\nworkflow = "mine.py:flow"\nworkflow_args = { mood = 1 }\n', 'workflow = "mine.py:flow"',
+        'did you mean "mode"'
+    ),
+    "d07 workflow without an argument it needs": add("rollout", 'workflow = "mine.py:needy"', "give it in rollout.workflow_args"),
+    "d07 class of a workflow": Wrong(
+        "[rollout]\n", '[rollout]\nworkflow = "mine.py:Flow"\nworkflow_args = { prise = 1 }\n', 'workflow = "mine.py:Flow"',
+        'did you mean "price"'
+    ),
     "freeze that fits nothing": add("trainer", 'freeze = ["layers.99."]', "names look like"),
     "freeze that is no pattern": add("trainer", 'freeze = ["("]', "is not a regular expression"),
     "reference of no KL term": add("algo", 'ref_path = "model"', "needs algo.kl_coef above 0"),

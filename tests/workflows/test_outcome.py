@@ -15,9 +15,9 @@ from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rollout.group_runner import GroupRunner, Partial, drop_reason
 from myxa.actors.workflows.context import WorkflowContext
 from myxa.actors.workflows.episode import ModelAccess
-from myxa.actors.workflows.named import workflow_of
+from myxa.actors.workflows.named import load_workflow
 from myxa.core.clock import SystemClock
-from myxa.core.config import RewardSettings, RolloutSettings
+from myxa.core.config import RewardSettings
 from myxa.core.errors import ConfigError, MyxaError, RewardError, UserCodeError
 from myxa.core.messages import Assignment, SamplingParams
 from myxa.core.protocols import Delta, GenerateRequest
@@ -129,12 +129,12 @@ async def walk(ctx, prompt, *, steps, far=1):
 async def test_arguments_of_the_run_file_arrive_by_name_and_as_they_are_in_it(tmp_path: Path) -> None:
     (tmp_path / "walk.py").write_text(WALK)
     name = f"{tmp_path}/walk.py:walk"
-    flow = workflow_of(RolloutSettings(workflow=name, workflow_args={"steps": [0], "far": 3}))
+    workflow = load_workflow(name, {"steps": [0], "far": 3})
     for _ in range(2):  # what a sample changes in them stays with it
-        group = await run(flow, RewardSettings(fn="workflow"))
+        group = await run(workflow.made()["run"], RewardSettings(fn="workflow"))
         assert (group.rewards.tolist(), group.samples[0].metadata) == ([2.0], {"far": 3})
     with pytest.raises(ConfigError, match="unexpected keyword argument 'fast'.*and the arguments steps, fast"):
-        workflow_of(RolloutSettings(workflow=name, workflow_args={"steps": [0], "fast": True}))
+        load_workflow(name, {"steps": [0], "fast": True})
 
 
 def says(**outcome: Any) -> Flow:

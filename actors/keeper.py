@@ -1,13 +1,13 @@
-"""A process between a rollout actor and a reward worker: whatever the reward function started ends with the worker.
-`python -m myxa.actors.rewards.keeper <pid of the actor>` starts both.
+"""A process between a rollout actor and a worker with user code: whatever that code started ends with the worker.
+`python -m myxa.actors.keeper <pid of the actor> <module of the worker>` starts both.
 
-    rollout actor ── keeper ── worker ── tools that the function runs, whatever session they put themselves in
+    rollout actor ── keeper ── worker ── tools that the code runs, whatever session they put themselves in
 
 The keeper is what orphans of the worker fall back to (a sub-reaper). When the worker ends, when the keeper is told to
 (SIGTERM) or when the rollout actor dies, it kills the worker and every descendant, and then ends as the worker did, so
 that whoever waits for it learns the worker's exit code or signal. A keeper that is itself killed with SIGKILL takes the
 worker along (the kernel sees to that), but the tools are then nobody's and go on. Knows processes; must not know
-rewards.
+what a worker does.
 
 A process group was not enough: a tool may start a session of its own, and a group has no owner once its leader is dead.
 Cgroups need rights that a container rarely gives.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import resource
 import signal
@@ -24,8 +25,8 @@ import sys
 import time
 from pathlib import Path
 
-from ...core.errors import LaunchError
-from ...core.lifeline import die_with_parent
+from ..core.errors import LaunchError
+from ..core.lifeline import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PAUSE_S = 0.02
@@ -117,6 +118,4 @@ def _end_like(status: int) -> None:
 
 if __name__ == "__main__":
     keep(int(sys.argv[1]))
-    from .worker import main  # only now: the keeper stays small, and libraries may start threads
-
-    main()
+    importlib.import_module(sys.argv[2]).main()  # only now: the keeper stays small, and libraries may start threads

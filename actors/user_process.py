@@ -1,0 +1,258 @@
+"""A process that runs a user's code beside an actor, and the pipes to it: length-prefixed msgpack frames, typed on both
+sides.
+
+    actor ── keeper ── worker (`python -m myxa.actors.keeper <pid> <module>`; `module.main()` is the worker)
+
+One that hangs is killed with all that it started; how one ended is told. Own, small and typed, instead of
+`concurrent.futures.ProcessPoolExecutor`: that one pickles, cannot kill one hung worker (the whole pool breaks), and
+cannot say which task a dead worker had. Knows processes and pipes; what a worker is asked is its pool's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import struct
+import sys
+from asyncio.subprocess import PIPE, Process
+from typing import Any, BinaryIO, ClassVar, Self, cast
+
+import msgspec
+import numpy as np
+
+from ..core.errors import ConfigError, MyxaError, UserCodeError
+
+_log = logging.getLogger(__name__)
+
+LENGTH = struct.Struct("<I")
+MAX_FRAME_BYTES = 64 << 20
+START_TIMEOUT_S = 120.0
+"""For importing the user's module: it may be heavy."""
+END_TIMEOUT_S = 8.0
+"""For a keeper to end all that its worker started, and then itself, so that the worker's exit code can be told."""
+
+
+class WorkerGone(Exception):
+    """The worker's end of the pipe closed; the text says how it ended."""
+
+
+class SpokeGarbage(Exception):
+    """What came through the pipe is no reply: the function writes where it should not, or its memory is damaged."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The user's code is loaded."""
+
+    pid: int
+    """Of the process that calls it; the one that was started is its keeper."""
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The user's code could not be loaded; the worker ends."""
+
+    message: str
+    remedy: str
+    is_config: bool
+    """A mistake in the run file, not in the user's code."""
+
+    @classmethod
+    def of(cls, error: MyxaError) -> Self:
+        """What to tell of it."""
+        return cls(error.message, error.remedy, isinstance(error, ConfigError))
+
+
+def _plain(value: Any) -> Any:
+    """Arrays with type and shape, so that a wrong one is seen where it arrives."""
+    if isinstance(value, np.ndarray):
+        array = cast("np.ndarray[Any, np.dtype[Any]]", value)
+        if array.dtype.kind in "biuf":
+            return [array.dtype.str, array.shape, np.ascontiguousarray(array).tobytes()]
+    elif isinstance(value, np.generic):
+        return cast("Any", value.item())
+    raise TypeError(f"a value of type {type(cast('object', value)).__name__} cannot be sent between processes")
+
+
+def array_in(kind: Any, value: Any) -> Any:
+    """The `dec_hook` for arrays. Raises ValueError for what is none."""
+    dtype, shape, data = value
+    if np.dtype(dtype).kind not in "biuf":
+        raise ValueError(f"an array of {dtype}")
+    return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_start_decoder: msgspec.msgpack.Decoder[Ready | LoadFailed] = msgspec.msgpack.Decoder(Ready | LoadFailed)
+
+
+def frame(message: object) -> bytes:
+    """A message with its length in front. Raises ValueError over the limit, TypeError for what cannot be sent."""
+    body = encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"{len(body)} bytes are over the limit of {MAX_FRAME_BYTES}")
+    return LENGTH.pack(len(body)) + body
+
+
+class UserProcess:
+    """A worker and its keeper, seen from the actor."""
+
+    MODULE: ClassVar[str]
+    """Of the worker."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._is_killed = False
+        self._reaping: asyncio.Future[None] | None = None
+        self.pid = process.pid
+        """Of the process that runs the user's code, once it has told; of its keeper before."""
+
+    @classmethod
+    async def start(cls) -> Self:
+        """A process that waits for its first frame. In a session of its own: what is typed at a terminal is not for
+        it."""
+        command = (sys.executable, "-m", "myxa.actors.keeper", str(os.getpid()), cls.MODULE)
+        return cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True))
+
+    async def load(self, spec: object, what: str) -> None:
+        """Have it load what the spec names; `what` that is, for messages. Kills it and raises ConfigError or
+        UserCodeError if it cannot."""
+        try:
+            reply = await self._load(spec)
+        except TimeoutError:
+            self.kill()
+            raise UserCodeError(
+                f"a worker process could not load {what} within {START_TIMEOUT_S:g} s",
+                remedy="make its module quicker to import",
+            ) from None
+        except (WorkerGone, SpokeGarbage, msgspec.MsgspecError) as gone:
+            self.kill()
+            raise UserCodeError(
+                f"a worker process ended ({gone}) while it loaded {what}", remedy="see the actor's log"
+            ) from None
+        except BaseException:
+            self.kill()
+            raise
+        if isinstance(reply, LoadFailed):
+            self.kill()
+            raise (ConfigError if reply.is_config else UserCodeError)(reply.message, remedy=reply.remedy)
+        self.pid = reply.pid
+
+    def end_input(self) -> None:
+        """Tell the worker that nothing more comes: it ends by itself."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    async def _load(self, spec: object) -> Ready | LoadFailed:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await self.send(spec)
+            return _start_decoder.decode(await self.receive())
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.returncode is None and not self._is_killed
+
+    async def send(self, message: object) -> None:
+        """Raises WorkerGone, and ValueError or TypeError for what cannot be sent."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(frame(message))
+            await stdin.drain()
+        except ConnectionError:
+            raise WorkerGone(await self.how_it_ended()) from None
+
+    async def receive(self) -> bytes:
+        """The body of the next frame. Raises WorkerGone and SpokeGarbage."""
+        stdout = self._process.stdout
+        assert stdout is not None
+        try:
+            (size,) = LENGTH.unpack(await stdout.readexactly(LENGTH.size))
+            if size > MAX_FRAME_BYTES:
+                raise SpokeGarbage(f"a reply of {size} bytes")
+            return await stdout.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise WorkerGone(await self.how_it_ended()) from None
+
+    async def how_it_ended(self) -> str:
+        """In words."""
+        code = await self._exit_code()
+        if code is None:
+            return f"its keeper, process {self._process.pid}, cannot be killed"
+        if code >= 0:
+            return f"exit code {code}"
+        return f"signal {signal.Signals(-code).name}"
+
+    async def _exit_code(self) -> int | None:
+        """Of one that has ended, or will soon; None: not even SIGKILL has ended it."""
+        for _ in range(2):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_TIMEOUT_S):
+                    return await self._process.wait()
+            self._is_killed = True
+            self._signal(signal.SIGKILL)  # somebody stopped the keeper
+        return self._process.returncode
+
+    def kill(self) -> None:
+        """Have its keeper end it and everything it started, at once."""
+        if self.is_alive:
+            self._is_killed = True
+            self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if number is signal.SIGKILL:
+                os.killpg(self._process.pid, number)
+            else:
+                self._process.send_signal(number)
+
+    async def gone(self) -> None:
+        """Wait until an ended or killed worker has been reaped and its pipes are closed."""
+        # In a task of its own, one for all who wait: asyncio has one future for a pipe's end, and cancels it with any
+        # of those who wait for it, for the others too.
+        if self._reaping is None:
+            self._reaping = asyncio.ensure_future(self._reap())  # noqa: TID251 -- kept here, and ends by its deadlines
+        await asyncio.shield(self._reaping)
+
+    async def _reap(self) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        stdin.close()
+        if await self._exit_code() is None:
+            _log.warning("worker process %d cannot be killed: does it wait for a device that is gone?", self.pid)
+            return
+        with contextlib.suppress(ConnectionError):
+            await stdin.wait_closed()
+
+
+# -- the worker's side
+
+
+def own_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The two pipes under new numbers that children do not inherit; input becomes empty, output becomes the log."""
+    incoming, outgoing = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    return os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb", buffering=0)
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """The body of the next frame; None at the end of the input."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (size,) = LENGTH.unpack(head)
+    if size > MAX_FRAME_BYTES:
+        return None
+    body = stream.read(size)
+    return body if len(body) == size else None
+
+
+def write_frame(stream: BinaryIO, message: object) -> None:
+    """The whole frame. Raises as `frame`."""
+    data = memoryview(frame(message))
+    while data:
+        data = data[stream.write(data) :]

@@ -1,0 +1,415 @@
+"""Workflows of the user's run in worker processes; this is the actor's side: which worker gets an episode, turns of the
+model for it, and what became of it.
+
+Several episodes share a worker. One whose code hangs is ended with its limit. The worker that still has such a call
+takes nothing new and is killed once its other episodes have ended; a new one takes its place. Teardown runs as long as
+the process lives. Knows workers and the way to the model; must not know groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from ...core import errors
+from ...core.config import RunConfig
+from ...core.errors import MemberFailed, MyxaError, UserCodeError
+from ...core.messages import SamplingParams
+from ...core.protocols import Tokenizer
+from ...core.samples import I32, FinishReason, Prompt, Sample
+from ..user_process import SpokeGarbage, UserProcess, WorkerGone
+from .episode import Interrupted, ModelAccess, drawn, stops_of
+from .segments import Segment, joined
+from .worker_messages import (
+    Ask,
+    Cancel,
+    Done,
+    Drawn,
+    Failed,
+    PhaseLimits,
+    Start,
+    Stuck,
+    Waits,
+    WorkflowSpec,
+    from_worker,
+    sample_decoder,
+)
+
+_log = logging.getLogger(__name__)
+
+EPISODES_PER_WORKER = 32
+"""Before a further worker is started."""
+SLACK_S = 15.0
+"""For a worker to say how an episode ended whose limits are over."""
+SILENT_S = 20.0
+"""A worker that says nothing for so long, beyond the time that its own watch needs, is killed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeStart:
+    """One episode that is to run in a worker."""
+
+    prompt: Prompt
+    index: int
+    prompt_ids: I32
+    recorded: Sample | None
+    session_id: str
+    attempt: int
+    run_s: float
+    """For the phase `run`."""
+
+
+class TokensSoFar:
+    """What an episode in a worker has, at any moment."""
+
+    def __init__(self, recorded: Sample | None) -> None:
+        self._closed = recorded
+        self.under_way: list[Segment] = []
+
+    def asked(self, ask: Ask) -> None:
+        """A turn is to be drawn."""
+        self._closed = ask.so_far
+        self.under_way = [ask.start.segment]
+
+    def so_far(self) -> Sample:
+        """Tokens of the turn that is drawn included. Only while there are any."""
+        assert self._closed is not None
+        if not self.under_way:
+            return self._closed
+        turn, before = joined(self.under_way), self._closed
+        return msgspec.structs.replace(
+            before,
+            response_ids=np.concatenate([before.response_ids, turn.ids]).astype(np.int32, copy=False),
+            logprobs=np.concatenate([before.logprobs, turn.logprobs]).astype(np.float32, copy=False),
+            loss_mask=np.concatenate([before.loss_mask, np.ones(len(turn.ids), np.uint8)]),
+            versions=np.concatenate([before.versions, turn.versions]).astype(np.int32, copy=False),
+            finish="abort",
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it was not begun, and nothing was recorded."""
+        return self._closed is None
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What a drawing task found."""
+
+    segment: Segment
+    finish: FinishReason
+
+
+@dataclass(slots=True)
+class _Running:
+    inbox: asyncio.Queue[Ask | Done | Failed | _Turn | Exception] = field(
+        default_factory=asyncio.Queue["Ask | Done | Failed | _Turn | Exception"]
+    )
+    place: str = ""
+
+
+class _Lost(WorkerGone):
+    """The worker ended."""
+
+    def __init__(self, how: str, episode: int) -> None:
+        super().__init__(how)
+        self.episode = episode
+        """That is to blame; negative: nobody knows."""
+
+
+class WorkflowWorker(UserProcess):
+    """Many episodes at a time."""
+
+    MODULE = "myxa.actors.workflows.worker"
+
+    running: dict[int, _Running]
+    """Episode -> what its caller is told."""
+    ending: set[int]
+    """Episodes that were given up and have not told yet that they ended."""
+    is_retired: bool
+
+    @property
+    def num_episodes(self) -> int:
+        """In it."""
+        return len(self.running) + len(self.ending)
+
+
+class WorkflowPool:
+    """At most `max_workers` processes, started as they are needed; `play` may be called concurrently."""
+
+    def __init__(
+        self,
+        spec: WorkflowSpec,
+        limits: PhaseLimits,
+        tokenizer: Tokenizer,
+        *,
+        max_workers: int,
+    ) -> None:
+        """`limits.run_s` is that of each episode's start."""
+        self._spec = spec
+        self._limits = limits
+        self._tokenizer = tokenizer
+        self._max_workers = max_workers
+        self._workers: set[WorkflowWorker] = set()
+        self._readers: dict[WorkflowWorker, asyncio.Task[None]] = {}
+        self._starting = asyncio.Lock()
+        self._number = 0
+        self._is_closed = False
+        self.on_waits: Callable[[], None] = lambda: None
+        """Called when it is known anew where episodes wait."""
+
+    @property
+    def name(self) -> str:
+        """Of the workflow, in words."""
+        return self._spec.workflow.rpartition("/")[2]
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Processes now alive."""
+        return tuple(worker.pid for worker in self._workers if worker.is_alive)
+
+    def places(self) -> list[str]:
+        """Where episodes wait for anything but the model, as they told last: function, file and line."""
+        return [one.place for worker in self._workers for one in worker.running.values() if one.place]
+
+    async def start(self) -> None:
+        """Have the first worker load the workflow. Raises ConfigError or UserCodeError if it cannot."""
+        await self._take()
+
+    async def play(self, start: EpisodeStart, model: ModelAccess, record: TokensSoFar) -> tuple[Sample, float | None]:
+        """The sample that the workflow returned, unchecked but for its types, and the temperature of its turns.
+
+        Raises MemberFailed, UserCodeError and other errors of myxa's by what the workflow did, Interrupted when the
+        engine was told to abort, and what the engine raises.
+        """
+        limits = msgspec.structs.replace(self._limits, run_s=start.run_s)
+        worker = await self._take()
+        self._number += 1
+        number, running = self._number, _Running()
+        worker.running[number] = running
+        is_over = False
+        try:
+            await worker.send(_start(number, start, limits, model))
+            async with asyncio.timeout(limits.total_s + SLACK_S):
+                end = await self._until_end(worker, number, running, model, record)
+            is_over = True
+        except TimeoutError:
+            worker.kill()
+            raise _gone(f"its worker process {worker.pid} did not end it within its limits") from None
+        except WorkerGone as gone:
+            is_over = True
+            culprit = gone.episode if isinstance(gone, _Lost) else -1
+            raise _gone(str(gone), is_bystander=culprit not in (-1, number)) from None
+        finally:
+            worker.running.pop(number, None)
+            if not is_over and worker.is_alive:
+                worker.ending.add(number)
+                with contextlib.suppress(WorkerGone):
+                    await worker.send(Cancel(number))
+            self._mind(worker)
+        return _sample_of(end), end.temperature
+
+    async def _until_end(
+        self, worker: WorkflowWorker, number: int, running: _Running, model: ModelAccess, record: TokensSoFar
+    ) -> Done:
+        drawing: asyncio.Task[None] | None = None
+        try:
+            while True:
+                told = await running.inbox.get()
+                if isinstance(told, Ask):
+                    await _cancelled(drawing)
+                    record.asked(told)
+                    drawing = asyncio.ensure_future(self._draw(told, running, model, record))  # noqa: TID251 -- ended below
+                elif isinstance(told, _Turn):
+                    if told.finish == "abort" and not model.goes_on():
+                        raise Interrupted(record.so_far())
+                    record.under_way = [told.segment]
+                    await worker.send(_drawn(number, told))
+                elif isinstance(told, Exception):
+                    raise told
+                else:
+                    if told.is_hanging:
+                        worker.is_retired = True
+                    if told.teardown:
+                        _log.warning("workflow %s: its %s", self.name, told.teardown)
+                    if isinstance(told, Failed):
+                        raise _error_of(told)
+                    return told
+        finally:
+            await _cancelled(drawing)
+
+    async def _draw(self, ask: Ask, running: _Running, model: ModelAccess, record: TokensSoFar) -> None:
+        params = SamplingParams(stop=ask.stop)
+        running.place = ""
+        try:
+            segment, finish = await drawn(
+                model.generate, ask.request, stops_of(params, self._tokenizer), record.under_way
+            )
+        except Exception as error:  # noqa: BLE001 -- raised by the episode that asked
+            running.inbox.put_nowait(error)
+        else:
+            running.inbox.put_nowait(_Turn(segment, finish))
+
+    # -- workers
+
+    async def _take(self) -> WorkflowWorker:
+        async with self._starting:
+            fit = [worker for worker in self._workers if worker.is_alive and not worker.is_retired]
+            least = min(fit, key=lambda worker: worker.num_episodes, default=None)
+            if least is not None and (least.num_episodes < EPISODES_PER_WORKER or len(fit) >= self._max_workers):
+                return least
+            return await self._start()
+
+    async def _start(self) -> WorkflowWorker:
+        if self._is_closed:
+            raise UserCodeError("a workflow was called after its actor ended")
+        worker = await WorkflowWorker.start()
+        worker.running, worker.ending, worker.is_retired = {}, set(), False
+        self._workers.add(worker)
+        await worker.load(self._spec, f'workflow "{self._spec.workflow}"')
+        if self._is_closed:
+            worker.kill()
+            raise UserCodeError("a workflow was called while its actor ended")
+        self._readers[worker] = asyncio.ensure_future(self._read(worker))  # noqa: TID251 -- ended by `close`
+        return worker
+
+    def _mind(self, worker: WorkflowWorker) -> None:
+        if worker.is_retired and not worker.running and worker.is_alive:
+            worker.kill()
+
+    async def _read(self, worker: WorkflowWorker) -> None:
+        gone = _Lost(*await self._until_gone(worker))
+        worker.kill()
+        for running in worker.running.values():
+            running.inbox.put_nowait(gone)
+        if not worker.is_retired and not self._is_closed:
+            _log.warning("worker process %d of workflow %s ended: %s", worker.pid, self.name, gone)
+        await worker.gone()
+        self._workers.discard(worker)
+        self._readers.pop(worker, None)
+
+    async def _until_gone(self, worker: WorkflowWorker) -> tuple[str, int]:
+        """Hand on what it says; returns how it ended, and the episode that is to blame; negative: nobody knows."""
+        silent_s, words, culprit = SILENT_S + 5 * self._spec.max_block_s, "", -1
+        while True:
+            try:
+                async with asyncio.timeout(silent_s):
+                    message = from_worker.decode(await worker.receive())
+            except TimeoutError:
+                worker.kill()
+                return f"it said nothing for {silent_s:g} s: {await worker.how_it_ended()}", -1
+            except (SpokeGarbage, msgspec.MsgspecError, ValueError) as garbage:
+                return f"it wrote into its own pipe ({garbage}) and was killed", -1
+            except WorkerGone as gone:
+                return f"{words}{gone}", culprit
+            if isinstance(message, Stuck):
+                words, culprit = f"its code cannot be interrupted at {message.place}: ", message.episode
+            elif isinstance(message, Waits):
+                for number, running in worker.running.items():
+                    running.place = message.places.get(number, "")
+                self.on_waits()
+            else:
+                self._hand_on(worker, message)
+
+    def _hand_on(self, worker: WorkflowWorker, message: Ask | Done | Failed) -> None:
+        if (running := worker.running.get(message.episode)) is not None:
+            running.inbox.put_nowait(message)
+        elif isinstance(message, Done | Failed):
+            worker.ending.discard(message.episode)
+            worker.is_retired |= message.is_hanging
+            self._mind(worker)
+
+    async def close(self) -> None:
+        """End all workers: what runs in them is cancelled, and cleans up within its limit."""
+        self._is_closed = True
+        workers, readers = list(self._workers), list(self._readers.values())
+        for worker in workers:
+            worker.end_input()
+        if readers:
+            await asyncio.wait(readers, timeout=self._limits.teardown_s)
+        for worker in workers:
+            worker.kill()
+        await asyncio.gather(*(worker.gone() for worker in workers), *readers, return_exceptions=True)
+        self._workers.clear()
+
+
+def make_pool(config: RunConfig, tokenizer: Tokenizer) -> WorkflowPool:
+    """What runs the workflow of this run, which is the user's own."""
+    of = config.rollout
+    spec = WorkflowSpec(
+        workflow=of.workflow,
+        args=of.workflow_args,
+        max_turns=of.max_turns,
+        max_block_s=of.max_block_s,
+        model_path=config.model.path,
+        data=config.data.model_dump(mode="json"),
+    )
+    limits = PhaseLimits(
+        setup_s=of.setup_timeout_s,
+        run_s=of.timeout_s,
+        finalize_s=of.finalize_timeout_s,
+        score_s=of.score_timeout_s,
+        teardown_s=of.teardown_timeout_s,
+    )
+    return WorkflowPool(spec, limits, tokenizer, max_workers=of.workers)
+
+
+def _start(number: int, start: EpisodeStart, limits: PhaseLimits, model: ModelAccess) -> Start:
+    return Start(
+        episode=number,
+        prompt=start.prompt,
+        index=start.index,
+        prompt_ids=start.prompt_ids,
+        sampling=model.sampling,
+        context_length=model.context_length,
+        request_prefix=model.request_prefix,
+        session_id=start.session_id,
+        attempt=start.attempt,
+        limits=limits,
+        recorded=start.recorded,
+    )
+
+
+def _drawn(number: int, turn: _Turn) -> Drawn:
+    one = turn.segment
+    return Drawn(episode=number, ids=one.ids, logprobs=one.logprobs, versions=one.versions, finish=turn.finish)
+
+
+def _sample_of(end: Done) -> Sample:
+    try:
+        return sample_decoder.decode(end.sample)
+    except (msgspec.MsgspecError, ValueError, TypeError) as error:
+        raise UserCodeError(
+            f"workflow returned a sample that cannot be checked: {error}",
+            remedy="end it with `return ctx.episode.sample()`",
+        ) from None
+
+
+def _error_of(failed: Failed) -> MyxaError:
+    kind = getattr(errors, failed.error, None) if failed.error else None
+    if isinstance(kind, type) and issubclass(kind, MyxaError) and kind is not MemberFailed:
+        return kind(failed.words, remedy=failed.remedy)
+    if failed.kind == "user-code":
+        return UserCodeError(f"workflow {failed.words}", remedy=failed.remedy)
+    return MemberFailed(f"workflow {failed.words}", kind=failed.kind, remedy=failed.remedy)
+
+
+def _gone(how: str, *, is_bystander: bool = False) -> MemberFailed:
+    return MemberFailed(
+        f"workflow lost its worker process: {how}",
+        kind="environment",
+        remedy="see the actor's log: what it did there",
+        is_bystander=is_bystander,
+    )
+
+
+async def _cancelled(task: asyncio.Task[None] | None) -> None:
+    if task is not None and not task.done():
+        task.cancel()
+        await asyncio.wait({task})

@@ -1,0 +1,544 @@
+"""A worker process that runs workflows of the user's; `actors/keeper.py` starts it, `pool.py` speaks to it.
+
+    main thread   the loop: async phases of all episodes, and what talks to the actor
+    threads       one for each phase that is a plain `def`, and for each `asyncio.to_thread`; daemons, so that one that
+                  hangs neither keeps others waiting nor this process from ending
+    watch thread  interrupts (SIGUSR1) code that holds the loop longer than `rollout.max_block_s`: that episode fails
+
+What is printed goes to standard error, the actor's log. Knows episodes and phases; must not know engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import queue
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import CancelledError as FutureCancelled
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
+from pathlib import Path
+from types import FrameType
+from typing import Any, BinaryIO, TypeVar, cast
+
+import msgspec
+
+from ...core.config.data import DataSettings
+from ...core.errors import MyxaError
+from ...core.messages import SamplingParams
+from ...core.protocols import GenerateRequest, Tokenizer
+from ...core.samples import FinishReason, Sample
+from ..models.chat_template import template_of
+from ..models.tokenizer import load_tokenizer
+from ..own_thread import in_own_thread
+from ..user_call import TookTooLong, UserRaised, within
+from ..user_code import PACKAGE, is_async, what_was_raised
+from ..user_process import MAX_FRAME_BYTES, LoadFailed, Ready, encoder, own_pipes, read_frame, write_frame
+from .context import WorkflowContext
+from .episode import Episode, ModelAccess, Turn
+from .failures import kind_of
+from .named import OwnWorkflow, load_workflow
+from .segments import Segment
+from .turn_renderer import TurnRenderer
+from .worker_messages import (
+    Ask,
+    Cancel,
+    Done,
+    Drawn,
+    Failed,
+    FromWorker,
+    Start,
+    Stuck,
+    Waits,
+    WorkflowSpec,
+    spec_decoder,
+    to_worker,
+)
+
+T = TypeVar("T")
+
+WAITS_EVERY_S = 1.0
+MAX_INTERRUPTS = 3
+"""Of one stretch in which the loop is held, before this process is given up."""
+STUCK_EXIT = 70
+FRAME_SLACK_BYTES = 1 << 16
+_LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+EPISODE: ContextVar[Play | None] = ContextVar("episode", default=None)
+"""That the running code belongs to."""
+
+
+def main() -> None:
+    """Load what the first frame names, then run episodes until the input ends."""
+    incoming, outgoing = own_pipes()
+    first = read_frame(incoming)
+    if first is None:
+        return
+    spec = spec_decoder.decode(first)
+    try:
+        workflow = load_workflow(spec.workflow, spec.args)
+        data = DataSettings.model_validate(spec.data, strict=False)
+        tokenizer = load_tokenizer(spec.model_path, template_of(spec.model_path, data))
+    except MyxaError as error:
+        write_frame(outgoing, LoadFailed.of(error))
+        return
+    write_frame(outgoing, Ready(os.getpid()))
+    out = Outgoing(outgoing)
+    with asyncio.Runner() as runner:
+        runner.run(Worker(spec, workflow, tokenizer, out).run(incoming))
+        out.flush()
+        os._exit(0)  # threads that hang would be waited for
+
+
+class Outgoing:
+    """Frames leave in a thread of their own, so that nothing here waits for an actor that is busy."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._frames: queue.SimpleQueue[FromWorker | threading.Event] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="outgoing", daemon=True).start()
+
+    def put(self, message: FromWorker) -> None:
+        """Send it; from any thread."""
+        self._frames.put(message)
+
+    def flush(self) -> None:
+        """Wait until all is sent, though not for ever."""
+        done = threading.Event()
+        self._frames.put(done)
+        done.wait(5.0)
+
+    def _run(self) -> None:
+        while True:
+            message = self._frames.get()
+            if isinstance(message, threading.Event):
+                message.set()
+                continue
+            try:
+                write_frame(self._stream, message)
+            except OSError:
+                os._exit(0)  # the actor is gone
+
+
+class _Blocked(BaseException):
+    """Raised into code that holds the loop. No Exception, so that user code does not take it for one of its own."""
+
+
+class _DaemonThreads(ThreadPoolExecutor):
+    """The loop's executor: `asyncio.to_thread` gets a thread of its own, whatever else hangs."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        play = EPISODE.get()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 -- raised where the future is awaited
+                with contextlib.suppress(Exception):
+                    future.set_exception(error)
+
+        thread = threading.Thread(target=run, name="to_thread", daemon=True)
+        if play is not None:
+            play.threads.append(thread)
+        thread.start()
+        return future
+
+
+class Worker:
+    """The episodes of this process."""
+
+    def __init__(self, spec: WorkflowSpec, workflow: OwnWorkflow, tokenizer: Tokenizer, out: Outgoing) -> None:
+        self.spec = spec
+        self.workflow = workflow
+        self.tokenizer = tokenizer
+        self.renderer = TurnRenderer(tokenizer)
+        self.out = out
+        self._plays: dict[int, Play] = {}
+
+    async def run(self, incoming: BinaryIO) -> None:
+        """Until the input ends; then all episodes are ended, their teardown included."""
+        self.loop = loop = asyncio.get_running_loop()
+        loop.set_default_executor(_DaemonThreads())
+        Watch(loop, self.spec.max_block_s, self.out, self._current)
+        over = asyncio.Event()
+        threading.Thread(target=self._read, args=(incoming, over), name="incoming", daemon=True).start()
+        while not over.is_set():
+            self._tell_waits()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WAITS_EVERY_S):
+                    await over.wait()
+        for play in self._plays.values():
+            play.cancel()
+        if self._plays:
+            await asyncio.wait([play.task for play in self._plays.values()])
+
+    def _read(self, incoming: BinaryIO, over: asyncio.Event) -> None:
+        while (body := read_frame(incoming)) is not None:
+            self.loop.call_soon_threadsafe(self._take, body)
+        self.loop.call_soon_threadsafe(over.set)
+
+    def _take(self, body: bytes) -> None:
+        message = to_worker.decode(body)
+        if isinstance(message, Start):
+            self._plays[message.episode] = Play(self, message)
+        elif (play := self._plays.get(message.episode)) is not None:
+            if isinstance(message, Drawn):
+                play.drawn(message)
+            else:
+                assert isinstance(message, Cancel)
+                play.cancel()
+
+    def _current(self) -> int:
+        """The episode whose code the loop runs now, asked from another thread; negative: none that is known."""
+        task = asyncio.current_task(self.loop)
+        return next((number for number, play in list(self._plays.items()) if task in play.tasks), -1)
+
+    def ended(self, episode: int) -> None:
+        """It has told how."""
+        self._plays.pop(episode, None)
+
+    def _tell_waits(self) -> None:
+        places = {number: place for number, play in self._plays.items() if (place := play.place())}
+        self.out.put(Waits(places))
+
+
+class _Late(Exception):
+    """A phase took longer than it may."""
+
+
+class Play:
+    """One episode: setup, run, finalize, score, and teardown whatever became of the others."""
+
+    def __init__(self, worker: Worker, start: Start) -> None:
+        self._worker = worker
+        self._start = start
+        self._answer: asyncio.Future[Drawn] | None = None
+        self._is_cancelled = False
+        self.threads: list[threading.Thread] = []
+        self.calls: set[Future[Any]] = set()
+        """Of threads that wait for a turn of the model."""
+        self.is_over = False
+        self._doing: asyncio.Task[Any] | None = None
+        self.task = worker.loop.create_task(self._run())  # kept by the worker until it has told how it ended
+
+    # -- the model
+
+    async def ask(self, ask: Ask) -> Drawn:
+        """The model's next turn."""
+        self._answer = asyncio.get_running_loop().create_future()
+        self._worker.out.put(ask)
+        try:
+            return await self._answer
+        finally:
+            self._answer = None
+
+    def drawn(self, answer: Drawn) -> None:
+        """A turn came."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(answer)
+
+    @property
+    def waits_for_model(self) -> bool:
+        """Whether a turn is being drawn."""
+        return self._answer is not None
+
+    def cancel(self) -> None:
+        """End it; its teardown runs all the same."""
+        if not self._is_cancelled:
+            self._is_cancelled = True
+            self.task.cancel()
+
+    @property
+    def tasks(self) -> tuple[asyncio.Task[Any] | None, ...]:
+        """That its code runs in, those left out that it made itself."""
+        return self.task, self._doing
+
+    # -- the phases
+
+    async def _run(self) -> None:
+        EPISODE.set(self)
+        methods: dict[str, Callable[..., Any]] = {}
+        end: Done | Failed
+        try:
+            end = await self._phases(methods)
+        except BaseException as error:  # noqa: BLE001 -- told to the actor, whatever it is
+            end = self._failed(error)
+        self.is_over = True
+        for call in self.calls:
+            call.cancel()
+        teardown = ""
+        try:
+            await self._phase("teardown", methods, self._start.limits.teardown_s)
+        except BaseException as error:  # noqa: BLE001
+            teardown = f"teardown {self._failed(error).words}"
+        is_hanging = any(thread.is_alive() for thread in self.threads)
+        self._worker.out.put(msgspec.structs.replace(end, teardown=teardown, is_hanging=is_hanging))
+        self._worker.ended(self._start.episode)
+
+    async def _phases(self, methods: dict[str, Callable[..., Any]]) -> Done | Failed:
+        start, limits = self._start, self._start.limits
+        episode = RemoteEpisode(self, start, self._worker)
+        workflow, prompt = self._worker.workflow, start.prompt
+        if workflow.is_class:
+            made = await self._within("setup", self._in_thread(workflow.made), limits.setup_s)
+        else:
+            made = workflow.made()
+        methods.update(made)
+
+        def context(method: str) -> WorkflowContext:
+            is_loops = method in methods and is_async(methods[method])
+            return WorkflowContext(
+                episode=episode if is_loops else cast("Episode", PlainEpisode(self, episode, self._worker.loop)),
+                tokenizer=self._worker.tokenizer,
+                max_turns=self._worker.spec.max_turns,
+                index=start.index,
+                session_id=start.session_id,
+                attempt=start.attempt,
+            )
+
+        await self._phase("setup", methods, limits.setup_s, context("setup"), prompt)
+        sample = await self._phase("run", methods, limits.run_s, context("run"), prompt)
+        if workflow.is_class and sample is None:
+            sample = episode.sample()
+        if "finalize" in methods:
+            sample = await self._phase("finalize", methods, limits.finalize_s, context("finalize"), sample) or sample
+        if "score" in methods and isinstance(sample, Sample):
+            reward = await self._phase("score", methods, limits.score_s, context("score"), sample)
+            sample = msgspec.structs.replace(sample, reward=reward)
+        return self._done(sample, episode)
+
+    def _done(self, sample: object, episode: Episode) -> Done | Failed:
+        if not isinstance(sample, Sample):
+            words = f"returned a value of type {type(sample).__name__}, not a Sample"
+            return self._fault(words, "end it with `return ctx.episode.sample()`")
+        try:
+            body = encoder.encode(sample)
+        except (TypeError, ValueError, RecursionError, OverflowError) as error:
+            words = f"returned a sample that cannot be checked: {what_was_raised(error)}"
+            return self._fault(words, "give its metadata JSON values, and its reward a number")
+        if len(body) > MAX_FRAME_BYTES - FRAME_SLACK_BYTES:
+            return self._fault(f"returned a sample of {len(body):,} bytes", "return a smaller one")
+        return Done(episode=self._start.episode, sample=msgspec.Raw(body), temperature=episode.temperature)
+
+    async def _phase(self, name: str, methods: dict[str, Callable[..., Any]], limit_s: float, *args: object) -> Any:
+        method = methods.get(name)
+        if method is None:
+            return None
+
+        async def call() -> Any:
+            if is_async(method):
+                return await method(*args)
+            returned = await self._in_thread(lambda: method(*args))
+            return await returned if inspect.isawaitable(returned) else returned
+
+        return await self._within(name, call(), limit_s)
+
+    async def _within(self, name: str, call: Awaitable[T], limit_s: float) -> T:
+        async def doing() -> T:
+            self._doing = asyncio.current_task()
+            try:
+                return await call
+            finally:
+                self._doing = None
+
+        place = ""
+        timer = self._worker.loop.call_later(limit_s * 0.98, lambda: places.append(self.place()))
+        places: list[str] = []
+        try:
+            return await within(doing(), limit_s)
+        except TookTooLong:
+            place = f" at {places[0]}" if places and places[0] else ""
+            raise _Late(f"did not finish {'' if name == 'run' else name + ' '}within {limit_s:g} s{place}") from None
+        except UserRaised as raised:
+            raise raised.cause from None
+        finally:
+            timer.cancel()
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        context = copy_context()
+
+        def run() -> T:
+            self.threads.append(threading.current_thread())
+            return context.run(call)
+
+        return await in_own_thread(run, "workflow")
+
+    def _failed(self, error: BaseException) -> Failed:
+        if isinstance(error, MyxaError):
+            return self._fault(error.message, error.remedy, error=type(error).__name__)
+        if isinstance(error, _Late):
+            kind = "user-code" if self.waits_for_model else "environment"
+            remedy = "bound its waits, or raise rollout.timeout_s"
+            return Failed(episode=self._start.episode, kind=kind, words=str(error), remedy=remedy)
+        if isinstance(error, _Blocked):
+            remedy = "write a plain def, use asyncio.to_thread, or raise rollout.max_block_s"
+            return Failed(episode=self._start.episode, kind="environment", words=str(error), remedy=remedy)
+        if isinstance(error, asyncio.CancelledError):
+            return self._fault("was cancelled", "")
+        remedy = "mend the workflow function"
+        words = f"raised {what_was_raised(error)}"
+        return Failed(episode=self._start.episode, kind=kind_of(error), words=words, remedy=remedy)
+
+    def _fault(self, words: str, remedy: str, *, error: str = "") -> Failed:
+        return Failed(episode=self._start.episode, kind="user-code", words=words, remedy=remedy, error=error)
+
+    # -- where it is
+
+    def place(self) -> str:
+        """Where it waits for anything but the model; empty: it does not, or nobody can say."""
+        if self.waits_for_model:
+            return ""
+        threads = {thread.ident for thread in self.threads if thread.is_alive()}
+        running = [frame for ident, frame in sys._current_frames().items() if ident in threads]  # pyright: ignore[reportPrivateUsage]
+        if running:
+            return user_place(_frames_above(running[-1]))
+        coro: Any = self._doing.get_coro() if self._doing is not None else None
+        return user_place(_awaited(coro))
+
+
+def _awaited(coro: Any) -> Iterator[FrameType]:
+    """Innermost first."""
+    frames: list[FrameType] = []
+    while coro is not None:
+        found = getattr(coro, "cr_frame", None) or getattr(coro, "gi_frame", None) or getattr(coro, "ag_frame", None)
+        if found is not None:
+            frames.append(found)
+        coro = getattr(coro, "cr_await", None) or getattr(coro, "gi_yieldfrom", None) or getattr(coro, "ag_await", None)
+    return reversed(frames)
+
+
+def _frames_above(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def user_place(frames: Iterator[FrameType]) -> str:
+    """`Env.step (env.py:22)`: the innermost frame of the user's own code, else of a library; empty: there is none."""
+    outside = [frame for frame in frames if not frame.f_code.co_filename.startswith(PACKAGE)]
+    own = [frame for frame in outside if not frame.f_code.co_filename.startswith(_LIBRARIES)]
+    for frame in own or outside:
+        return f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+    return ""
+
+
+class RemoteEpisode(Episode):
+    """An episode whose turns are drawn in the actor's process."""
+
+    def __init__(self, play: Play, start: Start, worker: Worker) -> None:
+        super().__init__(
+            prompt=start.prompt,
+            index=start.index,
+            tokenizer=worker.tokenizer,
+            model=ModelAccess(
+                generate=_no_engine,
+                sampling=start.sampling,
+                context_length=start.context_length,
+                request_prefix=start.request_prefix,
+                goes_on=lambda: True,  # else the actor ends the episode
+            ),
+            renderer=worker.renderer,
+            prompt_ids=start.prompt_ids,
+            recorded=start.recorded,
+        )
+        self._play, self._number = play, start.episode
+
+    async def _draw(
+        self, request: GenerateRequest, start: Segment, params: SamplingParams
+    ) -> tuple[Segment, FinishReason]:
+        begun = Drawn(
+            episode=self._number, ids=start.ids, logprobs=start.logprobs, versions=start.versions, finish="abort"
+        )
+        ask = Ask(episode=self._number, request=request, stop=params.stop, so_far=self.sample(), start=begun)
+        answer = await self._play.ask(ask)
+        return answer.segment, answer.finish
+
+
+def _no_engine(request: GenerateRequest) -> Any:
+    raise NotImplementedError
+
+
+class _EpisodeOver(BaseException):
+    """Raised into a thread whose episode has ended."""
+
+
+class PlainEpisode:
+    """`ctx.episode` of a plain `def`: an Episode whose `generate` is no coroutine."""
+
+    def __init__(self, play: Play, episode: Episode, loop: asyncio.AbstractEventLoop) -> None:
+        self._play, self._episode, self._loop = play, episode, loop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._episode, name)
+
+    def generate(self, sampling: SamplingParams | None = None) -> Turn:
+        """The model's next turn. Raises as `Episode.generate`."""
+        if self._play.is_over:
+            raise _EpisodeOver
+        call = asyncio.run_coroutine_threadsafe(self._episode.generate(sampling), self._loop)
+        self._play.calls.add(call)
+        try:
+            return call.result()
+        except FutureCancelled:
+            raise _EpisodeOver from None
+        finally:
+            self._play.calls.discard(call)
+
+
+class Watch:
+    """Interrupts code that holds the loop. Its own thread; the signal's handler runs in the main one, where that code
+    is."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, max_block_s: float, out: Outgoing, current: Callable[[], int]
+    ) -> None:
+        """`current`: the episode whose code runs now."""
+        self._loop, self._max_block_s, self._out, self._current = loop, max_block_s, out, current
+        self._main = threading.get_ident()
+        self._num_interrupts = 0
+        self._never = threading.Event()
+        self._last: Play | None = None
+        """That was interrupted."""
+        self._beat()
+        signal.signal(signal.SIGUSR1, self._interrupt)
+        threading.Thread(target=self._run, name="watch", daemon=True).start()
+
+    def _beat(self) -> None:
+        self._at_s = time.monotonic()
+        self._num_interrupts = 0
+        self._loop.call_later(self._max_block_s / 4, self._beat)
+
+    def _is_silent(self) -> bool:
+        return time.monotonic() - self._at_s > self._max_block_s
+
+    def _run(self) -> None:
+        while True:
+            self._never.wait(self._max_block_s / 4)
+            if not self._is_silent():
+                continue
+            if self._num_interrupts >= MAX_INTERRUPTS:
+                frame = sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage]
+                place = user_place(_frames_above(frame))
+                self._out.put(Stuck(place, self._current()))
+                self._out.flush()
+                os._exit(STUCK_EXIT)
+            self._num_interrupts += 1
+            self._at_s = time.monotonic()  # so long it has to clean up
+            signal.pthread_kill(self._main, signal.SIGUSR1)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        play = EPISODE.get()
+        if not self._num_interrupts or play is None:  # the loop turned meanwhile, or it is none of theirs
+            return
+        if play is not self._last:  # the loop runs what is due before it beats again: each has its own count
+            self._last, self._num_interrupts = play, 1
+        place = user_place(_frames_above(frame))
+        raise _Blocked(f"blocked its process for {self._max_block_s:g} s at {place}")

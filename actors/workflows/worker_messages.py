@@ -1,0 +1,149 @@
+"""What a rollout actor and a process that runs its workflows say to each other, in the frames of
+`actors/user_process.py`: token ids in, token ids out, one question and one answer a turn.
+
+    actor                                       worker
+    Start(episode, prompt, limits, ...)   ->    the workflow begins
+                                          <-    Ask(request, so_far): the model's next turn
+    Drawn(tokens, finish)                 ->
+                                          <-    Done(sample) | Failed(kind, words)
+    Cancel(episode)                       ->    ends it; its teardown runs, then Failed
+                                          <-    Waits({episode: place}): once a second, where each waits
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ...core.errors import FailureKind
+from ...core.messages import SamplingParams
+from ...core.protocols import GenerateRequest
+from ...core.samples import F32, I32, FinishReason, Prompt, Sample
+from ..user_process import array_in
+from .segments import Segment
+
+
+class PhaseLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds."""
+
+    setup_s: float = 120.0
+    run_s: float = 600.0
+    finalize_s: float = 60.0
+    score_s: float = 60.0
+    teardown_s: float = 30.0
+
+    @property
+    def total_s(self) -> float:
+        """Of an episode, at most."""
+        return self.setup_s + self.run_s + self.finalize_s + self.score_s + self.teardown_s
+
+
+class WorkflowSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """First frame to a worker."""
+
+    workflow: str
+    args: dict[str, Any]
+    max_turns: int
+    max_block_s: float
+    model_path: str
+    data: dict[str, Any]
+    """The section `[data]`, for the chat template."""
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """One episode."""
+
+    episode: int
+    prompt: Prompt
+    index: int
+    prompt_ids: I32
+    sampling: SamplingParams
+    context_length: int
+    request_prefix: str
+    session_id: str
+    attempt: int
+    limits: PhaseLimits
+    recorded: Sample | None = None
+
+
+class Drawn(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """The turn that was asked for."""
+
+    episode: int
+    ids: I32
+    logprobs: F32
+    versions: I32
+    finish: FinishReason
+
+    @property
+    def segment(self) -> Segment:
+        """The tokens."""
+        return Segment(self.ids, self.logprobs, self.versions, is_model=True)
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """End that episode."""
+
+    episode: int
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """The model's next turn."""
+
+    episode: int
+    request: GenerateRequest
+    stop: tuple[str, ...]
+    so_far: Sample
+    """The episode without the turn that is asked for."""
+    start: Drawn
+    """What that turn has already."""
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """What the workflow returned."""
+
+    episode: int
+    sample: msgspec.Raw
+    temperature: float | None
+    teardown: str = ""
+    """What went wrong when it cleaned up; empty: nothing."""
+    is_hanging: bool = False
+    """A call of it still runs: this worker takes no further episodes."""
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """How it failed."""
+
+    episode: int
+    kind: FailureKind
+    words: str
+    """A sentence without its subject."""
+    remedy: str
+    error: str = ""
+    """Class of an error of myxa's own; then `words` is its whole message."""
+    teardown: str = ""
+    is_hanging: bool = False
+
+
+class Waits(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Where episodes are that do not wait for the model: function, file and line."""
+
+    places: dict[int, str]
+
+
+class Stuck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Code that cannot be interrupted holds the worker, which ends now."""
+
+    place: str
+    episode: int
+    """Whose code it is; negative: nobody knows."""
+
+
+ToWorker = Start | Drawn | Cancel
+FromWorker = Ask | Done | Failed | Waits | Stuck
+
+spec_decoder = msgspec.msgpack.Decoder(WorkflowSpec)
+to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker, dec_hook=array_in)
+from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker, dec_hook=array_in)
+sample_decoder = msgspec.msgpack.Decoder(Sample, dec_hook=array_in)

@@ -1,0 +1,419 @@
+"""Workflows of the user's run in worker processes: whatever they do, the actor's loop goes on, the episode is ended by
+its limit, and its failure has a kind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import textwrap
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from myxa.actors.models.tiny import make_tiny_model
+from myxa.actors.models.tokenizer import load_tokenizer
+from myxa.actors.rewards.rewarder import Rewarder
+from myxa.actors.rollout.group_runner import GroupRunner, Load, Partial
+from myxa.actors.workflows.episode import ModelAccess
+from myxa.actors.workflows.pool import WorkflowPool
+from myxa.actors.workflows.worker_messages import PhaseLimits, WorkflowSpec
+from myxa.core.clock import SystemClock
+from myxa.core.config import DataSettings, RewardSettings
+from myxa.core.errors import FailureKind, MemberFailed, PromptTooLong, UserCodeError
+from myxa.core.messages import Assignment, SamplingParams
+from myxa.core.protocols import Delta, GenerateRequest
+from myxa.core.samples import Group, Message, Prompt
+
+pytestmark = pytest.mark.timeout(120)
+
+PROMPT = Prompt(
+    group_id=5, row=7, pass_index=0, messages=(Message(role="user", content="3 1 2"),), label="1 2 3", source="d.jsonl"
+)
+FLOWS = """
+import asyncio, copy, os, signal, threading, time
+from pathlib import Path
+from myxa.actors.workflows.failures import EnvironmentFailure, NetworkFailure, PolicyFailure, SandboxFailure
+
+LOG = Path(__file__).with_name("log")
+
+def note(*words):
+    with LOG.open("a") as file:
+        file.write(" ".join(map(str, words)) + chr(10))
+
+async def plain(ctx, prompt, *, turns=2):
+    for number in range(turns - 1):
+        turn = await ctx.episode.generate()
+        ctx.episode.reply("user", f"again {number}")
+    turn = await ctx.episode.generate()
+    return ctx.episode.sample(reward=1.0, metadata={"pid": os.getpid()})
+
+def sync(ctx, prompt):
+    turn = ctx.episode.generate()
+    time.sleep(0.05)
+    ctx.episode.reply("user", "again")
+    turn = ctx.episode.generate()
+    return ctx.episode.sample(reward=0.25)
+
+class Env:
+    async def step(self, mode):
+        if mode == "block": time.sleep(60)
+        if mode == "hang": await asyncio.sleep(3600)
+        if mode == "thread": await asyncio.to_thread(time.sleep, 3600)
+        if mode == "stubborn":
+            while True:
+                try: time.sleep(60)
+                except BaseException: pass
+        if mode == "raise": raise ConnectionError("sandbox gone")
+        if mode == "environment": raise EnvironmentFailure("no answer")
+        if mode == "sandbox": raise SandboxFailure("gone")
+        if mode == "network": raise NetworkFailure("no route")
+        if mode == "policy": raise PolicyFailure("illegal move")
+        if mode == "bug": raise KeyError("level")
+        if mode == "die": os.kill(os.getpid(), signal.SIGKILL)
+        if mode == "copy": copy.copy(self.episode)
+        if mode == "nothing": return None
+
+async def play(ctx, prompt, *, mode, who=(0,), times=99):
+    note("begin", ctx.session_id, ctx.attempt, ctx.is_replay)
+    await ctx.episode.generate()
+    env = Env()
+    env.episode = ctx.episode
+    try:
+        if ctx.index in who and ctx.attempt < times:
+            await env.step(mode)
+    finally:
+        note("close", ctx.session_id, ctx.attempt)
+    return ctx.episode.sample(reward=1.0)
+
+async def forgets(ctx, prompt): return None
+
+async def odd(ctx, prompt):
+    import msgspec, numpy as np
+    await ctx.episode.generate()
+    sample = ctx.episode.sample(reward=1.0)
+    return msgspec.structs.replace(sample, loss_mask=sample.loss_mask[:-1])
+
+class Shop:
+    def __init__(self, price=1): self.price = price
+    def setup(self, ctx, prompt): note("setup", ctx.session_id)
+    async def run(self, ctx, prompt):
+        await ctx.episode.generate()
+        if ctx.index == 1: await asyncio.sleep(3600)
+        if ctx.index == 2: time.sleep(3600)
+    def finalize(self, ctx, sample): note("finalize", ctx.index)
+    def score(self, ctx, sample): return float(self.price)
+    def teardown(self): note("teardown", self.price)
+
+class HangingSetup(Shop):
+    def setup(self, ctx, prompt): time.sleep(3600)
+"""
+
+
+class Words:
+    """An engine that says one word a turn; `breaks`: turns that are aborted first."""
+
+    def __init__(self, tokenizer: Any, aborts: int = 0) -> None:
+        self.tokenizer, self.aborts = tokenizer, aborts
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        self.requests.append(request)
+        ids = [*self.tokenizer.encode("12"), self.tokenizer.eos_token_ids[0]]
+        if self.aborts:
+            self.aborts -= 1
+            yield delta(ids[:1], None)
+            yield delta([], "abort")
+            return
+        for number, token in enumerate(ids):
+            await asyncio.sleep(0)
+            yield delta([token], "stop" if number == len(ids) - 1 else None)
+
+
+def delta(ids: list[int], finish: Any) -> Delta:
+    size = len(ids)
+    return Delta(
+        output_ids=np.asarray(ids, np.int32),
+        logprobs=np.full(size, -0.5, np.float32),
+        versions=np.full(size, 3, np.int32),
+        finish=finish,
+    )
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder, preset="0p5m", seed=0)
+    return folder
+
+
+@pytest.fixture
+def flows(tmp_path: Path) -> Path:
+    path = tmp_path / "flows.py"
+    path.write_text(textwrap.dedent(FLOWS))
+    return path
+
+
+class Bench:
+    """A group runner with a pool."""
+
+    def __init__(self, flows: Path, model: Path, name: str, args: dict[str, Any], limits: dict[str, float]) -> None:
+        tokenizer = load_tokenizer(model)
+        spec = WorkflowSpec(
+            workflow=f"{flows}:{name}",
+            args=args,
+            max_turns=4,
+            max_block_s=limits.pop("block_s", 1.0),
+            model_path=str(model),
+            data=DataSettings(train="x.jsonl").model_dump(mode="json"),
+        )
+        self.engine = Words(tokenizer)
+        self.pool = WorkflowPool(spec, PhaseLimits(**{"teardown_s": 3.0, **limits}), tokenizer, max_workers=2)
+        self.loads: list[tuple[int, int, str]] = []
+        self.told: list[tuple[str, str]] = []
+        self.goes_on = True
+        self.runner = GroupRunner(
+            workflow=self.pool,
+            scorer=Rewarder(RewardSettings(fn="workflow")),
+            tokenizer=tokenizer,
+            model=ModelAccess(
+                generate=self.engine.generate,
+                sampling=SamplingParams(),
+                context_length=512,
+                goes_on=lambda: self.goes_on,
+            ),
+            max_turns=4,
+            clock=SystemClock(),
+            on_load=self._load,
+            on_hop=lambda *_: None,
+            vocab_size=None,
+        )
+        self.runner.timeout_s = limits.get("run_s", 60.0)
+        self.runner.on_failure = lambda kind, words: self.told.append((kind, words))
+        self.runner.run_name = "r1"
+
+    def _load(self, load: Load) -> None:
+        self.loads.append((load.generating, load.waiting, load.place))
+
+    async def run(self, num: int = 3, **more: Any) -> Group:
+        assignment = Assignment(prompt=PROMPT, attempt=1, num_samples=num, sampling=SamplingParams(), **more)
+        return await self.runner.run(assignment)
+
+
+@asynccontextmanager
+async def bench(
+    flows: Path, model: Path, name: str, args: dict[str, Any] | None = None, **limits: float
+) -> AsyncIterator[Bench]:
+    made = Bench(flows, model, name, args or {}, limits)
+    try:
+        yield made
+    finally:
+        await made.pool.close()
+        assert not made.pool.pids
+
+
+@asynccontextmanager
+async def never_held() -> AsyncIterator[list[float]]:
+    """How late this loop was at most."""
+    late: list[float] = [0.0]
+
+    async def beat() -> None:
+        while True:
+            at = time.monotonic()
+            await asyncio.sleep(0.05)
+            late[0] = max(late[0], time.monotonic() - at - 0.05)
+
+    task = asyncio.ensure_future(beat())
+    try:
+        yield late
+    finally:
+        task.cancel()
+
+
+@pytest.mark.asyncio
+async def test_d01_an_async_workflow_runs_in_a_worker_and_gives_what_the_engine_drew(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "plain", {"turns": 3}) as made:
+        group = await made.run()
+    one = group.samples[0]
+    assert [s.index for s in group.samples] == [0, 1, 2] and group.rewards.tolist() == [1, 1, 1]
+    assert one.num_turns == 3 and one.metadata["pid"] != os.getpid()
+    assert one.versions[one.loss_mask == 1].tolist() == [3] * int(one.loss_mask.sum())
+    # The third request holds, verbatim, all that was drawn and said before.
+    last = max((r for r in made.engine.requests if r.index == 0), key=lambda r: len(r.input_ids))
+    whole = np.concatenate([one.prompt_ids, one.response_ids])
+    assert np.array_equal(last.input_ids, whole[: len(last.input_ids)])
+
+
+@pytest.mark.asyncio
+async def test_d01_a_plain_def_is_a_workflow(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "sync") as made, never_held() as late:
+        group = await made.run(8)
+    assert group.rewards.tolist() == [0.25] * 8 and all(s.num_turns == 2 for s in group.samples)
+    assert late[0] < 1.0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("mode", ["block", "hang", "thread", "stubborn"])
+async def test_d01_an_environment_that_blocks_or_hangs_ends_its_episode_only(
+    flows: Path, model: Path, mode: str
+) -> None:
+    began = time.monotonic()
+    async with bench(flows, model, "play", {"mode": mode}, run_s=3.0, block_s=0.5) as made, never_held() as late:
+        made.runner.max_retries = 1
+        group = await made.run(4)
+        assert [s.index for s in group.samples] == [1, 2, 3] and group.num_masked == 1
+        assert made.runner.failures.by_kind["environment"] >= 2
+        assert (await made.run(2)).num_masked == 1  # the pool goes on
+    assert late[0] < 1.0
+    assert time.monotonic() - began < 60
+    if mode in ("block", "hang"):
+        assert "Env.step (flows.py:" in made.told[0][1], made.told
+    if mode != "stubborn":
+        lines = (flows.parent / "log").read_text().splitlines()
+        assert lines.count("close r1.5.0 0") == 2 and lines.count("close r1.5.0 1") == 2
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        ("raise", "network"),
+        ("environment", "environment"),
+        ("sandbox", "sandbox"),
+        ("network", "network"),
+        ("die", "environment"),
+    ],
+)
+async def test_d03_a_member_whose_environment_fails_is_retried_then_masked(
+    flows: Path, model: Path, mode: str, kind: FailureKind
+) -> None:
+    async with bench(flows, model, "play", {"mode": mode, "times": 1}) as made:
+        group = await made.run()
+        assert len(group.samples) == 3 and group.num_masked == 0 and made.told[0][0] == kind
+        assert made.runner.failures.num_retried >= 1
+        lines = (flows.parent / "log").read_text().splitlines()
+        assert "begin r1.5.0 0 False" in lines and "begin r1.5.0 1 True" in lines
+    async with bench(flows, model, "play", {"mode": mode}) as made:
+        made.runner.max_retries = 0 if mode != "die" else 3
+        if mode == "die":
+            return  # its neighbours die with it: which are left is a matter of time
+        group = await made.run()
+        assert [s.index for s in group.samples] == [1, 2] and group.num_masked == 1
+        assert made.runner.failures.by_kind[kind] == 1
+
+
+@pytest.mark.asyncio
+async def test_d03_a_group_without_members_is_dropped_as_the_environments_fault(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "play", {"mode": "raise", "who": [0, 1]}) as made:
+        made.runner.max_retries = 0
+        with pytest.raises(MemberFailed, match=r"raised ConnectionError: sandbox gone at .*flows.py:\d+ .group 5, s"):
+            await made.run(2)
+
+
+@pytest.mark.asyncio
+async def test_d03_policy_and_user_code_cost_the_group_or_reward_0(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "play", {"mode": "policy"}) as made:
+        with pytest.raises(MemberFailed, match="illegal move") as caught:
+            await made.run()
+        assert caught.value.kind == "policy" and made.runner.failures.num_retried == 0
+        made.runner.zero_on_error = True
+        group = await made.run()
+        assert group.rewards.tolist() == [0, 1, 1] and int(group.samples[0].loss_mask.sum()) > 0
+    async with bench(flows, model, "play", {"mode": "bug"}) as made:
+        with pytest.raises(UserCodeError, match=r"workflow raised KeyError: 'level' at .*flows.py:\d+ \(group 5, sam"):
+            await made.run()
+        assert made.told[0][0] == "user-code"
+
+
+@pytest.mark.asyncio
+async def test_d04_a_copied_episode_is_refused(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "play", {"mode": "copy"}) as made:
+        with pytest.raises(UserCodeError, match="was copied"):
+            await made.run()
+
+
+@pytest.mark.asyncio
+async def test_d04_phases_have_limits_and_teardown_always_runs(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "Shop", {"price": 2}, run_s=2.0, block_s=0.5) as made:
+        made.runner.max_retries = 0
+        group = await made.run()
+        assert [s.index for s in group.samples] == [0] and group.num_masked == 2
+        assert group.rewards.tolist() == [2.0]
+    lines = (flows.parent / "log").read_text().splitlines()
+    assert lines.count("teardown 2") == 3 and lines.count("finalize 0") == 1
+    assert sorted(line for line in lines if line.startswith("setup")) == [f"setup r1.5.{i}" for i in range(3)]
+    async with bench(flows, model, "HangingSetup", {}, setup_s=0.5) as made:
+        made.runner.max_retries = 0
+        with pytest.raises(MemberFailed, match="did not finish setup within 0.5 s"):
+            await made.run(1)
+        while made.pool.pids:  # the hung call ends with its worker
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.asyncio
+async def test_d04_teardown_runs_when_the_actor_ends_and_when_a_group_is_given_up(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "play", {"mode": "hang"}) as made:
+        task = asyncio.ensure_future(made.run(1))
+        while not made.engine.requests:
+            await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        second = asyncio.ensure_future(made.run(1))
+        while len(made.engine.requests) < 2:
+            await asyncio.sleep(0.05)
+        await made.pool.close()
+        with pytest.raises((MemberFailed, UserCodeError)):
+            await second
+    assert (flows.parent / "log").read_text().splitlines().count("close r1.5.0 0") == 2
+
+
+@pytest.mark.asyncio
+async def test_an_interrupted_episode_is_handed_back_with_its_tokens_and_goes_on_from_them(
+    flows: Path, model: Path
+) -> None:
+    async with bench(flows, model, "plain") as made:
+        whole = (await made.run(1)).samples[0]
+        made.engine.aborts = 1  # after its first token; the engine then says its words anew
+        longer = [int(whole.response_ids[0]), *whole.response_ids.tolist()]
+        assert (await made.run(1)).samples[0].response_ids.tolist() == longer
+        made.goes_on, made.engine.aborts = False, 1
+        with pytest.raises(Partial) as caught:
+            await made.run(1)
+        (partial,) = caught.value.samples
+        assert partial.finish == "abort" and partial.response_ids.tolist() == whole.response_ids[:1].tolist()
+        made.engine.requests.clear()
+        again = (await made.run(1, partial=(partial,))).samples[0]
+        assert again.response_ids.tolist() == longer
+        assert len(made.engine.requests[0].input_ids) == len(whole.prompt_ids) + 1
+
+
+@pytest.mark.asyncio
+async def test_what_a_workflow_must_not_return_is_named(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "forgets") as made:
+        with pytest.raises(UserCodeError, match="returned a value of type NoneType, not a Sample"):
+            await made.run(1)
+    async with bench(flows, model, "odd") as made:
+        with pytest.raises(Exception, match="loss_mask has shape"):
+            await made.run(1)
+    async with bench(flows, model, "plain") as made:
+        made.runner._model = ModelAccess(generate=made.engine.generate, sampling=SamplingParams(), context_length=4)
+        with pytest.raises(PromptTooLong):
+            await made.run(1)
+    async with bench(flows, model, "plain", {"tunrs": 2}) as made:
+        with pytest.raises(Exception, match="tunrs"):
+            await made.run(1)
+
+
+@pytest.mark.asyncio
+async def test_d02_waiting_for_the_environment_is_told_with_function_and_file(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "play", {"mode": "hang", "who": [0, 1]}) as made:
+        task = asyncio.ensure_future(made.run(2))
+        while (0, 2, "Env.step (flows.py)") not in made.loads:
+            await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.wait({task})
