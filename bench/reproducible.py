@@ -1,6 +1,6 @@
 """Two runs, one curve: is a deterministic run's repetition equal to the bit?
 
-    python bench/reproducible.py [--steps 30] [--layouts 1x1,2x1] [--kill]
+    python bench/reproducible.py [--steps 30] [--layouts 1x1,2x1,1x2] [--kill]
 
 A layout is ENGINESxRANKS. Each is run twice from one run file (`rollout.deterministic = true`,
 `async.max_staleness = 0`, about one group in five is filtered and replaced); with `--kill` every process of the second
@@ -29,6 +29,7 @@ import psutil
 from myxa.actors.models.tiny import make_tiny_model
 
 RUN_S = 600.0
+GOES_ON_S = 0.25
 NUM_PROMPTS = 400
 RUN_FILE = """
 [run]
@@ -74,6 +75,7 @@ JUDGED = '''
 
 import hashlib
 import json
+import os
 import time
 
 
@@ -83,7 +85,10 @@ def reward(completion):
 
 
 def record(groups):
-    with open(RECORDS, "a") as file:
+    hold = os.path.join(FOLDER, "hold")
+    while str(groups[0].oldest_version()) in os.listdir(hold):
+        time.sleep(0.05)
+    with open(os.path.join(FOLDER, "records.jsonl"), "a") as file:
         for group in groups:
             digest = hashlib.sha256(group.rewards.tobytes())
             for one in group.samples:
@@ -179,7 +184,7 @@ def samples_of(records: Path) -> dict[int, list[str]]:
 def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
     """What each step told last."""
     found: dict[int, dict[str, float]] = {}
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+    for line in (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]:
         told = json.loads(line)
         if "train/grad_norm" in told["values"]:
             found[told["step"]] = {k: v for k, v in told["values"].items() if not k.endswith(WALL_CLOCK)}
@@ -201,14 +206,21 @@ class Repeat:
     def records(self) -> Path:
         return self.folder / "records.jsonl"
 
+    @property
+    def hold(self) -> Path:
+        """A file in it has the number of a step as its name: the trainer does not leave that step while it is there."""
+        return self.folder / "hold"
+
     def run(self, *, kill_at: int = 0, limit_s: float = RUN_S) -> Digests:
-        """Run to the end. `kill_at`: when this step is made every process is killed, and the run is resumed."""
+        """Run to the end. `kill_at`: just after that step every process is killed, and the run is resumed."""
+        if kill_at:
+            (self.hold / str(kill_at)).touch()
         sets = [part for item in self.sets for part in ("--set", item)]
         process = self._start("up", str(self.folder / self.run_file), *sets)
         give_up_at = time.monotonic() + limit_s
         try:
             if kill_at:
-                self._until_made(kill_at, process, give_up_at)
+                self._into(kill_at, process, give_up_at)
                 kill_everything(process)
                 process = self._start("resume", str(self.run_dir()))
             status = process.wait(max(give_up_at - time.monotonic(), 1.0))
@@ -228,19 +240,18 @@ class Repeat:
             command = [sys.executable, "-m", "myxa.launch", *words, "--quiet"]
             return subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT)
 
-    def _until_made(self, step: int, process: subprocess.Popen[bytes], give_up_at: float) -> None:
-        while not self.records.exists() or newest_step(self.records) < step:
+    def _into(self, step: int, process: subprocess.Popen[bytes], give_up_at: float) -> None:
+        """Into the middle of a run: the trainer stands at that step until what the steps before it told is in the
+        metrics, which come a second later, and goes on for a moment."""
+        while not self.records.exists() or max(metrics_of(self.run_dir()), default=0) < step:
             if process.poll() is not None or time.monotonic() > give_up_at:
-                raise RunFailed(f"step {step} was not made\n{self._log_end()}")
-            time.sleep(0.02)
+                raise RunFailed(f"step {step} was not reached\n{self._log_end()}")
+            time.sleep(0.05)
+        (self.hold / str(step)).unlink()
+        time.sleep(GOES_ON_S)
 
     def _log_end(self) -> str:
         return (self.folder / "run.log").read_text(errors="replace")[-3000:]
-
-
-def newest_step(records: Path) -> int:
-    lines = [line for line in records.read_text().split("\n")[:-1] if line]
-    return json.loads(lines[-1])[0] if lines else -1
 
 
 def kill_everything(launcher: subprocess.Popen[bytes]) -> None:
@@ -258,9 +269,10 @@ def kill_everything(launcher: subprocess.Popen[bytes]) -> None:
 
 def write_task(folder: Path) -> None:
     """Prompts, and the reward that keeps a record."""
+    (folder / "hold").mkdir(exist_ok=True)
     rows = (json.dumps({"prompt": f"say {number}", "label": ""}) for number in range(NUM_PROMPTS))
     (folder / "prompts.jsonl").write_text("\n".join(rows))
-    (folder / "judged.py").write_text(JUDGED.replace("RECORDS", repr(str(folder / "records.jsonl"))))
+    (folder / "judged.py").write_text(JUDGED.replace("FOLDER", repr(str(folder))))
 
 
 def make(folder: Path, layout: str, options: argparse.Namespace) -> Repeat:

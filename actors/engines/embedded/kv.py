@@ -60,9 +60,13 @@ class SlotCache:
         heads, first = self._num_heads, int(rows[0])
         if np.array_equal(rows, np.arange(first, first + len(rows))):
             both = self._data[layer, :, first * heads : (first + len(rows)) * heads, :length]
-        else:
-            index = as_tensor((rows[:, None] * heads + np.arange(heads)).reshape(-1))
-            both = self._data[layer, :, :, :length].index_select(1, index)
+            return both[0], both[1]
+        copied = torch.empty(2, len(rows), heads, length, self._data.shape[-1], dtype=self._data.dtype)
+        starts = np.flatnonzero(np.diff(rows, prepend=-1)).tolist()
+        for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):  # tokens of one prompt side by side
+            row = int(rows[start])
+            copied[:, start:end] = self._data[layer, :, row * heads : (row + 1) * heads, :length].unsqueeze(1)
+        both = copied.flatten(1, 2)
         return both[0], both[1]
 
     def copy_row(self, source: int, target: int, length: int) -> None:

@@ -1,0 +1,66 @@
+"""Two runs of one file are equal to the bit: weights, samples, metrics; also on another number of engines, and when every
+process of one of them died."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from argparse import Namespace
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench" / "reproducible.py"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    """`bench/reproducible.py` as a module."""
+    spec = util.spec_from_file_location("reproducible", BENCH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = util.module_from_spec(spec)
+    sys.modules["reproducible"] = module  # its records look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.timeout(600)
+def test_c_one_engine_and_two_that_died_are_equal_to_the_bit(bench: Any, tmp_path: Path) -> None:
+    """The second run is killed after step 7; steps 5 to 7 are made again, from the same samples (`Differs` else)."""
+    found: list[Any] = []
+    for layout, kill_at in (("1x1", 0), ("2x1", 7)):
+        folder = tmp_path / layout
+        folder.mkdir()
+        found.append(bench.make(folder, layout, Namespace(steps=12, overrides=[])).run(kill_at=kill_at, limit_s=270))
+    one, two = found
+    assert not one.differences(two), one.first_difference(two)
+    assert one.whole == two.whole
+    assert list(one.steps) == list(range(12))
+    assert all(len(groups) == 8 for groups in one.steps.values())
+    draws = [int(group.split()[0]) for groups in one.steps.values() for group in groups]
+    assert draws == sorted(draws), "batches are in the order of draws"
+    assert len(draws) < draws[-1] + 1, "some groups taught nothing and were replaced"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_c_two_ranks_repeat_to_the_bit_too() -> None:
+    words = ("--steps", "12", "--layouts", "1x2", "--kill")
+    done = subprocess.run(
+        [sys.executable, str(BENCH), *words], capture_output=True, text=True, timeout=800, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("equal to the bit\n")
+
+
+@pytest.mark.timeout(600)
+def test_a_run_that_is_not_deterministic_is_found_out() -> None:
+    words = ("--steps", "3", "--layouts", "1x1", "--set", "rollout.deterministic=false")
+    done = subprocess.run(
+        [sys.executable, str(BENCH), *words], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "samples" in done.stdout.splitlines()[-1]
