@@ -1,13 +1,13 @@
 """A process between a rollout actor and a worker with user code: whatever that code started ends with the worker.
-`python -m myxa.actors.keeper <pid of the actor> <module of the worker>` starts both.
+`python -m myxa.actors.keeper <pid of the actor> <module of the worker> <grace>` starts both.
 
     rollout actor ── keeper ── worker ── tools that the code runs, whatever session they put themselves in
 
 The keeper is what orphans of the worker fall back to (a sub-reaper). When the worker ends, when the keeper is told to
-(SIGTERM) or when the rollout actor dies, it kills the worker and every descendant, and then ends as the worker did, so
-that whoever waits for it learns the worker's exit code or signal. A keeper that is itself killed with SIGKILL takes the
-worker along (the kernel sees to that), but the tools are then nobody's and go on. Knows processes; must not know
-what a worker does.
+(SIGTERM) or when the rollout actor dies (then `grace` seconds later, which the worker has to clean up), it kills the
+worker and every descendant, and then ends as the worker did, so that whoever waits for it learns the worker's exit code
+or signal. A keeper that is itself killed with SIGKILL takes the worker along (the kernel sees to that), but the tools
+are then nobody's and go on. Knows processes; must not know what a worker does.
 
 A process group was not enough: a tool may start a session of its own, and a group has no owner once its leader is dead.
 Cgroups need rights that a container rarely gives.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import math
 import os
 import resource
 import signal
@@ -37,7 +38,7 @@ OOM_SCORE_ADJ = 500
 _WATCHED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
 
 
-def keep(parent_pid: int) -> None:
+def keep(parent_pid: int, grace_s: float) -> None:
     """Fork. Returns in the child, the worker; the keeper itself never returns. Call it while there is one thread.
 
     Raises LaunchError where the kernel refuses.
@@ -54,17 +55,24 @@ def keep(parent_pid: int) -> None:
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
         return
-    status = _until_end(worker)
+    status = _until_end(worker, parent_pid, grace_s)
     _end_all(keeper)
     _end_like(status)
 
 
-def _until_end(worker: int) -> int:
+def _until_end(worker: int, parent_pid: int, grace_s: float) -> int:
     """The worker's wait status; as if it was killed when the keeper was told to end."""
+    until_s = math.inf
     while True:
-        told = signal.sigwait(_WATCHED)
-        if told is not signal.SIGCHLD:
+        left_s = until_s - time.monotonic()
+        told = signal.sigtimedwait(_WATCHED, max(left_s, 0.0)) if left_s < math.inf else signal.sigwaitinfo(_WATCHED)
+        if told is None:
             return int(signal.SIGKILL)
+        if told.si_signo != signal.SIGCHLD:
+            if os.getppid() == parent_pid or until_s < math.inf:
+                return int(signal.SIGKILL)
+            until_s = time.monotonic() + grace_s
+            continue
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -117,5 +125,5 @@ def _end_like(status: int) -> None:
 
 
 if __name__ == "__main__":
-    keep(int(sys.argv[1]))
+    keep(int(sys.argv[1]), float(sys.argv[3]))
     importlib.import_module(sys.argv[2]).main()  # only now: the keeper stays small, and libraries may start threads

@@ -109,10 +109,10 @@ class UserProcess:
         """Of the process that runs the user's code, once it has told; of its keeper before."""
 
     @classmethod
-    async def start(cls) -> Self:
+    async def start(cls, grace_s: float = 0.0) -> Self:
         """A process that waits for its first frame. In a session of its own: what is typed at a terminal is not for
-        it."""
-        command = (sys.executable, "-m", "myxa.actors.keeper", str(os.getpid()), cls.MODULE)
+        it. `grace_s`: what it has to clean up when this process dies."""
+        command = (sys.executable, "-m", "myxa.actors.keeper", str(os.getpid()), cls.MODULE, str(grace_s))
         return cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True))
 
     async def load(self, spec: object, what: str) -> None:

@@ -4,36 +4,40 @@ Words: B = groups a step takes, eta = `max_staleness`, step s = the version trai
 engine serves. `lag = s - version of the oldest token of the group`.
 
 **pace** (default). A group with effective index e may start on an engine that serves a only if `e < N + B*a`
-(N slots, B more per adopted version). A step may take a ready group only if its index is below `head + W`, head being
-the index of the oldest unconsumed group. Then `lag <= (N + W - 2) // B`, whatever the lengths and the engines:
+(N slots, B more per adopted version). A group of version a is due at step `a + eta`. A step takes the oldest groups
+that are ready, first those below `head + W`, head being the index of the oldest unconsumed group; if these are too
+few, any that are ready, the earliest due first: one slow group holds nothing back. In both cases only if what is left
+can still be trained in time; else the step waits. Then `lag <= eta = (N + W - 2) // B`, whatever the lengths and the
+engines, by the invariant
 
-1. e starts at `a >= ceil((e + 1 - N) / B) = floor((e - N) / B) + 1`. Groups in front of e that are dropped later only
-   lower e, which keeps the inequality.
-2. Let e be taken as the p-th group of the run (from 0), so by step `s = p // B`. Whenever another group was taken
-   before it, head was at most e, so that group's index was below `e + W`. Hence at most `e + W - 1` groups came
-   before: `p <= e + W - 1`. (Drops between the two only bring them closer, and nothing before head can be dropped.)
-3. `s - a <= floor((e + W - 1) / B) - floor((e - N) / B) - 1`, and `floor((y + d) / B) - floor(y / B) <= ceil(d / B)`
-   with `d = N + W - 1` gives `ceil((N + W - 1) / B) - 1 = (N + W - 2) // B`.
+    I(s): for every d >= s, at most `(d - s + 1)*B` open groups are due by step d.
 
-So all pairs with `N + W <= (eta + 1)*B + 1` keep the bound. It needs `N >= B`, or no batch could ever be full. A group
-that is handed back keeps its index and restarts under the same rule. No drop, hence no length bias.
+1. A start at a keeps it. All taken groups have lower indexes, and there are `B*s` of them; so with the new one
+   `e + 1 - B*s <= N + B*(a - s) <= (eta + 1)*B + B*(a - s)` groups are open, and only d >= a + eta concern it.
+2. Groups that are dropped, or turn out younger, only lower the counts. A group that is handed back without tokens is
+   due at no step until it restarts, which is allowed if I holds afterwards (`_fits`); with tokens it keeps its step.
+3. A step takes B groups so that I(s + 1) holds and nothing due at s is left: `_chosen` sees to that. If all open
+   groups are ready it succeeds: I(s) is the condition under which earliest deadline first succeeds.
+
+So every group is taken by `a + eta`. It needs `N + W <= (eta + 1)*B + 1`, and `N >= B`, or no batch could ever be full.
+No drop, hence no length bias: a slow group is trained later than others, never left out.
 
 **wait**. A group started at a must be taken by step a + eta: earliest-deadline scheduling with B places a step. A
-group starts only if the open groups stay feasible (`count(deadline <= d) <= (d - s + 1)*B` for every d); a step takes
-the ready groups with the earliest deadlines (dispatch order among equals) unless that would make the rest infeasible;
-then it waits for the older ones. No drop; the trainer idles for stragglers later than under strict FIFO, but it does.
+group starts only if I holds with it; a step takes the earliest due of those that are ready (dispatch order among
+equals) unless that would break I; then it waits for the older ones. No drop.
 
 **drop**. `(eta + 1)*B` slots given back as in `pace`, greedy consumption in dispatch order, and whatever can no longer
 make its deadline is dropped. Long generations are dropped more often than short ones: the bias is counted.
 
-Sources: the windowed FIFO bound as in reference/staleness.md 3.7; earliest deadline first is optimal for unit jobs
-(Liu & Layland 1973; Horn 1974), so a feasible set stays feasible when all of it is ready.
+Sources: earliest deadline first is optimal for unit jobs (Liu & Layland 1973; Horn 1974), so a feasible set stays
+feasible when all of it is ready.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -72,14 +76,14 @@ def default_window(max_staleness: int, batch_size: int) -> int:
     """W for `pace`, chosen by simulation (`staleness_sim.py`; the table is in docs/staleness.md).
 
     Up to eta = 1 every place in the window costs a slot that is missed: W = 1. From eta = 2 on, a window of a quarter
-    of a batch makes the trainer wait no longer than strict FIFO does, and the tokens are younger.
+    of a batch makes the trainer wait no longer, and the tokens are younger.
     """
     return 1 if max_staleness < 2 else 1 + batch_size // 4
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Slots paced by adopted versions, windowed FIFO."""
+    """Slots paced by adopted versions; oldest first, past the slow."""
 
     max_staleness: int
     batch_size: int
@@ -98,18 +102,24 @@ class Pace:
     def readmits(self, line: Line, entry: Entry, version: int, next_step: int) -> bool:
         if entry.version <= version:  # it has older tokens already: this engine makes nothing worse
             return True
-        return line.index_of(entry.group_id) < self.num_slots + self.batch_size * version
+        return _fits(line, version + self.max_staleness, next_step, self, leaving=entry)
 
     def choose(self, line: Line, step: int) -> list[int] | None:
         if line.num_ready < self.batch_size:
             return None
-        chosen: list[int] = []
+        near = self._in_window(line)
+        chosen = _chosen(line, step, self, near) if near is not None else None
+        return chosen or _chosen(line, step, self)
+
+    def _in_window(self, line: Line) -> list[Entry] | None:
+        """The oldest that are ready, if a batch of them is near the head."""
+        chosen: list[Entry] = []
         limit = NO_TOKEN
         for index, entry in enumerate(line, line.base):
             if index >= limit:
                 return None
             if entry.stage is Stage.READY:
-                chosen.append(entry.group_id)
+                chosen.append(entry)
                 if len(chosen) == self.batch_size:
                     return chosen
             elif entry.stage is not Stage.TAKEN and limit == NO_TOKEN:
@@ -130,43 +140,14 @@ class Wait:
         return (self.max_staleness + 1) * self.batch_size
 
     def admits(self, line: Line, version: int, next_step: int) -> bool:
-        return self._fits(line, version, next_step, leaving=None)
+        return _fits(line, version + self.max_staleness, next_step, self, leaving=None)
 
     def readmits(self, line: Line, entry: Entry, version: int, next_step: int) -> bool:
-        return entry.version <= version or self._fits(line, version, next_step, leaving=entry)
-
-    def _fits(self, line: Line, version: int, next_step: int, leaving: Entry | None) -> bool:
-        deadline = version + self.max_staleness
-        if deadline < next_step:
-            return False
-        older = sorted(e.version for e in line if e is not leaving and _has_deadline(e))
-        due = bisect.bisect_right(older, version) + 1
-        if due > (deadline - next_step + 1) * self.batch_size:
-            return False
-        # Groups with later deadlines have one more in front of them.
-        return all(
-            num_before + 2 <= (older[num_before] + self.max_staleness - next_step + 1) * self.batch_size
-            for num_before in range(due - 1, len(older))
-        )
+        due = version + self.max_staleness
+        return entry.version <= version or _fits(line, due, next_step, self, leaving=entry)
 
     def choose(self, line: Line, step: int) -> list[int] | None:
-        if line.num_ready < self.batch_size:
-            return None
-        ready = sorted((e for e in line if e.stage is Stage.READY), key=lambda e: e.version)  # stable: dispatch order
-        chosen, left = ready[: self.batch_size], ready[self.batch_size :]
-        unfinished = Counter(e.version for e in line if e.stage is not Stage.READY and _has_deadline(e))
-        if not unfinished:
-            return [e.group_id for e in chosen]
-        remaining = unfinished + Counter(e.version for e in left)
-        due = num_unfinished = 0
-        for version in sorted(remaining):
-            due += remaining[version]
-            num_unfinished += unfinished[version]
-            room = max(0, version + self.max_staleness - step) * self.batch_size
-            # Waiting helps only if an older group is still under way and would push out a younger one.
-            if due > room and num_unfinished and chosen[-1].version > version:
-                return None
-        return [e.group_id for e in chosen]
+        return None if line.num_ready < self.batch_size else _chosen(line, step, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +178,48 @@ class Drop:
 
 def _has_deadline(entry: Entry) -> bool:
     return entry.stage is not Stage.TAKEN and entry.version != NO_TOKEN
+
+
+def _fits(line: Line, due: int, next_step: int, rules: Pace | Wait, *, leaving: Entry | None) -> bool:
+    """Whether I(next_step) holds with one more group that is due at that step. `leaving`: a group that is handed back,
+    and is counted anew."""
+    if due < next_step:
+        return False
+    eta, size = rules.max_staleness, rules.batch_size
+    older = sorted(e.version + eta for e in line if e is not leaving and _has_deadline(e))
+    num_due = bisect.bisect_right(older, due) + 1
+    if num_due > (due - next_step + 1) * size:
+        return False
+    # Groups that are due later have one more in front of them.
+    return all(
+        num_before + 2 <= (older[num_before] - next_step + 1) * size for num_before in range(num_due - 1, len(older))
+    )
+
+
+def _chosen(line: Line, step: int, rules: Pace | Wait, wanted: Sequence[Entry] | None = None) -> list[int] | None:
+    """A batch after which I(step + 1) holds: `wanted`, or the earliest due of those that are ready; None: there is none
+    yet. At least a batch is ready."""
+    if wanted is None:
+        ready = sorted((e for e in line if e.stage is Stage.READY), key=lambda e: e.version)  # stable: dispatch order
+        chosen = ready[: rules.batch_size]
+    else:
+        chosen = list(wanted)
+    taken = {entry.group_id for entry in chosen}
+    unfinished = Counter(e.version for e in line if e.stage is not Stage.READY and _has_deadline(e))
+    if not unfinished and wanted is None:
+        return [entry.group_id for entry in chosen]
+    left = Counter(e.version for e in line if _has_deadline(e) and e.group_id not in taken)
+    newest = max(entry.version for entry in chosen)
+    num_due = num_unfinished = 0
+    for version in sorted(left):
+        num_due += left[version]
+        num_unfinished += unfinished[version]
+        room = max(0, version + rules.max_staleness - step) * rules.batch_size
+        # After a retune I may not hold at all: then waiting helps only if an older group is still under way and would
+        # push out a younger one.
+        if num_due > room and (wanted is not None or (num_unfinished and newest > version)):
+            return None
+    return [entry.group_id for entry in chosen]
 
 
 def make_policy(name: str, max_staleness: int, batch_size: int, window: int = 0) -> Policy:

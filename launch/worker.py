@@ -99,13 +99,13 @@ def leave(status: int = 0) -> NoReturn:
 
 
 def _watch_for_users_code(actor: ActorSpec, config: RunConfig, busy_s: Callable[[], float]) -> LoopWatch:
-    """Workflows, `async` rewards and group filters run on the loop and may block it."""
-    limit_s = max(config.rollout.timeout_s, PATIENCE_S.get(actor.role, math.inf))
+    """`async` rewards and group filters run on the loop and may block it."""
+    limit_s = max(config.reward.timeout_s, PATIENCE_S.get(actor.role, math.inf))
 
     def give_up(line: str) -> None:
         error = UserCodeError(
             f"{actor.name} was held up for {limit_s:g} s by {line}",
-            remedy="await what takes long, in an async function; what cannot be awaited goes into asyncio.to_thread",
+            remedy="await what takes long in an async function; what cannot be awaited belongs into a plain def",
         )
         end(error.exit_code, str(error))
 

@@ -269,7 +269,7 @@ class WorkflowPool:
     async def _start(self) -> WorkflowWorker:
         if self._is_closed:
             raise UserCodeError("a workflow was called after its actor ended")
-        worker = await WorkflowWorker.start()
+        worker = await WorkflowWorker.start(self._limits.teardown_s)
         worker.running, worker.ending, worker.is_retired = {}, set(), False
         self._workers.add(worker)
         await worker.load(self._spec, f'workflow "{self._spec.workflow}"')

@@ -121,10 +121,8 @@ class Outgoing:
             if isinstance(message, threading.Event):
                 message.set()
                 continue
-            try:
+            with contextlib.suppress(OSError):  # the actor is gone; the end of the input says so too
                 write_frame(self._stream, message)
-            except OSError:
-                os._exit(0)  # the actor is gone
 
 
 class _Blocked(BaseException):

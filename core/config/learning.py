@@ -257,7 +257,8 @@ class AsyncSettings(Section, frozen=True):
     """How the bound is kept: pace (work is handed out so that nothing grows too old), wait (the trainer waits for the
     oldest), drop (too old groups are thrown away; favours short answers)."""
     window: CountInt = 0
-    """Groups among which the trainer may choose (windowed first-in first-out); 0 = by the rule in docs/staleness.md."""
+    """Groups behind the oldest that are trained before younger ones; a larger one leaves fewer in flight; 0 = by the
+    rule in docs/staleness.md."""
 
 
 class OptimizerConfig(Section, frozen=True):

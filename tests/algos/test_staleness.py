@@ -179,19 +179,48 @@ def test_pitfall_06_consumption_is_in_order_of_dispatch(policy: str) -> None:
 
 
 def test_pitfall_06_the_window_is_in_dispatch_order_not_in_ready_order() -> None:
-    """While the oldest group is under way, no group W or more places behind it may be taken."""
-    admission = Admission(max_staleness=2, batch_size=4, window=4)
-    ids = _dispatch(admission, 9, version=0)
-    for group_id in ids[4:]:
+    """While the oldest group is under way, groups near it are taken before those that finished earlier."""
+    admission = Admission(max_staleness=2, batch_size=2, window=4)
+    ids = _dispatch(admission, 3, version=0)
+    for group_id in reversed(ids[1:]):
         admission.ready(group_id, 0)
-    for group_id in ids[1:3]:
+    assert _claim(admission, 0) == (1, 2)
+
+
+def test_d05_one_slow_group_holds_no_ready_batch_back_until_its_step_is_due() -> None:
+    """Group 0 of version 0 is due at step eta; the batches of the steps before do without it, that of eta waits."""
+    eta, size = 2, 4
+    admission = Admission(max_staleness=eta, batch_size=size)
+    next_id = 0
+    for step in range(eta + 1):
+        while admission.may_dispatch(step):
+            admission.dispatched(next_id, step)
+            if next_id:
+                admission.ready(next_id, step)
+            next_id += 1
+        claim = _claim(admission, step)
+        assert (claim is None) == (step == eta), "it is due now, and would be too old a step later"
+        if claim is None:
+            break
+        assert 0 not in claim
+        admission.trained(step)
+    admission.ready(0, 0)
+    claim = _claim(admission, eta)
+    assert claim is not None and 0 in claim
+
+
+def test_d05_raising_the_bound_helps_at_once() -> None:
+    """A step that waits for a slow group which is due is formed without it as soon as the bound is raised."""
+    admission = Admission(max_staleness=1, batch_size=2)
+    for group_id in _dispatch(admission, 4, version=0)[1:]:
         admission.ready(group_id, 0)
-    assert admission.num_ready == 7
-    assert _claim(admission, 0) is None, "only 1 and 2 lie in the window of 4 behind group 0"
-    admission.ready(3, 0)
-    assert _claim(admission, 0) is None
-    admission.filtered(0)
-    assert _claim(admission, 0) == (1, 2, 3, 4)
+    assert _claim(admission, 0) == (1, 2)
+    admission.trained(0)
+    for group_id in _dispatch(admission, 2, version=1, first=4):
+        admission.ready(group_id, 1)
+    assert _claim(admission, 1) is None, "group 0 must be trained by step 1"
+    assert admission.retune(max_staleness=2) == ()
+    assert _claim(admission, 1) == (3, 4)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

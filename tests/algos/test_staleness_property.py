@@ -183,8 +183,20 @@ class Schedule:
                 self.ask(rng.randrange(self.num_engines))
             else:
                 rng.choice(actions)()
+            if not self.can_retune:
+                self.check_time_is_left()
         assert self.admission.newest_version >= num_steps, "no progress"
         self.account()
+
+    def check_time_is_left(self) -> None:
+        """The invariant of the proof of `pace`: for every d, the groups that are due by step d fit in front of it."""
+        admission = self.admission
+        if admission.policy == "drop":
+            return
+        open_groups = [e for e in admission._line if e.stage is not Stage.TAKEN and e.version != NO_TOKEN]
+        dues = sorted(e.version + admission.max_staleness for e in open_groups)
+        for number, due in enumerate(dues, 1):
+            assert number <= (due - admission.next_step + 1) * admission.batch_size
 
     def account(self) -> None:
         """Nothing lost, nothing doubled."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import AsyncIterator
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from myxa.actors.models.tiny import make_tiny_model
@@ -417,3 +420,51 @@ async def test_d02_waiting_for_the_environment_is_told_with_function_and_file(fl
             await asyncio.sleep(0.05)
         task.cancel()
         await asyncio.wait({task})
+
+
+ACTOR = """
+import asyncio, sys
+sys.path[:0] = [{here!r}]
+from pathlib import Path
+from test_workflow_workers import bench
+
+async def main():
+    async with bench(Path({flows!r}), Path({model!r}), "play", {{"mode": "hang"}}) as made:
+        await made.run(2)
+
+asyncio.run(main())
+"""
+
+
+def test_d04_teardown_runs_when_the_actor_is_killed(flows: Path, model: Path) -> None:
+    text = ACTOR.format(here=str(Path(__file__).parent), flows=str(flows), model=str(model))
+    log = flows.parent / "log"
+    actor = subprocess.Popen([sys.executable, "-c", text])
+    try:
+        while not log.exists() or log.read_text().count("begin") < 2 or log.read_text().count("close") < 1:
+            assert actor.poll() is None
+            time.sleep(0.05)
+    finally:
+        actor.kill()
+        actor.wait()
+    while "close r1.5.0 0" not in log.read_text():
+        time.sleep(0.05)
+    while _workers_of(flows):
+        time.sleep(0.05)
+
+
+def _workers_of(flows: Path) -> list[int]:
+    """Worker processes that were started below this test's folder are named by their keeper's command only; those of
+    other tests end with their pools."""
+    return [
+        one.pid
+        for one in psutil.process_iter()
+        if one.ppid() in (1, os.getpid()) and "myxa.actors.keeper" in " ".join(_words(one))
+    ]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
