@@ -71,17 +71,18 @@ checkpoint_every = 5
 tensorboard = false
 """
 JUDGED = '''
-"""The reward of a task that a random model can learn, and a record of every sample that is trained on."""
+"""One answer in three is right, by its checksum, however much is learnt; and a record of all that is trained on."""
 
 import hashlib
 import json
 import os
 import time
+import zlib
 
 
 def reward(completion):
     time.sleep(completion.group_id % 3 * 0.004)  # groups do not finish in the order in which they began
-    return float(any(letter.isdigit() for letter in completion.text))
+    return float(zlib.crc32(completion.text.encode()) % 3 == 0)
 
 
 def record(groups):
