@@ -32,7 +32,7 @@ GPU = ROOT / "bench" / "gpu"
 SCRIPTS = (
     "facts", "learn", "async20", "rollout_speed", "train_speed", "weights_latency", "logprob_gap", "layouts",
     "kill_in_broadcast", "live", "chaos", "memory_selfcheck", "memory_rates", "memory_switch", "memory_gang", "memory_colocated",
-    "memory_communicators",
+    "memory_communicators", "repeats",
 )  # fmt: skip
 RUN_FILES = ("learn_sft.toml", "learn_colocated.toml", "learn_two.toml", "async20.toml")
 
@@ -44,7 +44,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "out"
 
 
-@pytest.mark.parametrize("name", [*RUN_FILES, "kill.toml"])
+@pytest.mark.parametrize("name", [*RUN_FILES, "kill.toml", "repeats.toml"])
 def test_run_files_load(name: str) -> None:
     config = load_config([GPU / name], [])
     assert config.roles.trainer.devices == "0"

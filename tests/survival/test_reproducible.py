@@ -8,9 +8,13 @@ import sys
 from argparse import Namespace
 from importlib import util
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
+from run_job import until  # pyright: ignore[reportMissingImports]
+
+from myxa.launch.control.client import ControlClient
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "reproducible.py"
 
@@ -25,6 +29,15 @@ def bench() -> Any:
     sys.modules["reproducible"] = module  # its records look themselves up there
     spec.loader.exec_module(module)
     return module
+
+
+def strike(job: Any, kills: tuple[tuple[str, int], ...]) -> None:
+    """Kill actors by name, each once that step has its batch."""
+    for name, step in kills:
+        until(
+            lambda step=step: job.records.exists() and f"\n[{step}," in job.records.read_text(), "a step", timeout_s=240
+        )
+        ControlClient.of(job.run_dir()).ask("chaos", act="kill", target=name, reason="test")
 
 
 @pytest.mark.timeout(600)
@@ -43,6 +56,23 @@ def test_c_one_engine_and_two_that_died_are_equal_to_the_bit(bench: Any, tmp_pat
     draws = [int(group.split()[0]) for groups in one.steps.values() for group in groups]
     assert draws == sorted(draws), "batches are in the order of draws"
     assert len(draws) < draws[-1] + 1, "some groups taught nothing and were replaced"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_c_an_engine_the_trainer_and_the_buffer_die_and_no_bit_changes(bench: Any, tmp_path: Path) -> None:
+    """The trainer goes back to version 5 while engines serve newer weights, which are undone."""
+    found: list[Any] = []
+    for number, kills in enumerate(((), (("rollout/0", 3), ("trainer/0", 7), ("buffer", 10)))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        job = bench.make(folder, "2x1", Namespace(steps=14, overrides=["run.chaos=true"]))
+        killer = Thread(target=strike, args=(job, kills), daemon=True)
+        killer.start()
+        found.append(job.run(limit_s=270))
+        killer.join(10)
+        assert not killer.is_alive(), "every kill was made"
+    assert not found[0].differences(found[1]), found[0].first_difference(found[1])
 
 
 @pytest.mark.soak
