@@ -29,6 +29,14 @@ def sampling_findings(config: RunConfig) -> Iterator[Finding]:
             "which weights a token meets is a matter of time: two runs are not equal",
             "set async.max_staleness = 0 for runs that repeat to the bit",
         )
+    if rollout.deterministic and config.data.difficulty_low < config.data.difficulty_high:
+        yield _warning(
+            "deterministic",
+            f"= true with a difficulty window of {config.data.difficulty_low:g} to {config.data.difficulty_high:g}: a "
+            "prompt that comes twice within a step may be passed over or not, as its first group is finished by then "
+            "or not: two runs are not equal",
+            "leave the window out (data.difficulty_low = data.difficulty_high) for runs that repeat to the bit",
+        )
     for key, value, rest in (
         ("repetition_penalty", rollout.repetition_penalty, 1),
         ("frequency_penalty", rollout.frequency_penalty, 0),

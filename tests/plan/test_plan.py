@@ -192,7 +192,7 @@ def test_gpus_that_are_not_here(site: Site, capsys: pytest.CaptureFixture[str]) 
         ("max_turns = 1", "max_turns = 1\nmin_p = 0.1", "rollout.min_p", "set it to 0"),
         ("max_turns = 1", "max_turns = 1\nrepetition_penalty = 1.1", "rollout.repetition_penalty", "not 1 on fresh"),
         ("max_turns = 1", "max_turns = 1\nmin_new_tokens = 4", "rollout.min_new_tokens", "not 1 on fresh"),
-        ("max_turns = 1", "max_turns = 1\ndeterministic = true", "rollout.deterministic", "two runs are not equal"),
+        ("max_turns = 1", "max_turns = 1\ndeterministic = true", "rollout.deterministic", "which weights a token meets"),
         ("max_turns = 1", "max_turns = 9", "engine.context_length", "later ones are cut short"),
         ('[roles.trainer]\ncount = 2', '[roles.trainer]\ndevices = "0-3"\ncount = 2', "roles.trainer.devices", "uses one"),
     ],
@@ -210,6 +210,16 @@ def test_what_hardly_anybody_means(
     assert found["severity"] == "warning"
     assert found["remedy"]
     assert found["line"]
+
+
+def test_c_a_difficulty_window_does_not_go_with_runs_that_repeat(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = RUN.replace("[rollout]\n", "[rollout]\ndeterministic = true\n")
+    text = text.replace("[data]\n", "[data]\ndifficulty_high = 0.5\n")
+    code, answer = plan(site.write(text), "--elsewhere", capsys=capsys)
+    assert code == 0, answer["problems"]
+    assert [one for one in answer["problems"] if "comes twice within a step" in one["message"]]
 
 
 def test_an_open_server_is_told(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
