@@ -7,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from myxa.actors.engines.embedded.attention import padded_lengths
 from myxa.actors.engines.embedded.core import CoreOptions, EngineCore
+from myxa.actors.engines.embedded.model import Decoder
 from myxa.actors.engines.embedded.weights import DecoderWeights
+from myxa.core.errors import EngineError
 from myxa.core.messages import SamplingParams
 from myxa.core.protocols import Delta, GenerateRequest
 
@@ -139,6 +142,23 @@ def test_a_group_of_one_prompt_is_prefilled_once_and_equal(make: Callable[..., E
     submit(one, request("xyz", [3, 4, 5]))
     submit(several, *(request(name, [3, 4, 5]) for name in ("uvw", "xyz", "opq")))
     assert answers(one)["xyz"] == answers(several)["xyz"]
+
+
+def test_a_machine_whose_rows_differ_by_their_place_is_refused(
+    folders: list[Path], load: Callable[..., DecoderWeights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a library of matrix products might do it that has another kernel for the last rows."""
+    exact = Decoder.logits
+
+    def by_place(self: Decoder, weights: DecoderWeights, hidden: torch.Tensor) -> torch.Tensor:
+        found = exact(self, weights, hidden)
+        found[-1] *= 1.0000002
+        return found
+
+    monkeypatch.setattr(Decoder, "logits", by_place)
+    with pytest.raises(EngineError, match="depend on a row's place in its batch") as caught:
+        core_of(folders[0], load)
+    assert "rollout.deterministic = false" in str(caught.value)
 
 
 def test_keys_looked_at_follow_from_the_position() -> None:
