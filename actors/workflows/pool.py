@@ -102,6 +102,7 @@ class TokensSoFar:
 class _Turn:
     """What a drawing task found."""
 
+    number: int
     segment: Segment
     finish: FinishReason
 
@@ -254,7 +255,7 @@ class WorkflowPool:
         except Exception as error:  # noqa: BLE001 -- raised by the episode that asked
             running.inbox.put_nowait(error)
         else:
-            running.inbox.put_nowait(_Turn(segment, finish))
+            running.inbox.put_nowait(_Turn(ask.turn, segment, finish))
 
     # -- workers
 
@@ -378,7 +379,9 @@ def _start(number: int, start: EpisodeStart, limits: PhaseLimits, model: ModelAc
 
 def _drawn(number: int, turn: _Turn) -> Drawn:
     one = turn.segment
-    return Drawn(episode=number, ids=one.ids, logprobs=one.logprobs, versions=one.versions, finish=turn.finish)
+    return Drawn(
+        episode=number, turn=turn.number, ids=one.ids, logprobs=one.logprobs, versions=one.versions, finish=turn.finish
+    )
 
 
 def _sample_of(end: Done) -> Sample:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import inspect
+import itertools
 import os
 import queue
 import signal
@@ -31,7 +33,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 import msgspec
 
 from ...core.config.data import DataSettings
-from ...core.errors import MyxaError
+from ...core.errors import MyxaError, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import GenerateRequest, Tokenizer
 from ...core.samples import FinishReason, Sample
@@ -219,6 +221,7 @@ class Play:
         self._worker = worker
         self._start = start
         self._answer: asyncio.Future[Drawn] | None = None
+        self._turn = 0
         self._is_cancelled = False
         self.threads: list[threading.Thread] = []
         self.calls: set[Future[Any]] = set()
@@ -230,7 +233,13 @@ class Play:
     # -- the model
 
     async def ask(self, ask: Ask) -> Drawn:
-        """The model's next turn."""
+        """The model's next turn. Raises UserCodeError while another one is drawn."""
+        if self._answer is not None:
+            raise UserCodeError(
+                "workflow: two turns of one episode were asked for at a time",
+                remedy="await each generate() before the next: an episode is one conversation",
+            )
+        self._turn = ask.turn
         self._answer = asyncio.get_running_loop().create_future()
         self._worker.out.put(ask)
         try:
@@ -240,7 +249,7 @@ class Play:
 
     def drawn(self, answer: Drawn) -> None:
         """A turn came."""
-        if self._answer is not None and not self._answer.done():
+        if self._answer is not None and answer.turn == self._turn and not self._answer.done():
             self._answer.set_result(answer)
 
     @property
@@ -447,15 +456,21 @@ class RemoteEpisode(Episode):
             prompt_ids=start.prompt_ids,
             recorded=start.recorded,
         )
-        self._play, self._number = play, start.episode
+        self._play, self._number, self._asked = play, start.episode, itertools.count(1)
 
     async def _draw(
         self, request: GenerateRequest, start: Segment, params: SamplingParams
     ) -> tuple[Segment, FinishReason]:
+        turn = next(self._asked)
         begun = Drawn(
-            episode=self._number, ids=start.ids, logprobs=start.logprobs, versions=start.versions, finish="abort"
+            episode=self._number,
+            turn=turn,
+            ids=start.ids,
+            logprobs=start.logprobs,
+            versions=start.versions,
+            finish="abort",
         )
-        ask = Ask(episode=self._number, request=request, stop=params.stop, so_far=self.sample(), start=begun)
+        ask = Ask(episode=self._number, turn=turn, request=request, stop=params.stop, so_far=self.sample(), start=begun)
         answer = await self._play.ask(ask)
         return answer.segment, answer.finish
 
@@ -476,6 +491,12 @@ class PlainEpisode:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._episode, name)
+
+    def __copy__(self) -> Any:
+        return copy.copy(self._episode)
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return copy.copy(self._episode)
 
     def generate(self, sampling: SamplingParams | None = None) -> Turn:
         """The model's next turn. Raises as `Episode.generate`."""

@@ -71,6 +71,8 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_
     """The turn that was asked for."""
 
     episode: int
+    turn: int
+    """`Ask.turn`."""
     ids: I32
     logprobs: F32
     versions: I32
@@ -92,6 +94,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fi
     """The model's next turn."""
 
     episode: int
+    turn: int
+    """Counts what this episode asked: one that was given up is not taken for the next."""
     request: GenerateRequest
     stop: tuple[str, ...]
     so_far: Sample

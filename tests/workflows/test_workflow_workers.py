@@ -101,6 +101,24 @@ async def odd(ctx, prompt):
     sample = ctx.episode.sample(reward=1.0)
     return msgspec.structs.replace(sample, loss_mask=sample.loss_mask[:-1])
 
+async def gives_up(ctx, prompt):
+    for number in range(20):
+        try:
+            async with asyncio.timeout(0.001 * number):
+                await ctx.episode.generate()
+        except TimeoutError:
+            continue
+    turn = await ctx.episode.generate()
+    return ctx.episode.sample(reward=1.0, metadata={"turns": ctx.episode.num_turns})
+
+async def leaves(ctx, prompt):
+    await ctx.episode.generate()
+    print("to the log")
+    if ctx.index == 0: raise SystemExit(3)
+    if ctx.index == 1: raise KeyboardInterrupt
+    asyncio.get_running_loop().create_task(asyncio.sleep(3600))
+    return ctx.episode.sample(reward=1.0)
+
 class Shop:
     def __init__(self, price=1): self.price = price
     def setup(self, ctx, prompt): note("setup", ctx.session_id)
@@ -410,6 +428,25 @@ async def test_what_a_workflow_must_not_return_is_named(flows: Path, model: Path
     async with bench(flows, model, "plain", {"tunrs": 2}) as made:
         with pytest.raises(Exception, match="tunrs"):
             await made.run(1)
+
+
+@pytest.mark.asyncio
+async def test_a_turn_that_was_given_up_is_not_taken_for_the_next(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "gives_up") as made:
+        group = await made.run(4)
+    for one in group.samples:
+        words = [turn.strip() for turn in one.turns]
+        assert words == ["12"] * len(words) and len(words) == one.metadata["turns"]
+
+
+@pytest.mark.asyncio
+async def test_d01_a_workflow_that_exits_costs_its_group_only(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "leaves") as made:
+        for _ in range(2):
+            with pytest.raises(UserCodeError, match=r"raised (SystemExit: 3|KeyboardInterrupt)"):
+                await made.run(3)
+        (pid,) = made.pool.pids
+        assert psutil.pid_exists(pid)
 
 
 @pytest.mark.asyncio
