@@ -35,7 +35,8 @@ _END_LIMIT_S = 5.0
 """For killed processes to be gone; only one that waits for a dead device takes longer, and nobody can help that."""
 OOM_SCORE_ADJ = 500
 """Where memory runs out, the kernel is to take the worker and its tools, not the actor with its engine."""
-_WATCHED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
+_ORPHANED = signal.SIGHUP
+_WATCHED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, _ORPHANED})
 
 
 def keep(parent_pid: int, grace_s: float) -> None:
@@ -44,7 +45,7 @@ def keep(parent_pid: int, grace_s: float) -> None:
     Raises LaunchError where the kernel refuses.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
-    die_with_parent(parent_pid, signal.SIGTERM)
+    die_with_parent(parent_pid, _ORPHANED)
     if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0) != 0:
         raise LaunchError("prctl(PR_SET_CHILD_SUBREAPER) failed", remedy="allow prctl in the container's policy")
     keeper = os.getpid()
@@ -55,12 +56,12 @@ def keep(parent_pid: int, grace_s: float) -> None:
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
         return
-    status = _until_end(worker, parent_pid, grace_s)
+    status = _until_end(worker, grace_s)
     _end_all(keeper)
     _end_like(status)
 
 
-def _until_end(worker: int, parent_pid: int, grace_s: float) -> int:
+def _until_end(worker: int, grace_s: float) -> int:
     """The worker's wait status; as if it was killed when the keeper was told to end."""
     until_s = math.inf
     while True:
@@ -68,11 +69,11 @@ def _until_end(worker: int, parent_pid: int, grace_s: float) -> int:
         told = signal.sigtimedwait(_WATCHED, max(left_s, 0.0)) if left_s < math.inf else signal.sigwaitinfo(_WATCHED)
         if told is None:
             return int(signal.SIGKILL)
-        if told.si_signo != signal.SIGCHLD:
-            if os.getppid() == parent_pid or until_s < math.inf:
-                return int(signal.SIGKILL)
-            until_s = time.monotonic() + grace_s
+        if told.si_signo == _ORPHANED:
+            until_s = min(until_s, time.monotonic() + grace_s)
             continue
+        if told.si_signo != signal.SIGCHLD:
+            return int(signal.SIGKILL)
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

@@ -196,7 +196,7 @@ class WorkflowPool:
         worker.running[number] = running
         is_over = False
         try:
-            await worker.send(_start(number, start, limits, model))
+            await _sent(worker, _start(number, start, limits, model))
             async with asyncio.timeout(limits.total_s + SLACK_S):
                 end = await self._until_end(worker, number, running, model, record)
             is_over = True
@@ -214,20 +214,26 @@ class WorkflowPool:
                 with contextlib.suppress(WorkerGone):
                     await worker.send(Cancel(number))
             self._mind(worker)
+        if isinstance(end, Failed):
+            raise _error_of(end)
         return _sample_of(end), end.temperature
 
     async def _until_end(
         self, worker: WorkflowWorker, number: int, running: _Running, model: ModelAccess, record: TokensSoFar
-    ) -> Done:
+    ) -> Done | Failed:
         drawing: asyncio.Task[None] | None = None
+        turn = 0
         try:
             while True:
                 told = await running.inbox.get()
                 if isinstance(told, Ask):
                     await _cancelled(drawing)
                     record.asked(told)
-                    drawing = asyncio.ensure_future(self._draw(told, running, model, record))  # noqa: TID251 -- ended below
+                    turn = told.turn
+                    drawing = asyncio.ensure_future(self._draw(told, running, model, record.under_way))  # noqa: TID251 -- ended below
                 elif isinstance(told, _Turn):
+                    if told.number != turn:
+                        continue  # the workflow gave it up and has asked for another one
                     if told.finish == "abort" and not model.goes_on():
                         raise Interrupted(record.so_far())
                     record.under_way = [told.segment]
@@ -239,19 +245,15 @@ class WorkflowPool:
                         worker.is_retired = True
                     if told.teardown:
                         _log.warning("workflow %s: its %s", self.name, told.teardown)
-                    if isinstance(told, Failed):
-                        raise _error_of(told)
                     return told
         finally:
             await _cancelled(drawing)
 
-    async def _draw(self, ask: Ask, running: _Running, model: ModelAccess, record: TokensSoFar) -> None:
+    async def _draw(self, ask: Ask, running: _Running, model: ModelAccess, under_way: list[Segment]) -> None:
         params = SamplingParams(stop=ask.stop)
         running.place = ""
         try:
-            segment, finish = await drawn(
-                model.generate, ask.request, stops_of(params, self._tokenizer), record.under_way
-            )
+            segment, finish = await drawn(model.generate, ask.request, stops_of(params, self._tokenizer), under_way)
         except Exception as error:  # noqa: BLE001 -- raised by the episode that asked
             running.inbox.put_nowait(error)
         else:
@@ -375,6 +377,15 @@ def _start(number: int, start: EpisodeStart, limits: PhaseLimits, model: ModelAc
         limits=limits,
         recorded=start.recorded,
     )
+
+
+async def _sent(worker: WorkflowWorker, start: Start) -> None:
+    try:
+        await worker.send(start)
+    except (ValueError, TypeError) as error:
+        raise UserCodeError(
+            f"workflow cannot be given its prompt: {error}", remedy="give the row less metadata"
+        ) from error
 
 
 def _drawn(number: int, turn: _Turn) -> Drawn:

@@ -10,7 +10,7 @@ from ...core.activity import ACTIVITY_KINDS
 from .changes import stairs
 from .findings import setting
 from .numbers import percent
-from .report_facts import drops
+from .report_facts import drops, failures
 from .run_files import RunFiles, SpanRow
 from .svg import Line, Mark, bar_chart, line_chart
 from .timeline import actor_order, timeline
@@ -120,6 +120,7 @@ def speed_charts(run: RunFiles) -> list[Markup]:
         line_chart("Mean response length (tokens)", tokens, marks=by_step),
         line_chart("Share of truncated samples", cut, y_from_zero=True, y_text=percent, marks=by_step),
         bar_chart("Dropped groups by reason", drops(run), colour=2),
+        bar_chart("Failures of workflows by kind", failures(run), colour=2),
     ]
     return [chart for chart in charts if chart]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ...actors.workflows.failures import FAILURE_KINDS
 from ...core.errors import LaunchError
 from ..lives.origin import Origin
 from .findings import setting, tail_mean
@@ -171,6 +172,12 @@ def drops(run: RunFiles) -> dict[str, float]:
     prefix = "buffer/dropped/"
     counts = {name.removeprefix(prefix): run.last(name) or 0.0 for name in run.names(prefix)}
     return dict(sorted(((k, v) for k, v in counts.items() if v > 0), key=lambda item: -item[1]))
+
+
+def failures(run: RunFiles) -> dict[str, float]:
+    """Kind of failure -> how often workflows failed by it, largest first."""
+    counts = Counter(event.text.partition(":")[0] for event in run.events if event.kind == "member-failed")
+    return {kind: float(number) for kind, number in counts.most_common() if kind in FAILURE_KINDS}
 
 
 _SETTINGS = (

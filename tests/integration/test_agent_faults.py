@@ -41,7 +41,7 @@ async def play(ctx, prompt):
     note("order", ctx.session_id, ctx.attempt, ctx.is_replay)
     try:
         await ctx.episode.generate()
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.7)
         ctx.episode.reply("user", "placed")
         turn = await ctx.episode.generate()
     finally:
@@ -58,9 +58,14 @@ def test_d04_after_the_death_of_an_actor_a_replay_knows_that_it_is_one_and_the_f
     flags = ('rollout.workflow="shop.py:play"', 'reward.fn="workflow"', "rollout.max_turns=2", "run.num_steps=8")
     command = job.start(*flags)
     log = tmp_path / "log"
-    until(lambda: log.exists() and log.read_text().count("close") > 20, "the first episodes")
+
+    def num(word: str) -> int:
+        return log.read_text().count(word) if log.exists() else 0
+
+    until(lambda: num("close") > 8 and num("order") - num("close") >= 4, "episodes under way")
     os.kill(worker_pids(command.pid, "rollout/0")[0], signal.SIGKILL)
-    assert command.wait(90) == 0
+    command.communicate(timeout=90)
+    assert command.poll() == 0
     lines = [line.split() for line in log.read_text().splitlines()]
     first = [(session, attempt) for what, session, attempt, _ in lines if what == "order" and attempt == "0"]
     assert len(first) == len(set(first)), "no session was begun twice as if it were new"
