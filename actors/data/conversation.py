@@ -7,7 +7,7 @@ from typing import Any, cast
 import orjson
 
 from ...core.samples import Message
-from .row_file import RowError
+from .row_file import Columns, RowError, exact_json
 
 CARRIED_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
 
@@ -27,6 +27,43 @@ def parse_messages(value: object, key: str) -> tuple[Message, ...]:
     if not messages:
         raise RowError(f'column "{key}" is an empty list', "fill it or leave the row out")
     return tuple(_message(one, f'message {number} of "{key}"') for number, one in enumerate(messages, start=1))
+
+
+def parse_json_messages(value: object) -> object:
+    """The list that a text holds, if it is a JSON array of messages; anything else as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        found: object = orjson.loads(value)
+    except ValueError:
+        return value
+    messages = cast("list[object]", found)
+    are_messages = bool(messages) and all(isinstance(one, dict) and "role" in one for one in messages)
+    return exact_json(value) if are_messages else value
+
+
+def check_unified(value: object, key: str, *, is_tools: bool) -> None:
+    """Columnar files give all rows one schema: a key of another row's tool comes back as null here. Whether the null
+    was written cannot be known. Raises RowError for one inside a tool or a tool call."""
+    if is_tools:
+        parts = [value]
+    else:
+        rows = cast("list[object]", value) if isinstance(value, list) else []
+        parts = [cast("Columns", one).get("tool_calls") for one in rows if isinstance(one, dict)]
+    if any(_holds_null(part) for part in parts if part is not None):
+        what = "tools" if is_tools else "tool calls"
+        raise RowError(
+            f'{what} in column "{key}" hold null, written or added by the file\'s one schema for all rows',
+            "store the column as JSON text, or write the file as JSONL",
+        )
+
+
+def _holds_null(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_null(one) for one in cast("dict[str, object]", value).values())
+    if isinstance(value, list):
+        return any(_holds_null(one) for one in cast("list[object]", value))
+    return value is None
 
 
 def _message(value: object, where: str) -> Message:
@@ -59,7 +96,7 @@ def parse_tools(value: object, key: str) -> tuple[dict[str, Any], ...]:
     """Tools as chat templates want them, from a list of objects or such a list as JSON text. Raises RowError."""
     if isinstance(value, str) and value.strip():
         try:
-            value = orjson.loads(value)
+            value = exact_json(value)
         except ValueError as error:
             raise RowError(f'column "{key}" holds a text that is not JSON: {error}', "write a list of tools") from error
     return _objects(value, f'column "{key}"', 'a list of tools: [{"type": "function", "function": {...}}]')

@@ -14,7 +14,7 @@ from typing import cast
 import orjson
 
 from ...core.errors import DataError
-from .row_file import Columns, RowError
+from .row_file import Columns, RowError, exact_json
 
 MAX_LINE_BYTES = 64 << 20
 BOM = b"\xef\xbb\xbf"
@@ -74,7 +74,7 @@ class JsonlFile:
     def read(self, row: int) -> Columns:
         text = self.text(row)
         try:
-            value: object = orjson.loads(text.removeprefix(BOM) if row == 0 else text)
+            value: object = exact_json(text.removeprefix(BOM) if row == 0 else text)
         except orjson.JSONDecodeError as error:
             raise _not_json(text, error) from error
         if isinstance(value, dict):

@@ -6,6 +6,7 @@ reward_model, data_source, extra_info), chat (messages).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,12 +17,14 @@ import orjson
 from ...core.config import DataSettings
 from ...core.samples import Message
 from ...core.suggestion import suggest
-from .conversation import parse_messages, parse_tools
+from .conversation import check_unified, parse_json_messages, parse_messages, parse_tools
 from .recorded_terms import RecordedTerms
-from .row_file import Columns, RowError
+from .row_file import Columns, RowError, exact_json
 from .row_rewards import RowRewards
 
 SHOWN_COLUMNS = 12
+MEDIA_COLUMNS = ("images", "videos", "audios")
+"""Of verl; the model would read their place holders as text."""
 DEMONSTRATION = "demonstration"
 DEMONSTRATION_TURNS = "demonstration_turns"
 
@@ -104,11 +107,22 @@ class Layout:
     def columns(self) -> tuple[str, ...]:
         """Top-level columns that are looked at. A name with dots is also looked for as it is."""
         keys = (self._prompt.key, self._label.key, self._metadata.key, self._answer.key, self._source, self._tools.key)
-        return tuple(name for key in keys if key for name in (key, key.partition(".")[0]))
+        return (*(name for key in keys if key for name in (key, key.partition(".")[0])), *MEDIA_COLUMNS)
+
+    def check_unified(self, columns: Columns) -> None:
+        """Refuse what one schema for all rows may have changed in tools and tool calls. Raises RowError."""
+        for column in (self._tools, self._prompt, self._answer):
+            value = _value(columns, Column(column.key, column.setting))
+            check_unified(value, column.key, is_tools=column is self._tools)
 
     def item(self, columns: Columns) -> Item:
         """The meaning of a row. Raises RowError."""
+        for name in MEDIA_COLUMNS:
+            if columns.get(name):
+                raise RowError(f'column "{name}" is not empty: only text is trained on', "leave such rows out")
         prompt = _value(columns, self._prompt)
+        if not self._is_plain:
+            prompt = parse_json_messages(prompt)
         if self._is_plain and self.is_recorded:
             prompt = _only_text(prompt)
         if self._is_plain and not isinstance(prompt, str):
@@ -134,6 +148,9 @@ class Layout:
 
     def _metadata_of(self, columns: Columns) -> dict[str, Any]:
         value = _value(columns, self._metadata)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = exact_json(value)
         if value is not None and not isinstance(value, dict):
             raise RowError(
                 f'column "{self._metadata.key}" holds {type(value).__name__}, not an object',

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Protocol
+
+import orjson
 
 from ...core.errors import ConfigError, DataError
 
@@ -71,3 +75,42 @@ def _neighbours(path: str) -> str:
         return f"there is no folder {folder}"
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())[:8]
     return f"its folder holds {', '.join(names)}" if names else "its folder is empty"
+
+
+def exact_json(text: bytes | str) -> object:
+    """The value as written: orjson is strict about the form, but rounds long numbers and keeps one of equal keys.
+
+    Raises ValueError for what is not JSON, RowError for a value that would not arrive as written.
+    """
+    orjson.loads(text)
+    try:
+        return _exact.decode(text if isinstance(text, str) else text.decode())
+    except RecursionError as error:
+        raise RowError("the JSON is nested too deeply", "store what is deep as text") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Columns:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RowError(f'the key "{twice}" comes twice in one object', "keep one of them")
+    return table
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    # Both are written by programs for this very value: the shortest text that reads back, and 17 digits.
+    if any(_is_same(text, form) for form in (repr(value), f"{value:.17g}")):
+        return value
+    raise RowError(f"the number {text[:40]} would be rounded to {value!r}", "write it as a text")
+
+
+def _is_same(text: str, other: str) -> bool:
+    try:
+        return Decimal(text) == Decimal(other)
+    except ArithmeticError:  # an exponent beyond what decimals have
+        return False
+
+
+_exact = json.JSONDecoder(object_pairs_hook=_object, parse_float=_number)

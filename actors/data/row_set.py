@@ -32,13 +32,16 @@ def open_rows(path: str, layout: Layout, key: str) -> RowFile:
     if layout.is_recorded:
         return RecordedGroups(path, layout.recorded)
     if head.startswith(PARQUET_MAGIC) or path.endswith(".parquet"):
-        return ParquetFile(path, layout.columns)
+        return ParquetFile(path, layout)
     return JsonlFile(path)
 
 
 def encode_item(item: Item) -> bytes:
     """What a row means, as JSON. Raises RowError if it is larger than a row may be."""
-    encoded = _encode(item)
+    try:
+        encoded = _encode(item)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RowError(f"the row has no JSON form: {error}", "store the value as text") from error
     if len(encoded) > MAX_ROW_BYTES:
         raise RowError(
             f"prompt, label and metadata come to {len(encoded):,} bytes, the limit is {MAX_ROW_BYTES:,}",

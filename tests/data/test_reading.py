@@ -182,10 +182,10 @@ def test_a_label_that_is_no_text_is_written_as_json(tmp_path: Path, label: objec
     assert prompts(open_prompts(config(path)))[0].label == text
 
 
-def test_parquet_values_without_json_form_become_text(tmp_path: Path) -> None:
+def test_parquet_dates_become_text(tmp_path: Path) -> None:
     day = dt.date(2026, 1, 2)
-    path = store_parquet(tmp_path, [{"prompt": "?", "label": "x", "metadata": {"day": day, "raw": b"\x00\x01"}}])
-    assert prompts(open_prompts(config(path)))[0].metadata == {"day": "2026-01-02", "raw": "AAE="}
+    path = store_parquet(tmp_path, [{"prompt": "?", "label": "x", "metadata": {"day": day}}])
+    assert prompts(open_prompts(config(path)))[0].metadata == {"day": "2026-01-02"}
 
 
 def test_several_files_with_slices_follow_each_other(tmp_path: Path) -> None:
