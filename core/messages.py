@@ -228,11 +228,18 @@ class EvalResult(Record, frozen=True):
     newest_version: int
     num_errors: int = 0
     """Prompts that were not answered, or not judged."""
+    num_left_out: int = 0
+    """Held-out rows beyond `num_prompts`, which were not asked."""
     metrics: dict[str, float] = {}
     """By names without "eval/" and the set's name before them."""
 
     def __str__(self) -> str:
-        return f"held-out reward {self.mean_reward:g}"
+        return f"held-out reward {self.mean_reward:g}{self.left_out}"
+
+    @property
+    def left_out(self) -> str:
+        """For texts: how many rows were not asked; empty if all were."""
+        return f"; {self.num_left_out:,} held-out rows beyond num_prompts were left out" if self.num_left_out else ""
 
 
 class CanaryAnswers(Record, frozen=True):

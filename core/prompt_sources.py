@@ -33,6 +33,10 @@ class PromptSource(Protocol):
         bring equal prompts. None as `prompt` does."""
         ...
 
+    def num_held_out(self, name: str = "") -> int:
+        """Held-out rows of the set of that name (the only one is called ""); 0 without such a set."""
+        ...
+
     def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         """The first `limit` held-out prompts of that set (the only one is called ""); empty without such a set."""
         ...
@@ -55,6 +59,10 @@ class MixedSources(Protocol):
     @property
     def fingerprint(self) -> str:
         """Equal exactly when every draw from every source gives the same prompt, whatever the weights."""
+        ...
+
+    def num_held_out(self, name: str = "") -> int:
+        """Held-out rows of the set of that name (the only one is called ""); 0 without such a set."""
         ...
 
     def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:

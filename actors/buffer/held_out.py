@@ -21,6 +21,9 @@ class HeldOutPrompts(DataContract):
 
     _source: PromptSource | MixedSources
 
+    async def num_held_out(self, name: str = "") -> int:
+        return self._source.num_held_out(name)
+
     async def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         return self._source.eval_prompts(max(limit, 0), name)
 

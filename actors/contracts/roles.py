@@ -239,6 +239,11 @@ class DataContract(Actor):
     """Anything that hands out held-out prompts (the buffer does)."""
 
     @call(deadline=30)
+    async def num_held_out(self, name: str = "") -> int:
+        """Rows of the evaluation set of that name; the only one is called ""."""
+        raise NotImplementedError
+
+    @call(deadline=30)
     async def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         """The evaluation set of that name, at most `limit` prompts; the only one is called ""."""
         raise NotImplementedError

@@ -92,6 +92,7 @@ class Evaluator:
         )
         if "" not in results:
             text += "; " + ", ".join(f"{one} {result.mean_reward:.3f}" for one, result in results.items())
+        text += whole.left_out
         self._ctx.log.info("eval: %s", text)
         self._telemetry.event("eval", text)
         return whole
@@ -136,6 +137,9 @@ class Evaluator:
             clock=self._ctx.clock,
             log=self._ctx.log,
         )
+        num_rows = await until_answered(
+            lambda: buffer.num_held_out(one.name), who="buffer", clock=self._ctx.clock, log=self._ctx.log
+        )
         request = EvalRequest(
             prompts=prompts,
             num_samples=one.num_samples or live.eval_samples,
@@ -145,7 +149,11 @@ class Evaluator:
         )
         result = await self._ctx.ref(RolloutContract, name).evaluate(request)
         prefix = f"eval/{one.name}/" if one.name else "eval/"
-        return msgspec.structs.replace(result, metrics={prefix + key: value for key, value in result.metrics.items()})
+        return msgspec.structs.replace(
+            result,
+            num_left_out=num_rows - len(prompts),
+            metrics={prefix + key: value for key, value in result.metrics.items()},
+        )
 
     def rewound(self) -> None:
         """The trainer goes on from an older version: nobody comes to those it had made since."""
@@ -196,5 +204,6 @@ def _together(results: Mapping[str, EvalResult]) -> EvalResult:
         oldest_version=min(one.oldest_version for one in all_results),
         newest_version=max(one.newest_version for one in all_results),
         num_errors=sum(one.num_errors for one in all_results),
+        num_left_out=sum(one.num_left_out for one in all_results),
         metrics={key: value for one in all_results for key, value in one.metrics.items()},
     )

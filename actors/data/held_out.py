@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from ...core.config import DataSettings, RewardSettings, RunConfig
@@ -12,6 +13,8 @@ from .layout import Layout
 from .recorded_terms import terms_of
 from .row_rewards import RowRewards
 from .row_set import MAX_HELD_OUT_BYTES, RowSet
+
+_log = logging.getLogger(__name__)
 
 DATA_SOURCE = "data_source"
 """Key of the metadata that names a prompt's source, as verl's rows do themselves."""
@@ -32,6 +35,10 @@ class HeldOutSets:
     def bad_rows(self) -> tuple[str, ...]:
         """What is wrong with the first few of each set."""
         return tuple(text for rows in self._by_name.values() for text in rows.bad_rows)
+
+    def num_rows(self, name: str = "") -> int:
+        """Good rows of a set; 0 of one that there is not."""
+        return len(self._by_name.get(name, ()))
 
     def prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         """The first of a set; none of one that there is not. Their group ids are -1, -2, ..., in every set, so that
@@ -74,8 +81,13 @@ def _open(config: RunConfig, name: str, key: str, files: str | tuple[str, ...]) 
     rows = RowSet(parse_sources(files), held_out_layout(config, name), key=key, skips_bad=skips_bad)
     own = config.eval.sets.get(name)
     num_rows = min((own.num_prompts if own is not None else 0) or config.eval.num_prompts, len(rows))
+    place = f"eval.sets.{name}" if name else "eval"
+    if num_rows < len(rows):
+        _log.warning(
+            "%s: the first %d of %d rows are evaluated, %d are left out -- set %s.num_prompts = %d for all",
+            key, num_rows, len(rows), len(rows) - num_rows, place, len(rows),
+        )  # fmt: skip
     if (num_bytes := rows.num_bytes(num_rows)) > MAX_HELD_OUT_BYTES:
-        place = f"eval.sets.{name}" if name else "eval"
         raise DataError(
             f"{key}: {num_rows} rows, which are evaluated together, come to {num_bytes:,} bytes, the limit is "
             f"{MAX_HELD_OUT_BYTES:,}",

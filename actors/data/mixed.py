@@ -72,6 +72,10 @@ class MixedDataset:
                 remedy="lower algo.batch_size, or raise max_passes of the sources (0 = endless)",
             )
 
+    def num_held_out(self, name: str = "") -> int:
+        """Held-out rows of a set."""
+        return self._held_out.num_rows(name)
+
     def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         """The first held-out prompts, which are of no source."""
         return self._held_out.prompts(limit, name)

@@ -82,6 +82,10 @@ class PromptDataset:
             return None
         return self._order.row(pass_index, at)
 
+    def num_held_out(self, name: str = "") -> int:
+        """Held-out rows of a set."""
+        return self._held_out.num_rows(name)
+
     def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         """The first held-out prompts, see `HeldOutSets`."""
         return self._held_out.prompts(limit, name)

@@ -80,8 +80,9 @@ class EvalSettings(Section, frozen=True):
     """Several sets instead of `data`, each a table `[eval.sets.NAME]`: see there."""
     every: CountInt = 0
     """Steps between evaluations; 0 = only at the start (see `at_start`) or never."""
-    num_prompts: PositiveInt = 64
-    """Prompts used in one evaluation: the first ones of the file."""
+    num_prompts: PositiveInt = 1024
+    """Prompts used in one evaluation at most: the first ones. Rows beyond are named by plan, at the start and with
+    every result."""
     num_samples: PositiveInt = 1
     """Answers per prompt."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0

@@ -176,6 +176,8 @@ def _read_override(layers: _Layers, override: str) -> None:
     nested: Table = {}
     table_made_at(nested, path[:-1])[path[-1]] = value
     _resolve(nested, Path.cwd())
+    if isinstance(value, dict):  # takes the place of a file's table, whose keys could not be taken away otherwise
+        _remove(layers.table, path)
     _merge(layers.table, nested)
     layers.origins.note(path, origin)
 

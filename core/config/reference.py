@@ -24,7 +24,7 @@ One TOML file describes a run; `myxa up run.toml` starts it. This page is genera
 * The smallest run file names a model and data: `[model] path` and `[data] train` (or `[data.sources.NAME] path`). All
   else has a default.
 * Several files are merged key by key, later ones winning; `--set section.key=value` wins over files
-  (TOML values; a bare word is text).
+  (TOML values; a bare word is text). A table given there, `{}` too, takes the place of the files' whole table.
 * An unknown key, a wrong type or a value out of range is an error, never a warning. All errors of a file are told at
   once, each with file, line, dotted path, value and cause.
 * A relative path is relative to the folder of its file; in `--set`, to the current folder. `~` is the home folder.

@@ -57,12 +57,16 @@ def _held_out(config: RunConfig, held_out: Mapping[str, int | None]) -> Iterator
     for name, num_rows in held_out.items():
         own = config.eval.sets[name].num_prompts if name else 0
         wanted = own or config.eval.num_prompts
-        if num_rows is not None and num_rows < wanted:
-            files = f"eval.sets.{name}.path" if name else "eval.data"
+        if num_rows is None or num_rows == wanted:
+            continue
+        files = f"eval.sets.{name}.path" if name else "eval.data"
+        key = f"eval.sets.{name}.num_prompts" if own else "eval.num_prompts"
+        if num_rows > wanted:
+            text = f"{files} has {num_rows:,} rows, of which the last {num_rows - wanted:,} are not evaluated"
+            yield _odd(key, f"= {wanted}: {text}", f"set it to {num_rows} to evaluate on all")
+        elif own or "num_prompts" in config.eval.model_fields_set:
             yield _odd(
-                f"eval.sets.{name}.num_prompts" if own else "eval.num_prompts",
-                f"= {wanted}: {files} has {num_rows} rows, which are all used",
-                "lower it, or use more data",
+                key, f"= {wanted}: {files} has {num_rows} rows, which are all used", "lower it, or use more data"
             )
 
 

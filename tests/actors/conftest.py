@@ -58,6 +58,9 @@ class Rows:
     def row_of(self, draw: int) -> int | None:
         return draw % 1000
 
+    def num_held_out(self, name: str = "") -> int:
+        return 0
+
     def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         return ()
 

@@ -53,6 +53,9 @@ class World:
     async def engines_at(self, version: int | None) -> list[str]:
         return ["rollout/0"]
 
+    async def num_held_out(self, name: str = "") -> int:
+        return 100
+
     async def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         return tuple(Prompt(group_id=-1 - i, row=i, pass_index=0, messages=()) for i in range(limit))
 
@@ -114,3 +117,11 @@ async def test_a_set_that_fails_is_named_and_the_others_are_told() -> None:
     assert world.metrics == {"eval/hard/reward": 0.1}, "and no mean over what is left"
     assert world.state.eval_reward is None
     assert [text for kind, text in world.events if kind == "eval-failed"] == ["set easy: it broke -- none"]
+
+
+@pytest.mark.asyncio
+async def test_a05_rows_that_are_not_asked_are_told_with_the_result() -> None:
+    world = World(EvalSet(num_prompts=64))
+    result = await world.evaluator.evaluate()
+    assert result.num_left_out == 36
+    assert world.events[-1][1].endswith("; 36 held-out rows beyond num_prompts were left out")

@@ -55,6 +55,9 @@ class NumberedRows:
     def row_of(self, draw: int) -> int | None:
         return None if self.max_passes and draw >= self.num_rows * self.max_passes else draw % self.num_rows
 
+    def num_held_out(self, name: str = "") -> int:
+        return len(self.eval_prompts(1 << 30, name))
+
     def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         found = [self.prompt(draw) for draw in range(min(limit, 3))]
         return tuple(prompt for prompt in found if prompt is not None)

@@ -45,6 +45,9 @@ class NamedRows:
             source_name=self.name,
         )
 
+    def num_held_out(self, name: str = "") -> int:
+        return 0
+
     def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         return ()
 
@@ -68,6 +71,9 @@ class MixedRows:
     by_name: Mapping[str, NamedRows]
     weights: Mapping[str, float]
     fingerprint: str = "mixed"
+
+    def num_held_out(self, name: str = "") -> int:
+        return 0
 
     def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         return ()

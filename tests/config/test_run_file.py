@@ -138,6 +138,14 @@ def test_flags_are_toml_values_and_bare_words_are_text(
     assert found == value
 
 
+@pytest.mark.parametrize(("value", "left"), [("{}", {}), ("{ b = 2 }", {"b": 2})])
+def test_d07_a_table_in_a_flag_replaces_the_table_of_the_file(folder: Path, value: str, left: dict[str, int]) -> None:
+    path = write(folder, MINIMAL + "[data.chat_template_kwargs]\na = 1\n")
+    flags = (f"data.chat_template_kwargs={value}",)
+    assert load_config(path, flags).data.chat_template_kwargs == left
+    assert load_config(path, (*flags, "data.chat_template_kwargs.c=3")).data.chat_template_kwargs == {**left, "c": 3}
+
+
 def test_sft_has_no_advantages_that_a_teacher_could_change(folder: Path) -> None:
     text = MINIMAL + 'preset = "chat"\n[algo]\nkind = "sft"\nkl_in = "advantage"\n'
     with pytest.raises(ConfigError, match='algo.kl_in = "advantage": does not go with kind = "sft"'):

@@ -120,3 +120,17 @@ def test_a13_a_conversation_as_json_text_is_parsed(tmp_path: Path) -> None:
 def test_a13_other_text_in_brackets_stays_text(tmp_path: Path, text: str) -> None:
     (message,) = first(line(tmp_path, f'{{"prompt": "{text}", "label": "4"}}')).messages
     assert message.content == text
+
+
+def test_a05_all_held_out_rows_are_evaluated_and_those_left_out_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "h.jsonl"
+    path.write_text("".join(f'{{"prompt": "{row}", "label": "1"}}\n' for row in range(100)))
+    raw: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": str(path)}, "eval": {"data": str(path)}}
+    rows = open_prompts(RunConfig.model_validate(raw))
+    assert len(rows.eval_prompts(RunConfig.model_validate(raw).eval.num_prompts)) == 100
+    assert not caplog.messages
+    raw["eval"]["num_prompts"] = 64
+    assert open_prompts(RunConfig.model_validate(raw)).num_held_out() == 100
+    assert "the first 64 of 100 rows are evaluated, 36 are left out" in caplog.text

@@ -185,6 +185,7 @@ def test_gpus_that_are_not_here(site: Site, capsys: pytest.CaptureFixture[str]) 
         ("checkpoint_every = 10", "", "trainer.checkpoint_every", "back to its start"),
         ("every = 10\nnum_prompts", "every = 50\nnum_prompts", "eval.every", "no evaluation after the first"),
         ("num_prompts = 16", "num_prompts = 64", "eval.num_prompts", "has 16 rows"),
+        ("num_prompts = 16", "num_prompts = 15", "eval.num_prompts", "16 rows, of which the last 1 are not evaluated"),
         ('train = "data/train.jsonl"', 'train = "data/train.jsonl"\nmax_passes = 1', "data.max_passes", "ends after 5"),
         ("batch_size = 8", "batch_size = 64", "algo.batch_size", "the same prompt several times"),
         ("[roles.trainer]\ncount = 2", "[roles.trainer]\ncount = 32", "algo.batch_size", "nothing to do"),

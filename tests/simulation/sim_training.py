@@ -52,6 +52,9 @@ class Rows:
     def row_of(self, draw: int) -> int | None:
         return draw if draw < self.num_rows else None
 
+    def num_held_out(self, name: str = "") -> int:
+        return 0
+
     def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         return ()
 

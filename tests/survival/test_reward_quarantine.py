@@ -45,6 +45,9 @@ class Rows:
     def row_of(self, draw: int) -> int | None:
         return None if self.passes and draw >= self.num * self.passes else draw % self.num
 
+    def num_held_out(self, name: str = "") -> int:
+        return 0
+
     def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         return ()
 
