@@ -67,6 +67,7 @@ def _one(groups: _Groups, rewards_S: F64, normalise_std: bool) -> F64:
 
 BASELINES: dict[str, Callable[[_Groups, F64, bool], F64]] = {
     "grpo": _standardised,
+    "dapo": _standardised,
     "gspo": _standardised,
     "cispo": _standardised,
     "dr_grpo": _centred,
@@ -84,7 +85,7 @@ def group_advantages(
     """float32 [S]: one advantage per sample from its reward and the rewards of its group.
 
     `rewards_S` numbers [S] in any order, `group_ids_S` integers [S]. A group of equal rewards, or of one sample, gets
-    exactly 0 from all kinds that compare. `normalise_std` concerns grpo, gspo and cispo; the formula of each kind
+    exactly 0 from all kinds that compare. `normalise_std` concerns grpo, dapo, gspo and cispo; the formula of each kind
     stands at its function above. Raises ConfigError for an unknown kind, TrainError for shapes that disagree and for
     a reward that is not a finite number.
     """

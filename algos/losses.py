@@ -80,24 +80,12 @@ def sft_loss(logprobs_T: Tensor) -> TokenLoss:
     return TokenLoss(-logprobs_T, nowhere_T, nowhere_T)
 
 
-def opsm_keep(live_T: Tensor, old_T: Tensor, advantages_T: Tensor, segments: Segments, delta: float) -> Tensor:
-    """Bool [T]: off-policy sequence masking; False where A < 0 and the sample's mean of (old - live) exceeds `delta`.
+def opsm_keep(live_T: Tensor, behaviour_T: Tensor, advantages_T: Tensor, segments: Segments, delta: float) -> Tensor:
+    """Bool [T]: off-policy sequence masking; False where A < 0 and the sample's mean of (behaviour - live) exceeds
+    `delta`.
 
-    DeepSeek-V3.2, arXiv 2512.02556. Only samples that the live policy has already left behind are dropped.
+    DeepSeek-V3.2, arXiv 2512.02556: the old policy is the one that the inference engine sampled from, so that staleness
+    and the engine's mismatch both count. Only samples that the live policy has already left behind are dropped.
     """
-    drift_S = segments.mean_S(old_T.detach() - live_T.detach())
+    drift_S = segments.mean_S(behaviour_T.detach() - live_T.detach())
     return ~((advantages_T < 0) & (segments.spread_T(drift_S) > delta))
-
-
-def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: float) -> TokenLoss:
-    """max((V' - G)^2, (V - G)^2) with V' = Vold + clamp(V - Vold, -clip, clip); no factor 1/2.
-
-    The clipped critic loss of PPO's reference implementation (Schulman et al. 2017).
-    """
-    old_T = old_values_T.detach()
-    returns_T = returns_T.detach()
-    plain_T = (values_T - returns_T).square()
-    bounded_T = (old_T + (values_T - old_T).clamp(-clip, clip) - returns_T).square()
-    return TokenLoss(
-        torch.maximum(plain_T, bounded_T), bounded_T > plain_T, torch.zeros_like(plain_T, dtype=torch.bool)
-    )

@@ -187,20 +187,20 @@ def policy_objective(
     keep_T, policy_T = weights.keep_T, token_loss.loss_T
     removed_by = dict(weights.removed_by)
     if config.opsm_delta:
-        opsm_T = losses.opsm_keep(view.live_T, view.old_T, view.advantages_T, view.segments, config.opsm_delta)
+        opsm_T = losses.opsm_keep(view.live_T, view.behaviour_T, view.advantages_T, view.segments, config.opsm_delta)
         policy_T = torch.where(opsm_T, policy_T, 0.0)
         removed_by["opsm"] = ~opsm_T
     policy = _reduce(weights.weight_T * policy_T, keep_T, view.segments, config, normaliser)
     parts = {"policy_loss": policy}
-    kl_T = _kl(view, ratio_T, config)
-    if kl_T is not None and config.kl_coef and config.kl_in == "loss":
+    if view.reference_T is not None and config.kl_coef and config.kl_in == "loss":
+        kl_T = _kl(view, view.reference_T, config)
         parts["kl_loss"] = config.kl_coef * _reduce(kl_T, keep_T, view.segments, config, normaliser)
     if config.entropy_coef and view.entropy_T is not None:
         parts["entropy_loss"] = -config.entropy_coef * _reduce(
             view.entropy_T, keep_T, view.segments, config, normaliser
         )
     loss = torch.stack(list(parts.values())).sum()
-    sums = _metrics(view, ratio_T, token_loss, replace(weights, removed_by=removed_by), kl_T, config)
+    sums = _metrics(view, ratio_T, token_loss, replace(weights, removed_by=removed_by), config)
     return Objective(
         loss=loss,
         parts={name: part.detach() for name, part in parts.items()},
@@ -303,14 +303,14 @@ def _mis(view: LossTokens, log_q_T: Tensor, config: ObjectiveConfig, mean_weight
     return ratios.normalise(weights, mean_weight) if config.mis_normalise else weights
 
 
-def _kl(view: LossTokens, ratio_T: Tensor, config: ObjectiveConfig) -> Tensor | None:
-    """KL towards the reference, for the loss and the metric; None without a reference."""
-    if view.reference_T is None:
-        return None
-    weight_T = ratio_T if config.kl_unbiased else None
-    if weight_T is not None and config.loss == "gspo":
-        weight_T = ratios.ratio(view.live_T, view.old_T)
-    return kl_terms(config.kl_kind, view.live_T, view.reference_T, weight_T)
+def _kl(view: LossTokens, reference_T: Tensor, config: ObjectiveConfig) -> Tensor:
+    """KL towards the reference, for the loss.
+
+    The unbiased estimate is weighted by live / behaviour whatever the correction is: the tokens were drawn by the
+    behaviour policy (arXiv 2512.02556).
+    """
+    weight_T = ratios.ratio(view.live_T, view.behaviour_T) if config.kl_unbiased else None
+    return kl_terms(config.kl_kind, view.live_T, reference_T, weight_T)
 
 
 def _reduce(x_T: Tensor, keep_T: Tensor, segments: Segments, config: ObjectiveConfig, normaliser: Normaliser) -> Tensor:
@@ -333,7 +333,6 @@ def _metrics(
     ratio_T: Tensor,
     token_loss: losses.TokenLoss,
     weights: Weights,
-    kl_T: Tensor | None,
     config: ObjectiveConfig,
 ) -> dict[str, Tensor]:
     """Sums over unmasked tokens. Supervised runs have no behaviour policy, so they leave out all that compares."""
@@ -341,8 +340,8 @@ def _metrics(
     rows: dict[str, Tensor] = {"logprob": view.live_T}
     if view.entropy_T is not None:
         rows["entropy"] = view.entropy_T
-    if kl_T is not None:
-        rows["kl"] = kl_T
+    if view.reference_T is not None:  # k3 has the right value and little spread, whatever the loss differentiates
+        rows["kl"] = kl_terms("k3", view.live_T.detach(), view.reference_T)
     rows |= {f"user/{name}": row_T for name, row_T in token_loss.metrics.items()}
     if config.loss != "sft":
         drift_T = view.old_T - view.live_T.detach()

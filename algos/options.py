@@ -6,32 +6,25 @@ Knows the run file's `[algo]` section. Must not know tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
-from ..core.config.learning import AlgoConfig, AlgoKind
+from ..core.config.learning import (
+    LOSS_OF_KIND,
+    AlgoConfig,
+    AlgoKind,
+    Correction,
+    KlKind,
+    KlPlace,
+    LossName,
+    Reduction,
+    resolve_correction,
+)
 from ..core.errors import ConfigError
-from .kl import KlKind
 from .ratios import Level, Mode
 
-LossKind = Literal["auto", "ppo", "gspo", "cispo", "reinforce", "sft"]
-Correction = Literal["auto", "none", "behaviour", "decoupled", "tis", "icepop", "mis"]
-Reduction = Literal["token", "rollout", "constant"]
-KlPlace = Literal["loss", "reward", "advantage"]
-
-LOSS_OF_KIND: dict[AlgoKind, LossKind] = {
-    "grpo": "ppo",
-    "dr_grpo": "ppo",
-    "ppo": "ppo",
-    "reinforce_pp": "ppo",
-    "reinforce_pp_baseline": "ppo",
-    "rloo": "ppo",
-    "gspo": "gspo",
-    "cispo": "cispo",
-    "sft": "sft",
-}
 CHOICES: dict[str, tuple[str, ...]] = {
     "kind": get_args(AlgoKind),
-    "loss": get_args(LossKind),
+    "loss": get_args(LossName),
     "correction": get_args(Correction),
     "reduction": get_args(Reduction),
     "kl_in": get_args(KlPlace),
@@ -52,14 +45,14 @@ class ObjectiveConfig:
     """
 
     kind: AlgoKind = "grpo"
-    loss: LossKind = "auto"
+    loss: LossName = "auto"
     """auto: the one that belongs to `kind`."""
     correction: Correction = "auto"
     """auto: see `resolve_correction`."""
     minibatches: int = 1
     """Optimizer steps on one batch."""
     clip_low: float = 0.2
-    clip_high: float = 0.28
+    clip_high: float = 0.2
     dual_clip: float = 0.0
     """0 = off, else > 1; for the ppo and gspo losses."""
     tis_cap: float = 2.0
@@ -82,7 +75,7 @@ class ObjectiveConfig:
     """mis: a sample with any token of weight below this is removed; 0 = off."""
     kl_coef: float = 0.0
     kl_in: KlPlace = "loss"
-    kl_kind: KlKind = "k3"
+    kl_kind: KlKind = "k2"
     kl_unbiased: bool = False
     entropy_coef: float = 0.0
     reduction: Reduction = "token"
@@ -101,8 +94,10 @@ class ObjectiveConfig:
             if not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} = {value}", remedy="it must be a finite number, not negative")
         if self.loss == "auto":
-            object.__setattr__(self, "loss", LOSS_OF_KIND[self.kind])
+            object.__setattr__(self, "loss", LOSS_OF_KIND.get(self.kind, "ppo"))
         # A demonstration has no behaviour policy, so there is nothing to correct for.
+        if self.minibatches < 1:
+            raise ConfigError(f"minibatches = {self.minibatches}", remedy="it must be at least 1")
         resolved = "none" if self.loss == "sft" else resolve_correction(self.correction, self.minibatches)
         object.__setattr__(self, "correction", resolved)
         self._check_together()
@@ -117,20 +112,6 @@ class ObjectiveConfig:
             )
         if self.mis_normalise and self.mis_level == "geometric":
             raise ConfigError("geometric weights have no batch mean", remedy='use mis_level = "token" or "sequence"')
-
-
-def resolve_correction(correction: Correction, minibatches: int) -> Correction:
-    """The meaning of "auto": behaviour with one optimizer step a batch, decoupled with several.
-
-    With one step the proximal policy is the live one: decoupled would be an importance weight without any trust
-    region, while the clip around the behaviour policy stops tokens that have moved far enough. Other names pass.
-    Raises ConfigError when `minibatches` is below 1.
-    """
-    if minibatches < 1:
-        raise ConfigError(f"minibatches = {minibatches}", remedy="it must be at least 1")
-    if correction != "auto":
-        return correction
-    return "behaviour" if minibatches == 1 else "decoupled"
 
 
 def needs_proximal(config: ObjectiveConfig) -> bool:
@@ -172,7 +153,7 @@ def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> Object
         veto=algo.veto,
         kl_coef=algo.kl_coef,
         kl_in=algo.kl_in,
-        kl_kind=algo.kl_kind,
+        kl_kind=algo.kl_estimator,
         kl_unbiased=algo.kl_unbiased,
         entropy_coef=algo.entropy_coef,
         reduction=algo.reduction,

@@ -43,7 +43,7 @@ temperature = 1.0
 fn = "exact"
 
 [algo]
-kind = "grpo"
+kind = "dapo"
 batch_size = 32
 correction = "decoupled"
 

@@ -30,6 +30,8 @@ from torch.autograd import Function
 
 from .fusing import fused
 
+LEAST = -1e4
+"""Log-probabilities below this are this: their exponential is 0 either way, and 0 times it is 0."""
 CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 25}
 """Most logits of this rank alive at a time, by the kind of device: 512 MiB of bfloat16, 128 MiB of float32."""
 
@@ -170,7 +172,7 @@ def _measured(logits_CV: Tensor, own_C: Tensor, temperature: Temperature) -> Ten
     target_C = z_CV.gather(1, own_C.clamp(0, size - 1).unsqueeze(1)).squeeze(1)
     target_C = torch.where((own_C >= 0) & (own_C < size), target_C, 0.0)
     top_C = z_CV.amax(dim=1)
-    below_CV = z_CV - top_C.unsqueeze(1)
+    below_CV = (z_CV - top_C.unsqueeze(1)).clamp(min=LEAST)  # p log p of a logit of -inf is 0, not NaN
     weights_CV = below_CV.exp()
     return torch.stack([top_C, weights_CV.sum(dim=1), (weights_CV * below_CV).sum(dim=1), target_C], dim=1)
 
@@ -207,7 +209,7 @@ def _logit_gradient(
     temperature: Temperature,
 ) -> Tensor:
     """Gradient of what `grad_C2` weighs, log-probs (column 0) and entropies (column 1), in the type of the logits."""
-    log_p_CV = logits_CV.float() / temperature - log_z_C.unsqueeze(1)
+    log_p_CV = (logits_CV.float() / temperature - log_z_C.unsqueeze(1)).clamp(min=LEAST)
     factor_CV = grad_C2[:, :1]
     if entropy_C is not None:
         factor_CV = factor_CV + grad_C2[:, 1:] * (log_p_CV + entropy_C.unsqueeze(1))

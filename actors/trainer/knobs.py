@@ -99,7 +99,7 @@ STEP_TUNABLES: tuple[Tunable, ...] = (
         "opsm_delta",
         "algo.opsm_delta",
         "float",
-        "Mean drift (old - live log-probs, nats) above which a sample of negative advantage loses its loss; 0 = off.",
+        "Mean of (behaviour - live) log-probs above which a sample of negative advantage loses its loss; 0 = off.",
         unit="nats",
         low=0.0,
     ),

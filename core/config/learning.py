@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, cast
 
-from pydantic import Field, Strict, field_validator
+from pydantic import Field, Strict, field_validator, model_validator
 
 from .conflict import Conflict
 from .section import (
@@ -21,21 +22,65 @@ from .section import (
     UnitFloat,
 )
 from .settings import FILTER_BUILTINS, SAMPLE_FILTER_BUILTINS, check_code_name, check_urls
-from .tables import Table
+from .tables import Table, as_table
 
-AlgoKind = Literal["grpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sft"]
+LossName = Literal["auto", "ppo", "gspo", "cispo", "reinforce", "sft"]
+Correction = Literal["auto", "none", "behaviour", "decoupled", "tis", "icepop", "mis"]
+Reduction = Literal["token", "rollout", "constant"]
+KlPlace = Literal["loss", "reward", "advantage"]
+KlKind = Literal["k1", "k2", "k3"]
+AlgoKind = Literal[
+    "grpo", "dapo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sft"
+]
 REWARD_KL_KINDS: tuple[AlgoKind, ...] = ("ppo", "reinforce_pp", "reinforce_pp_baseline")
 """Algorithms whose token-level rewards have a place for a KL term."""
-COMPARING_KINDS: tuple[AlgoKind, ...] = ("grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp_baseline")
+COMPARING_KINDS: tuple[AlgoKind, ...] = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp_baseline")
 """Algorithms that compare the samples of a group: it needs two at least."""
-LOSS_OF_KIND: Mapping[AlgoKind, str] = {"gspo": "gspo", "cispo": "cispo", "sft": "sft"}
+LOSS_OF_KIND: Mapping[AlgoKind, LossName] = {"gspo": "gspo", "cispo": "cispo", "sft": "sft"}
 """The loss that loss = "auto" stands for; ppo for all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class KindDefaults:
+    """Values of `[algo]` that follow `kind` where the run file leaves them out."""
+
+    clip_low: float
+    clip_high: float
+    reduction: Reduction
+    group_filter: str
+    source: str
+    """Paper that the values are from."""
+
+
+DEFAULTS_OF_KIND: Mapping[AlgoKind, KindDefaults] = {
+    "grpo": KindDefaults(0.2, 0.2, "rollout", "zero_variance", "arXiv 2402.03300, eq. 3"),
+    "dapo": KindDefaults(0.2, 0.28, "token", "zero_variance", "arXiv 2503.14476, eq. 8"),
+    "dr_grpo": KindDefaults(0.2, 0.2, "constant", "zero_variance", "arXiv 2503.20783, section 3.2"),
+    "gspo": KindDefaults(3e-4, 4e-4, "rollout", "zero_variance", "arXiv 2507.18071, eq. 5 and section 5.1"),
+    "cispo": KindDefaults(1.0, 4.0, "token", "zero_variance", "arXiv 2506.13585, eq. 4; upper bound: usual"),
+    "ppo": KindDefaults(0.2, 0.2, "token", "none", "arXiv 1707.06347, eq. 7"),
+    "reinforce_pp": KindDefaults(0.2, 0.2, "token", "none", "arXiv 2501.03262"),
+    "reinforce_pp_baseline": KindDefaults(0.2, 0.2, "token", "zero_variance", "arXiv 2501.03262"),
+    "rloo": KindDefaults(0.2, 0.2, "constant", "zero_variance", "arXiv 2402.14740, eq. 8"),
+    "sft": KindDefaults(0.2, 0.2, "token", "none", "cross entropy"),
+}
+"""The zero-variance filter serves algorithms that live from differences inside a group; for the others a group of equal
+rewards is a lesson like any other."""
 RECORDED_REFERENCE = ("recorded",)
 """Stands in `algo.ref_urls` for what was recorded with the answers."""
-AT_START = ("decoupled", "tis", "icepop", "mis")
-"""Corrections whose ratio is taken against the weights at the step's start."""
 
 Betas = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)]
+
+
+def resolve_correction(correction: Correction, minibatches: int) -> Correction:
+    """The meaning of "auto": behaviour with one optimizer step a batch, decoupled with several.
+
+    With one step the proximal policy is the live one: decoupled would be an importance weight without any trust
+    region, while the clip around the behaviour policy stops tokens that have moved far enough. Other names pass.
+    """
+    if correction != "auto":
+        return correction
+    return "behaviour" if minibatches == 1 else "decoupled"
 
 
 class AlgoConfig(Section, frozen=True):
@@ -47,15 +92,15 @@ class AlgoConfig(Section, frozen=True):
     """Groups trained on in one step (so `batch_size * rollout.num_samples` samples)."""
     minibatches: PositiveInt = 1
     """Optimizer updates per step; divides `batch_size`."""
-    loss: Literal["auto", "ppo", "gspo", "cispo", "reinforce", "sft"] = "auto"
+    loss: LossName = "auto"
     """Policy loss; auto = the one that belongs to `kind`."""
     clip_low: PositiveFloat = 0.2
-    """Ratio is clipped below at `1 - clip_low`."""
-    clip_high: PositiveFloat = 0.28
-    """Ratio is clipped above at `1 + clip_high`."""
+    """Ratio is clipped below at `1 - clip_low`. Follows `kind` where it is left out."""
+    clip_high: PositiveFloat = 0.2
+    """Ratio is clipped above at `1 + clip_high`. Follows `kind` where it is left out."""
     dual_clip: NonNegativeFloat = 0.0
     """Bound (> 1) on the loss of negative advantages, for the ppo and gspo losses; 0 = off."""
-    correction: Literal["auto", "none", "behaviour", "decoupled", "tis", "icepop", "mis"] = "auto"
+    correction: Correction = "auto"
     """What is done about tokens sampled from older weights or by another engine; auto = behaviour with one mini-batch,
     decoupled with several."""
     tis_cap: PositiveFloat = 2.0
@@ -82,8 +127,8 @@ class AlgoConfig(Section, frozen=True):
     veto: UnitFloat = 0.0
     """`mis`: a sample with any token whose importance weight is below this is removed; 0 = off."""
     opsm_delta: NonNegativeFloat = 0.0
-    """Off-policy sequence masking: a sample of negative advantage loses its policy loss when the mean of (old - live)
-    log-probs over its tokens exceeds this; 0 = off."""
+    """Off-policy sequence masking: a sample of negative advantage loses its policy loss when the mean of (behaviour -
+    live) log-probs over its tokens exceeds this; 0 = off."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL term towards the reference model; 0 = no reference model is kept."""
     ref_path: PathText = ""
@@ -99,21 +144,25 @@ class AlgoConfig(Section, frozen=True):
     ref_timeout_s: PositiveFloat = 60.0
     """Seconds one of these servers may take for one sample; then another one is asked, or the same again, as
     docs/algorithms.md tells."""
-    kl_in: Literal["loss", "reward", "advantage"] = "loss"
+    kl_in: KlPlace = "loss"
     """Where the KL term goes; reward is defined for ppo, reinforce_pp and reinforce_pp_baseline only. advantage takes
     it from each token's advantage: distillation on the policy's own samples, if the reference is a teacher."""
-    kl_kind: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
-    """Estimator of the KL divergence; low_var_kl is k3 clamped to [-10, 10]."""
+    kl_kind: Literal["auto", KlKind] = "auto"
+    """Estimator of the KL divergence. auto = k1 in rewards and advantages; in the loss k3 with `kl_unbiased`, else k2.
+    One that has another gradient than the KL divergence in its place is refused."""
     kl_unbiased: bool = False
-    """Whether the KL term in the loss is weighted by the ratio (unbiased gradient)."""
+    """Whether the KL term in the loss is weighted by live / behaviour, so that value and gradient are unbiased under
+    every `correction`, on tokens of older weights too. Left out: true in the loss, but with k2 and sft."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus; 0 = off."""
-    reduction: Literal["token", "rollout", "constant"] = "token"
-    """Mean of the loss: over all tokens, per rollout first, or divided by a constant (dr_grpo)."""
+    reduction: Reduction = "rollout"
+    """Mean of the loss: over all tokens, per rollout first, or divided by a constant (`rollout.max_new_tokens` times
+    samples). Follows `kind` where it is left out."""
     normalise_std: bool = True
     """Whether group advantages are divided by the group's standard deviation."""
     group_filter: CodeName = "zero_variance"
-    """Which groups are left out: zero_variance (all rewards equal), none, or your own `module:function`."""
+    """Which groups are left out: zero_variance (all rewards equal), none, or your own `module:function`. Follows `kind`
+    where it is left out; none with `kl_in = "advantage"`."""
     group_filter_args: Table = {}
     """Named arguments of the group filter, for example `eps = 0.01` for zero_variance."""
     sample_filter: CodeName = "none"
@@ -136,6 +185,29 @@ class AlgoConfig(Section, frozen=True):
     """Discount per token."""
     lam: UnitFloat = 1.0
     """Lambda of generalised advantage estimation (ppo)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_by_kind(cls, raw: object) -> object:
+        """Values that are left out are those of the algorithm's paper, not those of another algorithm."""
+        table = as_table(raw)
+        if table is None:
+            return raw
+        kind, loss = table.get("kind", "grpo"), table.get("loss", "auto")
+        defaults = DEFAULTS_OF_KIND.get(cast(AlgoKind, kind)) if isinstance(kind, str) else None
+        if defaults is None:  # a mistake that the field's own check names
+            return raw
+        is_other_loss = loss in ("ppo", "gspo", "cispo") and loss != LOSS_OF_KIND.get(cast(AlgoKind, kind), "ppo")
+        clips = DEFAULTS_OF_KIND[cast(AlgoKind, loss)] if is_other_loss else defaults
+        kl_in, kl_kind = table.get("kl_in", "loss"), table.get("kl_kind")
+        return {
+            "clip_low": clips.clip_low,
+            "clip_high": clips.clip_high,
+            "reduction": defaults.reduction,
+            "group_filter": "none" if kl_in == "advantage" and table.get("kl_coef") else defaults.group_filter,
+            "kl_unbiased": kl_in == "loss" and kl_kind != "k2" and kind != "sft",
+            **table,
+        }
 
     @field_validator("dual_clip")
     @classmethod
@@ -170,6 +242,18 @@ class AlgoConfig(Section, frozen=True):
         return self.kl_coef > 0 and not self.ref_urls
 
     @property
+    def policy_loss(self) -> LossName:
+        """What `loss` stands for."""
+        return LOSS_OF_KIND.get(self.kind, "ppo") if self.loss == "auto" else self.loss
+
+    @property
+    def kl_estimator(self) -> KlKind:
+        """What `kl_kind` stands for."""
+        if self.kl_kind != "auto":
+            return self.kl_kind
+        return "k1" if self.kl_in != "loss" else "k3" if self.kl_unbiased else "k2"
+
+    @property
     def needs_groups(self) -> bool:
         """Whether advantages are those of samples that are compared, and nothing else."""
         return self.kind in COMPARING_KINDS and not self.advantage_fn and self.kl_in != "advantage"
@@ -187,16 +271,51 @@ class AlgoConfig(Section, frozen=True):
             )
         if self.kl_in == "advantage" and self.kind == "sft":
             yield Conflict(("kl_in", "kind"), 'does not go with kind = "sft", which has no advantages; use "loss"')
-        if self.clip_low > 1 and self.kind != "cispo":
+        loss = self.policy_loss
+        if self.clip_low > 1 and loss != "cispo":
             yield Conflict(("clip_low", "kind"), f'must be at most 1 for kind = "{self.kind}": ratios are not negative')
-        loss = LOSS_OF_KIND.get(self.kind, "ppo") if self.loss == "auto" else self.loss
         if self.dual_clip and loss not in ("ppo", "gspo"):
             yield Conflict(("dual_clip", "kind", "loss"), f'is not defined for the loss "{loss}"; use 0')
         yield from self._correction_conflicts(loss)
+        yield from self._kl_conflicts()
         yield from self._reference_conflicts()
         yield from self._function_conflicts()
         if self.loss != "auto" and (self.loss == "sft") != (self.kind == "sft"):
             yield Conflict(("loss", "kind"), f'does not go with kind = "{self.kind}"; use "auto"')
+
+    def _kl_conflicts(self) -> Iterator[Conflict]:
+        """Estimators whose gradient is not that of KL(policy || reference) where they are put.
+
+        In rewards and advantages the estimate is a constant factor of grad log pi: only k1 gives grad KL there. In the
+        loss it is differentiated: k2 is right on the policy's own tokens, k1 and k3 when weighted by live / behaviour.
+        """
+        if not self.kl_coef:
+            return
+        kind = self.kl_estimator
+        if self.kl_in != "loss":
+            if kind != "k1":
+                yield Conflict(
+                    ("kl_kind", "kl_in"),
+                    f'has no KL gradient with kl_in = "{self.kl_in}" (it vanishes near the reference and pushes away '
+                    'from it further on); use "k1"',
+                )
+            if self.kl_unbiased:
+                yield Conflict(("kl_unbiased", "kl_in"), f'is for kl_in = "loss", not "{self.kl_in}"')
+        elif self.kl_unbiased and self.kind == "sft":
+            yield Conflict(
+                ("kl_unbiased", "kind"), 'does not go with kind = "sft": demonstrations have no sampling policy'
+            )
+        elif self.kl_unbiased and kind == "k2":
+            yield Conflict(
+                ("kl_kind", "kl_unbiased"), 'has no KL gradient when it is weighted (kl_unbiased); use "k3" or "k1"'
+            )
+        elif not self.kl_unbiased and kind != "k2":
+            wrong = (
+                "has a gradient of mean 0 in the loss: it holds nothing back"
+                if kind == "k1"
+                else "has the gradient of KL(reference || policy) in the loss, not of KL(policy || reference)"
+            )
+            yield Conflict(("kl_kind", "kl_unbiased"), f'{wrong}; add kl_unbiased = true, or use "k2"')
 
     def _reference_conflicts(self) -> Iterator[Conflict]:
         """Two reference models, and a key for none."""
@@ -240,12 +359,6 @@ class AlgoConfig(Section, frozen=True):
             )
         if self.opsm_delta and loss == "sft":
             yield Conflict(("opsm_delta", "kind", "loss"), 'is not defined for the loss "sft"; use 0')
-        elif self.opsm_delta and (self.correction == "none" or (self.minibatches == 1 and self.correction in AT_START)):
-            yield Conflict(
-                ("opsm_delta", "correction", "minibatches"),
-                f'never acts with correction = "{self.correction}" and minibatches = {self.minibatches}: the log-probs '
-                'that it compares are the same; use "behaviour", or several mini-batches',
-            )
 
 
 class AsyncSettings(Section, frozen=True):

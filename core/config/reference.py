@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
 
 from .fields import keys_of, named_section_of, section_of
+from .learning import DEFAULTS_OF_KIND, AlgoConfig
 from .problems import value_text
 from .roles import RoleSettings, RolesSettings
 from .root import RunConfig
@@ -29,8 +30,8 @@ One TOML file describes a run; `myxa up run.toml` starts it. This page is genera
   once, each with file, line, dotted path, value and cause.
 * A relative path is relative to the folder of its file; in `--set`, to the current folder. `~` is the home folder.
 * Durations are in seconds, sizes in tokens, log-probs in nats, unless a key says otherwise.
-* With `algo.kind = "sft"` the values left out of `rollout.workflow`, `rollout.num_samples` and `algo.group_filter`
-  become `"demonstration"`, `1` and `"none"`.
+* With `algo.kind = "sft"` the values left out of `rollout.workflow` and `rollout.num_samples` become `"demonstration"`
+  and `1`.
 """
 
 MEANING_TEXT = {"path": "path", "sources": "path, or array of paths", "code": "name", "program": "program"}
@@ -47,8 +48,20 @@ def render_reference() -> str:
             parts.extend(_role_parts())
         elif section is not None:
             parts.append(_section_part(f"[{key}]", section, keys_of(section)))
+            if section is AlgoConfig:
+                parts.append(_kind_table())
             parts.extend(_named_parts(key, section))
     return "\n".join(parts)
+
+
+def _kind_table() -> str:
+    """What keys that follow `algo.kind` are where they are left out."""
+    rows = [
+        f"| `{kind}` | {one.clip_low:g} | {one.clip_high:g} | `{one.reduction}` | `{one.group_filter}` | {one.source} |"
+        for kind, one in DEFAULTS_OF_KIND.items()
+    ]
+    head = ["| kind | `clip_low` | `clip_high` | `reduction` | `group_filter` | source |", "|---|---|---|---|---|---|"]
+    return "\n".join(["Defaults that follow `kind`:", "", *head, *rows, ""])
 
 
 def _named_parts(key: str, section: type[Section]) -> Iterator[str]:

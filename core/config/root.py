@@ -37,7 +37,6 @@ from .weights import ChannelName, WeightSettings
 SFT_DEFAULTS = (
     ("rollout", "workflow", "demonstration"),
     ("rollout", "num_samples", 1),
-    ("algo", "group_filter", "none"),
 )
 
 

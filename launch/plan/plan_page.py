@@ -41,6 +41,7 @@ def plan_text(plan: RunPlan, *, shows_commands: bool = True) -> str:
     parts = [
         _placement(plan.placement),
         _memory(plan.memory, plan.num_parameters),
+        _objective(plan.objective),
         _batch(plan.batch),
         _sources(plan.sources),
         _staleness(plan.staleness),
@@ -92,6 +93,12 @@ def _load(load: Load) -> Iterator[str]:
     for part in load.parts:
         name = f"{part.owner} {part.name}".strip()
         yield f"  {name:<26} {size_text(part.num_bytes):>10}  {part.how}"
+
+
+def _objective(lines: Sequence[str]) -> Iterator[str]:
+    if lines:
+        yield _heading("what this run optimises")
+        yield from lines
 
 
 def _batch(batch: Batch | None) -> Iterator[str]:

@@ -23,6 +23,7 @@ from ..supervisor.placement import place, placement_problems
 from .batch import Batch, batch_of
 from .data_glance import PlannedSource, batch_findings, glance_at_held_out, glance_at_sources, source_findings
 from .device_memory import Capacities, Memory, memory_of
+from .objective_told import objective_lines
 from .odd_counts import odd_counts
 from .picture import grid, legend, picture, processes, turns
 from .sampling_findings import sampling_findings
@@ -64,6 +65,8 @@ class RunPlan:
     name: str = ""
     problems: tuple[Told, ...] = ()
     placement: Placement | None = None
+    objective: tuple[str, ...] = ()
+    """What the run optimises, a line per part."""
     batch: Batch | None = None
     sources: tuple[PlannedSource, ...] = ()
     """Of prompts, where they have names."""
@@ -138,6 +141,7 @@ def _planned(config: RunConfig, options: PlanOptions) -> tuple[dict[str, Any], l
     findings += (*train.findings, *(finding for one in held_out.values() for finding in one.findings))
     findings += batch_findings(config, train)
     findings += source_findings(config, shown["sources"])
+    shown["objective"] = objective_lines(config)
     shown["batch"] = batch = batch_of(config, model, max(1, num_ranks), train.num_rows, train.num_draws)
     findings += odd_counts(config, batch, {name: one.num_rows for name, one in held_out.items()})
     findings += sampling_findings(config)

@@ -27,7 +27,7 @@ def by_hand(kind: str, rewards: list[float], groups: list[int], normalise_std: b
         others.remove(reward)
         if kind == "rloo":
             out.append(reward - statistics.fmean(others) if others else 0.0)
-        elif kind in ("grpo", "gspo", "cispo"):
+        elif kind in ("grpo", "dapo", "gspo", "cispo"):
             spread = statistics.stdev(mates) if len(mates) > 1 else 0.0
             out.append((reward - statistics.fmean(mates)) / (spread + 1e-6 if normalise_std else 1.0))
         elif kind in ("dr_grpo", "reinforce_pp_baseline"):

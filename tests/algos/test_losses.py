@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch.autograd import gradcheck
 
-from myxa.algos.losses import cispo_loss, opsm_keep, ppo_clip_loss, reinforce_loss, sft_loss, value_loss
+from myxa.algos.losses import cispo_loss, opsm_keep, ppo_clip_loss, reinforce_loss, sft_loss
 from myxa.algos.segments import Segments
 from myxa.core.errors import ConfigError
 
@@ -105,15 +103,3 @@ def test_opsm_drops_only_bad_samples_that_are_far_away():
         assert got[t] == (not (advantages[t] < 0 and drift > 0.8))
     assert not all(got)
     assert any(got)
-
-
-def test_value_loss():
-    values, old, returns = [0.5, 1.0, 3.0, -2.0], [0.4, 0.0, 0.0, 0.0], [1.0, 1.0, 2.0, 0.5]
-    live = f64(values).requires_grad_()
-    got = value_loss(live, f64(old), f64(returns), 0.2)
-    want = []
-    for v, o, g in zip(values, old, returns, strict=True):
-        held = o + math.copysign(min(abs(v - o), 0.2), v - o)
-        want.append(max((v - g) ** 2, (held - g) ** 2))
-    assert got.loss_T.tolist() == pytest.approx(want, rel=1e-12)
-    assert gradcheck(lambda v: value_loss(v, f64(old), f64(returns), 0.2).loss_T, (live,))

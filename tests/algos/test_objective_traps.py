@@ -355,7 +355,7 @@ def test_auto_correction_depends_on_the_number_of_minibatches():
     assert ObjectiveConfig(minibatches=4).correction == "decoupled"
     assert ObjectiveConfig(kind="sft", minibatches=4).correction == "none"
     with pytest.raises(ConfigError, match="minibatches"):
-        resolve_correction("auto", 0)
+        ObjectiveConfig(minibatches=0)
 
 
 def test_loss_of_each_kind():
@@ -379,7 +379,7 @@ def test_every_option_of_the_run_file_is_forwarded():
     algo = AlgoConfig(
         kind="gspo", loss="ppo", correction="mis", minibatches=2, clip_low=0.11, clip_high=0.33, dual_clip=4.0,
         tis_cap=3.5, mis_level="sequence", mis_mode="clip", mis_low=0.21, mis_high=4.5, kl_coef=0.07,
-        kl_in="loss", kl_kind="k2", kl_unbiased=True, entropy_coef=0.013, reduction="rollout",
+        kl_in="loss", kl_kind="k2", kl_unbiased=False, entropy_coef=0.013, reduction="token",
         mis_normalise=True, reject_level="token", reject_low=0.4, reject_high=2.5, veto=1e-4,
         opsm_delta=0.02,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError
 
 HEAD = '[model]\npath = "m"\n[data]\ntrain = "t.jsonl"\n'
-KINDS = '"grpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sft"'
+KINDS = '"grpo", "dapo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sft"'
 SECTIONS = sorted(field.alias or name for name, field in RunConfig.model_fields.items())
 ALL_SECTIONS = f"known: {', '.join(SECTIONS[:12])} and {len(SECTIONS) - 12} more"
 
@@ -170,6 +170,35 @@ MISTAKES: list[tuple[str, str]] = [
         "run.toml:7: algo.minibatches = 4: does not divide batch_size = 30 (groups in one step)",
     ),
     (
+        '[algo]\nkl_coef = 0.1\nkl_in = "advantage"\nkl_kind = "k3"\n',
+        (
+            'run.toml:8: algo.kl_kind = "k3": has no KL gradient with kl_in = "advantage" (it vanishes near the '
+            'reference and pushes away from it further on); use "k1"'
+        ),
+    ),
+    (
+        '[algo]\nkl_coef = 0.1\nkl_kind = "k1"\nkl_unbiased = false\n',
+        (
+            'run.toml:7: algo.kl_kind = "k1": has a gradient of mean 0 in the loss: it holds nothing back; add '
+            'kl_unbiased = true, or use "k2"'
+        ),
+    ),
+    (
+        '[algo]\nkl_coef = 0.1\nkl_kind = "k3"\nkl_unbiased = false\n',
+        (
+            'run.toml:7: algo.kl_kind = "k3": has the gradient of KL(reference || policy) in the loss, not of '
+            'KL(policy || reference); add kl_unbiased = true, or use "k2"'
+        ),
+    ),
+    (
+        '[algo]\nkl_coef = 0.1\nkl_kind = "k2"\nkl_unbiased = true\n',
+        ('run.toml:7: algo.kl_kind = "k2": has no KL gradient when it is weighted (kl_unbiased); use "k3" or "k1"'),
+    ),
+    (
+        '[algo]\nkl_coef = 0.1\nkl_in = "advantage"\nkl_unbiased = true\n',
+        'run.toml:8: algo.kl_unbiased = true: is for kl_in = "loss", not "advantage"',
+    ),
+    (
         '[algo]\nkl_in = "reward"\n',
         (
             'run.toml:6: algo.kl_in = "reward": is not defined for kind = "grpo", only for ppo, reinforce_pp, '
@@ -213,13 +242,6 @@ MISTAKES: list[tuple[str, str]] = [
     (
         '[algo]\ncorrection = "mis"\nmis_level = "geometric"\nmis_normalise = true\n',
         'run.toml:8: algo.mis_normalise = true: has no mean of geometric weights: use mis_level "token" or "sequence"',
-    ),
-    (
-        '[algo]\ncorrection = "tis"\nopsm_delta = 0.1\n',
-        (
-            'run.toml:7: algo.opsm_delta = 0.1: never acts with correction = "tis" and minibatches = 1: the log-probs '
-            'that it compares are the same; use "behaviour", or several mini-batches'
-        ),
     ),
     (
         '[algo]\ncorrection = "icepop"\nmis_low = 1.5\ntis_cap = 1.2\n',
@@ -288,8 +310,8 @@ MISTAKES: list[tuple[str, str]] = [
         'run.toml:6: rollout.num_samples = 1: must be at least 2: algo.kind = "grpo" compares the samples of a group',
     ),
     (
-        '[rollout]\nnum_samples = 1\n[algo]\nkind = "ppo"\n',
-        'run.toml:7: algo.group_filter = "zero_variance" (default): would leave out every group of one sample; use "none"',
+        '[rollout]\nnum_samples = 1\n[algo]\nkind = "ppo"\ngroup_filter = "zero_variance"\n',
+        'run.toml:9: algo.group_filter = "zero_variance": would leave out every group of one sample; use "none"',
     ),
     (
         '[eval]\ndata = "h.jsonl"\n[eval.sets.a]\npath = "a.jsonl"\n',

@@ -94,7 +94,15 @@ def test_the_page(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(site.write(RUN))]) == 0
     page = capsys.readouterr().out
     headings = [line.removeprefix("== ").split(" of ")[0] for line in page.splitlines() if line.startswith("== ")]
-    assert headings == ["placement", "memory", "batch", "staleness", "disk", "what is started"]
+    assert headings == [
+        "placement",
+        "memory",
+        "what this run optimises",
+        "batch",
+        "staleness",
+        "disk",
+        "what is started",
+    ]
     assert "node 0  M B C T0 T1 R0 R1" in page
     assert "8 prompts x 4 samples = 32 samples a step, 2 updates of 16" in page
     assert page.endswith("no problems\n")
