@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...core.errors import ModelError
+from ...core.file_entry import read_regular
 from ...core.protocols import NamedArray
 from .model_config import ModelConfig, parse_model_config, token_ids
 from .safetensors_file import open_safetensors, write_safetensors
@@ -55,9 +56,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
     """A JSON object from a file of sane size. Raises ModelError naming the file."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{path} has {path.stat().st_size} bytes, more than any honest one", remedy=remedy)
-        value: Any = json.loads(path.read_bytes())
+        value: Any = json.loads(read_regular(path, MAX_JSON_BYTES))
     except FileNotFoundError as err:
         raise ModelError(f"{path} is missing", remedy=remedy) from err
     except (OSError, ValueError, RecursionError) as err:

@@ -9,6 +9,7 @@ Library considered: transformers' AutoConfig. Not used: seconds of import, and i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -20,6 +21,9 @@ PLAIN_TYPES = ("qwen3", "qwen2", "llama")
 """What the embedded engine and the torch trainer run."""
 MAX_DIMENSION = 1 << 24
 """No honest size in a config is larger; guards against a file that would make us allocate the moon."""
+MAX_LAYERS = 1 << 10
+MAX_TENSORS = 1 << 18
+"""Weights of a whole model; listing more would fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +172,7 @@ class _Fields:
         return value
 
     def number(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise self.fail(f"{key} must be a positive number, it is {value!r}")
         return float(value)
 
@@ -209,12 +213,18 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     head_dim = fields.size("head_dim", max(hidden // heads, 1))
     is_glm = model_type == "glm4"
+    layers = fields.size("num_hidden_layers")
+    if layers > MAX_LAYERS:
+        raise fields.fail(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
+    experts = _experts(fields) if model_type == "qwen3_moe" else {}
+    if layers * 3 * experts.get("num_experts", 0) > MAX_TENSORS:
+        raise fields.fail(f"{layers} layers of {experts['num_experts']} experts are more than {MAX_TENSORS} weights")
     config = ModelConfig(
         model_type=str(model_type),
         vocab_size=fields.size("vocab_size"),
         hidden_size=hidden,
         intermediate_size=fields.size("intermediate_size"),
-        num_layers=fields.size("num_hidden_layers"),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=fields.size("num_key_value_heads", heads),
         head_dim=head_dim,
@@ -229,7 +239,7 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
         is_rope_interleaved=is_glm,
         has_post_norms=is_glm,
         has_fused_gate=is_glm,
-        **(_experts(fields) if model_type == "qwen3_moe" else {}),
+        **experts,
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
         eos_token_ids=fields.ids("eos_token_id"),
         source=dict(source),

@@ -21,12 +21,15 @@ import numpy as np
 import safetensors
 
 from ...core.errors import ModelError
+from ...core.file_entry import open_regular
 from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 HEAD_BYTES = 8
+MAX_TENSORS = 1 << 18
+"""Of one file; the largest models have a tenth of it in all their shards."""
 
 DTYPES: Mapping[str, tuple[str, int]] = {
     "F64": ("float64", 8),
@@ -50,7 +53,7 @@ def open_safetensors(path: Path) -> Generator[dict[str, NamedArray], None, None]
     Raises ModelError naming the file when it is missing, torn or not of this format.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size < HEAD_BYTES:
                 raise _torn(path, f"it has {size} bytes")
@@ -77,6 +80,8 @@ def _tensors(path: Path, mapped: mmap.mmap) -> dict[str, NamedArray]:
         raise _torn(path, "its header is not a JSON object")
     table = cast("dict[str, Any]", header)
     view = memoryview(mapped)[start:]
+    if len(table) > MAX_TENSORS:
+        raise _torn(path, f"its header names {len(table)} tensors, more than {MAX_TENSORS}")
     return {name: _named(path, name, entry, view) for name, entry in table.items() if name != "__metadata__"}
 
 
@@ -85,7 +90,7 @@ def _named(path: Path, name: str, entry: Any, data: memoryview) -> NamedArray:
         dtype, item_bytes = DTYPES[entry["dtype"]]
         shape = tuple(int(length) for length in entry["shape"])
         first, last = (int(offset) for offset in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as err:
+    except (KeyError, TypeError, ValueError, OverflowError) as err:
         raise _torn(path, f"the entry of tensor {name} is malformed ({type(err).__name__}: {err})") from err
     num_bytes = item_bytes
     for length in shape:

@@ -306,3 +306,84 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(folder: Path, tmp_p
 def test_copying_a_tokenizer_that_is_not_there_is_refused(tmp_path: Path):
     with pytest.raises(ModelError, match=r"tokenizer\.json is missing"):
         copy_tokenizer(tmp_path, tmp_path)
+
+
+# -- hostile folders -----------------------------------------------------------------------------------------------
+
+LINKS = ("fifo", "device", "folder")
+
+
+def put_strange(path: Path, kind: str) -> None:
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", LINKS)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_e10_a_json_file_that_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str, name: str):
+    config = make_tiny_model(tmp_path, "0p5m", seed=5)
+    put_strange(tmp_path / name, kind)
+    with pytest.raises(ModelError, match=f"{name}.*not a regular file"):
+        if name == "config.json":
+            read_config(tmp_path)
+        elif name == "generation_config.json":
+            read_eos_token_ids(tmp_path)
+        else:
+            arrays(tmp_path, config)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", LINKS)
+def test_e10_weights_that_are_no_regular_file_are_refused_at_once(tmp_path: Path, kind: str):
+    config = make_tiny_model(tmp_path, "0p5m", seed=5)
+    put_strange(tmp_path / "model.safetensors", kind)
+    with pytest.raises(ModelError, match=r"model\.safetensors.*not a regular file"):
+        arrays(tmp_path, config)
+
+
+def test_e10_a_file_of_huge_size_is_refused_before_it_is_read(tmp_path: Path):
+    make_tiny_model(tmp_path, "0p5m", seed=5)
+    os.truncate(tmp_path / "config.json", 1 << 40)
+    with pytest.raises(ModelError, match="1099511627776 bytes, more than"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "9" * 400])
+@pytest.mark.parametrize("place", ["shape", "data_offsets"])
+def test_e10_numbers_beyond_all_bounds_in_a_header_are_refused(tmp_path: Path, number: str, place: str):
+    entry = {"dtype": '"F32"', "shape": "[1]", "data_offsets": "[0, 4]"}
+    entry[place] = f"[{number}, 4]"
+    header = ('{"w": {' + ", ".join(f'"{key}": {value}' for key, value in entry.items()) + "}}").encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    with pytest.raises(ModelError, match="tensor w"), open_safetensors(path):
+        pass
+
+
+def test_e10_a_header_of_a_million_tensors_is_refused_by_its_count(tmp_path: Path):
+    header = json.dumps({f"w{i}": 0 for i in range(1_000_000)}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(ModelError, match="names 1000000 tensors"), open_safetensors(path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_hidden_layers", 1 << 24), ("rms_norm_eps", 10**400), ("rope_theta", 10**400)]
+)
+def test_e10_sizes_beyond_any_model_are_refused_by_key(folder: Path, key: str, value: int):
+    source = dict(read_config(folder).source) | {key: value, "rope_parameters": None}
+    with pytest.raises(ModelError, match=key):
+        parse_model_config(source, "config.json")
+
+
+def test_e10_more_experts_than_any_model_has_are_refused(folder: Path):
+    experts = {"model_type": "qwen3_moe", "num_experts": 1 << 24, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    with pytest.raises(ModelError, match="16777216 experts"):
+        parse_model_config(dict(read_config(folder).source) | experts, "config.json")
