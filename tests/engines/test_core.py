@@ -109,6 +109,52 @@ def test_requests_that_cannot_be_served_are_refused_with_numbers(
     assert not core.has_work
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("top_k", 2**31),
+        ("top_k", 2**63),
+        ("top_k", 2**70),
+        ("max_new_tokens", 2**63),
+        ("temperature", 1e-300),
+        ("temperature", 1e308),
+        ("repetition_penalty", 1e-300),
+        ("repetition_penalty", float("nan")),
+        ("frequency_penalty", float("nan")),
+        ("presence_penalty", 1e308),
+        ("top_p", float("nan")),
+        ("min_p", float("nan")),
+        ("stop_token_ids", (2**63,)),
+    ],
+)
+def test_e03_values_beyond_what_the_engine_computes_with_end_their_request_only(
+    key, value, folders, make_core, run_core, ask, events
+):
+    core = make_core(folders[0])
+    core.submit(ask("bad", 4, **({"max_new_tokens": 5} | {key: value})), "owner")
+    (news,) = events(core)["owner"]
+    assert isinstance(news, RequestRefused)
+    assert len(run_core(core, [ask("good", 4, max_new_tokens=3, ignore_eos=True)])["good"].ids) == 3
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_k": 2**31 - 1},
+        {"temperature": 1e-6},
+        {"temperature": 1e6},
+        {"repetition_penalty": 1e-6},
+        {"top_p": 1e-30},
+        {"min_p": 1.0},
+        {"seed": 2**64},
+        {"seed": -1},
+    ],
+)
+def test_e03_values_at_the_bounds_are_served(sampling, folders, make_core, run_core, ask):
+    asked = ask("edge", 4, max_new_tokens=3, ignore_eos=True, **sampling)
+    assert len(run_core(make_core(folders[0]), [asked])["edge"].ids) == 3
+
+
 def test_strange_arrays_and_names_are_refused(folders, make_core, ask, events):
     from myxa.core.messages import SamplingParams
     from myxa.core.protocols import GenerateRequest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,11 @@ from ....core.samples import I32
 from ....core.stop_strings import MAX_STOP_BYTES, MAX_STOP_STRINGS, Decode, StopStrings, wrong_stop_string
 
 MAX_PENALTY = 2.0
+MIN_FACTOR = 1e-6
+"""Least temperature above 0 and least repetition penalty: float32 still divides a logit by it."""
+MAX_TEMPERATURE = 1e6
+MAX_TOP_K = 2**31 - 1
+"""As on servers: a signed 32-bit number."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,12 +106,15 @@ def check_ids(request_id: str, ids: I32, *, vocab_size: int, place: str) -> str:
 def _check_sampling(sampling: SamplingParams, name: str, vocab_size: int) -> None:
     if sampling.max_new_tokens < 1:
         raise RequestRefused(f"{name}: max_new_tokens is {sampling.max_new_tokens}", remedy="ask for at least 1")
-    if not 0 <= sampling.temperature < math.inf:
-        raise RequestRefused(f"{name}: temperature is {sampling.temperature}", remedy="use 0 (greedy) or more")
+    if sampling.temperature != 0 and not MIN_FACTOR <= sampling.temperature <= MAX_TEMPERATURE:
+        raise RequestRefused(
+            f"{name}: temperature is {sampling.temperature}",
+            remedy=f"use 0 (greedy), or {MIN_FACTOR:g} up to {MAX_TEMPERATURE:g}",
+        )
     if not 0 < sampling.top_p <= 1:
         raise RequestRefused(f"{name}: top_p is {sampling.top_p}", remedy="use a number above 0 and at most 1")
-    if sampling.top_k < 1 and sampling.top_k != -1:
-        raise RequestRefused(f"{name}: top_k is {sampling.top_k}", remedy="use -1 (no limit) or a positive number")
+    if sampling.top_k != -1 and not 1 <= sampling.top_k <= MAX_TOP_K:
+        raise RequestRefused(f"{name}: top_k is {sampling.top_k}", remedy=f"use -1 (no limit), or 1 up to {MAX_TOP_K}")
     if not 0 <= sampling.min_p <= 1:
         raise RequestRefused(f"{name}: min_p is {sampling.min_p}", remedy="use 0 (all tokens) up to 1")
     if not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens:
@@ -131,10 +138,10 @@ def _check_sampling(sampling: SamplingParams, name: str, vocab_size: int) -> Non
 
 def _check_penalties(sampling: SamplingParams, name: str) -> None:
     """The bounds are SGLang's."""
-    if not 0 < sampling.repetition_penalty <= MAX_PENALTY:
+    if not MIN_FACTOR <= sampling.repetition_penalty <= MAX_PENALTY:
         raise RequestRefused(
             f"{name}: repetition_penalty is {sampling.repetition_penalty}",
-            remedy=f"use a number above 0, at most {MAX_PENALTY:g}; 1 = none",
+            remedy=f"use {MIN_FACTOR:g} up to {MAX_PENALTY:g}; 1 = none",
         )
     for key, value in (("frequency", sampling.frequency_penalty), ("presence", sampling.presence_penalty)):
         if not -MAX_PENALTY <= value <= MAX_PENALTY:
