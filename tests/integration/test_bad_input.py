@@ -112,7 +112,9 @@ def by(flags: str) -> Row:
 
 
 def make_models(folder: Path) -> None:
-    for name in ("no_config", "no_tokenizer", "no_weights", "other_type", "torn_weights"):
+    for name in (
+        "many_layers", "no_config", "no_tokenizer", "no_weights", "other_type", "piped_weights", "torn_weights",
+    ):  # fmt: skip
         shutil.copytree(folder / "model", folder / name)
     (folder / "no_config/config.json").unlink()
     (folder / "no_tokenizer/tokenizer.json").unlink()
@@ -121,6 +123,9 @@ def make_models(folder: Path) -> None:
     (folder / "other_type/config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
     weights = (folder / "model/model.safetensors").read_bytes()
     (folder / "torn_weights/model.safetensors").write_bytes(weights[: len(weights) // 2])
+    (folder / "many_layers/config.json").write_text(json.dumps({**config, "num_hidden_layers": 1 << 24}))
+    (folder / "piped_weights/model.safetensors").unlink()
+    os.mkfifo(folder / "piped_weights/model.safetensors")
 
 
 def make_data(folder: Path) -> None:
