@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
+
+import numpy as np
 
 from ...core.errors import ModelError
 from ...core.file_entry import read_regular
@@ -24,6 +26,7 @@ __all__ = [
     "TOKENIZER_FILES",
     "ModelConfig",
     "check_tensors",
+    "check_values",
     "copy_tokenizer",
     "find_tokenizer",
     "open_weights",
@@ -49,6 +52,15 @@ TOKENIZER_FILES = (
     "tokenizer.model",
 )
 MAX_JSON_BYTES = 64 << 20
+CHUNK = 1 << 20
+"""Numbers that are looked at together."""
+FLOATS: Mapping[str, tuple[str, int]] = {
+    "float64": ("<u8", 0x7FF0 << 48),
+    "float32": ("<u4", 0x7F80 << 16),
+    "float16": ("<u2", 0x7C00),
+    "bfloat16": ("<u2", 0x7F80),
+}
+"""Types of weights: their bits as numpy reads them, and the exponent's, which are all set in NaN and infinity."""
 MAX_SHARD_BYTES = 5_000_000_000
 """Shard size of the Hub; larger models are written in several files."""
 
@@ -157,6 +169,33 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, NamedArray], place:
                 f"{place}: weight {name} has shape {list(tensor.spec.shape)}, config.json demands {list(shape)}",
                 remedy="config and weights must come from the same model",
             )
+
+
+def check_values(names: Collection[str], tensors: Mapping[str, NamedArray], place: str, *, max_bytes: int = 0) -> None:
+    """Raise ModelError naming the first of the weights `names` that is of no float type, or holds NaN or infinity.
+
+    `max_bytes`: read no more than that; of larger models an equal share from the start of each weight. 0: read all.
+    """
+    whole = sum(tensors[name].spec.num_bytes for name in names)
+    share = min(1.0, max_bytes / whole) if max_bytes and whole else 1.0
+    for name in names:
+        spec = tensors[name].spec
+        if spec.dtype not in FLOATS:
+            raise ModelError(
+                f"{place}: weight {name} is of type {spec.dtype}, not a float type",
+                remedy="quantised weights are not read; export the model in bfloat16",
+            )
+        kind, exponent = FLOATS[spec.dtype]
+        bits = np.frombuffer(tensors[name].data, dtype=kind)
+        bits = bits[: max(1, int(len(bits) * share))]
+        for start in range(0, len(bits), CHUNK):
+            bad = np.flatnonzero((bits[start : start + CHUNK] & exponent) == exponent)
+            if bad.size:
+                raise ModelError(
+                    f"{place}: weight {name} holds NaN or infinity, first at number {start + int(bad[0])} of "
+                    f"{tensors[name].spec.num_bytes // bits.itemsize}",
+                    remedy="the run that wrote it diverged, or the file is damaged: use an earlier checkpoint",
+                )
 
 
 def write_folder(

@@ -15,7 +15,7 @@ import tokenizers
 from ...core.errors import DataError, ModelError
 from ...core.samples import Message
 from .chat_template import ChatTemplate, PlainText, load_chat_template, read_eos_token
-from .hf_folder import find_tokenizer, read_eos_token_ids
+from .hf_folder import CONFIG, TOKENIZER, find_tokenizer, read_eos_token_ids, read_json
 
 
 class FolderTokenizer:
@@ -69,15 +69,46 @@ def load_tokenizer(folder: str | Path, template: ChatTemplate | PlainText | None
     except Exception as err:  # the library raises bare Exception for whatever is wrong in the file
         raise ModelError(f"cannot read {path}: {err}", remedy="download the file again") from err
     template = load_chat_template(root) if template is None else template
-    return FolderTokenizer(tokenizer, template, load_eos_token_ids(root, tokenizer))
+    end_ids = load_eos_token_ids(root, tokenizer)
+    _check_vocabulary(root, tokenizer, end_ids)
+    return FolderTokenizer(tokenizer, template, end_ids)
+
+
+def _check_vocabulary(root: Path, tokenizer: tokenizers.Tokenizer, end_ids: Sequence[int]) -> None:
+    """Raise ModelError for a token that the embedding has no row for; a folder without a model has no embedding."""
+    if not (root / CONFIG).exists():
+        return
+    num_rows = read_json(root / CONFIG, remedy="mend the file").get("vocab_size")
+    if not isinstance(num_rows, int):
+        return
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    text, last = max(vocabulary.items(), key=lambda item: item[1], default=("", -1))
+    if last >= num_rows:
+        raise ModelError(
+            f"{root / TOKENIZER}: token {text!r} has id {last}, the embedding has {num_rows} rows (vocab_size)",
+            remedy="take the token out of the tokenizer, or enlarge the embedding (resize_token_embeddings)",
+        )
+    beyond = [one for one in end_ids if one >= num_rows]
+    if beyond:
+        raise ModelError(
+            f"{root}: end token {beyond[0]} (eos_token_id) is beyond the embedding's {num_rows} rows (vocab_size)",
+            remedy="set eos_token_id of generation_config.json and config.json to the model's own",
+        )
 
 
 def load_eos_token_ids(folder: str | Path, tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
     """All ids that end a generation: the tokenizer's end-of-turn token, then those of the configs.
 
-    Raises ModelError when there is none: generation could only ever end by length.
+    Raises ModelError when there is none, or one that the tokenizer does not know: generation could only ever end by
+    length.
     """
-    end_of_turn = tokenizer.token_to_id(read_eos_token(folder) or "")
+    named = read_eos_token(folder)
+    end_of_turn = tokenizer.token_to_id(named)
+    if named and end_of_turn is None:
+        raise ModelError(
+            f"{folder}: eos_token {named!r} of tokenizer_config.json is not in {TOKENIZER}",
+            remedy="name a token of the vocabulary: with this one no answer could end",
+        )
     ids = (*(() if end_of_turn is None else (end_of_turn,)), *read_eos_token_ids(folder))
     if not ids:
         raise ModelError(

@@ -15,10 +15,12 @@ from pathlib import Path
 from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.checkpoints.folder import read_manifest
 from ...actors.data.row_file import check_data_file
+from ...actors.models.chat_template import PlainText
 from ...actors.models.freezing import frozen_names
-from ...actors.models.hf_folder import find_tokenizer, open_weights, read_config
+from ...actors.models.hf_folder import check_values, open_weights, read_config
 from ...actors.models.model_config import ModelConfig
 from ...actors.models.reference import check_reference
+from ...actors.models.tokenizer import load_tokenizer
 from ...actors.models.value_head import check_critic
 from ...actors.sinks.names import SHIPPED, check_name
 from ...core.config import RunConfig
@@ -39,6 +41,8 @@ from .user_functions import function_findings
 Check = Callable[[RunConfig, Sequence[ActorSpec]], Iterator[Finding]]
 
 LOOPBACK = "127.0.0.1"
+MAX_READ_BYTES = 2 << 30
+"""Of weights, within about two seconds; the embedded engine reads all of them when it loads them."""
 
 
 def check_node(config: RunConfig, actors: Iterable[ActorSpec]) -> None:
@@ -76,7 +80,7 @@ def _check_model(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Fin
         yield Finding("model.path", error)
         return
     if "rollout" in roles:
-        yield from looked("model.path", find_tokenizer, config.model.path)
+        yield from looked("model.path", load_tokenizer, config.model.path, PlainText())
         yield from template_findings(config)
     yield from looked("model.path", _check_weights, config.model.path, model)
     if config.trainer.freeze and "trainer" in roles:
@@ -116,8 +120,8 @@ def readable_model(config: RunConfig) -> ModelConfig | None:
 
 
 def _check_weights(path: str, model: ModelConfig) -> None:
-    with open_weights(path, model):
-        pass
+    with open_weights(path, model) as tensors:
+        check_values(model.tensor_shapes(), tensors, path, max_bytes=MAX_READ_BYTES)
 
 
 def _check_freeze(config: RunConfig, model: ModelConfig) -> None:

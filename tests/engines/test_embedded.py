@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from myxa.actors.models.hf_folder import open_weights, read_config
+from myxa.actors.models.hf_folder import open_weights, read_config, write_folder
 from myxa.actors.models.tiny import init_weights, make_tiny_model, tiny_config
 from myxa.actors.weights.channel import ChannelReader, make_writer
 from myxa.core.errors import EngineError, ModelError
 from myxa.core.messages import WeightManifest
+from myxa.core.protocols import NamedArray
 
 OPTIONS = EmbeddedOptions(max_running=8, stream_interval=2, name="engine under test")
 DEADLINE_S = 60
@@ -279,3 +280,36 @@ def test_an_abandoned_loop_does_not_keep_the_thread(folders, ask):
         if thread.name.startswith(OPTIONS.name):
             thread.join(10)
     assert not own_threads()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), "weight model.norm.weight holds NaN"),
+        (float("-inf"), "weight model.norm.weight holds NaN or infinity"),
+        (3e38, "logits of the model folder's weights are not finite"),
+    ],
+)
+async def test_e06_broken_weights_end_the_start_and_blame_no_prompt(tmp_path: Path, value: float, message: str):
+    write_with_norm(tmp_path, value)
+    engine = EmbeddedEngine(tmp_path, OPTIONS)
+    try:
+        with pytest.raises(ModelError, match=message):
+            await engine.start()
+    finally:
+        await engine.close()
+
+
+def write_with_norm(folder: Path, value: float) -> None:
+    config = make_tiny_model(folder, "0p5m", seed=5)
+    with open_weights(folder, config) as tensors:
+        copies = []
+        for tensor in tensors.values():
+            data = bytes(tensor.data)
+            if tensor.spec.name == "model.norm.weight":
+                numbers = np.full(tensor.spec.shape, value, dtype=np.float32)
+                data = (numbers.tobytes() if tensor.spec.dtype == "float32" else
+                        (numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes())  # fmt: skip
+            copies.append(NamedArray(spec=tensor.spec, data=memoryview(data)))
+    write_folder(folder, config.source, copies)

@@ -30,6 +30,7 @@ from run_job import Job, audit, events, make_job
 
 from myxa.actors.buffer.drought import NUM_BATCHES, Drought
 from myxa.actors.contracts.roles import BufferContract, CoordinatorContract
+from myxa.actors.models.safetensors_file import open_safetensors
 from myxa.actors.rewards.error_budget import GroupBudget
 from myxa.core.config import load_config
 from myxa.core.errors import (
@@ -113,7 +114,8 @@ def by(flags: str) -> Row:
 
 def make_models(folder: Path) -> None:
     for name in (
-        "many_layers", "no_config", "no_tokenizer", "no_weights", "other_type", "piped_weights", "torn_weights",
+        "far_end", "many_layers", "nan_weights", "no_config", "no_end", "no_tokenizer", "no_weights", "other_type",
+        "piped_weights", "torn_weights",
     ):  # fmt: skip
         shutil.copytree(folder / "model", folder / name)
     (folder / "no_config/config.json").unlink()
@@ -126,6 +128,15 @@ def make_models(folder: Path) -> None:
     (folder / "many_layers/config.json").write_text(json.dumps({**config, "num_hidden_layers": 1 << 24}))
     (folder / "piped_weights/model.safetensors").unlink()
     os.mkfifo(folder / "piped_weights/model.safetensors")
+    (folder / "far_end/config.json").write_text(json.dumps({**config, "eos_token_id": 1_000_000}))
+    settings = json.loads((folder / "no_end/tokenizer_config.json").read_text())
+    (folder / "no_end/tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<nowhere>"}))
+    with open_safetensors(folder / "model/model.safetensors") as tensors:
+        norm = tensors["model.norm.weight"].spec
+    broken = bytearray(weights)
+    start = 8 + int.from_bytes(weights[:8], "little") + norm.offset
+    broken[start : start + norm.num_bytes] = b"\xff" * norm.num_bytes
+    (folder / "nan_weights/model.safetensors").write_bytes(broken)
 
 
 def make_data(folder: Path) -> None:

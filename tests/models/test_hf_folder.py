@@ -8,6 +8,7 @@ import stat
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 
 from myxa.actors.models.hf_folder import (
     ModelConfig,
+    check_values,
     copy_tokenizer,
     open_weights,
     read_config,
@@ -387,3 +389,46 @@ def test_e10_more_experts_than_any_model_has_are_refused(folder: Path):
     experts = {"model_type": "qwen3_moe", "num_experts": 1 << 24, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
     with pytest.raises(ModelError, match="16777216 experts"):
         parse_model_config(dict(read_config(folder).source) | experts, "config.json")
+
+
+# -- broken weights --------------------------------------------------------------------------------------------------
+
+NORM = "model.norm.weight"
+BITS = {"float64": "<u8", "float32": "<u4", "float16": "<u2", "bfloat16": "<u2"}
+
+
+def one_weight(dtype: str, bits: Sequence[int]) -> NamedArray:
+    data = np.asarray(bits, dtype=BITS[dtype]).tobytes()
+    spec = TensorSpec(name="model.norm.weight", dtype=dtype, shape=(len(bits),), offset=0, num_bytes=len(data))
+    return NamedArray(spec=spec, data=memoryview(data))
+
+
+INFINITY = {"float64": 0x7FF0 << 48, "float32": 0x7F80 << 16, "float16": 0x7C00, "bfloat16": 0x7F80}
+SIGN = {"float64": 1 << 63, "float32": 1 << 31, "float16": 1 << 15, "bfloat16": 1 << 15}
+
+
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("place", [0, 7, (1 << 20) + 3])
+def test_e06_each_value_that_is_not_finite_is_found_and_placed(dtype: str, place: int):
+    good = np.full((1 << 20) + 5, INFINITY[dtype] - 1, dtype=BITS[dtype])  # the largest number
+    check_values([NORM], {"model.norm.weight": one_weight(dtype, good)}, "folder")
+    for bad in (INFINITY[dtype], INFINITY[dtype] | SIGN[dtype], INFINITY[dtype] + 1):
+        bits = good.copy()
+        bits[place] = bad
+        with pytest.raises(ModelError, match=rf"folder: weight model\.norm\.weight holds NaN.* number {place} of"):
+            check_values([NORM], {"model.norm.weight": one_weight(dtype, bits)}, "folder")
+
+
+def test_e06_of_large_models_the_start_of_each_weight_is_read():
+    bits = np.zeros(1000, dtype="<u4")
+    bits[500] = INFINITY["float32"]
+    tensors = {"model.norm.weight": one_weight("float32", bits)}
+    check_values([NORM], tensors, "folder", max_bytes=1000)
+    with pytest.raises(ModelError, match="number 500 of 1000"):
+        check_values([NORM], tensors, "folder", max_bytes=3000)
+
+
+def test_e06_weights_of_no_float_type_are_refused():
+    spec = TensorSpec(name="model.norm.weight", dtype="int8", shape=(2,), offset=0, num_bytes=2)
+    with pytest.raises(ModelError, match="of type int8, not a float type"):
+        check_values([NORM], {spec.name: NamedArray(spec=spec, data=memoryview(bytes(2)))}, "f")

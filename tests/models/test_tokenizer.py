@@ -170,3 +170,21 @@ def test_a_template_sees_special_tokens_and_json():
         template.render([Message(role="user", content="é<")], add_generation_prompt=False)
         == '<E>{"role": "user", "content": "é<"}'
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("config.json", {"vocab_size": 100}, r"token .* has id \d+, the embedding has 100 rows"),
+        ("config.json", {"eos_token_id": 10**6}, r"end token 1000000 .* is beyond the embedding"),
+        ("generation_config.json", {"eos_token_id": [1, 10**6]}, r"end token 1000000 .* is beyond the embedding"),
+        ("tokenizer_config.json", {"eos_token": "<nowhere>"}, r"eos_token '<nowhere>' .* is not in tokenizer.json"),
+    ],
+)
+def test_e06_a_token_that_the_model_cannot_have_is_refused(tmp_path: Path, name: str, change: dict, message: str):
+    make_tiny_model(tmp_path, "0p5m", seed=5)
+    load_tokenizer(tmp_path)
+    path = tmp_path / name
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **change}))
+    with pytest.raises(ModelError, match=message):
+        load_tokenizer(tmp_path)

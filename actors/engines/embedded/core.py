@@ -18,7 +18,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from ....core.errors import EngineError, RequestRefused
+from ....core.errors import EngineError, ModelError, RequestRefused
 from ....core.protocols import Delta, GenerateRequest, PauseMode
 from ....core.samples import I32, FinishReason
 from ....core.stop_strings import Decode
@@ -319,6 +319,15 @@ class EngineCore:
                 f"{self._options.name}: this machine's matrix products depend on a row's place in its batch, so no run "
                 "here repeats to the bit",
                 remedy="set rollout.deterministic = false, or use another machine",
+            )
+
+    @torch.inference_mode()
+    def check_logits(self) -> None:
+        """Raise ModelError where finite weights overflow in the forward pass: no prompt could be answered."""
+        if not np.isfinite(score(self._decoder, self._weights, np.zeros(2, dtype=np.int32), 1)).all():
+            raise ModelError(
+                f"{self._options.name}: the logits of the model folder's weights are not finite for token 0",
+                remedy="the weights overflow in this dtype: use another engine.dtype, or an earlier checkpoint",
             )
 
     def _score(self, scoring: Scoring) -> None:

@@ -9,7 +9,7 @@ from ....core.errors import EngineError
 from ....memory.budget import EngineBudget, plan_engine
 from ....memory.host import available_bytes
 from ...models.chat_template import PlainText
-from ...models.hf_folder import ModelConfig, open_weights, read_config
+from ...models.hf_folder import ModelConfig, check_values, open_weights, read_config
 from ...models.tokenizer import load_tokenizer
 from .allocation import plain_zeros
 from .core import CoreOptions, EngineCore
@@ -29,10 +29,11 @@ def load_core(
             f"{options.name}: dtype {options.dtype} is not for CPUs", remedy=f"use {' or '.join(CPU_DTYPES)}"
         )
     config, budget = plan_folder(folder, options, memory)
+    tokenizer = load_tokenizer(folder, PlainText())
     weights = new_weights(config, options, memory)
     with open_weights(folder, config) as tensors:
+        check_values(config.tensor_shapes(), tensors, str(folder))
         weights.load(tensors, str(folder))
-    tokenizer = load_tokenizer(folder, PlainText())
     core_options = CoreOptions(
         num_slots=budget.num_slots,
         context_length=budget.context_length,
@@ -45,7 +46,9 @@ def load_core(
         decode=partial(tokenizer.decode, skip_special=False),
     )
     allocate = None if memory is None else memory.allocate("kv_cache")
-    return config, budget, EngineCore(config, weights, core_options, allocate)
+    core = EngineCore(config, weights, core_options, allocate)
+    core.check_logits()
+    return config, budget, core
 
 
 def plan_folder(folder: Path, options: EmbeddedOptions, memory: LentMemory | None) -> tuple[ModelConfig, EngineBudget]:
