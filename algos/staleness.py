@@ -147,9 +147,9 @@ class Admission:
             return
         entry = self._line.get(group_id)
         _expect(entry, Stage.WAITING)
+        if entry.version == NO_TOKEN:  # it starts again: nothing that it had counts any more
+            entry.era, entry.ceiling = self._era, ceiling
         entry.ceiling = min(entry.ceiling, ceiling)
-        if entry.version == NO_TOKEN:
-            entry.era = self._era
         entry.version = entry.announced = min(entry.version, version)
         self._line.set_stage(entry, Stage.UNDER_WAY)
 

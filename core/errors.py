@@ -120,7 +120,9 @@ class MemberFailed(MyxaError):
 
     exit_code = 5
 
-    def __init__(self, message: str, *, kind: FailureKind, remedy: str = "", is_bystander: bool = False) -> None:
+    def __init__(
+        self, message: str, *, kind: FailureKind = "environment", remedy: str = "", is_bystander: bool = False
+    ) -> None:
         """`is_bystander`: another sample's workflow ended the process that both ran in."""
         super().__init__(message, remedy=remedy)
         self.kind: FailureKind = kind

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ...core.activity import ACTIVITY_KINDS
 from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show, table
 from .stretch import stretch_s
@@ -34,6 +33,8 @@ def _why(options: argparse.Namespace) -> int:
 def _page(reason: dict[str, Any]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
+
+    from ...core.activity import ACTIVITY_KINDS
 
     parts: list[RenderableType] = [Text(reason["sentence"])]
     if reason["remedy"]:

@@ -274,6 +274,20 @@ def test_c_without_a_rewind_a_prompt_without_a_token_keeps_its_place() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_c_a_prompt_that_starts_again_after_a_restore_counts_the_versions_of_its_new_tokens(policy: str) -> None:
+    admission = Admission(policy, max_staleness=3, batch_size=1)
+    admission.restore([LinePlace(0, -1, Stage.WAITING)], next_step=1, newest_version=1)
+    for step in range(1, 4):
+        _dispatch(admission, 1, version=step, first=step)
+        admission.ready(step, step)
+        assert _claim(admission, step) == (step,)
+        admission.trained(step)
+    admission.dispatched(0, 4)
+    admission.ready(0, 4)
+    assert admission.version_of(0) == 4
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_pitfall_16_filtered_groups_release_their_slot(policy: str) -> None:
     """Nine of ten groups filtered: a producer that kept their slots would stand still after a few steps."""
     outcome = simulate(

@@ -185,6 +185,12 @@ def test_details_survive():
     assert broken.last_seq == 5
 
 
+def test_a_failed_member_keeps_its_kind():
+    back = decode_fault(encode_fault(errors.MemberFailed("no", kind="sandbox")), "a", "b", is_refusal=False)
+    assert isinstance(back, errors.MemberFailed)
+    assert back.kind == "sandbox"
+
+
 def test_a_subclass_of_ones_own_arrives_as_its_nearest_known_ancestor():
     class GlassEngineError(EngineError):
         pass

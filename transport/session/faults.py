@@ -17,6 +17,8 @@ from ...core.errors import (
     CallError,
     DeadlineExceeded,
     Draining,
+    FailureKind,
+    MemberFailed,
     MyxaError,
     NotExecuted,
     OutcomeUnknown,
@@ -53,6 +55,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     traceback: str = ""
     retry_after_s: float = 0.0
     last_seq: int = -1
+    blame: FailureKind = "environment"
+    """Of a MemberFailed."""
 
 
 def fault_of(error: BaseException) -> Fault:
@@ -70,6 +74,7 @@ def fault_of(error: BaseException) -> Fault:
         traceback="" if isinstance(error, NotExecuted) else _traceback(error),
         retry_after_s=error.retry_after_s if isinstance(error, Overloaded | Draining) else 0.0,
         last_seq=error.last_seq if isinstance(error, StreamBroken) else -1,
+        blame=error.kind if isinstance(error, MemberFailed) else "environment",
     )
 
 
@@ -104,6 +109,8 @@ def _error_of(fault: Fault, callee: str, method: str) -> MyxaError:
         return kind(fault.message, retry_after_s=fault.retry_after_s, remedy=fault.remedy)
     if issubclass(kind, StreamBroken):
         return StreamBroken(fault.message, last_seq=fault.last_seq, remedy=fault.remedy)
+    if issubclass(kind, MemberFailed):
+        return kind(fault.message, kind=fault.blame, remedy=fault.remedy)
     error = kind(fault.message, remedy=fault.remedy)
     if fault.traceback:
         error.add_note(f"on {callee}:\n{fault.traceback}")
