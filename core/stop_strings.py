@@ -27,7 +27,9 @@ def wrong_stop_string(text: str) -> str:
         return "is empty: it would end an answer at once"
     if REPLACEMENT in text:
         return f"has {REPLACEMENT!r}, which stands for half a character"
-    if len(text.encode(errors="replace")) > MAX_STOP_BYTES:
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        return "has half a surrogate pair, which no text has"
+    if len(text.encode()) > MAX_STOP_BYTES:
         return f"is longer than {MAX_STOP_BYTES} bytes"
     return ""
 

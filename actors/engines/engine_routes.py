@@ -8,8 +8,11 @@ are bounded, bad input is answered with 4xx and `{"error": {"message", "type", "
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +30,21 @@ from .embedded.engine import EmbeddedEngine
 from .engine_auth import require_key
 from .generate_body import Call, parse_generate
 from .generate_reply import Reply
-from .route_bodies import json_response, read_body, version_of
+from .route_bodies import json_response, read_all, read_body, version_of
 from .sglang_wire import DATA, DONE
 from .weight_group_routes import WeightGroupRoutes
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 16 << 20
+MAX_LIVE = 16384
+"""Requests that run or wait; of one call there are `generate_body.MAX_REQUESTS` at most."""
+SMALL_BYTES = 16 << 10
+"""Bodies up to this size are read on the loop; encoding a larger one would keep others waiting."""
+READERS = 2
 NO_IDS: I32 = np.zeros(0, dtype=np.int32)
 NO_LOGPROBS: F32 = np.zeros(0, dtype=np.float32)
+_log = logging.getLogger("myxa.embedded")
 HEALTH_S = 20.0
 """Within which `/health_generate` must see a token."""
 
@@ -83,9 +92,11 @@ class EngineServer:
         *,
         is_incremental: bool = False,
         key: str = "",
+        max_chars: int = 1 << 30,
     ) -> None:
-        """`is_incremental`: streams carry new tokens only (SGLang's --incremental-streaming-output). `key`: must be
-        sent as bearer; empty: everybody may do everything."""
+        """`max_chars`: of one prompt's text; a longer one cannot fit into the context. `is_incremental`: streams carry
+        new tokens only (SGLang's --incremental-streaming-output). `key`: must be sent as bearer; empty: everybody may
+        do everything."""
         self._guards = [require_key(key)] if key else []
         self._engine = engine
         self._tokenizer = tokenizer
@@ -93,6 +104,8 @@ class EngineServer:
         self._weights_from = folder
         self._is_incremental = is_incremental
         self._is_paused = False
+        self._max_chars = max_chars
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="read prompts")
         self._groups = WeightGroupRoutes(engine)
         self._live: list[tuple[str, str]] = []
         """Request id inside the engine and the caller's id of its prompt, of everything that runs or waits."""
@@ -121,12 +134,16 @@ class EngineServer:
         app.router.add_routes([web.get(path, handler) for path, handler in gets.items()])
         app.router.add_routes([web.post(path, handler) for path, handler in {**posts, **self._groups.posts()}.items()])
         app.on_cleanup.append(self._groups.close)
+        app.on_cleanup.append(self._close)
         return app
+
+    async def _close(self, _: web.Application) -> None:
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     # -- generation
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        call = parse_generate(await request.read(), self._tokenizer.encode)
+        call = await self._call(request)
         version = (await self._engine.info()).version
         if call.is_stream:
             return await self._stream(request, call, version)
@@ -134,6 +151,19 @@ class EngineServer:
         await _all([self._fill(call, i, reply) for i, reply in enumerate(replies)])
         answers = [reply.answer(version, _now_s()) for reply in replies]
         return json_response(answers if call.is_list else answers[0])
+
+    async def _call(self, request: web.Request) -> Call:
+        """The parsed body. Encoding a long text takes seconds, so it is done in a thread."""
+        raw = await read_all(request)
+        read = partial(parse_generate, raw, self._tokenizer.encode, self._max_chars)
+        call = (
+            read() if len(raw) <= SMALL_BYTES else await asyncio.get_running_loop().run_in_executor(self._readers, read)
+        )
+        if len(self._live) + len(call.requests) > MAX_LIVE:
+            raise EngineError(
+                f"{len(self._live)} requests run or wait, {MAX_LIVE} may", remedy="send this one again later"
+            )
+        return call
 
     def _replies(self, call: Call, *, is_incremental: bool) -> list[Reply]:
         tokenizer, skips = self._tokenizer, call.skips_special
@@ -368,3 +398,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except (MyxaError, TimeoutError) as err:
         status, body = _error_object(err)
         return json_response(body, status=status)
+    except Exception as err:  # noqa: BLE001 -- the caller learns of it, and the log has the place
+        _log.exception("%s %s failed", request.method, request.path)
+        error = {"message": f"{request.path}: {type(err).__name__}: {err}", "type": "engine_error", "code": 500}
+        return json_response({"error": error}, status=500)

@@ -140,14 +140,15 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Whether texts leave out the token that ended them."""
 
 
-def parse_generate(raw: bytes, encode: Callable[[str], list[int]]) -> Call:
-    """Read a body; texts are encoded with `encode`. Raises RequestRefused saying which field is wrong and why."""
+def parse_generate(raw: bytes, encode: Callable[[str], list[int]], max_chars: int = 1 << 30) -> Call:
+    """Read a body; texts are encoded with `encode`. Raises RequestRefused saying which field is wrong and why, for a
+    text of more than `max_chars` characters too, before it is encoded."""
     try:
         body = msgspec.json.decode(raw, type=GenerateBody)
-    except msgspec.MsgspecError as err:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
         raise RequestRefused(f"/generate: {err}", remedy="send the fields of SGLang's /generate") from err
     _refuse_unknown_wishes(body, NEUTRAL_BODY, "")
-    prompts, is_batch = _prompts(body, encode)
+    prompts, is_batch = _prompts(body, encode, max_chars)
     if not prompts:
         raise RequestRefused("/generate: the batch is empty", remedy="send at least one prompt")
     sampling = [s or SamplingBody() for s in _as_list(body.sampling_params, len(prompts), "sampling_params")]
@@ -180,20 +181,34 @@ def parse_generate(raw: bytes, encode: Callable[[str], list[int]]) -> Call:
     )
 
 
-def _prompts(body: GenerateBody, encode: Callable[[str], list[int]]) -> tuple[list[list[int]], bool]:
+def _prompts(body: GenerateBody, encode: Callable[[str], list[int]], max_chars: int) -> tuple[list[list[int]], bool]:
     """Token ids of every prompt, and whether the caller sent a batch."""
     if (body.text is None) == (body.input_ids is None):
         raise RequestRefused("/generate: send either text or input_ids", remedy="exactly one of the two")
-    if isinstance(body.text, str):
-        return [encode(body.text)], False
-    if isinstance(body.text, list):
-        return [encode(text) for text in body.text], True
+    if body.text is not None:
+        texts = [body.text] if isinstance(body.text, str) else body.text
+        _check_texts(texts, max_chars)
+        return [encode(text) for text in texts], isinstance(body.text, list)
     ids = body.input_ids or []
     flat = [one for one in ids if isinstance(one, int)]
     nested = [one for one in ids if isinstance(one, list)]
     if flat and nested:
         raise RequestRefused("/generate: input_ids mixes ids and lists", remedy="send one prompt, or a list of prompts")
     return (nested, True) if nested else ([flat], False)
+
+
+def _check_texts(texts: list[str], max_chars: int) -> None:
+    if len(texts) > MAX_REQUESTS:
+        raise RequestRefused(
+            f"/generate: the call asks for more than {MAX_REQUESTS} sequences", remedy="send several calls"
+        )
+    longest = max(map(len, texts), default=0)
+    if longest > max_chars:
+        raise RequestRefused(
+            f"/generate: a text has {longest} characters; the context of this engine holds {max_chars} at most, were "
+            "each token the longest one",
+            remedy="shorten the prompt",
+        )
 
 
 def _start(value: int | None, num_tokens: int) -> int:

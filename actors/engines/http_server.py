@@ -12,10 +12,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import tokenizers
 from aiohttp import web
 
 from ...core.errors import EngineError
 from ..models.chat_template import PlainText
+from ..models.hf_folder import find_tokenizer
 from ..models.tokenizer import load_tokenizer
 from .embedded.engine import EmbeddedEngine, EmbeddedOptions
 from .engine_routes import EngineServer
@@ -57,9 +59,14 @@ async def serve(
     engine = EmbeddedEngine(folder, options)
     runner: web.AppRunner | None = None
     try:
-        await engine.start()
+        info = await engine.start()
         server = EngineServer(
-            engine, load_tokenizer(folder, PlainText()), Path(folder), is_incremental=is_incremental, key=key
+            engine,
+            load_tokenizer(folder, PlainText()),
+            Path(folder),
+            is_incremental=is_incremental,
+            key=key,
+            max_chars=info.context_length * _longest_token(folder),
         )
         # A client that goes away cancels its handler, which frees its rows.
         runner = web.AppRunner(
@@ -76,6 +83,12 @@ async def serve(
         await engine.close()
         if runner is not None:
             await runner.cleanup()
+
+
+def _longest_token(folder: str | Path) -> int:
+    """Characters of the vocabulary's longest token."""
+    vocabulary = tokenizers.Tokenizer.from_file(str(find_tokenizer(folder))).get_vocab(with_added_tokens=True)
+    return max(map(len, vocabulary), default=1)
 
 
 async def serve_engine(

@@ -26,6 +26,7 @@ from ...core.errors import EngineError, PromptTooLong, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
 from ...core.samples import I32, U8, FinishReason, Message, Prompt, Sample
+from ...core.sampling_ranges import sampling_fault
 from ...core.stop_strings import StopStrings
 from .segments import Segment, joined, split, unstamped
 from .stream_end import closing
@@ -173,6 +174,9 @@ class Episode:
         """The model's next turn. Raises Interrupted when the engine was told to abort, EngineError when it fails,
         UserCodeError when `sampling` has another temperature than the turns before."""
         params = sampling or self._model.sampling
+        fault, remedy = sampling_fault(params)
+        if fault:
+            raise UserCodeError(f"workflow: a turn of row {self._prompt.row} is asked for, {fault}", remedy=remedy)
         self._keep_to(params.temperature)
         done = self._next_recorded(is_model=True)
         if done is not None and (end := self._stopped_at(done, params)):

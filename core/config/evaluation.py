@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from .conflict import Conflict
 from .data import SOURCE_NAME, RowSource
 from .rewarding import REWARD_BUILTINS, check_pattern
-from .section import CodeName, CountInt, PositiveInt, Section, SourceText, TopK
+from .section import CodeName, CountInt, MaybeTemperature, PositiveInt, Section, SourceText, Temperature, TopK
 from .settings import check_code_name
 from .source import check_sources
 from .tables import Table
@@ -28,7 +28,7 @@ class EvalSetSettings(RowSource, frozen=True):
     """Prompts used in one evaluation: the first ones of the file; 0 = as in `[eval]`."""
     num_samples: CountInt = 0
     """Answers per prompt; 0 = as in `[eval]`."""
-    temperature: Annotated[float, Field(ge=-1, le=10)] = -1.0
+    temperature: MaybeTemperature = -1.0
     """Sampling temperature; 0 = greedy, -1 = as in `[eval]`."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus; 1 = off."""
@@ -85,7 +85,7 @@ class EvalSettings(Section, frozen=True):
     every result."""
     num_samples: PositiveInt = 1
     """Answers per prompt."""
-    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature of evaluation; 0 = greedy."""
     at_start: bool = True
     """Whether the untrained weights are evaluated too."""

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
 
+from ..sampling_ranges import MAX_PENALTY, MAX_TOP_K, MIN_FACTOR
 from .conflict import Conflict, conflict_error
 
 Meaning = Literal["path", "sources", "code", "program"]
@@ -56,10 +57,24 @@ TextTuple = Annotated[tuple[str, ...], Strict(False)]
 def _off_or_positive(value: int) -> int:
     if value != -1 and value < 1:
         raise ValueError("must be -1 (off) or at least 1")
+    if value > MAX_TOP_K:
+        raise ValueError(f"must be at most {MAX_TOP_K}")
+    return value
+
+
+def _divides(value: float) -> float:
+    """Logits are divided by it in float32."""
+    if 0 < value < MIN_FACTOR:
+        raise ValueError(f"must be at least {MIN_FACTOR:g} where it is not 0")
     return value
 
 
 TopK = Annotated[int, AfterValidator(_off_or_positive)]
+Temperature = Annotated[float, Field(ge=0, le=10), AfterValidator(_divides)]
+MaybeTemperature = Annotated[float, Field(ge=-1, le=10), AfterValidator(_divides)]
+"""-1: as elsewhere."""
+RepetitionPenalty = Annotated[float, Field(gt=0, le=MAX_PENALTY), AfterValidator(_divides)]
+OtherPenalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 
 
 class Section(BaseModel, frozen=True):

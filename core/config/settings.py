@@ -20,11 +20,14 @@ from .section import (
     CountInt,
     IntTuple,
     NonNegativeFloat,
+    OtherPenalty,
     PathText,
     PositiveFloat,
     PositiveInt,
     ProgramName,
+    RepetitionPenalty,
     Section,
+    Temperature,
     TextTuple,
     TopK,
     UnitFloat,
@@ -90,7 +93,7 @@ class RolloutSettings(Section, frozen=True):
 
     num_samples: PositiveInt = 8
     """Samples per prompt: the size of a group."""
-    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature; 0 = greedy (refused when the algorithm needs exploration)."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus: smallest set of tokens with at least this probability; 1 = off."""
@@ -102,11 +105,11 @@ class RolloutSettings(Section, frozen=True):
     """Tokens a model turn may have at most."""
     min_new_tokens: CountInt = 0
     """Tokens of a model turn before which its end tokens are not drawn; a stop string ends it all the same."""
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0
     """Divides positive logits (and multiplies negative ones) of tokens that the turn has already; 1 = off."""
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: OtherPenalty = 0.0
     """Taken off a token's logit for each time that the turn has it; 0 = off."""
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: OtherPenalty = 0.0
     """Taken off the logits of tokens that the turn has already; 0 = off."""
     stop_token_ids: IntTuple = ()
     """Token ids that end a turn, besides the model's end-of-sequence tokens."""

@@ -155,6 +155,74 @@ def test_e03_values_at_the_bounds_are_served(sampling, folders, make_core, run_c
     assert len(run_core(make_core(folders[0]), [asked])["edge"].ids) == 3
 
 
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, Panic])
+def test_e03_a_request_that_fails_in_a_step_ends_and_the_others_go_on(kind, folders, make_core, run_core, ask, events):
+    """The text of the third token of the request with a stop string cannot be told."""
+
+    def decode(ids):
+        if len(ids) >= 3:
+            raise kind("no such text")
+        return ""
+
+    def good(name):
+        return ask(name, 5, max_new_tokens=12, ignore_eos=True, temperature=0)
+
+    wanted = run_core(make_core(folders[0]), [good("before"), good("after")])
+    core = make_core(folders[0], num_slots=4, decode=decode, stream_interval=4)
+    bad = ask("bad", 4, max_new_tokens=20, ignore_eos=True, stop=("x",))
+    for request in (good("before"), bad, good("after")):
+        core.submit(request, request.request_id)
+    found = finish(core, events)
+    assert isinstance(found["bad"][-1], EngineError)
+    assert "no such text" in str(found["bad"][-1])
+    for name in ("before", "after"):
+        ids = np.concatenate([delta.output_ids for delta in found[name]])
+        assert ids.tolist() == wanted[name].ids.tolist()
+        assert found[name][-1].finish == "length"
+    assert run_core(core, [good("before")])["before"].ids.tolist() == wanted["before"].ids.tolist()
+
+
+def test_e03_a_model_that_computes_nothing_breaks_the_engine(folders, make_core, ask):
+    """No request is to blame, so that the run must hear of it."""
+    core = make_core(folders[0])
+    core.submit(ask("one", 4, max_new_tokens=3), "owner")
+    core._weights = None
+    with pytest.raises(AttributeError):
+        core.step()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": "hot"},
+        {"temperature": None},
+        {"top_k": 1.5},
+        {"top_p": True},
+        {"max_new_tokens": "8"},
+        {"seed": "x"},
+        {"seed": 2**70},
+        {"stop": ("\ud800",)},
+        {"stop": (5,)},
+        {"stop": "text"},
+        {"stop": ("x",) * 65},
+        {"stop_token_ids": 7},
+        {"stop_token_ids": ("a",)},
+        {"stop_token_ids": (5,) * 2000},
+    ],
+)
+def test_e03_values_of_another_type_end_their_request_only(values, folders, make_core, run_core, ask, events):
+    core = make_core(folders[0])
+    core.submit(ask("bad", 4, **({"max_new_tokens": 5} | values)), "owner")
+    (news,) = events(core)["owner"]
+    assert isinstance(news, RequestRefused)
+    assert news.remedy
+    assert len(run_core(core, [ask("good", 4, max_new_tokens=3, ignore_eos=True)])["good"].ids) == 3
+
+
 def test_strange_arrays_and_names_are_refused(folders, make_core, ask, events):
     from myxa.core.messages import SamplingParams
     from myxa.core.protocols import GenerateRequest

@@ -167,7 +167,7 @@ def broken_step(monkeypatch: pytest.MonkeyPatch, after: int):
 
     def forward(self, *args, **named):
         calls.append(1)
-        if len(calls) == after:
+        if len(calls) >= after:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return inner(self, *args, **named)
 
@@ -193,6 +193,34 @@ async def test_a_step_that_breaks_is_told_to_everybody_and_nothing_hangs(folders
     finally:
         await engine.close()
     assert not own_threads()
+
+
+@pytest.mark.asyncio
+async def test_e03_a_step_that_fails_once_costs_no_request(folders, ask, result, monkeypatch):
+    """A moment without memory: the model computes again a step later."""
+    from myxa.actors.engines.embedded.model import Decoder
+
+    inner, calls = Decoder.forward, []
+
+    def forward(self, *args, **named):
+        calls.append(1)
+        if len(calls) == 6:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return inner(self, *args, **named)
+
+    def requests():
+        return [ask(f"r{i}", max_new_tokens=30, ignore_eos=True, temperature=0) for i in range(6)]
+
+    engine = EmbeddedEngine(folders[0], OPTIONS)
+    await engine.start()
+    try:
+        wanted = await asyncio.gather(*(collect(engine, one, result) for one in requests()))
+        calls.clear()
+        monkeypatch.setattr(Decoder, "forward", forward)
+        found = await asyncio.gather(*(collect(engine, one, result) for one in requests()))
+    finally:
+        await engine.close()
+    assert [one.ids.tolist() for one in found] == [one.ids.tolist() for one in wanted]
 
 
 @pytest.mark.asyncio

@@ -204,6 +204,19 @@ BAD_BODIES = [
     (b"{", "truncated"),
     (b"[1]", "Expected `object`"),
     (b"\xff", "malformed"),
+    (b'{"text":"\xff\xfe"}', "utf-8"),
+    (b'{"text":"\\ud800"}', "truncated"),
+    (b'{"sampling_params":' + b'{"custom_params":' + b"[" * 5000 + b"]" * 5000 + b"}}", "recursion"),
+    (b'{"text":"a","sampling_params":{"temperature":NaN}}', "malformed"),
+    (b'{"text":"a","sampling_params":{"temperature":1e400}}', "out of range"),
+    ({"text": "9" * 2_000}, "a text has 2000 characters"),
+    ({"text": ["9"] * 5_000}, "more than 4096 sequences"),
+    ({"input_ids": [1], "rid": "x" * 2_000}, "request_id has 2000 characters"),
+    ({"input_ids": [1], "sampling_params": {"top_k": 2**63}}, "top_k is 9223372036854775808"),
+    ({"input_ids": [1], "sampling_params": {"sampling_seed": 2**80}}, "seed has 81 bits"),
+    ({"input_ids": [1], "sampling_params": {"stop_token_ids": [5] * 2_000}}, "2000 stop token ids"),
+    ({"input_ids": [1], "sampling_params": {"stop": ["x"] * 65}}, "65 stop strings"),
+    ({"input_ids": [1], "return_logprob": True, "logprob_start_len": -5}, "logprob_start_len is -5"),
     ({"sampling_params": {}}, "either text or input_ids"),
     ({"text": "a", "input_ids": [1]}, "either text or input_ids"),
     ({"input_ids": []}, "prompt is empty"),
@@ -254,6 +267,10 @@ async def test_bad_control_calls_are_refused(folders, tmp_path):
         ("/update_weights_from_disk", {}, "model_path"),
         ("/update_weights_from_disk", {"model_path": str(folders[1]), "weight_version": "new"}, "not a whole number"),
         ("/update_weight_version", {"new_version": "x"}, "not a whole number"),
+        ("/update_weight_version", {"new_version": "-1"}, "not a whole number"),
+        ("/update_weight_version", {"new_version": str(2**40)}, "not a whole number"),
+        ("/update_weight_version", {"new_version": "9" * 5000}, "not a whole number"),
+        ("/abort_request", b'{"rid":"\xff"}', "utf-8"),
     ]
     async with client_of(folders[0]) as client:
         for path, body, says in calls:
@@ -267,6 +284,34 @@ async def test_bad_control_calls_are_refused(folders, tmp_path):
 
 
 @pytest.mark.asyncio
+async def test_e09_health_is_answered_while_long_prompts_are_encoded(folders):
+    body = json.dumps({"text": ["9" * 1_900] * 500, "sampling_params": sampling()}).encode()
+    async with client_of(folders[0]) as client:
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        refused = asyncio.gather(client.post("/generate", body))
+        silences = []
+        while not refused.done():
+            asked = clock()
+            assert (await client.get("/health"))[0] == 200
+            silences.append(clock() - asked)
+        ((status, answer),) = await refused
+        assert (status, "context is 128" in answer["error"]["message"]) == (400, True)
+        assert len(silences) > 3
+        assert max(silences) < (clock() - begun) / 2
+
+
+@pytest.mark.asyncio
+async def test_more_requests_than_may_wait_are_refused_and_the_others_served(folders, monkeypatch):
+    monkeypatch.setattr("myxa.actors.engines.engine_routes.MAX_LIVE", 4)
+    async with client_of(folders[0]) as client:
+        one = {"input_ids": [1], "sampling_params": sampling()}
+        status, answer = await client.post("/generate", {"input_ids": [[1]] * 5, "sampling_params": sampling()})
+        assert (status, "4 may" in answer["error"]["message"]) == (503, True)
+        assert (await client.post("/generate", one))[0] == 200
+
+
+@pytest.mark.asyncio
 async def test_a_huge_body_is_refused(folders, monkeypatch):
     monkeypatch.setattr("myxa.actors.engines.engine_routes.MAX_BODY_BYTES", 10_000)
     async with client_of(folders[0]) as client:
@@ -277,7 +322,7 @@ async def test_a_huge_body_is_refused(folders, monkeypatch):
 @pytest.mark.asyncio
 async def test_a_client_that_leaves_frees_its_rows(folders):
     body = json.dumps({"input_ids": [1], "sampling_params": sampling(max_new_tokens=127, n=8)}).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     async with client_of(folders[0]) as client:
         for _ in range(4):
             _, writer = await asyncio.open_connection(client.served.host, client.served.port)

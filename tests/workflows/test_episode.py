@@ -188,6 +188,13 @@ async def test_stream_without_an_end_is_an_engine_error() -> None:
         await episode(Silent()).generate()
 
 
+@pytest.mark.parametrize("values", [{"top_k": 2**63}, {"temperature": "hot"}, {"top_p": float("nan")}, {"stop": "x"}])
+@pytest.mark.asyncio
+async def test_e03_a_workflow_that_passes_values_out_of_range_is_wrong(values: dict[str, Any]) -> None:
+    with pytest.raises(UserCodeError, match=rf"row {PROMPT.row} is asked for, {next(iter(values))} is"):
+        await episode(Script()).generate(SamplingParams(**values))
+
+
 def test_reply_before_a_turn_is_a_workflow_mistake() -> None:
     with pytest.raises(UserCodeError, match="without a model turn before it"):
         episode(Script()).reply("tool", "4")

@@ -9,6 +9,7 @@ knows no threads, no asyncio, no clock.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from ....core.errors import EngineError, ModelError, RequestRefused
+from ....core.messages import SamplingParams
 from ....core.protocols import Delta, GenerateRequest, PauseMode
 from ....core.samples import I32, FinishReason
 from ....core.stop_strings import Decode
@@ -67,8 +69,17 @@ class CoreOptions:
     """Text of token ids, special tokens kept; None: stop strings are refused."""
 
 
+_log = logging.getLogger("myxa.embedded")
+
+
 def _everything(request: Running | Scoring) -> bool:
     return True
+
+
+def _raise_if_meant_for_all(err: BaseException) -> None:
+    """A library's panic is no Exception, and ends one request like any other failure."""
+    if isinstance(err, KeyboardInterrupt | SystemExit):
+        raise err
 
 
 def _no_text(ids: Sequence[int]) -> str:
@@ -132,14 +143,25 @@ class EngineCore:
         """Queue a request; its events carry `owner`. One that cannot be served gets RequestRefused as only event."""
         try:
             self._check(request)
-        except RequestRefused as err:
-            self._events.append(Event(owner, err))
+            seed = request.sampling.seed
+            state = stream_state(self._random.getrandbits(64) if seed is None else seed)
+            decode = self._options.decode or _no_text
+            running = make_running(request, owner, self._options.eos_token_ids, state, decode)
+        except Exception as err:  # noqa: BLE001 -- whatever is wrong with it, its owner waits for an answer
+            self._events.append(Event(owner, self._refusal(request.request_id, err)))
             return
-        seed = request.sampling.seed
-        state = stream_state(self._random.getrandbits(64) if seed is None else seed)
         self._ids.add(request.request_id)
-        decode = self._options.decode or _no_text
-        self._waiting.append(make_running(request, owner, self._options.eos_token_ids, state, decode))
+        self._waiting.append(running)
+
+    def _refusal(self, request_id: str, err: Exception) -> EngineError:
+        if isinstance(err, EngineError):
+            return err
+        refused = RequestRefused(
+            f"{self._options.name}: request {str(request_id)[:80]!r} cannot be read: {type(err).__name__}: {err}",
+            remedy="send the types that the protocol names",
+        )
+        refused.__cause__ = err
+        return refused
 
     def _check(self, request: GenerateRequest) -> None:
         check_request(
@@ -165,8 +187,8 @@ class EngineCore:
                 place=self._options.name,
             )
             self._check_is_new(scoring.request_id)
-        except RequestRefused as err:
-            self._events.append(Event(scoring.owner, err))
+        except Exception as err:  # noqa: BLE001 -- as above
+            self._events.append(Event(scoring.owner, self._refusal(scoring.request_id, err)))
             return
         self._ids.add(scoring.request_id)
         self._scoring.append(scoring)
@@ -206,9 +228,12 @@ class EngineCore:
         self.is_paused = False
 
     def retract(self) -> None:
+        self._waiting.extendleft(self._retracted())
+
+    def _retracted(self) -> list[Running]:
+        """All running requests, the last first; they have no row any more."""
         self.tell()
-        rows = [self._slots.retract(row) for row in reversed(range(len(self._slots)))]
-        self._waiting.extendleft(rows)
+        return [self._slots.retract(row) for row in reversed(range(len(self._slots)))]
 
     def relabel(self, version: int) -> None:
         """Stamp the next tokens with another version, weights unchanged."""
@@ -234,15 +259,26 @@ class EngineCore:
     @torch.inference_mode()
     def step(self) -> int:
         """One token for every row, rows of requests that join in this step included, and one sequence scored. Returns
-        how many tokens were drawn."""
+        how many tokens were drawn. Where it fails, the requests that make it fail end with EngineError; raises what
+        nothing can be computed with any more."""
         if self.is_paused:
             return 0
         if self._scoring:
             self._score(self._scoring.popleft())
         new = take_waiting(self._waiting, self._slots.num_free, PREFILL_TOKENS)
-        admission = plan_admission(new, len(self._slots))
         if not (new or self._slots.rows):
             return 0
+        marks = self._slots.marks()
+        try:
+            return self._advance(new)
+        except BaseException as err:  # noqa: BLE001 -- found out below whose it is
+            _raise_if_meant_for_all(err)
+            self._slots.go_back(marks)
+            self._part(new, err)
+            return 0
+
+    def _advance(self, new: Sequence[Running]) -> int:
+        admission = plan_admission(new, len(self._slots))
         logits = self._forward(admission)
         for source, target, length in admission.copies:
             self._cache.copy_row(source, target, length)
@@ -253,6 +289,47 @@ class EngineCore:
         if self._steps_untold == self._options.stream_interval:
             self.tell()
         return num_drawn
+
+    def _part(self, new: Sequence[Running], err: BaseException) -> None:
+        """After a step that failed: each request takes a step alone, and those that fail again end. Raises `err` if the
+        model cannot compute a token of its own either."""
+        asked = self._retracted()[::-1]
+        asked += [one for one in new if all(one is not other for other in asked)]
+        sound: list[Running] = []
+        for one in asked:
+            try:
+                self._advance([one])
+            except BaseException as again:  # noqa: BLE001 -- this request's
+                _raise_if_meant_for_all(again)
+                self._slots.clear()
+                self._forget(one, self._step_failed(one, again))
+            else:
+                sound += self._retracted()
+        self._waiting.extendleft(reversed(sound))
+        if len(sound) < len(asked) and not self._can_step():
+            raise err
+
+    def _can_step(self) -> bool:
+        """Whether a request of the engine's own, beside which there is none, gets a token."""
+        num_events = len(self._events)
+        request = GenerateRequest(request_id="\0", input_ids=np.zeros(1, np.int32), sampling=SamplingParams())
+        try:
+            self._advance([make_running(request, None, frozenset(), 0, _no_text)])
+        except Exception:  # noqa: BLE001 -- the one that led here is told
+            return False
+        finally:
+            self._slots.clear()
+            del self._events[num_events:]
+        return True
+
+    def _step_failed(self, request: Running | Scoring, err: BaseException) -> EngineError:
+        _log.error("%s: request %r failed", self._options.name, request.request_id, exc_info=err)
+        error = EngineError(
+            f"{self._options.name}: request {request.request_id!r} failed in a step: {type(err).__name__}: {err}",
+            remedy="other requests are served; the engine's log has the place",
+        )
+        error.__cause__ = err
+        return error
 
     def _forward(self, admission: Admission) -> torch.Tensor:
         """Logits of the next token, float32: of the running rows, then of the requests that join."""
@@ -331,7 +408,11 @@ class EngineCore:
             )
 
     def _score(self, scoring: Scoring) -> None:
-        logprobs = score(self._decoder, self._weights, scoring.ids, scoring.first)
+        try:
+            logprobs = score(self._decoder, self._weights, scoring.ids, scoring.first)
+        except Exception as err:  # noqa: BLE001 -- it is this sequence's
+            self._forget(scoring, self._step_failed(scoring, err))
+            return
         news: Delta | EngineError = Delta(
             output_ids=scoring.ids[scoring.first :],
             logprobs=logprobs,

@@ -10,14 +10,10 @@ from ....core.errors import RequestRefused
 from ....core.messages import SamplingParams
 from ....core.protocols import GenerateRequest
 from ....core.samples import I32
-from ....core.stop_strings import MAX_STOP_BYTES, MAX_STOP_STRINGS, Decode, StopStrings, wrong_stop_string
+from ....core.sampling_ranges import sampling_fault
+from ....core.stop_strings import Decode, StopStrings
 
-MAX_PENALTY = 2.0
-MIN_FACTOR = 1e-6
-"""Least temperature above 0 and least repetition penalty: float32 still divides a logit by it."""
-MAX_TEMPERATURE = 1e6
-MAX_TOP_K = 2**31 - 1
-"""As on servers: a signed 32-bit number."""
+MAX_NAME_CHARS = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -86,9 +82,12 @@ def check_scoring(scoring: Scoring, *, vocab_size: int, context_length: int, pla
 
 def check_ids(request_id: str, ids: I32, *, vocab_size: int, place: str) -> str:
     """Raise RequestRefused for what are no token ids of this model; returns the request's name for further messages."""
-    name = f"{place}: request {request_id!r}"
-    if not request_id:
-        raise RequestRefused(f"{place}: a request has an empty request_id", remedy="give every request its own id")
+    name = f"{place}: request {request_id[:MAX_NAME_CHARS]!r}"
+    if not 0 < len(request_id) <= MAX_NAME_CHARS:
+        raise RequestRefused(
+            f"{name}: its request_id has {len(request_id)} characters",
+            remedy=f"give every request its own id of 1 to {MAX_NAME_CHARS} characters",
+        )
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise RequestRefused(f"{name}: input_ids are {ids.dtype}{list(ids.shape)}", remedy="pass one sequence of int32")
     if not ids.size:
@@ -104,50 +103,15 @@ def check_ids(request_id: str, ids: I32, *, vocab_size: int, place: str) -> str:
 
 
 def _check_sampling(sampling: SamplingParams, name: str, vocab_size: int) -> None:
-    if sampling.max_new_tokens < 1:
-        raise RequestRefused(f"{name}: max_new_tokens is {sampling.max_new_tokens}", remedy="ask for at least 1")
-    if sampling.temperature != 0 and not MIN_FACTOR <= sampling.temperature <= MAX_TEMPERATURE:
-        raise RequestRefused(
-            f"{name}: temperature is {sampling.temperature}",
-            remedy=f"use 0 (greedy), or {MIN_FACTOR:g} up to {MAX_TEMPERATURE:g}",
-        )
-    if not 0 < sampling.top_p <= 1:
-        raise RequestRefused(f"{name}: top_p is {sampling.top_p}", remedy="use a number above 0 and at most 1")
-    if sampling.top_k != -1 and not 1 <= sampling.top_k <= MAX_TOP_K:
-        raise RequestRefused(f"{name}: top_k is {sampling.top_k}", remedy=f"use -1 (no limit), or 1 up to {MAX_TOP_K}")
-    if not 0 <= sampling.min_p <= 1:
-        raise RequestRefused(f"{name}: min_p is {sampling.min_p}", remedy="use 0 (all tokens) up to 1")
-    if not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens:
-        raise RequestRefused(
-            f"{name}: min_new_tokens is {sampling.min_new_tokens}", remedy=f"use 0 up to {sampling.max_new_tokens}"
-        )
-    _check_penalties(sampling, name)
-    wrong = [f"stop string {text!r} {why}" for text in sampling.stop if (why := wrong_stop_string(text))]
-    if wrong or len(sampling.stop) > MAX_STOP_STRINGS:
-        raise RequestRefused(
-            f"{name}: {wrong[0] if wrong else f'{len(sampling.stop)} stop strings'}",
-            remedy=f"at most {MAX_STOP_STRINGS} texts of 1 to {MAX_STOP_BYTES} bytes",
-        )
+    fault, remedy = sampling_fault(sampling)
+    if fault:
+        raise RequestRefused(f"{name}: {fault}", remedy=remedy)
     outside = [i for i in sampling.stop_token_ids if not 0 <= i < vocab_size]
     if outside:
         raise RequestRefused(
             f"{name}: stop token id {outside[0]} is outside the vocabulary [0, {vocab_size})",
             remedy="stop ids must come from the engine's own tokenizer",
         )
-
-
-def _check_penalties(sampling: SamplingParams, name: str) -> None:
-    """The bounds are SGLang's."""
-    if not MIN_FACTOR <= sampling.repetition_penalty <= MAX_PENALTY:
-        raise RequestRefused(
-            f"{name}: repetition_penalty is {sampling.repetition_penalty}",
-            remedy=f"use {MIN_FACTOR:g} up to {MAX_PENALTY:g}; 1 = none",
-        )
-    for key, value in (("frequency", sampling.frequency_penalty), ("presence", sampling.presence_penalty)):
-        if not -MAX_PENALTY <= value <= MAX_PENALTY:
-            raise RequestRefused(
-                f"{name}: {key}_penalty is {value}", remedy=f"use -{MAX_PENALTY:g} up to {MAX_PENALTY:g}; 0 = none"
-            )
 
 
 def make_running(

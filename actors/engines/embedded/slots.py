@@ -6,7 +6,7 @@ but not in the cache yet: it is the input of the next step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -212,6 +212,22 @@ class SlotTable:
             self.rows[row] = self.rows[last]
         self.rows.pop()
         return gone
+
+    def marks(self) -> dict[int, tuple[int, int]]:
+        """Of each running request, by `id`: its tokens, and those that were handed out."""
+        return {id(one): (int(self.lengths[row]), int(self._told[row])) for row, one in enumerate(self.rows)}
+
+    def go_back(self, marks: Mapping[int, tuple[int, int]]) -> None:
+        """Undo a step that failed half-way: rows are as they were at `marks`, those that came later are not there."""
+        self.rows = [one for one in self.rows if id(one) in marks]
+        for row, one in enumerate(self.rows):
+            self.lengths[row], self._told[row] = marks[id(one)]
+            last = int(self.lengths[row]) - 1
+            self._newest[row] = self._ids[row, last] if last >= self._starts[row] else one.context[-1]
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.rows = []
 
     def retract(self, row: int) -> Running:
         """Take a row out with its tokens in its context, so that it can be prefilled and go on later."""

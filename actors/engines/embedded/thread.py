@@ -2,8 +2,9 @@
 
 Knows the core and one asyncio loop, to which it tells events in bundles: one wake-up of the loop for everything that
 happened since the last one. Commands run in the order in which they were given; what a command caused is told before
-its result. An exception that a step did not expect breaks the engine for good: it is told once, every later command
-fails with it, nothing is retried behind anybody's back.
+its result. An exception of a command is the error of its caller; one of a step ends the requests that cause it
+(`EngineCore.step`). What is left, an engine that can compute nothing any more, breaks it for good: that is told once,
+and every later command fails with it.
 
 asyncio's executor was considered: a step must not wait behind other jobs, and the thread must end with the engine.
 """
@@ -11,6 +12,7 @@ asyncio's executor was considered: a step must not wait behind other jobs, and t
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -26,6 +28,7 @@ LOOP_CHECK_S = 1.0
 """An idle thread looks that often whether its loop was closed without a word to it."""
 
 Command = Callable[[EngineCore], None]
+_log = logging.getLogger("myxa.embedded")
 
 
 class EngineThread:
@@ -61,7 +64,8 @@ class EngineThread:
         self._thread.start()
 
     def post(self, command: Command) -> None:
-        """Run a command between two steps; it must not raise. Raises EngineError if the engine is broken or closed."""
+        """Run a command between two steps; an exception of it is lost. Raises EngineError if the engine is broken or
+        closed."""
         if self._broken is not None:
             raise self._broken
         with self._changed:
@@ -79,6 +83,11 @@ class EngineThread:
                 value = function(core)
             except MyxaError as err:
                 self._answer(result, error=err)
+            except Exception as err:  # noqa: BLE001 -- it is the caller's, the engine serves the others
+                why = f"{self._name}: a command failed: {type(err).__name__}: {err}"
+                error = EngineError(why, remedy="this is a bug; its cause is chained to this error")
+                error.__cause__ = err
+                self._answer(result, error=error)
             else:
                 self._answer(result, value=value)
 
@@ -110,7 +119,7 @@ class EngineThread:
                 if self._core.has_work:
                     self._core.step()
                 self._tell()
-        except Exception as err:  # noqa: BLE001 -- whatever it was, the loop must learn of it
+        except BaseException as err:  # noqa: BLE001 -- whatever it was, a panic of a library too, the loop must learn of it
             why = f"{self._name} broke: {type(err).__name__}: {err}"
             broken = EngineError(why, remedy="restart it; the cause is chained to this error")
             broken.__cause__ = err
@@ -125,7 +134,10 @@ class EngineThread:
             commands, self._commands = self._commands, []
             is_stopping = self._is_stopping
         for command in commands:
-            command(self._core)
+            try:
+                command(self._core)
+            except Exception:  # noqa: BLE001 -- the engine serves the others
+                _log.exception("%s: a command failed", self._name)
         return not is_stopping
 
     def _tell(self) -> None:

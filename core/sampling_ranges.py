@@ -1,0 +1,92 @@
+"""Which sampling values an engine can compute with. Pure; every door that takes such values asks here: the run file,
+the engines, workflows that pass their own.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from .stop_strings import MAX_STOP_BYTES, MAX_STOP_STRINGS, wrong_stop_string
+
+if TYPE_CHECKING:
+    from .messages import SamplingParams
+
+MAX_PENALTY = 2.0
+MIN_FACTOR = 1e-6
+"""Least temperature above 0 and least repetition penalty: float32 still divides a logit by it."""
+MAX_TEMPERATURE = 1e6
+MAX_TOP_K = 2**31 - 1
+"""As on servers: a signed 32-bit number."""
+MAX_STOP_IDS = 1024
+MIN_SEED, MAX_SEED = -(2**63), 2**64
+MAX_TOKENS = 2**31 - 1
+
+_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+_WHOLE = ("top_k", "max_new_tokens", "min_new_tokens")
+
+
+def sampling_fault(sampling: SamplingParams) -> tuple[str, str]:
+    """The first value that is out of its range and the remedy; both empty: there is none."""
+    return next(_type_faults(sampling), None) or next(_range_faults(sampling), ("", ""))
+
+
+def _type_faults(sampling: SamplingParams) -> Iterator[tuple[str, str]]:
+    """Python does not check the types of what user code passes."""
+    for names, kind, words in ((_REALS, numbers.Real, "a number"), (_WHOLE, numbers.Integral, "a whole number")):
+        for name in names:
+            value: object = getattr(sampling, name)
+            if isinstance(value, bool) or not isinstance(value, kind):
+                yield f"{name} is {value!r}", f"use {words}"
+    seed: object = sampling.seed
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral)):
+        yield f"seed is {seed!r}", "use a whole number, or None"
+    for name, kind, words in (("stop_token_ids", numbers.Integral, "token ids"), ("stop", str, "texts")):
+        values: Any = getattr(sampling, name)
+        is_list = isinstance(values, tuple | list)
+        values = cast("list[Any]", values)
+        if not is_list or not all(isinstance(one, kind) for one in values):
+            yield f"{name} is {repr(values)[:80]}", f"use a tuple of {words}"
+
+
+def _range_faults(sampling: SamplingParams) -> Iterator[tuple[str, str]]:
+    if not 1 <= sampling.max_new_tokens <= MAX_TOKENS:
+        yield f"max_new_tokens is {sampling.max_new_tokens}", f"use 1 up to {MAX_TOKENS}"
+    if sampling.temperature != 0 and not MIN_FACTOR <= sampling.temperature <= MAX_TEMPERATURE:
+        yield f"temperature is {sampling.temperature}", f"use 0 (greedy), or {MIN_FACTOR:g} up to {MAX_TEMPERATURE:g}"
+    if not 0 < sampling.top_p <= 1:
+        yield f"top_p is {sampling.top_p}", "use a number above 0 and at most 1"
+    if sampling.top_k != -1 and not 1 <= sampling.top_k <= MAX_TOP_K:
+        yield f"top_k is {sampling.top_k}", f"use -1 (no limit), or 1 up to {MAX_TOP_K}"
+    if not 0 <= sampling.min_p <= 1:
+        yield f"min_p is {sampling.min_p}", "use 0 (all tokens) up to 1"
+    if not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens:
+        yield f"min_new_tokens is {sampling.min_new_tokens}", f"use 0 up to {sampling.max_new_tokens}"
+    yield from _penalty_faults(sampling)
+    if sampling.seed is not None and not MIN_SEED <= sampling.seed <= MAX_SEED:
+        yield f"seed has {sampling.seed.bit_length()} bits", "use a number of at most 64 bits"
+    yield from _stop_faults(sampling)
+
+
+def _penalty_faults(sampling: SamplingParams) -> Iterator[tuple[str, str]]:
+    """The bounds are SGLang's."""
+    if not MIN_FACTOR <= sampling.repetition_penalty <= MAX_PENALTY:
+        yield (
+            f"repetition_penalty is {sampling.repetition_penalty}",
+            f"use {MIN_FACTOR:g} up to {MAX_PENALTY:g}; 1 = none",
+        )
+    for name in ("frequency_penalty", "presence_penalty"):
+        if not -MAX_PENALTY <= getattr(sampling, name) <= MAX_PENALTY:
+            yield f"{name} is {getattr(sampling, name)}", f"use -{MAX_PENALTY:g} up to {MAX_PENALTY:g}; 0 = none"
+
+
+def _stop_faults(sampling: SamplingParams) -> Iterator[tuple[str, str]]:
+    remedy = f"at most {MAX_STOP_STRINGS} texts of 1 to {MAX_STOP_BYTES} bytes"
+    if len(sampling.stop) > MAX_STOP_STRINGS:
+        yield f"{len(sampling.stop)} stop strings", remedy
+    for text in sampling.stop:
+        if why := wrong_stop_string(text):
+            yield f"stop string {text[:80]!r} {why}", remedy
+    if len(sampling.stop_token_ids) > MAX_STOP_IDS:
+        yield f"{len(sampling.stop_token_ids)} stop token ids", f"use at most {MAX_STOP_IDS}"
