@@ -140,13 +140,15 @@ class PlantedSeat:
         rng, names = self.rng, ("trainer/0", "trainer/1", "rollout/0", "rollout/1", "rollout/2")
         snapshot: dict[str, dict[str, float]] = {
             "metrics": {
-                "reward/mean": 0.91, "reward/std": 0.21, "train/loss": -0.0123, "train/grad_norm": 0.61,
+                "reward/raw_mean": 0.91, "reward/raw_std": 0.21, "reward/mean": 0.7,
+                "train/loss": -0.0123, "train/grad_norm": 0.61,
                 "train/entropy": 0.48, "train/approx_kl": 0.0021, "train/logprob_diff_abs_mean": 0.0119,
                 "lag/max": 3.0, "lag/mean": 0.9, "lag/min": 0.0, "train/lr": float(self.values["lr"]),
                 "lag_hist/0": 14.0, "lag_hist/1": 11.0, "lag_hist/2": 5.0, "lag_hist/3": 2.0,
-                "reward/zero_std_groups": 3.0,
+                "reward/zero_std_groups": 3.0, "reward/finished_groups": 40.0, "reward/pass_rate": 0.91,
+                "reward/all_right": 0.05, "reward/all_wrong": 0.025,
             },
-            "curve/reward/mean": {str(step): 1 / (1 + math.exp(-(step - 50) / 11)) for step in range(1, 121)},
+            "curve/reward/raw_mean": {str(step): 1 / (1 + math.exp(-(step - 50) / 11)) for step in range(1, 121)},
             "age_s": dict.fromkeys(ACTORS, 0.4),
             "monitor": {"bundles": 900.0, "dropped": 0.0, "refused": 0.0},
         }  # fmt: skip

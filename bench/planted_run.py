@@ -140,7 +140,6 @@ class PlantedRun:
             "weights/publish_s": 0.12 + rng.expovariate(40),
             "reward/mean": max(0.0, min(1.0, 0.03 + 0.9 * learnt + rng.gauss(0, 0.035))),
             "reward/std": math.sqrt(max(0.01, learnt * (1 - learnt))),
-            "reward/zero_std_groups": float(int(32 * (0.1 + 0.6 * abs(learnt - 0.5)))),
             "lag/max": float(max(lags)),
             "lag/mean": sum(lags) / len(lags),
             "lag/min": float(min(lags)),
@@ -150,12 +149,28 @@ class PlantedRun:
             **{f"lag_hist/{lag}": float(lags.count(lag)) for lag in set(lags)},
         }
         self.buffers["trainer/0"].metric(step, values)
+        self.buffers["buffer"].metric(step, self.finished(learnt))
         if step % 10 == 0:
             self.buffers["coordinator"].metric(step, {"eval/reward": 0.02 + 0.92 * learnt})
             self.buffers["coordinator"].event("eval", f"held-out reward {0.02 + 0.92 * learnt:.3f} over 256 samples")
         for index in range(2):
             self.after(0.05 + 0.2 * index, lambda index=index: self.adopt(index))
         self.claim()
+
+    def finished(self, learnt: float) -> dict[str, float]:
+        """Of all groups that were finished since the step before; the filter left some of them out."""
+        right, wrong = 0.5 * learnt**2, 0.5 * (1 - learnt) ** 2
+        num_flat = float(int(40 * (right + wrong)))
+        return {
+            "reward/raw_mean": max(0.0, min(1.0, 0.02 + 0.93 * learnt + self.rng.gauss(0, 0.02))),
+            "reward/raw_std": math.sqrt(max(0.01, learnt * (1 - learnt))),
+            "reward/pass_rate": learnt,
+            "reward/all_right": right,
+            "reward/all_wrong": wrong,
+            "reward/finished_groups": 40.0,
+            "reward/left_out_groups": num_flat,
+            "reward/zero_std_groups": num_flat,
+        }
 
     def adopt(self, index: int) -> None:
         name, version = f"rollout/{index}", self.version

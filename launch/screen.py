@@ -122,7 +122,7 @@ class Screen:
 def _curves(run: RunFiles | None, last: LiveState | None) -> Curves:
     """From the run's files, which have the last steps; the last look at the living run may be older than those."""
     of = run.steps if run is not None else last.curve if last is not None else None
-    return Curves(of("reward/mean"), of("eval/reward"), of("train/loss")) if of is not None else Curves()
+    return Curves(of("reward/raw_mean") or of("reward/mean"), of("eval/reward"), of("train/loss")) if of else Curves()
 
 
 class _Shown(logging.Handler):

@@ -45,6 +45,7 @@ from ..ledger.resume import continue_ledger
 from ..own_thread import in_own_thread
 from ..telemetry import ReportPace, report_forever
 from .dumps import BufferDumps
+from .finished_groups import FinishedGroups
 from .gauges import buffer_gauges, inventory
 from .group_filter import GroupFilters
 from .held_out import HeldOutPrompts
@@ -131,6 +132,7 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
             ),
             max_deaths=self._limits.max_deaths,
         )
+        self._store.finished = FinishedGroups(self._limits.pass_reward, has_rewards=self._limits.has_rewards)
         self._meter = ActivityMeter(self.ctx.name, clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, clock, meter=self._meter)
         self._book_waiting()
@@ -314,7 +316,8 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
     async def trained(self, step: int, scores: tuple[ScoredSample, ...] = ()) -> None:
         reached("buffer.trained")
         with self._at_work("trained"):
-            self._store.trained(step)
+            if self._store.trained(step) and (told := self._store.finished.take_step()):
+                self._telemetry.metric(step + 1, told)
             self._recent.scored(scores)
         self._polls.ring()
 

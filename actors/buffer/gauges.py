@@ -20,6 +20,7 @@ def buffer_gauges(store: BufferStore) -> dict[str, float]:
     }
     if store.cursor.chooses:
         values |= _of_sources(store)
+    values |= store.finished.newest()
     values |= {f"buffer/masked/{reason}": float(count) for reason, count in store.ledger.tally.masked.items()}
     values |= {f"buffer/dropped/{reason}": float(count) for reason, count in stats.dropped.items()}
     return values | {f"buffer/mean_tokens/{name}": mean for name, mean in stats.mean_tokens.items()}
@@ -32,7 +33,7 @@ def _of_sources(store: BufferStore) -> dict[str, float]:
     for name in store.cursor.sources.names:
         values[f"buffer/source/{name}/drawn"] = float(draws.taken[name])
         values[f"buffer/source/{name}/share"] = draws.in_stretch[name] / total if total else 0.0
-        if (reward := store.recent_rewards.mean(name)) is not None:
+        if (reward := store.finished.mean_of_source(name)) is not None:
             values[f"buffer/source/{name}/reward"] = reward
     return values
 

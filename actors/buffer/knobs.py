@@ -48,6 +48,8 @@ class BufferLimits:
     """Of prompts that are drawn, as the run file says."""
     has_rewards: bool = True
     """Whether prompts can be judged by them, so that a window means something."""
+    pass_reward: float = 1.0
+    """From which on an answer is right."""
     vocab_size: int = MAX_ID + 1
     """Engines refuse requests with token ids from here on."""
     only_temperature: float | None = None

@@ -34,7 +34,7 @@ class RecentGroups:
         self._ledger = ledger
         self._finished: deque[RecentGroup] = deque()
         self._num_tokens = 0
-        self._scored: deque[RecentGroup] = deque(maxlen=MAX_SCORED)
+        self._scored: list[RecentGroup] = []
 
     def add(self, group: Group, attempt: int, rollout: str, result: PutResult, wall_s: float) -> None:
         """A finished group arrived, and this became of it."""
@@ -66,12 +66,13 @@ class RecentGroups:
             if found is not None:
                 told = tuple(_fitting(sample, logprobs.get(sample.index)) for sample in found.group.samples)
                 others = [f for f in self._scored if f.group.group_id != group_id]
-                self._scored = deque([msgspec.structs.replace(found, train_logprobs=told), *others], MAX_SCORED)
+                newest = msgspec.structs.replace(found, train_logprobs=told)
+                self._scored = [newest, *others][:MAX_SCORED]
 
     def newest(self, num_groups: int) -> tuple[RecentGroup, ...]:
         """At most so many, with where they are now: those that were finished last, then up to as many that the trainer
         has scored, so that a batch that is larger than the shelf does not hide them."""
-        scored = list(self._scored)[: num_groups // 2]
+        scored = self._scored[: num_groups // 2]
         known = {found.group.group_id for found in scored}
         fresh = (found for found in self._finished if found.group.group_id not in known)
         told: list[RecentGroup] = []

@@ -25,10 +25,10 @@ from ..ledger.tally import masked_text
 from .checks import INVALID, mean_reward, num_response_tokens, num_tokens_of, refusal, wrong_in_partial
 from .cursor import Draft, PromptCursor
 from .drought import Drought
+from .finished_groups import FinishedGroups
 from .group_filter import GroupFilters
 from .payloads import Payloads, oldest_version
 from .quarantine import Quarantine
-from .recent_rewards import RecentRewards
 from .sample_filter import ALL_MASKED, is_all_masked, mask_members
 from .settings import LiveSettings
 from .shares import Shares
@@ -75,7 +75,7 @@ class BufferStore:
         self.is_finished = False
         """No batch will ever come again."""
         self.drought = Drought(admission.batch_size)
-        self.recent_rewards = RecentRewards()
+        self.finished = FinishedGroups()
         self._rebuild()
 
     # ---- drawing
@@ -191,7 +191,7 @@ class BufferStore:
             result = self._refuse(row, reason, detail or note, num_response_tokens(group), reward)
         if reward is not None:
             self.cursor.finished(row, reward)
-            self.recent_rewards.add(row.source, reward)
+            self.finished.add(row.source, group, is_left_out=result.outcome == "filtered")
         return result
 
     def _refuse(self, row: Row, reason: str, detail: str, num_tokens: int, reward: float | None) -> PutResult:

@@ -13,7 +13,7 @@ from ...core.activity import ACTIVITY_KINDS
 from ...core.messages import MetricPoint, Telemetry
 
 TIME_PREFIX = "time/"
-CURVES = ("reward/mean", "eval/reward", "lag/max", "train/loss")
+CURVES = ("reward/raw_mean", "reward/mean", "eval/reward", "lag/max", "train/loss")
 """Metrics of which the picture keeps a curve over the whole run, for the live view."""
 
 LONGEST_WINDOW_S = 600.0

@@ -163,7 +163,6 @@ def batch_metrics(step: int, batch: Batch, sources: Sequence[str] = ()) -> tuple
     """
     groups = batch.groups
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
-    spread = [float(np.ptp(g.rewards)) for g in groups]
     lengths = [len(s.response_ids) for g in groups for s in g.samples]
     cut = [s.finish == "length" for g in groups for s in g.samples]
     temperatures = [s.temperature for g in groups for s in g.samples]
@@ -186,7 +185,6 @@ def batch_metrics(step: int, batch: Batch, sources: Sequence[str] = ()) -> tuple
     if any(lag >= 0 for lag in lags):
         metrics["reward/mean"] = float(rewards.mean())
         metrics["reward/std"] = float(rewards.std())
-        metrics["reward/zero_std_groups"] = float(sum(s == 0.0 for s in spread))
     metrics |= _of_sources(groups, sources, has_rewards="reward/mean" in metrics)
     for lag in range(max(known) + 1):  # zeros too: who shows the newest values must not see those of an older step
         metrics[f"lag_hist/{lag}"] = float(known.count(lag))

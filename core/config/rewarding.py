@@ -99,6 +99,9 @@ class RewardSettings(Section, frozen=True):
     quarantine_after: CountInt = 3
     """Failures of reward or workflow after which a prompt is not drawn again in later passes (`quarantine.jsonl`); one
     that ended its worker process is not given a second chance; 0 = prompts are always drawn, also those on the list."""
+    pass_reward: float = 1.0
+    """Reward from which on an answer counts as right: in `reward/pass_rate` and the shares of groups all right and all
+    wrong, and for `pass_at_k` of `eval.data`; sets of `[eval.sets]` have their own."""
     pattern: str = ""
     """Regular expression of `regex` and `format` (Python syntax)."""
     truncated: Literal["score", "zero"] = "score"

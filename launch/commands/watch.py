@@ -13,7 +13,7 @@ from .output import Verbs, add_run_flags
 from .whole import at_least
 
 MAX_METRICS = 8
-FIRST = ("reward/mean", "train/loss", "lag/max", "train/grad_norm", "train/entropy")
+FIRST = ("reward/raw_mean", "reward/mean", "train/loss", "lag/max", "train/grad_norm", "train/entropy")
 """Metrics that are shown first where none was named."""
 
 

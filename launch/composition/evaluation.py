@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def eval_sets(config: RunConfig) -> tuple[EvalSet, ...]:
     """In the order of names; the only one, of `eval.data`, is called ""."""
     if not config.eval.sets:
-        return (EvalSet(),)
+        return (EvalSet(pass_reward=config.reward.pass_reward),)
     return tuple(
         EvalSet(
             name=name,

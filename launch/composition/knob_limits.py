@@ -26,6 +26,7 @@ def buffer_limits(config: RunConfig) -> BufferLimits:
         quarantine_after=quarantine_after,
         max_deaths=max_deaths,
         difficulty=Window(low=data.difficulty_low, high=data.difficulty_high, skips=data.difficulty_skips),
+        pass_reward=config.reward.pass_reward,
         vocab_size=_vocab_size(config.model.path),
         only_temperature=1.0 if config.algo.ref_urls else None,
     )

@@ -28,7 +28,7 @@ def run_page(picture: Picture, pace: Pace, width: int, *, is_ascii: bool = False
             _fact(page, label, text, width)
     if picture.remedy:
         _fact(page, "to try", clean(picture.remedy), width)
-    if curve := live.curve("reward/mean"):
+    if curve := live.training_curve():
         _fact(
             page, "", sparkline([curve[step] for step in sorted(curve)], min(60, width - _LABEL - 2), is_ascii=is_ascii)
         )

@@ -15,7 +15,7 @@ from ...core.errors import ConfigError
 from ...core.knobs import AuditRecord, ChangeReply, KnobState, KnobTable, KnobValue, Tunable
 from ..views.changes import changes_of, clock_text, value_text
 from ..views.live_state import LiveState, clean
-from ..views.numbers import duration, percent, short
+from ..views.numbers import duration, percent, short, training_reward
 from ..views.picture import ActorFacts, Picture, name_order
 
 LETTERS: Mapping[str, str] = dict(zip(ACTIVITY_KINDS, "█▓▒░◇▫▪·", strict=True))
@@ -293,8 +293,8 @@ def title_text(picture: Picture) -> str:
     goal = f" of {live.status.num_steps}" if live.status and live.status.num_steps > 0 else ""
     phase = "ended" if picture.has_ended and live.phase not in ("finished", "failed") else live.phase
     parts = [name or "?", phase, f"step {live.version}{goal}"]
-    if "reward/mean" in live.metrics:
-        parts.append(f"reward {short(live.metrics['reward/mean'])}")
+    if (reward := live.metrics.get(training_reward(live.metrics))) is not None:
+        parts.append(f"reward {short(reward)}")
     parts.append(duration(max(0.0, live.now_wall_s - live.started_wall_s)))
     return "  ".join(parts)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from .numbers import percent, short
+from .numbers import percent, short, training_reward
 from .run_files import RunFiles
 
 Level = Literal["red", "amber"]
@@ -78,10 +78,15 @@ def _logprob_gap(run: RunFiles) -> Iterator[Finding]:
 
 
 def _no_spread(run: RunFiles) -> Iterator[Finding]:
-    zero, groups = _tail(run, "reward/zero_std_groups"), _tail(run, "batch/num_groups")
+    zero, groups = _tail(run, "reward/zero_std_groups"), _tail(run, "reward/finished_groups")
+    groups = _tail(run, "batch/num_groups") if groups is None else groups
     if zero is not None and groups and zero / groups > 0.5:
         share = percent(zero / groups)
-        yield Finding("amber", f"{share} of the groups at the end have no spread of rewards and teach nothing.")
+        right, wrong = _tail(run, "reward/all_right") or 0.0, _tail(run, "reward/all_wrong") or 0.0
+        of_which = f" ({percent(wrong)} all wrong, {percent(right)} all right)" if right or wrong else ""
+        yield Finding(
+            "amber", f"{share} of the groups at the end have no spread of rewards{of_which} and teach nothing."
+        )
 
 
 def _truncated(run: RunFiles) -> Iterator[Finding]:
@@ -92,7 +97,7 @@ def _truncated(run: RunFiles) -> Iterator[Finding]:
 
 
 def _collapse(run: RunFiles) -> Iterator[Finding]:
-    rewards = list(run.steps("reward/mean").values())
+    rewards = list(run.steps(training_reward(run.by_step)).values())
     end = tail_mean(rewards)
     if len(rewards) < 10 or end is None:
         return

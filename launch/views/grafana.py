@@ -28,7 +28,8 @@ class Panel:
 
 
 PANELS: tuple[Panel, ...] = (
-    Panel("Reward", ("reward/mean",)),
+    Panel("Training reward: all finished groups, and those of the batch", ("reward/raw_mean", "reward/mean")),
+    Panel("Finished groups", ("reward/pass_rate", "reward/all_right", "reward/all_wrong"), "percentunit"),
     Panel("Loss and gradient", ("train/loss", "train/grad_norm")),
     Panel("Disagreement of trainer and engines (nats)", ("train/logprob_diff_abs_mean",)),
     Panel("Entropy and approximate KL", ("train/entropy", "train/approx_kl")),

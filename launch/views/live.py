@@ -93,7 +93,7 @@ def render(state: LiveState, pace: Pace, *, is_ascii: bool = False) -> Renderabl
     table.add_column(overflow="fold")
     for label, line in fact_lines(state, pace):
         text = Text(line)
-        if label == "reward" and (curve := state.curve("reward/mean")):
+        if label == "reward" and (curve := state.training_curve()):
             text.append("  " + sparkline([curve[step] for step in sorted(curve)], 30, is_ascii=is_ascii), style="green")
         table.add_row(label, text)
     for index, line in enumerate(_time_lines(state, is_ascii=is_ascii)):

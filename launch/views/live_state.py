@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ...core.messages import BufferStats, RunStatus
 from .bottleneck import bottleneck, engines_look_full
-from .numbers import duration, short
+from .numbers import duration, percent, short, training_reward
 
 _STALE_S = 10.0
 """A source not heard of for that long does not count in rates."""
@@ -58,6 +58,10 @@ class LiveState:
     def curve(self, name: str) -> dict[int, float]:
         """Step -> value of one of the monitor's curves."""
         return {int(step): value for step, value in self.snapshot.get(f"curve/{name}", {}).items()}
+
+    def training_curve(self) -> dict[int, float]:
+        """Step -> training reward."""
+        return self.curve("reward/raw_mean") or self.curve("reward/mean")
 
     def rate(self, name: str) -> float | None:
         """Sum of a metric over all sources that were heard lately."""
@@ -152,16 +156,21 @@ def _step_line(state: LiveState, pace: Pace) -> str:
 
 def _reward_line(state: LiveState) -> str:
     metrics, parts = state.metrics, list[str]()
-    if "reward/mean" in metrics:
-        spread = f" ± {short(metrics['reward/std'])}" if "reward/std" in metrics else ""
-        parts.append(f"train {short(metrics['reward/mean'])}{spread}")
+    if (name := training_reward(metrics)) in metrics:
+        std = metrics.get(name.replace("mean", "std"))
+        parts.append(f"train {short(metrics[name])}" + (f" ± {short(std)}" if std is not None else ""))
     evaluation = state.status.eval_reward if state.status and state.status.eval_reward is not None else None
     evaluation = metrics.get("eval/reward") if evaluation is None else evaluation
     if evaluation is not None:
         parts.append(f"eval {short(evaluation)}")
     if zero := metrics.get("reward/zero_std_groups"):
-        parts.append(f"{zero:.0f} groups without spread")
+        total = metrics.get("reward/finished_groups")
+        parts.append(f"{zero:.0f}{f' of {total:.0f}' if total else ''} groups without spread")
+    parts += [f"{label} {percent(metrics[name])}" for label, name in _SHARES if name in metrics]
     return "   ".join(parts)
+
+
+_SHARES = (("pass", "reward/pass_rate"), ("all right", "reward/all_right"), ("all wrong", "reward/all_wrong"))
 
 
 def _lag_line(state: LiveState) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 
 
 def short(value: float | None, digits: int = 3) -> str:
@@ -48,3 +49,9 @@ def duration(seconds: float) -> str:
 def percent(share: float) -> str:
     """0.624 -> "62 %"."""
     return f"{share * 100:.0f} %"
+
+
+def training_reward(known: Container[str]) -> str:
+    """Name of the metric that is shown as the training reward: of all finished groups, or of those of the batch where
+    a run tells no more. `known`: names of metrics."""
+    return "reward/raw_mean" if "reward/raw_mean" in known else "reward/mean"

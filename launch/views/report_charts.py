@@ -9,7 +9,7 @@ from markupsafe import Markup
 from ...core.activity import ACTIVITY_KINDS
 from .changes import stairs
 from .findings import setting
-from .numbers import percent
+from .numbers import percent, training_reward
 from .report_facts import drops, failures
 from .run_files import RunFiles, SpanRow
 from .svg import Line, Mark, bar_chart, line_chart
@@ -36,12 +36,24 @@ _LEARNING = (
 )
 
 
+_SHARES = (
+    ("answers that are right", "reward/pass_rate", 1),
+    ("groups all right", "reward/all_right", 2),
+    ("groups all wrong", "reward/all_wrong", 4),
+)
+
+
 def learning_charts(run: RunFiles) -> list[Markup]:
     """Reward first, then what the trainer says of its steps."""
     evaluations = [(float(step), value) for step, value in run.steps("eval/reward").items()]
-    reward = [_step_line(run, "reward/mean", "training"), Line("held-out", evaluations, 2, has_dots=True)]
+    shown = training_reward(run.by_step)
+    reward = [_step_line(run, shown, "training"), Line("held-out", evaluations, 2, has_dots=True)]
+    if shown != "reward/mean":
+        reward.append(_step_line(run, "reward/mean", "trained on (kept groups)", 3))
     marks = step_marks(run)
     charts = [line_chart("Reward", reward, marks=marks)]
+    shares = [_step_line(run, metric, name, colour) for name, metric, colour in _SHARES]
+    charts.append(line_chart("Finished groups", shares, y_from_zero=True, y_text=percent, marks=marks))
     for title, metric, colour, y_from_zero in _LEARNING:
         line = _step_line(run, metric, title, colour, is_noisy=metric != "train/lr")
         charts.append(line_chart(title, [line], y_from_zero=y_from_zero, marks=marks))

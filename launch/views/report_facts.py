@@ -12,7 +12,7 @@ from ...actors.workflows.failures import FAILURE_KINDS
 from ...core.errors import LaunchError
 from ..lives.origin import Origin
 from .findings import setting, tail_mean
-from .numbers import duration, percent, short
+from .numbers import duration, percent, short, training_reward
 from .run_files import EventRow, RunFiles
 
 _MAX_EVENTS = 600
@@ -125,7 +125,7 @@ def _time_tile(run: RunFiles) -> Tile | None:
 
 
 def _reward_tile(run: RunFiles) -> Tile | None:
-    values = list(run.steps("reward/mean").values())
+    values = list(run.steps(training_reward(run.by_step)).values())
     end = tail_mean(values)
     if end is None:
         return None
@@ -221,7 +221,8 @@ def _slow_step(run: RunFiles, step: int, took_s: float) -> SlowStep:
     train_s, publish_s = run.steps("train/step_s").get(step), run.steps("weights/publish_s").get(step)
     rest_s = max(0.0, took_s - (train_s or 0.0) - (publish_s or 0.0))
     rest = f"{duration(rest_s)} ({percent(rest_s / took_s)})"
-    others = [short(run.steps(name).get(step)) for name in ("batch/response_tokens_mean", "lag/max", "reward/mean")]
+    names = ("batch/response_tokens_mean", "lag/max", training_reward(run.by_step))
+    others = [short(run.steps(name).get(step)) for name in names]
     times = [duration(value) if value is not None else "-" for value in (took_s, train_s, publish_s)]
     return SlowStep((str(step), *times, rest, *others))
 

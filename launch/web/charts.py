@@ -42,8 +42,12 @@ class ChartSpec:
 
 CHARTS: tuple[ChartSpec, ...] = (
     ChartSpec("Reward", "learning", "step",
-              (LineSpec("training", "reward/mean", 1),
+              (LineSpec("training", "reward/raw_mean", 1), LineSpec("trained on (kept groups)", "reward/mean", 3),
                LineSpec("held-out", "eval/reward", 2, has_dots=True, is_noisy=False))),
+    ChartSpec("Finished groups", "learning", "step",
+              (LineSpec("answers that are right", "reward/pass_rate", 1),
+               LineSpec("groups all right", "reward/all_right", 2),
+               LineSpec("groups all wrong", "reward/all_wrong", 4)), from_zero=True, is_share=True),
     ChartSpec("Loss", "learning", "step", (LineSpec("loss", "train/loss", 1),)),
     ChartSpec("Entropy (nats per token)", "learning", "step", (LineSpec("entropy", "train/entropy", 4),)),
     ChartSpec("Gradient norm", "learning", "step", (LineSpec("norm", "train/grad_norm", 3),), from_zero=True),

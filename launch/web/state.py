@@ -14,7 +14,7 @@ from ..tui import rows
 from ..views.bottleneck import judge
 from ..views.changes import value_text
 from ..views.live_state import clean
-from ..views.numbers import duration, percent, short
+from ..views.numbers import duration, percent, short, training_reward
 from ..views.picture import ActorFacts, Picture, name_order
 from .charts import all_charts, marks, time_charts
 from .history import History
@@ -90,7 +90,9 @@ def _tiles(picture: Picture, history: History) -> list[dict[str, str]]:
     if status is not None:
         found.append(("running for", duration(max(0.0, live.now_wall_s - live.started_wall_s)), ""))
     found += [
-        ("training reward", short(_newest(picture, history, "reward/mean")), _spread(picture)),
+        ("training reward", *_reward(picture, history)),
+        ("right", _share(picture, history, "reward/pass_rate"), "of the answers"),
+        ("all right / wrong", _all_or_none(picture, history), "of the groups"),
         ("held-out reward", short(_newest(picture, history, "eval/reward")), ""),
         ("loss", short(_newest(picture, history, "train/loss")), ""),
         ("generated", short(live.rate("rollout/tokens_per_s")), "tokens/s"),
@@ -108,9 +110,22 @@ def _newest(picture: Picture, history: History, name: str) -> float | None:
     return points[-1][1] if points else None
 
 
-def _spread(picture: Picture) -> str:
-    std = picture.live.metrics.get("reward/std")
-    return f"± {short(std)}" if std is not None and math.isfinite(std) else ""
+def _reward(picture: Picture, history: History) -> tuple[str, str]:
+    """Of all finished groups, with its deviation."""
+    name = training_reward({*picture.live.metrics, *history.by_step})
+    std = picture.live.metrics.get(name.replace("mean", "std"))
+    spread = f"± {short(std)}" if std is not None and math.isfinite(std) else ""
+    return short(_newest(picture, history, name)), spread
+
+
+def _share(picture: Picture, history: History, name: str) -> str:
+    value = _newest(picture, history, name)
+    return "-" if value is None else percent(value)
+
+
+def _all_or_none(picture: Picture, history: History) -> str:
+    shares = [_share(picture, history, name) for name in ("reward/all_right", "reward/all_wrong")]
+    return "-" if "-" in shares else " / ".join(shares)
 
 
 def _bound(picture: Picture) -> str:

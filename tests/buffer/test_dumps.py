@@ -214,3 +214,16 @@ async def test_trained_groups_come_back_with_the_trainer_s_log_probs(
         assert [f.group.group_id for f in await desk.ref.recent(2)] == [3, 2]
         await desk.ref.trained(0, told)  # the leader asks again
         assert [f.group.group_id for f in await desk.ref.recent(6)] == [3, 1, 2, 0]
+
+
+@pytest.mark.asyncio
+async def test_the_trainers_view_is_of_the_newest_steps(shop: Any) -> None:
+    """A7: once the shelf was full, those of the first steps stayed for ever."""
+    async with shop.open(max_staleness=200) as desk:
+        for step in range(12):
+            for given in (await desk.draw(max_groups=2)).assignments:
+                await desk.put(given)
+            ids = [meta.group_id for meta in (await desk.ref.claim(step, 0.0)).groups]
+            await desk.ref.trained(step, tuple(score(group_id, 0, 2) for group_id in ids))
+        told = [found for found in await desk.ref.recent(64) if found.train_logprobs]
+        assert [found.step for found in told] == [step for step in range(11, 3, -1) for _ in range(2)]

@@ -40,7 +40,7 @@ def test_a_run_ends_with_every_prompt_accounted_for(job: Job) -> None:
     sums = [v["reward/part/exact/mean"] + 0.5 * v["reward/part/format/mean"] for v in parts]
     assert [v["reward/mean"] for v in parts] == pytest.approx(sums)
     assert [p["values"]["eval/reward"] for p in metrics(run_dir) if "eval/reward" in p["values"]]
-    rewards = [p["values"]["reward/mean"] for p in metrics(run_dir) if "reward/mean" in p["values"]]
+    rewards = [p["values"]["reward/raw_mean"] for p in metrics(run_dir) if "reward/raw_mean" in p["values"]]
     assert f"reward: {short(rewards[0])} -> {short(rewards[-1])}   o held-out: " in done.stdout, (
         "of all steps, the last too"
     )

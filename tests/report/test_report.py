@@ -79,6 +79,7 @@ ALL_CHARTS = {
     "Approximate KL to the behaviour policy",
     "Trainer against engine",
     "Share of clipped tokens",
+    "Finished groups",
     "Groups without spread of rewards",
     "Learning rate",
     "The whole run",
@@ -120,7 +121,7 @@ def test_the_page_asks_nobody_for_anything(planted: Path, tmp_path: Path) -> Non
 def test_numbers_in_the_page_are_those_of_the_files(planted: Path, tmp_path: Path) -> None:
     page = report_of(planted, tmp_path)
     points = [json.loads(line) for line in (planted / "metrics.jsonl").read_text().splitlines()]
-    rewards = {p["step"]: p["values"]["reward/mean"] for p in points if "reward/mean" in p["values"]}
+    rewards = {p["step"]: p["values"]["reward/raw_mean"] for p in points if "reward/raw_mean" in p["values"]}
     chart = next(json.loads(figure["data-hover"]) for figure in page.all("figure") if "data-hover" in figure)
     training = next(line for line in chart if line["n"] == "training")
     assert len(training["p"]) == len(rewards) == 40

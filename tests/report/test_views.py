@@ -227,6 +227,17 @@ SICK: list[tuple[str, str, RunFiles]] = [
     ("amber", "disagree by 0.2 nats", run_with(train__logprob_diff_abs_mean=[0.01] * 8 + [0.2] * 2)),
     ("red", "disagree by 0.5 nats", run_with(train__logprob_diff_abs_mean=[0.5])),
     ("amber", "75 % of the groups", run_with(reward__zero_std_groups=[24.0], batch__num_groups=[32.0])),
+    (
+        "amber",
+        "90 % of the groups at the end have no spread of rewards (80 % all wrong, 10 % all right)",
+        run_with(
+            reward__zero_std_groups=[90.0],
+            reward__finished_groups=[100.0],
+            reward__all_wrong=[0.8],
+            reward__all_right=[0.1],
+            batch__num_groups=[10.0],
+        ),
+    ),
     ("amber", "40 % of the samples", run_with(batch__truncated_fraction=[0.4])),
     ("amber", "The reward fell from 0.9 to 0.1", run_with(reward__mean=[0.1] * 5 + [0.9] * 10 + [0.1] * 10)),
     ("amber", "Entropy fell from 2 to 0.001", run_with(train__entropy=[2.0] * 8 + [0.001] * 8)),
