@@ -92,6 +92,8 @@ class FinishedGroups:
             "buffer/newest/flat": _share([group.is_flat for group in groups]),
             "buffer/newest/all_right": _share([group.is_all_right for group in groups]),
             "buffer/newest/all_wrong": _share([group.is_all_wrong for group in groups]),
+            "buffer/newest/reward_min": min(float(group.rewards.min()) for group in groups),
+            "buffer/newest/reward_max": max(float(group.rewards.max()) for group in groups),
         }
 
 

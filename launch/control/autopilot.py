@@ -16,7 +16,6 @@ from ...core.actor import with_deadline
 from ...core.errors import MyxaError
 from ...core.knobs import ChangeRequest, Operator
 from ..views.advice import Advice, all_advice
-from ..views.bottleneck import judge
 from .evidence import gather_evidence
 from .pilot import Pilot
 from .suggestion_book import SuggestionBook
@@ -71,7 +70,7 @@ class Autopilot:
         if not evidence.is_running or evidence.version <= self._seen:
             return
         self._seen = evidence.version
-        verdict = judge(evidence.shares, engines_are_full=evidence.engines_are_full)
+        verdict = evidence.verdict()
         book = SuggestionBook(self._room.run_dir.path)
 
         def propose(but_for: Container[str]) -> Advice | None:

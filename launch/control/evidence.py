@@ -8,19 +8,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from ...actors.contracts.roles import BufferContract, CoordinatorContract, MonitorContract
 from ...core.actor import with_deadline
-from ...core.errors import CallError, LaunchError
+from ...core.config import RoleName, RunConfig
+from ...core.errors import CallError, ConfigError, LaunchError
 from ...core.knobs import KnobState, KnobTable
 from ...core.messages import BufferStats, RunStatus
-from ..views.advice import Facts
-from ..views.bottleneck import engines_look_full
+from ..preflight.gpus import look_at_gpus
+from ..supervisor.late_place import Present, staff
+from ..views.advice import Facts, most_on_cores, num_cores
+from ..views.bottleneck import Filtered, Verdict, engines_look_full, judge
 from .verb import Room
 
 T = TypeVar("T")
 ASK_S = 5.0
+_LOOK_UP_TO = 4
+"""No move makes a number more than so many times what it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +35,15 @@ class Evidence:
     shares: Mapping[str, Mapping[str, float]]
     facts: Facts
     engines_are_full: bool
+    filtered: Filtered
     version: int
     """Weight version the run stands at; -1: not known."""
     is_running: bool
     """Neither starting nor ending nor paused."""
+
+    def verdict(self) -> Verdict:
+        """What holds the run back."""
+        return judge(self.shares, engines_are_full=self.engines_are_full, filtered=self.filtered)
 
 
 async def gather_evidence(room: Room, window_s: float) -> Evidence:
@@ -56,6 +66,7 @@ async def gather_evidence(room: Room, window_s: float) -> Evidence:
         shares=shares,
         facts=facts,
         engines_are_full=are_full(snapshot, facts),
+        filtered=Filtered.of(snapshot),
         version=status.version if status is not None else -1,
         is_running=_is_running(status),
     )
@@ -66,7 +77,12 @@ def facts_of(room: Room, table: KnobTable | None, stats: BufferStats | None, *, 
     config = room.config
     knobs = first_states(table) if table is not None else {}
     samples = knobs.get("num_samples")
+    cores = num_cores()
+    most, devices = room_for_rollouts(config, room.supervisor.present(), max(num_rollouts, 1), cores)
     return Facts(
+        cores=cores,
+        most_rollouts=most,
+        more_devices=devices,
         knobs=knobs,
         num_rollouts=max(num_rollouts, 1),
         num_samples=int(samples.value) if samples is not None else config.rollout.num_samples,
@@ -75,6 +91,36 @@ def facts_of(room: Room, table: KnobTable | None, stats: BufferStats | None, *, 
         reward_workers=config.reward.workers,
         is_data_endless=not any(part.max_passes for part in config.data.parts().values()),
     )
+
+
+def room_for_rollouts(config: RunConfig, present: Present, num_there: int, cores: int) -> tuple[int, str]:
+    """How many rollout actors there may be, and the GPUs that more of them would need beside the role's own. 0: not
+    known, since other machines take part."""
+    role = config.roles.rollout
+    if not role.device_ids:
+        is_alone = len(present.nodes) <= 1 and not config.engine.attach
+        return (max(num_there, most_on_cores(cores, role.threads)) if is_alone else 0), ""
+    for devices in ("", _idle_gpus(config) if len(present.nodes) <= 1 else ""):
+        most = num_there
+        while most < _LOOK_UP_TO * num_there and _is_possible(config, present, most + 1, devices):
+            most += 1
+        if most > num_there:
+            return most, devices
+    return num_there, ""
+
+
+def _is_possible(config: RunConfig, present: Present, count: int, devices: str) -> bool:
+    try:
+        staff(config, "rollout", count, present, devices)
+    except ConfigError:
+        return False
+    return True
+
+
+def _idle_gpus(config: RunConfig) -> str:
+    """Numbers of this machine's GPUs that no role of the run names."""
+    named = {device for role in get_args(RoleName) for device in config.roles[role].device_ids}
+    return ",".join(str(number) for number in range(len(look_at_gpus().found)) if number not in named)
 
 
 def first_states(table: KnobTable) -> dict[str, KnobState]:

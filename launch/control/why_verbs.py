@@ -13,7 +13,6 @@ from ...core.knobs import ChangeReply, ChangeRequest, Operator
 from ...core.messages import Record
 from ...core.suggestion import suggest
 from ..views.advice import all_advice
-from ..views.bottleneck import judge
 from ..views.why import Reason, explain, explain_actors
 from .coordinator_call import coordinator_call
 from .evidence import gather_evidence
@@ -66,11 +65,12 @@ class Suggestions(Record, frozen=True):
 
 async def _why(room: Room, arguments: WhyArguments, who: Operator) -> Reason:
     evidence = await gather_evidence(room, arguments.window_s)
-    window_s, full = arguments.window_s, evidence.engines_are_full
+    window_s, full, filtered = arguments.window_s, evidence.engines_are_full, evidence.filtered
+    shares, facts = evidence.shares, evidence.facts
     if not arguments.target:
-        return explain(evidence.shares, evidence.facts, window_s=window_s, engines_are_full=full)
-    names = actors_of(arguments.target, evidence.shares)
-    return explain_actors(names, evidence.shares, evidence.facts, window_s=window_s, engines_are_full=full)
+        return explain(shares, facts, window_s=window_s, engines_are_full=full, filtered=filtered)
+    names = actors_of(arguments.target, shares)
+    return explain_actors(names, shares, facts, window_s=window_s, engines_are_full=full, filtered=filtered)
 
 
 def actors_of(target: str, shares: Mapping[str, object]) -> list[str]:
@@ -84,7 +84,7 @@ def actors_of(target: str, shares: Mapping[str, object]) -> list[str]:
 
 async def _suggest(room: Room, arguments: SuggestArguments, who: Operator) -> Suggestions:
     evidence = await gather_evidence(room, arguments.window_s)
-    verdict = judge(evidence.shares, engines_are_full=evidence.engines_are_full)
+    verdict = evidence.verdict()
     book = SuggestionBook(room.run_dir.path)
     found = book.propose(all_advice(verdict, evidence.facts))
     room.proposals.show(found)

@@ -1,17 +1,21 @@
 """What to turn, and to what: a verdict becomes one knob with a concrete value, or a line of the run file.
 
 Knows: verdicts, how the knobs stand, a few numbers of the run. Must not know: where they come from, how a knob is set.
-Pure. Each rule makes one careful move and names why; whether it helped is for the next verdict to say.
+Pure. Each rule makes one careful move and names why; whether it helped is for the next verdict to say. Where no rule
+has a move, the words of `bottleneck.REMEDIES` are shown.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import msgspec
 
+from ...actors.knob_page import declared
 from ...core.knobs import KnobState, KnobValue
 from .bottleneck import Bound, Verdict
 
@@ -38,6 +42,14 @@ class Facts:
     """As the run file says; 0: up to four, if the function needs any."""
     is_data_endless: bool = False
     """The run file bounds no source's passes."""
+    cores: int = 0
+    """Of the machine that asks."""
+    most_rollouts: int = 0
+    """Rollout actors that the cores or GPUs of the run have room for."""
+    more_devices: str = ""
+    """GPUs that nobody uses and that more rollout actors would need."""
+    is_over: bool = False
+    """No knob can be turned any more: the next run can."""
 
 
 class Advice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,6 +75,68 @@ def all_advice(verdict: Verdict, facts: Facts, *, but_for: Container[str] = froz
     """What every rule for this verdict has to say, best first. `but_for`: knobs that are not to be touched."""
     found = (rule(verdict, facts) for rule in _RULES.get(verdict.bound, ()))
     return [advice for advice in found if advice is not None and (not advice.knob or advice.knob not in but_for)]
+
+
+def what_to_try(verdict: Verdict, facts: Facts) -> str:
+    """The one line that every view shows with a verdict: a command or a line of the run file, and why."""
+    advice = advise(verdict, facts)
+    if advice is not None:
+        return f"{change_of(advice, is_over=facts.is_over)}: {advice.why}"
+    if verdict.bound == "generation" and facts.most_rollouts:
+        cores = f" ({facts.cores} cores)" if facts.cores else ""
+        return (
+            f"this machine has no room for more than {facts.most_rollouts} rollout actors{cores}: shorter answers "
+            "(`myxa set max_new_tokens=N`), a faster engine, or one more machine (`myxa launch --join HOST:PORT`)"
+        )
+    return verdict.remedy
+
+
+def change_of(advice: Advice, *, is_over: bool = False) -> str:
+    """The change alone. Of a run that is over: as its run file would have it."""
+    in_file = f"in the run file: {advice.key} = {advice.new}" if advice.key else ""
+    return (in_file or advice.command) if is_over else (f"`{advice.command}`" if advice.command else in_file)
+
+
+def facts_of_file(config: Mapping[str, Any], num_rollouts: int, cores: int) -> Facts:
+    """Of a run of which only files are left: the knobs as its resolved run file has them."""
+    knobs: dict[str, KnobState] = {}
+    for tunable in declared():
+        value = _value(config, tunable.key)
+        if value is not None:
+            knobs[tunable.name] = KnobState(tunable=tunable, value=value, first=value)
+    samples, workers, running = (
+        _value(config, key) for key in ("rollout.num_samples", "reward.workers", "engine.max_running")
+    )
+    is_on_gpus = _value(config, "roles.rollout.devices") not in (None, "cpu")
+    return Facts(
+        knobs=knobs,
+        num_rollouts=max(num_rollouts, 1),
+        num_samples=int(samples or 1),
+        max_running=int(running or 0),
+        reward_workers=int(workers or 0),
+        is_data_endless=not _value(config, "data.max_passes"),
+        cores=cores,
+        most_rollouts=0 if is_on_gpus else most_on_cores(cores, int(_value(config, "roles.rollout.threads") or 1)),
+        is_over=True,
+    )
+
+
+def num_cores() -> int:
+    """Of this machine, that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def most_on_cores(cores: int, threads: int) -> int:
+    """Engines of so many threads that compute at the same time."""
+    return max(1, cores // max(threads, 1)) if cores else 0
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    """Of a dotted key; None where it is not there, or no plain value."""
+    found: Any = config
+    for part in key.split(".") if key else ():
+        found = cast("Mapping[str, Any]", found).get(part) if isinstance(found, Mapping) else None
+    return found if isinstance(found, bool | int | float | str) else None
 
 
 def _number(facts: Facts, knob: str) -> int | None:
@@ -117,7 +191,10 @@ def _more_staleness(verdict: Verdict, facts: Facts) -> Advice | None:
 
 
 def _more_reward_workers(verdict: Verdict, facts: Facts) -> Advice | None:
-    new = 2 * (facts.reward_workers or _WORKERS_BY_ITSELF)
+    old = facts.reward_workers or _WORKERS_BY_ITSELF
+    new = min(2 * old, facts.cores // facts.num_rollouts) if facts.cores else 2 * old
+    if new <= facts.reward_workers:
+        return None
     why = "answers wait for their rewards; worker processes compute them side by side"
     return Advice("", facts.reward_workers, new, why, "reward.workers")
 
@@ -125,8 +202,12 @@ def _more_reward_workers(verdict: Verdict, facts: Facts) -> Advice | None:
 def _more_rollouts(verdict: Verdict, facts: Facts) -> Advice | None:
     new = min(math.ceil(facts.num_rollouts / max(0.05, 1.0 - verdict.share)), _LARGEST_FACTOR * facts.num_rollouts)
     new = max(new, facts.num_rollouts + 1)
+    new = min(new, facts.most_rollouts) if facts.most_rollouts else new
+    if new <= facts.num_rollouts:
+        return None
     why = f"the trainer waits {verdict.share * 100:.0f} % for data, and no knob makes the engines compute faster"
-    return Advice("", facts.num_rollouts, new, why, "roles.rollout.count", f"myxa scale rollout={new}")
+    devices = f" --devices {facts.more_devices}" if facts.more_devices else ""
+    return Advice("", facts.num_rollouts, new, why, "roles.rollout.count", f"myxa scale rollout={new}{devices}")
 
 
 def _more_data(verdict: Verdict, facts: Facts) -> Advice | None:

@@ -13,10 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from .numbers import short
+
 Bound = Literal[
     "unknown",
     "starting",
     "paused",
+    "filter",
     "generation",
     "concurrency",
     "reward",
@@ -38,6 +41,34 @@ START = "other/start"
 """Parts whose names begin so are start-up: they say nothing about how the run goes."""
 
 
+NEWEST = "buffer/newest/"
+"""Names of metrics that tell of the newest finished groups begin so."""
+NEARLY_ALL = 0.8
+"""From this share of the finished groups on, what the filter leaves out is the cause of the trainer's waiting."""
+_LEAST_GROUPS = 16
+
+REMEDIES: Mapping[Bound, str] = {
+    "paused": "`myxa resume`",
+    "filter": "`myxa samples` shows answers with their rewards: mend the reward if right answers are worth nothing, "
+    "else take easier prompts, or harder ones where all are right",
+    "generation": "`myxa scale rollout=N` where cores or GPUs are left, shorter answers (`myxa set max_new_tokens=N`), "
+    "or a faster engine",
+    "concurrency": "`myxa set concurrency=N`: the engines have room for more groups at once (rollout.max_groups)",
+    "reward": "reward.workers spreads the function over processes (`myxa resume RUN --set reward.workers=N`); or make "
+    "it cheaper",
+    "environment": "a faster environment or more of it; `myxa set concurrency=N` has the engine generate for other "
+    "groups meanwhile",
+    "data": "more data, or `myxa resume RUN --set data.max_passes=0`; if the data is there, `myxa logs buffer`",
+    "training": "`myxa set max_tokens_per_microbatch=N` where memory allows; more trainer ranks, fewer mini-batches, "
+    "or rollout devices for the trainer",
+    "weights": "`myxa set weights_every=N`, a faster weights.channel, or fewer and larger steps (algo.batch_size)",
+    "guard": "`myxa set guard_every=N`, or fewer guard.prompts",
+    "capacity": "`myxa set max_staleness=N` or `window=N`, or a smaller algo.batch_size",
+    "memory": "larger steps (algo.batch_size); `myxa mem` shows what is moved each time",
+}
+"""What may be changed where nothing is known of the run but the verdict; `advice.py` puts values in."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What holds the run back and what to do about it."""
@@ -50,9 +81,44 @@ class Verdict:
     """How much of its time the actor that is held back loses by it (0..1)."""
 
 
-def bottleneck(shares: Mapping[str, Mapping[str, float]], *, engines_are_full: bool = False) -> str:
+@dataclass(frozen=True, slots=True)
+class Filtered:
+    """What the group filter did to the newest finished groups; shares of them."""
+
+    num_groups: float = 0.0
+    left_out: float = 0.0
+    flat: float = 0.0
+    """All rewards of the group are equal."""
+    all_right: float = 0.0
+    all_wrong: float = 0.0
+    only_reward: float | None = None
+    """The reward that all answers got; None: they differ, or it is not known."""
+
+    @classmethod
+    def of(cls, gauges: Mapping[str, Mapping[str, float]]) -> Filtered:
+        """`gauges`: actor -> metric -> value."""
+        told = gauges.get("buffer", {})
+        low, high = told.get(f"{NEWEST}reward_min"), told.get(f"{NEWEST}reward_max")
+        return cls(
+            num_groups=told.get(f"{NEWEST}groups", 0.0),
+            left_out=told.get(f"{NEWEST}left_out", 0.0),
+            flat=told.get(f"{NEWEST}flat", 0.0),
+            all_right=told.get(f"{NEWEST}all_right", 0.0),
+            all_wrong=told.get(f"{NEWEST}all_wrong", 0.0),
+            only_reward=low if low == high else None,
+        )
+
+    @property
+    def is_nearly_all(self) -> bool:
+        """Whether hardly any group is left to train on."""
+        return self.num_groups >= _LEAST_GROUPS and self.left_out >= NEARLY_ALL
+
+
+def bottleneck(
+    shares: Mapping[str, Mapping[str, float]], *, engines_are_full: bool = False, filtered: Filtered | None = None
+) -> str:
     """One sentence for people; `judge` gives the same with its kind and a remedy."""
-    return judge(shares, engines_are_full=engines_are_full).sentence
+    return judge(shares, engines_are_full=engines_are_full, filtered=filtered).sentence
 
 
 def engines_look_full(gauges: Mapping[str, Mapping[str, float]]) -> bool:
@@ -64,7 +130,9 @@ def engines_look_full(gauges: Mapping[str, Mapping[str, float]]) -> bool:
     return waiting or (bool(busy) and all(busy))
 
 
-def judge(shares: Mapping[str, Mapping[str, float]], *, engines_are_full: bool = False) -> Verdict:
+def judge(
+    shares: Mapping[str, Mapping[str, float]], *, engines_are_full: bool = False, filtered: Filtered | None = None
+) -> Verdict:
     """`shares`: actor name -> kind -> share of its time (0..1), over whatever window the caller cares about.
     `engines_are_full`: they compute as many sequences at once as they can, so more requests would only queue up."""
     leader = leader_of(shares)
@@ -80,13 +148,15 @@ def judge(shares: Mapping[str, Mapping[str, float]], *, engines_are_full: bool =
     if max(trainer.get("paused", 0.0), team.get("paused", 0.0)) >= 0.5:
         share = max(trainer.get("paused", 0.0), team.get("paused", 0.0))
         text = f"the run is paused ({leader} {_pct(trainer, 'paused')}, {who} {_pct(team, 'paused')})"
-        return Verdict("paused", text, "`myxa resume`", share)
+        return _verdict("paused", text, share)
     if trainer.get("other", 0.0) >= 0.5:
         sentence = f"{leader} spends {_pct(trainer, 'other')} of the time on start-up and other chores: no verdict yet"
         return Verdict("starting", sentence)
     wait = max(_TRAINER_WAITS, key=lambda kind: trainer.get(kind, 0.0))
     if trainer.get(wait, 0.0) < NOTABLE:
         return _busy_trainer(leader, trainer, who, team)
+    if wait == "wait-data" and filtered is not None and filtered.is_nearly_all:
+        return _thrown_away(leader, trainer, filtered)
     if wait == "wait-data":
         return _starved_trainer(leader, trainer, who, team, engines_are_full=engines_are_full)
     return _WAITING[wait](leader, trainer)
@@ -116,13 +186,24 @@ def _busy_trainer(leader: str, trainer: Mapping[str, float], who: str, team: Map
     idle = max(_REASONS, key=lambda kind: team.get(kind, 0.0))
     if team.get(idle, 0.0) < NOTABLE:
         return Verdict("none", f"well balanced: {works}, {_do(who)} {_pct(team, 'compute')}")
-    return Verdict(
-        "training",
-        f"{works}: training is the bottleneck ({_verb(who, 'wait')} {_REASONS[idle]} {_pct(team, idle)} of the time)",
-        "more trainer ranks, fewer mini-batches or a larger trainer.max_tokens_per_microbatch; "
-        "or give rollout devices to the trainer",
-        team.get(idle, 0.0),
+    waits = f"{_verb(who, 'wait')} {_REASONS[idle]} {_pct(team, idle)} of the time"
+    return _verdict("training", f"{works}: training is the bottleneck ({waits})", team.get(idle, 0.0))
+
+
+def _thrown_away(leader: str, trainer: Mapping[str, float], filtered: Filtered) -> Verdict:
+    """The groups come, and the filter leaves nothing of them."""
+    if filtered.only_reward is not None:
+        why = f"the reward is always {short(filtered.only_reward)}"
+    elif filtered.flat >= NEARLY_ALL:
+        shares = f"all wrong {_whole(filtered.all_wrong)}, all right {_whole(filtered.all_right)}"
+        why = f"the answers of a group all get the same reward ({shares})"
+    else:
+        why = "see algo.group_filter"
+    sentence = (
+        f"{leader} waits for data {_pct(trainer, 'wait-data')} of the time: the filter leaves out "
+        f"{_whole(filtered.left_out)} of the newest {filtered.num_groups:.0f} groups: {why}"
     )
+    return _verdict("filter", sentence, trainer.get("wait-data", 0.0))
 
 
 def _starved_trainer(
@@ -144,42 +225,21 @@ def _starved_trainer(
     waits = f"{leader} waits for data {_pct(trainer, 'wait-data')} of the time"
     if causes[cause] <= 0.0:
         return Verdict("unknown", f"{waits}, and {_verb(who, 'show')} nothing that explains it: see the logs")
-    clause, remedy = _CAUSES[cause]
     share = f"{causes[cause] * 100:.0f} %"
     words = {"do": _do(who), "wait": _verb(who, "wait"), "share": share, "environment": _environment(team)}
-    sentence = f"{waits}: {clause.format(**words)}"
-    return Verdict(cause, sentence, remedy, trainer.get("wait-data", 0.0))
+    sentence = f"{waits}: {_CAUSES[cause].format(**words)}"
+    return _verdict(cause, sentence, trainer.get("wait-data", 0.0))
 
 
-_CAUSES: dict[Bound, tuple[str, str]] = {
-    "generation": (
-        "generation is the bottleneck ({do} {share})",
-        "more rollout actors (roles.rollout.count), a smaller rollout.max_new_tokens, or a faster engine",
-    ),
-    "concurrency": (
-        "concurrency is the bottleneck ({do} {share} of the time with as many groups as they may have at once)",
-        "a larger rollout.max_groups (knob concurrency): the engines have room for more",
-    ),
-    "reward": (
-        "the reward function is the bottleneck ({wait} for rewards {share})",
-        "set reward.workers to spread it over processes, or make it cheaper",
-    ),
-    "environment": (
-        "the environment is the bottleneck ({wait} for {environment} {share})",
-        "a faster environment or more of it; a larger rollout.max_groups has the engine generate for others meanwhile",
-    ),
-    "capacity": (
-        "the staleness bound holds both back ({wait} for capacity {share})",
-        "raise async.max_staleness or async.window, or lower algo.batch_size",
-    ),
-    "weights": (
-        "weight adoption is the bottleneck ({wait} for weights {share})",
-        "a faster weight channel, or fewer and larger steps (algo.batch_size)",
-    ),
-    "data": (
-        "the rollout actors have nothing to do ({wait} for prompts {share})",
-        "more data or data.max_passes = 0; if the data is there, look at the buffer",
-    ),
+_CAUSES: dict[Bound, str] = {
+    "generation": "generation is the bottleneck ({do} {share})",
+    "concurrency": "concurrency is the bottleneck ({do} {share} of the time with as many groups as they may have at "
+    "once)",
+    "reward": "the reward function is the bottleneck ({wait} for rewards {share})",
+    "environment": "the environment is the bottleneck ({wait} for {environment} {share})",
+    "capacity": "the staleness bound holds both back ({wait} for capacity {share})",
+    "weights": "weight adoption is the bottleneck ({wait} for weights {share})",
+    "data": "the rollout actors have nothing to do ({wait} for prompts {share})",
 }
 
 
@@ -190,26 +250,20 @@ def _waits_for_weights(leader: str, trainer: Mapping[str, float]) -> Verdict:
             f"{leader} stands still {canary * 100:.0f} % of the time while an engine answers the canary prompts: "
             "the comparison of trainer and engines is the bottleneck"
         )
-        return Verdict("guard", sentence, "a larger guard.every, or fewer guard.prompts", canary)
+        return _verdict("guard", sentence, canary)
     sentence = (
         f"{leader} waits {_pct(trainer, 'wait-weights')} of the time until its weights are taken: "
         "publishing weights is the bottleneck"
     )
-    return Verdict(
-        "weights",
-        sentence,
-        "a faster weight channel, or fewer and larger steps (algo.batch_size)",
-        trainer["wait-weights"],
-    )
+    return _verdict("weights", sentence, trainer["wait-weights"])
 
 
 def _waits_for_capacity(leader: str, trainer: Mapping[str, float]) -> Verdict:
     sentence = (
         f"{leader} waits for capacity {_pct(trainer, 'wait-capacity')} of the time: room (memory) is the bottleneck"
     )
-    return Verdict(
-        "capacity", sentence, "see which actor holds the memory that the trainer asks for", trainer["wait-capacity"]
-    )
+    remedy = "`myxa mem` shows which actor holds the memory that the trainer asks for"
+    return Verdict("capacity", sentence, remedy, trainer["wait-capacity"])
 
 
 def _waits_for_memory(leader: str, trainer: Mapping[str, float]) -> Verdict:
@@ -217,8 +271,7 @@ def _waits_for_memory(leader: str, trainer: Mapping[str, float]) -> Verdict:
         f"{leader} waits {_pct(trainer, 'wait-memory')} of the time until the device has changed hands: "
         "switching memory is the bottleneck"
     )
-    remedy = "larger steps (algo.batch_size), or see `myxa mem` for what is moved each time"
-    return Verdict("memory", sentence, remedy, trainer["wait-memory"])
+    return _verdict("memory", sentence, trainer["wait-memory"])
 
 
 _TRAINER_WAITS = ("wait-data", "wait-weights", "wait-capacity", "wait-memory")
@@ -241,6 +294,14 @@ def _environment(team: Mapping[str, float]) -> str:
     """Function and file that most of the waiting is for."""
     parts = {name: share for name, share in team.items() if name.startswith("wait-env/")}
     return max(parts, key=lambda name: parts[name]).partition("/")[2] if parts else "it"
+
+
+def _verdict(bound: Bound, sentence: str, share: float) -> Verdict:
+    return Verdict(bound, sentence, REMEDIES.get(bound, ""), share)
+
+
+def _whole(share: float) -> str:
+    return f"{share * 100:.0f} %"
 
 
 def _role(name: str) -> str:

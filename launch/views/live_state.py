@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...core.messages import BufferStats, RunStatus
-from .bottleneck import bottleneck, engines_look_full
+from .bottleneck import Filtered, bottleneck, engines_look_full
 from .numbers import duration, percent, short, training_reward
 
 _STALE_S = 10.0
@@ -53,7 +53,8 @@ class LiveState:
 
     def held_back(self) -> str:
         """What holds the run back, in one sentence."""
-        return bottleneck(self.shares(), engines_are_full=engines_look_full(self.snapshot))
+        full, filtered = engines_look_full(self.snapshot), Filtered.of(self.snapshot)
+        return bottleneck(self.shares(), engines_are_full=full, filtered=filtered)
 
     def curve(self, name: str) -> dict[int, float]:
         """Step -> value of one of the monitor's curves."""

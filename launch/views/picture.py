@@ -15,7 +15,8 @@ import msgspec
 
 from ...core.knobs import AuditRecord, KnobTable
 from ...core.messages import BufferStats, RunStatus
-from .bottleneck import engines_look_full, judge
+from .advice import Facts, what_to_try
+from .bottleneck import Filtered, engines_look_full, judge
 from .live_state import LiveState
 
 T = TypeVar("T")
@@ -131,9 +132,12 @@ def _verdict(answer: Mapping[str, Any], live: LiveState) -> tuple[str, str]:
     """The run's own sentence; from the time shares when it has none."""
     sentence = answer.get("sentence")
     if isinstance(sentence, str) and sentence:
-        return sentence, str(answer.get("remedy") or "")
-    own = judge(live.shares(), engines_are_full=engines_look_full(live.snapshot))
-    return own.sentence, own.remedy
+        return sentence, str(answer.get("to_try") or answer.get("remedy") or "")
+    full, filtered = engines_look_full(live.snapshot), Filtered.of(live.snapshot)
+    own = judge(live.shares(), engines_are_full=full, filtered=filtered)
+    num_rollouts = sum(name.startswith("rollout/") for name in live.shares())
+    # Nobody says how many there may be: what is there is taken for all.
+    return own.sentence, what_to_try(own, Facts(num_rollouts=num_rollouts, most_rollouts=num_rollouts))
 
 
 def _records(raw: object) -> list[AuditRecord]:

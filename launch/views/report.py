@@ -18,7 +18,8 @@ from markupsafe import Markup
 
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
-from .bottleneck import engines_look_full, judge
+from .advice import facts_of_file, num_cores, what_to_try
+from .bottleneck import NEWEST, Filtered, engines_look_full, judge
 from .changes import when_text
 from .findings import findings
 from .numbers import duration
@@ -82,6 +83,9 @@ def render_report(run: RunFiles) -> str:
     script = (_FOLDER / "report_script.jinja").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     span = run.wall_range_s
+    gauges, shares = _gauges(run), run.shares()
+    num_rollouts = sum(name.startswith("rollout/") for name in shares)
+    verdict = judge(shares, engines_are_full=engines_look_full(gauges), filtered=Filtered.of(gauges))
     return page_template().render(
         name=run_name(run),
         style=Markup((_FOLDER / "report_style.jinja").read_text(encoding="utf-8")),
@@ -90,7 +94,8 @@ def render_report(run: RunFiles) -> str:
         outcome=outcome(run),
         tiles=tiles(run),
         settings=settings(run),
-        verdict=judge(run.shares(), engines_are_full=engines_look_full(_gauges(run))),
+        verdict=verdict,
+        to_try=what_to_try(verdict, facts_of_file(run.config, num_rollouts, num_cores())),
         findings=findings(run),
         learning=learning_charts(run),
         staleness=staleness_charts(run),
@@ -114,7 +119,7 @@ def render_report(run: RunFiles) -> str:
 def _gauges(run: RunFiles) -> dict[str, dict[str, float]]:
     """Each engine's load, as it was mostly: the last gauges are those of an engine that is being drained."""
     found: dict[str, dict[str, float]] = {}
-    for metric in ("rollout/running", "rollout/waiting", "rollout/max_running"):
+    for metric in ("rollout/running", "rollout/waiting", "rollout/max_running", *run.names(NEWEST)):
         for source, points in run.by_time.get(metric, {}).items():
             values = sorted(value for _, value in points)
             found.setdefault(source, {})[metric] = values[len(values) // 2] if values else 0.0

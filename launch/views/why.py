@@ -11,8 +11,8 @@ import msgspec
 
 from ...core.activity import ACTIVITY_KINDS
 from ...core.messages import Record
-from .advice import Advice, Facts, advise
-from .bottleneck import judge, without_start
+from .advice import Advice, Facts, advise, what_to_try
+from .bottleneck import Filtered, judge, without_start
 from .idle import idleness
 
 
@@ -28,6 +28,8 @@ class Reason(Record, frozen=True):
     """Of the time that is lost by it (0..1)."""
     remedy: str
     """What may be changed, in words."""
+    to_try: str = ""
+    """The same with its command, on one line, as all views show it."""
     knob: str = ""
     """Live knob to turn; empty: there is none."""
     old: bool | int | float | str = ""
@@ -49,16 +51,18 @@ def explain(
     *,
     window_s: float,
     engines_are_full: bool = False,
+    filtered: Filtered | None = None,
 ) -> Reason:
     """Of the whole run."""
-    verdict = judge(shares, engines_are_full=engines_are_full)
+    verdict = judge(shares, engines_are_full=engines_are_full, filtered=filtered)
     return _with_advice(
         Reason(
             target="",
             bound=verdict.bound,
             sentence=verdict.sentence,
             share=verdict.share,
-            remedy=verdict.remedy,
+            remedy=what_to_try(verdict, facts),
+            to_try=what_to_try(verdict, facts),
             window_s=window_s,
             shares=_kinds(shares),
             details=tuple(idleness(name, shares[name]).sentence for name in sorted(shares)),
@@ -74,9 +78,10 @@ def explain_actors(
     *,
     window_s: float,
     engines_are_full: bool = False,
+    filtered: Filtered | None = None,
 ) -> Reason:
     """Of some actors: what each does, and what of it the run's own bottleneck explains."""
-    whole = explain(shares, facts, window_s=window_s, engines_are_full=engines_are_full)
+    whole = explain(shares, facts, window_s=window_s, engines_are_full=engines_are_full, filtered=filtered)
     told = [idleness(name, shares.get(name, {})) for name in names]
     return Reason(
         target=", ".join(names),
@@ -84,6 +89,7 @@ def explain_actors(
         sentence="; ".join(each.sentence for each in told),
         share=max((each.share for each in told), default=0.0),
         remedy=f"the run as a whole: {whole.sentence}",
+        to_try=whole.to_try,
         knob=whole.knob,
         old=whole.old,
         new=whole.new,

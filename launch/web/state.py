@@ -11,7 +11,8 @@ from typing import Any
 
 from ...core.activity import ACTIVITY_KINDS
 from ..tui import rows
-from ..views.bottleneck import judge
+from ..views.advice import facts_of_file, num_cores, what_to_try
+from ..views.bottleneck import NEWEST, Filtered, judge
 from ..views.changes import value_text
 from ..views.live_state import clean
 from ..views.numbers import duration, percent, short, training_reward
@@ -54,13 +55,15 @@ def _from_files(picture: Picture, history: History) -> Picture:
     shares = {name: bins.total() for name, bins in history.shares.items()}
     names = sorted(shares, key=name_order)
     snapshot = {f"time/{name}": kinds for name, kinds in shares.items()}
-    verdict = judge(shares)
+    newest = {name: series.points()[-1][1] for name, series in history.by_time.items() if name.startswith(NEWEST)}
+    verdict = judge(shares, filtered=Filtered.of({"buffer": newest}))
+    facts = facts_of_file(history.config, sum(name.startswith("rollout/") for name in shares), num_cores())
     return replace(
         picture,
         live=replace(picture.live, snapshot=snapshot),
         actors=tuple(ActorFacts(name, name.partition("/")[0]) for name in names),
         why=verdict.sentence,
-        remedy=verdict.remedy,
+        remedy=what_to_try(verdict, facts),
     )
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from myxa.core.config import RunConfig
 from myxa.core.knobs import KnobState, KnobValue, Tunable
-from myxa.launch.views.advice import Facts, advise, all_advice
+from myxa.launch.control.evidence import room_for_rollouts
+from myxa.launch.supervisor.late_place import Present
+from myxa.launch.supervisor.placement import place
+from myxa.launch.views.advice import Facts, advise, all_advice, facts_of_file, what_to_try
 from myxa.launch.views.bottleneck import Bound, Verdict, judge
 from myxa.launch.views.idle import idleness, unattributed
+from myxa.launch.views.picture import Answer, picture_of
 from myxa.launch.views.why import change_text, explain, explain_actors
 
 Shares = dict[str, dict[str, float]]
@@ -125,3 +131,41 @@ def test_time_that_nobody_accounts_for_is_told_apart_from_start_up() -> None:
     assert unattributed({"other": 1.0, "other/start": 1.0}) == 0.0
     assert idleness("rollout/2", {"other": 1.0, "other/start": 1.0}).sentence == "rollout/2 is starting"
     assert "does what nobody accounts for 10 %" in idleness("x", {"compute": 0.9, "other": 0.1}).sentence
+
+
+def test_no_more_rollout_actors_than_the_machine_has_room_for() -> None:
+    """F2."""
+    roomy = Facts(num_rollouts=2, cores=3, most_rollouts=3)
+    assert advise(verdict("generation", 0.9), roomy).command == "myxa scale rollout=3"  # type: ignore[union-attr]
+    full = Facts(num_rollouts=2, cores=2, most_rollouts=2)
+    assert advise(verdict("generation", 0.9), full) is None
+    told = what_to_try(verdict("generation", 0.9), full)
+    assert "no room for more than 2 rollout actors (2 cores)" in told
+    assert "scale" not in told
+    spare = Facts(num_rollouts=1, most_rollouts=3, more_devices="4,5")
+    assert advise(verdict("generation"), spare).command == "myxa scale rollout=3 --devices 4,5"  # type: ignore[union-attr]
+    assert advise(verdict("reward"), Facts(cores=2, num_rollouts=2)).new == 1  # type: ignore[union-attr]
+    assert advise(verdict("reward"), Facts(cores=2, num_rollouts=1, reward_workers=2)) is None
+
+
+def test_gpus_are_counted_as_scale_counts_them() -> None:
+    one = {"rollout": {"kind": "sglang", "devices": "0-3", "count": 2}, "trainer": {"devices": "4-5"}}
+    config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "roles": one})
+    specs = place(config, 1)
+    assert room_for_rollouts(config, Present(specs, (0,)), 2, 64) == (2, ""), "both have their GPUs, none is left"
+    fewer = tuple(spec for spec in specs if spec.name != "rollout/1")
+    assert room_for_rollouts(config, Present(fewer, (0,)), 1, 64) == (2, "")
+    on_cores = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
+    assert room_for_rollouts(on_cores, Present(place(on_cores, 1), (0,)), 1, 6) == (6, "")
+    assert room_for_rollouts(on_cores, Present(place(on_cores, 2), (0, 1)), 2, 6) == (0, ""), "others have cores too"
+
+
+def test_all_views_show_the_same_line() -> None:
+    known = facts(concurrency=48)
+    reason = explain(STARVED, known, window_s=60)
+    assert reason.to_try == what_to_try(judge(STARVED), known) == f"`myxa set concurrency=168`: {reason.remedy}"
+    answers = {"why": Answer(msgspec.to_builtins(reason))}
+    assert picture_of(answers, 0.0).remedy == reason.to_try
+    config = {"rollout": {"max_groups": 48, "num_samples": 4}, "engine": {"max_running": 0}}
+    over = what_to_try(judge(STARVED), facts_of_file(config, 2, 2))
+    assert over.startswith("in the run file: rollout.max_groups = 168: ")

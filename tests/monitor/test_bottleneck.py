@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from myxa.launch.views.bottleneck import bottleneck, engines_look_full, judge
+from myxa.launch.views.bottleneck import REMEDIES, Bound, Filtered, bottleneck, engines_look_full, judge
 
 Shares = dict[str, dict[str, float]]
 
@@ -174,3 +176,48 @@ def test_more_requests_are_no_remedy_for_engines_that_are_full() -> None:
 )
 def test_engines_are_full_when_requests_wait_or_none_has_a_place_left(gauges: Shares, is_full: bool) -> None:
     assert engines_look_full(gauges) is is_full
+
+
+THROWN_AWAY: Shares = {
+    "trainer/0": {"compute": 0.05, "wait-data": 0.95},
+    "rollout/0": {"compute": 0.97, "wait-data": 0.03},
+}
+
+
+def newest(**told: float) -> Shares:
+    return {"buffer": {f"buffer/newest/{name}": value for name, value in told.items()}}
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        (
+            {"groups": 256, "left_out": 1, "flat": 1, "all_wrong": 1, "reward_min": 0, "reward_max": 0},
+            "the filter leaves out 100 % of the newest 256 groups: the reward is always 0",
+        ),
+        ({"groups": 64, "left_out": 1, "flat": 1, "all_right": 1, "reward_min": 1, "reward_max": 1}, "always 1"),
+        (
+            {"groups": 100, "left_out": 0.9, "flat": 0.9, "all_wrong": 0.8, "all_right": 0.1, "reward_max": 1},
+            "90 % of the newest 100 groups: the answers of a group all get the same reward (all wrong 80 %, all right 10 %)",
+        ),
+        ({"groups": 100, "left_out": 0.9, "flat": 0.1, "reward_max": 1}, "see algo.group_filter"),
+    ],
+)
+def test_a_filter_that_leaves_nothing_is_named_and_not_generation(told: dict[str, float], says: str) -> None:
+    """F2."""
+    verdict = judge(THROWN_AWAY, filtered=Filtered.of(newest(**told)))
+    assert verdict.bound == "filter"
+    assert says in verdict.sentence
+    assert "generation" not in verdict.sentence
+    assert "`myxa samples`" in verdict.remedy
+
+
+@pytest.mark.parametrize("told", [{}, {"groups": 8, "left_out": 1}, {"groups": 256, "left_out": 0.5, "flat": 0.5}])
+def test_a_filter_that_leaves_enough_is_not_to_blame(told: dict[str, float]) -> None:
+    assert judge(THROWN_AWAY, filtered=Filtered.of(newest(**told))).bound == "generation"
+
+
+def test_every_remedy_of_the_table_belongs_to_a_verdict() -> None:
+    assert set(REMEDIES) <= set(get_args(Bound))
+    for bound in set(get_args(Bound)) - {"unknown", "starting", "none", "environment"}:
+        assert "`myxa " in REMEDIES[bound] or "algo." in REMEDIES[bound], bound

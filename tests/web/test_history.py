@@ -109,9 +109,9 @@ def test_a_planted_run_becomes_charts(seat) -> None:
         "Lag of the trained groups (versions)",
     } <= charts.keys()
     wanted = {
-        p["step"]: p["values"]["reward/mean"]
+        p["step"]: p["values"]["reward/raw_mean"]
         for p in map(json.loads, (seat.run_dir / "metrics.jsonl").read_text().splitlines())
-        if "reward/mean" in p["values"]
+        if "reward/raw_mean" in p["values"]
     }
     shown = {point[0]: point[1] for point in charts["Reward"]["lines"][0]["points"]}
     assert shown == pytest.approx(wanted, rel=1e-5)
