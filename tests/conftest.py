@@ -11,6 +11,7 @@ import importlib
 import os
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import threading
@@ -154,6 +155,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         if reporter is not None:
             reporter.write_line("\nprocesses outlived the tests:\n" + "\n".join(orphans), red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture
+def null_device() -> None:
+    """What is read from it is empty. In a container that was made without it, it is a file of whatever was thrown away."""
+    if not stat.S_ISCHR(os.stat(os.devnull).st_mode):
+        pytest.skip(f"{os.devnull} of this machine is no device: processes without input read what others threw away")
 
 
 @pytest.fixture

@@ -119,6 +119,7 @@ Enter = Callable[[], Any]
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("null_device")
 async def test_a_forked_actor_is_as_a_fresh_interpreter(enter: Enter):
     async with enter() as room:
         one, other = await room.forked(actor("rollout/0")), room.fresh(actor("rollout/1"))

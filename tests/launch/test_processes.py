@@ -105,6 +105,7 @@ def test_what_it_started_ends_with_it(tmp_path: Path):
     until(lambda: is_gone(grandchild), "the grandchild's end")
 
 
+@pytest.mark.usefixtures("null_device")
 def test_it_has_a_session_of_its_own_and_no_input(tmp_path: Path):
     code = "import os, sys; print(os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid(), repr(sys.stdin.read()))"
     with asyncio.Runner() as runner:

@@ -273,6 +273,7 @@ async def test_a_worker_killed_while_idle_costs_no_completion(code: str) -> None
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("null_device")
 async def test_what_a_worker_prints_or_reads_does_not_touch_the_protocol(
     code: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
