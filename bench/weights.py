@@ -36,7 +36,8 @@ from myxa.actors.engines.sglang import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang_weights import DeviceRouteOptions, device_routes
 from myxa.actors.models.hf_folder import open_weights, read_config
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.actors.weights.process_group import ChannelGroup, find_store
+from myxa.actors.torch_store import find_store
+from myxa.actors.weights.process_group import ChannelGroup
 from myxa.actors.weights.sender import DeviceWeightSender
 from myxa.actors.weights.staging import DTYPES
 from myxa.core.host import boot_id
@@ -167,7 +168,7 @@ def member(address: str, port: str, num_bytes: str, times: str) -> None:
     import threading
 
     store = find_store(address, int(port), 2, LIMIT_S)
-    group = ChannelGroup.join(store, "bare", 1, 2, torch.device("cpu"), LIMIT_S)
+    group = ChannelGroup.join(store, "bare", 1, 2, torch.device("cpu"), LIMIT_S, address=address)
     flat = torch.empty(int(num_bytes), dtype=torch.uint8)
     for _ in range(int(times)):
         group.broadcast(flat, threading.Event(), LIMIT_S)

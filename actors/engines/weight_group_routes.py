@@ -32,9 +32,10 @@ from ...core.errors import EngineError, MyxaError, RequestRefused
 from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray
 from ..own_thread import in_own_thread
+from ..torch_store import find_store
 from ..weights.digest import buffer_mark, join_marks, padded_bytes
 from ..weights.plan import ITEM_BYTES
-from ..weights.process_group import ChannelGroup, find_store
+from ..weights.process_group import ChannelGroup
 from .embedded.engine import EmbeddedEngine
 from .route_bodies import json_response, read_body, version_of
 
@@ -110,7 +111,8 @@ class WeightGroups:
         def build() -> ChannelGroup:
             store = find_store(body.master_address, body.master_port, body.world_size, GROUP_S)
             device = torch.device("cpu")
-            group = ChannelGroup.join(store, name, body.rank_offset, body.world_size, device, GROUP_S)
+            rank, address = body.rank_offset, body.master_address
+            group = ChannelGroup.join(store, name, rank, body.world_size, device, GROUP_S, address=address)
             if pulse.is_set():
                 group.abort()
             return group
@@ -119,7 +121,7 @@ class WeightGroups:
             group = await in_own_thread(build, f"join {name}")
         except BaseException as err:
             self._drop(name)
-            if not isinstance(err, RuntimeError | ValueError):
+            if not isinstance(err, RuntimeError | ValueError | OSError):
                 raise
             raise EngineError(f"group {name!r} did not meet: {err}", remedy="is the sender alive?") from err
         if pulse.is_set():

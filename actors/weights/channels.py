@@ -19,8 +19,9 @@ import torch
 
 from ...core.errors import TrainError
 from ...core.weight_channel import CollectiveBackend, JoinOffer, JoinRequest, SendOrder, SendReport
+from ..torch_store import host_store
 from .address import address_for
-from .process_group import ChannelGroup, open_store
+from .process_group import ChannelGroup
 from .staging import Staged, beside_training
 
 IDLE_VERSIONS = 8
@@ -94,8 +95,8 @@ class Channels:
             self._channels[request.channel] = channel
         world_size = request.num_ranks + 1
         try:
-            store, port = open_store(world_size, request.timeout_s)
             address = address_for(request, self._host)
+            store = host_store(address, 0, world_size, request.timeout_s)
         except (RuntimeError, OSError) as err:
             self.leave(request.channel, f"no meeting place: {err}")
             raise TrainError(f"{self._name}: cannot open a meeting place: {err}", remedy="is a port free?") from err
@@ -104,9 +105,16 @@ class Channels:
             try:
                 with beside_training(device):
                     channel.group = ChannelGroup.join(
-                        store, request.channel, 0, world_size, device, request.timeout_s, channel.gone
+                        store,
+                        request.channel,
+                        0,
+                        world_size,
+                        device,
+                        request.timeout_s,
+                        channel.gone,
+                        address=address,
                     )
-            except RuntimeError as err:
+            except (RuntimeError, OSError) as err:
                 self.leave(request.channel, f"{request.engine} did not join within {request.timeout_s:g} s ({err})")
             finally:
                 channel.stands.set()
@@ -115,7 +123,7 @@ class Channels:
 
         _start(build, f"join {request.channel}")
         backend: CollectiveBackend = "nccl" if device.type == "cuda" else "gloo"
-        return JoinOffer(address=address, port=port, backend=backend)
+        return JoinOffer(address=address, port=store.port, backend=backend)
 
     def send(self, order: SendOrder, staged: Staged, on_end: Callable[[], None]) -> SendReport:
         """Broadcast all buckets, in order; the channel is given up on any error. `on_end` is called when the thread

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import BackendConfig, PrefixStore, Proce
 
 from ...core.errors import MyxaError, TrainError
 from ...core.weight_channel import CollectiveBackend
-from .address import LOOPBACK
+from ..torch_store import own_address_towards
 
 _FOR_EVER = timedelta(days=7)
 """What NCCL's watchdog waits: it would end the process. Our own deadlines are far shorter and end the group only."""
@@ -33,26 +33,6 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 POLL_S = 0.0002
 """How often a broadcast on a GPU is looked at: waiting on the device itself could not be ended by us."""
 _ENVIRONMENT = threading.Lock()
-
-
-def open_store(world_size: int, timeout_s: float) -> tuple[Store, int]:
-    """A meeting place in this process on any free port of all interfaces, and its port."""
-    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in its __all__
-        LOOPBACK,  # for this process's own end; the server listens on every interface
-        0,
-        world_size,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-    )
-    return store, store.port
-
-
-def find_store(address: str, port: int, world_size: int, timeout_s: float) -> Store:
-    """The meeting place that the sender has opened."""
-    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in its __all__
-        address, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s)
-    )
 
 
 class ChannelGroup:
@@ -71,10 +51,12 @@ class ChannelGroup:
         device: torch.device,
         timeout_s: float,
         pulse: threading.Event | None = None,
+        *,
+        address: str,
     ) -> ChannelGroup:
         """Build this rank's end. With gloo it returns when all ranks are there and raises RuntimeError when they are
         not within `timeout_s`, which bounds every later broadcast too, or once `pulse` is set, which rank 0 looks at;
-        NCCL connects in its first broadcast."""
+        NCCL connects in its first broadcast. `address`: of the store; gloo listens on the interface towards it."""
         kind: CollectiveBackend = "nccl" if device.type == "cuda" else "gloo"
         first_device = next(iter(BackendConfig(cast(Any, dist.Backend(kind))).get_device_backend_map()))
         keys = PrefixStore(f"{first_device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
@@ -83,7 +65,7 @@ class ChannelGroup:
         else:
             if rank == 0:
                 _await_members(keys, world_size, timeout_s, pulse or threading.Event())
-            backend = ProcessGroupGloo(keys, rank, world_size, timedelta(seconds=timeout_s))
+            backend = ProcessGroupGloo(keys, rank, world_size, _gloo_options(address, timeout_s))
         return ChannelGroup(backend, kind)
 
     def broadcast(self, flat: Tensor, pulse: threading.Event, timeout_s: float) -> None:
@@ -128,6 +110,15 @@ def _await_members(keys: Store, world_size: int, timeout_s: float, pulse: thread
         if time.monotonic() > deadline:
             missing = [address.removeprefix("0/") for address in addresses if not keys.check([address])]
             raise RuntimeError(f"rank {', '.join(missing)} of {world_size} never came")
+
+
+def _gloo_options(address: str, timeout_s: float) -> Any:
+    """Gloo itself would listen at whatever address the host's name means."""
+    options = cast(Any, ProcessGroupGloo)._Options()
+    options._devices = [cast(Any, ProcessGroupGloo).create_device(hostname=own_address_towards(address))]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 2  # as many as gloo takes for one device
+    return options
 
 
 def _nccl(store: Store, rank: int, world_size: int, name: str) -> Any:

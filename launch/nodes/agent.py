@@ -10,8 +10,8 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...core.actor import with_deadline
@@ -78,6 +78,8 @@ class AgentOptions:
     """Makes the key of a process that is to be started and tells the registry of it; None: no process needs one."""
     preloads: Preloads | None = None
     """Which actors are forked from a process that has their imports; None: nobody is."""
+    base_env: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Variables of actors that the launcher's own environment overrules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +233,7 @@ class Agent(AgentContract):
             program=self._options.program,
         )
         env = child_env(
-            os.environ,
+            {**self._options.base_env, **os.environ},
             order.actor,
             spec_path=str(write_spec(spec, self._options.runtime_dir)),
             run_id=plan.run_id,

@@ -27,6 +27,9 @@ from .agent import AgentOptions
 from .meeting import Meeting
 from .preloads import preloads_of
 
+NCCL_WITHIN_HOST = {"NCCL_SOCKET_IFNAME": "lo"}
+"""NCCL's processes meet over sockets; it takes the host's own address otherwise. gloo: actors/torch_store.py."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
@@ -111,4 +114,5 @@ def agent_options(
         key_for=None if place.is_alone else meeting.key_for,
         must_share=options.late is not None and choose_channel(config) == "disk",
         preloads=preloads_of(config, options.program, [each for each in actors if each.node == place.rank], os.environ),
+        base_env=NCCL_WITHIN_HOST if place.is_alone and not config.engine.attach else {},
     )

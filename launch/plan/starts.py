@@ -87,7 +87,8 @@ def listening(config: RunConfig, actors: Sequence[ActorSpec], num_nodes: int) ->
     if num_nodes > 1:
         yield f"node 0: port {DEFAULT_PORT} (--rdzv) for the other nodes; actors of all nodes: TCP ports (encrypted)"
     if any(actor.rank is not None for actor in actors):
-        yield "trainer/0's node: a free port for torch's meeting (MASTER_PORT)"
+        where = "127.0.0.1" if num_nodes == 1 else "its own address"
+        yield f"trainer/0's node: a free port of {where} for torch's meeting (MASTER_PORT)"
     yield from _web_ports(config)
     servers = [actor for actor in actors if actor.role == "rollout" and actor.kind == "sglang"]
     if servers and not config.engine.attach:

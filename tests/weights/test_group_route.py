@@ -126,7 +126,7 @@ def meeting(monkeypatch):
     """The group that comes about, and when."""
     made = SimpleNamespace(group=ShamGroup(), may_meet=threading.Event())
 
-    def join(*_: object) -> ShamGroup:
+    def join(*_: object, **__: object) -> ShamGroup:
         assert made.may_meet.wait(20)
         return made.group
 

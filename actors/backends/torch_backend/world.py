@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ....core.errors import LaunchError, MyxaError, TrainError
+from ...torch_store import find_store, host_store, keep_gloo_within
 from .tensors import integers
 
 GRACE_S = 2.0
@@ -100,6 +101,7 @@ class World:
         rank, size = gang.rank, gang.world_size
         if not 0 <= rank < size:
             raise LaunchError(f"trainer rank {rank} is outside a gang of {size}", remedy="check RANK and WORLD_SIZE")
+        keep_gloo_within(gang.master_addr)
         if size == 1:
             return World(rank, size, device, None)
         store = _meet(gang)
@@ -248,11 +250,10 @@ def _meet(gang: Gang) -> Store:
         )
     timeout = timedelta(seconds=gang.timeout_s)
     try:
-        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in its __all__
-            gang.master_addr, gang.master_port, gang.world_size, gang.rank == 0, timeout=timeout, wait_for_workers=False
-        )
+        opened = host_store if gang.rank == 0 else find_store
+        store = opened(gang.master_addr, gang.master_port, gang.world_size, gang.timeout_s)
         store.set(f"phase/{gang.rank}", "join")
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         what = "cannot listen" if gang.rank == 0 else "does not reach rank 0"
         raise LaunchError(
             f"{who} {what} at {place}: {_first_line(error)}",

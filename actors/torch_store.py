@@ -1,0 +1,95 @@
+"""torch's store, listening at one address only: torch itself opens it on every interface, and asks nobody for a key.
+
+Knows torch's store and sockets. Must not know what is kept there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
+
+LOOPBACK_INTERFACE = "lo"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_BACKLOG = 4096
+
+
+def host_store(address: str, port: int, world_size: int, timeout_s: float) -> TCPStore:
+    """A store in this process that listens at `address`, and on no other interface; port 0: any free one.
+
+    A host's name may mean loopback here and an address on other hosts (/etc/hosts), or be that of a proxy. Then the
+    store listens on every interface, as torch does it. Raises OSError or RuntimeError.
+    """
+    listener = _listen(address, port)
+    number = int(listener.getsockname()[1])
+    return TCPStore(
+        address,
+        number,
+        world_size,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
+
+
+def find_store(address: str, port: int, world_size: int, timeout_s: float) -> TCPStore:
+    """The store that another process hosts. Raises RuntimeError."""
+    return TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=False,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+
+
+def keep_gloo_within(address: str) -> None:
+    """Process groups that meet on this host alone connect over loopback alone, unless the user named interfaces.
+
+    gloo takes the host's own address otherwise, or what its name means. All groups of a process read the variable,
+    those that Megatron makes too.
+    """
+    if not address or _is_loopback(address):
+        os.environ.setdefault(_GLOO_INTERFACE, LOOPBACK_INTERFACE)  # noqa: TID251 -- gloo reads nothing else
+
+
+def own_address_towards(address: str) -> str:
+    """This host's address on the interface by which `address` is reached. Raises OSError."""
+    family, kind, protocol, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    is_name = not _is_number(address) and address != "localhost"
+    if is_name and (ipaddress.ip_address(str(place[0])).is_loopback or not _is_own(family, str(place[0]))):
+        return socket.create_server(("", port), backlog=_BACKLOG)
+    return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "localhost" or (_is_number(address) and ipaddress.ip_address(address).is_loopback)
+
+
+def _is_number(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_own(family: socket.AddressFamily, address: str) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+        return True
