@@ -129,6 +129,8 @@ class Claim(Record, frozen=True):
 
     step: int
     groups: tuple[GroupMeta, ...] = ()
+    max_staleness: int = 0
+    """The bound under which these groups were chosen."""
     finished: bool = False
     """No batch will ever come again: data exhausted or the run was told to stop."""
     reason: str = ""

@@ -301,7 +301,10 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
             if is_new:
                 self._dumps.claimed(ids)
             self._polls.ring()
-            return Claim(step=step, groups=groups)
+            bound = self._store.admission.max_staleness
+            if not is_new:  # chosen under a bound that may have been another
+                bound = max(bound, *(step - meta.oldest_version for meta in groups if meta.oldest_version >= 0), 0)
+            return Claim(step=step, groups=groups, max_staleness=bound)
         if not self._store.is_finished:
             return Claim(step=step, blocked_by="wait-data")
         reason = inventory(self._store)

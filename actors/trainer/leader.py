@@ -6,8 +6,9 @@
     knobs change between a claim and its plan (boundary "step") and before publishing (boundary "weights"); what was
     decided for the step after the last one is used too, since it may have moved the end
 
-Runs inside the trainer actor of rank 0, and speaks to all ranks, itself included, by their contract. The hard
-staleness bound is checked here once more before a step: a batch that breaks it stops the run.
+Runs inside the trainer actor of rank 0, and speaks to all ranks, itself included, by their contract. The buffer keeps
+the staleness bound by its own books; before a step it is checked here on the stamps of the tokens that came
+(`Batch.check`): a batch that breaks it ends the run.
 """
 
 from __future__ import annotations
@@ -207,7 +208,9 @@ class Leader:
                 claim = await self._claim(version, blocked_by)
                 if claim.groups:
                     reached("trainer.claim")
-                    return await self._fetch(claim.groups)
+                    batch = await self._fetch(claim.groups)
+                    batch.check(version, claim.max_staleness)
+                    return batch
             if claim.finished:
                 self._inventory = claim.reason
                 break

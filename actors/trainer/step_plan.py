@@ -9,7 +9,7 @@ import numpy as np
 
 from ...algos.baselines import group_advantages
 from ...algos.packing import plan_shards
-from ...core.errors import DataError
+from ...core.errors import DataError, StalenessError
 from ...core.samples import F32, Group, TrainSample, TrainShard
 from .batch_functions import BatchFunctions
 from .response_metrics import response_metrics
@@ -52,6 +52,17 @@ class Batch:
         """Negative: no engine took part in it."""
         stamp = group.oldest_version()
         return min(stamp, self.oldest.get(group.group_id, stamp))
+
+    def check(self, step: int, max_staleness: int) -> None:
+        """Raises StalenessError if a token is older than the bound allows at `step`."""
+        for group in self.groups:
+            oldest = self.oldest_version(group)
+            if 0 <= oldest < step - max_staleness:
+                raise StalenessError(
+                    f"step {step} was given group {group.group_id} with tokens of version {oldest}: "
+                    f"that is older than max_staleness = {max_staleness} allows; it is not trained",
+                    remedy="a bug of the buffer: report it with ledger.sqlite of the run",
+                )
 
 
 def plan_step(step: int, groups: Sequence[Group], options: PlanOptions) -> tuple[TrainShard, ...]:

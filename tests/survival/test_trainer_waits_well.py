@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_room import Conductor, trainer_room  # pyright: ignore[reportMissingImports]
+from trainer_room import BATCH, Conductor, make_group, trainer_room  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.checkpoints.run_part import RUN_FILE
 from myxa.actors.contracts.roles import TrainerContract
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.trainer import checkpoints as checkpoints_module
 from myxa.actors.trainer import leader as leader_module
+from myxa.core.errors import StalenessError
 from myxa.core.knobs import LiveKnobs
 from myxa.core.messages import WeightManifest
 
@@ -239,3 +240,21 @@ async def test_an_order_to_the_gang_before_has_no_effect(model: Path, tmp_path: 
         assert conductor.reports == []
         conductor.may_go.set()
         await conductor.steps(1)
+
+
+@pytest.mark.asyncio
+async def test_a8_a_batch_with_a_token_beyond_the_bound_ends_the_run_and_is_not_trained(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The buffer chose step 1's groups for max_staleness = 0; one that it hands out holds a token of version 0."""
+    async with trainer_room(model, tmp_path) as room:
+
+        async def fetch(group_ids: tuple[int, ...]) -> tuple[object, ...]:
+            return tuple(make_group(g, 0 if g == BATCH + 1 else g // BATCH) for g in group_ids)
+
+        monkeypatch.setattr(room.data, "fetch", fetch)
+        room.data.allow(3)
+        error = await room.node.failed
+        assert isinstance(error, StalenessError), error
+        assert "step 1 was given group 5 with tokens of version 0" in str(error)
+        assert [report.step for report in room.conductor.reports] == [0]
