@@ -1,36 +1,31 @@
-"""Bearer keys in front of the embedded engine's routes, as SGLang asks for them. Knows aiohttp and route names.
+"""The guard in front of the embedded engine's routes. Knows aiohttp and route names; who may ask is `http_guard.py`'s.
 
-With a key, everything but health needs it: SGLang's `--api-key` and `--admin-api-key` with the same value. Without
-one, everything is open: bind to loopback, or trust your net.
+With a key, everything but health needs it: SGLang's `--api-key` and `--admin-api-key` with the same value.
 """
 
 from __future__ import annotations
 
-import secrets
-
-import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from ..http_guard import Door, Head
+from .route_bodies import json_response
+
 OPEN = ("/health", "/metrics")
 """Beginnings of paths that never need a key."""
+KINDS = {401: "unauthorized", 403: "forbidden", 415: "unsupported_media_type", 421: "misdirected_request"}
 
 
-def require_key(key: str) -> Middleware:
-    """A middleware that answers 401 to whoever does not send `key` as bearer. Raises ValueError for an empty key."""
-    if not key:
-        raise ValueError("an empty key protects nothing")
+def guarded(key: str, host: str) -> Middleware:
+    """A middleware that answers a request which may not be served with the reason."""
+    door = Door(key, host=host, open_paths=OPEN)
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path.startswith(OPEN) or _has(request, key):
+        refusal = door.refusal(Head.of(request.method, request.headers), request.path)
+        if refusal is None:
             return await handler(request)
-        body = orjson.dumps({"error": "Unauthorized"})
-        return web.Response(body=body, status=401, content_type="application/json")
+        error = {"message": refusal.text, "type": KINDS[refusal.status], "code": refusal.status}
+        return json_response({"error": error}, status=refusal.status)
 
     return check
-
-
-def _has(request: web.Request, key: str) -> bool:
-    kind, _, told = request.headers.get("Authorization", "").partition(" ")
-    return kind.lower() == "bearer" and secrets.compare_digest(told.encode(), key.encode())

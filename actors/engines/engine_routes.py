@@ -2,7 +2,8 @@
 
 Knows aiohttp, the wire format and one engine; `http_server.py` gives it a socket. Unlike SGLang it swaps weights
 between two steps, so an update needs no pause; the order pause(in_place) -> update -> continue works on both. Bodies
-are bounded, bad input is answered with 4xx and `{"error": {"message", "type", "code"}}`. Keys are `engine_auth.py`'s.
+are bounded, bad input is answered with 4xx and `{"error": {"message", "type", "code"}}`. Who may
+ask is `engine_auth.py`'s.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ...core.protocols import Delta, GenerateRequest, PauseMode
 from ...core.samples import F32, I32
 from ..models.tokenizer import FolderTokenizer
 from .embedded.engine import EmbeddedEngine
-from .engine_auth import require_key
+from .engine_auth import guarded
 from .generate_body import Call, parse_generate
 from .generate_reply import Reply
 from .route_bodies import json_response, read_all, read_body, version_of
@@ -92,12 +93,13 @@ class EngineServer:
         *,
         is_incremental: bool = False,
         key: str = "",
+        host: str = "",
         max_chars: int = 1 << 30,
     ) -> None:
         """`max_chars`: of one prompt's text; a longer one cannot fit into the context. `is_incremental`: streams carry
-        new tokens only (SGLang's --incremental-streaming-output). `key`: must be sent as bearer; empty: everybody may
-        do everything."""
-        self._guards = [require_key(key)] if key else []
+        new tokens only (SGLang's --incremental-streaming-output). `key`: must be sent as bearer; empty: programs
+        of this machine may do everything. `host`: that is listened on."""
+        self._guard = guarded(key, host)
         self._engine = engine
         self._tokenizer = tokenizer
         self._folder = folder
@@ -107,12 +109,14 @@ class EngineServer:
         self._max_chars = max_chars
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="read prompts")
         self._groups = WeightGroupRoutes(engine)
+        self.known: set[Any] = set()
+        """Connections that have sent a request."""
         self._live: list[tuple[str, str]] = []
         """Request id inside the engine and the caller's id of its prompt, of everything that runs or waits."""
 
     def app(self) -> web.Application:
         """The aiohttp application."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*self._guards, _errors_as_json])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._known, self._guard, _errors_as_json])
         gets: dict[str, Handler] = {
             "/health": self._health,
             "/health_generate": self._health_generate,
@@ -136,6 +140,11 @@ class EngineServer:
         app.on_cleanup.append(self._groups.close)
         app.on_cleanup.append(self._close)
         return app
+
+    @web.middleware
+    async def _known(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self.known.add(request.protocol)
+        return await handler(request)
 
     async def _close(self, _: web.Application) -> None:
         self._readers.shutdown(wait=False, cancel_futures=True)

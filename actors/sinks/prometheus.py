@@ -10,6 +10,8 @@ import errno
 import re
 import threading
 from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -19,6 +21,7 @@ from prometheus_client.registry import Collector
 from ...core.errors import LaunchError
 from ...core.messages import MetricPoint, Telemetry
 from ...core.sink import SinkContext
+from ..http_guard import Door, Head
 
 PORT_FILE = "prometheus.port"
 LOOPBACK = "127.0.0.1"
@@ -31,9 +34,10 @@ class PrometheusSink(Collector):
 
     name = "prometheus"
 
-    def __init__(self, port: int = 0) -> None:
-        """`port` 0: any free one."""
+    def __init__(self, port: int = 0, key: str = "") -> None:
+        """`port` 0: any free one. `key`: scrapers must send it as bearer; empty: any program of this machine may."""
         self._port = port
+        self._door = Door(key)
         self._lock = threading.Lock()
         self._values: dict[str, dict[str, tuple[str, float]]] = {}
         """Prometheus name -> source -> (myxa's name, value)."""
@@ -58,6 +62,7 @@ class PrometheusSink(Collector):
             raise LaunchError(
                 f"monitor: {self._port} is not a port", remedy="set [monitor] prometheus_port within 0..65535, or -1"
             ) from error
+        self._server.set_app(_guarded(self._server.get_app(), self._door))
         self._context = context
         port = self._server.server_port
         (context.run_dir / PORT_FILE).write_text(f"{port}\n")
@@ -112,6 +117,27 @@ class PrometheusSink(Collector):
             elif known[0] != name:
                 continue  # another metric of this actor has the same name once its odd characters are replaced
             sources[point.source] = (name, float(value))
+
+
+def _guarded(app: Any, door: Door) -> Any:
+    """The WSGI application behind the guard of all doors."""
+
+    def served(environ: dict[str, Any], start_response: Any) -> Any:
+        head = Head(
+            environ.get("REQUEST_METHOD", ""),
+            environ.get("HTTP_HOST", ""),
+            environ.get("HTTP_ORIGIN", ""),
+            environ.get("HTTP_SEC_FETCH_SITE", ""),
+            environ.get("HTTP_SEC_FETCH_MODE", ""),
+            authorization=environ.get("HTTP_AUTHORIZATION", ""),
+        )
+        refusal = door.refusal(head, environ.get("PATH_INFO", ""))
+        if refusal is None:
+            return app(environ, start_response)
+        start_response(f"{refusal.status} {HTTPStatus(refusal.status).phrase}", [("Content-Type", "text/plain")])
+        return [f"{refusal.text}\n".encode()]
+
+    return served
 
 
 def _gauge(name: str, sources: dict[str, tuple[str, float]]) -> GaugeMetricFamily:

@@ -35,6 +35,7 @@ def choose_sinks(
     *,
     tensorboard: bool = True,
     prometheus_port: int = 0,
+    prometheus_key: str = "",
     trace: bool = True,
     extra: Sequence[str] = (),
     options: Mapping[str, Mapping[str, Any]] | None = None,
@@ -48,7 +49,7 @@ def choose_sinks(
     if tensorboard:
         sinks.append(TensorBoardSink())
     if prometheus_port >= 0:
-        sinks.append(PrometheusSink(prometheus_port))
+        sinks.append(PrometheusSink(prometheus_port, prometheus_key))
     if otlp_endpoint:
         from .otlp import OtlpSink
 

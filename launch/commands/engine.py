@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from ...core.errors import ConfigError
+from ...core.file_entry import read_regular
+from ...transport.descriptors import raise_limit
 from .output import Verbs
 from .parser import Parser
 
 if TYPE_CHECKING:
     from ...actors.engines.http_server import Served
+
+MAX_KEY_BYTES = 4096
 
 
 def add(verbs: Verbs) -> None:
@@ -20,6 +26,8 @@ def add(verbs: Verbs) -> None:
     serve.add_argument("folder", type=Path, metavar="DIR", help="HuggingFace model folder")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     serve.add_argument("--port", type=port, default=30000, help="port to listen on, 0 = any (%(default)s)")
+    serve.add_argument("--key-env", default="", metavar="NAME", help="variable that holds the key to ask for")
+    serve.add_argument("--key-file", type=Path, metavar="FILE", help="file that holds the key to ask for")
     serve.set_defaults(run=_serve)
 
 
@@ -31,16 +39,42 @@ def port(text: str) -> int:
     return value
 
 
+def read_key(options: argparse.Namespace) -> str:
+    """The key to ask for; empty: none. It is no flag, since command lines can be read by other users.
+
+    Raises ConfigError for a variable or a file that holds none.
+    """
+    if options.key_env and options.key_file:
+        raise ConfigError("--key-env and --key-file were both given", remedy="leave one of them out")
+    if options.key_env:
+        place, text = f"--key-env: the variable {options.key_env}", os.environ.get(options.key_env, "")
+    elif options.key_file:
+        place = f"--key-file: {options.key_file}"
+        try:
+            text = read_regular(options.key_file, MAX_KEY_BYTES).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{place} cannot be read: {error}", remedy="name a file with one key in it") from error
+    else:
+        return ""
+    key = text.strip()
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        why = "holds no key" if not key else "holds something else than one key of ASCII characters without spaces"
+        raise ConfigError(f"{place} {why}", remedy="make one: openssl rand -hex 32")
+    return key
+
+
 def _serve(options: argparse.Namespace) -> int:
     import asyncio
 
     from ..preflight.port import check_port
 
+    key = read_key(options)
+    raise_limit()
     check_port("--port", options.host, options.port, "choose another one, or 0 for any free one")
     from ...actors.engines.http_server import serve_engine  # the engine needs torch
 
     def ready(served: Served) -> None:
         print(f"serving {options.folder} at {served.url}", flush=True)
 
-    asyncio.run(serve_engine(options.folder, options.host, options.port, on_ready=ready))
+    asyncio.run(serve_engine(options.folder, options.host, options.port, key=key, on_ready=ready))
     return 0

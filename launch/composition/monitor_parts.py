@@ -15,6 +15,8 @@ from .shown_settings import shown_settings
 
 OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 """OpenTelemetry's own name for the collector's address; empty or not set: nothing is exported."""
+METRICS_KEY_VARIABLE = "MYXA_METRICS_KEY"
+"""Key that scrapers must send to the Prometheus page; empty or not set: any program of this machine may ask."""
 MLFLOW_VARIABLE = "MLFLOW_ALLOW_FILE_STORE"
 """Newer versions of MLflow ask to be allowed their plain file store."""
 
@@ -27,6 +29,7 @@ def make_monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
     sinks = choose_sinks(
         tensorboard=settings.tensorboard,
         prometheus_port=settings.prometheus_port,
+        prometheus_key=os.environ.get(METRICS_KEY_VARIABLE, ""),
         trace=settings.trace,
         extra=settings.sinks,
         options=settings.options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import random
@@ -340,6 +341,33 @@ def assert_loopback_only(port: int) -> None:
         rows = [line.split() for line in lines]
         listening += [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
     assert listening == [f"0100007F:{port:04X}"]
+
+
+@pytest.mark.parametrize(
+    ("key", "headers", "status"),
+    [
+        ("", {}, 200),
+        ("", {"Host": "evil.example"}, 421),
+        ("", {"Origin": "http://evil.example"}, 403),
+        ("", {"Sec-Fetch-Site": "cross-site"}, 403),
+        ("k3y", {}, 401),
+        ("k3y", {"Authorization": "Bearer k3"}, 401),
+        ("k3y", {"Authorization": "Bearer k3y", "Host": "node-7"}, 200),
+    ],
+)
+def test_e03_no_page_reads_the_metrics_and_a_key_may_be_asked_for(
+    key: str, headers: dict[str, str], status: int, tmp_path: Path
+) -> None:
+    sink = PrometheusSink(0, key)
+    sink.open(context(tmp_path))
+    try:
+        link = http.client.HTTPConnection("127.0.0.1", int((tmp_path / "prometheus.port").read_text()), timeout=10)
+        link.request("GET", "/metrics", headers=headers)
+        answer = link.getresponse()
+        assert (answer.status, b"myxa_telemetry_dropped" in answer.read()) == (status, status == 200)
+        link.close()
+    finally:
+        sink.close()
 
 
 def test_prometheus_refuses_a_port_in_use(tmp_path: Path) -> None:

@@ -1,0 +1,120 @@
+"""Who may ask one of our HTTP doors for something: an engine, the metrics page, the dashboard. Pure: heads of requests
+in, a refusal or nothing out.
+
+A door listens on the loopback address, which every program and every web page of this machine can reach. Without a key
+it serves programs of this machine, and no page: a request must name this machine as its host (a page whose name was
+rebound to 127.0.0.1 does not), must not be sent by another site, and must not be of a type that pages may send without
+asking first. With a key, a request must carry it, which no page can; then its host may have any name.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
+PAGE_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
+"""Content types that a page may send to another site without a preflight."""
+ELSEWHERE = "another site asked for this"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is judged of a request."""
+
+    method: str
+    host: str
+    origin: str = ""
+    fetch_site: str = ""
+    fetch_mode: str = ""
+    content_type: str = ""
+    authorization: str = ""
+
+    @classmethod
+    def of(cls, method: str, headers: Mapping[str, str]) -> Head:
+        """`headers`: looked up by any spelling of their names."""
+        return cls(
+            method=method,
+            host=headers.get("Host", ""),
+            origin=headers.get("Origin", ""),
+            fetch_site=headers.get("Sec-Fetch-Site", ""),
+            fetch_mode=headers.get("Sec-Fetch-Mode", ""),
+            content_type=headers.get("Content-Type", ""),
+            authorization=headers.get("Authorization", ""),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An HTTP status and what to do."""
+
+    status: int
+    text: str
+
+
+class Door:
+    """Judges the requests of programs."""
+
+    def __init__(self, key: str = "", *, host: str = "", open_paths: tuple[str, ...] = ()) -> None:
+        """`key`: must come as bearer; empty: none is asked for. `host`: a further name of this machine, the one that
+        is listened on. `open_paths`: beginnings of paths that never need the key."""
+        self._key = key
+        self._hosts = HOSTS | {host.lower(), f"[{host.lower()}]"} - {"", "[]"}
+        self._open_paths = open_paths
+
+    def refusal(self, head: Head, path: str) -> Refusal | None:
+        """Why this request is not served; None: it is."""
+        if self._key:
+            kind, _, told = head.authorization.partition(" ")
+            if path.startswith(self._open_paths) or (kind.lower() == "bearer" and same(told.strip(), self._key)):
+                return None
+            return Refusal(401, "Unauthorized: send the key as Authorization: Bearer <key>")
+        if refused := elsewhere(head, self._hosts):
+            return refused
+        content_type = head.content_type.partition(";")[0].strip().lower()
+        if content_type.startswith(PAGE_TYPES):
+            return Refusal(415, f"send Content-Type: application/json, not {content_type}")
+        return None
+
+
+def elsewhere(head: Head, hosts: frozenset[str] = HOSTS, *, is_visit: bool = False) -> Refusal | None:
+    """Why a request is another site's, or comes by a name that another site may have. `is_visit`: a link that is
+    followed to a page."""
+    if host_name(head.host) not in hosts:
+        return Refusal(421, "this host name is not mine: ask http://127.0.0.1 or http://localhost")
+    if head.origin and not _is_own(head.origin, head.host):
+        return Refusal(403, ELSEWHERE)
+    if head.fetch_site not in ("", "none", "same-origin") and not is_visit:
+        return Refusal(403, ELSEWHERE)
+    return None
+
+
+def same(given: str, wanted: str) -> bool:
+    """Whether two secrets are equal; takes as long whichever character differs."""
+    return hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode("utf-8", "replace"))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on that address."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def host_name(host: str) -> str:
+    """Without the port: behind a tunnel it is another one."""
+    name, colon, port = host.rpartition(":")
+    has_port = bool(colon) and port.isdecimal() and not name.endswith(":")
+    return (name if has_port else host).lower()
+
+
+def _is_own(origin: str, host: str) -> bool:
+    try:
+        parts = urlsplit(origin)
+    except ValueError:
+        return False
+    return parts.scheme == "http" and parts.netloc.lower() == host.lower()
