@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from ..core.errors import ConfigError
@@ -36,6 +37,8 @@ def _check_type(key: str, value: object, hint: Any) -> None:
         if value not in choices:
             raise ConfigError(f"{key} = {value!r}: must be one of {', '.join(map(str, choices))}")
         return
+    if isinstance(hint, UnionType):  # with None, which a run file cannot write
+        (hint,) = (one for one in get_args(hint) if one is not NoneType)
     allowed = (int, float) if hint is float else (hint,)
     is_bool = isinstance(value, bool)
     if not isinstance(value, allowed) or (is_bool and hint is not bool):

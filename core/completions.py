@@ -40,6 +40,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What the workflow said that it is worth; None: it said nothing."""
     sample_metadata: dict[str, Any] = {}
     """What else the workflow told of it."""
+    begins_in_thought: bool = False
+    """Whether `text` begins inside a thought, for the chat template opened it."""
 
     @property
     def is_truncated(self) -> bool:

@@ -86,12 +86,18 @@ class RewardFn:
 
 
 def load_reward(
-    name: str, *, pattern: str, args: Mapping[str, Any], takes_group: bool = False, keys: Keys = ALONE
+    name: str,
+    *,
+    pattern: str,
+    args: Mapping[str, Any],
+    takes_group: bool = False,
+    strip_thinking: bool = True,
+    keys: Keys = ALONE,
 ) -> RewardFn:
     """The function with its arguments bound; built-ins judge single answers. `keys`: of the run file, that say so.
     Raises ConfigError or UserCodeError."""
     if name in BUILTINS:
-        bound = bind_builtin(name, pattern=pattern, args=args, key=keys.args)
+        bound = bind_builtin(name, pattern=pattern, args=args, strip_thinking=strip_thinking, key=keys.args)
         bound = as_the_only_one(bound, name) if keys == ALONE else bound
         needs_process = BUILTINS[name].needs_process
         return RewardFn(name, bound, is_light=not needs_process, needs_process=needs_process)

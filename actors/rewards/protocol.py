@@ -18,6 +18,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     pattern: str
     args: dict[str, Any]
     takes_group: bool = False
+    strip_thinking: bool = True
     keys: Keys = ALONE
 
 

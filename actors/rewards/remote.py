@@ -159,5 +159,5 @@ async def _limited(answer: aiohttp.ClientResponse, url: str) -> bytes:
 
 def _told(one: Completion) -> dict[str, Any]:
     """A completion, its text under the name that such services know."""
-    fields = {name: getattr(one, name) for name in one.__struct_fields__ if name != "text"}
+    fields = {name: getattr(one, name) for name in one.__struct_fields__ if name not in ("text", "begins_in_thought")}
     return {**fields, "response": one.text}

@@ -76,6 +76,7 @@ class Rewarder:
                 pattern=settings.pattern,
                 args=settings.args,
                 takes_group=self.judges_groups,
+                strip_thinking=settings.strip_thinking,
                 keys=keys,
             )
         )
@@ -89,7 +90,12 @@ class Rewarder:
         if num_workers := self._num_workers(reward):
             of = self._settings
             spec = WorkerSpec(
-                fn=of.fn, pattern=of.pattern, args=of.args, takes_group=self.judges_groups, keys=self._keys
+                fn=of.fn,
+                pattern=of.pattern,
+                args=of.args,
+                takes_group=self.judges_groups,
+                strip_thinking=of.strip_thinking,
+                keys=self._keys,
             )
             self._pool = RewardPool(num_workers, spec)
             return self._in_process

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 
+from ...algos.rewards import BUILTINS
 from ...core.errors import MyxaError
 from ..user_process import LoadFailed, Ready, own_pipes, read_frame, write_frame
 from .call import BadReward, RewardFn, await_reward, call_reward, load_reward
@@ -24,11 +25,18 @@ def main() -> None:
     spec = spec_decoder.decode(first)
     try:
         reward = load_reward(
-            spec.fn, pattern=spec.pattern, args=spec.args, takes_group=spec.takes_group, keys=spec.keys
+            spec.fn,
+            pattern=spec.pattern,
+            args=spec.args,
+            takes_group=spec.takes_group,
+            strip_thinking=spec.strip_thinking,
+            keys=spec.keys,
         )
     except MyxaError as error:
         write_frame(outgoing, LoadFailed.of(error))
         return
+    if spec.fn in BUILTINS and (prepare := BUILTINS[spec.fn].prepare) is not None:
+        prepare()
     write_frame(outgoing, Ready(os.getpid()))
     with asyncio.Runner() as runner:
         while (body := read_frame(incoming)) is not None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from ...algos.rewards import RewardOutcome
+from ...algos.rewards import RewardOutcome, opens_thought
 from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.completions import Completion
@@ -62,6 +62,8 @@ MAX_LOST = 10
 """Processes that a member may lose to others."""
 RETRY_AFTER_S = 0.5
 """Before a member is tried again; doubled each time."""
+MARK_IDS = 16
+"""The mark that opens a thought, and the white space behind it, are no longer."""
 _LINE = re.compile(r":\d+\)$")
 
 
@@ -293,7 +295,7 @@ class GroupRunner:
             return sample, outcome
         with task.stretches.of("reward"):
             reached("rollout.reward")
-            return sample, await self._rewarded(self._scorer.score(_completion(prompt, sample)))
+            return sample, await self._rewarded(self._scorer.score(self._completion(prompt, sample)))
 
     async def _tried(self, task: _Task) -> Sample:
         """The member's sample; one whose environment failed is tried again, without its tokens. One whose process
@@ -364,7 +366,9 @@ class GroupRunner:
             return own
         with stretches.of("reward"):
             reached("rollout.reward")
-            judged = await self._rewarded(self._scorer.score_group([_completion(prompt, one) for one, _ in finished]))
+            judged = await self._rewarded(
+                self._scorer.score_group([self._completion(prompt, one) for one, _ in finished])
+            )
         return [own or of_group for (_, own), of_group in zip(finished, judged, strict=True)]
 
     async def _produce(self, task: _Task) -> Sample:
@@ -477,6 +481,10 @@ class GroupRunner:
         self._load.place = places.most_common(1)[0][0] if places else self._workflow.name
         self._on_load(self._load)
 
+    def _completion(self, prompt: Prompt, sample: Sample) -> Completion:
+        tail = self._tokenizer.decode(_before_last_turn(sample), skip_special=False)
+        return _completion(prompt, sample, begins_in_thought=opens_thought(tail))
+
     async def _rewarded(self, scoring: Awaitable[T]) -> T:
         started = self._clock.monotonic()
         self._note(rewarding=1)
@@ -513,7 +521,7 @@ def _is_same(one: Sample, other: Sample) -> bool:
     )
 
 
-def _completion(prompt: Prompt, sample: Sample) -> Completion:
+def _completion(prompt: Prompt, sample: Sample, *, begins_in_thought: bool) -> Completion:
     return Completion(
         group_id=prompt.group_id,
         index=sample.index,
@@ -528,7 +536,17 @@ def _completion(prompt: Prompt, sample: Sample) -> Completion:
         num_tokens=len(sample.response_ids),
         reward=sample.reward,
         sample_metadata=sample.metadata,
+        begins_in_thought=begins_in_thought,
     )
+
+
+def _before_last_turn(sample: Sample) -> list[int]:
+    """The last ids that the model was given."""
+    own = np.flatnonzero(sample.loss_mask)
+    breaks = np.flatnonzero(np.diff(own) > 1)
+    start = int(own[breaks[-1] + 1] if len(breaks) else own[0]) if len(own) else 0
+    given = np.concatenate([sample.prompt_ids[-MARK_IDS:], sample.response_ids[:start]])
+    return given[-MARK_IDS:].tolist()
 
 
 async def _all_or_first_error(members: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,56 +1,73 @@
 """The built-in rewards: pure functions of a completion. 1.0 is right, 0.0 is wrong, nothing between.
 
-`math_equal` imports math-verify and sympy, whose time limits use signals: it runs in reward worker processes only.
+Those with a label read the answer by `extraction.py`; of several accepted labels any one counts.
 """
 
 from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, cast
+from typing import cast
 
 from ...core.completions import Completion
-from .extraction import Extract, boxed, extract
-from .numbers import close, last_number, parse_number
+from .extraction import Answer, Extract, accepted_labels, read_answer
+from .numbers import Quantity, last_quantity, parse_quantity
 
 DEFAULT_FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
-MATH_TAIL_CHARS = 4000
-"""Without a box, math looks for the answer in this much of the end of the text."""
+TOLERANCE = Fraction(1, 10**6)
+"""Of `numeric`, relative, for labels that are no whole numbers."""
 
 
-def exact(completion: Completion, *, extract_from: Extract = "all", ignore_case: bool = False) -> float:
-    """Whether the answer is the label, character by character, after runs of white space are made one space."""
-    answer = extract(completion.text, extract_from)
-    if answer is None:
-        return 0.0
-    given, wanted = " ".join(answer.split()), " ".join(completion.label.split())
-    if ignore_case:
-        given, wanted = given.casefold(), wanted.casefold()
-    return float(given == wanted)
+def exact(completion: Completion, *, extract_from: Extract = "auto", ignore_case: bool = False) -> float:
+    """Whether the answer, or with `auto` the whole text, is the label, character by character, after runs of white
+    space are made one space."""
+    found = read_answer(completion.text, extract_from)
+    given = [] if found is None else [found.text]
+    given += [completion.text] if extract_from == "auto" else []
+
+    def plain(text: str) -> str:
+        joined = " ".join(text.split())
+        return joined.casefold() if ignore_case else joined
+
+    return float(not {plain(one) for one in given}.isdisjoint(map(plain, accepted_labels(completion.label))))
 
 
 def numeric(
-    completion: Completion, *, extract_from: Extract = "auto", tolerance: float = 1e-6, absolute: float = 0.0
+    completion: Completion, *, extract_from: Extract = "auto", tolerance: float | None = None, absolute: float = 0.0
 ) -> float:
-    """Whether the answer is the label as a number, within `tolerance * |label|` or `absolute`.
+    """Whether the answer is the label as a number, within `tolerance * |label|` or `absolute`. Without `tolerance`, a
+    label that is a whole number is met exactly, others to 1e-6.
 
-    The answer is what is boxed, marked or tagged; if that is no number, the last number in it. Raises ValueError for
-    a label that is no number.
+    A marked answer is one number, with a unit or `x =` if it likes, or wrong; in unmarked text the last number counts.
+    Raises ValueError for a label that is no number.
     """
-    wanted = parse_number(completion.label)
-    if wanted is None:
+    wanted = [one for label in accepted_labels(completion.label) if (one := quantity_of_label(label)) is not None]
+    if not wanted:
         raise ValueError(f"the label {completion.label[:80]!r} is not a number")
-    answer = extract(completion.text, extract_from)
-    if answer is None:
-        return 0.0
-    given = parse_number(answer)
-    given = last_number(answer) if given is None else given
+    answer = read_answer(completion.text, extract_from)
+    given = quantity_of(answer) if answer is not None else None
     if given is None:
         return 0.0
-    return float(close(given, wanted, relative=Fraction(tolerance), absolute=Fraction(absolute)))
+    limits = [TOLERANCE if one.value.denominator > 1 else Fraction(0) for one in wanted]
+    limits = limits if tolerance is None else [Fraction(tolerance)] * len(wanted)
+    pairs = zip(wanted, limits, strict=True)
+    return float(any(given.equals(one, relative=limit, absolute=Fraction(absolute)) for one, limit in pairs))
+
+
+def quantity_of(answer: Answer) -> Quantity | None:
+    """The number that was answered."""
+    whole = parse_quantity(answer.text)
+    return last_quantity(answer.text) if whole is None and not answer.is_marked else whole
+
+
+def quantity_of_label(label: str) -> Quantity | None:
+    """The number that a label is, or that is marked in it as the answer."""
+    whole = parse_quantity(label)
+    if whole is None and (found := read_answer(label)) is not None and found.is_marked:
+        return parse_quantity(found.text)
+    return whole
 
 
 def regex(completion: Completion, *, pattern: str) -> float:
@@ -81,36 +98,6 @@ def recorded(completion: Completion) -> float:
     if completion.index >= len(rewards):
         raise ValueError('of this answer no reward is recorded; data.preset = "recorded" reads those of dumps')
     return rewards[completion.index]
-
-
-def math_equal(completion: Completion, *, seconds: int = 5) -> float:
-    """Whether answer and label are mathematically equal, by math-verify. An answer on which it takes longer than
-    `seconds` is wrong. Raises ValueError for a label that it cannot read."""
-    box = boxed(completion.text)
-    label = completion.label.strip()
-    if box is not None and _fast_equal(box, label):
-        return 1.0
-    parse, verify = _math_verify()
-    wanted = parse(label if "$" in label or "\\boxed" in label else f"\\boxed{{{label}}}", parsing_timeout=seconds)
-    if not wanted:
-        raise ValueError(f"math-verify cannot read the label {label[:80]!r}")
-    text = f"\\boxed{{{box}}}" if box is not None else completion.text[-MATH_TAIL_CHARS:]
-    given = parse(text, parsing_timeout=seconds)
-    return float(bool(given) and verify(wanted, given, timeout_seconds=seconds))
-
-
-def _math_verify() -> tuple[Callable[..., list[Any]], Callable[..., bool]]:
-    # Heavy (sympy), and only worker processes may have it.
-    from math_verify import parse, verify  # pyright: ignore[reportMissingTypeStubs]
-
-    return parse, verify
-
-
-def _fast_equal(answer: str, label: str) -> bool:
-    if answer == label:
-        return True
-    given, wanted = parse_number(answer), parse_number(label)
-    return given is not None and given == wanted
 
 
 @lru_cache(maxsize=16)

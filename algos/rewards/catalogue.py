@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from ...core.completions import Completion
 from ..arguments import bind
-from .builtin import exact, math_equal, numeric, recorded, regex, text_format, workflow
+from .builtin import exact, numeric, recorded, regex, text_format, workflow
+from .extraction import after_thought
+from .mathematics import math_equal, prepare
 from .words import choice, f1
 
 RewardValue = float | dict[str, float]
@@ -24,6 +28,10 @@ class Builtin:
     takes_pattern: bool = False
     needs_process: bool = False
     """Never inside an actor's own process."""
+    prepare: Callable[[], object] | None = None
+    """What a worker process does before the first completion, for it is slow."""
+    reads_answer: bool = False
+    """It judges what is answered, not what was thought before."""
 
 
 WORKFLOW = "workflow"
@@ -31,12 +39,12 @@ WORKFLOW = "workflow"
 RECORDED = "recorded"
 """The same: it was judged before."""
 BUILTINS: Mapping[str, Builtin] = {
-    "exact": Builtin(exact),
-    "numeric": Builtin(numeric),
-    "math": Builtin(math_equal, needs_process=True),
-    "f1": Builtin(f1),
-    "choice": Builtin(choice),
-    "regex": Builtin(regex, takes_pattern=True),
+    "exact": Builtin(exact, reads_answer=True),
+    "numeric": Builtin(numeric, reads_answer=True),
+    "math": Builtin(math_equal, needs_process=True, prepare=prepare, reads_answer=True),
+    "f1": Builtin(f1, reads_answer=True),
+    "choice": Builtin(choice, reads_answer=True),
+    "regex": Builtin(regex, takes_pattern=True, reads_answer=True),
     "format": Builtin(text_format, takes_pattern=True),
     WORKFLOW: Builtin(workflow),
     RECORDED: Builtin(recorded),
@@ -44,15 +52,28 @@ BUILTINS: Mapping[str, Builtin] = {
 
 
 def bind_builtin(
-    name: str, *, pattern: str = "", args: Mapping[str, Any] | None = None, key: str = "reward.args"
+    name: str,
+    *,
+    pattern: str = "",
+    args: Mapping[str, Any] | None = None,
+    strip_thinking: bool = True,
+    key: str = "reward.args",
 ) -> RewardFunction:
-    """The named reward with its arguments, which stand at `key` of the run file. Raises ConfigError for
-    arguments that it does not take."""
+    """The named reward with its arguments, which stand at `key` of the run file. `strip_thinking`: it reads only what
+    follows a model's thoughts, unless its pattern speaks of them. Raises ConfigError for arguments that it does not
+    take."""
     builtin = BUILTINS[name]
     given = dict(args or {})
     if pattern and builtin.takes_pattern:
         given["pattern"] = pattern
-    return bind(builtin.fn, given, key=key, what=f'reward "{name}"')
+    fn = bind(builtin.fn, given, key=key, what=f'reward "{name}"')
+    is_stripped = strip_thinking and builtin.reads_answer and "think" not in pattern
+    return partial(_after_thought, fn) if is_stripped else fn
+
+
+def _after_thought(fn: RewardFunction, completion: Completion) -> RewardValue:
+    text = after_thought(completion.text, begins_inside=completion.begins_in_thought)
+    return 0.0 if text is None else fn(msgspec.structs.replace(completion, text=text))
 
 
 def as_the_only_one(fn: RewardFunction, name: str) -> RewardFunction:

@@ -1,4 +1,8 @@
-"""Finding the answer in an answer text: boxed, after a marker, in a tag, in the last line, the last number.
+"""Finding the answer in an answer text, for all built-in rewards: the one reader of answers.
+
+What is thought is left out first (`after_thought`). Of the rest the answer is what is boxed last; else what follows
+the last marker ("####", "the answer is", "Answer:"); else what the last `<answer>` tag holds; else the tail of the
+text. The first three are marked: the author says that this is the answer, all of it.
 
 Pure and linear in the length of the text: model output is hostile input.
 """
@@ -6,7 +10,11 @@ Pure and linear in the length of the text: model output is hostile input.
 from __future__ import annotations
 
 import re
+from collections import deque
+from dataclasses import dataclass
 from typing import Literal, get_args
+
+import msgspec
 
 Extract = Literal["all", "last_line", "boxed", "marker", "tag", "auto"]
 EXTRACTS: tuple[Extract, ...] = get_args(Extract)
@@ -14,7 +22,81 @@ EXTRACTS: tuple[Extract, ...] = get_args(Extract)
 TOKENS = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 MARKER = "####"
 """What GSM8K writes in front of the final answer."""
-OPEN_TAG, CLOSE_TAG = "<answer>", "</answer>"
+TAG = re.compile(r"<(?P<close>/)?(?:final_?)?(?:answer|solution)>", re.IGNORECASE)
+
+_THINK = r"think|thinking|thought|reasoning|seed:think"
+THOUGHT_END = re.compile(rf"</(?:{_THINK})>|\[/THINK\]|<\|end_of_thought\|>", re.IGNORECASE)
+THOUGHT_BEGIN = re.compile(rf"<(?:{_THINK})>|\[THINK\]|<\|begin_of_thought\|>", re.IGNORECASE)
+
+_BE = r"(?:is|are|was|equals|(?:would|will|must|should|can only|has to) be)"
+_NO_ANSWER = r"(?!\s?(?:correct|right|wrong|incorrect|clear|obvious|found|based|derived|obtained|above)\b)"
+_SEPARATOR = (
+    rf"[\"'*_\s]{{0,4}}(?:\b{_BE}\b(?:\s(?:as follows|the following))?{_NO_ANSWER}\s?:?|[:=：]|\s[-–—]{{1,3}}\s)"
+)
+_ABOUT = r"(?:\s+(?:to|for|of|in|here|choice|option|letter|therefore|then|thus|key)\b[^.\n:=?!]{0,60}?)?"
+_OTHERS = (
+    r"\b(?:antwort|r[ée]ponse|respuesta|resposta|risposta|antwoord|odpowied[źz]|cevap)\b"
+    r"(?:\s+(?:correct[ae]|finale?|final|richtige))?"
+    r"[*_\s]{0,4}(?:\b(?:ist|lautet|est|es|é|è|to|is)\b\s?:?|[:=：])|ответ[*_\s]{0,4}(?:[:=—–-]|это\b)"
+    r"|(?:答案|答え|解答|正解|答)[*_\s]{0,4}(?:应该是|應該是|应为|應為|是|为|為|は|[:：=])\s?[:：]?"
+    r"|(?:정답|답)[*_\s]{0,4}(?:은|는|[:：=])"
+    r"|đáp án[*_\s]{0,4}(?:là|:)|الجواب[*_\s]{0,4}(?:هو|:)|उत्तर[*_\s]{0,4}(?:है|:)"
+)
+_HEADING = r"^[#*_\s]{0,8}(?:the )?(?:final |correct )?answer[*_:\s]{0,6}$"
+_SECTION = r"(?:step|part|case|conclusion|solution|explanation|summary|verification|calculation|method)\b"
+SAID = re.compile(
+    rf"{_HEADING}|(?P<hash>{MARKER}(?!#|\s?{_SECTION}))"
+    rf"|\banswers?(?:\s?\([^()\n]{{0,40}}\))?{_ABOUT}{_SEPARATOR}|{_OTHERS}",
+    re.IGNORECASE | re.MULTILINE,
+)
+MARKED_CHARS = 20_000
+"""A marker is looked for in so much of the end of a text."""
+MAX_CLAUSE_CHARS = 2000
+"""How far the end of a clause is looked for."""
+CLAUSE_END = re.compile(
+    r"[.;!?](?=[*_\s]|$)|[。；！？]"
+    r"|,?\s(?:because|since|as|so|which|where|when|hence|thus|therefore|if|by|using|given|due)\b"
+)
+LEADING = re.compile(
+    r"(?:that|indeed|exactly|simply|just|clearly|therefore|thus|then|hence|equal to|given by"
+    r"|approximately|about|roughly)\b[:,]?\s{0,4}",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is judged."""
+
+    text: str
+    is_marked: bool
+    """It is said to be the answer, so all of it is judged; else the answer is somewhere in it, near its end."""
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether the text that was given to the model ends inside a thought that it has just begun."""
+    begun = deque(THOUGHT_BEGIN.finditer(prompt), maxlen=1)
+    return bool(begun) and not prompt[begun[0].end() :].strip()
+
+
+def after_thought(text: str, *, begins_inside: bool = False) -> str | None:
+    """What follows the last end of a thought; None if a thought does not end, for then there is no answer yet.
+    `begins_inside`: the prompt began one."""
+    ended = deque(THOUGHT_END.finditer(text), maxlen=1)
+    if begins_inside and not ended:
+        return None
+    rest = text[ended[0].end() :] if ended else text
+    return None if THOUGHT_BEGIN.search(rest) else rest
+
+
+def accepted_labels(label: str) -> tuple[str, ...]:
+    """The answers that a row accepts: those of a list of texts, which data writes as JSON; else the label itself."""
+    if label.startswith('["'):
+        try:
+            return msgspec.json.decode(label, type=tuple[str, ...]) or (label,)
+        except msgspec.DecodeError:
+            return (label,)
+    return (label,)
 
 
 def boxed(text: str) -> str | None:
@@ -34,16 +116,22 @@ def boxed(text: str) -> str | None:
 
 
 def after_marker(text: str) -> str | None:
-    """The rest of the line after the last `####`; None without one."""
-    _, marker, rest = text.rpartition(MARKER)
-    return rest.strip().partition("\n")[0].strip() if marker else None
+    """What follows the last marker: after `####` the rest of the line, after words the rest of the clause; None without
+    a marker. Where that is empty, the next line that is not, or the displayed formula."""
+    said = _last_marker(text)
+    return _marked_by(text, said) if said is not None else None
 
 
 def in_tag(text: str) -> str | None:
     """What stands in the last `<answer>...</answer>`; None without one."""
-    before, close, _ = text.rpartition(CLOSE_TAG)
-    _, opening, inner = before.rpartition(OPEN_TAG)
-    return inner.strip() if close and opening else None
+    found: str | None = None
+    opened = -1
+    for tag in TAG.finditer(text):
+        if not tag["close"]:
+            opened = tag.end()
+        elif opened >= 0:
+            found, opened = text[opened : tag.start()], -1
+    return found.strip() if found is not None else None
 
 
 def last_line(text: str) -> str | None:
@@ -52,19 +140,62 @@ def last_line(text: str) -> str | None:
     return lines[-1].strip() or None
 
 
-def extract(text: str, how: Extract) -> str | None:
+def read_answer(text: str, how: Extract = "auto") -> Answer | None:
     """The answer in `text`, or None if there is none of that kind. `auto`: boxed, else marker, else tag, else all."""
-    if how == "boxed":
-        return boxed(text)
-    if how == "marker":
-        return after_marker(text)
-    if how == "tag":
-        return in_tag(text)
-    if how == "last_line":
-        return last_line(text)
     if how == "all":
-        return text.strip()
-    for found in (boxed(text), after_marker(text), in_tag(text)):
-        if found is not None:
-            return found
-    return text.strip()
+        return Answer(text.strip(), is_marked=False)
+    if how == "auto":
+        found = _marked(text)
+        return Answer(text.strip(), is_marked=False) if found is None else Answer(found, is_marked=True)
+    found = {"boxed": boxed, "marker": after_marker, "tag": in_tag, "last_line": last_line}[how](text)
+    return Answer(found, is_marked=how != "last_line") if found is not None else None
+
+
+def extract(text: str, how: Extract) -> str | None:
+    """The text of that answer."""
+    found = read_answer(text, how)
+    return found.text if found is not None else None
+
+
+def _marked(text: str) -> str | None:
+    if (box := boxed(text)) is not None:
+        return box
+    said = _last_marker(text)
+    if said is None:
+        return in_tag(text)
+    later = in_tag(text[said.start() :]) if not said["hash"] else None
+    return later if later is not None else _marked_by(text, said)
+
+
+def _last_marker(text: str) -> re.Match[str] | None:
+    found = deque(SAID.finditer(text, max(len(text) - MARKED_CHARS, 0)), maxlen=1)
+    return found[0] if found else None
+
+
+def _marked_by(text: str, said: re.Match[str]) -> str:
+    rest = text[said.end() :]
+    if said["hash"]:
+        line = rest.strip().partition("\n")[0].strip()
+        tag = TAG.search(line)
+        return line[: tag.start()].strip() if tag is not None and tag["close"] else line
+    rest = rest.lstrip("}*_: \t\r\n：")
+    if text[: said.start()].endswith('"'):  # {"answer": 42}
+        return rest.partition("\n")[0].strip('", }')
+    if (tag := TAG.search(rest)) is not None:
+        rest = rest[: tag.start()]
+    for opening, closing in (("\\[", "\\]"), ("$$", "$$")):
+        if rest.startswith(opening) and (end := rest.find(closing, len(opening))) >= 0:
+            return rest[len(opening) : end].strip()
+    clause = _clause(rest.partition("\n")[0])
+    while (lead := LEADING.match(clause)) is not None:
+        clause = clause[lead.end() :]
+    return clause.strip().strip("*_").strip()
+
+
+def _clause(line: str) -> str:
+    """Up to where something else is said, outside formulas."""
+    for end in CLAUSE_END.finditer(line[:MAX_CLAUSE_CHARS]):
+        before = line[: end.start()]
+        if before.count("$") % 2 == 0 and before.count("\\(") == before.count("\\)"):
+            return before
+    return line

@@ -1,4 +1,4 @@
-"""Reading numbers as people and models write them: signs, thousands, currency, fractions, exponents, LaTeX.
+"""Reading numbers as people and models write them: signs, thousands, currency, fractions, powers, units, LaTeX.
 
 Exact (`fractions.Fraction`), so that a tolerance of 0 means equal. math-verify does far more and takes a hundred
 times as long; this is the fast path and the whole of the `numeric` reward.
@@ -8,43 +8,153 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from dataclasses import dataclass
 from fractions import Fraction
+
+from .units import MAX_UNIT_CHARS, NONE, Unit, are_same, parse_unit
 
 MAX_DIGITS = 400
 """More digits, or an exponent beyond this, is not a number anybody meant; it would only cost memory."""
 MAX_CHARS = 4 * MAX_DIGITS
+TAIL_CHARS = 20_000
+"""In running text, so much of the end is looked at."""
 
-UNSIGNED = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
-NUMBER = re.compile(rf"[+-]?{UNSIGNED}")
-LATEX_FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+UNSIGNED = (
+    r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d*)?|\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,}(?!\d)|\d+(?:\.\d*)?|\.\d+)"
+)
+EXPONENT = r"(?:[eE][+-]?\d+)"
+_DEN = r"(?:\s?/\s?\d+(?!\.?\d))"
+_TIMES = r"\s{0,2}(?:\\times|\\cdot|[*xX])\s{0,2}"
+_POWER = r"\s?(?:\^|\*\*)\s?(?:\{\s?(?P<p1>[+-]?\d{1,6})\s?\}|\((?P<p2>[+-]?\d{1,6})\)|(?P<p3>[+-]?\d{1,6}))"
+_SIGN = r"(?P<sign>(?:[+-]\s?)?)"
+FORMS = tuple(
+    re.compile(f"{_SIGN}{form}")
+    for form in (
+        (
+            r"(?P<whole>\d{1,400}(?!\d))?(?:\s?|(?<=\d) and )"
+            r"\\frac\{(?P<above>[^{}]{1,400})\}\{(?P<below>[^{}]{1,400})\}"
+        ),
+        r"(?P<whole>\d{1,400})(?:\s| and )(?P<above>\d{1,400})\s?/\s?(?P<below>\d{1,400})(?![\d.])",
+        (
+            r"(?P<head>\d{0,400}\.\d{0,400})"
+            r"(?:\\overline\s?\{(?P<again1>\d{1,40})\}|\((?P<again2>\d{1,40})\)|\\dot\{?(?P<again3>\d)\}?)"
+        ),
+        rf"(?P<factor>{UNSIGNED}){_TIMES}(?P<ten>10){_POWER}",
+        rf"(?:\((?P<inner>[+-]?{UNSIGNED})\)|\{{(?P<inner2>{UNSIGNED})\}}|(?P<base>{UNSIGNED})){_POWER}",
+        rf"(?P<above>{UNSIGNED}{EXPONENT}?)\s?/\s?(?P<below>[+-]?{UNSIGNED}{EXPONENT}?)",
+        rf"(?P<plain>{UNSIGNED}{EXPONENT}?)",
+    )
+)
 # In running text: not glued to a word, and a sign only where it cannot be a minus between two terms.
 IN_TEXT = re.compile(
-    rf"[+-]?\\[dt]?frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}"
-    rf"|(?<![\w.])(?:(?<![)\]}}])[+-])?(?:[$€£]\s?)?{UNSIGNED}(?:\s?/\s?\d+(?!\.?\d))?"
+    r"[+-]?(?:(?<![\w.])\d+\s?)?\\frac\{[^{}]*\}\{[^{}]*\}"
+    r"|(?<![\w.])(?:(?<![)\]}])[+-])?(?:\\?[$€£]\s?)?"
+    rf"(?:\d{{1,9}}\s\d{{1,9}}/\d{{1,9}}(?!\.?\d)|{UNSIGNED}{EXPONENT}?"
+    rf"(?:{_TIMES}10\s?\^\s?\{{?[+-]?\d{{1,4}}\}}?|\^\{{?[+-]?\d{{1,4}}\}}?|{_DEN})?)"
 )
-WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("(", ")"))
-SPACES = re.compile(r"\\[,;:! ]|[\u00a0\u2009\u202f]|(?<=\d)_(?=\d)")
-MINUS = str.maketrans({"\u2212": "-", "\u2013": "-", "\uff0b": "+"})
+WRAPPERS = (
+    ("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("(", ")"), ("{", "}"), ("`", "`"),
+    ('"', '"'), ("\\boxed{", "}"), ("\\text{", "}"), ("\\textbf{", "}"), ("\\mathbf{", "}"), ("\\mathrm{", "}"),
+    ("\\boldsymbol{", "}"),
+)  # fmt: skip
+CURRENCIES = "$€£¥₹₩₽"
+GROUP = r"(?=\d{3}(?!\d))"
+SPACES = (
+    (re.compile(rf"(?<=\d)(?:\\[,;:! ]|\{{\s?,\s?\}}|\\thinspace|[\u00a0\u2009\u202f\u2007]){GROUP}"), ","),
+    (
+        re.compile(
+            r"(?<=\d)_(?=\d)|\\!|[\u200b-\u200f\u202a-\u202e\u2060\ufeff]"
+            r"|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle"
+        ),
+        "",
+    ),
+    (re.compile(r"\\[,;: ]|\\q?quad|[\u00a0\u2000-\u200a\u202f\u205f\u3000\s]+|~"), " "),
+    (re.compile(r"(?<=\d),,(?=\d)"), ","),
+    (re.compile(r"\\[dtc]frac"), r"\\frac"),
+    (re.compile(r"\\frac\s?(\d)\s?(\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s?(\d)\s?\{"), r"\\frac{\1}{"),
+    (re.compile(r"\\frac\{([^{}]{1,400})\}\s?(\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s?\{([^{}]{1,400})\}\s?\{"), r"\\frac{\1}{"),
+)
+SIGNS = {
+    **dict.fromkeys("\u2212\u2013\u2010\u2011\u2012\ufe63\uff0d", "-"),
+    **dict.fromkeys("×✕⨯", "\\times "), **dict.fromkeys("·⋅∙", "\\cdot "),
+    "⁄": "/", "∕": "/", "÷": "/", "′": "'", "\uffe5": "¥", "\uffe1": "£",
+    **{chr(0xFF01 + i): chr(0x21 + i) for i in range(94) if i != 12},
+    **{sign: f" {a}/{b}" for sign, a, b in zip("½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "112131234151357", "233445555668888", strict=True)},
+}  # fmt: skip
+TRANSLATED = str.maketrans(SIGNS)
+_ABOVE = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict=True))
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]{1,20}")
+# `x =`, `f(3) =`, `\text{Area} =`, `\angle ABC =`: a name in front, without digits first and without operators.
+NAME = re.compile(
+    r"(?:(?:[A-Za-z|]|\\[A-Za-z]+)[A-Za-z_\\{}()|' \d,.]{0,60}?\s?)?(?::?=|\\approx|\\equiv|≈|≡|\\simeq)\s?(?!=)"
+)
+MULTIPLES = {
+    "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
+    "万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8, "만": 10**4, "억": 10**8,
+}  # fmt: skip
+MULTIPLE = re.compile(
+    r"\s?(?:\\text\s?\{\s?)?(hundred|thousand|million|billion|trillion|dozen|[万萬亿億만억])(?![a-z])\s?\}?",
+    re.IGNORECASE,
+)
+SENTENCE_END = re.compile(r"[.;!?。；！？](?=\s|$)|\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A number and the unit that it was given with."""
+
+    value: Fraction
+    unit: Unit = NONE
+
+    def equals(self, wanted: Quantity, *, relative: Fraction = Fraction(0), absolute: Fraction = Fraction(0)) -> bool:
+        """Whether this is the wanted one: near enough, and of no other unit. 50 % is 50, and also 0.5."""
+        if not are_same(self.unit, wanted.unit):
+            return False
+        mine, theirs = _meanings(self), _meanings(wanted)
+        pairs = (
+            [(a, b) for a in mine for b in theirs] if len(mine) != len(theirs) else list(zip(mine, theirs, strict=True))
+        )
+        return any(close(a, b, relative=relative, absolute=absolute) for a, b in pairs)
+
+
+PERCENT = Unit((("%", 1),))
 
 
 def parse_number(text: str) -> Fraction | None:
     """The number that the whole text writes, or None. A trailing `%`, unit-less currency signs and a final full stop
     are left out: "50%" is 50."""
-    if len(text) > MAX_CHARS:
-        return None
-    plain = _unwrap(SPACES.sub("", text.translate(MINUS)).strip())
-    latex = LATEX_FRACTION.fullmatch(plain)
-    if latex is not None:
-        value = _quotient(latex[2], latex[3])
-        return -value if value is not None and latex[1] == "-" else value
-    head, slash, tail = plain.partition("/")
-    return _quotient(head, tail) if slash else _decimal(plain)
+    found = _quantity(text, may_have_name=False)
+    is_bare = found is not None and all(name in ("%", *_CURRENCY_NAMES) for name, _ in found.unit)
+    return found.value if found is not None and is_bare else None
+
+
+def parse_quantity(text: str, *, may_have_name: bool = True) -> Quantity | None:
+    """The one number that the whole text is, with a unit behind it and `x =` in front if they are there; or None."""
+    return _quantity(text, may_have_name=may_have_name)
 
 
 def last_number(text: str) -> Fraction | None:
     """The last number in running text, or None."""
-    found = deque(IN_TEXT.finditer(text.translate(MINUS)), maxlen=1)
-    return parse_number(found[0][0]) if found else None
+    found = last_quantity(text)
+    return found.value if found is not None else None
+
+
+def last_quantity(text: str) -> Quantity | None:
+    """The last number in running text with its unit, if that is a known one; or None. If the last number stands in
+    formulas, the last formula is judged whole, or what it ends with after a `=`."""
+    plain = text[-TAIL_CHARS:].translate(TRANSLATED)
+    found = deque(IN_TEXT.finditer(plain), maxlen=1)
+    if not found:
+        return None
+    match = found[0]
+    number = parse_quantity(match[0])
+    if number is None or number.unit:
+        return number
+    rest = SENTENCE_END.split(plain[match.end() : match.end() + MAX_UNIT_CHARS], maxsplit=1)[0].strip(" $*")
+    unit = parse_unit(rest, is_glued=not plain[match.end() : match.end() + 1].isspace()) if rest else None
+    return Quantity(number.value, unit) if unit is not None and unit.is_known else number
 
 
 def close(answer: Fraction, expected: Fraction, *, relative: Fraction, absolute: Fraction) -> bool:
@@ -52,17 +162,111 @@ def close(answer: Fraction, expected: Fraction, *, relative: Fraction, absolute:
     return abs(answer - expected) <= max(absolute, relative * abs(expected))
 
 
-def _unwrap(text: str) -> str:
+_CURRENCY_NAMES = frozenset({*CURRENCIES, "¢"})
+
+
+def _meanings(of: Quantity) -> tuple[Fraction, ...]:
+    return (of.value, of.value / 100) if of.unit == PERCENT else (of.value,)
+
+
+def _quantity(text: str, *, may_have_name: bool) -> Quantity | None:
+    if len(text) > MAX_CHARS:
+        return None
+    plain = _unwrapped(_normalised(text))
+    while may_have_name and (name := NAME.match(plain)) is not None:
+        plain = _unwrapped(plain[name.end() :])
+    sign = plain[:1] if plain[:1] in ("+", "-") else ""
+    money = plain[len(sign) :].lstrip()
+    currency = money.removeprefix("\\")[:1]
+    if not (currency and currency in CURRENCIES):
+        return _with_unit(plain, NONE)
+    money = money.removeprefix("\\")[1:].lstrip()
+    if sign and money[:1] in ("+", "-"):
+        return None
+    unit = parse_unit(currency)
+    return _with_unit(sign + money, unit) if unit is not None else None
+
+
+def _with_unit(plain: str, unit: Unit) -> Quantity | None:
+    """The number at the beginning; the rest has to be its unit."""
+    for form in FORMS:
+        match = form.match(plain)
+        if match is None or (value := _value(match)) is None:
+            continue
+        end = match.end()
+        many = MULTIPLE.match(plain, end)
+        if many is not None:
+            value, end = value * MULTIPLES[many[1].lower()], many.end()
+        rest = plain[end:].strip()
+        if not rest or rest == "}" * (many is not None):
+            return Quantity(value, unit)
+        more = parse_unit(rest, is_glued=plain[end : end + 1] == rest[:1])
+        if more is not None and (not unit or more == unit):
+            return Quantity(value, more or unit)
+    return None
+
+
+def _normalised(text: str) -> str:
+    plain = _SUPERSCRIPT.sub(lambda of: "^{" + "".join(_ABOVE[c] for c in of[0]) + "}", text.translate(TRANSLATED))
+    for pattern, instead in SPACES:
+        plain = pattern.sub(instead, plain)
+    return plain.strip()
+
+
+def _unwrapped(text: str) -> str:
     before = None
     while before != text:
         before = text
         for opening, closing in WRAPPERS:
-            if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
-                text = text[len(opening) : -len(closing)].strip()
-        text = text.removesuffix("%").removesuffix("\\").rstrip()
-        sign = text[:1] if text[:1] in "+-" else ""
-        text = sign + text[len(sign) :].lstrip("$€£ ")
+            inner = text[len(opening) : -len(closing)]
+            if inner and text.startswith(opening) and text.endswith(closing) and _is_whole(inner):
+                text = inner.strip()
+        text = text.rstrip(",;:。，").strip()
+        text = text.removesuffix(".") if not text.endswith("..") else text
     return text
+
+
+def _is_whole(inner: str) -> bool:
+    """Whether the brackets around it belong together: `(1)+(2)` is not in brackets."""
+    depth = 0
+    for sign in inner:
+        depth += (sign in "({") - (sign in ")}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    of = match.groupdict()
+    value: Fraction | None
+    if of.get("above") is not None:
+        value = _quotient(of["above"], of["below"])
+        if of.get("whole") is not None:
+            value = int(of["whole"]) + value if value is not None and 0 < value < 1 else None
+    elif of.get("head") is not None:
+        value = _recurring(of["head"], of["again1"] or of["again2"] or of["again3"] or "0")
+    elif any(of.get(f"p{i}") is not None for i in (1, 2, 3)):
+        value = _power(of)
+    else:
+        value = _decimal(of["plain"])
+    return -value if value is not None and of["sign"].startswith("-") else value
+
+
+def _power(of: dict[str, str | None]) -> Fraction | None:
+    exponent = int(of["p1"] or of["p2"] or of["p3"] or "0")
+    base = _decimal(of.get("ten") or of.get("inner") or of.get("inner2") or of.get("base") or "")
+    factor = _decimal(of.get("factor") or "1")
+    if base is None or factor is None or (base == 0 and exponent < 0):
+        return None
+    if abs(exponent) * max(len(str(base.numerator)), len(str(base.denominator))) > 4 * MAX_DIGITS:
+        return None
+    return factor * base**exponent
+
+
+def _recurring(head: str, again: str) -> Fraction:
+    whole, _, places = head.partition(".")
+    begin = Fraction(int(whole or "0")) + Fraction(int(places or "0"), 10 ** len(places))
+    return begin + Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(places))
 
 
 def _quotient(head: str, tail: str) -> Fraction | None:
@@ -73,9 +277,16 @@ def _quotient(head: str, tail: str) -> Fraction | None:
 
 
 def _decimal(text: str) -> Fraction | None:
-    if len(text) > MAX_DIGITS or NUMBER.fullmatch(text) is None or not text.isascii():
+    if len(text) > MAX_DIGITS or _NUMBER.fullmatch(text) is None or not text.isascii():
         return None
     mantissa, _, exponent = text.lower().partition("e")
     if exponent and (len(exponent) > 5 or abs(int(exponent)) > MAX_DIGITS):
         return None
+    if "," in mantissa and "." in mantissa and mantissa.rindex(",") > mantissa.rindex("."):
+        mantissa = mantissa.replace(".", "").replace(",", ".")  # 1.234,56
+    elif mantissa.count(".") > 1:
+        mantissa = mantissa.replace(".", "")  # 1.234.567
     return Fraction(mantissa.replace(",", "").rstrip(".")) * Fraction(10) ** int(exponent or 0)
+
+
+_NUMBER = re.compile(rf"[+-]?{UNSIGNED}{EXPONENT}?")

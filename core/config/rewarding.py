@@ -104,6 +104,9 @@ class RewardSettings(Section, frozen=True):
     wrong, and for `pass_at_k` of `eval.data`; sets of `[eval.sets]` have their own."""
     pattern: str = ""
     """Regular expression of `regex` and `format` (Python syntax)."""
+    strip_thinking: bool = True
+    """Whether `exact`, `numeric`, `math`, `f1`, `choice` and `regex` read only what follows the last `</think>` or the
+    like; a thought that does not end has no answer. A pattern that names "think" sees the whole text."""
     truncated: Literal["score", "zero"] = "score"
     """What an answer cut off by `max_new_tokens` gets: score (judged like any other) or zero."""
     overlong_tokens: CountInt = 0

@@ -142,8 +142,14 @@ def test_a_function_with_another_signature_is_told_the_right_one(file: Path) -> 
 class Letters:
     eos_token_ids = (0,)
 
+    def __init__(self, prompt: str = "?") -> None:
+        self.prompt = prompt
+
     def render(self, messages: Any, *, add_generation_prompt: bool, tools: Any = ()) -> list[int]:
         return [1, 2, 3]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return "".join(self.prompt[:-2] if one == 1 else self.prompt[one - 4 :][:1] if one < 4 else "x" for one in ids)
 
 
 def sample(prompt: Prompt, index: int) -> Sample:
@@ -173,14 +179,16 @@ class Together:
         return [RewardOutcome(float(c.index), {"size": float(len(completions))}) for c in completions]
 
 
-def runner(scorer: Together, produce: Callable[[WorkflowContext, Prompt], Sample]) -> GroupRunner:
+def runner(
+    scorer: Together | Rewarder, produce: Callable[[WorkflowContext, Prompt], Sample], prompt: str = "???"
+) -> GroupRunner:
     async def generate(ctx: WorkflowContext, prompt: Prompt) -> Sample:
         return produce(ctx, prompt)
 
     return GroupRunner(
         workflow=generate,
         scorer=scorer,
-        tokenizer=Letters(),  # pyright: ignore[reportArgumentType]
+        tokenizer=Letters(prompt),  # pyright: ignore[reportArgumentType]
         model=ModelAccess(generate=None, sampling=SamplingParams(), context_length=64),  # pyright: ignore[reportArgumentType]
         max_turns=1,
         clock=SystemClock(),
@@ -235,3 +243,21 @@ async def test_a_failure_costs_the_group_as_a_reward_error() -> None:
     with pytest.raises(RewardError, match="no judge"):
         await made.run(assignment())
     assert not made.has(5)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("prompt", "text", "value"),
+    [
+        ("user: q\n<think>\n", "it is 7", 0.0), ("user: q\n<think>\n", "maybe 8</think>7", 1.0),
+        ("user: q\n<think>\n\n</think>\n", "it is 7", 1.0), ("what is <think>?", "it is 7", 1.0), ("user: q", "it is 7", 1.0),
+    ],
+)  # fmt: skip
+async def test_a_thought_that_the_template_began_and_nobody_ended_has_no_answer(
+    prompt: str, text: str, value: float
+) -> None:
+    judge = Rewarder(RewardSettings(fn="numeric"))
+    labelled = msgspec.structs.replace(assignment(), prompt=msgspec.structs.replace(PROMPT, label="7"))
+    made = runner(judge, lambda ctx, of: msgspec.structs.replace(sample(of, ctx.index), text=text), prompt)
+    assert (await made.run(labelled)).rewards.tolist() == [value] * 3
+    await judge.close()

@@ -173,6 +173,9 @@ class Letters:
         del messages, add_generation_prompt, tools
         return [1, 2, 3]
 
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return "x" * len(ids)
+
 
 class Ones:
     """Everything is worth 1."""

@@ -1,0 +1,266 @@
+r"""What the built-in rewards say of answers whose truth is clear: boxed ones, marked ones, whole texts.
+
+The tables come from a comparison of graders (F5 to F8). A case of `BOXED` is judged by `math`, and by `numeric` where
+label and answer are numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from myxa.algos.rewards import bind_builtin
+from myxa.algos.rewards.extraction import accepted_labels, after_thought, read_answer
+from myxa.core.completions import Completion
+
+SIXTY = "123456789012345678901234567890123456789012345678901234567890"
+
+
+def score(name: str, text: str, label: str, **args: Any) -> object:
+    strip = {"strip_thinking": args.pop("strip_thinking")} if "strip_thinking" in args else {}
+    answer = Completion(group_id=0, index=0, messages=(), prompt="?", text=text, label=label)
+    return bind_builtin(name, args=args, **strip)(answer)
+
+
+# (what is boxed, label, whether it is right)
+NUMBERS = [
+    ("42", "42", True), ("41", "42", False), ("42.", "42", True), ("42.0", "42", True), ("042", "42", True), ("+42", "42", True),
+    ("-42", "42", False), ("42,", "42", True), ("7,", "7", True), ("7;", "7", True), (" 7 ", "7", True), ("$7$", "7", True),
+    (r"\(7\)", "7", True), ("**7**", "7", True), ("{7}", "7", True), (r"\text{7}", "7", True), (r"\mathbf{7}", "7", True),
+    ("\u22127", "-7", True), ("\u20137", "-7", True), ("\uff0d7", "-7", True), ("-\\,7", "-7", True), ("7\u00a0", "7", True),
+    ("1,234", "1234", True), ("1{,}234", "1234", True), ("1{,}234", "234", False), (r"1\,234", "1234", True), (r"1\!234", "1234", True),
+    (r"1,\!234", "1234", True), ("1\u00a0234", "1234", True), ("1\u2009234", "1234", True), ("1\u202f234\u202f567", "1234567", True),
+    ("12,34", "1234", False), ("1.234.567", "1234567", True), ("1.234,5", "1234.5", True), ("1,234.5", "1234.5", True), ("4２", "42", True),
+    ("0.5", "1/2", True), ("1/2", "0.5", True), (".5", "1/2", True), (r"\frac{1}{2}", "1/2", True), (r"\dfrac12", "1/2", True),
+    (r"\tfrac12", "1/2", True), (r"\frac12", "0.5", True), (r"\frac1{2}", "1/2", True), (r"\frac{1}2", "1/2", True), ("½", "1/2", True),
+    (r"-\frac{1}{2}", "-1/2", True), (r"\frac{-1}{2}", "-1/2", True), (r"\frac{1}{-2}", "-1/2", True), ("1⁄2", "1/2", True),
+    ("1 1/2", "3/2", True), (r"1\frac{1}{2}", "3/2", True), (r"1\frac12", "3/2", True), (r"1\tfrac{1}{2}", "1/2", False), ("1½", "3/2", True),
+    (r"-1\frac12", "-3/2", True), ("1 1/2", "1/2", False), ("11/2", "3/2", False), (r"2\frac{1}{2}", "1", False), ("3/2", "1 1/2", True),
+    (r"0.\overline{3}", "1/3", True), (r"0.\overline{3}", "3/10", False), (r"0.1\overline{6}", "1/6", True), ("1/3", r"0.\overline{3}", True),
+    ("6.02e23", r"6.02\times10^{23}", True), (r"6.02\times10^{23}", "6.02e23", True), (r"6.02\times 10^{23}", "23", False), ("6.02×10²³", "6.02e23", True),
+    (r"6.02 \cdot 10^{23}", "6.02e23", True), (r"1.2\times10^3", "1200", True), ("1.2e3", "1200", True), (r"5\times10^{-3}", "0.005", True),
+    (r"10^{6}", "1000000", True), ("2^{10}", "1024", True), ("2^{10}", "10", False), ("2^10", "1024", True), ("2**10", "1024", True),
+    ("(-2)^3", "-8", True), ("5 million", "5000000", True), ("5 million", "5", False),
+    ("x = 42", "42", True), ("x=42", "42", True), (r"x\,=\;5", "5", True), (r"\text{Area} = 42", "42", True), ("f(3) = 42", "42", True),
+    (r"\angle ABC = 42^\circ", "42", True), ("1=42", "42", False), ("41=42", "42", False), (r"\boxed{42}", "42", True),
+    ("5 m", "5 cm", False), (r"5\text{ m}", r"5\text{ cm}", False), (r"5\text{ cm}", r"5\text{ cm}", True), ("5 cm", r"5\text{ cm}", True),
+    ("5", r"5\text{ cm}", True), (r"5\,\mathrm{cm}", "5", True), ("5 centimeters", "5 cm", True), (r"10\text{ cm}^2", "10", True),
+    (r"10\text{ cm}^2", r"10\text{ cm}^3", False), ("10 square centimeters", r"10\text{ cm}^2", True), ("60 km/h", "60", True), ("60 km/h", "60 m/s", False),
+    ("60 kilometers per hour", "60 km/h", True), ("3 hours", "3 minutes", False), ("7 apples", "7", True), ("90^\\circ", "90", True),
+    ("90 degrees", r"90^\circ", True), ("90°", "90 rad", False), ("$5", "5", True), (r"\$5", "5", True), ("€5", "5", True), ("$5", "€5", False), ("5 dollars", "$5", True),
+    ("5€", "5", True), ("50%", "50", True), (r"50\%", "50%", True), ("50 percent", "50%", True), ("50%", "0.5", True), ("50%", "5", False),
+    (SIXTY, SIXTY, True), (SIXTY[:-1] + "1", SIXTY, False), ("1234568", "1234567", False), ("1234567.5", "1234567", False),
+    ("41 or 42", "42", False), ("42 or 41", "42", False), ("not 42", "42", False), ("41, 42", "42", False), ("41 42", "42", False), ("(3,4)", "4", False),
+    (r"2\sqrt{3}", "3", False), ("x^2", "2", False), ("10+3", "10", False), ("10+3", "3", False), ("5!", "5", False), ("3x", "3", False), ("2π", "2", False),
+    (r"2\pi", "2", False), ("42 to 43", "43", False), ("between 41 and 42", "42", False), (r"\pm 42", "42", False), ("42i", "42", False), ("> 42", "42", False),
+    (r"41 \text{ or } 42", "42", False), (r"\approx 43", "42", False), ("42-", "42", False), ("", "42", False), ("42?", "42", False), ("3t", "3", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("boxed", "label", "is_right"), NUMBERS)
+def test_numeric_judges_the_whole_of_a_box(boxed: str, label: str, is_right: bool) -> None:
+    assert score("numeric", rf"It is 17, so \boxed{{{boxed}}} follows.", label) == is_right
+
+
+@pytest.mark.parametrize(("boxed", "label", "is_right"), NUMBERS)
+def test_math_agrees_about_numbers(boxed: str, label: str, is_right: bool) -> None:
+    assert score("math", rf"It is 17, so \boxed{{{boxed}}} follows.", label) == is_right
+
+
+ALGEBRA = [
+    ("x^2+1", "1+x^2", True), ("x^2+1", "x^2-1", False), ("(x+1)^2", "x^2+2x+1", True), (r"\sqrt{12}", r"2\sqrt{3}", True), (r"\sqrt 2", r"\sqrt{2}", True),
+    (r"\sqrt{1764}", "42", True), (r"\frac{84}{2}", "42", True), ("5!", "120", True), (r"\binom{5}{2}", "10", True), (r"\log_2 8", "3", True),
+    ("0.1000001", "0.1", False), (r"\{0.1000001, 2\}", r"\{0.1, 2\}", False), (r"\{2, 0.1\}", r"\{0.1, 2\}", True), ("0.5x", r"\frac{x}{2}", True),
+    (r"2\pi\times10^{-9}", r"\pi\times10^{-9}", False), ("3.14159", r"\pi", False), ("3.1415926", r"\pi", False), (r"2\pi", r"\pi+\pi", True), ("1.5^2", "2.25", True),
+    ("x>3", r"(3,\infty)", True), (r"(3,\infty)", "x>3", True), (r"x\ge 3", r"(3,\infty)", False), (r"x \geq 3", r"[3,\infty)", True), ("x<3", "x>3", False),
+    (r"\{1,2\}", r"\{2,1\}", True), ("1,2", "2,1", True), ("(1,2)", "(2,1)", False), ("(1,2)", "(1,2)", True), ("(1,2)", "[1,2]", False),
+    (r"x=3\text{ or }x=-3", r"3,-3", True), ("x=3", "3", True), ("y=2x+1", "2x+1", True), (r"6\times7=42", "42", True), (r"6\times 8=42", "42", False),
+    (r"2\sqrt{3}\text{ cm}", r"2\sqrt{3}\text{ m}", False), (r"2\sqrt{3}\text{ cm}", r"2\sqrt{3}", True), (r"\frac{\pi}{2}\text{ rad}", r"\frac{\pi}{2}", True),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}", True), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}", False),
+    (r"\text{even}", "even", True), (r"\text{even}", r"\text{odd}", False), ("A", "A", True), ("A", "B", False), ("x+1,", "x+1", True), ("-x", "x", False),
+    (r"3\text{ mod }5", "3", False), ("x>3", "3", False), (r"\text{about }42", "42", False), (r"2\sqrt{3} cm", r"2\sqrt{3} m", False), (r"2\sqrt{3}\text{ apples}", r"2\sqrt{3}", True),
+    (r"\infty", r"-\infty", False), ("10+3", "13", True), (r"1-\frac{1}{2}", "0.5", True), ("x", "y", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("boxed", "label", "is_right"), ALGEBRA)
+def test_math_judges_the_whole_of_a_box(boxed: str, label: str, is_right: bool) -> None:
+    assert score("math", rf"It is 17, so $\boxed{{{boxed}}}$ follows.", label) == is_right
+
+
+# (whole text, label, whether it is right); `math` and `numeric` agree
+TEXTS = [
+    ("<answer>7</answer>", "7", True), ("<answer> 7 </answer>", "7", True), ("<answer>$7$</answer>", "7", True), ("<ANSWER>\n7\n</ANSWER>", "7", True),
+    ("<answer>1,234</answer>", "1234", True), ("<answer>6 7</answer>", "7", False), ("<think>2+5</think>\n<answer>7</answer>", "7", True), ("<answer>8</answer>", "7", False),
+    (r"#### \frac12", "1/2", True), ("7+3=10\n#### 10\nbye", "10", True), ("#### 1,000", "1000", True), ("#### 41 or 42", "42", False), ("#### $5", "5", True),
+    ("The answer is −7", "-7", True), ("The answer is 42.", "42", True), ("Answer: −42", "-42", True), ("Answer: 42.", "42", True), ("Answer: 042", "42", True),
+    (r"Answer: \frac{84}{2}", "42", True), ("**Answer:** 42", "42", True), ("Answer: **42**", "42", True), ("Answer:\n\n\\[\n42\n\\]", "42", True),
+    ("### Final Answer\n42", "42", True), ("The final answer is $42$. I hope it is correct.", "42", True), ("the answer is 41. No, the answer is 42.", "42", True),
+    ("The answer is 42 because 6*7 = 42.", "42", True), ("The answer is 41 or 42.", "42", False), ("The answer is not 42.", "42", False),
+    ("The answer is between 41 and 42.", "42", False), ("The answer is 7 apples.", "7", True), ("The answer is 5 cm.", "5 m", False), ("It is 5 cm.", "5 m", False),
+    ("Answer = 42", "42", True), ("Answer - 42", "42", True), ("answer: x = 42", "42", True), ("The answer to the question is 42", "42", True),
+    ('{"answer": 42}', "42", True), ('{"answer": "41 or 42"}', "42", False),
+    ("答案是42", "42", True), ("答案：42。", "42", True), ("答えは42です。", "42", True), ("정답은 42입니다.", "42", True), ("La réponse est 42.", "42", True),
+    ("Die Antwort lautet 42.", "42", True), ("La respuesta es 42.", "42", True), ("Ответ: 42", "42", True),
+    ("first 1, then 2, so 42", "42", True), ("42 and then 43", "42", False), ("so $x=42$", "42", True), (r"so \(x = 42\).", "42", True), ("none", "42", False), ("42", "42", True),
+    ("1 1/2", "3/2", True), (r"\boxed{41} no, \boxed{42}", "42", True), (r"\boxed{42} no, \boxed{41}", "42", False), (r"\boxed {42}", "42", True), (r"\fbox{42}", "42", True),
+    (r"$\boxed{\boxed{42}}$", "42", True), (r"\boxed{41} and the answer is 42", "42", False), (r"\boxed{42", "42", True),
+    (r"<think>maybe \boxed{42}</think> The answer is 41.", "42", False), (r"<think>maybe \boxed{42}</think> The answer is 41.", "41", True),
+    (r"maybe \boxed{42}</think> The answer is 41.", "41", True), (r"maybe \boxed{42}</think> The answer is 41.", "42", False),
+    ("<think>it is 42", "42", False), (r"<think>so \boxed{42}", "42", False), ("<think>a</think> 41 <think>42", "42", False), ("<think></think>42", "42", True),
+    (r"[THINK]\boxed{41}[/THINK]\boxed{42}", "42", True), (r"<thinking>\boxed{41}</thinking>42", "42", True), ("<think>42</think>", "42", False),
+    ("the solution set is what __import__('os').system('true') says: 41", "42", False), (" ".join(str(n) for n in range(60)), "42", False),
+    ("".join(rf"\boxed{{{n}}} " for n in range(60)), "42", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "label", "is_right"), TEXTS)
+def test_whole_texts(text: str, label: str, is_right: bool) -> None:
+    assert (score("numeric", text, label), score("math", text, label)) == (is_right, is_right)
+
+
+@pytest.mark.parametrize(
+    ("label", "text", "is_right"),
+    [
+        ("1234567", r"\boxed{1234567.0}", True), ("1234567", r"\boxed{1234568}", False), ("0.1", r"\boxed{0.10000001}", True), ("0.1", r"\boxed{0.101}", False),
+    ],
+)  # fmt: skip
+def test_whole_numbers_are_met_exactly_and_others_within_a_millionth(label: str, text: str, is_right: bool) -> None:
+    assert score("numeric", text, label) == is_right
+
+
+def test_a_tolerance_that_is_given_is_for_whole_numbers_too() -> None:
+    assert score("numeric", r"\boxed{1234568}", "1234567", tolerance=1e-6) == 1.0
+    assert score("numeric", r"\boxed{1234568}", "1234567", absolute=1.0) == 1.0
+    assert score("numeric", r"\boxed{1234568}", "1234567", tolerance=0.0) == 0.0
+
+
+CHOICES = [
+    ("A is correct here", "A"), ("E is the correct option", "E"), ("I think it's B", "B"), ("The answer is b", "B"), ("Answer - C", "C"), ("答案是B", "B"),
+    ("答案：B。", "B"), ("正确答案为（C）", "C"), ("故选D", "D"), ("答えはＢです", "B"), ("정답은 C입니다", "C"), ("Die richtige Antwort ist B.", "B"), ("La réponse est la B.", "B"),
+    ("La respuesta correcta es C.", "C"), ("answer is (B)", "B"), (r"Answer is: $\boxed{C}$", "C"), ("The answer is A. Wait, no: the answer is B.", "B"),
+    ("Option C is right.", "C"), ("(D) is the best choice", "D"), ("I would go with C.", "C"), ("It must be B because the others fail", "B"), ("the answer is b because", "B"),
+    ("Therefore, D.", "D"), ("The correct choice here is **E**.", "E"), ("Answer: option B", "B"), (r"\boxed{\text{(C) 5}}", "C"), ("<answer>B. Paris</answer>", "B"),
+    ("My answer would be D", "D"), ("A) x\nB) y\nThe correct option is B because A is not correct", "B"), ("<think>the answer is A</think> B", "B"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "letter"), CHOICES)
+def test_choices(text: str, letter: str) -> None:
+    assert [one for one in "ABCDE" if score("choice", text, one)] == [letter]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is a number that I cannot find", "A number of things", "I am not sure", "The answer is A or B.", r"\boxed{A or B}", r"\boxed{A, B}", "Answer: A, B, C",
+        "<answer>A B</answer>", "It is a cat", "A is not correct", "Both are Bad", "the answer is a lot", "<think>the answer is A",
+    ],
+)  # fmt: skip
+def test_no_choice_was_made(text: str) -> None:
+    assert [one for one in "ABCDEI" if score("choice", text, one)] == []
+
+
+def test_words_are_read_by_the_same_rule() -> None:
+    for text in (
+        r"so \boxed{Paris}",
+        "The answer is Paris.",
+        "<answer>Paris</answer>",
+        "<think>Rome?</think>Paris",
+        "#### Paris",
+        "Paris",
+    ):
+        assert (score("exact", text, "Paris"), score("f1", text, "Paris")) == (1.0, 1.0), text
+    assert score("exact", r"Paris or \boxed{Rome}", "Paris") == score("f1", r"Paris or \boxed{Rome}", "Paris") == 0.0
+    assert score("exact", "so: Paris", "Paris") == 0.0
+    assert score("exact", "The answer is Paris", "The answer is Paris") == 1.0
+
+
+def test_a_pattern_is_looked_for_behind_the_thoughts_unless_it_speaks_of_them() -> None:
+    def found(pattern: str, text: str, **more: Any) -> object:
+        return bind_builtin("regex", pattern=pattern, **more)(
+            Completion(group_id=0, index=0, messages=(), prompt="", text=text, label="42")
+        )
+
+    text = "<think>Answer: 42</think> Answer: 41"
+    assert found(r"Answer: (\d+)", text) == 0.0
+    assert found("42", text) == 0.0
+    assert found("42", text, strip_thinking=False) == 1.0
+    assert found(r"</think> Answer: 41", text) == 1.0
+
+
+def test_thoughts_may_be_left_in() -> None:
+    text = r"<think>maybe \boxed{42}</think> The answer is 41."
+    for name in ("numeric", "math"):
+        assert score(name, text, "42", strip_thinking=False) == 1.0
+    assert (after_thought("a</think>b"), after_thought("<think>a"), after_thought("a")) == ("b", None, "a")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "labels", "value"),
+    [
+        ("exact", "Paris city", ["Paris", "Paris city"], 1.0), ("exact", "Rome", ["Paris", "Paris city"], 0.0), ("f1", "Paris city", ["Rome", "paris city"], 1.0),
+        ("math", r"\boxed{x+1}", ["x", "1+x"], 1.0), ("math", r"\boxed{x+2}", ["x", "1+x"], 0.0), ("math", r"\boxed{2}", ["1", "2"], 1.0),
+        ("numeric", r"\boxed{0.5}", ["2", "1/2"], 1.0), ("numeric", r"\boxed{3}", ["2", "1/2"], 0.0), ("choice", "B", ["A", "B"], 1.0), ("choice", "C", ["A", "B"], 0.0),
+    ],
+)  # fmt: skip
+def test_any_of_several_accepted_labels_counts(name: str, text: str, labels: list[str], value: float) -> None:
+    assert score(name, text, json.dumps(labels)) == value
+    assert score(name, text, json.dumps(labels, separators=(",", ":"), ensure_ascii=False)) == value
+
+
+def test_a_label_that_only_looks_like_a_list_is_a_label() -> None:
+    for label in ("[1,2]", '["a', "[]", '["a", 1]', "a"):
+        assert accepted_labels(label) == (label,)
+
+
+HOSTILE = [
+    "9^{9^{9^{9}}}", "9^9^9^9", "(10^9)!", "((10^8)!)!", "99999^{9999999}", r"\sqrt{" * 300 + "2" + "}" * 300, "{" * 3000 + "42" + "}" * 3000, "(" * 2000 + "42" + ")" * 2000,
+    "1" * 200_000, "1," * 40_000, r"\sum_{n=1}^{1000000000} n^{n}", r"\int_0^1 x^{x^{x^{x}}} dx", r"\prod_{n=1}^{10^9} n", "9" * 1_000_000, r"\frac{" * 500, "2^{" * 200 + "2" + "}" * 200,
+]  # fmt: skip
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("boxed", HOSTILE, ids=range(len(HOSTILE)))
+def test_nothing_takes_longer_than_its_seconds(boxed: str) -> None:
+    score("math", r"\boxed{x}", "x+1")  # imports
+    begun = time.monotonic()
+    assert score("math", rf"\boxed{{{boxed}}}", "x+42", seconds=1) == 0.0
+    assert time.monotonic() - begun < 2.0
+    begun = time.monotonic()
+    assert score("numeric", rf"\boxed{{{boxed}}}", "43") == 0.0
+    assert time.monotonic() - begun < 1.0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "piece",
+    [
+        r"\boxed{",
+        r"\boxed{1} ",
+        "answer is ",
+        "answer to ",
+        "####",
+        "<answer>",
+        "</think>",
+        "<think>",
+        "$",
+        "答案",
+        "1 ",
+        "it is ",
+        "Answer: A or ",
+    ],
+)
+def test_a_megabyte_of_text_is_read_in_no_time(piece: str) -> None:
+    text = piece * (1_000_000 // len(piece))
+    begun = time.process_time()
+    read_answer(text)
+    for name in ("numeric", "choice", "exact", "f1"):
+        assert score(name, text, "9" if name == "numeric" else "Q") == 0.0
+    assert time.process_time() - begun < 6.0
+    begun = time.monotonic()
+    assert score("math", text, "99", seconds=1) == 0.0
+    assert time.monotonic() - begun < 4.0
