@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -120,6 +121,8 @@ class Digests:
     """Step -> its groups in the order of the batch, "draw digest"."""
     told: dict[int, dict[str, float]]
     """Version -> the metrics of the step that made it."""
+    published: dict[str, str]
+    """Version -> digest of the weights as engines were given them; not part of `whole`."""
 
     @property
     def samples(self) -> str:
@@ -138,6 +141,10 @@ class Digests:
 
     def first_difference(self, other: Digests) -> str:
         """Where it begins."""
+        weights = [v for v, digest in self.published.items() if other.published.get(v, digest) != digest]
+        return f"{self._first(other)}; weights as published differ in versions {weights or 'none'}"
+
+    def _first(self, other: Digests) -> str:
         for step, groups in self.steps.items():
             if groups != (theirs := other.steps.get(step, [])):
                 return f"step {step} was made from {groups} and {theirs}"
@@ -160,7 +167,15 @@ def digests_of(run_dir: Path, records: Path) -> Digests:
     weights = hashlib.sha256()
     for file in sorted((run_dir / "export").glob("*.safetensors")):
         weights.update(file.read_bytes())
-    return Digests(weights.hexdigest(), samples_of(records), metrics_of(run_dir))
+    return Digests(weights.hexdigest(), samples_of(records), metrics_of(run_dir), published_in(run_dir))
+
+
+def published_in(run_dir: Path) -> dict[str, str]:
+    """As the trainer's log tells."""
+    found: dict[str, str] = {}
+    for log in (run_dir / "logs").glob("trainer*"):
+        found |= dict(re.findall(r"weight version (\d+) is published .* digest (\S+)", log.read_text(errors="replace")))
+    return found
 
 
 def samples_of(records: Path) -> dict[int, list[str]]:

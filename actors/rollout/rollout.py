@@ -164,6 +164,11 @@ class Rollout(OwnsKnobs, ReachedByChannels):
             max_groups=self._live.concurrency,
             save_s=self._options.save_partials_s if self._engine is not None else 0.0,
         )
+        if self._tenancy is not None and self._engine is not None:  # from the first moment: the leader asks for it
+            self._tenant = RolloutTenant(
+                self.ctx, self._engine, self._tenancy,
+                telemetry=self._telemetry, clock=self._clock, on_change=self._time.turn,
+            )  # fmt: skip
         self._own_knobs()
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
         self.ctx.spawn(report_forever(self._telemetry, send, self._pace), name="rollout-telemetry")
@@ -203,8 +208,7 @@ class Rollout(OwnsKnobs, ReachedByChannels):
         vocab_size: int | None = None
         context_length = self._options.context_length or 1 << 30
         generate = NoEngine().generate
-        if isinstance(self._workflow, WorkflowPool):
-            await self._workflow.start()  # a mistake in it is told before an engine is loaded
+        await self._start_workers()
         if self._engine is not None:
             generate = await self._wait_for_room(self._engine)
             with self.ctx.busy(START_LIMIT_S, "starts its engine"):
@@ -258,6 +262,13 @@ class Rollout(OwnsKnobs, ReachedByChannels):
         await self._serving.wait()
         await self._pull.run(runner, lambda: Weights(self._weights.lineage, self._version))
 
+    async def _start_workers(self) -> None:
+        """Before an engine is loaded, so that a mistake in the user's code is told first."""
+        if self._tenant is not None:
+            await self._tenant.register()  # room for the engine may be asked for meanwhile
+        if isinstance(self._workflow, WorkflowPool):
+            await self._workflow.start()
+
     def _set_up(self, runner: GroupRunner) -> None:
         """What the runner does beside generating."""
         runner.reference, runner.run_name = self._reference, Path(self._run_dir).name
@@ -266,12 +277,9 @@ class Rollout(OwnsKnobs, ReachedByChannels):
 
     async def _wait_for_room(self, engine: Engine) -> Generate:
         """How requests reach the engine; where it takes turns, only once there is room for it to load."""
-        if self._tenancy is None:
+        if self._tenant is None:
             return engine.generate
         self._meter.switch("wait-memory", "room to load")
-        self._tenant = RolloutTenant(
-            self.ctx, engine, self._tenancy, telemetry=self._telemetry, clock=self._clock, on_change=self._time.turn
-        )
         await self._tenant.until_room()
         self._meter.switch("other", "start")
         return self._tenant.turn.generate

@@ -1,6 +1,6 @@
 """A rollout actor's side of taking turns: its engine registered with the memory manager, and when it may load.
 
-    join -> (room is made) -> load -> loaded -> (weights handed over) -> (its turn) -> (the trainer's turn) -> ...
+    register -> (room is made) -> load -> loaded -> (weights handed over) -> (its turn) -> (the trainer's turn) -> ...
 
 Knows the engine's turn, the tenant's side of leases and the coordinator; must not know assignments.
 """
@@ -76,10 +76,13 @@ class RolloutTenant:
             telemetry=telemetry,
         )
 
-    async def until_room(self) -> None:
-        """Register, then wait until the leader says that the engine may load."""
+    async def register(self) -> None:
+        """With the memory manager: room for the engine may be asked for from now on."""
         self._ctx.watch(self._manager)
         await self._tenant.join(self._ctx.ref(MemoryContract, self._manager))
+
+    async def until_room(self) -> None:
+        """Until the leader says that the engine may load."""
         await self._may_load.wait()
 
     async def loaded(self) -> None:

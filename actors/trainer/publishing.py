@@ -84,6 +84,7 @@ class Publisher:
         manifest = msgspec.structs.replace(manifest, lineage=self._ctx.epoch, attempt=self._attempt_at(version))
         self._unreleased[version] = tuple(name for name, part in parts.items() if part is not None)
         self.newest, self._manifest = version, manifest
+        self._ctx.log.info("weight version %d is published over %s, digest %s", version, channel, manifest.digest)
         return manifest
 
     def _attempt_at(self, version: int) -> int:

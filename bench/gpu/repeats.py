@@ -30,6 +30,7 @@ RUN_FILE = "repeats.toml"
 def main() -> None:
     args = parser(__doc__)
     args.add_argument("--steps", type=int, default=30)
+    args.add_argument("--no-kill", action="store_true", help="the second run is left alone, as the first")
     args.add_argument("--backend", choices=("torch", "megatron"), default="megatron")
     args.add_argument("--shape", choices=[*PRESETS, *SHAPES], default="")
     args.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE")
@@ -45,7 +46,8 @@ def main() -> None:
         ]  # fmt: skip
     found: list[Digests] = []
     rows: list[tuple[str, ...]] = []
-    for name, kill_at in (("first", 0), ("second, killed and resumed", options.steps // 2 + 1)):
+    second = ("second", 0) if options.no_kill else ("second, killed and resumed", options.steps // 2 + 1)
+    for name, kill_at in (("first", 0), second):
         folder = work_folder() / f"repeats{len(rows)}"
         stage(folder, RUN_FILE, launches=not is_cpu)
         make_learner(folder / "model", options.shape or ("0p5m" if is_cpu else "20m"), seed=0)
