@@ -372,13 +372,24 @@ class Tokenizer(Protocol):
     """Where the chat template was found, for messages."""
 
     def render_text(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[dict[str, Any]] = (),
+        goes_on: bool = False,
     ) -> str:
-        """A conversation through the chat template, as text. Raises DataError when the template refuses it."""
+        """A conversation through the chat template, as text. `goes_on`: the last message is the beginning of a turn,
+        which is left open. Raises DataError when the template refuses it."""
         ...
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[dict[str, Any]] = (),
+        goes_on: bool = False,
     ) -> list[int]:
         """The same as token ids."""
         ...

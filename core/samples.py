@@ -27,17 +27,33 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     role: str
     content: str
+    """Its text; empty also where the row has none."""
     name: str = ""
     """Who speaks: of a tool's answer, the tool."""
     tool_calls: tuple[dict[str, Any], ...] = ()
     """What the assistant calls, as the template expects it: `{"type": "function", "function": {"name": ..., ...}}`."""
     tool_call_id: str = ""
     """Of a tool's answer: the call that it answers."""
+    parts: tuple[dict[str, Any], ...] = ()
+    """Content that the row has as a list of texts; `content` is all of them."""
+    extra: dict[str, Any] = {}
+    """What else the row says of it: `reasoning_content` and whatever the template looks at."""
+    keys: tuple[str, ...] = ()
+    """Keys that the row has in its order, where they are not those that have a value here. Empty: they are."""
 
     def as_template_sees(self) -> dict[str, Any]:
         """What there is, and no key for what there is not: templates ask whether a key is defined."""
+        content = [dict(part) for part in self.parts] or self.content
         more = {"name": self.name, "tool_calls": [dict(c) for c in self.tool_calls], "tool_call_id": self.tool_call_id}
-        return {"role": self.role, "content": self.content, **{key: value for key, value in more.items() if value}}
+        if self.keys:
+            whole = {"role": self.role, "content": content, **more, **self.extra}
+            return {key: whole[key] for key in self.keys if key in whole}
+        filled = {key: value for key, value in more.items() if value}
+        return {"role": self.role, "content": content, **filled, **self.extra}
+
+    def with_text(self, text: str) -> Message:
+        """The same message with another content."""
+        return msgspec.structs.replace(self, content=text, parts=(), keys=())
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any, cast
 
 import orjson
+from msgspec.structs import replace
 
 from ...core.samples import Message
 from .row_file import Columns, RowError, exact_json
 
-CARRIED_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
+THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
+KNOWN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+MEDIA_KEYS = ("image", "images", "image_url", "video", "videos", "audio", "audios")
+"""Of a message; the model would read their place holders as text."""
 
 
 def parse_messages(value: object, key: str) -> tuple[Message, ...]:
@@ -45,13 +49,14 @@ def parse_json_messages(value: object) -> object:
 def check_unified(value: object, key: str, *, is_tools: bool) -> None:
     """Columnar files give all rows one schema: a key of another row's tool comes back as null here. Whether the null
     was written cannot be known. Raises RowError for one inside a tool or a tool call."""
-    if is_tools:
-        parts = [value]
-    else:
-        rows = cast("list[object]", value) if isinstance(value, list) else []
-        parts = [cast("Columns", one).get("tool_calls") for one in rows if isinstance(one, dict)]
-    if any(_holds_null(part) for part in parts if part is not None):
-        what = "tools" if is_tools else "tool calls"
+    parts: list[tuple[str, object]] = [("tools", value)] if is_tools else []
+    if not is_tools and isinstance(value, list):
+        tables = [cast("Columns", one) for one in cast("list[object]", value) if isinstance(one, dict)]
+        parts = [(name, one) for table in tables for name, one in table.items() if name != "content"]
+    for name, part in parts:
+        if part is None or not _holds_null(part):
+            continue
+        what = name.replace("_", " ")
         raise RowError(
             f'{what} in column "{key}" hold null, written or added by the file\'s one schema for all rows',
             "store the column as JSON text, or write the file as JSONL",
@@ -69,27 +74,43 @@ def _holds_null(value: object) -> bool:
 def _message(value: object, where: str) -> Message:
     if not isinstance(value, dict):
         raise RowError(f"{where} is not an object", 'write {"role": ..., "content": ...}')
-    table = cast("dict[str, Any]", value)
-    unsupported = sorted(
-        name for name, one in table.items() if name not in CARRIED_KEYS and one not in (None, [], {}, "")
-    )
-    if unsupported:
-        raise RowError(
-            f"{where} holds {', '.join(unsupported)}, which cannot be rendered",
-            f"messages carry {', '.join(sorted(CARRIED_KEYS))} only; put the rest into the text or the metadata",
-        )
+    table = {key: one for key, one in cast("dict[str, Any]", value).items() if one is not None}
+    if media := [key for key in MEDIA_KEYS if table.get(key)]:
+        raise RowError(f"{where} holds {', '.join(media)}: only text is trained on", "leave such rows out")
     role, content = table.get("role"), table.get("content")
     if not isinstance(role, str) or not role:
         raise RowError(f"{where} has no role", 'write {"role": ..., "content": ...}')
     calls = _objects(table.get("tool_calls"), f"tool_calls of {where}", '[{"type": "function", "function": {...}}]')
-    if calls and content is None:
+    parts: tuple[dict[str, Any], ...] = ()
+    if isinstance(content, list) and content:
+        parts = tuple(_text_part(part, where) for part in cast("list[object]", content))
+        content = "".join(part["text"] for part in parts)
+    if content is None and (calls or any(table.get(key) for key in THINKING_KEYS)):
         content = ""
-    if isinstance(content, list):
-        raise RowError(f"{where} has content in parts (images?)", "only text is supported; join the parts to one text")
     if not isinstance(content, str):
         raise RowError(f"{where} has no text as content", 'write {"role": ..., "content": ...}')
     name, call = (_text(table.get(key), f"{key} of {where}") for key in ("name", "tool_call_id"))
-    return Message(role=role, content=content, name=name, tool_calls=calls, tool_call_id=call)
+    extra = {key: one for key, one in table.items() if key not in KNOWN_KEYS}
+    message = Message(
+        role=role, content=content, name=name, tool_calls=calls, tool_call_id=call, parts=parts, extra=extra
+    )
+    keys = tuple(table)
+    return message if keys == tuple(message.as_template_sees()) else replace(message, keys=keys)
+
+
+def _text_part(part: object, where: str) -> dict[str, Any]:
+    """A part as it stands; keys that are null are those of other parts, in files of one schema."""
+    table = (
+        {key: one for key, one in cast("dict[str, Any]", part).items() if one is not None}
+        if isinstance(part, dict)
+        else {}
+    )
+    if table.get("type", "text") != "text" or not isinstance(table.get("text"), str):
+        raise RowError(
+            f"{where} has a part that is no text (an image?)",
+            'only text is trained on: write {"type": "text", "text": "..."}, or leave such rows out',
+        )
+    return table
 
 
 def parse_tools(value: object, key: str) -> tuple[dict[str, Any], ...]:

@@ -25,6 +25,8 @@ from .row_rewards import RowRewards
 SHOWN_COLUMNS = 12
 MEDIA_COLUMNS = ("images", "videos", "audios")
 """Of verl; the model would read their place holders as text."""
+NOT_ASKED = ("assistant", "system", "developer")
+"""Roles that ask nothing."""
 DEMONSTRATION = "demonstration"
 DEMONSTRATION_TURNS = "demonstration_turns"
 
@@ -182,6 +184,9 @@ class Layout:
                 f'the last message of "{self._prompt.key}" is from {messages[-1].role}: there is no demonstration',
                 "end the conversation with an assistant message, or name a column with data.answer_key",
             )
+        is_answered = answer is not None or self._is_chat or self._needs_demonstration
+        if _is_begun(messages) and not is_answered:
+            return messages  # the model goes on with the turn that is begun
         if not messages or messages[-1].role in ("assistant", "system"):
             last = messages[-1].role if messages else "nobody"
             raise RowError(
@@ -189,6 +194,11 @@ class Layout:
                 'end it with a user message, or use preset = "chat" if the last message is the answer',
             )
         return messages
+
+
+def _is_begun(messages: tuple[Message, ...]) -> bool:
+    """Whether they end with a turn of the model, after somebody else's."""
+    return bool(messages) and messages[-1].role == "assistant" and any(one.role not in NOT_ASKED for one in messages)
 
 
 def _value(columns: Columns, column: Column) -> Any:

@@ -1,74 +1,164 @@
-"""The chat template of a model folder: finds it, compiles it in a sandbox, renders conversations.
+"""The chat template of a model folder: finds it, compiles it, renders conversations as transformers does.
 
-A template is a program that came with the weights, so it runs in jinja2's immutable sandbox with a bounded source and
-sees nothing but the messages, the tools, the run file's own arguments and the special tokens: no clock, so the same
-conversation is the same text on the day that a run is resumed too. Library considered: transformers'
-`apply_chat_template`, which does the same at the price of seconds of import.
+Of a template it decides nothing: the same conversation, tools and arguments give the text of transformers'
+`apply_chat_template`, or a DataError. The date of `strftime_now` is the run file's, so that a run that is resumed on
+another day has the same prompts. Library considered: transformers, which takes seconds to import.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any
 
 import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...core.config import DataSettings
-from ...core.errors import DataError, ModelError
+from ...core.errors import DataError, ModelError, TemplateError
 from ...core.samples import Message
-from .hf_folder import read_json
+from .template_sandbox import NoDate, OverBudget, Sandbox, run
+from .tokenizer_files import (
+    DEFAULT_NAME,
+    MAX_TEMPLATE_CHARS,
+    PROCESSOR_TEMPLATE,
+    TEMPLATE_FILE,
+    TOKENIZER_CONFIG,
+    TOOL_NAME,
+    read_tokenizer_files,
+)
 
-TEMPLATE_FILE = "chat_template.jinja"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-MAX_TEMPLATE_CHARS = 1_000_000
-DEFAULT_NAME = "default"
-SPECIAL_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
-"""Tokens a template may ask for by name."""
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's thinking; the first is the one that templates read."""
+TO_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
+PRINTED_PARTS = "{'type': 'text'"
+"""What a template writes that takes content for a text, where it is a list of parts."""
+
+Tools = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A conversation as text."""
+
+    text: str
+    generation: tuple[tuple[int, int], ...] = ()
+    """Where `{% generation %}` blocks stand in it."""
+    has_blocks: bool = False
+    """The template has such blocks."""
 
 
 class ChatTemplate:
     """A compiled template. `render` is pure: same messages, same text."""
 
     def __init__(
-        self, source: str, place: str, special_tokens: Mapping[str, str], arguments: Mapping[str, Any] | None = None
+        self,
+        source: str,
+        place: str,
+        special_tokens: Mapping[str, str],
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        day: date | None = None,
+        with_tools: str = "",
     ) -> None:
-        """`arguments`: further names that it sees, such as `enable_thinking`. Raises ModelError."""
-        if len(source) > MAX_TEMPLATE_CHARS:
-            raise ModelError(f"{place}: the chat template has {len(source)} characters", remedy="use an honest one")
+        """`arguments`: further names that it sees, such as `enable_thinking`. `with_tools`: the source of the one that
+        is taken where there are tools. Raises ModelError."""
         self.place = place
         """Where it was found, for messages."""
         self._arguments = {**special_tokens, **(arguments or {})}
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json  # pyright: ignore[reportUnknownMemberType] -- jinja2 says a bare dict
-        environment.globals["raise_exception"] = _refuse  # pyright: ignore[reportUnknownMemberType] -- the same
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as err:
-            raise ModelError(f"{place}: the chat template does not compile: {err}", remedy="mend the template") from err
+        self._plain = _Compiled(source, place, day)
+        self._with_tools = _Compiled(with_tools, place, day) if with_tools else self._plain
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = (), goes_on: bool = False
     ) -> str:
-        """Text of a conversation. Raises DataError when the template refuses it."""
+        """Text of a conversation. `goes_on`: the last message is the beginning of a turn, which is left open. Raises
+        DataError when the template refuses it, TemplateError when it asks for a date that the run file has not."""
+        if goes_on:
+            return self._left_open(messages, tools)
+        return self.write(messages, add_generation_prompt=add_generation_prompt, tools=tools).text
+
+    def write(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Tools = ()) -> Written:
+        """The same, with the places of what the template calls the model's."""
+        compiled = self._with_tools if tools else self._plain
+        self._check_thinking(messages, compiled)
+        has_parts = any(message.parts for message in messages)
         try:
-            return self._template.render(
-                **self._arguments,
-                messages=[message.as_template_sees() for message in messages],
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as err:
-            roles = ", ".join(message.role for message in messages)
-            raise DataError(
-                f"the chat template of {self.place} refuses a conversation of roles [{roles}]: {err}",
-                remedy="use the roles this model was made for, in the order it expects",
+            written = self._run(compiled, _seen(messages), add_generation_prompt, tools)
+            if not (has_parts and PRINTED_PARTS in written.text):
+                return written
+        except DataError:
+            if not has_parts:
+                raise
+        return self._run(compiled, _seen(messages, as_text=True), add_generation_prompt, tools)
+
+    def _left_open(self, messages: Sequence[Message], tools: Tools) -> str:
+        compiled = self._with_tools if tools else self._plain
+        self._check_thinking(messages, compiled)
+        seen = _seen(messages, as_text=True)
+        last = seen[-1].get("content")
+        roles = _roles(seen)
+        if not last or "content" not in compiled.source:
+            raise self._refusal(roles, "the last message has no content to go on with")
+        seen[-1]["content"] = last + TO_CONTINUE
+        text = self._run(compiled, seen, False, tools).text
+        tag = TO_CONTINUE.strip()
+        if last.strip() not in text or tag not in text:
+            raise self._refusal(roles, "it does not write the last message, with which the model goes on, as it is")
+        at = text.rindex(tag)
+        return text[:at] if text[at:].startswith(TO_CONTINUE) else text[:at].rstrip()
+
+    def _run(self, compiled: _Compiled, seen: list[dict[str, Any]], opens: bool, tools: Tools) -> Written:
+        names = {
+            **self._arguments,
+            "messages": seen,
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": opens,
+        }
+        try:
+            text, spans = run(compiled.template, names)
+        except NoDate as err:
+            raise TemplateError(
+                f"the chat template of {self.place} writes today's date (strftime_now)",
+                remedy='set data.date = "YYYY-MM-DD", so that a resumed run has the same prompts',
             ) from err
+        except (OverBudget, RecursionError, MemoryError) as err:
+            raise self._refusal(_roles(seen), f"{err}" or "no memory", remedy="do not use this template") from err
+        except jinja2.TemplateError as err:
+            raise self._refusal(_roles(seen), str(err)) from err
+        except Exception as err:
+            raise self._refusal(_roles(seen), f"{err}" if str(err) else type(err).__name__) from err
+        return Written(text, tuple(spans), compiled.has_blocks)
+
+    def _refusal(self, roles: str, why: str, remedy: str = "") -> DataError:
+        return DataError(
+            f"the chat template of {self.place} refuses a conversation of roles [{roles}]: {why}",
+            remedy=remedy or "use the roles this model was made for, in the order it expects",
+        )
+
+    def _check_thinking(self, messages: Sequence[Message], compiled: _Compiled) -> None:
+        """Thinking that is given on its own must be looked at."""
+        given = next((key for one in messages for key in REASONING_KEYS if one.extra.get(key) is not None), None)
+        if given and not any(key in compiled.source for key in REASONING_KEYS):
+            raise DataError(
+                f"a message has {given}, which the chat template of {self.place} does not write",
+                remedy="put it into content, as the model writes it (<think>...</think>), or leave it out",
+            )
+
+
+class _Compiled:
+    def __init__(self, source: str, place: str, day: date | None) -> None:
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise ModelError(f"{place}: the chat template has {len(source)} characters", remedy="use an honest one")
+        self.source = source
+        try:
+            self.template = Sandbox(day).from_string(source)
+        except Exception as err:  # depth, memory and what the compiler of Python says
+            why = str(err) or type(err).__name__
+            raise ModelError(f"{place}: the chat template does not compile: {why}", remedy="mend the template") from err
+        self.has_blocks = "endgeneration" in source
 
 
 class PlainText:
@@ -77,71 +167,65 @@ class PlainText:
     place = "plain text"
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = (), goes_on: bool = False
     ) -> str:
         """The contents in order; who says them is not written."""
         return "".join(message.content for message in messages)
 
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As HuggingFace's templates expect: no HTML escapes, keys in their order."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def write(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Tools = ()) -> Written:
+        """The same."""
+        return Written(self.render(messages, add_generation_prompt=add_generation_prompt))
 
 
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _seen(messages: Sequence[Message], *, as_text: bool = False) -> list[dict[str, Any]]:
+    """What the template is given. Thinking has all of its names, as transformers gives it."""
+    seen: list[dict[str, Any]] = []
+    for message in messages:
+        table = message.as_template_sees()
+        if as_text and message.parts:
+            table["content"] = message.content
+        thinking = next((table[key] for key in REASONING_KEYS if table.get(key) is not None), None)
+        if thinking is not None:
+            table = {"thinking": thinking, **table, REASONING_KEYS[0]: thinking}
+        seen.append(table)
+    return seen
 
 
-def load_chat_template(folder: str | Path, arguments: Mapping[str, Any] | None = None) -> ChatTemplate:
-    """The folder's template: `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`.
+def _roles(seen: Sequence[dict[str, Any]]) -> str:
+    return ", ".join(message["role"] for message in seen)
+
+
+def load_chat_template(
+    folder: str | Path, arguments: Mapping[str, Any] | None = None, *, day: date | None = None
+) -> ChatTemplate:
+    """The folder's template: `chat_template.jinja` and `additional_chat_templates/`, else what
+    `tokenizer_config.json` has.
 
     `arguments`: see `ChatTemplate`. Raises ModelError naming both files when neither has one.
     """
     root = Path(folder)
-    settings = _tokenizer_config(root)
-    special = {key: text for key in SPECIAL_KEYS if (text := _text(settings, key))}
-    path = root / TEMPLATE_FILE
-    if path.exists():
-        try:
-            return ChatTemplate(path.read_text(encoding="utf-8"), str(path), special, arguments)
-        except (OSError, UnicodeDecodeError) as err:
-            raise ModelError(f"cannot read {path}: {err}", remedy="mend the file") from err
-    found = settings.get("chat_template")
-    if isinstance(found, list):  # several named ones
-        named = cast("list[dict[str, Any]]", found)
-        found = next((t.get("template") for t in named if t.get("name") == DEFAULT_NAME), None)
-    if not isinstance(found, str) or not found:
+    files = read_tokenizer_files(root)
+    if not files.templates:
+        is_of_processor = (root / PROCESSOR_TEMPLATE).exists()
+        more = f"; {PROCESSOR_TEMPLATE} is for processors of images, not for tokenizers" if is_of_processor else ""
         raise ModelError(
-            f"{root} has no chat template: neither {TEMPLATE_FILE} nor chat_template in {TOKENIZER_CONFIG}",
-            remedy=f"put the template of the model's chat variant into {path}, or set data.apply_chat_template = false",
+            f"{root} has no chat template: neither {TEMPLATE_FILE} nor chat_template in {TOKENIZER_CONFIG}{more}",
+            remedy=f"put the template of the model's chat variant into {root / TEMPLATE_FILE}, "
+            "or set data.apply_chat_template = false",
         )
-    return ChatTemplate(found, str(root / TOKENIZER_CONFIG), special, arguments)
+    if DEFAULT_NAME not in files.templates:
+        raise ModelError(
+            f"{root} has chat templates named {', '.join(sorted(files.templates))}, and none named {DEFAULT_NAME}",
+            remedy=f"put the one that is meant into {root / TEMPLATE_FILE}",
+        )
+    place, source = files.templates[DEFAULT_NAME]
+    _, with_tools = files.templates.get(TOOL_NAME, ("", ""))
+    return ChatTemplate(source, place, files.special_texts, arguments, day=day, with_tools=with_tools)
 
 
 def template_of(folder: str | Path, data: DataSettings) -> ChatTemplate | PlainText:
     """How a run's conversations are written. Raises ModelError."""
-    return load_chat_template(folder, data.chat_template_kwargs) if data.apply_chat_template else PlainText()
-
-
-def read_eos_token(folder: str | Path) -> str:
-    """The tokenizer's own end-of-turn token by `tokenizer_config.json`, or an empty string."""
-    return _text(_tokenizer_config(Path(folder)), "eos_token")
-
-
-def _tokenizer_config(root: Path) -> dict[str, Any]:
-    path = root / TOKENIZER_CONFIG
-    return read_json(path, remedy="mend the file") if path.exists() else {}
-
-
-def _text(settings: Mapping[str, Any], key: str) -> str:
-    """Special tokens are written as text, or as an object with `content`."""
-    value = settings.get(key)
-    if isinstance(value, dict):
-        value = cast("dict[str, Any]", value).get("content")
-    return value if isinstance(value, str) else ""
+    if not data.apply_chat_template:
+        return PlainText()
+    day = date.fromisoformat(data.date) if data.date else None
+    return load_chat_template(folder, data.chat_template_kwargs, day=day)

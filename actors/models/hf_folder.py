@@ -41,6 +41,7 @@ GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
+TEMPLATE_FOLDER = "additional_chat_templates"
 TOKENIZER_FILES = (
     TOKENIZER,
     "tokenizer_config.json",
@@ -254,3 +255,6 @@ def copy_tokenizer(source: str | Path, target: str | Path) -> None:
     for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
         if (root / name).exists() and root.resolve() != Path(target).resolve():
             shutil.copyfile(root / name, Path(target) / name)
+    more = root / TEMPLATE_FOLDER
+    if more.is_dir() and root.resolve() != Path(target).resolve():
+        shutil.copytree(more, Path(target) / TEMPLATE_FOLDER, dirs_exist_ok=True)

@@ -6,7 +6,8 @@ light paths and the launcher may use it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,32 @@ import tokenizers
 
 from ...core.errors import DataError, ModelError
 from ...core.samples import Message
-from .chat_template import ChatTemplate, PlainText, load_chat_template, read_eos_token
+from .chat_template import ChatTemplate, PlainText, load_chat_template
 from .hf_folder import CONFIG, TOKENIZER, find_tokenizer, read_eos_token_ids, read_json
+from .tokenizer_files import TokenizerFiles, read_tokenizer_files
+
+MAX_TOKENIZER_BYTES = 128 << 20
+MAX_GROWTH = 1000
+"""A normalizer may make a text so many times longer."""
+
+Tools = Sequence[dict[str, Any]]
 
 
 class FolderTokenizer:
     """The tokenizer of one model folder."""
 
     def __init__(
-        self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate | PlainText, eos_token_ids: Sequence[int]
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        template: ChatTemplate | PlainText,
+        eos_token_ids: Sequence[int],
+        beyond: frozenset[int] = frozenset(),
     ) -> None:
+        """`beyond`: ids of tokens that the model's embedding has no row for; no text may hold them."""
         self._tokenizer = tokenizer
         self._template = template
-        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self._beyond = beyond
+        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True) - len(beyond)
         """Ids the tokenizer knows; the model's embedding may have more rows."""
         self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
         """The end-of-turn token first, then the other ids that end a generation."""
@@ -34,20 +48,35 @@ class FolderTokenizer:
         """Where the chat template was found, for messages."""
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = (), goes_on: bool = False
     ) -> list[int]:
-        """Token ids of a conversation. Raises DataError when the template refuses it."""
-        return self.encode(self.render_text(messages, add_generation_prompt=add_generation_prompt, tools=tools))
+        """Token ids of a conversation. `goes_on`: the last message is left open. Raises DataError when the template
+        refuses it."""
+        return self.encode(
+            self.render_text(messages, add_generation_prompt=add_generation_prompt, tools=tools, goes_on=goes_on)
+        )
 
     def render_text(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = (), goes_on: bool = False
     ) -> str:
         """The same as text."""
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, goes_on=goes_on
+        )
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, nothing added; special tokens written out in the text are recognised."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except TypeError as err:  # lone surrogates have no bytes
+            raise DataError(f"a text cannot be encoded: {err}", remedy="write it in valid Unicode") from err
+        if self._beyond and not self._beyond.isdisjoint(ids):
+            beyond = self._tokenizer.id_to_token(next(one for one in ids if one in self._beyond))
+            raise DataError(
+                f"a text holds {beyond!r}, a token that the model's embedding has no row for",
+                remedy="take it out of the text, or name the model's own tokens in tokenizer_config.json",
+            )
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids. Raises DataError for an id that cannot be one; ids of padding rows decode to nothing."""
@@ -65,46 +94,79 @@ def load_tokenizer(folder: str | Path, template: ChatTemplate | PlainText | None
     root = Path(folder)
     path = find_tokenizer(root)
     try:
+        if path.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise ModelError(f"{path} has more than {MAX_TOKENIZER_BYTES} bytes", remedy="download the file again")
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except ModelError:
+        raise
     except Exception as err:  # the library raises bare Exception for whatever is wrong in the file
         raise ModelError(f"cannot read {path}: {err}", remedy="download the file again") from err
+    _check_growth(path, tokenizer)
+    files = read_tokenizer_files(root)
+    known = set(tokenizer.get_vocab(with_added_tokens=True))
+    files.complete(tokenizer)
+    end_ids = load_eos_token_ids(root, tokenizer, files, known)
+    beyond = _beyond_embedding(root, tokenizer, end_ids, files.assumed - known)
     template = load_chat_template(root) if template is None else template
-    end_ids = load_eos_token_ids(root, tokenizer)
-    _check_vocabulary(root, tokenizer, end_ids)
-    return FolderTokenizer(tokenizer, template, end_ids)
+    return FolderTokenizer(tokenizer, template, end_ids, beyond)
 
 
-def _check_vocabulary(root: Path, tokenizer: tokenizers.Tokenizer, end_ids: Sequence[int]) -> None:
-    """Raise ModelError for a token that the embedding has no row for; a folder without a model has no embedding."""
-    if not (root / CONFIG).exists():
+def _check_growth(path: Path, tokenizer: tokenizers.Tokenizer) -> None:
+    """Raise ModelError for a normalizer that makes texts longer without measure."""
+    backend: Any = tokenizer
+    if backend.normalizer is None:
         return
+    table = json.loads(backend.normalizer.__getstate__())
+    growth = 1.0
+    for one in table.get("normalizers", [table]):
+        if one.get("type") == "Replace":
+            pattern = one.get("pattern", {}).get("String", "")
+            growth *= max(1.0, len(one.get("content", "")) / max(1, len(pattern)))
+    if growth > MAX_GROWTH:
+        raise ModelError(
+            f"{path}: the normalizer may make a text {growth:.0f} times longer", remedy="do not use this folder"
+        )
+
+
+def _beyond_embedding(
+    root: Path, tokenizer: tokenizers.Tokenizer, end_ids: Sequence[int], assumed: frozenset[str]
+) -> frozenset[int]:
+    """Ids of tokens `assumed` that the embedding has no row for. Raises ModelError for others of that kind; a folder
+    without a model has no embedding."""
+    if not (root / CONFIG).exists():
+        return frozenset()
     num_rows = read_json(root / CONFIG, remedy="mend the file").get("vocab_size")
     if not isinstance(num_rows, int):
-        return
+        return frozenset()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    beyond = {index for text in assumed if (index := vocabulary.pop(text, -1)) >= num_rows}
     text, last = max(vocabulary.items(), key=lambda item: item[1], default=("", -1))
     if last >= num_rows:
         raise ModelError(
             f"{root / TOKENIZER}: token {text!r} has id {last}, the embedding has {num_rows} rows (vocab_size)",
             remedy="take the token out of the tokenizer, or enlarge the embedding (resize_token_embeddings)",
         )
-    beyond = [one for one in end_ids if one >= num_rows]
-    if beyond:
+    ends = [one for one in end_ids if one >= num_rows]
+    if ends:
         raise ModelError(
-            f"{root}: end token {beyond[0]} (eos_token_id) is beyond the embedding's {num_rows} rows (vocab_size)",
+            f"{root}: end token {ends[0]} (eos_token_id) is beyond the embedding's {num_rows} rows (vocab_size)",
             remedy="set eos_token_id of generation_config.json and config.json to the model's own",
         )
+    return frozenset(beyond)
 
 
-def load_eos_token_ids(folder: str | Path, tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
+def load_eos_token_ids(
+    folder: str | Path, tokenizer: tokenizers.Tokenizer, files: TokenizerFiles, known: Collection[str]
+) -> tuple[int, ...]:
     """All ids that end a generation: the tokenizer's end-of-turn token, then those of the configs.
 
-    Raises ModelError when there is none, or one that the tokenizer does not know: generation could only ever end by
-    length.
+    `known`: tokens of `tokenizer.json`. Raises ModelError when there is none, or one that no file knows: generation
+    could only ever end by length.
     """
-    named = read_eos_token(folder)
-    end_of_turn = tokenizer.token_to_id(named)
-    if named and end_of_turn is None:
+    named = files.special_texts.get("eos_token", "")
+    is_known = named in known or named in files.added_texts
+    end_of_turn = tokenizer.token_to_id(named) if named and is_known else None
+    if named and end_of_turn is None and named not in files.assumed:
         raise ModelError(
             f"{folder}: eos_token {named!r} of tokenizer_config.json is not in {TOKENIZER}",
             remedy="name a token of the vocabulary: with this one no answer could end",

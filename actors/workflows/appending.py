@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from msgspec.structs import replace
-
 from ...core.errors import DataError, TemplateError
 from ...core.samples import Message
 
@@ -62,7 +60,7 @@ def _can_append(render: Render, role: str) -> bool:
 
 def _tried(render: Render, messages: Sequence[Message], place: str) -> str:
     words = [f"{REPLY}{number}End" for number in range(len(messages))]
-    probes = [replace(message, content=word) for message, word in zip(messages, words, strict=True)]
+    probes = [message.with_text(word) for message, word in zip(messages, words, strict=True)]
     try:
         text = render((*ANSWERED, *probes))
     except DataError as err:

@@ -54,8 +54,13 @@ class TurnRenderer:
         self._joints: dict[tuple[object, ...], _Joint] = {}
 
     def prompt(self, prompt: Prompt) -> I32:
-        """Token ids int32 [P] of the prompt's messages, up to where the model begins to speak."""
-        ids = self._tokenizer.render(prompt.messages, add_generation_prompt=True, tools=prompt.tools)
+        """Token ids int32 [P] of the prompt's messages, up to where the model begins to speak, or goes on with a turn
+        that the prompt ends with."""
+        messages, tools = prompt.messages, prompt.tools
+        if messages and messages[-1].role == "assistant":
+            ids = self._tokenizer.render(messages, add_generation_prompt=False, tools=tools, goes_on=True)
+        else:
+            ids = self._tokenizer.render(messages, add_generation_prompt=True, tools=tools)
         return np.asarray(ids, dtype=np.int32)
 
     def reply(self, messages: Sequence[Message], *, ended_by: int | None, tools: Tools = ()) -> I32:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from datetime import date, datetime
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -104,6 +105,9 @@ class DataSettings(Section, frozen=True):
     is, and so are replies. For base models."""
     chat_template_kwargs: Table = {}
     """Further named arguments of the chat template, for example `enable_thinking = false`."""
+    date: str = ""
+    """Day that the chat template writes as today's (`strftime_now`), `YYYY-MM-DD`: the same on the day that a run is
+    resumed. Empty = none; a template that asks for it is refused."""
     shuffle: bool = True
     """Whether each pass goes through the rows in a new order (from `run.seed`); false = file order, the default where
     `roles.rollout.kind = "recorded"`."""
@@ -129,6 +133,18 @@ class DataSettings(Section, frozen=True):
     @classmethod
     def _sources_parse(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
         return check_sources(value)
+
+    @field_validator("date", mode="before")
+    @classmethod
+    def _date_is_a_day(cls, value: object) -> object:
+        if isinstance(value, date) and not isinstance(value, datetime):
+            return value.isoformat()  # TOML has dates of its own
+        if isinstance(value, str) and value:
+            try:
+                return date.fromisoformat(value).isoformat()
+            except ValueError:
+                raise ValueError('must be a day, such as "2026-11-28"') from None
+        return value
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -182,8 +198,9 @@ class DataSettings(Section, frozen=True):
 def _plain_conflicts(data: DataSettings) -> Iterator[Conflict]:
     if data.apply_chat_template:
         return
-    if data.chat_template_kwargs:
-        yield Conflict(("chat_template_kwargs", "apply_chat_template"), _FOR_TEMPLATES)
+    for key in ("chat_template_kwargs", "date"):
+        if getattr(data, key):
+            yield Conflict((key, "apply_chat_template"), _FOR_TEMPLATES)
     yield from plain_conflicts(data, "", "apply_chat_template")
     for name, source in data.sources.items():
         yield from plain_conflicts(source, f"sources.{name}.", "apply_chat_template")

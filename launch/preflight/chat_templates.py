@@ -21,7 +21,12 @@ def template_findings(config: RunConfig) -> Iterator[Finding]:
         yield Finding("model.path", error)
         return
     render = partial(template.render, add_generation_prompt=True)
-    if trouble := _refusal(render, (QUESTION,)):
+    try:
+        trouble = _refusal(render, (QUESTION,))
+    except TemplateError as error:  # the template asks for a date
+        yield Finding("data.date", error)
+        return
+    if trouble:
         error = TemplateError(
             f"the chat template of {template.place} refuses a question: {trouble}", remedy="mend the template"
         )

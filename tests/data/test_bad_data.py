@@ -70,7 +70,10 @@ BAD_LINES: list[tuple[str, str]] = [
     ),
     (
         '{"prompt": [{"role": "user", "content": [{"type": "text"}]}]}',
-        'message 1 of "prompt" has content in parts (images?) -- only text is supported; join the parts to one text',
+        (
+            'message 1 of "prompt" has a part that is no text (an image?) -- only text is trained on: write '
+            '{"type": "text", "text": "..."}, or leave such rows out'
+        ),
     ),
     (
         '{"prompt": [{"role": "user", "content": 3}]}',
@@ -85,10 +88,7 @@ BAD_LINES: list[tuple[str, str]] = [
     ),
     (
         '{"prompt": [{"role": "user", "content": "x", "images": ["a.png"], "name": ""}]}',
-        (
-            'message 1 of "prompt" holds images, which cannot be rendered -- messages carry content, name, role, '
-            "tool_call_id, tool_calls only; put the rest into the text or the metadata"
-        ),
+        ('message 1 of "prompt" holds images: only text is trained on -- leave such rows out'),
     ),
     (
         '{"prompt": "x", "tools": "{"}',
@@ -99,7 +99,7 @@ BAD_LINES: list[tuple[str, str]] = [
         'column "tools" is not a list of objects -- write a list of tools: [{"type": "function", "function": {...}}]',
     ),
     (
-        f'{{"prompt": [{USER}, {{"role": "assistant", "content": "x"}}], "label": "b"}}',
+        '{"prompt": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "x"}], "label": "b"}',
         (
             'the prompt in "prompt" ends with a message from assistant: there is nothing to answer -- '
             'end it with a user message, or use preset = "chat" if the last message is the answer'

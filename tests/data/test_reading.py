@@ -70,7 +70,7 @@ def test_tools_and_their_calls_are_carried_as_they_are(tmp_path: Path, store: St
     assert prompt.tools == (TOOL,)
     assert prompt.messages == (
         Message(role="user", content="1+1?", name="ann"),
-        Message(role="assistant", content="", tool_calls=(CALL,)),
+        Message(role="assistant", content="", tool_calls=(CALL,), keys=("role", "tool_calls")),
         Message(role="tool", content="2", tool_call_id="c1"),
     )
 

@@ -114,8 +114,8 @@ def by(flags: str) -> Row:
 
 def make_models(folder: Path) -> None:
     for name in (
-        "far_end", "many_layers", "nan_weights", "no_config", "no_end", "no_tokenizer", "no_weights", "other_type",
-        "piped_weights", "torn_weights",
+        "dated", "endless", "far_end", "many_layers", "nan_weights", "no_config", "no_end", "no_tokenizer", "no_weights",
+        "other_type", "piped_weights", "processor", "torn_weights",
     ):  # fmt: skip
         shutil.copytree(folder / "model", folder / name)
     (folder / "no_config/config.json").unlink()
@@ -129,7 +129,13 @@ def make_models(folder: Path) -> None:
     (folder / "piped_weights/model.safetensors").unlink()
     os.mkfifo(folder / "piped_weights/model.safetensors")
     (folder / "far_end/config.json").write_text(json.dumps({**config, "eos_token_id": 1_000_000}))
+    (folder / "dated/chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}")
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (folder / "endless/chat_template.jinja").write_text(loop)
     settings = json.loads((folder / "no_end/tokenizer_config.json").read_text())
+    (folder / "processor/chat_template.jinja").rename(folder / "processor/chat_template.json")
+    without = {key: value for key, value in settings.items() if key != "chat_template"}
+    (folder / "processor/tokenizer_config.json").write_text(json.dumps(without))
     (folder / "no_end/tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<nowhere>"}))
     with open_safetensors(folder / "model/model.safetensors") as tensors:
         norm = tensors["model.norm.weight"].spec

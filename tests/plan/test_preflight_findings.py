@@ -316,6 +316,8 @@ def test_the_first_rows_of_data(tmp_path: Path) -> None:
             "rollout.max_turns = 2: the chat template of {file} cannot",
         ),
         ("{{ raise_exception('no') }}", 1, "model.path", "the chat template of {file} refuses a question: "),
+        ("{{ strftime_now('%Y') }}", 1, "data.date", "the chat template of {file} writes today's date (strftime_now)"),
+        ("{{ 'a' * 10 ** 9 }}", 1, "model.path", "{file} refuses a question: "),
         ("{% for %}", 1, "model.path", "{file}: the chat template does not compile"),
         (None, 1, "model.path", "has no chat template"),
     ],

@@ -1,0 +1,252 @@
+"""Our token ids are transformers', or what cannot be written equally is refused by name (A1).
+
+A matrix of tokenizer layouts x chat templates x conversations x tools; `apply_chat_template` is the judge.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from token_layouts import LAYOUTS, plain
+
+from myxa.actors.data.conversation import parse_messages
+from myxa.actors.models.chat_template import PRINTED_PARTS, ChatTemplate
+from myxa.actors.models.tokenizer import FolderTokenizer, load_tokenizer
+from myxa.actors.models.tokenizer_files import read_tokenizer_files
+from myxa.core.errors import DataError, ModelError, TemplateError
+
+FOLDER = Path(__file__).parents[1] / "workflows" / "chat_templates"
+TODAY = dt.date.today()
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+TEMPLATES: dict[str, str] = {
+    **{path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))},
+    "chatml": CHATML,
+    "gemma": (
+        "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+        "{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% if (message['role'] == 'assistant') %}"
+        "{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}"
+        "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
+    ),
+    "deepseek": (
+        "{% set ns = namespace(is_first=true, system='') %}{%- for m in messages %}{%- if m['role'] == 'system' %}"
+        "{%- set ns.system = m['content'] %}{%- endif %}{%- endfor %}{{ bos_token }}{{ ns.system }}"
+        "{%- for m in messages %}{%- if m['role'] == 'user' %}{{ '<|User|>' ~ m['content'] }}"
+        "{%- elif m['role'] == 'assistant' and m['content'] is not none %}{% set content = m['content'] %}"
+        "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+        "{{ '<|Assistant|>' ~ content ~ eos_token }}{%- elif m.role == 'tool' %}{{ '<|out|>' ~ m['content'] }}"
+        "{%- endif %}{%- endfor %}{% if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"
+    ),
+    "json": (
+        "{{ bos_token }}{% for m in messages %}{{ m | tojson }}\n{% endfor %}{{ tools | tojson(indent=2) }}"
+        "{{ dict(a=1) }}{{ '%s-%05d' % ('a', 3) }}{{ '{:>4}'.format('x') }}{{ 2 ** 3 * 4 + 1 }}"
+    ),
+    "parts": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+    ),
+    "macros": (
+        "{% macro turn(m, n=1) %}{{ m.role }}({{ n }}): {{ m.content or '' }}{{ caller() if caller else '' }}{% endmacro %}"
+        "{% for m in messages if m.role != 'system' recursive %}{% if loop.first %}{{ bos_token }}{% endif %}"
+        "{% call turn(m, loop.index) %}{{ loop.revindex }}{{ loop.cycle('x', 'y') }}{% endcall %}"
+        "{% if not loop.last %}{{ '\\n' * 2 }}{% continue %}{% endif %}{{ eos_token }}{% endfor %}"
+        "{% for key, value in (messages[0] | dictsort) %}{{ key }}={{ value }};{% endfor %}"
+        "{{ messages | map(attribute='role') | join(',') }}{{ range(3) | list }}{{ 'ab' | center(6) }}"
+    ),
+    "special_tokens": (
+        "{{ bos_token }}{{ image_token is defined and image_token or '' }}{{ boi_token }}{% for m in messages %}"
+        "{{ m.name }} <|im_start|> {{ m.content }} </s> {{ m.tool_call_id }}{{ m.thoughts }}{{ pad_token }}{% endfor %}"
+        "{{ unk_token }}{{ sep_token }}{% if add_generation_prompt %}{{ eos_token }}{% endif %}"
+    ),
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "é <b>", "parameters": {"type": "object"}}},
+    {"name": "calc", "parameters": {"expr": {"enum": ["a", None, 1.5]}}},
+]
+CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": {"a": [1, None]}}}
+TEXT_CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": '{"a": 1}'}}
+ASK = {"role": "user", "content": "1+2?"}
+RESULT = {"role": "tool", "name": "add", "tool_call_id": "abcdefghi", "content": "3"}
+Rows = list[dict[str, Any]]
+CONVERSATIONS: dict[str, Rows] = {
+    "question": [ASK],
+    "system": [{"role": "system", "content": "be brief\n"}, ASK],
+    "turns": [ASK, {"role": "assistant", "content": " ab\n\n"}, {"role": "user", "content": "  a ab: \n why "}],
+    "calls": [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}, RESULT, RESULT],
+    "null": [ASK, {"role": "assistant", "content": None, "tool_calls": [TEXT_CALL]}, RESULT, ASK],
+    "empty keys": [{"content": "x", "role": "user", "tool_calls": [], "name": "", "weight": 0}, {**ASK, "name": "ann"}],
+    "extra": [
+        {**ASK, "thoughts": {"deep": [1, "é"]}, "date": "2026-01-01"},
+        {"role": "assistant", "content": "b"},
+        ASK,
+    ],
+    "odd": [{"role": "user", "content": "\U0001f600 e\u0301 \u200b \x00 <s></s><|im_end|><|new|> ab\r\nab \ufeff"}],
+    "blank": [{"role": "user", "content": ""}],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "2?"}]}],
+    "thinking": [ASK, {"role": "assistant", "content": "3", "reasoning_content": "one and two"}, ASK],
+    "thinking named": [ASK, {"role": "assistant", "thinking": "one", "content": "3"}],
+    "thoughts in text": [ASK, {"role": "assistant", "content": "<think>\nab\n</think>\n\nb"}, ASK],
+    "answer": [ASK, {"role": "assistant", "content": "<think>\n\n</think>\n\nb"}],
+    "begun": [ASK, {"role": "assistant", "content": "<think>\n"}],
+    "observation": [ASK, {"role": "assistant", "content": "a"}, {"role": "observation", "content": "b"}],
+}
+ARGUMENTS: list[dict[str, Any]] = [{}, {"enable_thinking": False}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where torch's compiler may put the folder that it makes when transformers imports it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, FolderTokenizer, Path]:
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp(request.param)
+    LAYOUTS[request.param](folder)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return AutoTokenizer.from_pretrained(folder), load_tokenizer(folder), folder
+
+
+def cases() -> Iterator[tuple[str, Rows, Rows, dict[str, bool]]]:
+    for name, rows in CONVERSATIONS.items():
+        for tools in ([], TOOLS):
+            yield name, rows, tools, {"add_generation_prompt": True}
+        yield name, rows, [], {"add_generation_prompt": False}
+        if rows[-1]["role"] == "assistant":
+            yield name, rows, [], {"add_generation_prompt": False, "continue_final_message": True}
+
+
+def judged(judge: Any, rows: Rows, tools: Rows, how: dict[str, bool], more: dict[str, Any]) -> list[int] | None:
+    """None: it refuses."""
+    try:
+        found = judge.apply_chat_template(rows, tools=tools or None, tokenize=True, return_dict=False, **how, **more)
+        text = judge.apply_chat_template(rows, tools=tools or None, tokenize=False, **how, **more)
+    except Exception:
+        return None
+    return None if PRINTED_PARTS in text else found
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a1_ids_equal_those_of_transformers(pair: tuple[Any, FolderTokenizer, Path], name: str) -> None:
+    judge, ours, folder = pair
+    judge.chat_template = source = TEMPLATES[name]
+    special = read_tokenizer_files(folder).special_texts
+    num_equal = 0
+    for arguments in ARGUMENTS if "enable_thinking" in source else ARGUMENTS[:1]:
+        template = ChatTemplate(source, f"{name}.jinja", special, arguments, day=TODAY)
+        mine = FolderTokenizer(ours._tokenizer, template, ours.eos_token_ids)
+        for which, rows, tools, how in cases():
+            wanted = judged(judge, rows, tools, how, arguments)
+            opens, goes_on = how["add_generation_prompt"], how.get("continue_final_message", False)
+            messages, error = parse_messages(rows, "prompt"), ""
+            try:
+                found = mine.render(messages, add_generation_prompt=opens, tools=tools, goes_on=goes_on)
+            except DataError as caught:
+                found, error = None, str(caught)
+            if found is None:
+                is_unseen = which.startswith("thinking") and "reasoning" not in source
+                assert f"{name}.jinja" in error
+                assert wanted is None or is_unseen, (which, how, error)
+            elif wanted is not None:
+                assert found == wanted, (which, how, tools)
+                num_equal += 1
+            else:
+                assert which == "parts", (which, how, mine.decode(found, skip_special=False))
+    assert num_equal >= 8
+
+
+def same(folder: Path, tools: Rows) -> None:
+    """The folder's own template, found in whatever place it has."""
+    from transformers import AutoTokenizer
+
+    judge = AutoTokenizer.from_pretrained(folder)
+    ours, rows = load_tokenizer(folder), CONVERSATIONS["system"]
+    wanted = judge.apply_chat_template(rows, tools=tools or None, add_generation_prompt=True, return_dict=False)
+    assert ours.render(parse_messages(rows, "prompt"), add_generation_prompt=True, tools=tools) == wanted
+
+
+def configure(folder: Path, **more: Any) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+
+
+@pytest.mark.parametrize("tools", [[], TOOLS])
+def test_a1_templates_are_found_where_transformers_finds_them(tmp_path: Path, tools: Rows) -> None:
+    plain(tmp_path)
+    configure(tmp_path, chat_template=CHATML)
+    same(tmp_path, tools)
+    named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TEMPLATES["json"]}]
+    configure(tmp_path, chat_template=[*named, {"name": "rag", "template": "rag"}])
+    same(tmp_path, tools)
+    configure(tmp_path, chat_template={"default": TEMPLATES["json"], "tool_use": CHATML})
+    same(tmp_path, tools)
+    (tmp_path / "chat_template.jinja").write_bytes(b"own {{ messages[0].role }}\r\n{{ bos_token }}\r\n")
+    same(tmp_path, tools)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools {{ tools | tojson }}")
+    same(tmp_path, tools)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match="has chat templates named tool_use, and none named default"):
+        load_tokenizer(tmp_path)
+
+
+def test_a1_a_template_for_processors_is_not_the_tokenizers(tmp_path: Path) -> None:
+    plain(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    with pytest.raises(ModelError, match=r"chat_template\.json is for processors of images, not for tokenizers"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        ({"fast_tokenizer_files": ["tokenizer.4.0.json", "tokenizer.json"]}, "fast_tokenizer_files names"),
+        ({"fix_mistral_regex": True}, "fix_mistral_regex changes how texts are cut"),
+        ({"added_tokens_decoder": {"x": {"content": "a"}}}, "'x' is no token id"),
+        ({"added_tokens_decoder": {"3": {"content": 7}}}, "is no token"),
+        ({"added_tokens_decoder": []}, "added_tokens_decoder holds list, not an object"),
+        ({"bos_token": 3}, "bos_token holds int, not a token"),
+        ({"extra_special_tokens": 3}, "extra_special_tokens holds int, not a list"),
+        ({"chat_template": [{"name": "default"}]}, "chat_template holds something else than names and templates"),
+        (
+            {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": {}},
+            "transformers reads it as Qwen2Tokenizer, which leaves out the added token",
+        ),
+    ],
+)
+def test_a1_what_is_not_done_as_transformers_does_it_is_refused(
+    tmp_path: Path, settings: dict[str, Any], cause: str
+) -> None:
+    plain(tmp_path)
+    configure(tmp_path, chat_template=CHATML)
+    load_tokenizer(tmp_path)
+    configure(tmp_path, **settings)
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert cause in str(caught.value)
+
+
+def test_f7_a_template_that_writes_the_date_needs_one_in_the_run_file() -> None:
+    ask = parse_messages([ASK], "prompt")
+    clock = "{{ strftime_now('%d %b %Y') }}"
+    with pytest.raises(TemplateError, match=r'writes today\'s date \(strftime_now\) -- set data.date = "YYYY-MM-DD"'):
+        ChatTemplate(clock, "here", {}).render(ask, add_generation_prompt=True)
+    day = dt.date(2024, 2, 29)
+    assert ChatTemplate(clock, "here", {}, day=day).render(ask, add_generation_prompt=True) == "29 Feb 2024"
+    guarded = ChatTemplate(TEMPLATES["clock_guarded"], "here", {}, {"day": "1 May"})
+    assert guarded.render(ask, add_generation_prompt=True).startswith("Today 1 May\n")
