@@ -137,7 +137,8 @@ class TopApp(App[None]):
     def show(self, picture: Picture) -> None:
         """Put a picture on the screen."""
         self._picture = picture
-        self._pace.put(picture.live.now_wall_s, picture.live.version)
+        if picture.live.status is not None:
+            self._pace.put(picture.live.now_wall_s, picture.live.version)
         self._page.query_one("#title", Static).update(Text(rows.title_text(picture), style="bold"))
         self._page.query_one("#why", Static).update(Text(clean(picture.why)))
         notice = rows.notice_text(picture)

@@ -69,7 +69,8 @@ class LiveView:
     def update(self, state: LiveState) -> None:
         """Draw the state; without a terminal print a line when a step, phase or warning is new, steps at most one per
         2 s."""
-        self._pace.put(state.now_wall_s, state.version)
+        if state.status is not None:  # a coordinator that does not answer says nothing of the version
+            self._pace.put(state.now_wall_s, state.version)
         if self._live is not None:
             is_ascii = not self._console.encoding.lower().startswith("utf")
             self._live.update(render(state, self._pace, is_ascii=is_ascii), refresh=True)

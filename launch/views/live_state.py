@@ -77,22 +77,27 @@ class LiveState:
 
 
 class Pace:
-    """How fast versions are made, for the time of arrival."""
+    """How fast versions are made, for the time of arrival. It begins with the first version that is seen to be made:
+    a life of a run that goes on, or a coordinator that is started again, jumps to the version it stands at."""
 
     def __init__(self, window_s: float = 300.0) -> None:
         self._window_s = window_s
+        self._newest: int | None = None
         self._seen: deque[tuple[float, int]] = deque()
 
     def put(self, now_s: float, version: int) -> None:
         """Note the version at this moment. A version that went back (restart from a checkpoint) starts anew."""
-        if self._seen and version < self._seen[-1][1]:
+        before, self._newest = self._newest, version
+        if before is None or version < before:
             self._seen.clear()
-        self._seen.append((now_s, version))
+            return
+        if version > before or self._seen:
+            self._seen.append((now_s, version))
         while len(self._seen) > 2 and self._seen[1][0] < now_s - self._window_s:
             self._seen.popleft()
 
     def step_s(self) -> float | None:
-        """Seconds per step over the window; None until one step was seen."""
+        """Seconds per step over the window; None until one step was seen from its beginning to its end."""
         if len(self._seen) < 2:
             return None
         (first_s, first), (last_s, last) = self._seen[0], self._seen[-1]

@@ -138,6 +138,36 @@ def test_the_pace_is_recent_and_starts_anew_after_a_restart() -> None:
     assert pace.step_s() is None
 
 
+@pytest.mark.parametrize("seen", [[], [0, 0, 0], [0, 0, 300, 300]])
+def test_a_run_that_goes_on_is_as_fast_as_in_this_life(seen: list[int]) -> None:
+    """F1: the steps of earlier lives were made in no time."""
+    pace, now_s = Pace(), 0.0
+    for version in (*seen, 300, 300):  # nobody knows the version, or the coordinator begins at 0
+        now_s += 1.0
+        pace.put(now_s, version)
+    assert pace.step_s() is None
+    assert pace.eta_s(400) is None
+    for version in range(301, 306):
+        now_s += 10.0
+        pace.put(now_s, version)
+    assert pace.step_s() == pytest.approx(10.0, rel=0.15)
+    assert pace.eta_s(400) == pytest.approx(950.0, rel=0.15)
+
+
+def test_a_coordinator_that_is_started_again_makes_no_run_fast() -> None:
+    """F1."""
+    console, _ = screen()
+    view = LiveView(console)
+    moments = [(10.0 * step, step) for step in range(1, 31)]
+    for now_s, version in moments:
+        view.update(state(now_s, version))
+    view.update(LiveState(now_wall_s=301.0, started_wall_s=0.0))  # it does not answer
+    view.update(state(302.0, 0, "starting"))
+    for now_s, version in ((303.0, 30), (310.0, 31), (320.0, 32), (330.0, 33)):
+        view.update(state(now_s, version))
+    assert view._pace.step_s() == pytest.approx(10.0, rel=0.15)
+
+
 def test_in_a_terminal_it_redraws_and_leaves_the_cursor_visible() -> None:
     file = io.StringIO()
     console = Console(file=file, width=100, force_terminal=True, _environ={"TERM": "xterm"})
