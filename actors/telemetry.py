@@ -62,7 +62,7 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
     take it. Raises only CancelledError."""
     while True:
         bundle = buffer.drain()
-        if not (bundle.metrics or bundle.events or bundle.spans or bundle.dropped):
+        if not (bundle.metrics or bundle.events or bundle.spans or bundle.samples or bundle.dropped):
             return True
         try:
             async with asyncio.timeout(timeout_s):  # wait_for would lose a cancellation that comes with the answer

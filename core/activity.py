@@ -27,7 +27,7 @@ from typing import Any, get_args
 
 from .clock import Clock
 from .flow_sampling import FlowSampler, Hop
-from .messages import ActivityKind, Event, MetricPoint, Span, Telemetry
+from .messages import ActivityKind, Event, GroupText, MetricPoint, Span, Telemetry
 from .time_window import TimeWindow
 
 ACTIVITY_KINDS: tuple[ActivityKind, ...] = get_args(ActivityKind)
@@ -35,6 +35,9 @@ ACTIVITY_KINDS: tuple[ActivityKind, ...] = get_args(ActivityKind)
 _NUMBER = re.compile(r"[\s#/:-]*\d+$")
 _MAX_NAMES = 48
 _MAX_TEXT = 4096
+_MAX_SAMPLES = 64
+"""Groups with their texts that wait for the monitor: some MiB."""
+_Told = MetricPoint | Event | Span | GroupText
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +237,7 @@ class TelemetryBuffer:
         self._metrics: deque[MetricPoint] = deque()
         self._events: deque[Event] = deque()
         self._spans: deque[Span] = deque()
+        self._samples: deque[GroupText] = deque()
         self._max_records = max_records
         self._time_every_s = time_every_s
         self._next_time_s = clock.monotonic()
@@ -244,7 +248,7 @@ class TelemetryBuffer:
         """Records thrown away over the whole life of the buffer."""
 
     def __len__(self) -> int:
-        return len(self._metrics) + len(self._events) + len(self._spans)
+        return len(self._metrics) + len(self._events) + len(self._spans) + len(self._samples)
 
     def metric(self, step: int, values: Mapping[str, float], *, source: str = "") -> None:
         """Values of one step (step < 0: of this moment). A NaN or infinite value cannot travel as JSON: it becomes an
@@ -284,6 +288,10 @@ class TelemetryBuffer:
         )
         self._append(self._spans, span)
 
+    def sample(self, group: GroupText) -> None:
+        """A group that people may want to read."""
+        self._append(self._samples, group, min(self._max_records, _MAX_SAMPLES))
+
     def hop(self, hop: Hop, group_ids: Iterable[int], start_wall_s: float, duration_s: float, **args: Any) -> None:
         """These groups passed a station of their life together, here and then: the trace draws it and joins a group's
         stations by arrows. Of many groups only some are followed (`flow_sampling`)."""
@@ -300,12 +308,15 @@ class TelemetryBuffer:
         events, budget = _take(self._events, budget)
         metrics, budget = _take(self._metrics, budget)
         spans, budget = _take(self._spans, budget)
+        samples, budget = _take(self._samples, budget)
         dropped, self._num_dropped = self._num_dropped, 0
-        return Telemetry(metrics=tuple(metrics), events=tuple(events), spans=tuple(spans), dropped=dropped)
+        return Telemetry(
+            metrics=tuple(metrics), events=tuple(events), spans=tuple(spans), samples=tuple(samples), dropped=dropped
+        )
 
     def lost(self, bundle: Telemetry) -> None:
         """A drained bundle could not be sent: its records count as dropped in the next one."""
-        count = len(bundle.metrics) + len(bundle.events) + len(bundle.spans)
+        count = len(bundle.metrics) + len(bundle.events) + len(bundle.spans) + len(bundle.samples)
         self.num_lost += count
         self._num_dropped += count + bundle.dropped
 
@@ -316,9 +327,10 @@ class TelemetryBuffer:
         self._return(self._metrics, bundle.metrics)
         self._return(self._events, bundle.events)
         self._return(self._spans, bundle.spans)
+        self._return(self._samples, bundle.samples, _MAX_SAMPLES)
 
-    def _return(self, queue: deque[Any], records: Sequence[MetricPoint | Event | Span]) -> None:
-        room = max(0, self._max_records - len(queue))
+    def _return(self, queue: deque[Any], records: Sequence[_Told], limit: int | None = None) -> None:
+        room = max(0, (limit or self._max_records) - len(queue))
         num_lost = max(0, len(records) - room)
         queue.extendleft(reversed(records[num_lost:]))
         self._num_dropped += num_lost
@@ -344,12 +356,17 @@ class TelemetryBuffer:
                 MetricPoint(source=self.source, step=self._last_step, wall_s=self._clock.wall(), values=values),
             )
 
-    def _append(self, queue: deque[Any], record: MetricPoint | Event | Span) -> None:
-        if len(queue) >= self._max_records:
+    def _append(self, queue: deque[Any], record: _Told, limit: int | None = None) -> None:
+        if len(queue) >= (limit or self._max_records):
             queue.popleft()
             self._num_dropped += 1
             self.num_lost += 1
         queue.append(record)
+
+
+def _num_bytes(text: str) -> int:
+    """At most, as JSON: a control character becomes six letters."""
+    return 6 * len(text) if not text.isprintable() else 4 * len(text) if not text.isascii() else 2 * len(text)
 
 
 def _take(queue: deque[Any], budget: int) -> tuple[list[Any], int]:
@@ -360,10 +377,13 @@ def _take(queue: deque[Any], budget: int) -> tuple[list[Any], int]:
     return taken, budget
 
 
-def _size_bytes(record: MetricPoint | Event | Span) -> int:
+def _size_bytes(record: _Told) -> int:
     """About how long the record is as JSON; an estimate, since encoding twice would cost more than it saves."""
     if isinstance(record, MetricPoint):
         return 90 + 44 * len(record.values)
     if isinstance(record, Event):
         return 120 + len(record.text) + len(repr(record.data))
+    if isinstance(record, GroupText):
+        answers = sum(120 + _num_bytes(answer.text) + 60 * len(answer.reward_parts) for answer in record.answers)
+        return 400 + _num_bytes(record.prompt) + _num_bytes(record.label) + answers
     return 180 + len(record.name) + len(repr(record.args))

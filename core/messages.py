@@ -357,12 +357,51 @@ class Span(Record, frozen=True):
     args: dict[str, Any] = {}
 
 
+class AnswerText(Record, frozen=True):
+    """One answer, for people."""
+
+    index: int
+    text: str
+    reward: float
+    reward_parts: dict[str, float]
+    finish: str
+    num_tokens: int
+
+
+class GroupText(Record, frozen=True):
+    """A finished group, for people: a line of `samples.jsonl`."""
+
+    step: int
+    """The weight version that its step made, as in `metrics.jsonl`; of held-out prompts the one that answered; of
+    groups that the filter left out the one that was to be made next."""
+    oldest_version: int
+    """Of its tokens; -1: no engine took part."""
+    newest_version: int
+    group_id: int
+    """Of held-out prompts: their place in their set."""
+    prompt: str
+    label: str
+    outcome: str
+    """"kept", "filtered" or "held-out"."""
+    reason: str
+    is_held_out: bool
+    eval_set: str
+    """Name of the evaluation set; empty: the only one, of `eval.data`, or none."""
+    source: str
+    """Actor that told of it."""
+    wall_s: float
+    answers: tuple[AnswerText, ...]
+    num_answers: int
+    """Of the group; those beyond the first are not told."""
+
+
 class Telemetry(Record, frozen=True):
     """A bundle of what an actor has to tell the monitor; lossy by contract."""
 
     metrics: tuple[MetricPoint, ...] = ()
     events: tuple[Event, ...] = ()
     spans: tuple[Span, ...] = ()
+    samples: tuple[GroupText, ...] = ()
     dropped: int = 0
     """Records that the sender had to throw away since the last bundle."""
 

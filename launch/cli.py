@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, unknown = parser.parse_known_args(arguments)
         if unknown:
             raise ConfigError(mistaken_flag(parser, arguments, unknown))
+        options.words = arguments
         return options.run(options)
     except MyxaError as error:
         return _tell(error, is_json=is_json)

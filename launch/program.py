@@ -177,7 +177,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         tokenizer=tokenizer,
         engine=engine,
         tenancy=rollout_tenancy(spec, config, engine),
-        evaluation=Evaluation(eval_rewarders(config)),
+        evaluation=Evaluation(eval_rewarders(config), num_shown=config.monitor.samples_per_step),
         reference=served_reference(config, engine, tokenizer, clock),
         options=RolloutOptions(
             max_groups=config.rollout.max_groups,

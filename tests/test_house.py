@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+ROOT_MODULES = ("__init__.py", "__main__.py")
 FLOORS = ("core", "transport", "memory", "algos", "actors", "launch")
 HEIGHT = {"core": 0, "transport": 1, "memory": 2, "algos": 2, "actors": 3, "launch": 4}
 ADAPTERS = ("engines", "backends", "weights", "sinks")
@@ -47,7 +48,10 @@ def tree_of(path: Path) -> ast.Module:
 
 def modules(root: Path) -> list[Path]:
     """All Python files of the package, paths relative to the root."""
-    files = [root / "__init__.py", *(file for floor in FLOORS for file in sorted((root / floor).rglob("*.py")))]
+    files = [
+        *(root / name for name in ROOT_MODULES),
+        *(file for floor in FLOORS for file in sorted((root / floor).rglob("*.py"))),
+    ]
     return [file.relative_to(root) for file in files if file.exists()]
 
 
@@ -118,7 +122,7 @@ def unlisted_packages(root: Path) -> list[str]:
 
 def wrong_links(root: Path) -> list[str]:
     """`.ns/myxa` holds one relative link per floor and root file, and nothing else but what Python leaves there."""
-    wanted = {name: f"../../{name}" for name in (*FLOORS, "__init__.py", "py.typed")}
+    wanted = {name: f"../../{name}" for name in (*FLOORS, *ROOT_MODULES, "py.typed")}
     links = [path for path in (root / ".ns/myxa").iterdir() if path.name != "__pycache__"]
     found = {path.name: str(path.readlink()) if path.is_symlink() else "" for path in links}
     return [f".ns/myxa/{name}: {found.get(name)!r}, want {wanted.get(name)!r}"
@@ -129,7 +133,7 @@ def misplaced_files(root: Path) -> list[str]:
     """No package inside tests/, no stray module in the root, no cupboard names."""
     breaches = [f"{path.relative_to(root)} makes tests a package" for path in (root / "tests").rglob("__init__.py")]
     breaches += [f"{path.name} in the root becomes part of the package"
-                 for path in root.glob("*.py") if path.name != "__init__.py"]  # fmt: skip
+                 for path in root.glob("*.py") if path.name not in ROOT_MODULES]  # fmt: skip
     for path in modules(root):
         words = set(path.with_suffix("").parts)
         breaches += [f"{path}: '{word}' says nothing" for word in sorted(words & BANNED_NAMES)]
@@ -312,7 +316,7 @@ def small_house(tmp_path: Path) -> Path:
     """A lawful house with one module per floor."""
     (tmp_path / ".ns/myxa").mkdir(parents=True)
     (tmp_path / "tests").mkdir()
-    for name in (*FLOORS, "__init__.py", "py.typed"):
+    for name in (*FLOORS, *ROOT_MODULES, "py.typed"):
         (tmp_path / ".ns/myxa" / name).symlink_to(f"../../{name}")
     (tmp_path / "__init__.py").write_text('"""Face."""\n')
     (tmp_path / "py.typed").touch()

@@ -53,6 +53,7 @@ from .knobs import BufferKnobs, BufferLimits
 from .long_poll import LongPolls
 from .quarantine import open_quarantine
 from .recent_groups import RecentGroups
+from .sample_log import SampleLog
 from .settings import BufferValues, LiveSettings
 from .shown_groups import ShownGroups
 from .sources import Sources
@@ -138,6 +139,7 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
         self._book_waiting()
         self._polls = LongPolls(self.ctx)
         self._recent = RecentGroups(ledger)
+        self._samples = SampleLog(self._telemetry, clock, self._limits.samples_per_step)
         self._pace = ReportPace()
         self.knob_owner = BufferKnobs(
             self.ctx.name,
@@ -226,6 +228,8 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
         if result.outcome == "ready" and kept is not None and kept.group_id == group.group_id:
             group = kept  # people are to see which of its members are masked
         self._recent.add(group, attempt, rollout, result, self.ctx.clock.wall())
+        if result.outcome == "filtered":
+            self._samples.left_out(group, self._store.ledger.next_step, result.reason, rollout)
         self._mind_losses()
         self._polls.ring()
         return result
@@ -319,8 +323,11 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
     async def trained(self, step: int, scores: tuple[ScoredSample, ...] = ()) -> None:
         reached("buffer.trained")
         with self._at_work("trained"):
-            if self._store.trained(step) and (told := self._store.finished.take_step()):
-                self._telemetry.metric(step + 1, told)
+            shown = self._store.first_of_batch(step, self._samples.num_wanted(step))
+            if self._store.trained(step):
+                self._samples.trained(shown, step)
+                if told := self._store.finished.take_step():
+                    self._telemetry.metric(step + 1, told)
             self._recent.scored(scores)
         self._polls.ring()
 

@@ -50,6 +50,8 @@ class BufferLimits:
     """Whether prompts can be judged by them, so that a window means something."""
     pass_reward: float = 1.0
     """From which on an answer is right."""
+    samples_per_step: int = 8
+    """Groups that people can read later."""
     vocab_size: int = MAX_ID + 1
     """Engines refuse requests with token ids from here on."""
     only_temperature: float | None = None

@@ -309,6 +309,14 @@ class BufferStore:
         """Payloads in the order asked for. Raises LedgerError naming the first group that has none."""
         return tuple(self.payloads.group(group_id) for group_id in group_ids)
 
+    def first_of_batch(self, step: int, num_groups: int) -> tuple[Group, ...]:
+        """So many groups of the batch of `step` that was claimed, as far as they can be read: for people."""
+        try:
+            return self.fetch([row.group_id for row in self.ledger.claim_of(step)[:num_groups]])
+        except LedgerError as error:
+            self._log.info("step %d: its samples cannot be shown: %s", step, error)
+            return ()
+
     def trained(self, step: int) -> bool:
         """The batch of `step` was trained; False if that was known."""
         held = self.ledger.claim_of(step)

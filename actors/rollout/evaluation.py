@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
 
 from ...algos.pass_rate import pass_rates
 from ...core.errors import EngineError
-from ...core.messages import Assignment, EvalRequest, EvalResult
+from ...core.messages import Assignment, EvalRequest, EvalResult, GroupText
 from ...core.samples import Group
+from ..group_text import group_text
 from .group_runner import GroupRunner
 from .judging import PooledScorer
 
@@ -18,13 +22,18 @@ from .judging import PooledScorer
 class Evaluation:
     """Of one rollout actor."""
 
-    def __init__(self, scorers: Mapping[str, PooledScorer] | None = None) -> None:
-        """`scorers`: of the evaluation sets that are not judged as training samples are."""
+    def __init__(self, scorers: Mapping[str, PooledScorer] | None = None, *, num_shown: int = 0) -> None:
+        """`scorers`: of the evaluation sets that are not judged as training samples are. `num_shown`: prompts of each
+        question whose answers people can read later."""
+        self._num_shown = num_shown
+        self._show: Callable[[GroupText], None] | None = None
         self._scorers = dict(scorers or {})
         self._numbers = itertools.count(1)
 
-    def listen(self, tell: Callable[[str, str], None]) -> None:
-        """Whom to tell (kind, text) when calls of a set's own function stop, so that answers wait, and go on."""
+    def listen(self, tell: Callable[[str, str], None], show: Callable[[GroupText], None] | None = None) -> None:
+        """Whom to tell (kind, text) when calls of a set's own function stop, so that answers wait, and go on; and whom
+        to show answers."""
+        self._show = show
         for name, scorer in self._scorers.items():
             scorer.listen(lambda kind, text, name=name: tell(kind, f"evaluation set {name}: {text}"))
 
@@ -57,6 +66,7 @@ class Evaluation:
                 remedy="see this actor's log",
             )
         rewards = [float(r) for g in groups for r in g.rewards]
+        self._show_some(groups, request.name, name, version)
         versions = [v for g in groups for s in g.samples for v in s.versions.tolist() if v >= 0] or [version]
         return EvalResult(
             mean_reward=sum(rewards) / len(rewards),
@@ -66,6 +76,15 @@ class Evaluation:
             num_errors=len(results) - len(groups),
             metrics=measured(groups, request.pass_reward) | {"num_errors": float(len(results) - len(groups))},
         )
+
+    def _show_some(self, groups: Sequence[Group], eval_set: str, name: str, version: int) -> None:
+        if self._show is None:
+            return
+        for group in groups[: self._num_shown]:
+            told = group_text(
+                group, step=version, outcome="held-out", wall_s=time.time(), source=name, eval_set=eval_set
+            )
+            self._show(msgspec.structs.replace(told, step=max(told.newest_version, version)))
 
     async def close(self) -> None:
         """End what judges."""

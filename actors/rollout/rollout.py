@@ -149,7 +149,7 @@ class Rollout(OwnsKnobs, ReachedByChannels):
             clock=self._clock,
             log=self.ctx.log,
         )
-        self._evaluation.listen(self._telemetry.event)
+        self._evaluation.listen(self._telemetry.event, self._telemetry.sample)
         self._checks = StreamChecks(self.ctx.name, may_be_older=self._options.through_router, on_lie=self._on_lie)
         self._weights_turn = asyncio.Lock()
         """A coordinator that died may have left a step of an adoption that still runs when the next one asks."""

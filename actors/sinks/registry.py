@@ -40,10 +40,12 @@ def choose_sinks(
     extra: Sequence[str] = (),
     options: Mapping[str, Mapping[str, Any]] | None = None,
     otlp_endpoint: str = "",
+    samples_bytes: int = 256 << 20,
 ) -> list[Sink]:
     """The sinks of a run, as its `[monitor]` section says. `extra`: names for `make_sink`, each fed by a thread of its
-    own; `options`: name -> named arguments; `otlp_endpoint`: of an OpenTelemetry collector."""
-    sinks: list[Sink] = [JsonlSink()]
+    own; `options`: name -> named arguments; `otlp_endpoint`: of an OpenTelemetry collector; `samples_bytes`: of
+    prompts and answers that are kept."""
+    sinks: list[Sink] = [JsonlSink(samples_bytes)]
     if trace:
         sinks.append(ChromeTraceSink())
     if tensorboard:

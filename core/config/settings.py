@@ -279,6 +279,12 @@ class MonitorSettings(Section, frozen=True):
     """Port of the Prometheus page; 0 = any free port (told in the log), -1 = off."""
     trace: bool = True
     """Whether a Chrome trace (`trace.json`) is written."""
+    samples_per_step: Annotated[int, Field(ge=0, le=64)] = 8
+    """Groups of each step, and prompts of each set of an evaluation, whose prompt and answers are kept in
+    `samples.jsonl` for `myxa samples`, page and report: at most half of them from those that the filter left out;
+    0 = none."""
+    samples_mb: PositiveInt = 256
+    """MiB that `samples.jsonl` and `samples.1.jsonl` may have together; the oldest groups go."""
     sinks: TextTuple = ()
     """Further sinks: wandb, mlflow, the name of an installed package's entry point `myxa.sinks`, or your own
     `module:Class`. A package that one needs and the monitor's interpreter lacks refuses the start."""

@@ -11,6 +11,7 @@ from ...core.errors import ConfigError
 from ..control.client import ControlClient
 from .knob_words import add_change_flags, change_arguments, change_text, check_reply
 from .output import Verbs, add_run_flags, show
+from .which_run import client_of
 
 CHANGE_S = 75.0
 
@@ -31,7 +32,7 @@ def add(verbs: Verbs) -> None:
 
 def _apply(options: argparse.Namespace) -> int:
     patch = _read(options.file)
-    client = ControlClient.of(options.run_path)
+    client = client_of(options, changes=True)
     values = knob_values(client, patch, str(options.file))
     reply = client.ask("set", CHANGE_S, **change_arguments(options, values))
     check_reply(reply)

@@ -6,9 +6,9 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show, table
 from .stretch import stretch_s
+from .which_run import client_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -48,7 +48,7 @@ def _chaos(options: argparse.Namespace) -> int:
 
         show(options, dict(POINTS), lambda told: table(("point", "what is true there"), [*told.items()]))
         return 0
-    client = ControlClient.of(options.run_path)
+    client = client_of(options, changes=options.act is not None)
     if options.act is None:
         show(options, client.ask("chaos-acts"), _page)
         return 0

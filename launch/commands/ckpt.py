@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..control.client import ControlClient
-from ..control.live_runs import find_run
 from .output import Verbs, add_run_flags, show, table
+from .which_run import client_of, note_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,7 +37,7 @@ def add(verbs: Verbs) -> None:
 def _ckpt(options: argparse.Namespace) -> int:
     if options.is_list:
         return _list(options)
-    client = ControlClient.of(options.run_path)
+    client = client_of(options, changes=True)
     answer = client.ask("ckpt", CHECKPOINT_S, reason=options.reason, export=options.export)
     show(options, answer, lambda told: told["folder"])
     return 0
@@ -47,7 +46,7 @@ def _ckpt(options: argparse.Namespace) -> int:
 def _list(options: argparse.Namespace) -> int:
     from ..lives.checkpoint_list import checkpoints_of
 
-    run_dir: Path = options.run_path or Path(find_run(None).run_dir)
+    run_dir: Path = options.run_path or Path(note_of(options).run_dir)
     show(options, checkpoints_of(run_dir), _page)
     return 0
 
@@ -58,7 +57,7 @@ def _page(rows: list[dict[str, Any]]) -> RenderableType:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    answer = ControlClient.of(options.run_path).ask("eval", EVALUATION_S, reason=options.reason, name=options.eval_set)
+    answer = client_of(options, changes=True).ask("eval", EVALUATION_S, reason=options.reason, name=options.eval_set)
     show(options, answer, _eval_page)
     return 0
 
@@ -69,6 +68,6 @@ def _eval_page(told: dict[str, float]) -> str:
 
 
 def _down(options: argparse.Namespace) -> int:
-    answer = ControlClient.of(options.run_path).ask("down", reason=options.reason)
+    answer = client_of(options, changes=True).ask("down", reason=options.reason)
     show(options, answer, lambda told: f"the run ends: {told['ending']}")
     return 0

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ...core.errors import ConfigError
-from ..control.client import ControlClient
 from .knob_words import shown
 from .output import Verbs, add_run_flags, show, table
 from .parser import Parser
+from .which_run import client_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,7 +35,7 @@ def add(verbs: Verbs) -> None:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    found = ControlClient.of(options.run_path).ask("config")["differences"]
+    found = client_of(options).ask("config")["differences"]
     show(options, found, _page)
     return 0
 
@@ -48,7 +48,7 @@ def _page(found: list[dict[str, Any]]) -> RenderableType | str:
 
 
 def _save(options: argparse.Namespace) -> int:
-    found = ControlClient.of(options.run_path).ask("config")["differences"]
+    found = client_of(options).ask("config")["differences"]
     values, left_out = chosen(found)
     if not values:
         raise ConfigError("no knob with a key in the run file differs from it", remedy="`myxa config diff` lists all")

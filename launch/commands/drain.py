@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ..control.client import ControlClient
 from .output import Verbs, show
 from .scale import ANSWER_S, add_order_flags, state_of
+from .which_run import client_of
 
 
 def add(verbs: Verbs) -> None:
@@ -18,7 +18,7 @@ def add(verbs: Verbs) -> None:
 
 
 def _drain(options: argparse.Namespace) -> int:
-    answer = ControlClient.of(options.run_path).ask(
+    answer = client_of(options, changes=True).ask(
         "drain", options.wait_s + ANSWER_S, target=options.target, wait_s=options.wait_s, reason=options.reason
     )
     show(options, answer, lambda told: f"leaving: {', '.join(told['leaving'])}{state_of(told)}")

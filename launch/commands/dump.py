@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show, table
+from .which_run import client_of
 from .whole import at_least
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ def add(verbs: Verbs) -> None:
 
 def _dump(options: argparse.Namespace) -> int:
     if options.list:
-        show(options, ControlClient.of(options.run_path).ask("dumps"), _files)
+        show(options, client_of(options).ask("dumps"), _files)
         return 0
-    client = ControlClient.of(options.run_path)
+    client = client_of(options, changes=True)
     wanted = -1 if options.end else options.next_groups
     show(options, client.ask("dump", DUMP_S, next_groups=wanted, max_mb=options.max_mb), _sentence)
     return 0

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-from ..control.client import ControlClient
 from .get import range_text
 from .knob_words import shown
 from .output import Verbs, add_run_flags, show
+from .which_run import client_of
 
 BOUNDARIES = {
     "now": "at once",
@@ -30,7 +30,7 @@ def add(verbs: Verbs) -> None:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    found = ControlClient.of(options.run_path).ask("explain", name=options.name)
+    found = client_of(options).ask("explain", name=options.name)
     show(options, found, lambda told: "\n".join(_lines(told)))
     return 0
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ..control.client import ControlClient
 from .knob_words import shown
 from .output import Verbs, add_run_flags, show, table
+from .which_run import client_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,7 +26,7 @@ def add(verbs: Verbs) -> None:
 
 
 def _get(options: argparse.Namespace) -> int:
-    found = ControlClient.of(options.run_path).ask("get", names=options.names)
+    found = client_of(options).ask("get", names=options.names)
     show(options, found, lambda told: _page(told, every=options.all or bool(options.names)))
     return 0
 

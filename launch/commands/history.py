@@ -11,6 +11,7 @@ from ..control.client import ControlClient
 from ..control.live_runs import find_run
 from .explain import change_line
 from .output import Verbs, add_run_flags, show
+from .which_run import client_of
 from .whole import at_least
 
 
@@ -97,6 +98,6 @@ def _verdict_text(told: dict[str, Any]) -> str:
 def _replay(options: argparse.Namespace) -> int:
     from .replay import replay
 
-    told = replay(ControlClient.of(options.run_path), _log_of(options.replay))
+    told = replay(client_of(options, changes=True), _log_of(options.replay))
     show(options, told, lambda told: "\n".join(told["done"] + told["refused"]) or "nothing was changed there")
     return 0 if not told["refused"] else 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show
+from .which_run import client_of
 
 
 def add(verbs: Verbs) -> None:
@@ -19,7 +19,7 @@ def add(verbs: Verbs) -> None:
 
 
 def _kill(options: argparse.Namespace) -> int:
-    answer = ControlClient.of(options.run_path).ask(
+    answer = client_of(options, changes=True).ask(
         "kill", target=options.target, signal=options.signal, reason=options.reason
     )
     show(options, answer, lambda told: f"SIG{told['signal']} to {', '.join(told['sent']) or 'nobody'}")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
-from ..control.client import ControlClient
-from .output import Verbs, add_run_flags, show
+from .output import Verbs, add_run_flags, say_now, show
+from .which_run import client_or_folder
 from .whole import at_least
 
 
@@ -25,13 +26,17 @@ def add(verbs: Verbs) -> None:
 
 
 def _logs(options: argparse.Namespace) -> int:
-    client = ControlClient.of(options.run_path)
+    client = client_or_folder(options)
     arguments = {
         "target": options.target, "num_lines": options.num_lines, "grep": options.grep, "engine": options.engine,
     }  # fmt: skip
+    if isinstance(client, Path):
+        show(options, _from_files(client, options), _told)
+        return 0
     if not options.follow:
         show(options, client.ask("logs", **arguments), _told)
         return 0
+    say_now()
     names: set[str] = set()
     for chunk in client.follow("logs-follow", **arguments):
         names.add(chunk["name"])
@@ -39,6 +44,23 @@ def _logs(options: argparse.Namespace) -> int:
         if told:
             print(told, flush=True)
     return 0
+
+
+def _from_files(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Of a run that is over; the logs of other nodes are there. Raises ConfigError for one that is not here."""
+    import msgspec
+
+    from ..contracts import LogRequest
+    from ..nodes.log_reader import read_log
+    from ..run_dir import RunDir
+
+    run_dir, target = RunDir(folder), options.target.removesuffix("/*")
+    there = sorted(path.stem.replace(".", "/") for path in (run_dir.logs / "latest").glob("*.log"))
+    names = [name for name in there if target in (name, name.partition("/")[0], "all")] or [target]
+    requests = [
+        LogRequest(name=name, num_lines=options.num_lines, grep=options.grep, engine=options.engine) for name in names
+    ]
+    return [msgspec.to_builtins(read_log(run_dir, 0, request)) for request in requests]
 
 
 def _told(chunks: list[dict[str, Any]]) -> str:

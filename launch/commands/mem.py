@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show
+from .which_run import client_of
 
 
 def add(verbs: Verbs) -> None:
@@ -19,7 +19,8 @@ def add(verbs: Verbs) -> None:
 
 
 def _mem(options: argparse.Namespace) -> int:
-    view = ControlClient.of(options.run_path or options.folder).ask("mem")
+    options.run_path = options.run_path or options.folder
+    view = client_of(options).ask("mem")
     show(options, view, _page)
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -27,8 +28,24 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the answer for programs; errors too")
 
 
+_to_say: list[str] = []
+"""What goes to stderr before the answer; nothing if there is none, for then the error alone is said."""
+
+
+def say_first(text: str) -> None:
+    """A line on stderr before the answer, so that an answer for programs stays whole."""
+    _to_say.append(text)
+
+
+def say_now() -> None:
+    """The answer begins."""
+    while _to_say:
+        print(f"myxa: {_to_say.pop(0)}", file=sys.stderr, flush=True)
+
+
 def show(options: argparse.Namespace, value: Any, render: Callable[[Any], RenderableType | str]) -> None:
     """Print an answer of JSON types: as one line of JSON with `--json`, else as `render` makes it."""
+    say_now()
     if options.json:
         print(json.dumps(value), flush=True)
         return

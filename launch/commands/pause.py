@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show
+from .which_run import client_of
 from .whole import at_least
 
 ASK_S = 45.0
@@ -25,12 +25,12 @@ def add(verbs: Verbs) -> None:
 
 
 def _pause(options: argparse.Namespace) -> int:
-    answer = ControlClient.of(options.run_path).ask("pause", ASK_S, reason=options.reason)
+    answer = client_of(options, changes=True).ask("pause", ASK_S, reason=options.reason)
     show(options, answer, lambda told: f"paused: the trainer rests at version {told['rests_at']}")
     return 0
 
 
 def _step(options: argparse.Namespace) -> int:
-    answer = ControlClient.of(options.run_path).ask("step", ASK_S, reason=options.reason, num_steps=options.num_steps)
+    answer = client_of(options, changes=True).ask("step", ASK_S, reason=options.reason, num_steps=options.num_steps)
     show(options, answer, lambda told: f"the run goes on to version {told['pauses_at']}, then pauses")
     return 0

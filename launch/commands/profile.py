@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show
 from .stretch import stretch_s
+from .which_run import client_of
 
 SPARE_S = 90.0
 MAX_S = 600.0
@@ -39,7 +39,7 @@ def _stretch_s(text: str) -> float:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    client = ControlClient.of(options.run_path)
+    client = client_of(options)
     if options.kind == "facts":
         show(options, client.ask("facts", target=options.target), _facts)
         return 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show, table
+from .which_run import client_or_folder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,8 +23,27 @@ def add(verbs: Verbs) -> None:
 
 
 def _ps(options: argparse.Namespace) -> int:
-    show(options, ControlClient.of(options.run_path).ask("ps"), _page)
+    found = client_or_folder(options)
+    show(options, _from_files(found) if isinstance(found, Path) else found.ask("ps"), _page)
     return 0
+
+
+def _from_files(folder: Path) -> list[dict[str, Any]]:
+    """The actors of a run that is over, and what each did most."""
+    import msgspec
+
+    from ..control.ps_verbs import ActorRow, doing
+    from ..views.run_files import load_run
+
+    return [
+        msgspec.to_builtins(
+            ActorRow(
+                name=name, role=name.partition("/")[0], node=0, host="", state="ended", pid=0, attempt=0, epoch=0,
+                restarts_left=0, devices=(), uptime_s=0.0, memory_bytes=0, doing=doing(shares),
+            )
+        )
+        for name, shares in sorted(load_run(folder).shares().items())
+    ]  # fmt: skip
 
 
 def _page(rows: list[dict[str, Any]]) -> RenderableType:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ..control.client import ControlClient
 from .output import Verbs, show
 from .scale import ANSWER_S, add_order_flags, state_of
+from .which_run import client_of
 
 
 def add(verbs: Verbs) -> None:
@@ -19,7 +19,7 @@ def add(verbs: Verbs) -> None:
 
 
 def _restart(options: argparse.Namespace) -> int:
-    answer = ControlClient.of(options.run_path).ask(
+    answer = client_of(options, changes=True).ask(
         "restart", options.wait_s + ANSWER_S, target=options.target, force=options.force,
         wait_s=options.wait_s, reason=options.reason,
     )  # fmt: skip

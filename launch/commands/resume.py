@@ -13,6 +13,7 @@ from .launch import add_node_flags, options_of_node
 from .output import Verbs, add_run_flags, show
 from .pause import ASK_S
 from .up import add_common_flags, chosen_by
+from .which_run import note_of
 from .whole import at_least
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def _resume(options: argparse.Namespace) -> int:
         raise ConfigError(f"which run, {options.run_dir} or {options.run_path}?", remedy="name one of them")
     if named is not None and (_is_another_node(options) or _is_over(named)):
         return start_again(named, options)
-    note = find_run(named) if named is not None else _only_live_run()
+    note = find_run(named) if named is not None else _only_live_run(options)
     if options.overrides or options.version is not None:
         raise ConfigError(
             f"the run in {note.run_dir} lives: --from and --set are for one that is over",
@@ -84,9 +85,9 @@ def _is_over(named: Path) -> bool:
     return not (RunDir(named).is_held if (named / LOCK).exists() else is_spoken_to)
 
 
-def _only_live_run() -> ControlNote:
+def _only_live_run(options: argparse.Namespace) -> ControlNote:
     try:
-        return find_run(None)
+        return note_of(options, changes=True)
     except LaunchError as error:
         newest = RUNS / "latest"
         if "goes on here" in error.message and (newest / CONFIG).is_file():

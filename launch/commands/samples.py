@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show
+from .which_run import client_or_folder
 from .whole import at_least
 
 if TYPE_CHECKING:
@@ -16,21 +17,67 @@ if TYPE_CHECKING:
 
 def add(verbs: Verbs) -> None:
     """The command and its flags."""
-    samples = verbs.add_parser("samples", help="the newest finished groups: prompt, answers, rewards, versions")
+    samples = verbs.add_parser(
+        "samples",
+        help="prompt, answers, rewards: of the newest groups, of any step, of held-out prompts",
+        description="Of a run that goes on: the newest finished groups, token by token. With --step or --eval, and of "
+        "a run that is over: what samples.jsonl kept of each step.",
+    )
     samples.add_argument(
         "num_groups", nargs="?", type=at_least(1), default=4, metavar="N", help="how many (%(default)s)"
     )
     samples.add_argument("--tokens", type=at_least(1), default=512, metavar="T", dest="max_tokens",
                          help="tokens of each answer at most (%(default)s)")  # fmt: skip
+    samples.add_argument("--step", type=at_least(0), default=-1, metavar="S",
+                         help="of this step, as the curves count them (any)")  # fmt: skip
+    samples.add_argument("--eval", nargs="?", const="", default=None, metavar="SET", dest="eval_set",
+                         help="answers to held-out prompts, of one set of [eval.sets] or of all")  # fmt: skip
     samples.set_defaults(run=_samples)
     add_run_flags(samples)
 
 
 def _samples(options: argparse.Namespace) -> int:
-    client = ControlClient.of(options.run_path, view=True)
-    told = client.ask("samples", num_groups=options.num_groups, max_tokens=options.max_tokens)
-    show(options, told, _draw)
+    found = client_or_folder(options, view=True)
+    wanted: dict[str, Any] = {
+        "step": options.step,
+        "held_out": options.eval_set is not None,
+        "eval_set": options.eval_set or "",
+    }
+    if isinstance(found, Path):
+        from ..views.sample_log import Wanted, read_samples
+
+        told = {"groups": read_samples(found, Wanted(**wanted), options.num_groups), "num_left_out": 0}
+    else:
+        told = found.ask("samples", num_groups=options.num_groups, max_tokens=options.max_tokens, **wanted)
+    is_kept = isinstance(found, Path) or options.step >= 0 or options.eval_set is not None
+    show(options, told, _draw_kept if is_kept else _draw)
     return 0
+
+
+def _draw_kept(told: dict[str, Any]) -> RenderableType:
+    """Groups as `samples.jsonl` has them."""
+    from rich.text import Text
+
+    lines = [line for group in told["groups"] for line in _kept_group(group)]
+    return Text("\n".join(lines) or "samples.jsonl has no such group: see monitor.samples_per_step, and its steps")
+
+
+def _kept_group(group: dict[str, Any]) -> Iterator[str]:
+    name = f" {group['eval_set']}" if group["eval_set"] else ""
+    why = f" ({group['reason']})" if group["reason"] else ""
+    low, high = group["oldest_version"], group["newest_version"]
+    versions = "no engine" if high < 0 else f"version {high}" if low == high else f"versions {low} to {high}"
+    yield f"step {group['step']}, group {group['group_id']}: {group['outcome']}{name}{why}, {versions}"
+    yield f"  {group['prompt']}"
+    if group["label"]:
+        yield f"  label: {group['label']}"
+    for answer in group["answers"]:
+        parts = "".join(f", {name} {value:g}" for name, value in answer["reward_parts"].items())
+        facts = f"{answer['num_tokens']} tokens ({answer['finish']})"
+        yield f"  [{answer['index']}] reward {answer['reward']:g}{parts}, {facts}"
+        yield f"      {answer['text']}"
+    if group["num_answers"] > len(group["answers"]):
+        yield f"  and {group['num_answers'] - len(group['answers'])} more answers"
 
 
 def _draw(told: dict[str, Any]) -> RenderableType:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show
+from .which_run import client_of
 
 ANSWER_S = 30.0
 
@@ -39,7 +39,7 @@ def _wish(text: str) -> tuple[str, int]:
 
 def _scale(options: argparse.Namespace) -> int:
     role, count = options.wish
-    answer = ControlClient.of(options.run_path).ask(
+    answer = client_of(options, changes=True).ask(
         "scale", options.wait_s + ANSWER_S, role=role, count=count, devices=options.devices,
         attach=options.attach, wait_s=options.wait_s, reason=options.reason,
     )  # fmt: skip

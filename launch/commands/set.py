@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ..control.client import ControlClient
 from .knob_words import add_change_flags, assignments, change_arguments, change_text, check_reply
 from .output import Verbs, add_run_flags, show
+from .which_run import client_of
 
 CHANGE_S = 75.0
 
@@ -27,7 +27,7 @@ def add(verbs: Verbs) -> None:
 
 def _set(options: argparse.Namespace) -> int:
     arguments = change_arguments(options, assignments(options.values, "set"))
-    reply = ControlClient.of(options.run_path).ask("set", CHANGE_S, **arguments)
+    reply = client_of(options, changes=True).ask("set", CHANGE_S, **arguments)
     check_reply(reply)
     show(options, reply, change_text)
     return 0

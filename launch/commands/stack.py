@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show
+from .which_run import client_of
 
 ANSWER_S = 60.0
 
@@ -21,7 +21,7 @@ def add(verbs: Verbs) -> None:
 
 
 def _stack(options: argparse.Namespace) -> int:
-    answer = ControlClient.of(options.run_path).ask("stack", ANSWER_S, target=options.target, py_spy=options.py_spy)
+    answer = client_of(options).ask("stack", ANSWER_S, target=options.target, py_spy=options.py_spy)
     show(options, answer, _told)
     return 0
 

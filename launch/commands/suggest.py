@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show, table
 from .stretch import stretch_s
+from .which_run import client_of
 from .why import change_words
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def add(verbs: Verbs) -> None:
 
 
 def _suggest(options: argparse.Namespace) -> int:
-    client = ControlClient.of(options.run_path)
+    client = client_of(options, changes=options.action is not None)
     if options.action is None:
         show(options, client.ask("suggest", window_s=options.window_s), _page)
         return 0

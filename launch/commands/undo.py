@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ..control.client import ControlClient
 from .knob_words import change_text, check_reply
 from .output import Verbs, add_run_flags, show
+from .which_run import client_of
 from .whole import at_least
 
 CHANGE_S = 75.0
@@ -22,7 +22,7 @@ def add(verbs: Verbs) -> None:
 
 
 def _undo(options: argparse.Namespace) -> int:
-    reply = ControlClient.of(options.run_path).ask("undo", CHANGE_S, epoch=options.epoch, reason=options.reason)
+    reply = client_of(options, changes=True).ask("undo", CHANGE_S, epoch=options.epoch, reason=options.reason)
     check_reply(reply)
     show(options, reply, change_text)
     return 0

@@ -7,9 +7,9 @@ import json
 from datetime import datetime
 from typing import Any
 
-from ..control.client import ControlClient
 from .explain import change_line
-from .output import Verbs, add_run_flags
+from .output import Verbs, add_run_flags, say_now
+from .which_run import client_of
 from .whole import at_least
 
 MAX_METRICS = 8
@@ -30,7 +30,8 @@ def add(verbs: Verbs) -> None:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    client = ControlClient.of(options.run_path)
+    client = client_of(options)
+    say_now()
     items = client.follow("watch", names=options.names, past=options.past)
     for number, item in enumerate(items, start=1):
         print(json.dumps(item) if options.json else _line(item, is_chosen=bool(options.names)), flush=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, show, table
 from .stretch import stretch_s
+from .which_run import client_or_folder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,9 +26,22 @@ def add(verbs: Verbs) -> None:
 
 
 def _why(options: argparse.Namespace) -> int:
-    client = ControlClient.of(options.run_path)
-    show(options, client.ask("why", target=options.target, window_s=options.window_s), _page)
+    found = client_or_folder(options)
+    if isinstance(found, Path):
+        reason = _from_files(found, options.target)
+    else:
+        reason = found.ask("why", target=options.target, window_s=options.window_s)
+    show(options, reason, _page)
     return 0
+
+
+def _from_files(folder: Path, target: str) -> dict[str, Any]:
+    """Of a run that is over, over all of it."""
+    import msgspec
+
+    from ..views.why import explain_files
+
+    return msgspec.to_builtins(explain_files(folder, target))
 
 
 def _page(reason: dict[str, Any]) -> RenderableType:

@@ -18,7 +18,13 @@ def buffer_limits(config: RunConfig) -> BufferLimits:
     # One death more than that would end the run, or cost it an engine for good.
     max_deaths = min(config.roles.rollout.max_restarts, MAX_DEATHS)
     if config.algo.kind == "sft":
-        return BufferLimits(max_samples=1, quarantine_after=quarantine_after, max_deaths=max_deaths, has_rewards=False)
+        return BufferLimits(
+            max_samples=1,
+            quarantine_after=quarantine_after,
+            max_deaths=max_deaths,
+            has_rewards=False,
+            samples_per_step=config.monitor.samples_per_step,
+        )
     data = config.data
     return BufferLimits(
         min_samples=2 if config.algo.needs_groups else 1,
@@ -26,6 +32,7 @@ def buffer_limits(config: RunConfig) -> BufferLimits:
         quarantine_after=quarantine_after,
         max_deaths=max_deaths,
         difficulty=Window(low=data.difficulty_low, high=data.difficulty_high, skips=data.difficulty_skips),
+        samples_per_step=config.monitor.samples_per_step,
         pass_reward=config.reward.pass_reward,
         vocab_size=_vocab_size(config.model.path),
         only_temperature=1.0 if config.algo.ref_urls else None,

@@ -33,6 +33,7 @@ def make_monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
         trace=settings.trace,
         extra=settings.sinks,
         options=settings.options,
+        samples_bytes=settings.samples_mb << 20 if settings.samples_per_step else 0,
         otlp_endpoint=os.environ.get(OTLP_VARIABLE, ""),
     )
     written_s = _written_until(run_dir)

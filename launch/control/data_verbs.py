@@ -19,6 +19,7 @@ from ...core.knobs import Operator
 from ...core.messages import DumpReport, RecentGroup, Record
 from ...core.protocols import Tokenizer
 from ...core.samples import F32, Sample
+from ..views.sample_log import Wanted, read_samples
 from .verb import Arguments, Room, Verb
 
 ASK_S = 20.0
@@ -46,6 +47,12 @@ class SamplesArguments(Arguments, frozen=True, kw_only=True):
     num_groups: Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUPS)] = 4
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 512
     """Of the response of each sample; what comes after is left out."""
+    step: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    """Of this step, as `samples.jsonl` has it; -1: of any."""
+    held_out: bool = False
+    """Answers to held-out prompts, as `samples.jsonl` has them."""
+    eval_set: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    """Of this set alone."""
 
 
 class ShownSample(Record, frozen=True):
@@ -105,6 +112,10 @@ async def _dumps(room: Room, arguments: Arguments, who: Operator) -> tuple[DumpR
 
 async def _samples(room: Room, arguments: SamplesArguments, who: Operator) -> dict[str, Any]:
     del who
+    if arguments.step >= 0 or arguments.held_out:
+        wanted = Wanted(arguments.step, arguments.held_out, arguments.eval_set)
+        kept = await asyncio.to_thread(read_samples, room.run_dir.path, wanted, arguments.num_groups)
+        return {"groups": kept, "num_left_out": 0}
     found = await _buffer(room, ASK_S).recent(arguments.num_groups)
     folder = room.config.model.path
     groups = await asyncio.to_thread(lambda: _shown(found, _tokenizer(folder), arguments.max_tokens))

@@ -7,6 +7,7 @@ every command starts here.
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,19 +76,27 @@ class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
             return False
 
 
-def find_run(named: Path | None) -> ControlNote:
-    """The run that is named, else the only live one: of `runs/` here, or else of this user on this host.
+def find_run(named: Path | None, *, command: str = "") -> ControlNote:
+    """The run that is named, else the only live one: of `runs/` here, of this folder or one below, or else of this user
+    on this host. `command`: what was typed, of a command that changes the run: one elsewhere has to be named.
 
     Raises LaunchError when there is none, or more than one to choose from, which it lists.
     """
     if named is not None:
         return _named(named)
-    for found in (_live(RUNS.glob(f"*/{NOTE}")), _live(_of_this_user())):
-        if len(found) == 1:
-            return found[0]
-        if found:
-            listed = "".join(f"\n  {note.run_dir}" for note in found)
+    of_user = _live(_of_this_user())
+    for found in (_live(RUNS.glob(f"*/{NOTE}")), [note for note in of_user if _is_below_here(note)], of_user):
+        if not found:
+            continue
+        listed = "".join(f"\n  {note.run_dir}" for note in found)
+        if command and found is of_user:
+            raise LaunchError(
+                f"no run of this folder goes on ({Path.cwd()}), only elsewhere:{listed}",
+                remedy=f"to change that one: {command} --run {shlex.quote(found[0].run_dir)}",
+            )
+        if len(found) > 1:
             raise LaunchError(f"{len(found)} runs go on:{listed}", remedy="say which one: --run RUN")
+        return found[0]
     raise LaunchError(
         f"no run goes on here: none in {RUNS.resolve()}, and no other of this user",
         remedy="start one with `myxa up`, or name the run directory that it printed: --run RUN",
@@ -127,6 +136,13 @@ def _remote(file: Path) -> ControlNote:
 def _live(notes: Iterator[Path]) -> list[ControlNote]:
     found = {note.run_dir: note for path in notes if (note := ControlNote.load(path.parent)) is not None}
     return [found[name] for name in sorted(found) if found[name].is_live]
+
+
+def _is_below_here(note: ControlNote) -> bool:
+    try:
+        return Path(note.run_dir).resolve().is_relative_to(Path.cwd())
+    except OSError:
+        return False
 
 
 def _of_this_user() -> Iterator[Path]:

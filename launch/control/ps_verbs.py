@@ -66,7 +66,7 @@ async def _ps(room: Room, arguments: Arguments, who: Operator) -> list[ActorRow]
             restarts_left=actor.restarts_left,
             devices=actor.devices,
             memory_bytes=_memory(actor.pid) if actor.pid and actor.host in ("", here) else 0,
-            doing=_doing(shares.get(f"{TIME_PREFIX}{actor.name}", {})),
+            doing=doing(shares.get(f"{TIME_PREFIX}{actor.name}", {})),
         )
         for actor in roster
     ]
@@ -88,7 +88,7 @@ def _memory(pid: int) -> int:
         return 0
 
 
-def _doing(shares: Mapping[str, float]) -> str:
+def doing(shares: Mapping[str, float]) -> str:
     """Parts of a kind ("wait-data/reward") say more than the kind, where they are most of it."""
     kinds = {name: share for name, share in shares.items() if "/" not in name}
     if not kinds:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,9 +10,8 @@ from ...actors.monitor.latest import LONGEST_WINDOW_S
 from ...core.errors import ConfigError
 from ...core.knobs import ChangeReply, ChangeRequest, Operator
 from ...core.messages import Record
-from ...core.suggestion import suggest
 from ..views.advice import all_advice
-from ..views.why import Reason, explain, explain_actors
+from ..views.why import Reason, actors_of, explain, explain_actors
 from .coordinator_call import coordinator_call
 from .evidence import gather_evidence
 from .run_verbs import Reason as OwnWords
@@ -71,15 +69,6 @@ async def _why(room: Room, arguments: WhyArguments, who: Operator) -> Reason:
         return explain(shares, facts, window_s=window_s, engines_are_full=full, filtered=filtered)
     names = actors_of(arguments.target, shares)
     return explain_actors(names, shares, facts, window_s=window_s, engines_are_full=full, filtered=filtered)
-
-
-def actors_of(target: str, shares: Mapping[str, object]) -> list[str]:
-    """Measured actors that a target names. Raises ConfigError for one that names none."""
-    role = target.removesuffix("/*")
-    found = sorted(name for name in shares if name == role or (name.startswith(f"{role}/") and "/" not in role))
-    if not found:
-        raise ConfigError(f"no actor of this run is called {target!r}", remedy=suggest(target, shares))
-    return found
 
 
 async def _suggest(room: Room, arguments: SuggestArguments, who: Operator) -> Suggestions:

@@ -22,6 +22,7 @@ from ...core.knobs import ChangeReply, KnobValue
 from ..control.client import ControlClient
 from ..control.live_runs import ControlNote
 from ..views.picture import ASKED, Answer, Picture, picture_of
+from ..views.sample_log import Wanted, read_samples
 
 LOOK_S = 3.0
 """How long one look may take; who has not answered by then is missing in it."""
@@ -38,10 +39,16 @@ class Asks(Protocol):
     def ask(self, verb: str, timeout_s: float = 30.0, **arguments: Any) -> Any: ...
 
 
-class _Nobody:
+class _Files:
     """Answers for a run that is over."""
 
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
     def ask(self, verb: str, timeout_s: float = 30.0, **arguments: Any) -> Any:
+        if verb == "samples":
+            wanted = Wanted(**{name: arguments[name] for name in ("step", "held_out") if name in arguments})
+            return {"groups": read_samples(self._run_dir, wanted, arguments.get("num_groups", 4)), "num_left_out": 0}
         raise LaunchError("the run is over", remedy="`myxa report RUN` tells how it went")
 
 
@@ -77,7 +84,7 @@ class Feed:
     @classmethod
     def of_files(cls, run_dir: Path) -> Feed:
         """Of a run that is over: nobody answers, and the last word is in its files."""
-        return cls(_Nobody(), lambda: False, run_dir.resolve(), reader_only=True)
+        return cls(_Files(run_dir), lambda: False, run_dir.resolve(), reader_only=True)
 
     def close(self) -> None:
         """No more looks; who waits goes on at once."""

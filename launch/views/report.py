@@ -19,7 +19,7 @@ from markupsafe import Markup
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
 from .advice import facts_of_file, num_cores, what_to_try
-from .bottleneck import NEWEST, Filtered, engines_look_full, judge
+from .bottleneck import Filtered, engines_look_full, judge
 from .changes import when_text
 from .findings import findings
 from .numbers import duration
@@ -36,6 +36,7 @@ from .report_facts import (
     tiles,
 )
 from .run_files import RunFiles, load_run
+from .sample_log import sample_page
 
 REPORT_FILE = "report.html"
 
@@ -83,7 +84,7 @@ def render_report(run: RunFiles) -> str:
     script = (_FOLDER / "report_script.jinja").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     span = run.wall_range_s
-    gauges, shares = _gauges(run), run.shares()
+    gauges, shares = run.gauges(), run.shares()
     num_rollouts = sum(name.startswith("rollout/") for name in shares)
     verdict = judge(shares, engines_are_full=engines_look_full(gauges), filtered=Filtered.of(gauges))
     return page_template().render(
@@ -98,6 +99,7 @@ def render_report(run: RunFiles) -> str:
         to_try=what_to_try(verdict, facts_of_file(run.config, num_rollouts, num_cores())),
         findings=findings(run),
         learning=learning_charts(run),
+        samples=sample_page(run.run_dir),
         staleness=staleness_charts(run),
         speed=speed_charts(run),
         time_bars=time_bars(run),
@@ -114,13 +116,3 @@ def render_report(run: RunFiles) -> str:
         notes=run.notes,
         length=duration(span[1] - span[0]) if span else "",
     )
-
-
-def _gauges(run: RunFiles) -> dict[str, dict[str, float]]:
-    """Each engine's load, as it was mostly: the last gauges are those of an engine that is being drained."""
-    found: dict[str, dict[str, float]] = {}
-    for metric in ("rollout/running", "rollout/waiting", "rollout/max_running", *run.names(NEWEST)):
-        for source, points in run.by_time.get(metric, {}).items():
-            values = sorted(value for _, value in points)
-            found.setdefault(source, {})[metric] = values[len(values) // 2] if values else 0.0
-    return found

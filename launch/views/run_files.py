@@ -22,12 +22,14 @@ from ...actors.sinks.jsonl import EVENTS_FILE, METRICS_FILE
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
 from ...core.knobs import AuditRecord
+from .bottleneck import NEWEST
 from .changes import KNOB_EVENT, Change, changes_of, changes_of_events
 
 CONFIG_FILE = "config.toml"
 AUDIT_FILE = "audit.jsonl"
 
 _SUMMED = ("rollout/tokens_per_s", "rollout/running", "rollout/waiting", "rollout/num_groups", "rollout/num_errors")
+_LOAD = ("rollout/running", "rollout/waiting", "rollout/max_running")
 _MAX_SPANS = 400_000
 _MAX_EVENTS = 100_000
 
@@ -111,6 +113,16 @@ class RunFiles:
         moments += [s.start_s for spans in self.spans.values() for s in spans]
         moments += [s.start_s + s.duration_s for spans in self.spans.values() for s in spans]
         return (min(moments), max(moments)) if moments else None
+
+    def gauges(self) -> dict[str, dict[str, float]]:
+        """Actor -> metric -> value: each engine's load, and what became of the newest groups, as it was mostly: the
+        last gauges are those of an engine that is being drained."""
+        found: dict[str, dict[str, float]] = {}
+        for metric in (*_LOAD, *self.names(NEWEST)):
+            for source, points in self.by_time.get(metric, {}).items():
+                values = sorted(value for _, value in points)
+                found.setdefault(source, {})[metric] = values[len(values) // 2] if values else 0.0
+        return found
 
     def shares(self) -> dict[str, dict[str, float]]:
         """Actor -> kind -> share of its time over the run."""

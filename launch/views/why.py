@@ -1,19 +1,24 @@
 """Why the run is not faster, and what to do about it: verdict, advice and each actor's time in one record.
 
-Knows: time shares, facts of the run. Must not know: how they were got, how they are shown. Pure.
+Knows: time shares, facts of the run. Must not know: how they were got, how they are shown. Pure, but for
+`explain_files`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
 from ...core.activity import ACTIVITY_KINDS
+from ...core.errors import ConfigError
 from ...core.messages import Record
-from .advice import Advice, Facts, advise, what_to_try
-from .bottleneck import Filtered, judge, without_start
+from ...core.suggestion import suggest
+from .advice import Advice, Facts, advise, facts_of_file, num_cores, what_to_try
+from .bottleneck import Filtered, engines_look_full, judge, without_start
 from .idle import idleness
+from .run_files import load_run
 
 
 class Reason(Record, frozen=True):
@@ -98,6 +103,30 @@ def explain_actors(
         window_s=window_s,
         shares=_kinds({name: shares.get(name, {}) for name in names}),
     )
+
+
+def explain_files(run_dir: Path, target: str = "") -> Reason:
+    """Of a run that is over, or that nobody answers for: over all of it. Raises ConfigError for a folder of no run, or
+    an actor that was not in it."""
+    run = load_run(run_dir)
+    shares, gauges = run.shares(), run.gauges()
+    facts = facts_of_file(run.config, sum(name.startswith("rollout/") for name in shares), num_cores())
+    span = run.wall_range_s
+    window_s = span[1] - span[0] if span else 0.0
+    full, filtered = engines_look_full(gauges), Filtered.of(gauges)
+    if not target:
+        return explain(shares, facts, window_s=window_s, engines_are_full=full, filtered=filtered)
+    names = actors_of(target, shares)
+    return explain_actors(names, shares, facts, window_s=window_s, engines_are_full=full, filtered=filtered)
+
+
+def actors_of(target: str, shares: Mapping[str, object]) -> list[str]:
+    """Measured actors that a target names. Raises ConfigError for one that names none."""
+    role = target.removesuffix("/*")
+    found = sorted(name for name in shares if name == role or (name.startswith(f"{role}/") and "/" not in role))
+    if not found:
+        raise ConfigError(f"no actor of this run is called {target!r}", remedy=suggest(target, shares))
+    return found
 
 
 def change_text(reason: Reason) -> str:

@@ -259,7 +259,7 @@ function drawEvents() {
 async function loadSamples() {
   $("more-samples").disabled = true;
   try {
-    setGroups(await opened(await fetch("/api/view/samples?num_groups=12")));
+    setGroups(await opened(await fetch(`/api/view/samples?num_groups=12&step=${encodeURIComponent($("sample-step").value.trim())}${$("sample-held-out").checked ? "&held_out=1" : ""}`)));
   } catch (error) {
     $("sample-list").replaceChildren(el("p", { class: "empty" }, error.message));
   } finally {

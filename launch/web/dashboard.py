@@ -208,6 +208,10 @@ class Dashboard:
         arguments: dict[str, Any] = {}
         if (num := request.query.get("num_groups", "")).isdecimal():
             arguments["num_groups"] = min(int(num[:9]), MAX_GROUPS)
+        if (step := request.query.get("step", "")).isdecimal():
+            arguments["step"] = int(step[:9])
+        if request.query.get("held_out") == "1":
+            arguments["held_out"] = True
         return await self._asked(verb, arguments)
 
     async def _operate(self, request: web.Request) -> web.Response:

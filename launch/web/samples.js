@@ -23,7 +23,7 @@ export function setColour(name) {
 function draw() {
   const list = document.getElementById("sample-list");
   list.replaceChildren(...groups.map(groupCard));
-  if (!groups.length) list.append(el("p", { class: "empty" }, "No group has been finished yet, or the run does not show samples."));
+  if (!groups.length) list.append(el("p", { class: "empty" }, "There is no such group: none has been finished yet, or samples.jsonl did not keep any of that step."));
   document.getElementById("token-key").replaceChildren(...key());
 }
 
@@ -39,10 +39,10 @@ function key() {
 
 function groupCard(group) {
   const facts = [el("b", {}, `group ${group.group_id}`)];
-  for (const [label, value] of [["", group.outcome], ["because", group.reason], ["now", group.state?.toLowerCase()], ["step", group.step >= 0 ? group.step : undefined], ["by", group.rollout], ["label", group.label], ["change", group.knobs || undefined]])
+  for (const [label, value] of [["", group.outcome], ["because", group.reason], ["now", group.state?.toLowerCase()], ["step", group.step >= 0 ? group.step : undefined], ["set", group.eval_set], ["by", group.rollout ?? group.source], ["label", group.label], ["change", group.knobs || undefined]])
     if (value !== undefined && value !== null && value !== "") facts.push(el("span", {}, `${label} ${String(value).slice(0, 200)}`.trim()));
   const card = el("article", { class: "card group" }, el("div", { class: "head" }, ...facts), el("div", { class: "prompt" }, visible(promptText(group.prompt))));
-  card.append(el("div", { class: "samples" }, ...(group.samples ?? []).map(sampleBlock)));
+  card.append(el("div", { class: "samples" }, ...(group.samples ?? group.answers ?? []).map(sampleBlock)));
   return card;
 }
 

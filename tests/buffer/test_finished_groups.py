@@ -86,3 +86,22 @@ def test_a_group_of_one_answer_has_no_spread_to_lack(make_group: Callable[..., G
     finished.add("", one(make_group, 1.0), is_left_out=False)
     told = finished.take_step()
     assert (told["reward/zero_std_groups"], told["reward/all_right"]) == (0.0, 1.0)
+
+
+@pytest.mark.asyncio
+async def test_some_groups_of_each_step_can_be_read_later(shop: Any, make_group: Callable[..., Group]) -> None:
+    """F4: kept ones when their step was trained, and at most half as many that the filter left out."""
+    limits = BufferLimits(samples_per_step=4)
+    async with shop.open(group_filter="zero_variance", max_staleness=50, batch_size=3, limits=limits) as desk:
+        for step in range(2):
+            for rewards in ((0, 0), (0, 0), (0, 0), (0, 1), (1, 0), (0, 1)):
+                (given,) = (await desk.draw(max_groups=1)).assignments
+                await desk.ref.put_group(make_group(given, rewards=rewards), given.attempt, "rollout/0")
+            await desk.train(step)
+        told = desk.buffer._telemetry.drain().samples
+    assert [(one.step, one.outcome, one.group_id) for one in told] == [
+        (1, "filtered", 0), (1, "filtered", 1), (1, "kept", 3), (1, "kept", 4),
+        (2, "filtered", 6), (2, "filtered", 7), (2, "kept", 9), (2, "kept", 10),
+    ]  # fmt: skip
+    assert [answer.reward for answer in told[2].answers] == [0.0, 1.0]
+    assert (told[0].reason, told[0].prompt) == ("zero_variance", "user: row 0")

@@ -1,0 +1,64 @@
+"""F5: a command says which run it speaks to, and changes none that is elsewhere unless that one is named."""
+
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from myxa.core.errors import LaunchError
+from myxa.launch.cli import main
+from myxa.launch.control.live_runs import find_run
+from myxa.launch.runtime_dir import PREFIX, short_base
+
+
+@pytest.fixture
+def live_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run directory whose launcher's socket is there, as the user's runtime folder knows it."""
+    run_dir = tmp_path / "there" / "my runs" / "sort-1"
+    run_dir.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="r") as base, socket.socket(socket.AF_UNIX) as link:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", base)
+        place = Path(short_base()) / f"{PREFIX}test"
+        place.mkdir(mode=0o700)
+        link.bind(str(place / "s"))
+        note = {"run_dir": str(run_dir), "control": str(place / "s"), "view": str(place / "s"), "pid": 1}
+        (place / "control.json").write_text(json.dumps(note))
+        yield run_dir
+
+
+def test_only_a_run_of_this_folder_is_changed_without_a_name(
+    live_note: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert find_run(None).run_dir == str(live_note), "to look is free"
+    for words in (
+        ["set", "lr=1e-4"], ["down"], ["kill", "rollout/0"], ["scale", "rollout=2"], ["pause"], ["step"], ["resume"],
+        ["undo"], ["ckpt"], ["eval"], ["drain", "rollout/1"], ["restart", "rollout/0"], ["dump"], ["chaos", "kill", "rollout/0"],
+        ["suggest", "pin", "lr"],
+    ):  # fmt: skip
+        assert main(words) == 3, words
+        said = capsys.readouterr().err
+        assert f"no run of this folder goes on ({elsewhere}), only elsewhere:\n  {live_note}" in said
+        assert f"myxa {' '.join(words)} --run '{live_note}'" in said
+    for inside in (live_note.parents[1], live_note.parent, live_note):
+        monkeypatch.chdir(inside)
+        assert find_run(None, command="myxa down").run_dir == str(live_note)
+
+
+def test_two_runs_below_are_listed(live_note: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Path(short_base()) / f"{PREFIX}other"
+    place.mkdir(mode=0o700)
+    note = json.loads((Path(short_base()) / f"{PREFIX}test" / "control.json").read_text())
+    (place / "control.json").write_text(json.dumps({**note, "run_dir": str(tmp_path / "b")}))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError, match="2 runs go on"):
+        find_run(None)
+    monkeypatch.chdir(live_note)
+    assert find_run(None).run_dir == str(live_note), "the one of this folder"

@@ -1,0 +1,160 @@
+"""F4: prompts and answers of any step, held-out ones too, while a run lives and after it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from myxa.actors.group_text import MAX_CHARS, group_text
+from myxa.actors.sinks.jsonl import JsonlSink
+from myxa.core.activity import TelemetryBuffer
+from myxa.core.clock import SystemClock
+from myxa.core.messages import GroupText, Telemetry
+from myxa.core.samples import Group, Message, Prompt, Sample
+from myxa.core.sink import SinkContext
+from myxa.launch.views.report import write_report
+from myxa.launch.views.sample_log import Wanted, read_samples
+
+
+def group(group_id: int, text: str = "four", version: int = 3) -> Group:
+    prompt = Prompt(
+        group_id=group_id, row=0, pass_index=0, messages=(Message(role="user", content="2 + 2"),), label="4"
+    )
+    samples = tuple(
+        Sample(
+            group_id=group_id,
+            index=index,
+            prompt_ids=np.array([1], dtype=np.int32),
+            response_ids=np.array([2, 3], dtype=np.int32),
+            logprobs=np.zeros(2, dtype=np.float32),
+            loss_mask=np.ones(2, dtype=np.uint8),
+            versions=np.full(2, version, dtype=np.int32),
+            finish="stop",
+            text=text,
+        )
+        for index in range(2)
+    )
+    rewards = np.array([0.0, 1.0], dtype=np.float32)
+    return Group(prompt=prompt, samples=samples, rewards=rewards, reward_parts=({"exact": 0.0}, {"exact": 1.0}))
+
+
+def told(step: int, group_id: int, outcome: str = "kept", eval_set: str | None = None, text: str = "four") -> GroupText:
+    found = group(group_id, text)
+    return group_text(found, step=step, outcome=outcome, wall_s=1.0, source="buffer", reason="", eval_set=eval_set)
+
+
+def write(run_dir: Path, groups: list[GroupText], samples_bytes: int = 1 << 20) -> None:
+    sink = JsonlSink(samples_bytes)
+    sink.open(SinkContext(run_dir=run_dir, run_name="x", clock=SystemClock(), emit=lambda kind, text: None))
+    for one in groups:
+        sink.write(Telemetry(samples=(one,)))
+    sink.close()
+
+
+def test_any_step_can_be_read_and_held_out_answers_apart(tmp_path: Path) -> None:
+    groups = [told(step, 10 * step + i) for step in range(1, 6) for i in range(3)]
+    groups += [told(4, 0, "held-out", eval_set="gsm"), told(4, 1, "held-out", eval_set="aime")]
+    write(tmp_path, groups)
+    assert [g["group_id"] for g in read_samples(tmp_path, Wanted(2), 10)] == [22, 21, 20]
+    assert [g["group_id"] for g in read_samples(tmp_path, Wanted(), 2)] == [52, 51]
+    assert [g["eval_set"] for g in read_samples(tmp_path, Wanted(held_out=True), 10)] == ["aime", "gsm"]
+    assert [g["group_id"] for g in read_samples(tmp_path, Wanted(4, True, "gsm"), 10)] == [0]
+    (first,) = read_samples(tmp_path, Wanted(1), 1)
+    assert {**first, "answers": len(first["answers"])} == {
+        "step": 1, "oldest_version": 3, "newest_version": 3, "group_id": 12, "prompt": "user: 2 + 2", "label": "4",
+        "outcome": "kept", "reason": "", "is_held_out": False, "eval_set": "", "source": "buffer", "wall_s": 1.0,
+        "answers": 2, "num_answers": 2,
+    }  # fmt: skip
+    assert first["answers"][1] == {
+        "index": 1, "text": "four", "reward": 1.0, "reward_parts": {"exact": 1.0}, "finish": "stop", "num_tokens": 2,
+    }  # fmt: skip
+
+
+def test_a_step_that_was_made_again_shows_its_later_groups(tmp_path: Path) -> None:
+    write(tmp_path, [told(1, 1, text="before"), told(1, 2), told(1, 1, text="after")])
+    assert [g["answers"][0]["text"] for g in read_samples(tmp_path, Wanted(1), 5)] == ["after", "four"]
+
+
+def test_the_files_stay_within_their_bound_and_keep_the_newest(tmp_path: Path) -> None:
+    write(tmp_path, [told(step, step, text="x" * 500) for step in range(1, 101)], samples_bytes=20_000)
+    write(tmp_path, [told(101, 101)], samples_bytes=20_000)
+    sizes = [(tmp_path / name).stat().st_size for name in ("samples.jsonl", "samples.1.jsonl")]
+    assert max(sizes) <= 10_000
+    steps = [g["step"] for g in read_samples(tmp_path, Wanted(), 1000)]
+    assert steps == list(range(101, 101 - len(steps), -1)), "the newest, without a hole"
+    assert len(steps) > 8
+
+
+def test_a_torn_line_costs_one_group(tmp_path: Path) -> None:
+    write(tmp_path, [told(1, 1)])
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write('{"step": 2, "group')
+    write(tmp_path, [told(3, 3)])
+    assert [g["step"] for g in read_samples(tmp_path, Wanted(), 5)] == [3, 1]
+    assert read_samples(tmp_path / "nowhere", Wanted(), 5) == []
+
+
+def test_texts_are_bounded_and_can_be_written(tmp_path: Path) -> None:
+    long = told(1, 1, text="a" * 100_000 + "\ud800 end")
+    assert len(long.answers[0].text) < MAX_CHARS + 100
+    assert long.answers[0].text.endswith("end")
+    write(tmp_path, [long, told(2, 2, text="\ud800")])
+    assert read_samples(tmp_path, Wanted(2), 1)[0]["answers"][0]["text"] == "\\ud800"
+
+
+def test_samples_wait_within_bounds_while_the_monitor_is_away() -> None:
+    buffer = TelemetryBuffer("buffer", SystemClock())
+    for number in range(200):
+        buffer.sample(told(1, number, text="\x01" * 4000))
+    assert len(buffer) == 64
+    assert buffer.num_lost == 136
+    while len(buffer):
+        assert len(msgspec.json.encode(buffer.drain())) < 1 << 20, "what one message may be"
+
+
+def myxa(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "myxa", *words]
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(folder / "none")}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=folder, env=env)
+
+
+def ended_run(folder: Path) -> Path:
+    run_dir = folder / "runs" / "sort-1"
+    (run_dir / "logs" / "latest").mkdir(parents=True)
+    (run_dir / "config.toml").write_text("[rollout]\nmax_groups = 4\n")
+    point = {"source": "trainer/0", "step": 1, "wall_s": 2.0, "values": {"train/loss": 1.0, "time/compute": 9.0}}
+    other = {"source": "rollout/0", "step": 1, "wall_s": 9.0, "values": {"time/wait-capacity": 9.0}}
+    (run_dir / "metrics.jsonl").write_text(f"{json.dumps(point)}\n{json.dumps(other)}\n")
+    (run_dir / "logs" / "rollout.0.0.log").write_text("one\ntwo\n")
+    (run_dir / "logs" / "latest" / "rollout.0.log").symlink_to("../rollout.0.0.log")
+    write(run_dir, [told(1, 1), told(2, 2), told(2, 0, "held-out", eval_set="")])
+    return run_dir
+
+
+def test_verbs_that_show_answer_of_a_run_that_is_over_from_its_files(tmp_path: Path) -> None:
+    run_dir = ended_run(tmp_path)
+    named = ("--run", str(run_dir))
+    shown = myxa("samples", "--step", "1", *named, folder=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "step 1, group 1: kept, version 3" in shown.stdout
+    assert f"run sort-1 in {run_dir} is over: this is from its files" in shown.stderr
+    held_out = json.loads(myxa("samples", "--eval", "--json", *named, folder=tmp_path).stdout)
+    assert [g["outcome"] for g in held_out["groups"]] == ["held-out"]
+    why = json.loads(myxa("why", "--json", *named, folder=tmp_path).stdout)
+    assert why["bound"] == "training"
+    assert [row["state"] for row in json.loads(myxa("ps", "--json", *named, folder=tmp_path).stdout)] == ["ended"] * 2
+    assert myxa("logs", "rollout", "-n", "1", *named, folder=tmp_path).stdout == "two\n"
+    wrong = myxa("logs", "rolout", *named, folder=tmp_path)
+    assert wrong.returncode == 2
+    assert f"see {run_dir}/logs" in wrong.stderr
+    (tmp_path / "runs" / "latest").symlink_to("sort-1")
+    assert "sort-1" in myxa("ps", folder=tmp_path).stderr, "without a name the last one of this folder"
+    page = write_report(run_dir, tmp_path / "report.html").read_text()
+    assert "user: 2 + 2" in page
+    assert 'href="#samples"' in page
