@@ -9,10 +9,11 @@ Library considered: transformers' AutoConfig. Not used: seconds of import, and i
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from ...core.errors import ModelError
 
@@ -26,15 +27,30 @@ MAX_TENSORS = 1 << 18
 """Weights of a whole model; listing more would fill the memory."""
 
 
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's stretch of rotary positions: channels that turn slowly turn `factor` times more slowly still."""
+    """How rotary positions are stretched; the mathematics is `rotary.py`'s."""
 
+    kind: Literal["linear", "llama3", "yarn"]
     factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
+    """By how much."""
+    original_context: int = 0
     """Tokens of context before the stretch."""
+    low_freq_factor: float = 0.0
+    """Of llama3: channels that turn less often in the original context are stretched fully."""
+    high_freq_factor: float = 0.0
+    """Of llama3: those that turn more often are not."""
+    beta_fast: float = 0.0
+    """Of yarn: channels that turn more often in the original context are not stretched."""
+    beta_slow: float = 0.0
+    """Of yarn: those that turn less often are stretched fully."""
+    truncates: bool = True
+    """Of yarn: between whole channels."""
+    attention_factor: float = 1.0
+    """Of yarn: what cosines and sines are multiplied by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +80,7 @@ class ModelConfig:
     rotary_dim: int
     """Leading channels of a head that positions rotate; GLM-4 leaves half of them alone."""
     rope_scaling: RopeScaling | None = None
-    """How positions are stretched (Llama 3.1 and later); None: not at all."""
+    """How positions are stretched (Llama 3.1 and later, YaRN); None: not at all."""
     is_rope_interleaved: bool = False
     """Whether neighbouring channels are rotated together (GLM-4), not channel i with i + rotary_dim / 2."""
     has_post_norms: bool = False
@@ -131,10 +147,9 @@ class ModelConfig:
 
     def require_plain(self, who: str) -> None:
         """Raise ModelError unless this is a dense decoder of Qwen3's kind, all that `who` runs."""
-        if self.model_type not in PLAIN_TYPES or self.rope_scaling is not None:
-            kind = "" if self.rope_scaling is None else " with scaled rotary positions"
+        if self.model_type not in PLAIN_TYPES:
             raise ModelError(
-                f"{who} does not run models of type {self.model_type}{kind}",
+                f"{who} does not run models of type {self.model_type}",
                 remedy=f"use one of type {', '.join(PLAIN_TYPES)}; larger families: SGLang and the Megatron trainer",
             )
 
@@ -273,13 +288,14 @@ def _experts(fields: _Fields) -> dict[str, Any]:
 
 
 def _rope_parameters(fields: _Fields) -> Mapping[str, Any]:
-    """Versions of transformers: 5 writes `rope_parameters`, earlier ones `rope_scaling` (which may be null)."""
-    for key in ("rope_parameters", "rope_scaling"):
+    """Versions of transformers: 5 writes `rope_parameters`, earlier ones `rope_scaling` (which may be null). Where both
+    say something, `rope_scaling` was put there by hand, and transformers takes it."""
+    for key in ("rope_scaling", "rope_parameters"):
         value = fields.get(key)
-        if isinstance(value, dict):
-            return cast("Mapping[str, Any]", value)
-        if value is not None:
+        if value is not None and not isinstance(value, dict):
             raise fields.fail(f"{key} must be an object, it is {value!r}")
+        if value:
+            return cast("Mapping[str, Any]", value)
     return {}
 
 
@@ -298,14 +314,56 @@ def _rope_kind(fields: _Fields) -> Any:
 
 
 def _rope_scaling(fields: _Fields) -> RopeScaling | None:
-    if _rope_kind(fields) != "llama3":
+    given, kind = _rope_parameters(fields), _rope_kind(fields)
+    if kind == "default":
         return None
-    given = _rope_parameters(fields)
+    if kind == "yarn":
+        return _yarn(fields, given)
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=fields.number("rope_scaling.factor", given.get("factor")))
     factor, low, high, original = (fields.number(f"rope_scaling.{name}", given.get(name)) for name in names)
     if high <= low:
         raise fields.fail(f"rope_scaling: high_freq_factor {high} must be above low_freq_factor {low}")
-    return RopeScaling(factor=factor, low_freq_factor=low, high_freq_factor=high, original_context=int(original))
+    return RopeScaling(
+        kind="llama3", factor=factor, low_freq_factor=low, high_freq_factor=high, original_context=int(original)
+    )
+
+
+def _yarn(fields: _Fields, given: Mapping[str, Any]) -> RopeScaling:
+    """Defaults are transformers'."""
+
+    def number(name: str, default: float) -> float:
+        return fields.number(f"rope_scaling.{name}", default if given.get(name) is None else given.get(name))
+
+    context = fields.size("max_position_embeddings")
+    original = fields.get("original_max_position_embeddings") or number("original_max_position_embeddings", context)
+    original = fields.number("original_max_position_embeddings", original)
+    factor = number("factor", context / original)
+    mscale, mscale_all_dim = given.get("mscale"), given.get("mscale_all_dim")
+    gain = _yarn_gain(factor, 1.0)
+    if mscale and mscale_all_dim:
+        one, other = (fields.number("rope_scaling.mscale", value) for value in (mscale, mscale_all_dim))
+        gain = _yarn_gain(factor, one) / _yarn_gain(factor, other)
+    fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
+    if fast < slow:
+        raise fields.fail(f"rope_scaling: beta_fast {fast:g} must be at least beta_slow {slow:g}")
+    truncates = given.get("truncate", True)
+    if not isinstance(truncates, bool):
+        raise fields.fail(f"rope_scaling.truncate must be true or false, it is {truncates!r}")
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_context=int(original),
+        beta_fast=fast,
+        beta_slow=slow,
+        truncates=truncates,
+        attention_factor=number("attention_factor", gain),
+    )
+
+
+def _yarn_gain(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _rotary_share(fields: _Fields, *, default: float) -> float:
@@ -316,8 +374,7 @@ def _rotary_share(fields: _Fields, *, default: float) -> float:
 
 def _strange_rope(fields: _Fields, model_type: str) -> str:
     kind = _rope_kind(fields)
-    is_known = kind == "default" or (kind == "llama3" and model_type == "llama")
-    return "" if is_known else f"rotary positions of type {kind!r}"
+    return "" if kind in ROPE_KINDS else f"rotary positions of type {kind!r}"
 
 
 def _strange_activation(fields: _Fields, model_type: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -155,7 +156,8 @@ def test_rules_name_every_weight_of_the_folder(model_type: str) -> None:
 @pytest.mark.parametrize("is_interleaved", [False, True])
 def test_rotation_keeps_lengths_and_depends_on_distance_alone(is_interleaved: bool) -> None:
     torch.manual_seed(5)
-    rotary = Rotary(theta=100.0, dim=6, is_interleaved=is_interleaved)
+    config = parse_model_config(SOURCE | {"model_type": "qwen3"}, "x")
+    rotary = Rotary(replace(config, rope_theta=100.0, rotary_dim=6, is_rope_interleaved=is_interleaved))
     query, key = torch.randn(1, 1, 8).double(), torch.randn(1, 1, 8).double()
 
     def at(x: torch.Tensor, position: int) -> torch.Tensor:

@@ -54,6 +54,32 @@ def save_foreign(kind: str, folder: Path) -> Path:
     return folder
 
 
+STRETCHES: dict[str, dict[str, Any]] = {
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0},
+    "linear": {"factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("kind", list(STRETCHES))
+def test_g_stretched_rotary_positions_are_those_of_transformers(
+    kind: str, make_shards: Callable[..., tuple[TrainShard, ...]], tmp_path: Path
+) -> None:
+    """Llama 3.1's, YaRN's and linear; without them these log-probs are off by more than 0.01."""
+    torch.manual_seed(6)
+    rope = {"rope_type": kind, "rope_theta": 5000.0} | STRETCHES[kind]
+    written = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES, rope_parameters=rope))
+    with torch.no_grad():
+        for parameter in written.parameters():
+            parameter.mul_(4.0)  # attention that is not uniform
+    written.save_pretrained(tmp_path)
+    samples = make_shards(4)[0].samples
+    layout = plan_layout(samples, range(len(samples)), linear_cost=ALONE)
+    found = load(tmp_path)(layout, True).logprobs_M
+    wanted = torch.cat([judged(written.eval(), samples[i], samples[i].temperature)[0] for i in layout.members])
+    assert torch.allclose(found, wanted, atol=2e-5)
+
+
 @pytest.fixture(scope="module", params=["tiny", "qwen3", "qwen2", "llama"])
 def folder(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model if request.param == "tiny" else save_foreign(request.param, tmp_path_factory.mktemp(request.param))

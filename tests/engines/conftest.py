@@ -21,6 +21,18 @@ from myxa.core.messages import SamplingParams
 from myxa.core.protocols import Delta, GenerateRequest
 
 CONTEXT = 128
+STRETCHES: dict[str, dict[str, Any]] = {
+    "": {"rope_type": "default"},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "linear": {"rope_type": "linear", "factor": 2.0},
+}
 VOCAB = 320
 
 
@@ -50,6 +62,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def make(kind: str) -> Path:
         folder = tmp_path_factory.mktemp(kind)
+        kind, _, stretch = kind.partition("+")
         names = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
         source = dict(tiny_config("0p5m", VOCAB, CONTEXT).source) | {
             "model_type": kind,
@@ -58,7 +71,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             "hidden_size": 256,
             "tie_word_embeddings": kind != "llama",
             "rope_theta": 5000.0,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+            "rope_parameters": {"rope_theta": 5000.0} | STRETCHES[stretch],
         }
         config = parse_model_config(source, kind)
         rng = np.random.default_rng(1)

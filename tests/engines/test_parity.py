@@ -51,7 +51,7 @@ def test_ragged_requests_on_few_or_many_slots(num_slots, folders, make_core, run
         assert (got.finish == "length") == (len(got.ids) == request.sampling.max_new_tokens) or got.finish == "stop"
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "llama+llama3", "qwen2+yarn", "qwen3+linear"])
 def test_the_three_families(kind, family, make_core, run_core, ask, judge):
     folder = family(kind)
     requests = ragged(ask, 24, seed=3)

@@ -174,11 +174,8 @@ def test_who_runs_plain_decoders_only_refuses_the_others_by_name():
     plain = tiny_config("1m")
     plain.require_plain("the engine")
     source = dict(plain.source)
-    scaled = {"model_type": "llama", "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}}
-    for changes, says in ((EXPERTS, "type qwen3_moe"), (scaled, "type llama with scaled rotary positions")):
-        with pytest.raises(ModelError, match=says) as caught:
-            parse_model_config(source | changes, "x").require_plain("the engine")
-        assert "the engine" in str(caught.value)
+    with pytest.raises(ModelError, match="the engine does not run models of type qwen3_moe"):
+        parse_model_config(source | EXPERTS, "x").require_plain("the engine")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +189,13 @@ def test_who_runs_plain_decoders_only_refuses_the_others_by_name():
         ({"num_hidden_layers": True}, "num_hidden_layers"),
         ({"num_key_value_heads": 3, "num_attention_heads": 4}, "4 attention heads cannot share 3"),
         ({"head_dim": 63}, "head_dim must be even"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": ...}, "'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rotary positions of type 'dynamic'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rotary positions of type 'longrope'"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, "rotary positions of type"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -4.0}}, "rope_scaling.factor must be a positive number"),
+        ({"rope_scaling": {"rope_type": "yarn", "truncate": 1}}, "rope_scaling.truncate must be true or false"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_fast": 1, "beta_slow": 2}}, "beta_fast 1 must be at least"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor must be a positive number"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta is 10000.0 but"),
         ({"rope_parameters": "yes"}, "rope_parameters must be an object"),
         ({"rms_norm_eps": -1}, "rms_norm_eps"),
@@ -207,7 +210,6 @@ def test_who_runs_plain_decoders_only_refuses_the_others_by_name():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"model_type": "glm4", "partial_rotary_factor": 2.0}, "cannot rotate 128 of 64 channels"),
         ({"model_type": "llama", "rope_parameters": LLAMA3}, "rope_scaling.original_max_position_embeddings"),
-        ({"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}}, "'llama3'"),
         ({"eos_token_id": "<|end|>"}, "eos_token_id must be a token id"),
         ({"eos_token_id": [257, -3]}, "eos_token_id must be a token id"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),

@@ -64,7 +64,7 @@ def decoder_spec(config: ModelConfig, settings: Any, *, virtual_stage: int | Non
 
 def _equip(config: ModelConfig, settings: Any, parts: Any, *, uses_engine: bool) -> None:
     attention = mcore.submodules_of(parts.self_attention)
-    attention.core_attention = partial(VarlenAttention, rotary=Rotary.of(config))
+    attention.core_attention = partial(VarlenAttention, rotary=Rotary(config))
     mlp = mcore.submodules_of(parts.mlp)
     if hasattr(mlp, "experts"):
         mlp.experts = _experts_spec()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +232,8 @@ def identity_of(config: ModelConfig) -> dict[str, Any]:
         "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
         "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps",
     )  # fmt: skip
-    return {name: getattr(config, name) for name in names}
+    scaling = None if config.rope_scaling is None else asdict(config.rope_scaling)
+    return {name: getattr(config, name) for name in names} | {"rope_scaling": scaling}
 
 
 def check_model(path: Path, manifest: Manifest, config: ModelConfig, backend: str) -> None:

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from ....core.errors import TrainError
 from ...models.hf_folder import ModelConfig, open_weights
+from ...models.rotary import rotary_angles, rotary_gain
 from ..vocab_scores import TokenScores, score_tokens
 from .layout import Layout
 from .tensors import from_bytes, recomputed
@@ -201,7 +202,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.dtype = dtype
         self.model = Decoder(config, recomputes=recomputes)
-        self._rope_theta, self._head_dim = config.rope_theta, config.head_dim
+        self._config = config
 
     def hidden_Mh(self, layout: Layout) -> Tensor:
         """[M, hidden]: what each loss token is predicted from, the state before it."""
@@ -214,9 +215,8 @@ class PackedModel(nn.Module):
 
     def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines, and sines with the sign of the first half turned: [T, 1, head_dim] each."""
-        exponents = torch.arange(0, self._head_dim, 2, device=positions_T.device).float() / self._head_dim
-        angles = torch.outer(positions_T.float(), 1.0 / self._rope_theta**exponents)
-        cos, sin = angles.cos(), angles.sin()
+        angles, gain = rotary_angles(self._config, positions_T), rotary_gain(self._config)
+        cos, sin = angles.cos() * gain, angles.sin() * gain
         return (
             torch.cat([cos, cos], dim=-1)[:, None].to(self.dtype),
             torch.cat([-sin, sin], dim=-1)[:, None].to(self.dtype),

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from ...models.model_config import ModelConfig
+from ...models.rotary import rotary_angles, rotary_gain
 from .attention import Attention
 from .weights import DecoderWeights, LayerWeights
 
@@ -20,10 +21,8 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, context_length: int) -> None:
         self._config = config
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-        inverse = 1.0 / config.rope_theta**exponents
-        angles = torch.outer(torch.arange(context_length).float(), inverse)
-        self._turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+        angles = rotary_angles(config, torch.arange(context_length))
+        self._turns = torch.polar(torch.full_like(angles, rotary_gain(config)), angles)[:, None]
         """Rotations as complex numbers, [context, 1, D / 2] (arXiv 2104.09864, equation 12)."""
 
     def forward(
