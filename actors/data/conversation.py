@@ -74,7 +74,12 @@ def _holds_null(value: object) -> bool:
 def _message(value: object, where: str) -> Message:
     if not isinstance(value, dict):
         raise RowError(f"{where} is not an object", 'write {"role": ..., "content": ...}')
-    table = {key: one for key, one in cast("dict[str, Any]", value).items() if one is not None}
+    given = cast("dict[str, Any]", value)
+    if list(given) == ["role", "content"] and type(given["role"]) is str and type(given["content"]) is str:
+        role, content = given["role"], given["content"]
+        if role:  # nearly all are like this one
+            return Message(role=role, content=content)
+    table = {key: one for key, one in given.items() if one is not None}
     if media := [key for key in MEDIA_KEYS if table.get(key)]:
         raise RowError(f"{where} holds {', '.join(media)}: only text is trained on", "leave such rows out")
     role, content = table.get("role"), table.get("content")

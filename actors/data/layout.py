@@ -111,6 +111,10 @@ class Layout:
         keys = (self._prompt.key, self._label.key, self._metadata.key, self._answer.key, self._source, self._tools.key)
         return (*(name for key in keys if key for name in (key, key.partition(".")[0])), *MEDIA_COLUMNS)
 
+    def is_of_tools(self, name: str) -> bool:
+        """Whether tools are in that top-level column."""
+        return bool(name) and name in (self._tools.key, self._tools.key.partition(".")[0])
+
     def check_unified(self, columns: Columns) -> None:
         """Refuse what one schema for all rows may have changed in tools and tool calls. Raises RowError."""
         for column in (self._tools, self._prompt, self._answer):
@@ -203,8 +207,12 @@ def _is_begun(messages: tuple[Message, ...]) -> bool:
 
 def _value(columns: Columns, column: Column) -> Any:
     """The value of a column, None if it may be missing. Raises RowError."""
-    if not column.key:
+    key = column.key
+    if not key:
         return None
+    value: Any = columns.get(key)
+    if value is not None:
+        return value
     level: Any = columns
     path = [column.key] if column.key in columns else column.key.split(".")
     for depth, part in enumerate(path):

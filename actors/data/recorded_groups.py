@@ -42,6 +42,13 @@ class RecordedGroups:
     def num_rows(self) -> int:
         return self._lines.num_rows - 1
 
+    @property
+    def is_random(self) -> bool:
+        return self._lines.is_random
+
+    def close(self) -> None:
+        self._lines.close()
+
     def place(self, row: int) -> str:
         return self._lines.place(row + 1)
 

@@ -1,8 +1,14 @@
-"""The chosen rows of one or several files: every row is looked at once at the start, and read again when drawn."""
+"""The chosen rows of one or several files: every row is looked at once at the start, and read again when drawn.
+
+Rows of files that are read forward only (compressed, parquet, Arrow) are kept in a temporary file without a name.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import tempfile
+import weakref
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -12,28 +18,19 @@ import msgspec
 from ...core.config.source import Source
 from ...core.errors import DataError, MyxaError
 from ...core.samples import Prompt
-from .jsonl import JsonlFile
+from .data_files import open_rows
 from .layout import Item, Layout
-from .parquet import ParquetFile
-from .recorded_groups import RecordedGroups
-from .row_file import PARQUET_MAGIC, RowError, RowFile, check_data_file
+from .row_file import RowError, RowFile
 
 SHOWN_BAD_ROWS = 5
 MAX_ROW_BYTES = 6 << 20
 """What a row may come to: as many as a rollout actor takes at a time go to it in one message."""
 MAX_HELD_OUT_BYTES = 48 << 20
 """What the rows that are given out together for one evaluation may come to."""
+SPOOL_BUFFER_BYTES = 1 << 20
 _encode = msgspec.json.Encoder(order="deterministic").encode
-
-
-def open_rows(path: str, layout: Layout, key: str) -> RowFile:
-    """A data file by what it holds. Raises ConfigError naming `key`, DataError."""
-    head = check_data_file(path, key)
-    if layout.is_recorded:
-        return RecordedGroups(path, layout.recorded)
-    if head.startswith(PARQUET_MAGIC) or path.endswith(".parquet"):
-        return ParquetFile(path, layout)
-    return JsonlFile(path)
+_encode_as_written = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Item).decode
 
 
 def encode_item(item: Item) -> bytes:
@@ -64,6 +61,9 @@ class RowSet:
         self._number_of = array("q")  # in the slice
         self._checksums = array("I")
         self._sizes = array("I")
+        self._spots = array("q")
+        """In the spool; -1: the row is read from its file."""
+        self._spool: _Spool | None = None
         self._hash = hashlib.blake2b(digest_size=16)
         self.num_bad = 0
         self.bad_rows: list[str] = []
@@ -82,9 +82,11 @@ class RowSet:
             size = f"{file.num_rows} row{'s' if file.num_rows > 1 else ''}"
             raise DataError(f"{source}: the slice is empty; the file has {size}", remedy="mend the slice")
         self._files.append(file)
+        spool = None if file.is_random else self._spooled()
         for number, row in enumerate(rows):
             try:
-                encoded = encode_item(self._layout.item(file.read(row)))
+                item = self._layout.item(file.read(row))
+                encoded = encode_item(item)
             except RowError as bad:
                 if not skips_bad:
                     raise DataError(f"{file.place(row)}: {bad.cause}", remedy=bad.remedy) from bad
@@ -95,7 +97,14 @@ class RowSet:
             self._number_of.append(number)
             self._checksums.append(zlib.crc32(encoded))
             self._sizes.append(len(encoded))
+            self._spots.append(-1 if spool is None else spool.add(_encode_as_written(item)))
             self._hash.update(len(encoded).to_bytes(8, "little") + encoded)
+        file.close()
+
+    def _spooled(self) -> _Spool:
+        if self._spool is None:
+            self._spool = _Spool()
+        return self._spool
 
     def _note_bad(self, text: str) -> None:
         self.num_bad += 1
@@ -129,6 +138,9 @@ class RowSet:
         )
 
     def _read_again(self, index: int) -> Item:
+        spot = self._spots[index]
+        if self._spool is not None and spot >= 0:
+            return _decode(self._spool.read(spot, self._sizes[index]))
         file, row = self._files[self._file_of[index]], self._row_of[index]
         changed: MyxaError = DataError(
             f"{file.place(row)}: the row has changed since the run started", remedy="leave data alone during a run"
@@ -140,3 +152,40 @@ class RowSet:
         if zlib.crc32(_encode(item)) != self._checksums[index]:
             raise changed
         return item
+
+
+class _Spool:
+    """Rows in a temporary file, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="myxa-rows-", buffering=SPOOL_BUFFER_BYTES)  # noqa: SIM115 -- it lives as long as the rows
+        weakref.finalize(self, self._file.close)
+        self._end = 0
+        self._is_flushed = True
+
+    def add(self, data: bytes) -> int:
+        """Where it stands. Raises DataError if there is no room."""
+        spot = self._end
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise _no_room(error) from error
+        self._end += len(data)
+        self._is_flushed = False
+        return spot
+
+    def read(self, spot: int, size: int) -> bytes:
+        if not self._is_flushed:
+            try:
+                self._file.flush()
+            except OSError as error:
+                raise _no_room(error) from error
+            self._is_flushed = True
+        return os.pread(self._file.fileno(), size, spot)
+
+
+def _no_room(error: OSError) -> DataError:
+    return DataError(
+        f"rows of compressed, parquet and Arrow files cannot be kept in {tempfile.gettempdir()}: {error.strerror}",
+        remedy="make room there, or name another folder in the environment variable TMPDIR",
+    )

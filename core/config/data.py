@@ -79,7 +79,7 @@ class DataSettings(Section, frozen=True):
 
     train: Annotated[SourceText, OrElse("sources")]
     """JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99.
-    Left out where `sources` names several."""
+    Folders, patterns and further formats: rewards-and-data.md. Left out where `sources` names several."""
     sources: dict[str, SourceSettings] = {}
     """Several sources instead of `train`, each a table `[data.sources.NAME]`: see there."""
     preset: Literal["slime", "verl", "chat", "plain", "recorded"] = "slime"

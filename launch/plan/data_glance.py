@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from ...actors.data.data_files import check_data_files, is_large, needs_pyarrow, open_rows
 from ...actors.data.held_out import held_out_layout, layout_of
 from ...actors.data.layout import Layout
-from ...actors.data.row_file import RowError, RowFile, check_data_file
-from ...actors.data.row_set import encode_item, open_rows
+from ...actors.data.row_file import RowError, RowFile
+from ...actors.data.row_set import encode_item
 from ...core.config import DataSettings, RunConfig
 from ...core.config.source import Source, parse_sources
 from ...core.errors import DataError, MyxaError
@@ -97,7 +97,7 @@ def _glance(key: str, value: str | tuple[str, ...], layout: Layout, *, skips_bad
     for source in parse_sources(value):
         if not _can_be_opened(source, key):
             return DataGlance(None, tuple(findings))
-        if _is_large(source):
+        if is_large(source.path, key, MAX_BYTES):
             total = None
             continue
         try:
@@ -113,14 +113,10 @@ def _glance(key: str, value: str | tuple[str, ...], layout: Layout, *, skips_bad
 
 def _can_be_opened(source: Source, key: str) -> bool:
     try:
-        check_data_file(source.path, key)
+        check_data_files(source.path, key)
     except MyxaError:
         return False
-    return not source.path.endswith(".parquet") or has_module("pyarrow")
-
-
-def _is_large(source: Source) -> bool:
-    return not source.path.endswith(".parquet") and Path(source.path).stat().st_size > MAX_BYTES
+    return not needs_pyarrow(source.path) or has_module("pyarrow")
 
 
 def _first_rows(

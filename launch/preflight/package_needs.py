@@ -1,4 +1,4 @@
-"""Which packages the actors of a run need in their interpreters. Pure."""
+"""Which packages the actors of a run need in their interpreters. Looks at names of data files, at nothing else."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...actors.backends.megatron.verbatim import check_tables
+from ...actors.data.data_files import needs_pyarrow
 from ...actors.sinks.names import SHIPPED
 from ...core.config import RunConfig
 from ...core.config.source import parse_sources
@@ -86,8 +87,8 @@ def _of_rollout(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
 
 def _of_buffer(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
     sources = (source for _, value in config.data_files() for source in parse_sources(value))
-    if any(source.path.endswith(".parquet") for source in sources):
-        yield Need("pyarrow", "which parquet files need", "install pyarrow there (extra parquet)")
+    if any(needs_pyarrow(source.path) for source in sources):
+        yield Need("pyarrow", "which parquet, Arrow and .zst files need", "install pyarrow there (extra parquet)")
 
 
 def _of_monitor(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:

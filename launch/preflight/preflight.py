@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.checkpoints.folder import read_manifest
-from ...actors.data.row_file import check_data_file
+from ...actors.data.data_files import check_data_files
 from ...actors.models.chat_template import PlainText
 from ...actors.models.freezing import frozen_names
 from ...actors.models.hf_folder import check_values, open_weights, read_config
@@ -225,7 +225,7 @@ def _check_data(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Find
         return
     for key, value in config.data_files():
         for source in parse_sources(value):
-            yield from looked(key, check_data_file, source.path, key)
+            yield from looked(key, check_data_files, source.path, key)
 
 
 def _check_devices(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:

@@ -38,7 +38,10 @@ def failure(folder: Path, content: str | bytes, name: str = "t.jsonl", **section
 BAD_LINES: list[tuple[str, str]] = [
     ('{"prompt": "a"', "the line is not JSON from column 15 on -- mend the line"),
     ("not json", "the line is not JSON from column 1 on -- mend the line"),
-    ('{"prompt": NaN}', "the line is not JSON from column 12 on -- mend the line"),
+    (
+        '{"prompt": NaN}',
+        "the line is not JSON from column 12 on: JSON has no NaN -- write the value as a text, or null",
+    ),
     ("[1, 2]", "the line holds an array, not a JSON object -- write one object per line"),
     ("null", "the line holds null, not a JSON object -- write one object per line"),
     ("3", "the line holds a number, not a JSON object -- write one object per line"),
@@ -168,14 +171,9 @@ def test_a_label_may_be_missing_when_nothing_compares_with_it(tmp_path: Path) ->
         (b"", "t.jsonl: the file is empty -- write one JSON object per line"),
         (b"\n \n\r\n", "t.jsonl: the file holds no rows -- write one JSON object per line"),
         (b'{"prompt": "\xff"}', "t.jsonl:1: the line is not UTF-8 (byte 13 of it) -- save the file as UTF-8"),
-        ("{}".encode("utf-16"), "t.jsonl: is UTF-16 text, not JSONL or parquet -- convert it to plain UTF-8 JSONL"),
-        (b"\x1f\x8b\x08\x00", "t.jsonl: is gzip-compressed, not JSONL or parquet -- convert it to plain UTF-8 JSONL"),
         (
-            b'[{"prompt": "a"}, {"prompt": "b"}]',
-            (
-                "t.jsonl:1: the line holds an array, not a JSON object -- "
-                "the file is one JSON array; write one object per line"
-            ),
+            b"\x1f\x8b\x08\x00",
+            "t.jsonl: is cut off: its gzip data ends in the middle -- copy it again; `gzip -t` checks it",
         ),
     ],
 )
@@ -242,8 +240,6 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"there is no folder .*/none"):
         open_prompts(config(str(tmp_path / "none" / "x.jsonl")))
-    with pytest.raises(ConfigError, match=r"data\.train: .* is a folder -- name a JSONL or parquet file"):
-        open_prompts(config(str(tmp_path)))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match=r"data\.train: .*pipe is a pipe or a device -- write what it gives"):
         open_prompts(config(str(tmp_path / "pipe")))

@@ -105,8 +105,8 @@ WRONG: dict[str, Wrong] = {
     # data
     "data missing": instead('train = "data/train.jsonl"', 'train = "data/trian.jsonl"', "its folder holds"),
     "data empty": instead('train = "data/train.jsonl"', 'train = "data/empty.jsonl"', "write one JSON object per line"),
-    "data compressed": instead('train = "data/train.jsonl"', 'train = "data/packed.jsonl"', "convert it to plain"),
-    "data a folder": instead('train = "data/train.jsonl"', 'train = "data"', "name a JSONL or parquet file"),
+    "data compressed": instead('train = "data/train.jsonl"', 'train = "data/packed.jsonl"', "copy it again"),
+    "data a folder": instead('train = "data/train.jsonl"', 'train = "data"', "write one JSON object per line"),
     "data with a torn line": instead('train = "data/train.jsonl"', 'train = "data/torn.jsonl"', "mend the line"),
     "column misspelt": instead('train = "data/train.jsonl"', 'train = "data/other_column.jsonl"', 'did you mean "promt"'),
     "slice that is none": instead('train = "data/train.jsonl"', 'train = "data/train.jsonl@[5]"', "must look like file@[10:100]"),

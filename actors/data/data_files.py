@@ -1,0 +1,288 @@
+"""From what a run file names to files: one file, a folder of them, a pattern, or a dataset saved by `datasets`.
+
+Knows names, first bytes and formats. Several files are read as one, in the order of their names, which is the same at
+every start. Must not know what stands in a row.
+"""
+
+from __future__ import annotations
+
+import bisect
+import glob
+import itertools
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+
+from ...core.errors import ConfigError, DataError
+from ...core.file_entry import read_regular
+from .columnar import ColumnarFile, Kind
+from .file_bytes import GZIP_MAGIC, ZSTD_MAGIC, FileBytes
+from .jsonl import BOM, JsonlFile
+from .layout import Layout
+from .recorded_groups import RecordedGroups
+from .row_file import Columns, RowFile
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".feather", ".ipc")
+PACKED = (".gz", ".zst")
+FORMATS = "JSONL, JSON arrays (both also as .gz or .zst), parquet and Arrow files are read"
+HEAD_BYTES = 256
+MAX_OPEN = 64
+MAX_STATE_BYTES = 16 << 20
+SHOWN_NAMES = 8
+PARQUET_MAGIC, ARROW_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+FOREIGN_MAGIC: tuple[tuple[bytes, str, str], ...] = (
+    (b"version https://git-lfs", "a git-LFS pointer, not the data itself", "fetch the data: `git lfs pull`"),
+    (b"PK\x03\x04", "a zip archive", "unpack it"),
+    (b"BZh", "bzip2-compressed", "unpack it"),
+    (b"\xfd7zXZ", "xz-compressed", "unpack it"),
+    (b"\xff\xfe\x00\x00", "UTF-32 text", "save it as UTF-8"),
+    (b"\xff\xfe", "UTF-16 text", "save it as UTF-8"),
+    (b"\xfe\xff", "UTF-16 text", "save it as UTF-8"),
+    (b"{\x00", "UTF-16 text", "save it as UTF-8"),
+    (b"[\x00", "UTF-16 text", "save it as UTF-8"),
+    (b"\x00{", "UTF-16 text", "save it as UTF-8"),
+    (b"\x00[", "UTF-16 text", "save it as UTF-8"),
+    (b"PARE", "encrypted parquet", "decrypt it"),
+    (b"FEA1", "a Feather file of version 1", "write it again as parquet"),
+    (b"SQLite format 3", "an SQLite database", "write its table as JSONL"),
+    (b"\x93NUMPY", "a numpy file", "write it as JSONL"),
+    (b"<!DOCTYPE", "a web page", "download the file itself"),
+    (b"<!doctype", "a web page", "download the file itself"),
+    (b"<html", "a web page", "download the file itself"),
+)
+SPLIT = re.compile(r"(?:^|[-_.])(train|training|test|testing|valid|validation|val|dev|eval)(?=[-_.])", re.IGNORECASE)
+
+
+def check_data_files(path: str, key: str) -> tuple[str, ...]:
+    """The files that a name stands for, each of a format that is read. Raises ConfigError naming the run file's key if
+    they are not there, DataError for a format that is not known."""
+    files = files_of(path, key)
+    for file in files:
+        _kind(file, key)
+    return files
+
+
+def is_large(path: str, key: str, max_bytes: int) -> bool:
+    """Whether the rows of JSON files cannot be counted without reading more than so much."""
+    files = [file for file in files_of(path, key) if _kind(file, key) == "json"]
+    return sum(Path(file).stat().st_size for file in files) > max_bytes
+
+
+def needs_pyarrow(path: str) -> bool:
+    """Whether a name says that such files are read. Those that are not there need nothing."""
+    try:
+        files = files_of(path, "")
+    except ConfigError:
+        files = (path,)
+    return any(file.endswith((*SUFFIXES[3:], ".zst")) for file in files)
+
+
+def open_rows(path: str, layout: Layout, key: str) -> RowFile:
+    """What a name stands for, as rows. Raises ConfigError naming `key`, DataError, OSError."""
+    files = files_of(path, key)
+    if layout.is_recorded and files == (path,):
+        _kind(path, key)
+        return RecordedGroups(path, layout.recorded)
+    if layout.is_recorded:
+        raise ConfigError(f"{key}: {path} is not one file", remedy="name each dump that `myxa dump` wrote")
+    if files == (path,):
+        rows = _open_file(path, layout, key)
+    else:
+        rows = RowFiles([(file, _open_file(file, layout, key)) for file in files])
+    if not rows.num_rows:
+        raise DataError(f"{path}: the file holds no rows", remedy="name a file with rows")
+    return rows
+
+
+class RowFiles:
+    """Rows of several files, one file after another. A few of them are open at a time."""
+
+    def __init__(self, files: Sequence[tuple[str, RowFile]]) -> None:
+        self._files = [file for _, file in files]
+        self._ends = list(itertools.accumulate(file.num_rows for file in self._files))
+        self._open: OrderedDict[int, None] = OrderedDict()
+        for file in self._files:
+            file.close()
+
+    @property
+    def num_rows(self) -> int:
+        return self._ends[-1]
+
+    @property
+    def is_random(self) -> bool:
+        return all(file.is_random for file in self._files)
+
+    def place(self, row: int) -> str:
+        at, row = self._find(row)
+        return self._files[at].place(row)
+
+    def read(self, row: int) -> Columns:
+        at, row = self._find(row)
+        self._open[at] = None
+        self._open.move_to_end(at)
+        if len(self._open) > MAX_OPEN:
+            self._files[self._open.popitem(last=False)[0]].close()
+        return self._files[at].read(row)
+
+    def close(self) -> None:
+        for at in self._open:
+            self._files[at].close()
+        self._open.clear()
+
+    def _find(self, row: int) -> tuple[int, int]:
+        at = bisect.bisect_right(self._ends, row)
+        return at, row - (self._ends[at - 1] if at else 0)
+
+
+def files_of(path: str, key: str) -> tuple[str, ...]:
+    """The files that a name stands for, in the order in which they are read. Raises ConfigError."""
+    try:
+        if Path(path).is_dir():
+            return _of_folder(path, key)
+        if not Path(path).exists() and glob.has_magic(path):
+            return _of_pattern(path, key)
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}", remedy="check its permissions") from error
+    return (path,)
+
+
+def _of_pattern(pattern: str, key: str) -> tuple[str, ...]:
+    files = sorted(name for name in glob.glob(pattern, recursive=True) if not Path(name).is_dir())  # noqa: PTH207 -- as a shell reads it
+    if not files:
+        raise ConfigError(f"{key}: no file matches {pattern}", remedy=f"check {key}; {_neighbours(pattern)}")
+    return tuple(files)
+
+
+def _of_folder(path: str, key: str) -> tuple[str, ...]:
+    folder = Path(path)
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(one.name for one in folder.iterdir() if one.is_dir())
+        raise ConfigError(
+            f"{key}: {path} is a saved dataset with the splits {', '.join(splits)}",
+            remedy=f"name one of them: {folder / (splits[0] if splits else 'train')}",
+        )
+    if (folder / "state.json").is_file():
+        return _of_saved_dataset(folder, key)
+    names = sorted(one.name for one in folder.iterdir() if not one.name.startswith((".", "_")))
+    data = [name for name in names if _suffix(name) and name not in ("dataset_info.json", "dataset_infos.json")]
+    if not data:
+        holds = f"holds {', '.join(names[:SHOWN_NAMES])}" if names else "is empty"
+        raise ConfigError(
+            f"{key}: {path} is a folder without data files; it {holds}",
+            remedy="name a file, or a folder or pattern (`folder/*.jsonl`) of them",
+        )
+    splits = sorted({found[1].lower() for name in data if (found := SPLIT.search(name)) is not None})
+    for what, found in (("formats", sorted({_suffix(name) for name in data})), ("splits", splits)):
+        if len(found) > 1:
+            raise ConfigError(
+                f"{key}: the folder {path} holds files of several {what}: {', '.join(found)}",
+                remedy=f"say which by a pattern, for example {folder / (data[0][:5] + '*' + _suffix(data[0]))}",
+            )
+    return tuple(str(folder / name) for name in data)
+
+
+def _of_saved_dataset(folder: Path, key: str) -> tuple[str, ...]:
+    """By `datasets.Dataset.save_to_disk`."""
+    try:
+        state = cast("dict[str, Any]", orjson.loads(read_regular(folder / "state.json", MAX_STATE_BYTES)))
+        names = [str(entry["filename"]) for entry in state["_data_files"]]
+        has_indices = bool(state.get("_indices_data_files"))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"{folder / 'state.json'}: is not that of a saved dataset: {type(error).__name__}: {error}",
+            remedy="save it again by `save_to_disk`, or name its .arrow files",
+        ) from error
+    if has_indices or not names:
+        raise DataError(
+            f"{folder}: the saved dataset {'is a selection of rows' if has_indices else 'has no files'}",
+            remedy="save it by a newer `datasets`, or `flatten_indices()` before `save_to_disk`",
+        )
+    if outside := next((name for name in names if Path(name).name != name), None):
+        raise DataError(f"{folder / 'state.json'}: names a file outside the folder: {outside}")
+    if missing := next((name for name in names if not (folder / name).exists()), None):
+        raise ConfigError(f"{key}: there is no file {folder / missing}, which state.json names", remedy="copy it too")
+    return tuple(str(folder / name) for name in names)
+
+
+def _suffix(name: str) -> str:
+    """Of a data file, with that of its packing; empty for another file."""
+    packing = next((one for one in PACKED if name.endswith(one)), "")
+    plain = next((one for one in SUFFIXES if name.removesuffix(packing).endswith(one)), "")
+    return plain + packing if plain else ""
+
+
+def _kind(path: str, key: str) -> Kind | str:
+    """The format of a file, by its first bytes: a Kind, or "json". Raises as `check_data_files`."""
+    if path.endswith((".csv", ".tsv", ".csv.gz", ".tsv.gz")):
+        raise DataError(
+            f"{path}: is CSV, whose values have no types and no nesting",
+            remedy="write it as JSONL; with pandas: `pd.read_csv(...).to_json(..., orient='records', lines=True)`",
+        )
+    head, packing = _head(path, key)
+    if not head.removeprefix(BOM):
+        raise DataError(f"{path}: the file is empty", remedy="write one JSON object per line")
+    for magic, what, remedy in FOREIGN_MAGIC:
+        if head.lstrip(b" \r\n\t").startswith(magic):
+            raise DataError(f"{path}: is {what}", remedy=f"{remedy}; {FORMATS}")
+    columnar = _columnar(path, head)
+    if columnar and packing:
+        raise DataError(f"{path}: is {packing}-compressed {columnar}", remedy="unpack it")
+    if head.startswith((GZIP_MAGIC, ZSTD_MAGIC)):
+        raise DataError(f"{path}: is compressed twice", remedy="unpack it once")
+    if not columnar and path.endswith(SUFFIXES[3:]) and not head.removeprefix(BOM).lstrip().startswith((b"{", b"[")):
+        raise DataError(
+            f"{path}: is no {'parquet' if path.endswith('.parquet') else 'Arrow'} file: it begins with {head[:8]!r}",
+            remedy="copy it again, or name it after what it is",
+        )
+    return columnar or "json"
+
+
+def _columnar(path: str, head: bytes) -> Kind | None:
+    if head.startswith(PARQUET_MAGIC):
+        return "parquet"
+    if head.startswith(ARROW_MAGIC):
+        return "arrow"
+    return "arrow stream" if head.startswith(ARROW_STREAM_MAGIC) else None
+
+
+def _head(path: str, key: str) -> tuple[bytes, str]:
+    """The first bytes, unpacked, and the packing."""
+    try:
+        if Path(path).exists() and not Path(path).is_file():  # rows are read again when they are drawn
+            raise ConfigError(f"{key}: {path} is a pipe or a device", remedy="write what it gives into a file")
+        file = FileBytes(path)
+        if file.packing == "zstd" and not _has_pyarrow():
+            return b"{", file.packing
+        with file.told(), file.stream() as stream:
+            return stream.read(HEAD_BYTES), file.packing
+    except FileNotFoundError:
+        link = f"; it is a link to {os.readlink(path)}" if Path(path).is_symlink() else ""  # noqa: PTH115
+        raise ConfigError(f"{key}: there is no file {path}{link}", remedy=f"check {key}; {_neighbours(path)}") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: {path} cannot be read: {error.strerror or error}", remedy="check its permissions"
+        ) from error
+
+
+def _open_file(path: str, layout: Layout, key: str) -> RowFile:
+    kind = _kind(path, key)
+    return JsonlFile(path) if kind == "json" else ColumnarFile(path, layout, cast("Kind", kind))
+
+
+def _has_pyarrow() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("pyarrow") is not None
+
+
+def _neighbours(path: str) -> str:
+    folder = Path(path).parent
+    if not folder.is_dir():
+        return f"there is no folder {folder}"
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())[:SHOWN_NAMES]
+    return f"its folder holds {', '.join(names)}" if names else "its folder is empty"

@@ -1,0 +1,300 @@
+"""Rows arrive the same from every format, from several files in a fixed order, and broken files are told by cause."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.ipc as ipc
+import pyarrow.parquet as pq
+import pytest
+
+from myxa.actors.data import PromptDataset, jsonl, open_prompts
+from myxa.core.config import RunConfig
+from myxa.core.errors import ConfigError, DataError, MyxaError
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "prompt": [{"role": "user", "content": f'{row} + 1? \u00e9 \U0001f600 \\ " \n'}],
+        "label": str(row + 1),
+        "metadata": {"z": row, "a": [1.5, None, 0.1], "big": 2**63 - 1},
+    }
+    for row in range(300)
+]
+
+
+def lines(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def zstd(data: bytes) -> bytes:
+    return pa.Codec("zstd").compress(data).to_pybytes()
+
+
+def arrow(path: Path, rows: list[dict[str, Any]], *, is_stream: bool = False) -> None:
+    table = pa.Table.from_pylist(rows)
+    make = ipc.new_stream if is_stream else ipc.new_file
+    with make(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=70)
+
+
+def saved(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """As `datasets` writes it."""
+    folder.mkdir()
+    names = [f"data-{number:05d}-of-00002.arrow" for number in (1, 0)]
+    for name, part in zip(names, (rows[:100], rows[100:]), strict=True):
+        arrow(folder / name, part, is_stream=True)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def write(folder: Path, kind: str) -> Path:
+    path = folder / kind
+    match kind:
+        case "t.jsonl" | "a name without suffix":
+            path.write_bytes(lines(ROWS))
+        case "t.json":
+            path.write_text(json.dumps(ROWS, indent=1))
+        case "flat.json":
+            path.write_bytes(b"\xef\xbb\xbf" + json.dumps(ROWS, ensure_ascii=False).encode())
+        case "t.jsonl.gz" | "gz without suffix":
+            path.write_bytes(gzip.compress(lines(ROWS[:100])) + gzip.compress(lines(ROWS[100:])))
+        case "t.json.gz":
+            path.write_bytes(gzip.compress(json.dumps(ROWS).encode()))
+        case "t.jsonl.zst":
+            path.write_bytes(zstd(lines(ROWS[:100])) + zstd(lines(ROWS[100:])))
+        case "t.parquet":
+            pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=77)
+        case "t.arrow":
+            arrow(path, ROWS)
+        case "stream.arrow":
+            arrow(path, ROWS, is_stream=True)
+        case "saved":
+            saved(path, ROWS)
+        case "folder" | "*.jsonl":
+            inner = folder / "folder" if kind == "folder" else folder
+            inner.mkdir(exist_ok=True)
+            for name, part in (("b.jsonl", ROWS[100:]), ("a.jsonl", ROWS[:100])):
+                (inner / name).write_bytes(lines(part))
+            (inner / "README.md").write_text("#")
+        case _:
+            raise AssertionError(kind)
+    return path
+
+
+def opened(path: Path | str, **data: Any) -> PromptDataset:
+    raw = {"model": {"path": "m"}, "data": {"train": str(path), "shuffle": False, **data}}
+    return open_prompts(RunConfig.model_validate(raw))
+
+
+def refused(path: Path | str, **data: Any) -> str:
+    with pytest.raises(MyxaError) as caught:
+        opened(path, **data)
+    assert isinstance(caught.value, DataError | ConfigError)
+    return str(caught.value).replace(f"{Path(path).parent}/", "")
+
+
+KINDS = (
+    *("t.jsonl", "a name without suffix", "t.json", "flat.json", "t.jsonl.gz", "gz without suffix", "t.json.gz"),
+    *("t.jsonl.zst", "t.parquet", "t.arrow", "stream.arrow", "saved", "folder", "*.jsonl"),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_g_rows_are_the_same_from_every_format(tmp_path: Path, kind: str) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    wanted = opened(write(plain, "t.jsonl"))
+    dataset = opened(write(tmp_path, kind))
+    assert dataset.fingerprint == wanted.fingerprint
+    for draw in (0, 299, 99, 100, 7, 250, 301):
+        prompt, other = dataset.prompt(draw), wanted.prompt(draw)
+        assert prompt is not None and other is not None
+        assert (prompt.messages, prompt.label, prompt.row) == (other.messages, other.label, other.row)
+        assert json.dumps(prompt.metadata) == json.dumps(other.metadata), "in the order of the row"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_g_slices_and_shuffles_work_on_every_format(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path, kind)
+    dataset = opened(f"{path}@[-201:200]", shuffle=True)
+    again = opened(f"{path}@[99:-100]", shuffle=True)
+    assert len(dataset) == 101
+    assert sorted(prompt.label for draw in range(101) if (prompt := dataset.prompt(draw))) == sorted(
+        row["label"] for row in ROWS[99:200]
+    )
+    assert dataset.fingerprint == again.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["t.json", "t.jsonl.gz", "t.jsonl.zst", "t.parquet", "t.arrow", "folder"])
+def test_a_bad_row_is_told_with_its_place_in_every_format(tmp_path: Path, kind: str, monkeypatch: Any) -> None:
+    rows = [*ROWS[:150], {**ROWS[150], "label": None}, *ROWS[151:]]
+    monkeypatch.setitem(globals(), "ROWS", rows)
+    path = write(tmp_path, kind)
+    text = refused(path)
+    places = {"t.json": "t.json:", "folder": "folder/b.jsonl:51: ", "t.parquet": "t.parquet, row 150: "}
+    places |= {"t.jsonl.gz": "t.jsonl.gz:151: ", "t.jsonl.zst": "t.jsonl.zst:151: ", "t.arrow": "t.arrow, row 150: "}
+    assert text.startswith(places[kind])
+    assert 'column "label" is null' in text
+    assert (len(opened(path, on_bad_line="skip")), opened(path, on_bad_line="skip").num_bad) == (299, 1)
+
+
+def test_a14_elements_of_an_array_have_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text('[\n {"prompt": "a", "label": "1"},\n\n {"prompt": "b"}\n]\n')
+    assert refused(path).startswith('t.json:4: column "label" is missing')
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ('[{"prompt": "a", "label": "1"},\n {"prompt": "b", "la', "t.json:2: the JSON array is cut off"),
+        ('[{"prompt": "a", "label": "1"}\n', "t.json:2: the JSON array is cut off"),
+        ('[{"prompt": "a", "label": "1"}\n {}]', "t.json:2: '{' stands where ',' was expected"),
+        ('[{"prompt": "a", "label": "1"},]', "t.json:1: the array is not JSON"),
+        ('[{"prompt": "a",\n "label": nope}]', "t.json:2: the array is not JSON"),
+        ("[]", "t.json: the file holds no rows"),
+        ('["a"]\n["b"]', "t.json:2: something stands after the end of the JSON array"),
+        ("[3]", "t.json:1: the array holds a number, not a JSON object"),
+        ("[" * 100_000, "t.json:1: the JSON is nested too deeply"),
+        ('[{"prompt": "a", "label": NaN}]', "t.json:1: the line is not JSON from column 26 on: JSON has no NaN"),
+    ],
+)
+def test_a14_a_broken_array_is_told_with_its_line(tmp_path: Path, text: str, cause: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    assert refused(path).startswith(cause)
+
+
+def test_a14_an_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, "t.json")
+    whole = opened(path).fingerprint
+    for size in (1, 7, 64):
+        monkeypatch.setattr(jsonl, "CHUNK_BYTES", size)
+        assert opened(path).fingerprint == whole
+
+
+def damaged(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd])
+def test_f7_packed_files_that_are_cut_damaged_or_foreign(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / "t.jsonl.gz"
+    whole = pack(lines(ROWS))
+    for size in (len(whole) - 1, len(whole) - 9, len(whole) // 2, 6):
+        path.write_bytes(whole[:size])
+        assert "t.jsonl.gz: is cut off: its" in refused(path)
+    path.write_bytes(damaged(whole, len(whole) // 2))
+    assert "t.jsonl.gz: " in refused(path)
+    path.write_bytes(whole + b"garbage")
+    assert "cannot be unpacked: its" in refused(path)
+    path.write_bytes(pack(whole))
+    assert "t.jsonl.gz: is compressed twice" in refused(path)
+    path.write_bytes(pack(b""))
+    assert "t.jsonl.gz: the file is empty" in refused(path)
+    path.write_bytes(pack(b"PAR1 and so on"))
+    assert "-compressed parquet -- unpack it" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "cause"),
+    [
+        (
+            "t.jsonl",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
+            "is a git-LFS pointer, not the data",
+        ),
+        ("t.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "is a git-LFS pointer"),
+        ("t.parquet", b"plain text", "is no parquet file: it begins with b'plain te'"),
+        ("t.arrow", b"plain text", "is no Arrow file: it begins with b'plain te'"),
+        ("t.arrow", b"ARROW1\x00\x00 and so on", "is not a readable Arrow file"),
+        ("t.arrow", b"\xff\xff\xff\xff and so on", "is not a readable Arrow file"),
+        ("t.jsonl", "{}".encode("utf-16"), "is UTF-16 text -- save it as UTF-8"),
+        ("t.jsonl", '{"prompt"'.encode("utf-16-le"), "is UTF-16 text"),
+        ("t.jsonl", "{}".encode("utf-32"), "is UTF-32 text"),
+        ("t.jsonl", b"PK\x03\x04", "is a zip archive -- unpack it"),
+        ("t.jsonl", b"<!DOCTYPE html>", "is a web page -- download the file itself"),
+        ("t.csv", b"prompt,label\n2+2,4\n", "is CSV, whose values have no types and no nesting -- write it as JSONL"),
+        ("t.jsonl", b"", "the file is empty"),
+        ("t.jsonl", b"\xef\xbb\xbf", "the file is empty"),
+    ],
+)
+def test_f7_files_of_another_kind_are_told_what_they_are(tmp_path: Path, name: str, content: bytes, cause: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert refused(tmp_path / name).startswith(f"{name}: {cause}")
+
+
+def test_a_file_of_json_under_another_name_is_read(tmp_path: Path) -> None:
+    for name in ("t.parquet", "t.arrow", "t.jsonl.gz", "t.jsonl.zst", "t.txt"):
+        (tmp_path / name).write_bytes(lines(ROWS[:3]))
+        assert len(opened(tmp_path / name)) == 3
+
+
+def test_g_folders_that_do_not_say_what_is_meant(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    assert refused(folder).startswith("data.train: data is a folder without data files; it is empty")
+    (folder / "README.md").write_text("#")
+    assert "without data files; it holds README.md" in refused(folder)
+    (folder / "train-00000.jsonl").write_bytes(lines(ROWS[:2]))
+    (folder / ".hidden.jsonl").write_bytes(b"torn")
+    assert len(opened(folder)) == 2
+    (folder / "test-00000.jsonl").write_bytes(lines(ROWS[:2]))
+    assert "holds files of several splits: test, train -- say which by a pattern" in refused(folder)
+    assert len(opened(folder / "train-*.jsonl")) == 2
+    (folder / "test-00000.jsonl").unlink()
+    (folder / "train-00000.jsonl.gz").write_bytes(gzip.compress(lines(ROWS[:2])))
+    assert "holds files of several formats: .jsonl, .jsonl.gz" in refused(folder)
+    assert "no file matches" in refused(folder / "*.parquet")
+    (folder / "train[1].jsonl").write_bytes(lines(ROWS[:1]))
+    assert len(opened(folder / "train[1].jsonl")) == 1
+
+
+def test_g_a_folder_named_like_a_file(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").mkdir()
+    assert "t.jsonl is a folder without data files; it is empty" in refused(tmp_path / "t.jsonl")
+
+
+def test_g_saved_datasets_that_cannot_be_read(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved", ROWS)
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, "_indices_data_files": [{"filename": "i.arrow"}]}))
+    assert "the saved dataset is a selection of rows -- save it by a newer" in refused(folder)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../x.arrow"}]}))
+    assert "names a file outside the folder" in refused(folder)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "gone.arrow"}]}))
+    assert "gone.arrow, which state.json names" in refused(folder)
+    (folder / "state.json").write_text("{")
+    assert "state.json: is not that of a saved dataset" in refused(folder)
+    (tmp_path / "dict").mkdir()
+    (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    saved(tmp_path / "dict" / "train", ROWS)
+    assert "is a saved dataset with the splits train -- name one of them: dict/train" in refused(tmp_path / "dict")
+    assert len(opened(tmp_path / "dict" / "train")) == 300
+
+
+def test_pipes_devices_and_links_to_nothing_do_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert "pipe.jsonl is a pipe or a device" in refused(tmp_path / "pipe.jsonl")
+    assert "pipe.jsonl is a pipe or a device" in refused(tmp_path / "*.jsonl")
+    assert "is a pipe or a device" in refused("/dev/zero")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "gone")
+    assert "there is no file link.jsonl; it is a link to" in refused(tmp_path / "link.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    assert "loop.jsonl" in refused(tmp_path / "loop.jsonl")
+
+
+def test_more_files_than_a_process_may_have_open(tmp_path: Path) -> None:
+    for number in range(200):
+        (tmp_path / f"part-{number:03}.jsonl").write_bytes(lines(ROWS[number : number + 1]))
+    before = len(os.listdir("/proc/self/fd"))
+    dataset = opened(tmp_path, shuffle=True)
+    assert sorted(int(prompt.label) for draw in range(200) if (prompt := dataset.prompt(draw))) == list(range(1, 201))
+    assert len(os.listdir("/proc/self/fd")) - before < 70
