@@ -15,6 +15,8 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from ..actors.rewards.guard import kind_of_cause
+from ..actors.sinks.jsonl import EVENTS_FILE
 from ..core.errors import MyxaError
 from .first_failure import FirstFailure
 from .nodes.lead import Ending
@@ -25,6 +27,11 @@ from .views.run_files import RunFiles, load_run
 from .views.summary import Curves, final_summary
 
 _log = logging.getLogger("myxa.launcher")
+
+NEWS = frozenset({"reward-failed", "reward-paused", "reward-works-again", "reference-paused", "reference-works-again"})
+"""Kinds of events that are shown."""
+MAX_NEWS_BYTES = 1 << 20
+"""That are read at one look."""
 
 
 class Screen:
@@ -37,6 +44,7 @@ class Screen:
         self._view = LiveView(console)
         self._last: LiveState | None = None
         self._started_s = time.monotonic()
+        self._news = _News(run_dir / EVENTS_FILE)
 
     def __enter__(self) -> Screen:
         if not self._is_quiet:
@@ -55,6 +63,11 @@ class Screen:
             self._last = state
         if not self._is_quiet:
             self._view.update(state)
+            self._tell_news()
+
+    def _tell_news(self) -> None:
+        for line in self._news.read():
+            self.say(line)
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -77,6 +90,7 @@ class Screen:
 
     def finish(self, ending: Ending, next_steps: Sequence[str]) -> None:
         """Write the report, print how the run ended; the cause of a failure comes last."""
+        self._tell_news()
         run = self._read()
         report = self._report(run) if run is not None else None
         status = ending.status
@@ -123,6 +137,48 @@ def _curves(run: RunFiles | None, last: LiveState | None) -> Curves:
     """From the run's files, which have the last steps; the last look at the living run may be older than those."""
     of = run.steps if run is not None else last.curve if last is not None else None
     return Curves(of("reward/raw_mean") or of("reward/mean"), of("eval/reward"), of("train/loss")) if of else Curves()
+
+
+class _News:
+    """What rewards did wrong, as the run's events tell it: each kind of cause once for all actors, then its counts."""
+
+    def __init__(self, events: Path) -> None:
+        self._events = events
+        self._offset = events.stat().st_size if events.exists() else 0
+        self._told: set[str] = set()
+
+    def read(self) -> list[str]:
+        """What is new."""
+        try:
+            with self._events.open("rb") as file:
+                if file.seek(0, 2) < self._offset:
+                    self._offset = 0
+                file.seek(self._offset)
+                lines, whole, _ = file.read(MAX_NEWS_BYTES).rpartition(b"\n")
+        except OSError:
+            return []
+        self._offset += len(lines) + len(whole)
+        found = (self._words(line) for line in lines.splitlines() if line.find(b'"kind":"re') >= 0)
+        return [words for words in found if words]
+
+    def _words(self, line: bytes) -> str:
+        try:
+            event = msgspec.json.decode(line, type=_EventLine)
+        except msgspec.DecodeError:
+            return ""
+        if event.kind not in NEWS:
+            return ""
+        cause, _, rest = event.text.partition(" (group ")
+        key = kind_of_cause(cause)
+        if event.kind.endswith("-failed") and key in self._told and not rest.endswith("so far"):
+            return ""
+        self._told.add(key)
+        return f"{event.kind}: {event.text}"
+
+
+class _EventLine(msgspec.Struct):
+    kind: str
+    text: str
 
 
 class _Shown(logging.Handler):

@@ -70,7 +70,7 @@ class ServedReference:
             except GaveUp:
                 raise _failure(f"is not asked any more; it last {guard.last_error}", place) from None
             except Refused as no:
-                guard.refused(f"refused: {no}", is_probe=is_probe)
+                guard.refused(f"refused: {no}", group_id, is_probe=is_probe)
                 raise _failure(f"refused: {no}", place, REFUSED) from no
             except NoScore as no:
                 num_failed += 1
@@ -84,7 +84,7 @@ class ServedReference:
             except BaseException:
                 guard.abandon(is_probe=is_probe)
                 raise
-            guard.worked(is_probe=is_probe)
+            guard.worked(group_id, is_probe=is_probe)
             self._num_calls += 1
             self._call_s += self._clock.monotonic() - started_s
             return found

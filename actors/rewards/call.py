@@ -21,7 +21,7 @@ from ...algos.rewards import (
 )
 from ...core.completions import Completion
 from ..user_call import is_the_callers
-from ..user_code import load_function, reward_expected, what_was_raised, words_of
+from ..user_code import load_function, place_of, reward_expected, what_was_raised, words_of
 
 Answers = tuple[Completion, ...]
 """What one call judges: a single answer, or all of a group in the order of their numbers."""
@@ -75,6 +75,8 @@ class RewardFn:
     """A built-in that must not run in an actor's process."""
     takes_group: bool = False
     """It is called with all answers of a group."""
+    place: str = ""
+    """File and line where it is defined, if it is the user's."""
 
     def argument(self, answers: Answers) -> Answers | Completion:
         """What the function is called with."""
@@ -103,7 +105,8 @@ def load_reward(
         return RewardFn(name, bound, is_light=not needs_process, needs_process=needs_process)
     extra = {**args, "pattern": pattern} if pattern else dict(args)
     found = load_function(name, reward_expected(keys.fn, takes_group=takes_group), extra)
-    return RewardFn(name, partial(found.fn, **extra), is_async=found.is_async, takes_group=takes_group)
+    bound, place = partial(found.fn, **extra), place_of(found.fn)
+    return RewardFn(name, bound, is_async=found.is_async, takes_group=takes_group, place=place)
 
 
 def check_args(name: str, *, pattern: str, args: Mapping[str, Any], keys: Keys = ALONE) -> None:

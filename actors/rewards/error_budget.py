@@ -52,6 +52,32 @@ class ErrorBudget:
         return calls >= MIN_CALLS and failed / calls > self.max_rate
 
 
+class LostGroups:
+    """Which of the last groups were lost to a reward: with a few failed calls many groups may be. Pure."""
+
+    def __init__(self, max_rate: float) -> None:
+        self.max_rate = max_rate
+        """The allowed share."""
+        self._recent: dict[int, bool] = {}
+
+    def note(self, group_id: int, *, is_lost: bool) -> None:
+        """One more call for a group; a group is lost by any of its calls."""
+        self._recent[group_id] = self._recent.get(group_id, False) or is_lost
+        if len(self._recent) > WINDOW_CALLS:
+            del self._recent[next(iter(self._recent))]
+
+    @property
+    def recent(self) -> tuple[int, int]:
+        """Lost ones among the last groups, and how many those are."""
+        return sum(self._recent.values()), len(self._recent)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether more than the allowed share was lost."""
+        lost, groups = self.recent
+        return groups >= MIN_CALLS and lost / groups > self.max_rate
+
+
 class GroupBudget:
     """Counts groups that were lost to a workflow, an engine, a row or the chat template. Rewards have a budget of their
     own, and a prompt that does not fit is no failure of any of them. Environments may fail as often as they like, but

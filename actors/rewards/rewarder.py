@@ -80,7 +80,7 @@ class Rewarder:
                 keys=keys,
             )
         )
-        self._guard = Guard(settings, f'reward function "{self._reward.name}"')
+        self._guard = Guard(settings, f'reward function "{self._reward.name}"', place=self._reward.place)
         self._pool: RewardPool | None = None
         self._run = self._way_to_run(self._reward)
 
@@ -158,7 +158,7 @@ class Rewarder:
             except BaseException:
                 self._guard.abandon(is_probe=is_probe)
                 raise
-            self._guard.worked(is_probe=is_probe)
+            self._guard.worked(answers[0].group_id, is_probe=is_probe)
             return outcomes
 
     def _failure(self, words: str, answers: Answers, *, is_deadly: bool = False) -> UserCodeError:

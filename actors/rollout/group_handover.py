@@ -52,7 +52,11 @@ class GroupHandover:
         self.counts = GroupCounts()
         self._broke: EngineError | None = None
         """What a group was failed with since that was judged last."""
-        scorer.listen(telemetry.event)
+        scorer.listen(self._tell)
+
+    def _tell(self, kind: str, text: str) -> None:
+        self._log.warning("%s: %s", kind, text)
+        self._telemetry.event(kind, text)
 
     def allow(self, max_error_rate: float) -> None:
         """Another share of lost groups, and of failed reward calls, from now on."""

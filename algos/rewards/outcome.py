@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Set, Sized
+from decimal import Decimal
 from numbers import Real
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -61,10 +62,11 @@ def outcomes_of(returned: object, num_answers: int) -> tuple[RewardOutcome, ...]
 
 
 def _number(value: object, where: str) -> float:
-    if not isinstance(value, Real):
-        raise TypeError(f"returned a value of type {type(value).__name__}{where}, not a number")
+    scalar = _scalar(value)
+    if scalar is None:
+        raise TypeError(f"returned a value of type {_type_of(value)}{where}, not a number")
     try:
-        number = float(value)
+        number = float(scalar)
     except OverflowError:
         raise ValueError(f"returned a number{where} that is too large") from None
     if not math.isfinite(number):
@@ -72,3 +74,23 @@ def _number(value: object, where: str) -> float:
     if abs(number) > LARGEST:
         raise ValueError(f"returned {number:g}{where}, which is too large for a float32")
     return number
+
+
+def _scalar(value: object) -> Real | Decimal | None:
+    """The number that it is: also of numpy and of arrays of any library that have no dimension."""
+    if isinstance(value, Real | Decimal):
+        return value
+    if isinstance(value, np.generic) or _shape_of(value) == ():
+        item = cast("Any", value).item()
+        return item if isinstance(item, Real) else None
+    return None
+
+
+def _shape_of(value: object) -> tuple[int, ...] | None:
+    shape = getattr(value, "shape", None)
+    return tuple(cast("tuple[int, ...]", shape)) if isinstance(shape, tuple) else None
+
+
+def _type_of(value: object) -> str:
+    shape = _shape_of(value)
+    return type(value).__name__ + (f" and of shape {shape}" if shape else "")

@@ -83,8 +83,8 @@ class RewardSettings(Section, frozen=True):
     timeout_s: PositiveFloat = 30.0
     """Seconds one call may take; a worker process that takes longer is killed and replaced."""
     max_error_rate: UnitFloat = 0.1
-    """Share of failed calls (over at least 20) above which the run ends; also of groups lost to the workflow or the
-    engine."""
+    """Share of failed calls (over at least 20) above which the run ends; also of groups lost to the reward, the
+    workflow or the engine."""
     on_error: Literal["drop", "zero"] = "drop"
     """What a failed call means: drop (the group is not trained on) or zero (the answer gets 0; it still counts as an
     error). So too for a workflow that raises PolicyFailure, which counts with drop only."""
