@@ -3,6 +3,7 @@
 The first byte decides: "{" is newline JSON, anything else is HTTP. Every callback of the transport passes through here
 on its way to the protocol that was chosen, so that the limits are the same for both and neither can be held open:
 
+    silent    nothing was ever asked: the first byte must come in time
     asking    nothing is in hand; the next request must begin in time, and be whole in time once it has begun
     in hand   a verb is being carried out, or a stream goes on; what is sent meanwhile is bounded
     slow      the other side does not read what it asked for
@@ -28,6 +29,8 @@ BLANKS = b" \t\r\n"
 class Limits:
     """What a connection may cost. Seconds and bytes."""
 
+    first_s: float = 5.0
+    """From the connection to the first byte."""
     idle_s: float = 600.0
     """Between an answer and the next request."""
     request_s: float = 20.0
@@ -37,7 +40,7 @@ class Limits:
     ahead_bytes: int = 2 * MAX_REQUEST_BYTES
     """That may come while a request is in hand."""
     num_connections: int = 64
-    """Of one socket."""
+    """Of one socket. One more takes the place of the one that has been silent longest."""
 
 
 class Connection(asyncio.Protocol):
@@ -58,6 +61,8 @@ class Connection(asyncio.Protocol):
         self._idle_since: float = self._loop.time()
         self._asked_since: float | None = None
         self._slow_since: float | None = None
+        self._has_asked = False
+        """A request of it was whole."""
         self._num_in_hand = 0
         self._ahead_bytes = 0
         self.peer = Peer(0, -1, -1)
@@ -73,6 +78,7 @@ class Connection(asyncio.Protocol):
     def begin(self) -> None:
         """A request is whole and is being carried out."""
         self._num_in_hand += 1
+        self._has_asked = True
         self._ahead_bytes = 0
 
     def end(self) -> None:
@@ -91,8 +97,23 @@ class Connection(asyncio.Protocol):
             return
         elif self._asked_since is not None:
             self._close_for("slow_writer", now - self._asked_since, self._limits.request_s)
+        elif self._inner is None:
+            self._close_for("silent", now - self._idle_since, self._limits.first_s)
         else:
             self._close_for("idle", now - self._idle_since, self._limits.idle_s)
+
+    @property
+    def silence(self) -> tuple[bool, float] | None:
+        """How little is lost with it, less first: one that has asked for something before, then the later one. None:
+        something is in hand."""
+        if self._num_in_hand or self.is_stream:
+            return None
+        return self._has_asked, self._asked_since if self._asked_since is not None else self._idle_since
+
+    def make_room(self) -> None:
+        """Close it for a newer one."""
+        self.closed_for = "silent"
+        self.abort()
 
     def _close_for(self, what: str, value: float, limit: float) -> None:
         if value > limit:

@@ -97,12 +97,24 @@ class Door:
             self._desk.counters["strangers"] += 1
             _log.warning("uid %d (pid %d) was kept out of %s", connection.peer.uid, connection.peer.pid, self.path)
             connection.abort()
-        elif len(self._connections) >= self._limits.num_connections:
+        elif not self._has_room():
             self._desk.counters["too_many"] += 1
             many = Overloaded(f"{len(self._connections)} connections are open", remedy="close some")
             connection.close(encode({"id": None, "ok": False, "error": told(many)}))
         else:
             self._connections.add(connection)
+
+    def _has_room(self) -> bool:
+        """There is, or the one that has been silent longest goes: half-open ones must not keep others out."""
+        if len(self._connections) < self._limits.num_connections:
+            return True
+        silent = [(each.silence, each) for each in self._connections if each.silence is not None]
+        if not silent:
+            return False
+        _, oldest = min(silent, key=lambda pair: pair[0] or (True, 0.0))
+        self._connections.discard(oldest)
+        oldest.make_room()
+        return True
 
     def choose(self, connection: Connection, data: bytes) -> asyncio.Protocol:
         """The protocol that its first byte asks for."""

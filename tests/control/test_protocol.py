@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import time
@@ -313,13 +314,17 @@ async def flood(path: Path, first: bytes, more: bytes) -> int:
 
 
 async def test_slow_writers_and_idle_callers_are_cut_off(tmp_path: Path):
-    limits = Limits(idle_s=1.0, request_s=0.5)
+    limits = Limits(first_s=1.0, idle_s=1.0, request_s=0.5)
     async with control_bench(tmp_path, limits) as bench:
+        asked = connect(bench.control)
+        asked.sendall(b'{"verb": "echo", "args": {"value": 0}}\n')
         for first in (b"", b'{"verb"', b"GET /v1", b"POST /v1/put HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"):
             assert await speak(bench.control, first, ends=False) == b""
         await until(lambda: bench.server.counters["idle"] == 1, "idle")
         await until(lambda: bench.server.counters["slow_writer"] == 3, "slow writers")
+        await until(lambda: bench.server.counters["silent"] == 1, "silent")
         assert bench.value == 0
+        asked.close()
 
 
 async def test_a_drip_does_not_keep_a_connection(tmp_path: Path):
@@ -350,18 +355,63 @@ async def test_a_caller_that_does_not_read_is_cut_off(tmp_path: Path, first: byt
         link.close()
 
 
+STREAM = b'{"verb": "count", "args": {"until": 1000000}}\n'
+
+
 async def test_the_number_of_connections_is_bounded_for_each_socket(tmp_path: Path):
     async with control_bench(tmp_path, Limits(num_connections=4)) as bench:
         links = [connect(bench.view) for _ in range(4)]
-        await asyncio.sleep(0.1)
+        for link in links:
+            link.sendall(STREAM)
+        await until(lambda: bench.streams == 4, "streams")
         answer = json.loads(await speak(bench.view, b"", ends=False))
         assert answer["error"]["type"] == "Overloaded"
         assert (await ask(bench.control, "echo"))["ok"], "the other socket is not touched by that"
         links.pop().close()
         await until(lambda: bench.server.counters["too_many"] == 1, "counted")
-        await asyncio.sleep(0.1)
+        await until(lambda: bench.streams == 3, "one is over")
         assert (await ask(bench.view, "echo"))["ok"]
         for link in links:
+            link.close()
+
+
+@pytest.mark.parametrize(
+    "half", [b"", b'{"verb": "ec', b"GET /v1/ec", b"POST /v1/p HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"]
+)
+async def test_half_open_connections_keep_nobody_out(tmp_path: Path, half: bytes):
+    async with control_bench(tmp_path) as bench:
+        links = [await asyncio.to_thread(connect, bench.control) for _ in range(2 * Limits().num_connections)]
+        for link in links:
+            with contextlib.suppress(OSError):  # it was shown out for a later one
+                link.sendall(half)
+        await asyncio.sleep(0.2)
+        started = time.monotonic()
+        for _ in range(3):
+            assert (await ask(bench.control, "echo"))["ok"]
+        assert time.monotonic() - started < 2
+        assert bench.server.counters["silent"] >= Limits().num_connections
+        assert not bench.server.counters["too_many"]
+        for link in links:
+            link.close()
+
+
+async def test_room_is_made_by_the_oldest_silent_one_and_by_none_that_is_served(tmp_path: Path):
+    async with control_bench(tmp_path, Limits(num_connections=3)) as bench:
+        stream, used, silent = (connect(bench.control) for _ in range(3))
+        stream.sendall(STREAM)
+        used.sendall(b'{"verb": "echo", "args": {"value": 0}}\n')
+        await until(lambda: bench.streams == 1, "the stream")
+        await asyncio.sleep(0.1)
+        assert (await ask(bench.control, "echo"))["ok"]
+        await until(lambda: bench.server.counters["silent"] == 1, "one goes")
+        for link in (silent, used):
+            link.settimeout(5)
+        assert await asyncio.to_thread(silent.recv, 1) == b"", "the one that never asked, although it is the newest"
+        assert await asyncio.to_thread(used.recv, 1 << 16)
+        used.sendall(b'{"verb": "echo", "args": {"value": 0}}\n')
+        assert await asyncio.to_thread(used.recv, 1 << 16), "it is still served"
+        assert bench.streams == 1
+        for link in (stream, used, silent):
             link.close()
 
 
