@@ -7,6 +7,7 @@ Shown twice: as a report at once (cause first, under 25 lines), and shortly as t
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,6 +40,8 @@ class FirstFailure:
     """Exit status of its process, as `subprocess` gives it."""
     followed: tuple[str, ...] = ()
     """What failed after it, in the order in which it did."""
+    ended_by: str = ""
+    """Who of this run killed it, and why; empty: nobody, as far as is known."""
 
     @property
     def is_mistake(self) -> bool:
@@ -49,7 +52,7 @@ class FirstFailure:
         """At most 24 lines: cause, remedy, what followed, and the end of the log, unless it says nothing more."""
         before, cause = self._split()
         lines = [f"first failure: {self._what()}", *cause[:CAUSE_LINES]]
-        if not any(" -- " in line for line in cause) and (
+        if not (self.ended_by or any(" -- " in line for line in cause)) and (
             advice := remedy(self.status, self.tail, has_word=bool(cause))
         ):
             lines.append(f"remedy: {advice}")
@@ -72,7 +75,7 @@ class FirstFailure:
 
     def _what(self) -> str:
         named = self.reason if self.reason.startswith(self.actor) else f"{self.actor}: {self.reason}"
-        explained = meaning(self.status)
+        explained = self.ended_by or meaning(self.status)
         where = f" (node {self.node})" if self.node else ""
         return f"{named}{where}" + (f": {explained}" if explained and self.status not in HOPELESS else "")
 
@@ -91,13 +94,26 @@ class Failures:
         self._first: FirstFailure | None = None
         self._at = 0.0
         self._ends: dict[str, ChildEnd] = {}
+        self._killers: dict[tuple[str, int], str] = {}
+        self._stoppers: dict[tuple[str, int], str] = {}
 
     @property
     def first(self) -> FirstFailure | None:
         """None: nothing failed."""
         if self._first is None or (end := self._ends.get(self._first.actor)) is None:
             return self._first
-        return replace(self._first, log_path=end.log_path, tail=end.tail, node=end.node, status=end.status)
+        by = self._killers.get((end.name, end.attempt), "") if end.status == -signal.SIGKILL else ""
+        told = replace(self._first, log_path=end.log_path, tail=end.tail, node=end.node, status=end.status)
+        return replace(told, ended_by=by)
+
+    def signalled(self, actor: str, attempt: int, number: signal.Signals, who: str) -> None:
+        """This run sends that attempt a signal; `who` asked for it, and why. The kernel is not to be blamed for it."""
+        if number == signal.SIGKILL:
+            self._killers[actor, attempt] = self._stoppers.get((actor, attempt), who)
+        elif number == signal.SIGSTOP:
+            self._stoppers[actor, attempt] = f"it was stopped before by {who}"
+        elif number == signal.SIGCONT:
+            self._stoppers.pop((actor, attempt), None)
 
     def blame(self, actor: str, reason: str, now: float) -> None:
         """An actor failed for good; only the first one counts."""

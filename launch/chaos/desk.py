@@ -37,7 +37,7 @@ MAX_ACTS = 10_000
 LOOK_S = 0.5
 TELL_S = 5.0
 WHO = Operator(user="chaos", via="auto")
-
+FAULT = "a fault on purpose (`myxa chaos`)"
 _log = logging.getLogger("myxa.chaos")
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class ChaosDesk:
         if fault == "partition":
             return await self._part(room, meant, others, for_s)
         name = {"kill": "KILL", "cont": "CONT"}.get(fault, "STOP")
-        sending = self._begin(send_signal(room.supervisor, meant, name))
+        sending = self._begin(send_signal(room.supervisor, meant, name, FAULT))
         if fault == "delay":
             self._begin(_go_on_later(room, meant, sending, for_s))
         sent = await asyncio.shield(sending)  # whoever asked may go before the answer; what has begun is ended here
@@ -202,7 +202,7 @@ async def _go_on_later(
     finally:
         try:
             async with asyncio.timeout(TELL_S):
-                await send_signal(room.supervisor, meant, "CONT")
+                await send_signal(room.supervisor, meant, "CONT", FAULT)
         except (MyxaError, TimeoutError) as error:
             _log.info("what was held up is not there any more: %s", error)
 

@@ -204,7 +204,8 @@ async def _kill(room: Room, arguments: KillArguments, who: Operator) -> dict[str
     if not meant:
         raise ConfigError(f"{arguments.target!r}: none of them has a process now", remedy="see `myxa ps`")
     supervisor.ctx.log.warning("%s: SIG%s to %s", _why(who, arguments.reason), arguments.signal, arguments.target)
-    return {"signal": arguments.signal, "sent": await send_signal(room.supervisor, meant, arguments.signal)}
+    by = f"`myxa kill` by {who.user or 'somebody'}" + (f" ({arguments.reason})" if arguments.reason else "")
+    return {"signal": arguments.signal, "sent": await send_signal(supervisor, meant, arguments.signal, by)}
 
 
 # -- common ------------------------------------------------------------------------------------------------------------

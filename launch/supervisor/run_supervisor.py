@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import Callable, Sequence
 
 from ...core.actor import PeerEvent
@@ -241,6 +242,11 @@ class RunSupervisor(SupervisorContract):
         self._rules.on_launch(actor.name)
         self.ctx.spawn(self._starts.start(actor.name, self._rules.attempt(actor.name)), name=f"hire {actor.name}")
 
+    def signalled(self, name: str, number: signal.Signals, who: str) -> None:
+        """An actor's process gets a signal from this run; `who` asked for it, and why. To be told before it is sent."""
+        if name in self._crew:
+            self._failures.signalled(name, self._rules.attempt(name), number, who)
+
     def retire(self, name: str, reason: str) -> None:
         """Have an actor hand its work back and end for good. Raises ConfigError for one that cannot."""
         try:
@@ -336,14 +342,19 @@ class RunSupervisor(SupervisorContract):
                 case End():
                     self.ctx.spawn(self._reach.end(instruction), name=f"end {len(instruction.children)} actors")
                 case Kill():
-                    self.ctx.log.error("%s: killed", instruction.reason)
-                    self.ctx.spawn(self._reach.kill_hung(instruction.children), name=f"kill {instruction.children[0]}")
+                    self._kill_hung(instruction)
                 case FailRun():
                     self.blame(instruction.culprit, instruction.reason)
                     if not self.failed.done():
                         self.failed.set_result(instruction)
                 case GiveUp() | Retired() | Done():
                     self._take_leave(instruction)
+
+    def _kill_hung(self, kill: Kill) -> None:
+        self.ctx.log.error("%s: killed", kill.reason)
+        for name in kill.children:
+            self.signalled(name, signal.SIGKILL, f"the launcher, since {kill.reason}")
+        self.ctx.spawn(self._reach.kill_hung(kill.children), name=f"kill {kill.children[0]}")
 
     def _take_leave(self, news: GiveUp | Retired | Done) -> None:
         if isinstance(news, Retired):
@@ -369,6 +380,8 @@ class RunSupervisor(SupervisorContract):
             now = self._now()
             for name in self._silence.unregistered(now):
                 self.ctx.log.error("%s did not register within %g s and is killed", name, self._patience.start_s)
+                why = f"the launcher, since it did not register within {self._patience.start_s:g} s"
+                self.signalled(name, signal.SIGKILL, why)
                 self._kill(name)
             for name in self._silence.undead(now):
                 if name in self._crew:  # it may have left with the one before

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from myxa.launch.contracts import ChildEnd
+from myxa.launch.control.client import ControlClient
+from myxa.launch.control.live_runs import find_run
 from myxa.launch.exit_words import meaning, remedy
 from myxa.launch.first_failure import REPORT_LINES, Failures, FirstFailure
 
@@ -128,6 +130,47 @@ def test_the_report_is_bounded_whatever_happened():
     assert lines[7] == "---- end of logs/trainer/1.log on node 3 ----"
     assert lines[-1] == "line 24"
     assert max(map(len, lines)) < 250
+
+
+def killed_by(number: signal.Signals, *, status: int = -9, attempt: int = 0, then: signal.Signals | None = None) -> str:
+    failures = Failures()
+    failures.signalled("buffer", attempt, number, "`myxa kill` by alice (the disk is swapped)")
+    if then is not None:
+        failures.signalled("buffer", attempt, then, "the launcher, since buffer hangs (no answer)")
+    failures.note_end(end("buffer", status, "its last line"), "signal SIGKILL", 1.0)
+    failures.blame("buffer", "buffer ended with signal SIGKILL and is never restarted", 1.0)
+    assert failures.first is not None
+    return failures.first.report()
+
+
+def test_what_myxa_killed_is_not_blamed_on_the_kernel():
+    told = killed_by(signal.SIGKILL)
+    assert "is never restarted: `myxa kill` by alice (the disk is swapped)" in told
+    assert "kernel" not in told
+    assert "dmesg" not in told, "there is no memory to look for"
+    assert "kernel" in killed_by(signal.SIGKILL, attempt=1), "another attempt of it was meant"
+    assert "kernel" in killed_by(signal.SIGCONT)
+    assert "native code" in killed_by(signal.SIGKILL, status=-11), "it was faster"
+
+
+def test_a_hang_that_somebody_made_is_told_as_his():
+    told = killed_by(signal.SIGSTOP, then=signal.SIGKILL)
+    assert "it was stopped before by `myxa kill` by alice" in told
+    told = killed_by(signal.SIGCONT, then=signal.SIGKILL)
+    assert "the launcher, since buffer hangs (no answer)" in told
+    assert "kernel" not in told
+
+
+def test_the_report_of_a_run_names_who_asked_for_the_kill(tmp_path: Path, run):
+    with run(tmp_path, "up", "--set", 'roles.buffer.restart="never"') as one:
+        one.until_serving(*FIRST)
+        client = ControlClient(find_run(one.dir))
+        assert client.ask("kill", target="buffer", reason="to see what happens")["sent"] == ["buffer"]
+        assert one.ended() == 4, one.evidence()
+        report = report_of(one)
+        assert "`myxa kill` by " in report[0], report
+        assert "(to see what happens)" in report[0]
+        assert not any("kernel" in line for line in report)
 
 
 def test_a_cause_of_many_lines_leaves_room_for_the_rest():
