@@ -71,6 +71,8 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> Outcome:
     """Nodes compare what they were told; what they run is that, from the checkpoint that this node chose."""
     actors = place_actors(config, options.place.num_nodes)
     check_own(config, actors, options, 0)
+    if options.run_dir is not None:  # what it refuses is refused before anything there is changed
+        freeze(config, options.run_dir.path)
     text, config = dump_config(config), with_start(config, options)
     with RuntimeDir() as runtime, contextlib.ExitStack() as stack:
         if options.run_dir is None:  # a run that goes on deletes its own when it has newer ones
@@ -104,7 +106,8 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> Outcome:
                 room = Room(meeting.node, run_dir, config, supervisor, time.time())
                 ending = await _conduct(room, meeting, runtime, text, options, screen)
     screen.finish(ending, options.next_steps)
-    return Outcome(ending.exit_code, ending.reason, run_dir.path)
+    version = ending.status.version if ending.status is not None else -1
+    return Outcome(ending.exit_code, ending.reason, run_dir.path, version)
 
 
 @contextlib.contextmanager

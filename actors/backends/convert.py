@@ -18,9 +18,10 @@ from torch import Tensor
 from ...core.errors import ModelError, TrainError
 from ...core.protocols import NamedArray
 from ..checkpoints.folder import Manifest, check_digest, find_checkpoint, read_manifest
+from ..checkpoints.whose_model import check_model
 from ..models.hf_folder import ModelConfig, read_config, write_folder
 from ..models.safetensors_file import open_safetensors
-from .torch_backend.checkpoint import KINDS, check_model
+from .torch_backend.checkpoint import KINDS
 from .torch_backend.export import named_array
 from .torch_backend.tensors import DTYPE_OF, NAME_OF, from_bytes
 

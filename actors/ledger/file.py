@@ -7,11 +7,14 @@ Hand-written over the standard library's sqlite3: SQLAlchemy was considered and 
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from ...core.errors import LedgerError
@@ -88,8 +91,9 @@ class LedgerReader:
     def __init__(self, path: Path) -> None:
         """Raises LedgerError if it cannot be opened, or is no ledger."""
         self.path = path
+        self._traces = ExitStack()
         try:
-            self._db = sqlite3.connect(_reading(path), uri=True)
+            self._db = sqlite3.connect(_reading(path, self._traces), uri=True)
             self._db.execute("PRAGMA busy_timeout=10000")
             lacking = self._lacking()
             if "terms" in lacking:
@@ -97,12 +101,14 @@ class LedgerReader:
             if lacking:
                 as_before = ", ".join(f"{value} AS {name}" for name, value in lacking.items())
                 self._db.execute(f"CREATE TEMP VIEW groups AS SELECT *, {as_before} FROM main.groups")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
+            self._traces.close()
             raise LedgerError(f"{path} cannot be used as a ledger: {error}", remedy="is it another file?") from error
 
     def close(self) -> None:
         """Release the file; never raises."""
         self._db.close()
+        self._traces.close()
 
     def _lacking(self) -> dict[str, str]:
         """Columns that this ledger, from before there were any, does not have, and their value in all its rows."""
@@ -198,6 +204,7 @@ class LedgerFile(LedgerReader):
         self.path = path
         self.is_broken = False
         """A write failed; what was promised before it holds, but nothing more can be promised."""
+        self._traces = ExitStack()
         self._lock = lock_ledger(path)
         try:
             self._db = sqlite3.connect(path, isolation_level=None)
@@ -286,12 +293,19 @@ def _is_of_the_disk(error: sqlite3.Error) -> bool:
     return code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
 
 
-def _reading(path: Path) -> str:
-    """How SQLite opens the file to read. One that was closed well has nothing beside it and gets nothing; what a killed
-    writer left beside it is read too."""
+def _reading(path: Path, traces: ExitStack) -> str:
+    """How SQLite opens the file to read. One that was closed well has nothing beside it and gets nothing. What a killed
+    writer left beside it is read too, under another name of the same files: SQLite would write an index of it."""
     beside = path.with_name(path.name + "-wal")
-    is_closed = not beside.exists() or not beside.stat().st_size
-    return f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if is_closed else ''}"
+    if not beside.exists() or not beside.stat().st_size:
+        return f"{path.resolve().as_uri()}?mode=ro&immutable=1"
+    folder = Path(traces.enter_context(TemporaryDirectory(prefix=".looked-at-", dir=path.parent)))
+    for file in (path, beside):
+        try:
+            (folder / file.name).hardlink_to(file.resolve())
+        except OSError:  # a file system without links
+            shutil.copyfile(file, folder / file.name)
+    return f"{(folder / path.name).as_uri()}?mode=ro"
 
 
 def lock_ledger(path: Path) -> IO[str]:

@@ -66,9 +66,19 @@ def read_facts(path: Path) -> LedgerFacts:
 
 def floor_of(path: Path) -> int:
     """The oldest version that a ledger which nobody uses can go back to. Raises LedgerError if it cannot be read."""
+    return int(_mark(path, "payload_floor"))
+
+
+def dataset_of(path: Path) -> str:
+    """Fingerprint of the prompts that a ledger which nobody uses was written for. Raises LedgerError if it cannot be
+    read."""
+    return _mark(path, "dataset")
+
+
+def _mark(path: Path, name: str) -> str:
     file = LedgerReader(path)
     try:
-        return int(file.meta()["payload_floor"])
+        return file.meta()[name]
     except (KeyError, ValueError) as error:
         raise LedgerError(f"{path} is damaged: {error!r}") from error
     finally:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...core.errors import ConfigError
 from .output import Verbs, add_json_flag, show
 from .resume import add_point_flags, is_on_several, start_again
+
+if TYPE_CHECKING:
+    from ...core.config import RunConfig
 
 
 def add(verbs: Verbs) -> None:
@@ -36,7 +41,9 @@ def _fork(options: argparse.Namespace) -> int:
         raise ConfigError(
             "fork makes a directory, on one machine", remedy="--no-start, then `myxa resume DIRECTORY` on each machine"
         )
-    run_dir = fork_run(options.run_dir, options.version, options.name, options.overrides, datetime.now())
+    run_dir = fork_run(
+        options.run_dir, options.version, options.name, options.overrides, datetime.now(), _check_of(options)
+    )
     if options.no_start:
         show(
             options,
@@ -46,3 +53,23 @@ def _fork(options: argparse.Namespace) -> int:
         return 0
     options.version, options.overrides = None, []
     return start_again(run_dir, options)
+
+
+def _check_of(options: argparse.Namespace) -> Callable[[RunConfig], None]:
+    """What can be seen to be wrong before a directory is made: all, or only what does not depend on the machine."""
+    from ..launcher import LaunchOptions
+    from ..lives.origin import Origin
+    from ..node_place import find_place
+    from ..nodes.launch_options import check_own
+    from ..preflight.preflight import RESUME_CHECKS, check_node
+    from ..supervisor.placement import place
+
+    def check(config: RunConfig) -> None:
+        actors = place(config, 1)
+        if options.no_start:
+            check_node(config, actors, RESUME_CHECKS)
+            return
+        program = options.program or Origin.load(options.run_dir).program
+        check_own(config, actors, LaunchOptions(place=find_place(1, 0, None, {}), program=program), 0)
+
+    return check

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ..nodes.launch_options import LaunchOptions
     from ..run_dir import RunDir
 
+FIRST_OF_SIGNALS = 128
+"""Exit statuses from here on say that somebody ended it."""
+
 
 def add(verbs: Verbs) -> None:
     """The command and its flags."""
@@ -122,7 +125,7 @@ def _launch(run_dir: RunDir, point: ResumePoint | None, options: argparse.Namesp
     from ...core.config import load_config
     from ...core.config.dumping import toml_value
     from ..launcher import launch
-    from ..lives.next_life import begin_next_life
+    from ..lives.next_life import begin_next_life, put_config_back
     from ..lives.origin import Origin
 
     place = f"trainer.resume={toml_value(str(run_dir.path))}"  # the same on all nodes; node 0 says which checkpoint
@@ -136,4 +139,8 @@ def _launch(run_dir: RunDir, point: ResumePoint | None, options: argparse.Namesp
             print(f"passed over: {text}", flush=True)
         print(f"from version {point.version} of {run_dir.path}, with {point.ledger_words}", flush=True)
         chosen = replace(chosen, start=point.place, prepare=lambda: begin_next_life(run_dir, point))
-    return launch(config, chosen).exit_code
+    ending = launch(config, chosen)
+    came_to_nothing = 0 < ending.exit_code < FIRST_OF_SIGNALS and point is not None and ending.version <= point.version
+    if came_to_nothing and put_config_back(run_dir):
+        print(f"{run_dir.config} is again what it was: nothing was trained with the new values", flush=True)
+    return ending.exit_code

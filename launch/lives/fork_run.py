@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -26,22 +26,32 @@ from ...actors.checkpoints.reading import MANIFEST, being_read
 from ...actors.checkpoints.run_part import ledger_in, writing_run
 from ...actors.ledger.file import is_in_use
 from ...actors.ledger.resume import LEDGER, continue_ledger
-from ...core.config import dump_config, load_config
+from ...core.config import RunConfig, dump_config, load_config
 from ...core.errors import LaunchError, MyxaError
 from ..run_dir import RunDir
 from .origin import Origin
 from .resume_point import CHECKPOINTS, ResumePoint, choose_point
 
 
-def fork_run(parent: Path, version: int | None, name: str, overrides: Sequence[str], now: datetime) -> Path:
-    """Returns the new run directory. Raises LaunchError if there is nothing to begin from, ConfigError for what does
-    not go together."""
+def fork_run(
+    parent: Path,
+    version: int | None,
+    name: str,
+    overrides: Sequence[str],
+    now: datetime,
+    check: Callable[[RunConfig], object] = lambda _: None,
+) -> Path:
+    """Returns the new run directory. `check` raises for a configuration with which the run could not begin; in it
+    `trainer.resume` names the checkpoint. Raises what that does, LaunchError if there is nothing to begin from,
+    ConfigError for what does not go together."""
     if not (parent / "config.toml").is_file():
         raise LaunchError(f"{parent} is no run directory", remedy="name the folder that `myxa up` printed")
     parent = parent.resolve()
     point = _choose(parent, version)
     named = [f"run.name={name}"] if name else []
     config = load_config(parent / "config.toml", [*overrides, *named, 'trainer.resume=""'])
+    trainer = config.trainer.model_copy(update={"resume": str(point.checkpoint)})
+    check(config.model_copy(update={"trainer": trainer}))
     run_dir = RunDir.create(config.run.dir, config.run.name, now, is_announced=False)
     try:
         place = run_dir.path / CHECKPOINTS / point.place.name

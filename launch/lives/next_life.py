@@ -6,8 +6,9 @@ to `lives/<number>/`; nothing is deleted but weights that nobody reads.
     logs, the coordinator's journal         the next life writes its own
     config.toml (a copy)                    the next life's may say something else
 
-Metrics, events, trace and audit log are appended to. Ended at any point and begun anew, it comes to the same. Knows run
-directories; must not know how the next life is started.
+Metrics, events, trace and audit log are appended to. Ended at any point and begun anew, it comes to the same. A life
+that failed before its first step leaves the config.toml of the one before. Knows run directories; must not know how the
+next life is started.
 """
 
 from __future__ import annotations
@@ -42,6 +43,16 @@ def no_longer_alive(run_dir: RunDir) -> Generator[None]:
     with run_dir.held():
         _await_buffer(run_dir.path / LEDGER)
         yield
+
+
+def put_config_back(run_dir: RunDir) -> bool:
+    """The newest life came to nothing: the next one begins with the config.toml of the one before it; whether that is
+    another. Raises LaunchError if the disk refuses."""
+    kept = past_of(run_dir.path, len(Origin.load(run_dir.path).lives) - 1) / run_dir.config.name
+    if not kept.is_file() or kept.read_bytes() == run_dir.config.read_bytes():
+        return False
+    run_dir.post_config(kept.read_text(encoding="utf-8"))
+    return True
 
 
 def _await_buffer(ledger: Path) -> None:

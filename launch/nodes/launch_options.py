@@ -7,6 +7,7 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from ... import __version__
@@ -60,6 +61,8 @@ class Outcome:
     exit_code: int
     reason: str
     run_dir: Path | None = None
+    version: int = -1
+    """Of the weights at the end; -1: not known."""
 
 
 def check_own(config: RunConfig, actors: Sequence[ActorSpec], options: LaunchOptions, node: int) -> None:
@@ -67,6 +70,18 @@ def check_own(config: RunConfig, actors: Sequence[ActorSpec], options: LaunchOpt
     Raises what `check_node` raises."""
     if options.program == DEFAULT_PROGRAM:
         check_node(config, [actor for actor in actors if actor.node == node])
+    else:
+        _check_program(options.program)
+
+
+def _check_program(program: str) -> None:
+    module = program.partition(":")[0]
+    try:
+        is_there = module.endswith(".py") or find_spec(module.partition(".")[0]) is not None
+    except ValueError:
+        is_there = False
+    if not is_there:
+        raise ConfigError(f"--program: there is no module {module!r}", remedy="install it, or put it on PYTHONPATH")
 
 
 def with_start(config: RunConfig, options: LaunchOptions) -> RunConfig:

@@ -14,7 +14,11 @@ from pathlib import Path
 
 from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.checkpoints.folder import read_manifest
+from ...actors.checkpoints.whose_model import check_model
 from ...actors.data.data_files import check_data_files
+from ...actors.data.mixed import open_data
+from ...actors.ledger.file import is_in_use
+from ...actors.ledger.resume import LEDGER, dataset_of
 from ...actors.models.chat_template import PlainText
 from ...actors.models.freezing import frozen_names
 from ...actors.models.hf_folder import check_values, open_weights, read_config
@@ -25,7 +29,7 @@ from ...actors.models.value_head import check_critic
 from ...actors.sinks.names import SHIPPED, check_name
 from ...core.config import RunConfig
 from ...core.config.source import parse_sources
-from ...core.errors import ConfigError, ModelError, MyxaError, TrainError
+from ...core.errors import ConfigError, LedgerError, ModelError, MyxaError, TrainError
 from ..actor_spec import ActorSpec
 from ..lives.named_checkpoint import named_checkpoint
 from .chat_templates import template_findings
@@ -45,9 +49,9 @@ MAX_READ_BYTES = 2 << 30
 """Of weights, within about two seconds; the embedded engine reads all of them when it loads them."""
 
 
-def check_node(config: RunConfig, actors: Iterable[ActorSpec]) -> None:
+def check_node(config: RunConfig, actors: Iterable[ActorSpec], checks: Sequence[Check] | None = None) -> None:
     """Raise what is wrong for these actors of this node: one error as it is, several as one of the first one's kind."""
-    errors = [found.error for found in find_problems(config, actors) if not found.is_warning]
+    errors = [found.error for found in find_problems(config, actors, checks) if not found.is_warning]
     if len(errors) == 1:
         raise errors[0]
     if errors:
@@ -186,9 +190,13 @@ def _check_context(config: RunConfig, model_context: int) -> None:
 
 
 def _check_resume(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
-    if config.trainer.resume and any(actor.role == "trainer" for actor in actors):
+    roles = {actor.role for actor in actors} if config.trainer.resume else set[str]()
+    if "trainer" in roles:
         yield from looked("trainer.resume", _find_checkpoint, config.trainer.resume)
+        yield from looked("model.path", _check_model_of, config)
         yield from looked("critic.enabled", _check_critic_of, config)
+    if "buffer" in roles:
+        yield from looked("data.train", _check_data_of, config)
 
 
 def _find_checkpoint(path: str) -> None:
@@ -196,6 +204,46 @@ def _find_checkpoint(path: str) -> None:
         named_checkpoint(path)
     except TrainError as error:
         raise ConfigError(f"trainer.resume: {error.message}", remedy=error.remedy) from error
+
+
+def _check_model_of(config: RunConfig) -> None:
+    """A run goes on with the model and the kind of trainer that it began with."""
+    model = readable_model(config)
+    try:
+        place = named_checkpoint(config.trainer.resume)
+        manifest = read_manifest(place)
+    except TrainError:  # told of trainer.resume, or, of one that is torn, by the ranks
+        return
+    if model is None:
+        return
+    try:
+        check_model(place, manifest, model, config.roles.trainer.kind)
+    except TrainError as error:
+        raise ConfigError(error.message, remedy=error.remedy) from error
+
+
+def _check_data_of(config: RunConfig) -> None:
+    """A run goes on with the prompts that its ledger was written for. Reads all data, as the buffer does."""
+    try:
+        checkpoint = named_checkpoint(config.trainer.resume)
+    except TrainError:  # told of trainer.resume
+        return
+    own = checkpoint.parent.parent / LEDGER
+    ledger = checkpoint / LEDGER if is_in_use(own) or not own.is_file() else own
+    try:
+        known = dataset_of(ledger)
+    except LedgerError:  # told by whoever chooses the ledger
+        return
+    try:
+        data = open_data(config)
+    except ConfigError:  # told of the files themselves
+        return
+    if data.fingerprint != known:
+        raise ConfigError(
+            f"data: the prompts are not those that the run of {checkpoint.name} began with ({own.parent}): other rows, "
+            "other order, or another run.seed",
+            remedy="take data.* and run.seed back to what they were, or start a new run: myxa up RUN.TOML",
+        )
 
 
 def _check_critic_of(config: RunConfig) -> None:
@@ -331,5 +379,7 @@ CHECKS: tuple[Check, ...] = (
 )
 NAMED_CHECKS: tuple[Check, ...] = (_check_model, _check_resume, _check_functions, _check_data, _check_control)
 """Of the files that a run file names, each by itself."""
+RESUME_CHECKS: tuple[Check, ...] = (_check_resume,)
+"""Of what a run goes on from, on whatever machine."""
 FIT_CHECKS: tuple[Check, ...] = (_check_fit,)
 """Of what the model's config and the run file come to, on whatever machine."""

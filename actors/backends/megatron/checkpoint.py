@@ -34,9 +34,10 @@ from ....core.errors import TrainError
 from ....core.file_entry import FileEntry, describe_file
 from ...checkpoints.drafts import begin, partial_of, writer_of
 from ...checkpoints.folder import FORMAT, Manifest, commit, rank_file
+from ...checkpoints.whose_model import check_model, identity_of
 from ...models.hf_folder import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
-from ..torch_backend.checkpoint import RNG_CPU, RNG_CUDA, check_extra, check_model, identity_of
+from ..torch_backend.checkpoint import RNG_CPU, RNG_CUDA, check_extra
 from ..torch_backend.checkpoint_agreement import agreed_checkpoint, of_a_checkpoint
 from ..torch_backend.export import named_array
 from ..torch_backend.tensors import from_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ....core.file_entry import FileEntry, describe_file
 from ....core.protocols import NamedArray
 from ...checkpoints.drafts import begin, partial_of, writer_of
 from ...checkpoints.folder import FORMAT, Manifest, commit, rank_file
+from ...checkpoints.whose_model import check_model, identity_of
 from ...models.hf_folder import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
 from .adamw import AdamW
@@ -224,32 +225,6 @@ def check_extra(extra: Mapping[str, Any]) -> None:
         raise TrainError(f"`extra` of a checkpoint is not JSON: {error}", remedy=remedy) from error
     if not same:
         raise TrainError("`extra` of a checkpoint changes in JSON", remedy="use lists for tuples and texts for keys")
-
-
-def identity_of(config: ModelConfig) -> dict[str, Any]:
-    """What makes the weights of one model useless to another."""
-    names = (
-        "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
-        "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps",
-    )  # fmt: skip
-    scaling = None if config.rope_scaling is None else asdict(config.rope_scaling)
-    return {name: getattr(config, name) for name in names} | {"rope_scaling": scaling}
-
-
-def check_model(path: Path, manifest: Manifest, config: ModelConfig, backend: str) -> None:
-    """Raise TrainError if a checkpoint holds weights of another model, or was written by the other trainer."""
-    for name, ours in identity_of(config).items():
-        theirs = manifest.model.get(name)
-        if theirs != ours:
-            raise TrainError(
-                f"checkpoint {path} is of another model: {name} is {theirs!r}, here it is {ours!r}",
-                remedy="resume with the model folder that the run began with",
-            )
-    if manifest.backend != backend:
-        raise TrainError(
-            f"checkpoint {path} was written by the {manifest.backend} trainer",
-            remedy=f'set roles.trainer.kind = "{manifest.backend}", or start from its exported model folder',
-        )
 
 
 def check_critic(path: Path, manifest: Manifest, critic: Critic | None) -> None:

@@ -1,0 +1,163 @@
+"""A refused command changes nothing on the disk: every byte of the run's folder is compared, and a plain `myxa resume`
+goes on afterwards. One real run that was killed as a whole, so that its ledger has a write-ahead log."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from lives import NUM_PROMPTS, Lives, consumed, make_lives
+
+from myxa.actors.models.tiny import make_tiny_model
+from myxa.core.file_lock import take_lock
+from myxa.launch.cli import main
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Every name below a folder, with its bytes' digest or where it leads."""
+    found: dict[str, str] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            found[str(path)] = os.readlink(path)
+        else:
+            found[str(path)] = "folder" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
+    folder = tmp_path_factory.mktemp("refused")
+    lives = make_lives(folder)
+    try:
+        lives.begin()
+        lives.until_version(5)
+        lives.kill()
+        rows = (folder / "data" / "prompts.jsonl").read_text().splitlines()
+        (folder / "other.jsonl").write_text("\n".join(rows[10:90]) + "\n")
+        make_tiny_model(folder / "larger", preset="2m", seed=1)
+        (folder / "broken.py").write_text("def advantages(\n")
+        (folder / "late.py").write_text("import no_module_of_this_name\ndef loss(tokens): ...\n")
+        yield lives
+    finally:
+        lives.end()
+
+
+def refused(words: list[str], lives: Lives, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(lives.job.folder)
+    before = tree(lives.job.folder / "runs")
+    assert main(words) in (2, 3, 4, 5), words
+    said = capsys.readouterr().err
+    assert tree(lives.job.folder / "runs") == before, said
+    return said
+
+
+def set_to(*values: str) -> list[str]:
+    return [word for value in values for word in ("--set", value)]
+
+
+REFUSALS: dict[str, tuple[list[str], str]] = {
+    "a key that is none": (set_to("algo.nonsense=1"), "is not a known key"),
+    "a value that cannot be": (set_to("optimizer.lr=-1"), "must be greater than 0"),
+    "values that do not go together": (set_to('roles.trainer.kind="megatron"', "megatron.tp=2"), "does not divide"),
+    "data that is not there": (set_to("data.train=nowhere.jsonl"), "there is no file"),
+    "other rows": (set_to("data.train=other.jsonl"), "are not those that the run"),
+    "another order": (set_to("run.seed=5"), "are not those that the run"),
+    "a model that is not there": (set_to("model.path=nowhere"), "does not exist"),
+    "another model": (set_to("model.path=larger"), "is of another model: hidden_size"),
+    "another kind of trainer": (set_to('roles.trainer.kind="megatron"'), "was written by the torch trainer"),
+    "a critic that was not there": (set_to("critic.enabled=true", 'algo.kind="ppo"'), "critic"),
+    "a function that does not import": (set_to("algo.advantage_fn=broken.py:advantages"), "SyntaxError"),
+    "an interpreter that is none": (set_to('roles.trainer.python="/nowhere/python"'), "cannot be run"),
+    "another name": (set_to("run.name=other"), "keeps its name"),
+    "a version that is not there": (["--from", "999"], "has no checkpoint of version 999"),
+    "a program that is not there": (["--program", "no_such_program:build"], "there is no module"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+@pytest.mark.parametrize("verb", ["resume", "fork"])
+def test_a_refused_start_leaves_every_byte(
+    killed: Lives, verb: str, what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, cause = REFUSALS[what]
+    if verb == "fork" and what == "another name":
+        pytest.skip("a fork may have one")
+    assert killed.run_dir is not None
+    assert cause in refused([verb, str(killed.run_dir), *words], killed, capsys, monkeypatch)
+
+
+def without_room(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("myxa.launch.preflight.preflight.free_at", lambda _: 1 << 20)
+
+
+@pytest.mark.parametrize("verb", ["resume", "fork"])
+def test_without_room_on_the_disk_every_byte_is_left(
+    killed: Lives, verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_room(killed.run_dir or Path(), monkeypatch)
+    assert "are free at" in refused([verb, str(killed.run_dir)], killed, capsys, monkeypatch)
+
+
+def test_one_that_lives_or_is_prepared_by_another_launcher_is_left(
+    killed: Lives, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert killed.run_dir is not None
+    lock = take_lock(killed.run_dir / ".launcher.lock", "r+")
+    assert lock is not None
+    with lock:
+        refused(["resume", str(killed.run_dir)], killed, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("hurt", "cause"),
+    [
+        (lambda run: shutil.rmtree(run / "checkpoints"), "has no checkpoint to go on from"),
+        (lambda run: [os.truncate(path, 9) for path in run.glob("checkpoints/*/manifest.json")], "is torn"),
+        (lambda run: (run / "origin.json").write_text("{"), "origin.json"),
+        (lambda run: (run / "config.toml").write_text("[["), "config.toml"),
+    ],
+    ids=["no checkpoint", "torn checkpoints", "no origin", "no configuration"],
+)
+def test_a_run_with_nothing_to_go_on_from_is_left(
+    killed: Lives,
+    hurt: Callable[[Path], object],
+    cause: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert killed.run_dir is not None
+    copy = killed.run_dir.with_name("hurt-copy")
+    shutil.copytree(killed.run_dir, copy, symlinks=True)
+    try:
+        for path in copy.glob("checkpoints/*/start.json"):  # else they bring what is hurt
+            path.unlink()
+        hurt(copy)
+        assert cause in refused(["resume", str(copy)], killed, capsys, monkeypatch)
+        refused(["fork", str(copy)], killed, capsys, monkeypatch)
+    finally:
+        shutil.rmtree(copy)
+
+
+def test_a_start_that_fails_later_leaves_the_configuration_and_a_plain_resume_goes_on(killed: Lives) -> None:
+    """No code of a user runs before an actor's process does: what it lacks is seen then. The last test of this module:
+    it uses the run up."""
+    assert killed.run_dir is not None
+    before = (killed.run_dir / "config.toml").read_bytes()
+    killed.resume("--set", "algo.loss_fn=late.py:loss", "--set", "optimizer.lr=2e-3")
+    assert killed.wait() != 0
+    assert "no_module_of_this_name" in killed.said[-1]
+    assert "is again what it was" in killed.said[-1]
+    assert (killed.run_dir / "config.toml").read_bytes() == before
+    killed.resume()
+    assert killed.wait() == 0, killed.said
+    found = consumed(killed.run_dir)
+    assert set(found.draws.values()) == {1}
+    assert len(found.draws) == NUM_PROMPTS
+    assert found.net == Counter()
