@@ -16,6 +16,7 @@ from lives import NUM_PROMPTS, Lives, consumed, make_lives
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.file_lock import take_lock
 from myxa.launch.cli import main
+from myxa.launch.runtime_dir import RuntimeDir
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -47,6 +48,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
         yield lives
     finally:
         lives.end()
+        with RuntimeDir():  # the next launcher removes what the killed one left
+            pass
 
 
 def refused(words: list[str], lives: Lives, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
