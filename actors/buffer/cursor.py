@@ -145,8 +145,10 @@ class PromptCursor:
         is_held = self.quarantine is not None and self.quarantine.holds(prompt)
         self.num_quarantined = self.num_quarantined + 1 if is_held else 0
         if self.num_quarantined >= MAX_PASSED_OVER:
+            num_listed = len(self.quarantine) if self.quarantine is not None else 0
             raise DataError(
-                f"{MAX_PASSED_OVER} prompts in a row are quarantined: reward or workflow failed for each of them",
+                f"nothing is left to train on: the last {MAX_PASSED_OVER} draws brought only the {num_listed} prompts "
+                "that are quarantined, for each of which reward or workflow failed",
                 remedy="mend the function, then empty quarantine.jsonl or set reward.quarantine_after = 0",
             )
         return is_held

@@ -15,6 +15,19 @@ KNOWN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 MEDIA_KEYS = ("image", "images", "image_url", "video", "videos", "audio", "audios")
 """Of a message; the model would read their place holders as text."""
 
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Of ShareGPT's form, with their roles."""
+
 
 def parse_messages(value: object, key: str) -> tuple[Message, ...]:
     """A text becomes one user message. Raises RowError for anything but text or a list of messages."""
@@ -42,7 +55,7 @@ def parse_json_messages(value: object) -> object:
     except ValueError:
         return value
     messages = cast("list[object]", found)
-    are_messages = bool(messages) and all(isinstance(one, dict) and "role" in one for one in messages)
+    are_messages = bool(messages) and all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in messages)
     return exact_json(value) if are_messages else value
 
 
@@ -80,6 +93,8 @@ def _message(value: object, where: str) -> Message:
         if role:  # nearly all are like this one
             return Message(role=role, content=content)
     table = {key: one for key, one in given.items() if one is not None}
+    if "from" in table and "value" in table and "role" not in table:
+        table = _by_role(table, where)
     if media := [key for key in MEDIA_KEYS if table.get(key)]:
         raise RowError(f"{where} holds {', '.join(media)}: only text is trained on", "leave such rows out")
     role, content = table.get("role"), table.get("content")
@@ -101,6 +116,18 @@ def _message(value: object, where: str) -> Message:
     )
     keys = tuple(table)
     return message if keys == tuple(message.as_template_sees()) else replace(message, keys=keys)
+
+
+def _by_role(table: dict[str, Any], where: str) -> dict[str, Any]:
+    """A message of ShareGPT's form: from and value are role and content. Raises RowError."""
+    speaker = table["from"]
+    role = SPEAKERS.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        raise RowError(
+            f"{where} is from {speaker!r}", f"known are {', '.join(SPEAKERS)}; or write role and content instead"
+        )
+    rest = {key: one for key, one in table.items() if key not in ("from", "value")}
+    return {"role": role, "content": table["value"], **rest}
 
 
 def _text_part(part: object, where: str) -> dict[str, Any]:

@@ -27,6 +27,8 @@ MEDIA_COLUMNS = ("images", "videos", "audios")
 """Of verl; the model would read their place holders as text."""
 NOT_ASKED = ("assistant", "system", "developer")
 """Roles that ask nothing."""
+CONVERSATIONS = "conversations"
+"""The column of ShareGPT's rows."""
 DEMONSTRATION = "demonstration"
 DEMONSTRATION_TURNS = "demonstration_turns"
 
@@ -95,20 +97,26 @@ class Layout:
         self._needs_demonstration = needs_demonstration
         self._source = preset.source
         prompt_setting = "messages_key" if self._is_chat else "prompt_key"
+        self._or_prompt: Column | None = None
+        """Where the prompt is if its own column is not there."""
         prompt_key = settings.messages_key if self._is_chat else settings.prompt_key
         self._prompt = Column(prompt_key or preset.prompt, prompt_setting, is_required=True)
-        must_have_label = needs_label or bool(settings.label_key) or settings.preset in ("plain", "verl")
+        wants_label = settings.preset in ("plain", "verl") and not needs_demonstration
+        must_have_label = needs_label or bool(settings.label_key) or wants_label
         self._label = Column(settings.label_key or preset.label, "label_key", must_have_label)
         self._metadata = Column(settings.metadata_key or preset.metadata, "metadata_key", bool(settings.metadata_key))
         self._is_plain = not settings.apply_chat_template
         tools_key = settings.tools_key or ("" if self._is_plain else preset.tools)
         self._tools = Column(tools_key, "tools_key", bool(settings.tools_key))
         self._answer = Column(settings.answer_key, "answer_key", bool(settings.answer_key) and needs_demonstration)
+        if self._is_chat and not settings.messages_key:
+            self._or_prompt = Column(CONVERSATIONS, prompt_setting)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Top-level columns that are looked at. A name with dots is also looked for as it is."""
         keys = (self._prompt.key, self._label.key, self._metadata.key, self._answer.key, self._source, self._tools.key)
+        keys += () if self._or_prompt is None else (self._or_prompt.key,)
         return (*(name for key in keys if key for name in (key, key.partition(".")[0])), *MEDIA_COLUMNS)
 
     def is_of_tools(self, name: str) -> bool:
@@ -117,7 +125,7 @@ class Layout:
 
     def check_unified(self, columns: Columns) -> None:
         """Refuse what one schema for all rows may have changed in tools and tool calls. Raises RowError."""
-        for column in (self._tools, self._prompt, self._answer):
+        for column in (self._tools, self._column_of_prompt(columns), self._answer):
             value = _value(columns, Column(column.key, column.setting))
             check_unified(value, column.key, is_tools=column is self._tools)
 
@@ -126,7 +134,7 @@ class Layout:
         for name in MEDIA_COLUMNS:
             if columns.get(name):
                 raise RowError(f'column "{name}" is not empty: only text is trained on', "leave such rows out")
-        prompt = _value(columns, self._prompt)
+        prompt = _value(columns, self._column_of_prompt(columns))
         if not self._is_plain:
             prompt = parse_json_messages(prompt)
         if self._is_plain and self.is_recorded:
@@ -147,6 +155,10 @@ class Layout:
         if self._rewards is not None:
             self._rewards.check(metadata, has_label=label is not None)
         return Item(messages, label or "", metadata, tools)
+
+    def _column_of_prompt(self, columns: Columns) -> Column:
+        other = self._or_prompt
+        return self._prompt if other is None or self._prompt.key in columns or other.key not in columns else other
 
     def _label_of(self, columns: Columns) -> str | None:
         value = _value(columns, self._label)

@@ -15,6 +15,7 @@ from ...core.errors import DataError
 from ...core.samples import Prompt
 from .held_out import DATA_SOURCE, NO_SETS, HeldOutSets, layout_of, open_held_out
 from .order import Order
+from .overlong import limit_of
 from .row_set import RowSet
 
 
@@ -50,6 +51,16 @@ class PromptDataset:
     def bad_rows(self) -> tuple[str, ...]:
         """What is wrong with the first few of them."""
         return (*self._rows.bad_rows, *self._held_out.bad_rows)
+
+    @property
+    def num_overlong(self) -> int:
+        """Training rows left out because their prompt is too long."""
+        return self._rows.num_overlong
+
+    @property
+    def overlong_rows(self) -> tuple[str, ...]:
+        """The first few of them."""
+        return tuple(self._rows.overlong_rows)
 
     @property
     def num_draws(self) -> int | None:
@@ -110,5 +121,6 @@ def open_source(config: RunConfig, name: str, held_out: HeldOutSets = NO_SETS) -
         layout_of(config, part, config.reward, name),
         key=config.data.key_of(name),
         skips_bad=part.on_bad_line == "skip",
+        limit=limit_of(config),
     )
     return PromptDataset(rows, held_out, part, config.run.seed, name=name)

@@ -20,6 +20,7 @@ from ...core.errors import DataError, MyxaError
 from ...core.samples import Prompt
 from .data_files import open_rows
 from .layout import Item, Layout
+from .overlong import PromptLimit
 from .row_file import RowError, RowFile
 
 SHOWN_BAD_ROWS = 5
@@ -50,10 +51,20 @@ def encode_item(item: Item) -> bytes:
 class RowSet:
     """All good rows, in the order of files and rows."""
 
-    def __init__(self, sources: Sequence[Source], layout: Layout, *, key: str, skips_bad: bool = False) -> None:
-        """Look at every chosen row. Raises DataError for the first bad one (unless they are skipped) or if none is
-        left, ConfigError for a file that is not there."""
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        layout: Layout,
+        *,
+        key: str,
+        skips_bad: bool = False,
+        limit: PromptLimit | None = None,
+    ) -> None:
+        """Look at every chosen row. `limit`: of prompts. Raises DataError for the first bad row (unless they are
+        skipped), the first over-long one (unless they are dropped) or if none is left, ConfigError for a file that is
+        not there."""
         self._layout = layout
+        self._limit = limit
         self._sources = [str(source) for source in sources]
         self._files: list[RowFile] = []
         self._file_of = array("l")
@@ -68,8 +79,16 @@ class RowSet:
         self.num_bad = 0
         self.bad_rows: list[str] = []
         """What is wrong with the first few."""
+        self.num_overlong = 0
+        self.overlong_rows: list[str] = []
+        """The first few."""
         for source in sources:
             self._add(source, open_rows(source.path, layout, key), skips_bad=skips_bad)
+        if not self._row_of and self.num_overlong:
+            raise DataError(
+                f"{key}: no row is left, {self.num_overlong} are over-long; the first: {self.overlong_rows[0]}",
+                remedy="raise data.max_prompt_tokens or engine.context_length, or shorten the rows",
+            )
         if not self._row_of:
             raise DataError(
                 f"{key}: none of the {self.num_bad} rows is good; the first: {self.bad_rows[0]}",
@@ -87,10 +106,14 @@ class RowSet:
             try:
                 item = self._layout.item(file.read(row))
                 encoded = encode_item(item)
+                excess = "" if self._limit is None else self._limit.excess(item)
             except RowError as bad:
                 if not skips_bad:
                     raise DataError(f"{file.place(row)}: {bad.cause}", remedy=bad.remedy) from bad
                 self._note_bad(f"{file.place(row)}: {bad.cause}")
+                continue
+            if excess:
+                self._leave_out(f"{file.place(row)}: {excess}")
                 continue
             self._file_of.append(len(self._files) - 1)
             self._row_of.append(row)
@@ -110,6 +133,14 @@ class RowSet:
         self.num_bad += 1
         if len(self.bad_rows) < SHOWN_BAD_ROWS:
             self.bad_rows.append(text)
+
+    def _leave_out(self, text: str) -> None:
+        """Raises DataError where over-long rows are not dropped."""
+        if self._limit is not None and not self._limit.drops:
+            raise DataError(text, remedy='leave such rows out with data.overlong = "drop", or raise the limit')
+        self.num_overlong += 1
+        if len(self.overlong_rows) < SHOWN_BAD_ROWS:
+            self.overlong_rows.append(text)
 
     def __len__(self) -> int:
         return len(self._row_of)

@@ -115,6 +115,12 @@ class DataSettings(Section, frozen=True):
     """Passes over the data after which it is exhausted; 0 = endless."""
     on_bad_line: Literal["stop", "skip"] = "stop"
     """stop: a bad row ends the run with its place; skip: bad rows are left out and counted."""
+    overlong: Literal["pass", "refuse", "drop"] = "pass"
+    """What becomes of training rows whose prompt has more than `max_prompt_tokens` tokens. refuse: the first one ends
+    the run at its start, with its place; drop: they are left out at the start, and counted; pass: rows are not measured
+    at the start, and a prompt that does not fit into the context costs its group whenever it is drawn."""
+    max_prompt_tokens: CountInt = 0
+    """For `overlong`, as the chat template writes the prompt; 0 = as many as the context has room for, less one."""
     difficulty_low: float = 0.0
     """A prompt whose newest finished group has a mean reward below this (or above `difficulty_high`) is passed over
     when it comes up again; equal to `difficulty_high` = no such window."""
@@ -165,6 +171,8 @@ class DataSettings(Section, frozen=True):
             yield Conflict(
                 ("difficulty_low", "difficulty_high"), f"is above difficulty_high = {self.difficulty_high:g}"
             )
+        if self.max_prompt_tokens and self.overlong == "pass":
+            yield Conflict(("max_prompt_tokens", "overlong"), 'needs overlong = "refuse" or "drop"')
         yield from _plain_conflicts(self)
         yield from _recorded_conflicts(self)
         yield from _mix_conflicts(self)

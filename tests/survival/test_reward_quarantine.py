@@ -170,7 +170,7 @@ def test_a_data_set_that_is_all_quarantined_ends_the_run(shop: Open, monkeypatch
     here = shop(after=1)
     for row in here.draw(4):
         here.drop(row, "reward-error")
-    with pytest.raises(DataError, match="20 prompts in a row are quarantined"):
+    with pytest.raises(DataError, match="the last 20 draws brought only the 4 prompts that are quarantined"):
         here.draw(4)
     here = shop(after=1, passes=5)
     assert here.draw(4) == [], "the data ends first"

@@ -1,0 +1,192 @@
+"""Whatever type a column of parquet or Arrow has: its values arrive as they are, or the row is refused by name (A2)."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.ipc as ipc
+import pyarrow.parquet as pq
+import pytest
+
+from myxa.actors.data import columnar, open_prompts
+from myxa.core.config import RunConfig
+from myxa.core.errors import DataError
+from myxa.core.samples import Prompt
+
+
+def first(path: Path) -> Prompt:
+    raw = {"model": {"path": "m"}, "data": {"train": str(path), "shuffle": False}, "reward": {"fn": "format"}}
+    prompt = open_prompts(RunConfig.model_validate(raw)).prompt(0)
+    assert prompt is not None
+    return prompt
+
+
+def store(folder: Path, table: Any, kind: str) -> Path:
+    path = folder / f"t.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    return path
+
+
+def table(**columns: Any) -> Any:
+    return pa.table({"prompt": pa.array(["?", "?"]), **columns})
+
+
+TEXTS = [
+    pa.array(["a", "b"], pa.large_string()),
+    pa.array(["a", "b"], pa.string_view()),
+    pa.array(["a", "b"]).dictionary_encode(),
+    pa.array(["a", "b"], pa.dictionary(pa.int8(), pa.large_string(), ordered=True)),
+]
+OF_BOTH = ["parquet", "arrow"]
+
+
+@pytest.mark.parametrize("kind", OF_BOTH)
+@pytest.mark.parametrize("label", TEXTS, ids=lambda one: str(one.type))
+def test_a2_text_of_every_type_is_text(tmp_path: Path, kind: str, label: Any) -> None:
+    assert first(store(tmp_path, table(label=label), kind)).label == "a"
+
+
+@pytest.mark.parametrize("kind", OF_BOTH)
+@pytest.mark.parametrize("of", [pa.list_, pa.large_list, pa.list_view, pa.large_list_view, lambda of: pa.list_(of, 1)])
+def test_a2_conversations_in_lists_of_every_type(tmp_path: Path, kind: str, of: Any) -> None:
+    message = pa.struct([("role", pa.string()), ("content", pa.large_string())])
+    talk = pa.array([[{"role": "user", "content": "hi"}]] * 2, of(message))
+    try:
+        path = store(tmp_path, pa.table({"prompt": talk, "label": ["a", "b"]}), kind)
+    except pa.ArrowNotImplementedError:
+        pytest.skip("pyarrow does not write it")
+    assert [(one.role, one.content) for one in first(path).messages] == [("user", "hi")]
+
+
+VALUES: list[tuple[Any, Any]] = [
+    (pa.array([2**63 - 1, 0], pa.int64()), 2**63 - 1),
+    (pa.array([2**64 - 1, 0], pa.uint64()), 2**64 - 1),
+    (pa.array([decimal.Decimal("0.10000000000000000001"), None]), "0.10000000000000000001"),
+    (pa.array([decimal.Decimal("1.50"), None], pa.decimal256(40, 2)), "1.50"),
+    (pa.array([dt.date(2026, 1, 2), None]), "2026-01-02"),
+    (pa.array([dt.time(1, 2, 3, 4), None], pa.time64("us")), "01:02:03.000004"),
+    (pa.array([0, None], pa.timestamp("ms", "UTC")), "1970-01-01T00:00:00Z"),
+    (pa.array([1_500, None], pa.timestamp("ns")).cast(pa.timestamp("us"), safe=False), "1970-01-01T00:00:00.000001"),
+    (pa.array([[("k", 1), ("l", None)], []], pa.map_(pa.string(), pa.int64())), {"k": 1, "l": None}),
+    (pa.array([0.1, None], pa.float32()), 0.10000000149011612),
+    (pa.array([None, None], pa.null()), None),
+    (pa.array([True, False]), True),
+    (pa.array([{"x": [1, None]}, None]), {"x": [1, None]}),
+]
+
+
+@pytest.mark.parametrize("kind", OF_BOTH)
+@pytest.mark.parametrize(("values", "wanted"), VALUES, ids=lambda one: str(getattr(one, "type", "")))
+def test_a2_values_of_every_type_in_metadata(tmp_path: Path, kind: str, values: Any, wanted: Any) -> None:
+    metadata = pa.StructArray.from_arrays([values], names=["v"])
+    assert first(store(tmp_path, table(label=["a", "b"], metadata=metadata), kind)).metadata == {"v": wanted}
+
+
+def test_a2_a_map_is_an_object(tmp_path: Path) -> None:
+    metadata = pa.array([[("level", "hard")], []], pa.map_(pa.string(), pa.string()))
+    assert first(store(tmp_path, table(label=["a", "b"], metadata=metadata), "parquet")).metadata == {"level": "hard"}
+
+
+def broken_text() -> Any:
+    offsets = pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0")
+    return pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"\xffb")])
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (pa.array([b"a", b"b"]), 'row 0: column "label" holds bytes'),
+    (pa.array([b"a", b"b"], pa.large_binary()), 'row 0: column "label" holds bytes'),
+    (pa.array([b"aa", b"bb"], pa.binary(2)), 'row 0: column "label" holds bytes'),
+    (pa.array([float("nan"), 1.0]), 'row 0: column "label" holds bytes, NaN or an infinite number'),
+    (pa.array([float("-inf"), 1.0], pa.float32()), 'row 0: column "label" holds bytes, NaN or an infinite number'),
+    (pa.array([1, 2], pa.timestamp("ns")), 'row 0: column "label" '),
+    (pa.array([1, 2], pa.duration("ns")), 'row 0: column "label" '),
+    (pa.array([2**62, 0], pa.timestamp("s")), 'row 0: column "label" '),
+    (pa.array([[("k", 1), ("k", 2)], []], pa.map_(pa.string(), pa.int64())), 'row 0: column "label" cannot be read'),
+    (broken_text(), 'row 0: column "label" cannot be read'),
+]
+
+
+@pytest.mark.parametrize(("label", "cause"), REFUSED, ids=lambda one: str(getattr(one, "type", "")))
+def test_a2_values_that_cannot_arrive_are_refused_by_column(tmp_path: Path, label: Any, cause: str) -> None:
+    with pytest.raises(DataError) as caught:
+        first(store(tmp_path, table(label=label), "arrow"))
+    assert f"t.arrow, {cause}" in str(caught.value)
+
+
+def test_a2_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    rows = pa.Table.from_arrays([pa.array(["?"])] * 3, names=["prompt", "label", "label"])
+    for kind in OF_BOTH:
+        with pytest.raises(DataError, match='two columns are named "label"'):
+            first(store(tmp_path, rows, kind))
+
+
+def many(folder: Path, num_rows: int = 3000) -> Path:
+    path = folder / "t.parquet"
+    talk = [[{"role": "user", "content": f"{row} " + "word " * 20}] for row in range(num_rows)]
+    rows = pa.table({"prompt": talk, "label": [str(row) for row in range(num_rows)], "metadata": [{"a": 1}] * num_rows})
+    pq.write_table(rows, path, row_group_size=1000, use_dictionary=False, compression="none")
+    return path
+
+
+def test_f7_damage_in_a_parquet_file_names_file_row_group_and_column(tmp_path: Path) -> None:
+    path = many(tmp_path)
+    data = bytearray(path.read_bytes())
+    group = pq.ParquetFile(path).metadata.row_group(1)
+    label = next(one for at in range(group.num_columns) if (one := group.column(at)).path_in_schema == "label")
+    data[label.data_page_offset : label.data_page_offset + 40] = bytes(40)
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r't\.parquet: row group 1, column "label" cannot be read from row 1000 on: '):
+        first(path)
+
+
+@pytest.mark.parametrize("size", [4, 12, 1000, -1, -9, -100])
+def test_f7_a_parquet_file_that_is_cut_is_refused(tmp_path: Path, size: int) -> None:
+    path = many(tmp_path)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(DataError, match=r"t\.parquet: is not a readable parquet file: .* -- write it again"):
+        first(path)
+
+
+def test_f7_an_arrow_file_that_is_cut_is_refused(tmp_path: Path) -> None:
+    rows = table(label=["a", "b"])
+    path = store(tmp_path, rows, "arrow")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"t\.arrow: is not a readable Arrow file"):
+        first(path)
+    with ipc.new_stream(str(path), rows.schema) as writer:
+        writer.write_table(rows)
+    path.write_bytes(path.read_bytes()[:-70])
+    with pytest.raises(DataError, match=r"t\.arrow: "):
+        first(path)
+
+
+def test_f7_a_nested_column_is_read_a_batch_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columnar, "BATCH_BYTES", 1000)
+    raw = {"model": {"path": "m"}, "data": {"train": str(many(tmp_path)), "shuffle": False}}
+    dataset = open_prompts(RunConfig.model_validate(raw))
+    assert [prompt.label for draw in (2999, 0, 1000, 999) if (prompt := dataset.prompt(draw))] == [
+        "2999", "0", "1000", "999",
+    ]  # fmt: skip
+
+
+def test_f7_rows_are_kept_where_tmpdir_says_and_a_full_disk_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from myxa.actors.data import row_set
+
+    def full(*_: Any, **__: Any) -> Any:
+        return Path("/dev/full").open("r+b", buffering=0)
+
+    monkeypatch.setattr(row_set.tempfile, "TemporaryFile", full)
+    with pytest.raises(
+        DataError, match=r"cannot be kept in .*: No space left on device -- make room there, or .*TMPDIR"
+    ):
+        first(many(tmp_path))
