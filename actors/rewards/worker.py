@@ -38,9 +38,13 @@ def main() -> None:
     if spec.fn in BUILTINS and (prepare := BUILTINS[spec.fn].prepare) is not None:
         prepare()
     write_frame(outgoing, Ready(os.getpid()))
+    own_pid = os.getpid()
     with asyncio.Runner() as runner:
         while (body := read_frame(incoming)) is not None:
-            write_frame(outgoing, _judge(reward, body, runner))
+            reply = _judge(reward, body, runner)
+            if os.getpid() != own_pid:  # a copy that the function forked and let return
+                os._exit(0)
+            write_frame(outgoing, reply)
 
 
 def _judge(reward: RewardFn, body: bytes, runner: asyncio.Runner) -> Reply:

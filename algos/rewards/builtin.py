@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import cast
 
 from ...core.completions import Completion
-from .extraction import Answer, Extract, accepted_labels, read_answer
+from .extraction import Answer, Extract, accepted_labels, labels_of_numbers, read_answer
 from .numbers import Quantity, last_quantity, parse_quantity
 
 DEFAULT_FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
@@ -43,7 +43,7 @@ def numeric(
     A marked answer is one number, with a unit or `x =` if it likes, or wrong; in unmarked text the last number counts.
     Raises ValueError for a label that is no number.
     """
-    wanted = [one for label in accepted_labels(completion.label) if (one := quantity_of_label(label)) is not None]
+    wanted = [one for label in labels_of_numbers(completion.label) if (one := quantity_of_label(label)) is not None]
     if not wanted:
         raise ValueError(f"the label {completion.label[:80]!r} is not a number")
     answer = read_answer(completion.text, extract_from)

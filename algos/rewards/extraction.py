@@ -90,13 +90,31 @@ def after_thought(text: str, *, begins_inside: bool = False) -> str | None:
 
 
 def accepted_labels(label: str) -> tuple[str, ...]:
-    """The answers that a row accepts: those of a list of texts, which data writes as JSON; else the label itself."""
-    if label.startswith('["'):
+    """The answers that a row accepts: those of a list with texts in it, which data writes as JSON, or of verl's
+    `{"target": [...]}`; else the label itself."""
+    listed = label
+    if label.startswith('{"target":'):
         try:
-            return msgspec.json.decode(label, type=tuple[str, ...]) or (label,)
-        except msgspec.DecodeError:
+            listed = bytes(msgspec.json.decode(label, type=dict[str, msgspec.Raw])["target"]).decode()
+        except (msgspec.DecodeError, KeyError):
             return (label,)
-    return (label,)
+        listed = listed if listed.startswith("[") else f"[{listed}]"
+    return _texts_of(listed) or (label,)
+
+
+def labels_of_numbers(label: str) -> tuple[str, ...]:
+    """The same where a label is a number: `[7,8]`, which is an interval for others, is a list too."""
+    return _texts_of(label, may_be_numbers=True) or accepted_labels(label)
+
+
+def _texts_of(listed: str, *, may_be_numbers: bool = False) -> tuple[str, ...]:
+    if not listed.startswith("[") or ('"' not in listed and not may_be_numbers):
+        return ()
+    try:
+        raw = [bytes(one).decode() for one in msgspec.json.decode(listed, type=list[msgspec.Raw])]
+        return tuple(msgspec.json.decode(one, type=str) if one.startswith('"') else one for one in raw)
+    except msgspec.DecodeError:
+        return ()
 
 
 def boxed(text: str) -> str | None:

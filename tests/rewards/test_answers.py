@@ -213,8 +213,17 @@ def test_any_of_several_accepted_labels_counts(name: str, text: str, labels: lis
 
 
 def test_a_label_that_only_looks_like_a_list_is_a_label() -> None:
-    for label in ("[1,2]", '["a', "[]", '["a", 1]', "a"):
+    for label in ("[1,2]", '["a', "[]", '{"target":', '{"target":[]}', '{"other":["a"]}', "a"):
         assert accepted_labels(label) == (label,)
+
+
+def test_lists_of_other_kinds_are_read_too() -> None:
+    assert accepted_labels('["a",1.10,"b"]') == ("a", "1.10", "b")
+    assert accepted_labels('{"target":["Paris","Paris city"]}') == ("Paris", "Paris city")
+    assert accepted_labels('{"target":"Paris"}') == ("Paris",)
+    assert [score("numeric", text, "[7,8.5]") for text in ("7", "8.5", "9")] == [1.0, 1.0, 0.0]
+    assert score("math", r"\boxed{[1,2]}", "[1,2]") == 1.0
+    assert score("math", r"\boxed{2}", "[1,2]") == 0.0
 
 
 HOSTILE = [

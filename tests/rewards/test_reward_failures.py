@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from run_job import events, make_job  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.rewards.guard import kind_of_cause
 from myxa.actors.rewards.rewarder import Rewarder
@@ -179,3 +180,21 @@ def test_what_is_no_finite_number_is_refused_by_name(returned: object, words: st
     with pytest.raises((TypeError, ValueError)) as caught:
         outcome_of(returned)
     assert str(caught.value) == words
+
+
+@pytest.mark.timeout(300)
+def test_a_run_tells_what_its_reward_does_wrong_and_goes_on(tmp_path: Path) -> None:
+    """`on_error = "zero"` lost the cause: no event, no line (A4)."""
+    job = make_job(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n\ndef score(completion):\n    if completion.index == 1:\n"
+        "        return completion.metadata[completion.prompt]\n    return np.bool_(len(completion.text) > 3)\n"
+    )
+    code, said, run_dir = job.run(
+        "reward.fn=mine.py:score", "reward.on_error=zero", "reward.max_error_rate=1", "run.num_steps=2", timeout_s=280
+    )
+    assert code == 0, said
+    told = [event["text"] for event in events(run_dir, "reward-failed")]
+    assert "raised KeyError: " in told[0] and "mine.py:5 (group " in told[0] and told[0].endswith("its answer gets 0")
+    lines = [line for line in said.splitlines() if "reward-failed" in line and "so far" not in line]
+    assert len(lines) == 1 and told[0] in lines[0]

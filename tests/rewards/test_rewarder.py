@@ -58,6 +58,8 @@ def act(completion):
         return float(sys.stdin.read() == "")
     if verb == "pid":
         return {"reward": 0.5, "pid": os.getpid(), "main": threading.current_thread() is threading.main_thread()}
+    if verb == "fork":
+        return float(os.fork() > 0)
     return {"nan": float("nan"), "none": None, "dict": {"score": 1}}.get(verb, 1.0)
 
 async def act_later(completion):
@@ -283,6 +285,28 @@ async def test_what_a_worker_prints_or_reads_does_not_touch_the_protocol(
     captured = capfd.readouterr()
     assert "noise on standard output" in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.asyncio
+async def test_a_copy_that_a_function_forks_and_lets_return_says_nothing(code: str) -> None:
+    async with rewarder(f"{code}:act", workers=1) as made:
+        assert [(await made.score(answer("fork"))).value for _ in range(3)] == [1.0] * 3
+        assert (await made.score(answer("pid"))).value == 0.5
+        assert made.num_errors == 0
+
+
+@pytest.mark.asyncio
+async def test_math_ends_by_its_seconds_in_its_process_too() -> None:
+    async with rewarder("math", args={"seconds": 1}) as made:
+        assert (await made.score(answer(r"\boxed{1+x}", "x+1"))).value == 1.0
+        pids, begun = made.worker_pids, time.monotonic()
+        for hostile in ("9^{9^{9^{9}}}", "(10^9)!", r"\sum_{n=1}^{1000000000} n^{n}"):
+            assert (await made.score(answer(rf"\boxed{{{hostile}}}", "x+1"))).value == 0.0
+        assert time.monotonic() - begun < 6.0
+        assert (await made.score(answer(r"\boxed{1+y}", '["x","y+1"]'))).value == 1.0
+        assert made.worker_pids == pids and made.num_errors == 0
+    async with rewarder("math", strip_thinking=False) as made:
+        assert (await made.score(answer(r"<think>\boxed{1+x}</think>none", "x+1"))).value == 1.0
 
 
 @pytest.mark.asyncio
