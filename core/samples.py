@@ -22,6 +22,10 @@ NO_VERSION = -1
 """Version stamp of tokens that no engine generated (tool replies, demonstrations)."""
 
 
+LOSS_KEYS = ("train", "weight", "loss_mask", "step_loss_mask", "loss")
+"""Names that data sets have for whether a message is learnt: 1 or true, 0 or false."""
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One chat message, as chat templates know it."""
 
@@ -50,6 +54,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return {key: whole[key] for key in self.keys if key in whole}
         filled = {key: value for key, value in more.items() if value}
         return {"role": self.role, "content": content, **filled, **self.extra}
+
+    @property
+    def is_learnt(self) -> bool:
+        """Whether SFT learns it: a turn of the assistant's that the row does not switch off."""
+        return self.role == "assistant" and all(self.extra.get(key, 1) == 1 for key in LOSS_KEYS)
 
     def with_text(self, text: str) -> Message:
         """The same message with another content."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import orjson
 from msgspec.structs import replace
 
-from ...core.samples import Message
+from ...core.samples import LOSS_KEYS, Message
 from .row_file import Columns, RowError, exact_json
 
 THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -74,6 +75,18 @@ def check_unified(value: object, key: str, *, is_tools: bool) -> None:
             f'{what} in column "{key}" hold null, written or added by the file\'s one schema for all rows',
             "store the column as JSON text, or write the file as JSONL",
         )
+
+
+def check_switches(messages: Sequence[Message], key: str) -> None:
+    """Whether messages are learnt must be said clearly. Raises RowError."""
+    for number, message in enumerate(messages, start=1):
+        said = {name: message.extra[name] for name in LOSS_KEYS if name in message.extra}
+        where = f'message {number} of "{key}"'
+        if any(not isinstance(one, (bool, int, float)) or one not in (0, 1) for one in said.values()):
+            shown = ", ".join(f"{name} = {one!r}" for name, one in said.items())
+            raise RowError(f"{where} is neither learnt nor not: {shown}", "write 1 or true, 0 or false")
+        if len(set(map(float, said.values()))) > 1:
+            raise RowError(f"{where} is switched on and off: {', '.join(said)}", "keep one of the keys")
 
 
 def _holds_null(value: object) -> bool:

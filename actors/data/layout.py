@@ -15,9 +15,9 @@ import msgspec
 import orjson
 
 from ...core.config import DataSettings
-from ...core.samples import Message
+from ...core.samples import LOSS_KEYS, Message
 from ...core.suggestion import suggest
-from .conversation import check_unified, parse_json_messages, parse_messages, parse_tools
+from .conversation import check_switches, check_unified, parse_json_messages, parse_messages, parse_tools
 from .recorded_terms import RecordedTerms
 from .row_file import Columns, RowError, exact_json
 from .row_rewards import RowRewards
@@ -95,6 +95,7 @@ class Layout:
         self._is_chat = settings.preset == "chat"
         self._system = settings.system
         self._needs_demonstration = needs_demonstration
+        self._learns_last = settings.learn == "last"
         self._source = preset.source
         prompt_setting = "messages_key" if self._is_chat else "prompt_key"
         self._or_prompt: Column | None = None
@@ -189,7 +190,14 @@ class Layout:
             metadata[DEMONSTRATION] = answer
         elif answer is not None:
             turns = parse_messages(answer, self._answer.key)
+            check_switches(turns, self._answer.key)
             metadata[DEMONSTRATION_TURNS] = [_table(turn) for turn in turns]
+        elif self._is_chat and self._needs_demonstration and messages[-1].role == "assistant":
+            messages, turns = self._learnt(messages)
+            is_text = len(turns) == 1 and turns[0] == Message(role="assistant", content=turns[0].content)
+            metadata[DEMONSTRATION if is_text else DEMONSTRATION_TURNS] = (
+                turns[0].content if is_text else [_table(turn) for turn in turns]
+            )
         elif self._is_chat and messages[-1].role == "assistant":
             last = messages[-1]
             key, shown = (DEMONSTRATION_TURNS, [_table(last)]) if last.tool_calls else (DEMONSTRATION, last.content)
@@ -210,6 +218,22 @@ class Layout:
                 'end it with a user message, or use preset = "chat" if the last message is the answer',
             )
         return messages
+
+    def _learnt(self, messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """What stands before the first turn that is learnt, and all from there to the last one. Raises RowError."""
+        check_switches(messages, self._prompt.key)
+        asked = next((at for at, one in enumerate(messages) if one.role not in NOT_ASKED), len(messages))
+        if asked == len(messages):
+            return messages[:-1], messages[-1:]  # which is refused: there is nothing to answer
+        learnt = [at for at, one in enumerate(messages) if one.is_learnt and at > asked]
+        if self._learns_last:
+            learnt = [at for at in learnt if at == len(messages) - 1]
+        if not learnt:
+            raise RowError(
+                f'no message of "{self._prompt.key}" is learnt',
+                f"switch one on ({', '.join(LOSS_KEYS)}), or leave the row out",
+            )
+        return messages[: learnt[0]], messages[learnt[0] : learnt[-1] + 1]
 
 
 def _is_begun(messages: tuple[Message, ...]) -> bool:

@@ -64,6 +64,11 @@ class FolderTokenizer:
             messages, add_generation_prompt=add_generation_prompt, tools=tools, goes_on=goes_on
         )
 
+    def model_spans(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[tuple[int, int], ...] | None:
+        """Places in the text that the template calls the model's (`{% generation %}`); None: it calls none so."""
+        written = self._template.write(messages, tools=tools)
+        return written.generation if written.has_blocks else None
+
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, nothing added; special tokens written out in the text are recognised."""
         try:

@@ -17,10 +17,11 @@ from .context import WorkflowContext
 
 async def generate(ctx: WorkflowContext, prompt: Prompt) -> Sample:
     """The demonstration as a sample: assistant turns masked in, everything else masked out."""
-    return ctx.episode.demonstration(_turns(prompt))
+    return ctx.episode.demonstration(shown_turns(prompt))
 
 
-def _turns(prompt: Prompt) -> list[Message]:
+def shown_turns(prompt: Prompt) -> list[Message]:
+    """The turns of the row's demonstration. Raises DataError."""
     metadata: dict[str, Any] = prompt.metadata
     if "demonstration_turns" in metadata:
         try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from ...core.protocols import Delta, GenerateRequest, Tokenizer
 from ...core.samples import I32, U8, FinishReason, Message, Prompt, Sample
 from ...core.sampling_ranges import sampling_fault
 from ...core.stop_strings import StopStrings
+from .demonstrated import demonstrate
 from .segments import Segment, joined, split, unstamped
 from .stream_end import closing
 from .turn_renderer import TurnRenderer
@@ -337,19 +339,22 @@ class Episode:
         )
 
     def demonstration(self, turns: Sequence[Message]) -> Sample:
-        """A sample made of given turns instead of generated ones: assistant turns get loss mask 1, all others 0. The
-        first one is an assistant's. Raises PromptTooLong, TemplateError, DataError."""
-        starts = [at for at, turn in enumerate(turns) if turn.role == "assistant"]
-        for start, following in zip(starts, (*starts[1:], len(turns)), strict=True):
-            replies = turns[start + 1 : following]
-            ids = self._renderer.spoken(turns[start], replies, self._prompt.tools)
-            self._close_turn(unstamped(ids, is_model=True), "stop")
-            if replies and not self.reply_with(*replies):
-                break
-        if self._model.context_length < len(self._context()):
+        """A sample made of given turns instead of generated ones, with the ids that the template writes of the whole
+        conversation: the assistant's turns get loss mask 1, all else 0. Raises PromptTooLong, DataError, TemplateError.
+        """
+        shown = demonstrate(self._tokenizer, self._renderer, self._prompt.messages, turns, self._prompt.tools)
+        if self._model.context_length < len(shown.ids):
             raise PromptTooLong(
-                f"demonstration of row {self._prompt.row} has {len(self._context())} tokens with its prompt, "
+                f"demonstration of row {self._prompt.row} has {len(shown.ids)} tokens with its prompt, "
                 f"the context is {self._model.context_length}",
                 remedy="shorten the row or raise engine.context_length",
             )
+        self._prompt_ids = np.asarray(shown.ids[: shown.num_prompt], np.int32)
+        rest, mask = shown.ids[shown.num_prompt :], shown.mask[shown.num_prompt :]
+        cuts = [0, *(at for at in range(1, len(mask)) if mask[at] != mask[at - 1]), len(mask)]
+        self._segments = [unstamped(rest[a:b], is_model=bool(mask[a])) for a, b in pairwise(cuts) if b > a]
+        starts = [at for at, turn in enumerate(turns) if turn.role == "assistant"]
+        self._turns = [turns[at].content for at in starts]
+        self._replies = [tuple(turns[a + 1 : b]) for a, b in zip(starts, (*starts[1:], len(turns)), strict=True)]
+        self._finish = "stop"
         return self.sample()

@@ -1,4 +1,4 @@
-r"""Token ids around the model's turns, as the chat template writes them: prompts, replies, demonstrations.
+r"""Token ids around the model's turns, as the chat template writes them: prompts and replies.
 
 A reply must continue a token stream whose turns are never encoded again, so it is cut out of a conversation made for
 it: a question, an answer that is a sentinel, the reply. What stands behind the sentinel is what follows any answer. So
@@ -25,10 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from ...core.errors import TemplateError
 from ...core.protocols import Tokenizer
 from ...core.samples import I32, Message, Prompt
-from .appending import ANSWER, ANSWERED, QUESTION, between, unfit
+from .appending import ANSWER, ANSWERED, between, unfit
 
 MAX_KNOWN = 256
 """Kinds of replies that are remembered."""
@@ -77,25 +76,17 @@ class TurnRenderer:
             ids = ids[ids.index(joint.mark) + 1 :]
         return np.asarray(ids, dtype=np.int32)
 
-    def spoken(self, message: Message, replies: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Token ids of a whole turn of the model that was written by somebody else, its end included. `replies`: what
-        comes next. Raises TemplateError, DataError as above, or for tool calls that the template does not write."""
+    def ends(self, replies: Sequence[Message], tools: Tools = ()) -> tuple[tuple[str, ...], str]:
+        """Texts that may end a turn of the model before these replies, none where nothing does, and what the template
+        writes behind the last turn of a conversation. Raises TemplateError, DataError as above."""
         closing = self._text(ANSWERED, tools).partition(ANSWER)[2]
-        begin = self._text((QUESTION,), tools, opens=True)
-        whole = self._text((QUESTION, message), tools)
-        body = message.content
-        if len(whole) >= len(begin) + len(closing) and whole.startswith(begin) and whole.endswith(closing):
-            body = whole[len(begin) : len(whole) - len(closing)]
-        elif message.tool_calls:
-            raise TemplateError(
-                f"the chat template of {self._tokenizer.template_place} does not write the model's tool calls where "
-                "the model would make them",
-                remedy="write them out in the text of the message",
-            )
-        own, closed = self._first_mark(closing), self._tokenizer.encode(closing)
-        mark = self._joint(replies, tools).mark if replies and own is None else own
-        end = mark if mark in self._ends else self._tokenizer.eos_token_ids[0]
-        return [*self._tokenizer.encode(body), *(() if own is None else closed[: closed.index(own)]), end]
+        own = self._first_mark(closing)
+        if own is not None:
+            return tuple(self._tokenizer.decode([one], skip_special=False) for one in {own, *self._ends}), closing
+        if closing.strip():  # words, not a token of their own
+            return (closing.strip(),), closing
+        mark = self._joint(replies, tools).mark if replies else None
+        return (() if mark is None else (self._tokenizer.decode([mark], skip_special=False),)), closing
 
     def _text(self, messages: Sequence[Message], tools: Tools, *, opens: bool = False) -> str:
         return self._tokenizer.render_text(messages, add_generation_prompt=opens, tools=tools)

@@ -98,6 +98,9 @@ class DataSettings(Section, frozen=True):
     """Column with the demonstration to be learnt by SFT. Empty = the preset's (chat: last assistant message)."""
     tools_key: str = ""
     """Column with a list of tools, handed to the chat template. Empty = the preset's (slime, chat: "tools")."""
+    learn: Literal["all", "last"] = "all"
+    """Which of the assistant's turns of a conversation of `preset = "chat"` SFT learns. A message of a row switches
+    itself off or on with `train`, `weight`, `loss_mask`, `step_loss_mask` or `loss` (true, false, 1, 0)."""
     system: str = ""
     """System message put in front of conversations that have none; empty = none."""
     apply_chat_template: bool = True

@@ -35,6 +35,7 @@ from ..lives.named_checkpoint import named_checkpoint
 from .chat_templates import template_findings
 from .disk import disk_findings, disk_of, free_at, nearest_folder
 from .finding import Finding, looked
+from .first_rows import row_findings
 from .gpus import Gpus, look_at_gpus
 from .interpreters import ask_interpreters
 from .package_needs import package_findings
@@ -274,6 +275,8 @@ def _check_data(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Find
     for key, value in config.data_files():
         for source in parse_sources(value):
             yield from looked(key, check_data_files, source.path, key)
+    if any(actor.role == "rollout" for actor in actors):
+        yield from row_findings(config)
 
 
 def _check_devices(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:

@@ -1,0 +1,180 @@
+"""Token ids of a conversation that somebody else wrote, and which of them are learnt.
+
+The ids are those of the whole conversation as the chat template writes it. Nothing is put together from pieces, so a
+model is never shown what its template does not write: where the template begins the model's turn otherwise than it
+writes the demonstration (thinking switched off, and a demonstration that thinks), the row is refused. Earlier turns may
+lack the thinking that the template opens where the model begins: that is how it writes them. Pure; must not know rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ...core.errors import DataError, TemplateError
+from ...core.protocols import Tokenizer
+from ...core.samples import Message
+from .turn_renderer import TurnRenderer
+
+OPENED_THINKING = re.compile(r"<think>\s*(</think>\s*)?\Z")
+"""What a template writes behind the head of a turn where the model begins."""
+THINKING = re.compile(r"<think>(.*?)</think>|\A(.*?)</think>", re.DOTALL)
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+Tools = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstrated:
+    """A conversation up to the end of the last turn that is learnt."""
+
+    ids: list[int]
+    mask: list[int]
+    """1 where a token is learnt."""
+    num_prompt: int
+    """Tokens before the first turn that is learnt."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Of a turn in the text."""
+
+    start: int
+    end: int
+    needs_end: bool = False
+    """The template writes nothing at the end of the last turn: the model's own end token is put there."""
+
+
+def demonstrate(
+    tokenizer: Tokenizer, renderer: TurnRenderer, prompt: Sequence[Message], turns: Sequence[Message], tools: Tools = ()
+) -> Demonstrated:
+    """Raises DataError for a conversation that the template writes otherwise than it would be learnt, TemplateError for
+    a template that cannot write such ones at all."""
+    return _Writer(tokenizer, renderer, (*prompt, *turns), tools).write(len(prompt))
+
+
+class _Writer:
+    def __init__(
+        self, tokenizer: Tokenizer, renderer: TurnRenderer, messages: tuple[Message, ...], tools: Tools
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = renderer
+        last = max((at for at, one in enumerate(messages) if one.is_learnt), default=-1)
+        self._messages = messages[: last + 1]
+        self._tools = tools
+        self._text = self._render(self._messages)
+        self._ids = tokenizer.encode(self._text)
+
+    def write(self, num_before: int) -> Demonstrated:
+        learnt = [at for at in range(num_before, len(self._messages)) if self._messages[at].is_learnt]
+        if not learnt:
+            raise DataError("no turn of the demonstration is learnt", remedy="switch a turn of the assistant on")
+        spans = [self._span(at) for at in learnt]
+        blocks = self._blocks()
+        ids = self._ids[: self._boundary(spans[-1].end)]
+        mask = [0] * len(ids)
+        for at, span in zip(learnt, spans, strict=True):
+            first, end = self._boundary(span.start), self._boundary(span.end)
+            for index in range(first, end):
+                mask[index] = int(blocks is None or index in blocks)
+            if not any(mask[first:end]) and not span.needs_end:
+                raise self._refusal(at, "marks nothing of it as the model's ({% generation %})")
+        if spans[-1].needs_end:
+            ids, mask = [*ids, self._tokenizer.eos_token_ids[0]], [*mask, 1]
+        return Demonstrated(ids, mask, self._boundary(spans[0].start))
+
+    def _span(self, at: int) -> _Span:
+        start = self._start(at)
+        span = self._closed(at, start)
+        self._check_whole(at, self._text[span.start : span.end])
+        return span
+
+    def _start(self, at: int) -> int:
+        """Where the model begins to speak."""
+        opened = self._render(self._messages[:at], opens=True)
+        if self._text.startswith(opened):
+            return len(opened)
+        thinks = OPENED_THINKING.search(opened)
+        head = opened[: thinks.start()] if thinks else opened
+        is_last = at == len(self._messages) - 1
+        if thinks is None or not self._text.startswith(head):
+            raise self._refusal(at, "writes what stands before it otherwise once the conversation is longer")
+        if self._text.startswith("<think>", len(head)):
+            raise self._refusal(
+                at, f"begins the model's turn with {thinks[0]!r}, and writes another thinking in the demonstration",
+                "switch thinking on (data.chat_template_kwargs), or take it out of the demonstration",
+            )  # fmt: skip
+        if is_last:
+            raise self._refusal(
+                at, f"begins the model's turn with {thinks[0]!r}, and leaves that out of the demonstration",
+                "switch thinking off (data.chat_template_kwargs), or use a template that writes the last thinking",
+            )  # fmt: skip
+        return len(head)
+
+    def _closed(self, at: int, start: int) -> _Span:
+        """The turn up to the mark that ends it, the mark included."""
+        messages = self._messages
+        after = next((k for k in range(at + 1, len(messages)) if messages[k].role == "assistant"), len(messages))
+        marks, closing = self._renderer.ends(messages[at + 1 : after], self._tools)
+        found = [(place, len(mark)) for mark in marks if (place := self._text.find(mark, start)) >= 0]
+        if found:
+            place, length = min(found)
+            return _Span(start, place + length)
+        if at == len(messages) - 1:
+            end = len(self._text) - (len(closing) if self._text.endswith(closing) else 0)
+            return _Span(start, max(start, end), needs_end=True)
+        so_far = self._render(messages[: at + 1])
+        if not self._text.startswith(so_far):
+            raise self._refusal(at, "does not mark where it ends")
+        return _Span(start, len(so_far))
+
+    def _check_whole(self, at: int, written: str) -> None:
+        """What the row says must be in what is learnt."""
+        message, is_last = self._messages[at], at == len(self._messages) - 1
+        thoughts = [one.strip() for pair in THINKING.findall(message.content) for one in pair if one.strip()]
+        thoughts += [str(message.extra[key]).strip() for key in REASONING if message.extra.get(key)]
+        said = THINKING.sub("", message.content).strip()
+        if said not in written:
+            raise self._refusal(at, "does not write its text as it is, or the text holds a mark that ends turns")
+        if is_last and any(thought not in written for thought in thoughts):
+            raise self._refusal(
+                at, "leaves its thinking out", "use a template that writes it, or take it out of the demonstration"
+            )
+        for call in message.tool_calls:
+            table: object = call.get("function", call)
+            name: object = cast("dict[str, object]", table).get("name") if isinstance(table, dict) else None
+            if str(name or "") not in written:
+                raise TemplateError(
+                    f"the chat template of {self._tokenizer.template_place} does not write the model's tool calls "
+                    "where the model would make them",
+                    remedy="write them out in the text of the message",
+                )
+
+    def _blocks(self) -> frozenset[int] | None:
+        """Tokens inside of `{% generation %}` blocks; None: the template has none."""
+        spans_of = getattr(self._tokenizer, "model_spans", None)  # of tokenizers with a template
+        spans = spans_of(self._messages, self._tools) if spans_of else None
+        if spans is None:
+            return None
+        return frozenset(index for start, end in spans for index in range(self._boundary(start), self._boundary(end)))
+
+    def _boundary(self, place: int) -> int:
+        """Number of tokens before a place in the text; one that lies across it is before it."""
+        before = self._tokenizer.encode(self._text[:place])
+        if self._ids[: len(before)] == before:
+            return len(before)
+        same = next(k for k, (a, b) in enumerate(zip(self._ids, before, strict=False)) if a != b)
+        return same + 1
+
+    def _render(self, messages: Sequence[Message], *, opens: bool = False) -> str:
+        return self._tokenizer.render_text(messages, add_generation_prompt=opens, tools=self._tools)
+
+    def _refusal(self, at: int, how: str, remedy: str = "") -> DataError:
+        more = 'set data.learn = "last"' if at < len(self._messages) - 1 else "mend the template or the row"
+        return DataError(
+            f"message {at + 1} of the conversation cannot be learnt: the chat template of "
+            f"{self._tokenizer.template_place} {how}",
+            remedy=remedy or more,
+        )

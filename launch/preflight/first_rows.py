@@ -1,0 +1,72 @@
+"""Whether the chat template can write the first rows of the data: prompts, and demonstrations as they would be learnt.
+
+A row that it refuses is told before anything is started. Knows rows and templates; the buffer looks at every row, and
+the rollout actors at every prompt that they draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from ...actors.data.data_files import check_data_files, is_large, needs_pyarrow, open_rows
+from ...actors.data.held_out import layout_of
+from ...actors.data.layout import Item, Layout
+from ...actors.data.row_file import RowError
+from ...actors.models.chat_template import template_of
+from ...actors.models.tokenizer import FolderTokenizer, load_tokenizer
+from ...actors.workflows.demonstrated import demonstrate
+from ...actors.workflows.demonstration import shown_turns
+from ...actors.workflows.turn_renderer import TurnRenderer
+from ...core.config import RunConfig
+from ...core.config.source import Source, parse_sources
+from ...core.errors import DataError, MyxaError
+from ...core.samples import Prompt
+from .finding import Finding
+from .interpreters import has_module
+
+NUM_ROWS = 8
+MAX_BYTES = 64 << 20
+"""A larger JSONL file is not indexed for this."""
+
+
+def row_findings(config: RunConfig) -> Iterator[Finding]:
+    """The first row of each source that the template refuses. Other faults of model and data are told elsewhere."""
+    try:
+        tokenizer = load_tokenizer(config.model.path, template_of(config.model.path, config.data))
+    except MyxaError:
+        return
+    write = partial(_write, tokenizer, TurnRenderer(tokenizer), is_learnt=config.algo.kind == "sft")
+    for name, part in config.data.parts().items():
+        key, layout = config.data.key_of(name), layout_of(config, part, config.reward, name)
+        for source in () if layout.is_recorded else parse_sources(part.train):
+            yield from _findings(source, layout, key, write, skips_bad=part.on_bad_line == "skip")
+
+
+def _findings(
+    source: Source, layout: Layout, key: str, write: Callable[[int, Item], None], *, skips_bad: bool
+) -> Iterator[Finding]:
+    try:
+        check_data_files(source.path, key)
+        if is_large(source.path, key, MAX_BYTES) or (needs_pyarrow(source.path) and not has_module("pyarrow")):
+            return
+        file = open_rows(source.path, layout, key)
+        rows = source.rows(file.num_rows)[:NUM_ROWS]
+    except (MyxaError, OSError, ImportError):
+        return
+    for row in rows:
+        try:
+            write(row, layout.item(file.read(row)))
+        except RowError:
+            return
+        except MyxaError as error:
+            told = type(error)(f"{file.place(row)}: {error.message}", remedy=error.remedy)
+            yield Finding(key, told, is_warning=skips_bad and isinstance(error, DataError))
+            return
+
+
+def _write(tokenizer: FolderTokenizer, renderer: TurnRenderer, row: int, item: Item, *, is_learnt: bool) -> None:
+    prompt = Prompt(group_id=0, row=row, pass_index=0, messages=item.messages, tools=item.tools, metadata=item.metadata)
+    renderer.prompt(prompt)
+    if is_learnt:
+        demonstrate(tokenizer, renderer, prompt.messages, shown_turns(prompt), prompt.tools)
