@@ -19,6 +19,7 @@ MyxaError
 │   └── TornCheckpoint       a checkpoint is not as it was written; an older one may be
 ├── StalenessError           a group would break the staleness bound (a bug if ever seen)
 ├── LedgerError              an illegal transition in the life of a sample
+├── DiskRefused              a disk is full, over a quota, read-only or failing; repeating it is safe
 ├── MemoryFault              device memory could not leave, come back, or be had
 │   ├── OutOfDeviceMemory    the device has less free than was asked for
 │   └── LeaseRefused         the memory manager says no; it lists who holds what
@@ -160,6 +161,11 @@ class StalenessError(MyxaError):
 
 class LedgerError(MyxaError):
     """An illegal transition in the life of a sample."""
+
+
+class DiskRefused(MyxaError):
+    """A disk refuses to be written (full, over a quota, read-only, failing). Nothing took effect: it may be repeated,
+    and succeeds once the disk can be written again."""
 
 
 class MemoryFault(MyxaError):

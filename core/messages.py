@@ -70,9 +70,9 @@ class Assignment(Record, frozen=True):
     """Epoch of the live knobs that the group was dispatched under first; copied into the group."""
 
 
-DrawBlock = Literal["", "staleness", "weights", "suspect", "data-exhausted", "paused", "finished"]
-"""Why there is no work: weights: this engine has not adopted the newest version, one that has would get some; suspect:
-a group that may be what ends its actors is to be served alone, by this one."""
+DrawBlock = Literal["", "staleness", "weights", "suspect", "data-exhausted", "paused", "finished", "disk"]
+"""Why there is no work: disk: the ledger cannot be written; weights: this engine has not adopted the newest version,
+one that has would get some; suspect: a group that may be what ends its actors is to be served alone, by this one."""
 
 
 class DrawRequest(Record, frozen=True):
@@ -135,7 +135,7 @@ class Claim(Record, frozen=True):
     """No batch will ever come again: data exhausted or the run was told to stop."""
     reason: str = ""
     """What became of the data, when it is finished."""
-    blocked_by: Literal["", "wait-data", "paused"] = ""
+    blocked_by: Literal["", "wait-data", "paused", "disk"] = ""
 
 
 class TensorSpec(Record, frozen=True):
@@ -274,7 +274,9 @@ class BufferStats(Record, frozen=True):
     mean_tokens: dict[str, float] = {}
     """"trained", and each reason for dropping -> mean response tokens of a group: shows a bias for short answers"""
     complaint: str = ""
-    """What a person should know now: no group could be used for a long time."""
+    """What a person should know now: no group could be used for a long time, or `disk`."""
+    disk: str = ""
+    """Why the ledger cannot be written and what to do; the run waits for it. The counts are those from before."""
 
 
 class RecentGroup(Record, frozen=True):

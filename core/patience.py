@@ -13,11 +13,13 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from .clock import Clock
-from .errors import BadRequest, CallError, NoSuchMethod, NotExecuted, NotSent, OutcomeUnknown
+from .errors import BadRequest, CallError, DiskRefused, NoSuchMethod, NotExecuted, NotSent, OutcomeUnknown
 
 T = TypeVar("T")
 
 PAUSE_S = 0.2
+DISK_PAUSE_S = 1.0
+"""The same while the callee waits for its disk."""
 GIVE_UP_S = 120.0
 
 _FINAL = (BadRequest, NoSuchMethod)
@@ -31,16 +33,26 @@ async def until_answered(
     clock: Clock,
     log: logging.Logger,
     give_up_s: float = GIVE_UP_S,
+    waits_for_disk: bool = True,
 ) -> T:
-    """The answer of `send()`, repeated while the callee is away.
+    """The answer of `send()`, repeated while the callee is away, or waits for its disk (without end, unless
+    `waits_for_disk` is False: then that is an error as any other).
 
     Raises the callee's own error if the handler ran and raised, and CallError naming `who` after `give_up_s` seconds
     without an answer.
     """
     started = clock.monotonic()
+    told = ""
     while True:
         try:
             return await send()
+        except DiskRefused as err:
+            if not waits_for_disk:
+                raise
+            if told != (told := err.message):
+                log.warning("%s: %s; asking again", who, err)
+            started = clock.monotonic()  # it answers
+            await asyncio.sleep(DISK_PAUSE_S)
         except (NotSent, NotExecuted, OutcomeUnknown) as err:
             waited = clock.monotonic() - started
             if isinstance(err, _FINAL):

@@ -3,12 +3,19 @@
 Who waits for whom: `draw` and `claim` are long polls that hold until something changes, until their own time is over
 or shortly before the caller's deadline; everything else answers at once. Decisions are made in `store.py`,
 which never waits. Knows contracts, ledger and admission; knows no concrete dataset, engine or trainer, and no torch.
+
+A disk that refuses to be written is a pause. Whatever was made from the ledger is put away, and is made again as by the
+next process of the buffer once the file can be opened and written. Until then draws and claims find no work, and every
+other call that needs the ledger raises DiskRefused, which callers repeat.
 """
 
 from __future__ import annotations
 
+import asyncio
+import copy
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -17,7 +24,8 @@ from ...algos.staleness import Admission
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import MailboxPolicy, PeerEvent
 from ...core.chaos import reached
-from ...core.errors import BadRequest, DataError, Draining, LedgerError, UserCodeError
+from ...core.disk import REFUSED_EVENT, WAITS, WRITTEN_EVENT, may_have_room, naming_disk, pauses, refusal, refused
+from ...core.errors import BadRequest, CallError, DataError, DiskRefused, Draining, LedgerError, UserCodeError
 from ...core.file_entry import FileEntry
 from ...core.knobs import KnobValue
 from ...core.messages import (
@@ -60,6 +68,19 @@ from .sources import Sources
 from .store import BufferStore
 
 _REWINDS = "rewinds"
+_NO_STATS = BufferStats(
+    states={}, drawn=0, trained=0, dropped={}, slots_total=0, slots_used=0, max_staleness=0, policy=""
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Books:
+    """Whatever is made from the ledger, each time that it is opened."""
+
+    ledger: Ledger
+    store: BufferStore
+    versions: EngineVersions
+    knobs: BufferKnobs
 
 
 class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
@@ -92,7 +113,11 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
         self._filters = group_filter
         self._limits = limits or BufferLimits()
         self._resume_from = resume_from
-        self._ledger: Ledger | None = None
+        self._books: _Books | None = None
+        """None: before the start, and while the disk refuses."""
+        self._refused: DiskRefused | None = None
+        """Why the ledger is closed."""
+        self._last_stats: BufferStats | None = None
         self._draw_wait_s = 0.0
         self._claim_wait_s = 0.0
 
@@ -101,29 +126,58 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
     async def on_start(self) -> None:
         """Open the ledger. Raises LedgerError if it is in use, damaged or of another run or dataset, CallError when the
         coordinator of a run that goes on does not say which knobs are in force."""
-        clock = self.ctx.clock
         if self._resume_from is not None:
             continue_ledger(self._resume_from, self._ledger_path, self._run)
-        self._ledger = ledger = Ledger(
-            self._ledger_path, run=self._run, fingerprint=self._source.fingerprint, wall=clock.wall
-        )
-        self._versions = EngineVersions(msgspec.json.decode(ledger.recall(_REWINDS) or "[]", type=tuple[Rewind, ...]))
+        clock = self.ctx.clock
+        self._meter = ActivityMeter(self.ctx.name, clock)
+        self._telemetry = TelemetryBuffer(self.ctx.name, clock, meter=self._meter)
+        self._polls = LongPolls(self.ctx)
+        self._pace = ReportPace()
+        self._recent = RecentGroups()
+        self._finished = FinishedGroups(self._limits.pass_reward, has_rewards=self._limits.has_rewards)
+        self._samples = SampleLog(self._telemetry, clock, self._limits.samples_per_step)
         self._dumps = BufferDumps(
             self._ledger_path,
             self._run,
-            version=lambda: ledger.newest_version,
+            version=lambda: self._store.ledger.newest_version,
             spawn=self.ctx.spawn,
             tell=self._tell,
             clock=clock,
             log=self.ctx.log,
         )
-        values = BufferValues.first(self._admission, self._sampling, self._num_samples, self._filters.chosen)
+        is_new = not self._ledger_path.exists()
+        try:
+            books = self._open()
+        except LedgerError as error:
+            if is_new or refusal(error) is None:
+                raise
+            self._close_for(refused(self._ledger_path, error))
+        else:
+            await catch_up(self.ctx, books.knobs)  # before the first draw: what was decided, but never came here
+            self._begin_with(books)
+        self.ctx.watch("rollout/")
+        send = self.ctx.ref(MonitorContract, "monitor").telemetry
+        self.ctx.spawn(report_forever(self._telemetry, send, self._pace), name="buffer-telemetry")
+        self.ctx.spawn(self._gauge_forever(), name="buffer-gauges")
+
+    def _open(self) -> _Books:
+        clock = self.ctx.clock
+        ledger = Ledger(self._ledger_path, run=self._run, fingerprint=self._source.fingerprint, wall=clock.wall)
+        try:
+            return self._books_of(ledger)
+        except BaseException:
+            ledger.close()
+            raise
+
+    def _books_of(self, ledger: Ledger) -> _Books:
+        clock, admission = self.ctx.clock, copy.deepcopy(self._admission)
+        values = BufferValues.first(admission, self._sampling, self._num_samples, self._filters.chosen)
         values = values.with_draws(Sources(self._source).weights, self._limits.difficulty)
-        settings = LiveSettings(ledger, self._admission, values, self._sampling)
-        self._store = BufferStore(
+        settings = LiveSettings(ledger, admission, values, self._sampling)
+        store = BufferStore(
             source=self._source,
             ledger=ledger,
-            admission=self._admission,
+            admission=admission,
             settings=settings,
             filters=self._filters,
             log=self.ctx.log,
@@ -133,43 +187,102 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
             ),
             max_deaths=self._limits.max_deaths,
         )
-        self._store.finished = FinishedGroups(self._limits.pass_reward, has_rewards=self._limits.has_rewards)
-        self._meter = ActivityMeter(self.ctx.name, clock)
-        self._telemetry = TelemetryBuffer(self.ctx.name, clock, meter=self._meter)
-        self._book_waiting()
-        self._polls = LongPolls(self.ctx)
-        self._recent = RecentGroups(ledger)
-        self._samples = SampleLog(self._telemetry, clock, self._limits.samples_per_step)
-        self._pace = ReportPace()
-        self.knob_owner = BufferKnobs(
+        store.finished = self._finished
+        knobs = BufferKnobs(
             self.ctx.name,
             settings,
-            self._admission,
+            admission,
             filters=tuple(self._filters.by_name),
             limits=self._limits,
             retune=self._retune,
-            stands_at=lambda: self._store.ledger.next_step - 1,
+            stands_at=lambda: ledger.next_step - 1,
             clock=clock,
             telemetry=self._telemetry,
         )
-        self.knob_owner.add(process_knobs(self._pace))
-        await catch_up(self.ctx, self.knob_owner)  # before the first draw: what was decided, but never came here
-        self.ctx.watch("rollout/")
-        send = self.ctx.ref(MonitorContract, "monitor").telemetry
-        self.ctx.spawn(report_forever(self._telemetry, send, self._pace), name="buffer-telemetry")
-        self.ctx.spawn(self._gauge_forever(), name="buffer-gauges")
+        knobs.add(process_knobs(self._pace))
+        versions = EngineVersions(msgspec.json.decode(ledger.recall(_REWINDS) or "[]", type=tuple[Rewind, ...]))
+        return _Books(ledger, store, versions, knobs)
+
+    def _begin_with(self, books: _Books) -> None:
+        self._books, self._refused = books, None
+        self.knob_owner = books.knobs
+        self._recent.ledger = books.ledger
+        self._book_waiting()
+        self._polls.ring()
 
     async def on_stop(self, why: str) -> None:
-        if self._ledger is not None:
+        if self._books is not None:
             self._dumps.close()
-            self._ledger.close()
+            self._books.ledger.close()
 
     async def on_peer(self, event: PeerEvent) -> None:
-        """The groups of a rollout actor that died go back."""
+        """The groups of a rollout actor that died go back. While the disk refuses nothing is noted: what it has in hand
+        then, its next incarnation says with its first draw."""
+        with suppress(DiskRefused):
+            await self._note_peer(event)
+
+    async def _note_peer(self, event: PeerEvent) -> None:
         if event.kind == "down":
             await self.rollout_gone(event.name, event.epoch)
         elif event.kind == "restarted":
             await self.rollout_gone(event.name, event.epoch - 1)
+
+    # ---- a disk that refuses
+
+    @property
+    def _store(self) -> BufferStore:
+        """Raises DiskRefused while the ledger is closed."""
+        return self._open_books.store
+
+    @property
+    def _versions(self) -> EngineVersions:
+        return self._open_books.versions
+
+    @property
+    def _open_books(self) -> _Books:
+        if self._books is None:
+            raise self._refused or Draining(f"{self.ctx.name} was not started")
+        return self._books
+
+    def _close_for(self, why: DiskRefused) -> None:
+        """The ledger is closed until it can be written again. Nothing of what failed was written."""
+        if self._books is not None:
+            self._last_stats = self._books.store.stats()
+            self._books.ledger.close()
+        self._books, self._refused = None, why
+        self._tell(REFUSED_EVENT, str(why))
+        self._meter.switch(*WAITS)
+        self._polls.ring()
+        self.ctx.spawn(self._reopen(), name="reopen-ledger")
+
+    async def _reopen(self) -> None:
+        for pause_s in pauses():
+            await asyncio.sleep(pause_s)
+            if not may_have_room(self._ledger_path.parent):
+                continue
+            try:
+                books = self._open()
+            except LedgerError as error:
+                if refusal(error) is None:
+                    self.ctx.fail(error)
+                    return
+                self._refused = refused(self._ledger_path, error)
+                continue
+            try:
+                await catch_up(self.ctx, books.knobs)
+            except CallError as error:  # the coordinator is away too
+                self.ctx.log.warning("the ledger can be written again, but %s", error)
+                books.ledger.close()
+                continue
+            except LedgerError:
+                books.ledger.close()
+                continue
+            except BaseException:
+                books.ledger.close()
+                raise
+            self._begin_with(books)
+            self._tell(WRITTEN_EVENT, f"{self._ledger_path} can be written again; the run goes on")
+            return
 
     # ---- rollout actors
 
@@ -178,19 +291,31 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
             raise BadRequest(
                 f"{request.rollout} draws for version {request.version}", remedy="draw once the engine serves a version"
             )
-        with self._at_work("draw"):
-            self._store.hear(request)
-            self._mind_losses()
-            self._versions.told(request.rollout, request.epoch, Weights(request.lineage, request.version))
-        try:
-            return await self._answer(request)
-        finally:
-            self._store.shares.leaves(request.rollout)
-
-    async def _answer(self, request: DrawRequest) -> DrawReply:
-        """As soon as there is something to say, or its time is over."""
         until_s = self._polls.until_s(request.wait_s)
+        try:
+            with self._at_work("draw"):
+                self._store.hear(request)
+                self._mind_losses()
+                self._versions.told(request.rollout, request.epoch, Weights(request.lineage, request.version))
+            return await self._answer(request, until_s)
+        except DiskRefused:
+            if request.blocked_by == "disk":
+                await self._until_open(until_s)
+            return DrawReply(blocked_by="disk")
+        finally:
+            if self._books is not None:
+                self._store.shares.leaves(request.rollout)
+
+    async def _until_open(self, until_s: float) -> None:
+        while self._books is None and await self._polls.wait(until_s) is not None:
+            pass
+
+    async def _answer(self, request: DrawRequest, until_s: float) -> DrawReply:
+        """As soon as there is something to say, or its time is over."""
+        books = self._books
         while True:
+            if self._books is not books:  # it has to be heard anew: what it has in hand
+                return DrawReply(blocked_by="disk")
             assignments, blocked_by = self._draw_now(request)
             is_news = request.blocked_by is not None and blocked_by != request.blocked_by
             if assignments or is_news or blocked_by == "finished" or request.max_groups < 1:
@@ -235,7 +360,7 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
         return result
 
     async def adopted(self, rollout: str, epoch: int, version: int, lineage: int) -> None:
-        if self._versions.told(rollout, epoch, Weights(lineage, version)):
+        if self._books is not None and self._versions.told(rollout, epoch, Weights(lineage, version)):
             self._store.shares.follows(rollout)
             self._polls.ring()
 
@@ -282,7 +407,10 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
     async def claim(self, step: int, wait_s: float, blocked_by: str | None = None) -> Claim:
         until_s = self._polls.until_s(wait_s)
         while True:
-            found = self._claim_now(step)
+            try:
+                found = self._claim_now(step)
+            except DiskRefused:
+                found = Claim(step=step, blocked_by="disk")
             is_news = blocked_by is not None and found.blocked_by != blocked_by
             if found.groups or found.finished or is_news:
                 return found
@@ -340,7 +468,8 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
         newest = self._store.ledger.newest_version
         if newest < version:
             raise LedgerError(f"the ledger is asked for as of version {version}, but stands at {newest}")
-        return await in_own_thread(lambda: copy_ledger(self._ledger_path, Path(path)), "copy ledger")
+        with naming_disk(Path(path)):
+            return await in_own_thread(lambda: copy_ledger(self._ledger_path, Path(path)), "copy ledger")
 
     async def rewind(self, version: int, lineage: int) -> int:
         with self._at_work("rewind"):
@@ -370,6 +499,8 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
 
     def _book_waiting(self) -> None:
         """What the time between two messages counts as."""
+        if self._books is None:
+            return
         is_resting = not self._store.settings.serves(self._store.ledger.next_step)
         self._meter.switch(*(("paused", "paused") if is_resting else ("wait-data", "messages")))
 
@@ -379,7 +510,10 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
         self._polls.ring()
 
     async def stats(self) -> BufferStats:
-        return self._store.stats()
+        if self._refused is None:
+            return self._store.stats()
+        last, why = self._last_stats or _NO_STATS, str(self._refused)
+        return msgspec.structs.replace(last, complaint=why, disk=why)
 
     # ---- telling
 
@@ -393,7 +527,10 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
                 self.ctx.fail(error)
                 raise
             except LedgerError as error:
-                if not self._store.ledger.is_broken:
+                if self._books is not None and refusal(error) is not None:
+                    self._close_for(why := refused(self._ledger_path, error))
+                    raise why from error
+                if self._books is not None and not self._books.ledger.is_broken:
                     raise
                 self.ctx.fail(error)
                 # Nothing was written, and the next buffer can: whoever takes it for a no gives up a finished group.
@@ -407,6 +544,8 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
         """What the monitor shows, as often as the actor reports."""
         while True:
             await self._pace.pause()
+            if self._books is None:
+                continue
             self._book_waiting()
             values = buffer_gauges(self._store)
             values |= {"buffer/draw_wait_s": self._draw_wait_s, "buffer/claim_wait_s": self._claim_wait_s}

@@ -30,8 +30,9 @@ ANSWER_TOKENS = 1 << 18
 class RecentGroups:
     """Newest first. What was left out is among them: it is what people want to see."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        self.ledger = ledger
+        """As it was opened last; it may be closed."""
         self._finished: deque[RecentGroup] = deque()
         self._num_tokens = 0
         self._scored: list[RecentGroup] = []
@@ -86,9 +87,11 @@ class RecentGroups:
 
     def _from_ledger(self, group_id: int) -> RecentGroup | None:
         """One that was finished long before it was trained, or before the buffer was started again."""
-        row = self._ledger.find(group_id)
+        if self.ledger is None:
+            return None
         try:
-            group = decode_group(group_id, self._ledger.payload(group_id) or b"")
+            row = self.ledger.find(group_id)
+            group = decode_group(group_id, self.ledger.payload(group_id) or b"")
         except LedgerError:  # given away since, or damaged: nothing that training depends on is looked at here
             return None
         return RecentGroup(
@@ -103,7 +106,10 @@ class RecentGroups:
         )
 
     def _now(self, found: RecentGroup) -> RecentGroup:
-        row = self._ledger.find(found.group.group_id)
+        try:
+            row = None if self.ledger is None else self.ledger.find(found.group.group_id)
+        except LedgerError:  # closed: the disk refuses
+            row = None
         if row is None:
             return found
         return msgspec.structs.replace(found, reason=found.reason or row.reason, state=str(row.state), step=row.step)

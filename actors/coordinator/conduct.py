@@ -20,7 +20,7 @@ import msgspec
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext
-from ...core.errors import CallError, ConfigError, LedgerError, MyxaError, NotExecuted, RemoteError
+from ...core.errors import CallError, ConfigError, DiskRefused, LedgerError, MyxaError, NotExecuted, RemoteError
 from ...core.knobs import AuditRecord, Operator
 from ...core.messages import EvalResult
 from ...core.patience import until_answered
@@ -107,7 +107,8 @@ class Conduct:
                     self._is_untold = False
             except MyxaError as error:
                 self._tell("pause-not-told", f"{error}; told again when the buffer answers")
-                if not isinstance(error, CallError) or isinstance(error, NotExecuted | RemoteError):
+                is_away = isinstance(error, CallError) and not isinstance(error, NotExecuted | RemoteError)
+                if not is_away and not isinstance(error, DiskRefused):
                     return  # it has answered
             else:
                 return
@@ -235,6 +236,7 @@ class Conduct:
             clock=self._ctx.clock,
             log=self._ctx.log,
             give_up_s=TELL_S,
+            waits_for_disk=False,
         )
 
     def _stands(self, text: str) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
+from ...core.disk import refusal
 from ...core.errors import LedgerError
 from ...core.file_lock import is_locked, lock_remedy, take_lock
 from .states import AT_REST, PASSED_OVER, REWIND, TRANSITIONS, Row, State
@@ -211,7 +212,7 @@ class LedgerFile(LedgerReader):
             self._prepare(identity)
         except sqlite3.Error as error:
             self._lock.close()
-            remedy = UNWRITABLE if _is_of_the_disk(error) else "is it another file?"
+            remedy = UNWRITABLE if refusal(error) is not None else "is it another file?"
             raise LedgerError(f"{path} cannot be used as a ledger: {error}", remedy=remedy) from error
         except BaseException:
             self._lock.close()
@@ -285,12 +286,6 @@ class LedgerFile(LedgerReader):
 
     def _unwritable(self, error: sqlite3.Error) -> LedgerError:
         return LedgerError(f"{self.path} cannot be written: {error}", remedy=UNWRITABLE)
-
-
-def _is_of_the_disk(error: sqlite3.Error) -> bool:
-    """Whether SQLite could not write, rather than not understand what it read."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest says where in SQLite
-    return code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
 
 
 def _reading(path: Path, traces: ExitStack) -> str:

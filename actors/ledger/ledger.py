@@ -2,7 +2,8 @@
 
 Each verb is one transaction that walks groups along the transition table (`states.py`); a verb that breaks it
 raises LedgerError and changes nothing. Draw numbers, group ids, the next step and the newest version are derived from
-the rows. Groups that can still move are mirrored in memory; what is dropped or durable stays in the file alone.
+the rows. Groups that are still on their way are mirrored in memory; what is trained or dropped stays in the file alone,
+for a run without checkpoints has all that it ever trained.
 
 Knows rows and payload bytes. Must not know admission, messages, sockets, or what a sample is.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from ...core.errors import LedgerError
 from .draws import Draws, Stretch
@@ -21,6 +23,8 @@ from .tally import Tally
 
 _FINISH = (State.FINISHED, State.REWARDED, State.READY)
 _REFUSE = (State.FINISHED, State.REWARDED, State.DROPPED)
+_IN_FILE = (State.TRAINED, State.DURABLE, State.DROPPED)
+"""States whose groups are not mirrored."""
 _CHECKED = "checked"
 """Remembered: the transition up to which histories are not checked again when the next buffer opens the file, since an
 opening did, or the newest checkpoint covers them. A copy that another run goes on from has no such mark."""
@@ -54,8 +58,8 @@ class Ledger:
         self._base = int(meta["base_version"])
         self._durable = int(meta["durable_version"])
         self._floor = int(meta["payload_floor"])
-        movable = self._file.rows("state NOT IN (?, ?)", State.DROPPED, State.DURABLE)
-        self._rows: dict[State, dict[int, Row]] = {state: {} for state in State}
+        movable = self._file.rows(f"state NOT IN ({', '.join('?' * len(_IN_FILE))})", *_IN_FILE)
+        self._rows: dict[State, dict[int, Row]] = {state: {} for state in State if state not in _IN_FILE}
         for row in movable:
             self._rows[row.state][row.group_id] = row
         query = self._file.query
@@ -130,7 +134,7 @@ class Ledger:
         return iter(self._file.query(sql))
 
     def rows(self, *states: State) -> list[Row]:
-        """Groups in these states (not DROPPED, not DURABLE), oldest first."""
+        """Groups in these states (not TRAINED, DURABLE or DROPPED), oldest first."""
         found = (row for state in states for row in self._rows[state].values())
         return sorted(found, key=lambda row: row.group_id)
 
@@ -294,15 +298,15 @@ class Ledger:
         floor = max(self._floor, self._durable if oldest is None else min(self._durable, oldest))
         change = Change(meta={"durable_version": str(version), "payload_floor": str(floor)})
         change.meta[LIVE + _CHECKED] = str(self._file.newest_transition())
-        for row in self.rows(State.TRAINED):
-            if row.step < version:
-                self._move(change, row, (State.DURABLE,), detail=f"checkpoint {version}")
+        before = {row.group_id: row for row in self._file.rows("state = 'TRAINED' AND step < ?", version)}
+        for row in before.values():
+            self._move(change, row, (State.DURABLE,), detail=f"checkpoint {version}")
         covered = self._file.query(  # what lies before the floor was freed with an earlier checkpoint
             "SELECT group_id FROM groups WHERE state = 'DURABLE' AND step >= ? AND step < ?", self._floor, floor
         )
         change.freed.extend((group_id,) for (group_id,) in covered)
         num_durable = len(change.rows)
-        self._commit(change)
+        self._commit(change, before=before)
         self._floor, self._durable = floor, version
         return num_durable
 
@@ -328,13 +332,17 @@ class Ledger:
             )
         change = Change(meta={"base_version": str(version), "durable_version": str(min(self._durable, version))})
         back = f"rewind to {version}"
-        for row in self._file.rows("state IN ('CLAIMED', 'TRAINED', 'DURABLE') OR reason = ?", LEFTOVER):
+        before = {
+            row.group_id: row
+            for row in self._file.rows("state IN ('CLAIMED', 'TRAINED', 'DURABLE') OR reason = ?", LEFTOVER)
+        }
+        for row in before.values():
             self._rewind_row(change, row, version, back)
         num_ready = sum(row.state is State.READY for row in change.rows.values())
         for row in [*self.rows(*OPEN), *change.rows.values()]:
             if row.state in OPEN and row.version > version:  # stamps of versions that are undone
                 change.rows[row.group_id] = replace(row, version=version)
-        self._commit(change)
+        self._commit(change, before=before)
         self._base = self._newest = version
         self._durable = min(self._durable, version)
         self._next_step = version + 1 if self.claim_of(version) else version
@@ -374,23 +382,26 @@ class Ledger:
             at = to
         change.rows[row.group_id] = replace(row, state=at)
 
-    def _commit(self, change: Change, stretch: Stretch | None = None) -> None:
+    def _commit(
+        self, change: Change, stretch: Stretch | None = None, before: Mapping[int, Row] = MappingProxyType({})
+    ) -> None:
+        """`before`: rows as the file has them, as far as they were looked up."""
         if not (change.rows or change.meta):
             return
         if stretch is not None:
             change.meta |= self.draws.mark(stretch)
-        before = {group_id: self.find(group_id) for group_id in change.rows}
+        known = {group_id: before.get(group_id) or self.find(group_id) for group_id in change.rows}
         self._file.commit(change)
         if stretch is not None:
             self.draws.begin(stretch)
         for group_id, row in change.rows.items():
-            self._mirror(before[group_id], row)
+            self._mirror(known[group_id], row)
 
     def _mirror(self, before: Row | None, row: Row) -> None:
         self._tally.change(before, row)
-        if before is not None:
+        if before is not None and before.state not in _IN_FILE:
             self._rows[before.state].pop(row.group_id, None)
-        if row.state not in (State.DROPPED, State.DURABLE):
+        if row.state not in _IN_FILE:
             self._rows[row.state][row.group_id] = row
         self.draws.note(before, row)
 

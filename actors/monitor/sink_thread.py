@@ -4,8 +4,9 @@ Knows: the `Sink` protocol, a bounded queue. Must not know: any concrete sink, t
 
     put(bundle) -> bounded queue -> thread: write to every sink -> flush at least every `flush_s`
 
-A sink that raises is switched off with one event; the others go on. The thread is a daemon: a sink that hangs in the
-kernel costs its data, never the end of the process. `concurrent.futures` was considered: its workers are joined at
+A sink that raises is switched off with one event; the others go on. One whose disk refuses (`core/disk.py`) stays: what
+it could not take is counted, and it is flushed until that can be written. The thread is a daemon: a sink that hangs in
+the kernel costs its data, never the end of the process. `concurrent.futures` was considered: its workers are joined at
 interpreter exit, so a hanging sink would hang the run.
 """
 
@@ -22,6 +23,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from ...core.clock import Clock
+from ...core.disk import REFUSED_EVENT, WRITTEN_EVENT, refusal, refused
 from ...core.errors import ConfigError, LaunchError
 from ...core.messages import Event, Telemetry
 from ...core.sink import Sink, SinkContext
@@ -48,6 +50,8 @@ class SinkThread:
         """`emit`: where events about these sinks and of them are told; None: to these sinks themselves."""
         self._sinks = list(sinks)
         self._opened: list[Sink] = []
+        self._refused: dict[str, int] = {}
+        """Sink whose disk refuses -> bundles that it could not take."""
         self._source = source
         self._clock = clock
         self._flush_s = flush_s
@@ -161,7 +165,8 @@ class SinkThread:
                 item = self._queue.get(timeout=timeout) if timeout != 0.0 else self._queue.get_nowait()
             except queue.Empty:
                 self._each("flush", lambda sink: sink.flush())
-                deadline = time.monotonic() + self._flush_s if self._write_own_events() else None
+                must_return = self._write_own_events() or bool(self._refused)
+                deadline = time.monotonic() + self._flush_s if must_return else None
                 continue
             if item is None:
                 return
@@ -194,7 +199,21 @@ class SinkThread:
             try:
                 action(sink)
             except Exception as error:  # noqa: BLE001 - foreign code; the other sinks must go on
-                self._disable(sink, f"failed to {what}", error)
+                if refusal(error) is None:
+                    self._disable(sink, f"failed to {what}", error)
+                else:
+                    self._note_refusal(sink, error, num_bundles=what == "write")
+            else:
+                if what == "flush" and sink.name in self._refused:
+                    lost = self._refused.pop(sink.name)
+                    self._emit(
+                        WRITTEN_EVENT, f"sink {sink.name} goes on" + (f"; {lost} bundles are lost" if lost else "")
+                    )
+
+    def _note_refusal(self, sink: Sink, error: Exception, *, num_bundles: int) -> None:
+        if sink.name not in self._refused:
+            self._emit(REFUSED_EVENT, f"sink {sink.name}: {refused(self._context.run_dir, error)}")
+        self._refused[sink.name] = self._refused.get(sink.name, 0) + num_bundles
 
     def _disable(self, sink: Sink, what: str, error: Exception) -> None:
         self._sinks.remove(sink)

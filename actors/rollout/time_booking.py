@@ -4,8 +4,8 @@
     generating         compute, "generate"; "generate at limit" while no more groups may be taken
     only rewards       wait-data, "reward"
     only handing over  wait-data, "hand over"
-    nothing in hand    what the buffer said last: draw (wait-data), staleness (wait-capacity), weights, paused,
-                       or a suspect that it shall have alone (wait-data)
+    nothing in hand    what the buffer said last: draw (wait-data), staleness (wait-capacity), weights, paused
+                       (also for the ledger's disk), or a suspect that it shall have alone (wait-data)
 
 Knows the meter and what it is told. Must not know engines, the buffer or asyncio.
 """
@@ -24,6 +24,7 @@ _BLOCKED: dict[DrawBlock, tuple[ActivityKind, str]] = {
     "finished": ("wait-capacity", "draw"),
     "weights": ("wait-weights", "adopt"),
     "paused": ("paused", "paused"),
+    "disk": ("paused", "disk"),
 }
 
 

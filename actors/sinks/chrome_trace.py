@@ -12,12 +12,16 @@ closing "]" and ends with a new one, so between any two system calls the file is
 one call, a power cut, or a writer that cannot be repaired leaves a torn tail: `open` cuts the file back to its last
 whole line and goes on, a short write (disk full) is rolled back, and trace viewers accept an array without its end.
 
+Bounded: at `PART_BYTES` the file becomes `trace.1.json`, in the place of the one that had that name, and a new one
+begins with the names of all rows. Each part is a trace of its own; no arrow leads from one into the other.
+
 Considered: viztracer and perfetto's own SDK (they profile functions, not actors), small trace writers on PyPI
 (single-person projects that write at exit only).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,16 +29,21 @@ from typing import Any, cast
 
 import orjson
 
+from ...core.disk import refusal
 from ...core.messages import Event, MetricPoint, Span, Telemetry
 from ...core.sink import SinkContext
 from .trace_flows import Arrow, Lanes, Place, TraceFlows
 from .trace_volume import TraceVolume
 
 TRACE_FILE = "trace.json"
+PART_BEFORE = "trace.1.json"
+PART_BYTES = 128 * 1024 * 1024
+"""More in one file no viewer loads."""
 
 _END = b"\n]\n"
-_MAX_BYTES = 256 * 1024 * 1024
 _MAX_TRACKS = 128
+_MAX_WAITING = 50_000
+"""Events that wait while the disk refuses: some 20 MiB. Then all but the names of rows go."""
 _ROUNDING_US = 2
 _FLOWING = frozenset({"hop", "makes_version", "adopts_version"})
 """Slices that arrows are bound to."""
@@ -49,13 +58,14 @@ class ChromeTraceSink:
 
     name = "chrome_trace"
 
-    def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
-        """At `max_bytes` the trace stops with an event: a trace that no viewer can load helps nobody."""
-        self._max_bytes = max_bytes
+    def __init__(self, part_bytes: int = PART_BYTES) -> None:
+        """A part ends with the flush that takes it beyond `part_bytes`."""
+        self._part_bytes = part_bytes
         self._file = -1
         self._end = 0
         """Offset of the closing bracket's line break: where the next flush starts."""
         self._pending: list[dict[str, Any]] = []
+        self._num_lost = 0
         self._pids: dict[str, int] = {}
         self._tids: dict[tuple[str, str], int] = {}
         self._num_tracks: dict[str, int] = {}
@@ -65,22 +75,28 @@ class ChromeTraceSink:
         self._volume = TraceVolume()
         self._num_arrows = 0
         self._has_told_thinned = False
-        self._is_full = False
         self._context: SinkContext | None = None
 
     def open(self, context: SinkContext) -> None:
         """Begin a trace, or go on with the one an earlier monitor left."""
         self._context = context
         path = context.run_dir / TRACE_FILE
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._end = whole_events_end(path)
+        self._begin(path)
         for event in read_trace(path):
             self._learn(event)
-        self._commit(b"[" if self._end == 0 else b"")
+
+    def _begin(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._end = whole_events_end(path)
+        try:
+            self._commit(b"[" if self._end == 0 else b"")
+        except OSError as error:
+            if refusal(error) is None:
+                raise
 
     def write(self, bundle: Telemetry) -> None:
         """Turn records into trace events; they reach the file with the next flush."""
-        if self._is_full or self._file < 0:
+        if self._file < 0:
             return
         # `list` first: making an event may itself add the names of a new row to what is pending.
         for span in bundle.spans:
@@ -91,7 +107,8 @@ class ChromeTraceSink:
             self._pending.append(self._from_event(event))
 
     def flush(self) -> None:
-        """Append what waits; the file is complete JSON before and after. Raises OSError when the disk refuses."""
+        """Append what waits; the file is complete JSON before and after. Raises OSError when the disk refuses: what
+        waits is kept for the next time, `_MAX_WAITING` events of it."""
         is_thin = self._lanes.num_refused + self._volume.num_skipped > 0
         if is_thin and not self._has_told_thinned and self._context is not None:
             self._has_told_thinned = True
@@ -100,14 +117,35 @@ class ChromeTraceSink:
             )
         if not self._pending or self._file < 0:
             return
+        if len(self._pending) > _MAX_WAITING:
+            self._forget()
         lines = [orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY) for event in self._pending]
+        before = b",\n" if self._end > 1 else b"\n" if self._end else b"[\n"
+        self._commit(before + b",\n".join(lines))
         self._pending.clear()
-        separator = b",\n" if self._end > 1 else b"\n"
-        self._commit(separator + b",\n".join(lines))
-        if self._end > self._max_bytes and self._context is not None:
-            self._is_full = True
-            size_mib = self._end / 2**20
-            self._context.emit("trace-full", f"{TRACE_FILE} has {size_mib:.0f} MiB and takes no more spans")
+        if self._num_lost and self._context is not None:
+            text = f"{TRACE_FILE} lacks {self._num_lost} events: its disk refused them for too long"
+            self._context.emit("trace-gap", text)
+            self._num_lost = 0
+        if self._end > self._part_bytes and self._context is not None:
+            self._rotate(self._context.run_dir / TRACE_FILE)
+
+    def _forget(self) -> None:
+        names = [event for event in self._pending if event["ph"] == "M"]
+        self._num_lost += len(self._pending) - len(names)
+        self._pending = names
+
+    def _rotate(self, path: Path) -> None:
+        """The next part begins. Rows keep their numbers; what waited for the other end of its arrow is forgotten."""
+        os.close(self._file)
+        self._file = -1
+        path.replace(path.with_name(PART_BEFORE))
+        self._begin(path)
+        self._flows = TraceFlows()
+        for source, pid in self._pids.items():
+            self._name_row(source, pid)
+        for (source, track), tid in self._tids.items():
+            self._name_track(source, track, tid)
 
     def close(self) -> None:
         """Flush and close."""
@@ -125,8 +163,9 @@ class ChromeTraceSink:
         written = os.pwrite(self._file, data, self._end)
         if written != len(data):
             os.ftruncate(self._file, self._end)
-            os.pwrite(self._file, _END, self._end)
-            raise OSError(f"only {written} of {len(data)} bytes could be written to {TRACE_FILE} (disk full?)")
+            os.pwrite(self._file, _END if self._end else b"", self._end)
+            what = f"only {written} of {len(data)} bytes could be written to {TRACE_FILE} (disk full?)"
+            raise OSError(errno.ENOSPC, what)
         self._end += len(text)
         os.ftruncate(self._file, self._end + len(_END))
 
@@ -148,14 +187,17 @@ class ChromeTraceSink:
     def _pid(self, source: str) -> int:
         if source not in self._pids:
             pid = self._pids[source] = len(self._pids) + 1
-            role = source.partition("/")[0]
-            order = _ROLE_ORDER.index(role) if role in _ROLE_ORDER else len(_ROLE_ORDER)
-            self._pending.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": source}})
-            sort = {"sort_index": order * 1000 + pid}
-            self._pending.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": sort})
+            self._name_row(source, pid)
         if (source, "") not in self._tids:  # also when an earlier trace was torn just behind the row's name
             self._name_track(source, "", 0)
         return self._pids[source]
+
+    def _name_row(self, source: str, pid: int) -> None:
+        role = source.partition("/")[0]
+        order = _ROLE_ORDER.index(role) if role in _ROLE_ORDER else len(_ROLE_ORDER)
+        self._pending.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": source}})
+        sort = {"sort_index": order * 1000 + pid}
+        self._pending.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": sort})
 
     def _tid(self, source: str, track: str) -> int:
         self._pid(source)
@@ -260,6 +302,11 @@ def whole_events_end(path: Path) -> int:
             end = position + len(body)
             position += len(line)
     return end
+
+
+def trace_parts(path: Path) -> tuple[Path, ...]:
+    """The parts that there are of a run's trace, the older first; `path`: the newest of them."""
+    return tuple(part for part in (path.with_name(PART_BEFORE), path) if part.is_file())
 
 
 def read_trace(path: Path, max_bytes: int | None = None) -> Iterator[dict[str, Any]]:

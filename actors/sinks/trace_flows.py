@@ -1,8 +1,9 @@
 """Which arrows a trace has: from station to station of a group, from the making of a weight version to each adoption.
 
 Stations are told by different actors, in any order and some of them never. An arrow is given out once both of its ends
-are known, as a pair: no arrow of the file is without an end. What waits for its other end is bounded; the oldest is
-forgotten first. Knows places in a trace. Must not know files or telemetry records.
+are known, as a pair: no arrow of the file is without an end. A group that has all its arrows is forgotten. What waits
+for its other end is bounded; the oldest is forgotten first. Knows places in a trace. Must not know files or telemetry
+records.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class TraceFlows:
             yield from _arrow(name, "group", before, place)
         if (behind := stations.get(index + 1)) is not None:
             yield from _arrow(name, "group", place, behind)
+        if len(stations) == len(_ORDER):
+            self._groups.pop(group_id, None)
         while len(self._groups) > _MAX_GROUPS:
             self._groups.popitem(last=False)
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import MyxaError, TrainError
+from ...core.errors import DiskRefused, MyxaError, TrainError
 from ...core.file_entry import FileEntry
 from ...core.knobs import LiveKnobs
 from ..contracts.roles import BufferContract, CoordinatorContract
@@ -21,18 +21,28 @@ class RunSide:
         coordinator: CoordinatorContract,
         ask: Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]],
     ) -> None:
-        """`ask(who, send)` repeats what is sent while `who` is away."""
+        """`ask(who, send)` repeats what is sent while `who` is away, or waits for its disk."""
         self._buffer = buffer
         self._coordinator = coordinator
         self._ask = ask
 
     async def copy_ledger(self, path: Path, version: int) -> FileEntry:
         """Durably, with everything in it that was trained up to `version`. Raises TrainError if it cannot be made."""
+
+        async def send() -> FileEntry | DiskRefused:  # that disk is this checkpoint's: training does not wait for it
+            try:
+                return await self._buffer.snapshot(str(path), version)
+            except DiskRefused as refused:
+                return refused
+
         try:
-            return await self._ask("buffer", lambda: self._buffer.snapshot(str(path), version))
+            copied: FileEntry | MyxaError = await self._ask("buffer", send)
         except MyxaError as error:
-            message = f"checkpoint {version} lacks its copy of the ledger: {error.message}"
-            raise TrainError(message, remedy=error.remedy or "see the log of buffer") from error
+            copied = error
+        if isinstance(copied, MyxaError):
+            message = f"checkpoint {version} lacks its copy of the ledger: {copied.message}"
+            raise TrainError(message, remedy=copied.remedy or "see the log of buffer") from copied
+        return copied
 
     async def live_knobs(self) -> LiveKnobs:
         """What was decided so far. Raises CallError if the coordinator does not come back."""

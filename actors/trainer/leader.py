@@ -24,9 +24,10 @@ from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext, PeerEvent
 from ...core.chaos import reached
 from ...core.clock import Clock
+from ...core.disk import until_written
 from ...core.errors import DataError
 from ...core.knobs import LiveKnobs
-from ...core.messages import Claim, GroupMeta, StepReport, WeightManifest
+from ...core.messages import ActivityKind, Claim, GroupMeta, StepReport, WeightManifest
 from ...core.patience import until_answered
 from ..contracts.roles import BufferContract, CoordinatorContract, TrainerContract
 from ..knobs.owner import KnobOwner
@@ -54,6 +55,8 @@ CLAIM_WAIT_S = 2.0
 """Also how long a request to write something, or to stop, may wait for one that waits for data."""
 HELD_BACK_WAIT_S = 0.25
 """The same while engines lack the newest version: they may have to be given it before there can be a batch."""
+_RESTING = ("paused", "disk")
+"""Reasons of the buffer for having no batch that no other work of the run can end."""
 KNOBS_DECIDED_S = 60.0
 """How long the coordinator may take to decide a change that was prepared here."""
 
@@ -100,7 +103,8 @@ class Leader:
         side = RunSide(self._buffer, self._coordinator, self._ask)
         self.checkpoints = Checkpoints(ctx, options.checkpoints, self._together, side, meter, telemetry, clock)
         self._orders = CheckpointOrders(self.checkpoints, self._together, options.run_dir, meter, ctx.log)
-        self._publisher = Publisher(ctx, self._together, ChannelChoice(owner, knobs, options, side, telemetry), meter)
+        channels = ChannelChoice(owner, knobs, options, side, telemetry)
+        self._publisher = Publisher(ctx, self._together, channels, meter, self._tell, Path(options.run_dir))
         self._standby = Standby(options.standby, self._together, meter, telemetry, side.live_knobs)
         self._standing = Standing(ctx, self._publisher, self._ask)
         self._parts = PartMetrics()
@@ -204,7 +208,8 @@ class Leader:
         """Wait for a whole batch; None when there is none to come or the run was told to stop."""
         blocked_by = "wait-data"
         while not self._stop_reason:
-            with self._meter.during("paused" if blocked_by == "paused" else "wait-data", f"claim {version}"):
+            kind: ActivityKind = "paused" if blocked_by in _RESTING else "wait-data"
+            with self._meter.during(kind, {"disk": "disk"}.get(blocked_by, f"claim {version}")):
                 claim = await self._claim(version, blocked_by)
                 if claim.groups:
                     reached("trainer.claim")
@@ -220,14 +225,14 @@ class Leader:
 
     async def _claim(self, version: int, blocked_by: str) -> Claim:
         lacks = self._options.publishes and self._publisher.newest < version
-        wait_s = HELD_BACK_WAIT_S if lacks and blocked_by != "paused" else CLAIM_WAIT_S
+        wait_s = HELD_BACK_WAIT_S if lacks and blocked_by not in _RESTING else CLAIM_WAIT_S
         return await self._ask("buffer", lambda: self._buffer.claim(version, wait_s, blocked_by))
 
     async def _between_claims(self, version: int, blocked_by: str) -> None:
         """There is no batch yet: what else can be done while the trainer stands at `version`."""
         newcomers = self._share is not None and self._share.has_newcomers
         # in turns on a device, a checkpoint is finished with the next step, unless that is long in coming
-        costs_a_turn = self._share is not None and blocked_by != "paused"
+        costs_a_turn = self._share is not None and blocked_by not in _RESTING
         is_written = self.checkpoints.is_overdue if costs_a_turn else self.checkpoints.is_written
         if newcomers or is_written or self._orders.are_waiting:
             async with self._trainers_turn(version):
@@ -236,7 +241,7 @@ class Leader:
                 if newcomers:
                     self._ctx.log.info("version %d is handed over again, to engines that came anew", version)
         await self._publish_refused(version)
-        if blocked_by != "paused":
+        if blocked_by not in _RESTING:
             await self._give_held_back(version)
 
     async def _fetch(self, metas: Sequence[GroupMeta]) -> Batch:
@@ -347,7 +352,18 @@ class Leader:
         await self._standing.finished(version, reason)
 
     async def _write_last(self, version: int, *, is_new: bool) -> None:
-        """What is left of a run: a whole checkpoint, the exported model."""
+        """What is left of a run: a whole checkpoint, the exported model. A disk that refuses them is waited for."""
+        run_dir = Path(self._options.run_dir)
+        await until_written(
+            lambda: self._try_last(version, is_new=is_new), path=run_dir, tell=self._tell, meter=self._meter
+        )
+        self._written = version
+
+    def _tell(self, kind: str, text: str) -> None:
+        self._ctx.log.info("%s: %s", kind, text)
+        self._telemetry.event(kind, text)
+
+    async def _try_last(self, version: int, *, is_new: bool) -> None:
         await self.checkpoints.settle_by_schedule(version)
         if is_new:
             await self.checkpoints.save(version)
@@ -356,7 +372,6 @@ class Leader:
             folder = str(Path(self._options.run_dir) / "export")
             with self._meter.during("compute", "finish"):
                 await self._together.all(TrainerContract.export_hf, folder)
-        self._written = version
 
     async def _write_if_due(self, version: int) -> None:
         """Checkpoints; where engines have the device next, also what is written at the end if this is it."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from ...core.activity import ActivityMeter
 from ...core.actor import ActorContext
 from ...core.actor_group import ActorGroup
+from ...core.disk import Tell, until_written
 from ...core.errors import GatherError, TrainError
 from ...core.knobs import LiveKnobs
 from ...core.messages import WeightChannel, WeightManifest
@@ -41,13 +43,17 @@ class Publisher:
         ranks: ActorGroup[TrainerContract],
         channels: ChannelChoice,
         meter: ActivityMeter,
+        tell: Tell,
+        run_dir: Path,
         limit: Callable[[WeightChannel], int] = max_unreleased,
     ) -> None:
-        """`ranks` fail fast together."""
+        """`ranks` fail fast together. `tell`: of a disk, in `run_dir`, that refuses a version."""
         self._ctx = ctx
         self._ranks = ranks
         self._channels = channels
         self._meter = meter
+        self._tell = tell
+        self._run_dir = run_dir
         self._limit = limit
         self._unreleased: dict[int, tuple[str, ...]] = {}
         """Version -> ranks that published it."""
@@ -75,7 +81,12 @@ class Publisher:
             await self.await_release(version, at_most=limit - 1)
         self._untold.pop(version, None)  # ranks that publish it again let go of what they had
         with self._meter.during("wait-weights", f"publish others {version}"):
-            parts = await self._ranks.all(TrainerContract.publish, version, channel)
+            parts = await until_written(
+                lambda: self._ranks.all(TrainerContract.publish, version, channel),
+                path=self._run_dir,
+                tell=self._tell,
+                meter=self._meter,
+            )
         manifest = join_parts(parts)
         if manifest is None:
             raise TrainError(f"no rank gathered weights for version {version}", remedy="see the log of trainer/0")

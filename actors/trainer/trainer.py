@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,6 +24,7 @@ from ...core.actor import MailboxPolicy, PeerEvent
 from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
+from ...core.disk import naming_disk
 from ...core.errors import NotReady, TrainError
 from ...core.knobs import KnobChange, KnobValue, KnobVote, LiveKnobs
 from ...core.messages import Scores, WeightChannel, WeightManifest
@@ -233,14 +235,16 @@ class Trainer(OwnsKnobs, SendsWeights):
         await self._is_set_up.wait()
         with self._meter.during("compute", f"publish {version}", makes_version=version):
             reached("trainer.publish")
-            return await self._ends.publish(version, channel, self._backend, self._in_thread)
+            with naming_disk(Path(self._options.leader.run_dir)) if channel == "disk" else nullcontext():
+                return await self._ends.publish(version, channel, self._backend, self._in_thread)
 
     def _extra(self, live: LiveKnobs) -> dict[str, Any]:
         return {**marks_of(self._start, self._version), "knobs": msgspec.json.decode(msgspec.json.encode(live))}
 
     async def save_checkpoint(self, folder: str, live: LiveKnobs) -> None:
         extra = self._extra(live)
-        with self._meter.during("compute", "checkpoint"), self._blocking("writes a checkpoint"):
+        writing = self._meter.during("compute", "checkpoint")
+        with naming_disk(Path(folder)), writing, self._blocking("writes a checkpoint"):
             await self._in_thread(lambda: self._backend.save(folder, extra))
         self._telemetry.event("checkpoint", f"version {self._version} saved to {folder}")
 
@@ -257,12 +261,14 @@ class Trainer(OwnsKnobs, SendsWeights):
     async def checkpoint_written(self) -> None:
         error = await asyncio.shield(self._require_save()[1])
         if error is not None:
-            raise error
+            with naming_disk(Path(self._options.leader.run_dir)):
+                raise error
 
     async def finish_checkpoint(self) -> None:
         await self.checkpoint_written()
         pending, _ = self._require_save()
-        with self._meter.during("compute", "finish checkpoint"), self._blocking("finishes a checkpoint"):
+        disk = naming_disk(Path(self._options.leader.run_dir))
+        with disk, self._meter.during("compute", "finish checkpoint"), self._blocking("finishes a checkpoint"):
             await self._in_thread(pending.finish)
         self._telemetry.event("checkpoint", "saved beside training")
         self._pending_save = self._saving = None
@@ -273,7 +279,8 @@ class Trainer(OwnsKnobs, SendsWeights):
         return self._pending_save, self._saving
 
     async def export_hf(self, folder: str) -> None:
-        with self._meter.during("compute", "export"), self._blocking("exports the model"):
+        exporting = self._meter.during("compute", "export")
+        with naming_disk(Path(folder)), exporting, self._blocking("exports the model"):
             await self._in_thread(lambda: self._backend.export_hf(folder))
 
     # -- memory
@@ -353,5 +360,9 @@ async def _attempt(work: Callable[[], None], name: str) -> TrainError | None:
     try:
         await in_own_thread(work, name)
     except Exception as error:  # noqa: BLE001 -- a library writes there: whatever it raises is told with the checkpoint
-        return TrainError(f"could not {name}: {error}", remedy="check disk and rights; an older checkpoint stays whole")
+        failed = TrainError(
+            f"could not {name}: {error}", remedy="check disk and rights; an older checkpoint stays whole"
+        )
+        failed.__cause__ = error
+        return failed
     return None

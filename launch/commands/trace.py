@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,20 @@ def add(verbs: Verbs) -> None:
 
 def _trace(options: argparse.Namespace) -> int:
     source = _source(options.run_path)
-    target: Path = options.to
-    if target.exists() and target.resolve() == source.resolve():
-        raise ConfigError(f"{target} is the run's own trace", remedy="write to another file: -o FILE")
     import orjson  # slow to import, and the last thing needed
 
-    from ...actors.sinks.chrome_trace import read_trace
+    from ...actors.sinks.chrome_trace import read_trace, trace_parts
     from ..views.trace_tail import trace_tail
 
-    num_bytes = source.stat().st_size  # a live run goes on writing while it is read twice
-    events = trace_tail(lambda: read_trace(source, num_bytes), options.last_s)
+    target: Path = options.to
+    parts = {part: part.stat().st_size for part in trace_parts(source)}  # a live run goes on writing meanwhile
+    if target.resolve() in {part.resolve() for part in parts}:
+        raise ConfigError(f"{target} is the run's own trace", remedy="write to another file: -o FILE")
+
+    def read() -> Iterator[dict[str, Any]]:
+        return chain.from_iterable(read_trace(part, num_bytes) for part, num_bytes in parts.items())
+
+    events = trace_tail(read, options.last_s)
     try:
         target.write_bytes(b"[\n" + b",\n".join(orjson.dumps(event) for event in events) + b"\n]\n")
     except OSError as error:

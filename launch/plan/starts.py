@@ -115,7 +115,7 @@ def files(config: RunConfig) -> Iterator[str]:
     yield "origin.json, .launcher.lock, coordinator.journal, rdzv.json while it goes on, report.html at the end"
     rest = [
         ("control.json while it goes on", config.control.socket),
-        ("trace.json", config.monitor.trace),
+        ("trace.json (and trace.1.json, the part before)", config.monitor.trace),
         ("TensorBoard's files", config.monitor.tensorboard),
         (f"memory.{config.roles.memory.nodes[0]}.jsonl", config.memory.share == "switch"),
         ("weights/", choose_channel(config) == "disk" and config.algo.kind != "sft"),

@@ -130,7 +130,7 @@ def _restarts(run: RunFiles) -> Iterator[Finding]:
 
 def _sinks(run: RunFiles) -> Iterator[Finding]:
     for event in run.events:
-        if event.kind in {"sink-disabled", "telemetry-dropped", "telemetry-gap", "trace-full"}:
+        if event.kind in {"sink-disabled", "telemetry-dropped", "telemetry-gap", "trace-gap"}:
             yield Finding("amber", f"Telemetry is incomplete: {event.text}.")
             return
 

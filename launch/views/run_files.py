@@ -11,13 +11,14 @@ import math
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import orjson
 
-from ...actors.sinks.chrome_trace import TRACE_FILE, read_trace
+from ...actors.sinks.chrome_trace import TRACE_FILE, read_trace, trace_parts
 from ...actors.sinks.jsonl import EVENTS_FILE, METRICS_FILE
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
@@ -277,7 +278,7 @@ def _read_trace(run: RunFiles) -> None:
     names: dict[object, str] = {}
     num = 0
     try:
-        for event in read_trace(path):
+        for event in chain.from_iterable(map(read_trace, trace_parts(path))):
             if event.get("ph") == "M" and event.get("name") == "process_name":
                 args: Any = event.get("args")
                 named = cast("dict[str, Any]", args) if isinstance(args, dict) else {}

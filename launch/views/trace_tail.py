@@ -20,17 +20,17 @@ def trace_tail(read: Read, last_s: float | None) -> list[TraceEvent]:
     cut_us = None if last_s is None else max((_end_us(event) for event in read()), default=0) - round(last_s * US)
     arrows = _whole_arrows(read(), cut_us)
     kept: list[TraceEvent] = []
-    names: list[TraceEvent] = []
+    names: dict[tuple[int, int, str], TraceEvent] = {}
     for event in read():
         if event["ph"] == "M":
-            names.append(event)
+            names[event["pid"], event["tid"], event["name"]] = event  # each part of a trace has them
         elif event["ph"] in ("s", "f"):
             if _arrow(event) in arrows:
                 kept.append(event)
         elif cut_us is None or _end_us(event) > cut_us:
             kept.append(event)
     actors = {event["pid"] for event in kept}
-    return [event for event in names if event["pid"] in actors] + kept
+    return [event for event in names.values() if event["pid"] in actors] + kept
 
 
 def _whole_arrows(events: Iterable[TraceEvent], cut_us: int | None) -> set[tuple[str, str, int]]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
+import resource
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -13,11 +16,12 @@ import numpy as np
 import pytest
 
 from myxa.actors.contracts.roles import BufferContract, MonitorContract
+from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.trainer.fetching import Fetching
 from myxa.algos.filters import zero_variance
 from myxa.algos.staleness import STALE_AFTER_RETUNE
 from myxa.core.actor import with_deadline
-from myxa.core.errors import BadRequest, Draining, LedgerError, MessageTooLarge, TrainError, UserCodeError
+from myxa.core.errors import BadRequest, DiskRefused, LedgerError, MessageTooLarge, TrainError, UserCodeError
 from myxa.core.messages import GroupDropped, GroupReturned
 from myxa.core.samples import Group
 from myxa.transport.node import Node
@@ -412,29 +416,69 @@ async def test_a_ledger_of_another_dataset_stops_the_start(shop: Any, rows: Call
         assert (await desk.draw(max_groups=1)).assignments, "and the lock was released"
 
 
+@contextmanager
+def refusing_disk() -> Iterator[None]:
+    """No file of this process may grow meanwhile (RLIMIT_FSIZE), so the ledger cannot be written."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.asyncio
-async def test_a_disk_that_is_full_ends_the_run(shop: Any) -> None:
+async def test_a_disk_that_refuses_is_a_pause(shop: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """E8."""
+    caplog.set_level(logging.INFO)
     async with shop.open() as desk:
-        assignment = (await desk.draw(max_groups=1)).assignments[0]
-        file = desk.buffer._store.ledger._file
-        file.query(f"PRAGMA max_page_count = {file.query('PRAGMA page_count')[0][0]}")
-        putting = asyncio.create_task(desk.put(assignment, versions=[0] * 40_000))
-        failure = await desk.failure()
-        assert isinstance(failure, LedgerError)
-        assert "disk is full" in str(failure)
-        assert not putting.done(), "not told no: it is put again, to the next buffer"
-        putting.cancel()
-        await asyncio.wait([putting])
+        path = str(desk.buffer._ledger_path)
+        first, second = (await desk.draw(max_groups=2)).assignments
+        assert (await desk.put(first)).outcome == "ready"
+        with refusing_disk():
+            with pytest.raises(DiskRefused, match="cannot be written") as refused:
+                await desk.put(second)
+            assert path in str(refused.value)
+            assert " free)" in str(refused.value), "of its file system"
+            assert (await desk.draw()).blocked_by == "disk"
+            assert (await desk.ref.claim(0, 0.0)).blocked_by == "disk"
+            with pytest.raises(DiskRefused):
+                await desk.ref.set_paused(True)
+            stats = await desk.ref.stats()
+            assert path in stats.disk
+            assert stats.complaint == stats.disk
+            assert stats.states == {"READY": 1, "DISPATCHED": 1}, "as before"
+            draw = asyncio.create_task(desk.draw(wait_s=20.0, blocked_by="disk", holding=(second.prompt.group_id,)))
+            await asyncio.sleep(1.0)
+            assert not draw.done(), "held until it can be written"
+            assert not desk.node.failed.done()
+        assert (await draw).blocked_by == "disk", "it asks once more, and tells what it has in hand"
+        await until(lambda: desk.buffer._books is not None)
+        assert (await desk.put(second)).outcome == "ready"
+        assert await desk.train(0) == (0, 1)
+        assert (await desk.ref.stats()).disk == ""
+        told = [line.getMessage().partition(":")[0] for line in caplog.records]
+        assert [kind for kind in told if kind.startswith("disk-")] == ["disk-full", "disk-has-room"]
+    audit = audit_ledger(shop.path)
+    assert (audit.problems, audit.trained) == ((), {0: 1, 1: 1})
 
 
 @pytest.mark.parametrize("verb", ["set_paused", "stop_drawing"])
 @pytest.mark.asyncio
-async def test_a_switch_that_cannot_be_kept_ends_the_run_by_its_cause(shop: Any, verb: str) -> None:
+async def test_a_switch_that_cannot_be_kept_is_refused_by_its_cause(shop: Any, verb: str) -> None:
     async with shop.open() as desk:
         desk.buffer._store.ledger._file.query("PRAGMA query_only = ON")
-        with pytest.raises(Draining, match="cannot be written"):
+        with pytest.raises(DiskRefused, match="cannot be written"):
             await (desk.ref.set_paused(True) if verb == "set_paused" else desk.ref.stop_drawing())
-        assert isinstance(await desk.failure(), LedgerError)
+        await until(lambda: desk.buffer._books is not None)
+        assert not desk.node.failed.done()
+        assert (await desk.draw(max_groups=1)).assignments, "nothing of it was done"
 
 
 @pytest.mark.asyncio

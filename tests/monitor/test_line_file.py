@@ -60,10 +60,11 @@ def test_lines_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for step in range(3):
         sink.write(bundle(step))
         sink.flush()
-    assert sorted(told.events) == [
-        ("disk-full", f"{name}.jsonl waits for room in {tmp_path}: No space left on device")
-        for name in ("events", "metrics")
-    ]
+    assert [kind for kind, _ in told.events] == ["disk-full"] * 2
+    for (_, text), name in zip(sorted(told.events), ("events", "metrics"), strict=True):
+        assert f"{tmp_path}/{name}.jsonl cannot be written: No space left on device" in text
+        assert "MiB free)" in text
+        assert "make room there" in text
     monkeypatch.undo()
     sink.write(bundle(3))
     sink.flush()
@@ -73,14 +74,28 @@ def test_lines_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     sink.close()
 
 
-def test_what_is_no_lack_of_room_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_refusal_of_the_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = LineFile(tmp_path / "lines", Told())
-    monkeypatch.setattr(os, "write", room_for(0, OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr(os, "write", room_for(0, OSError(errno.EBADF, "Bad file descriptor")))
     lines.add(b"a line\n")
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(OSError, match="Bad file descriptor"):
         lines.flush()
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(OSError, match="Bad file descriptor"):
         lines.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_lines_wait_whatever_the_disk_refuses_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    told = Told()
+    lines = LineFile(tmp_path / "lines", told)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", room_for(0, OSError(number, os.strerror(number))))
+        lines.add(b"a line\n")
+        lines.flush()
+    lines.close()
+    assert (tmp_path / "lines").read_text() == "a line\n"
+    assert [kind for kind, _ in told.events] == ["disk-full", "disk-has-room"]
+    assert os.strerror(number) in told.events[0][1]
 
 
 def test_lines_that_wait_for_too_long_are_lost_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,5 +117,5 @@ def test_lines_that_wait_for_too_long_are_lost_and_counted(tmp_path: Path, monke
     assert f"{50 - len(kept)} lines were lost" in told.events[-1][1]
     monkeypatch.setattr(os, "write", room_for(0, quota))
     lines.add(b"the last\n")
-    with pytest.raises(OSError, match="1 lines are lost, there was no room"):
+    with pytest.raises(OSError, match="1 lines of .* are lost: its disk refused them to the end"):
         lines.close()

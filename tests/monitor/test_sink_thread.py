@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -99,6 +100,27 @@ def test_a_sink_that_raises_is_off_with_one_event_and_the_rest_go_on(tmp_path: P
     assert "RuntimeError: no space" in disabled[0].text
     assert bad.calls.count(where) == 1
     assert bad.calls.count("close") == (0 if where == "open" else 1)
+
+
+def test_a_sink_whose_disk_refuses_stays(tmp_path: Path) -> None:
+    """E8: it was off for the life of the monitor."""
+    full = OSError(errno.EDQUOT, "Disk quota exceeded")
+    bad, good = Recorder("bad", {"write": full, "flush": full}), Recorder("good")
+    thread = make(tmp_path, bad, good)
+    thread.start().result(10)
+    thread.put(note("a"))
+    wait_until(lambda: bad.calls.count("flush") >= 3)
+    bad.fails.clear()
+    wait_until(lambda: "disk-has-room" in [event.kind for event in good.events])
+    thread.put(note("b"))
+    thread.stop().result(10)
+    assert thread.active == ("bad", "good")
+    assert "b" in [event.text for event in bad.events]
+    texts = {event.kind: event.text for event in good.events if event.kind not in ("note", "hello")}
+    assert list(texts) == ["disk-full", "disk-has-room"]
+    assert "sink bad: " in texts["disk-full"]
+    assert "raise the quota" in texts["disk-full"]
+    assert "bundles are lost" in texts["disk-has-room"]
 
 
 def test_a_sink_that_refuses_the_start_stops_it_and_the_others_are_closed(tmp_path: Path) -> None:

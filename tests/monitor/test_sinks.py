@@ -14,8 +14,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from trace_rules import check_events, follow
 
-from myxa.actors.sinks.chrome_trace import ChromeTraceSink, read_trace
+from myxa.actors.sinks.chrome_trace import ChromeTraceSink, read_trace, trace_parts
 from myxa.actors.sinks.jsonl import JsonlSink
 from myxa.actors.sinks.prometheus import PrometheusSink
 from myxa.actors.sinks.tensorboard import TensorBoardSink
@@ -23,6 +24,7 @@ from myxa.core.clock import ManualClock
 from myxa.core.errors import LaunchError
 from myxa.core.messages import Event, MetricPoint, Span, Telemetry
 from myxa.core.sink import Sink, SinkContext
+from myxa.launch.views.trace_tail import trace_tail
 
 SEED = 20
 WALL_S = 1_700_000_000.0
@@ -203,17 +205,43 @@ def test_tracks_made_from_ids_do_not_grow_without_end(tmp_path: Path) -> None:
     assert sum(event["name"] == "thread_name" for event in events) == 129
 
 
-def test_a_full_trace_stops_and_says_so(tmp_path: Path) -> None:
-    told = Told()
-    sink = ChromeTraceSink(max_bytes=2000)
-    sink.open(context(tmp_path, told))
-    for step in range(50):
-        sink.write(bundle(step))
+def version_spans(step: int) -> tuple[Span, ...]:
+    """A version is made, and an engine takes it."""
+    start_s = WALL_S + step
+    return (
+        Span(source="trainer/0", name="train", activity="compute", start_wall_s=start_s, duration_s=0.5,
+             args={"makes_version": step}),
+        Span(source="rollout/0", name="adopt", activity="wait-weights", start_wall_s=start_s + 0.6, duration_s=0.1,
+             args={"adopts_version": step}),
+    )  # fmt: skip
+
+
+def test_a_long_trace_goes_on_in_a_new_file_and_the_newest_two_stay(tmp_path: Path) -> None:
+    """E12: it stopped at 256 MiB."""
+    sink = ChromeTraceSink(part_bytes=20_000)
+    sink.open(context(tmp_path))
+    for step in range(400):
+        sink.write(Telemetry(spans=version_spans(step)))
         sink.flush()
+        if step == 250:
+            sink.close()
+            sink = ChromeTraceSink(part_bytes=20_000)  # the next monitor
+            sink.open(context(tmp_path))
     sink.close()
-    assert [kind for kind, _ in told.events] == ["trace-full"]
-    assert (tmp_path / "trace.json").stat().st_size < 4000
-    json.loads((tmp_path / "trace.json").read_text())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.1.json", "trace.json"]
+    older, newer = (json.loads(path.read_text()) for path in trace_parts(tmp_path / "trace.json"))
+    for part in (older, newer):
+        check_events(part)
+        follow(part)
+    starts = [event["ts"] for event in older + newer if event["ph"] == "X"]
+    assert starts == sorted(starts)
+    assert max(starts) >= 1_000_000 * (WALL_S + 399), "the newest is there"
+    assert all(path.stat().st_size < 25_000 for path in tmp_path.iterdir())
+    rows = {(e["pid"], e["tid"], e["args"]["name"]) for e in older if e["name"] in ("process_name", "thread_name")}
+    assert rows == {
+        (e["pid"], e["tid"], e["args"]["name"]) for e in newer if e["name"] in ("process_name", "thread_name")
+    }
+    assert len(trace_tail(lambda: iter(older + newer), None)) > len(newer)
 
 
 def test_a_full_disk_leaves_the_trace_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +260,13 @@ def test_a_full_disk_leaves_the_trace_whole(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(OSError, match="disk full"):
         sink.flush()
     assert json.loads((tmp_path / "trace.json").read_text()) == before
+    monkeypatch.undo()
+    sink.write(bundle(2))
+    sink.close()
+    after = json.loads((tmp_path / "trace.json").read_text())
+    assert after[: len(before)] == before
+    trained = [event["ts"] for event in after if event["name"] == "train"]
+    assert trained == [1_000_000 * (WALL_S + step) for step in range(3)], "it waited"
 
 
 WRITER = """

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +51,7 @@ class Gang:
         options: Any = SimpleNamespace(channel="nccl", refused_channels={})
         channels = ChannelChoice(owner, knobs, options, side, TelemetryBuffer(self.name, SystemClock()))
         meter = ActivityMeter(self.name, SystemClock())
-        self.publisher = Publisher(ctx, ranks, channels, meter, lambda channel: 9)
+        self.publisher = Publisher(ctx, ranks, channels, meter, lambda kind, text: None, Path(), lambda channel: 9)
 
     def spawn(self, work: Any, *, name: str) -> None:
         self.tasks.append(asyncio.create_task(work, name=name))

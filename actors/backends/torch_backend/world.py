@@ -25,10 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ....core.errors import LaunchError, MyxaError, TrainError
+from ....core.disk import refusal
+from ....core.errors import DiskRefused, LaunchError, MyxaError, TrainError
 from ...torch_store import find_store, host_store, keep_gloo_within
 from .tensors import integers
 
+_FINE, _FAILED, _DISK = range(3)
 GRACE_S = 2.0
 """How long the others may take to report the failure that this rank has just seen."""
 
@@ -172,13 +174,15 @@ class World:
 
     def agree(self, error: Exception | None, what: str) -> None:
         """End together after something that any rank may have failed alone: raises its own error there, and a
-        TrainError naming these ranks on the others. Collective."""
-        failed = integers(self.gather(torch.tensor([int(error is not None)])).flatten())
+        TrainError naming these ranks on the others (DiskRefused, if disks are all that failed). Collective."""
+        own = _FINE if error is None else _FAILED if refusal(error) is None else _DISK
+        failed = integers(self.gather(torch.tensor([own])).flatten())
         if error is not None:
             raise self.agreed(error)
         if any(failed):
             ranks = ", ".join(str(rank) for rank, has_failed in enumerate(failed) if has_failed)
-            raise self.agreed(TrainError(f"{what} failed on rank {ranks}", remedy="see the logs of the ranks named"))
+            kind = TrainError if _FAILED in failed else DiskRefused
+            raise self.agreed(kind(f"{what} failed on rank {ranks}", remedy="see the logs of the ranks named"))
 
     @contextlib.contextmanager
     def together(self, what: str) -> Generator[None]:
