@@ -99,6 +99,7 @@ class _StandIn(Coroutine[Any, Any, Any]):
             waits_for._asyncio_future_blocking = False  # others may await it before our task comes to it
         if not self._idle.done():
             self._idle.set_result(None)
+        del self.task  # it holds on to us: the two would wait for the collector, with all that the coroutine has held
 
     def send(self, value: Any) -> Any:
         if self._coro is None:

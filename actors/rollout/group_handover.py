@@ -84,7 +84,8 @@ class GroupHandover:
         await self._ask(lambda: self._buffer.return_group(returned))
 
     async def save(self, assignment: Assignment, samples: tuple[Sample, ...]) -> None:
-        """Tell what there is of a group that goes on here. Raises CallError when the buffer does not hear."""
+        """Tell what there is of a group that goes on here. Raises CallError when the buffer does not
+        hear, DiskRefused when it cannot keep them."""
         await self._buffer.return_group(
             GroupReturned(
                 group_id=assignment.prompt.group_id,

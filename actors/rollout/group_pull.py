@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from ...core.actor import ActorContext
-from ...core.errors import CallError, EngineError, MyxaError
+from ...core.errors import CallError, DiskRefused, EngineError, MyxaError
 from ...core.messages import Assignment, DrawBlock, DrawRequest
 from ...core.samples import Sample
 from ..contracts.roles import BufferContract
@@ -119,7 +119,7 @@ class GroupPull:
             )
             try:
                 reply = await self._buffer.draw(request)
-            except CallError as err:
+            except (CallError, DiskRefused) as err:
                 self._ctx.log.warning("draw: %s", err)
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -219,7 +219,7 @@ class GroupPull:
                     continue
                 try:
                     await self._handover.save(assignment, samples)
-                except CallError as err:
+                except (CallError, DiskRefused) as err:
                     self._ctx.log.info("tokens of group %d were not saved: %s", group_id, err)
                     break
                 if group_id in self._num_saved:

@@ -47,6 +47,9 @@ def _from_files(folder: Path) -> list[dict[str, Any]]:
 
 
 def _page(rows: list[dict[str, Any]]) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
     from ..views.numbers import duration
 
     cells = [
@@ -56,7 +59,8 @@ def _page(rows: list[dict[str, Any]]) -> RenderableType:
         )
         for row in rows
     ]  # fmt: skip
-    return table(COLUMNS, cells, right=("pid", "node", "attempt", "epoch", "up", "memory"))
+    notes = [Text(f"{row['name']}: {row['note']}") for row in rows if row.get("note")]
+    return Group(table(COLUMNS, cells, right=("pid", "node", "attempt", "epoch", "up", "memory")), *notes)
 
 
 def _size(num_bytes: int) -> str:

@@ -40,10 +40,12 @@ class Evidence:
     """Weight version the run stands at; -1: not known."""
     is_running: bool
     """Neither starting nor ending nor paused."""
+    disk: str = ""
+    """Why the ledger cannot be written."""
 
     def verdict(self) -> Verdict:
         """What holds the run back."""
-        return judge(self.shares, engines_are_full=self.engines_are_full, filtered=self.filtered)
+        return judge(self.shares, engines_are_full=self.engines_are_full, filtered=self.filtered, disk=self.disk)
 
 
 async def gather_evidence(room: Room, window_s: float) -> Evidence:
@@ -69,6 +71,7 @@ async def gather_evidence(room: Room, window_s: float) -> Evidence:
         filtered=Filtered.of(snapshot),
         version=status.version if status is not None else -1,
         is_running=_is_running(status),
+        disk=stats.disk if stats is not None else "",
     )
 
 

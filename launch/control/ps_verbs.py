@@ -3,6 +3,7 @@ kernel and the monitor; whoever does not answer leaves blanks."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from ...actors.contracts.roles import MonitorContract
+from ...actors.contracts.roles import BufferContract, MonitorContract
 from ...core.actor import with_deadline
 from ...core.errors import CallError
 from ...core.knobs import Operator
@@ -45,13 +46,15 @@ class ActorRow(msgspec.Struct, frozen=True, kw_only=True):
     """Resident memory, of processes of this host; 0: not known."""
     doing: str
     """What it spent most of the last minute with, such as "wait-data 62 %"."""
+    note: str = ""
+    """What holds it up now, where a person must mend it: its disk."""
 
 
 async def _ps(room: Room, arguments: Arguments, who: Operator) -> list[ActorRow]:
     roster = room.supervisor.roster()
     now = room.node.clock.wall()
     here = socket.gethostname()
-    shares = await _shares(room)
+    shares, disk = await asyncio.gather(_shares(room), _disk(room))
     return [
         ActorRow(
             name=actor.name,
@@ -67,6 +70,7 @@ async def _ps(room: Room, arguments: Arguments, who: Operator) -> list[ActorRow]
             devices=actor.devices,
             memory_bytes=_memory(actor.pid) if actor.pid and actor.host in ("", here) else 0,
             doing=doing(shares.get(f"{TIME_PREFIX}{actor.name}", {})),
+            note=disk if actor.name == "buffer" else "",
         )
         for actor in roster
     ]
@@ -79,6 +83,15 @@ async def _shares(room: Room) -> Mapping[str, Mapping[str, float]]:
         return await with_deadline(room.node.ref(MonitorContract, "monitor"), ASK_S).snapshot()
     except CallError:
         return {}
+
+
+async def _disk(room: Room) -> str:
+    if not room.node.peers("buffer"):
+        return ""
+    try:
+        return (await with_deadline(room.node.ref(BufferContract, "buffer"), ASK_S).stats()).disk
+    except CallError:
+        return ""
 
 
 def _memory(pid: int) -> int:

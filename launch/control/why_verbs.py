@@ -64,11 +64,11 @@ class Suggestions(Record, frozen=True):
 async def _why(room: Room, arguments: WhyArguments, who: Operator) -> Reason:
     evidence = await gather_evidence(room, arguments.window_s)
     window_s, full, filtered = arguments.window_s, evidence.engines_are_full, evidence.filtered
-    shares, facts = evidence.shares, evidence.facts
+    shares, facts, disk = evidence.shares, evidence.facts, evidence.disk
     if not arguments.target:
-        return explain(shares, facts, window_s=window_s, engines_are_full=full, filtered=filtered)
+        return explain(shares, facts, window_s=window_s, engines_are_full=full, filtered=filtered, disk=disk)
     names = actors_of(arguments.target, shares)
-    return explain_actors(names, shares, facts, window_s=window_s, engines_are_full=full, filtered=filtered)
+    return explain_actors(names, shares, facts, window_s=window_s, engines_are_full=full, filtered=filtered, disk=disk)
 
 
 async def _suggest(room: Room, arguments: SuggestArguments, who: Operator) -> Suggestions:

@@ -13,11 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ...core.disk import WAITS
 from .numbers import short
+
+FOR_DISK = "/".join(WAITS)
+"""Part of an actor's time."""
 
 Bound = Literal[
     "unknown",
     "starting",
+    "disk",
     "paused",
     "filter",
     "generation",
@@ -48,6 +53,8 @@ NEARLY_ALL = 0.8
 _LEAST_GROUPS = 16
 
 REMEDIES: Mapping[Bound, str] = {
+    "disk": "make that file system writable again (`myxa watch events` names file, cause and remedy): the run goes on "
+    "by itself",
     "paused": "`myxa resume`",
     "filter": "`myxa samples` shows answers with their rewards: mend the reward if right answers are worth nothing, "
     "else take easier prompts, or harder ones where all are right",
@@ -131,10 +138,18 @@ def engines_look_full(gauges: Mapping[str, Mapping[str, float]]) -> bool:
 
 
 def judge(
-    shares: Mapping[str, Mapping[str, float]], *, engines_are_full: bool = False, filtered: Filtered | None = None
+    shares: Mapping[str, Mapping[str, float]],
+    *,
+    engines_are_full: bool = False,
+    filtered: Filtered | None = None,
+    disk: str = "",
 ) -> Verdict:
     """`shares`: actor name -> kind -> share of its time (0..1), over whatever window the caller cares about.
-    `engines_are_full`: they compute as many sequences at once as they can, so more requests would only queue up."""
+    `engines_are_full`: they compute as many sequences at once as they can, so more requests would only queue up.
+    `disk`: why the ledger cannot be written just now, and what to do."""
+    if disk:
+        what, _, remedy = disk.partition(" -- ")
+        return Verdict("disk", f"the run waits for a disk: {what}", remedy, 1.0)
     leader = leader_of(shares)
     rollouts = {name: without_start(kinds) for name, kinds in shares.items() if _role(name) == "rollout" and kinds}
     rollouts = {name: kinds for name, kinds in rollouts.items() if kinds}
@@ -147,6 +162,10 @@ def judge(
     who = next(iter(rollouts)) if len(rollouts) == 1 else f"{len(rollouts)} rollout actors"
     if max(trainer.get("paused", 0.0), team.get("paused", 0.0)) >= 0.5:
         share = max(trainer.get("paused", 0.0), team.get("paused", 0.0))
+        for_disk = max(trainer.get(FOR_DISK, 0.0), team.get(FOR_DISK, 0.0))
+        if for_disk >= share / 2:
+            text = f"the run waits for a disk ({leader} {_pct(trainer, FOR_DISK)}, {who} {_pct(team, FOR_DISK)})"
+            return _verdict("disk", text, share)
         text = f"the run is paused ({leader} {_pct(trainer, 'paused')}, {who} {_pct(team, 'paused')})"
         return _verdict("paused", text, share)
     if trainer.get("other", 0.0) >= 0.5:

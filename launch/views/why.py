@@ -57,9 +57,10 @@ def explain(
     window_s: float,
     engines_are_full: bool = False,
     filtered: Filtered | None = None,
+    disk: str = "",
 ) -> Reason:
     """Of the whole run."""
-    verdict = judge(shares, engines_are_full=engines_are_full, filtered=filtered)
+    verdict = judge(shares, engines_are_full=engines_are_full, filtered=filtered, disk=disk)
     return _with_advice(
         Reason(
             target="",
@@ -84,9 +85,10 @@ def explain_actors(
     window_s: float,
     engines_are_full: bool = False,
     filtered: Filtered | None = None,
+    disk: str = "",
 ) -> Reason:
     """Of some actors: what each does, and what of it the run's own bottleneck explains."""
-    whole = explain(shares, facts, window_s=window_s, engines_are_full=engines_are_full, filtered=filtered)
+    whole = explain(shares, facts, window_s=window_s, engines_are_full=engines_are_full, filtered=filtered, disk=disk)
     told = [idleness(name, shares.get(name, {})) for name in names]
     return Reason(
         target=", ".join(names),

@@ -29,8 +29,8 @@ MIB = 1 << 20
 ROOM_BYTES = 3 * MIB
 """More than the ledger will need, less than a checkpoint, which is 5.4 MiB."""
 
-FLUSHED_S = 0.7
-"""The monitor writes every half second, so it has met the full disk; less than the buffer's restarts take in all."""
+FULL_S = 20.0
+"""More than the restarts of any actor would take, if there were any."""
 
 
 class Ballast:
@@ -63,18 +63,41 @@ def free_bytes(folder: Path) -> int:
     return space.f_bavail * space.f_frsize
 
 
-def stays_full(lives: Lives, ballast: Ballast) -> None:
-    """The buffer cannot write its ledger, or, where that had room of its own until the end of the data, the trainer the
-    last checkpoint, however often it is started: the run ends, and says why. Once there is room again it goes on."""
+def is_full_for_a_while(lives: Lives, ballast: Ballast) -> None:
+    """E8: the run pauses and says what it waits for, to whoever asks; once there is room it goes on and ends."""
+    assert lives.run_dir is not None
+    run_dir = lives.run_dir
+    since = time.monotonic()
+    ballast.fill()
+    until(lambda: "cannot be written" in asked("ps", run_dir), "a pause that `ps` tells of", timeout_s=15)
+    for verb in ("ps", "why"):
+        said = " ".join(asked(verb, run_dir).split())
+        for words in (f"{run_dir}/ledger.sqlite cannot be written", f"tmpfs at {run_dir.parent}", "make room there"):
+            assert words in said, said
+    version = lives.version()
+    assert lives.after(FULL_S - (time.monotonic() - since)), "it ended"
+    assert lives.version() == version, "a pause"
+    ballast.empty()
+    assert lives.wait() == 0
+    restarted = [path.name for path in (run_dir / "logs").glob("*.log") if path.name.split(".")[-2] != "0"]
+    assert not restarted, "no process was started again"
+    assert audit_ledger(run_dir / "ledger.sqlite").num_rewound == 0
+    steps = [point["step"] for point in metrics(run_dir) if "train/loss" in point["values"]]
+    assert steps == list(range(1, NUM_PROMPTS // BATCH + 1)), "measurements waited for room"
+    told = [event["text"] for event in events(run_dir, "disk-full") if event["source"] == "buffer"]
+    assert told
+    assert f"{run_dir}/ledger.sqlite cannot be written" in told[0]
+    assert any(event["source"] == "buffer" for event in events(run_dir, "disk-has-room"))
+
+
+def stays_full_and_is_ended(lives: Lives, ballast: Ballast) -> None:
+    """A person may end it meanwhile; when there is room the next life goes on."""
     assert lives.run_dir is not None
     ballast.fill()
-    assert lives.wait(60) == 4
-    said = lives.said[-1]
-    at = said.index("first failure: ")
-    first = said[at:].splitlines()
-    assert any(f"{who} ended with exit status 1" in first[0] for who in ("buffer", "trainer/0")), said
-    assert first[1].startswith("myxa: "), said
-    assert any(words in first[1] for words in ("No space left on device", "disk is full")), said
+    until(lambda: "cannot be written" in asked("ps", lives.run_dir), "a pause that `ps` tells of", timeout_s=15)
+    done = run_command("down", "--run", str(lives.run_dir), folder=lives.run_dir.parent)
+    print(done.stdout, done.stderr)
+    lives.wait(90)
     ballast.empty()
     assert audit_ledger(lives.run_dir / "ledger.sqlite").problems == ()
     lives.resume()
@@ -82,21 +105,28 @@ def stays_full(lives: Lives, ballast: Ballast) -> None:
     assert Origin.load(lives.run_dir).lives[-1].ledger == "its own ledger"
 
 
-def has_room_again(lives: Lives, ballast: Ballast) -> None:
-    """Before the buffer has been started too often: nothing is lost, and training does not go back."""
+def has_no_room_at_its_end(lives: Lives, ballast: Ballast) -> None:
+    """The last checkpoint and the export wait for room, as often as it takes."""
     assert lives.run_dir is not None
     run_dir = lives.run_dir
-    ballast.fill()
-    until(lambda: (run_dir / "logs" / "buffer.1.log").exists(), "the end of the first buffer", timeout_s=30)
-    time.sleep(FLUSHED_S)
+    ballast.fill(but=ROOM_BYTES)
+    waits = f"{run_dir}"
+    until(
+        lambda: any(waits in event["text"] for event in events(run_dir, "disk-full") if event["source"] == "trainer/0"),
+        "an end that waits for room",
+        timeout_s=90,
+    )
+    assert lives.after(3.0), "it waits"
     ballast.empty()
     assert lives.wait() == 0
-    assert "buffer ended: exit status 1" in lives.said[-1]
-    assert (run_dir / "logs" / "trainer.0.0.log").exists()
-    assert not (run_dir / "logs" / "trainer.0.1.log").exists(), "no fault of the trainer's"
-    assert audit_ledger(run_dir / "ledger.sqlite").num_rewound == 0
-    steps = [point["step"] for point in metrics(run_dir) if "train/loss" in point["values"]]
-    assert steps == list(range(1, NUM_PROMPTS // BATCH + 1)), "measurements waited for room"
+    assert whole_ones(run_dir)[-1].name == f"version_{NUM_PROMPTS // BATCH:08d}"
+    assert (run_dir / "export" / "model.safetensors").exists()
+    assert not (run_dir / "logs" / "trainer.0.1.log").exists(), "no process was started again"
+
+
+def asked(verb: str, run_dir: Path) -> str:
+    """What a command prints of the run."""
+    return run_command(verb, "--run", str(run_dir), folder=run_dir.parent).stdout
 
 
 def has_no_room_for_a_checkpoint(lives: Lives, ballast: Ballast) -> None:
@@ -134,7 +164,15 @@ def whole_ones(run_dir: Path) -> list[Path]:
     return sorted(path.parent for path in run_dir.glob("checkpoints/version_*/run.json"))
 
 
-SCENES = {scene.__name__: scene for scene in (stays_full, has_room_again, has_no_room_for_a_checkpoint)}
+SCENES = {
+    scene.__name__: scene
+    for scene in (
+        is_full_for_a_while,
+        stays_full_and_is_ended,
+        has_no_room_for_a_checkpoint,
+        has_no_room_at_its_end,
+    )
+}
 
 
 def play(scene: str, folder: Path) -> None:

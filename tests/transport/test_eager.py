@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,25 @@ async def test_what_does_not_wait_is_over_at_once_and_needs_no_task():
     await asyncio.sleep(0)
     assert log == [True]
     assert asyncio.all_tasks() == before
+
+
+async def test_what_waited_leaves_nothing_for_the_collector():
+    """E12: ten objects of each, with all that it had held, stayed until the collector came by."""
+    loop = asyncio.get_running_loop()
+    eager = Eager(loop)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(100):
+            task = eager.start(asyncio.sleep(0.001), contextvars.copy_context())
+            assert task is not None
+            await task
+            del task
+        await asyncio.sleep(0)
+        assert gc.collect() < 50
+    finally:
+        gc.enable()
+        eager.close()
 
 
 @pytest.mark.parametrize("wait", ["sleep0", "sleep", "done", "future", "task", "gather", "timeout", "group"])
