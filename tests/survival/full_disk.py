@@ -93,16 +93,17 @@ def is_full_for_a_while(lives: Lives, ballast: Ballast) -> None:
 def stays_full_and_is_ended(lives: Lives, ballast: Ballast) -> None:
     """A person may end it meanwhile; when there is room the next life goes on."""
     assert lives.run_dir is not None
+    run_dir = lives.run_dir
     ballast.fill()
-    until(lambda: "cannot be written" in asked("ps", lives.run_dir), "a pause that `ps` tells of", timeout_s=15)
-    done = run_command("down", "--run", str(lives.run_dir), folder=lives.run_dir.parent)
+    until(lambda: "cannot be written" in asked("ps", run_dir), "a pause that `ps` tells of", timeout_s=15)
+    done = run_command("down", "--run", str(run_dir), folder=run_dir.parent)
     print(done.stdout, done.stderr)
     lives.wait(90)
     ballast.empty()
-    assert audit_ledger(lives.run_dir / "ledger.sqlite").problems == ()
+    assert audit_ledger(run_dir / "ledger.sqlite").problems == ()
     lives.resume()
     assert lives.wait() == 0
-    assert Origin.load(lives.run_dir).lives[-1].ledger == "its own ledger"
+    assert Origin.load(run_dir).lives[-1].ledger == "its own ledger"
 
 
 def has_no_room_at_its_end(lives: Lives, ballast: Ballast) -> None:
