@@ -18,7 +18,8 @@ def group_text(
     versions = [version for sample in group.samples for version in sample.versions.tolist() if version >= 0]
     nothing: dict[str, float] = {}
     parts = group.reward_parts or (nothing,) * len(group.samples)
-    told = list(zip(group.samples, group.rewards.tolist(), parts, strict=True))[:MAX_ANSWERS]
+    # A group that was dropped because it is wrong may lack some of them.
+    told = list(zip(group.samples, group.rewards.tolist(), parts, strict=False))[:MAX_ANSWERS]
     return GroupText(
         step=step,
         oldest_version=min(versions, default=-1),
