@@ -111,7 +111,8 @@ class TokenizerFiles:
         if not isinstance(model, models.BPE):
             kind = type(model).__name__
             raise ModelError(f"{place}: {self.class_name} has a BPE model, this file a {kind}", remedy=remedy)
-        kept = {_text(token) for token in (*(self.added or of_file.values()), *self.named.values(), *self.extra)}
+        added = of_file.values() if self.added is None else self.added
+        kept = {_text(token) for token in (*added, *self.named.values(), *self.extra)}
         base = tokenizer.get_vocab(with_added_tokens=False)
         beside = [index for index, token in sorted(of_file.items()) if _text(token) not in base]
         lost = [_text(token) for token in of_file.values() if _text(token) not in kept and _text(token) not in base]
