@@ -36,7 +36,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("[roles.rolout]\ncount = 2\n", 'run.toml:5: roles.rolout: is not a known role; did you mean "rollout"?'),
     (
         "[monitor]\nzzz = 1\n",
-        "run.toml:6: monitor.zzz = 1: is not a known key; known: options, prometheus_port, sinks, tensorboard, trace",
+        "run.toml:6: monitor.zzz = 1: is not a known key; known: options, prometheus_port, samples_mb, samples_per_step, sinks, tensorboard, trace",
     ),
     # types
     ('[algo]\nbatch_size = "32"\n', 'run.toml:6: algo.batch_size = "32": must be a whole number'),
