@@ -25,6 +25,18 @@ def value_at(config: RunConfig, key: str) -> Any:
     return place
 
 
+def default_at(kind: type[BaseModel], key: str) -> Any:
+    """What a run file means that leaves "section.key" out; None where there is no such key, or it has to be given."""
+    name, _, rest = key.partition(".")
+    info = next((info for field, info in kind.model_fields.items() if name in (field, info.alias)), None)
+    if info is None:
+        return None
+    inner = info.annotation
+    if rest:
+        return default_at(inner, rest) if isinstance(inner, type) and issubclass(inner, BaseModel) else None
+    return None if info.is_required() else info.get_default(call_default_factory=True)
+
+
 def flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """("optimizer.lr", 1e-4) for every leaf of nested tables."""
     for name, value in table.items():

@@ -7,6 +7,7 @@ that names the file and says what to do.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,6 +37,8 @@ __all__ = [
     "write_folder",
 ]
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""owner/name."""
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
@@ -82,6 +85,11 @@ def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
 def read_config(folder: str | Path) -> ModelConfig:
     """The folder's `config.json`. Raises ModelError when the folder or the file is missing or not understood."""
     root = Path(folder)
+    if not root.is_dir() and HUB_NAME.fullmatch(str(folder)) and not root.parent.exists():
+        raise ModelError(
+            f"there is no folder {root}; it looks like a name on the HuggingFace hub, and a run downloads nothing",
+            remedy=f"`hf download {root} --local-dir {root.name}`, then give the path {root.name}",
+        )
     if not root.is_dir():
         raise ModelError(
             f"model folder {root} does not exist",

@@ -32,14 +32,44 @@ OWNED: Mapping[str, str] = {
 }
 """ServerArgs field -> what to do instead of setting it in `[sglang]`."""
 
+CANNOT: Mapping[str, str] = {
+    "disaggregation": "a launched server answers requests alone; start servers with prefill-decode disaggregation "
+    "yourself and name them in engine.attach",
+    "encoder_": "a launched server answers requests alone; start such servers yourself and name them in engine.attach",
+    "language_only": "a launched server answers requests alone; start such servers yourself and name them in "
+    "engine.attach",
+    "enable_lora": "the trainer publishes whole weights, never adapters",
+    "lora_": "the trainer publishes whole weights, never adapters",
+    "max_lora": "the trainer publishes whole weights, never adapters",
+    "is_embedding": "a run needs servers that generate",
+    "grpc_mode": "requests and control go over HTTP",
+    "smg_grpc_mode": "requests and control go over HTTP",
+    "ssl_": "a launched server speaks plain HTTP on loopback",
+    "enable_ssl": "a launched server speaks plain HTTP on loopback",
+    "fastapi_root_path": "routes are asked for at the server's root",
+    "enable_multimodal": "prompts and samples are text",
+    "chat_template": "prompts are rendered by the run, token ids travel; set data.chat_template",
+    "preferred_sampling_params": "each request says how it is sampled; set [rollout]",
+    "revision": "model.path is a folder; download that revision into it",
+}
+"""Beginning of a ServerArgs field -> why a run cannot do what it asks for, and what to do instead. The empty value, or
+what switches it off, says nothing and is allowed."""
+OFF = (False, "", "null", 0)
+
 
 def owned_conflicts(table: Mapping[str, Any]) -> Iterator[Conflict]:
     """One per key of `[sglang]` that is not the user's to set, and per value that no argument can have."""
     for key, value in table.items():
         if key in OWNED:
             yield Conflict((f"sglang.{key}",), f"is myxa's own; {OWNED[key]}")
+        elif value not in OFF and (why := _why_not(key)):
+            yield Conflict((f"sglang.{key}",), f"is nothing that a run can do: {why}")
         elif not _is_argument(value):
             yield Conflict((f"sglang.{key}",), "must be text, a number, a boolean, or an array or table of those")
+
+
+def _why_not(key: str) -> str:
+    return next((why for start, why in CANNOT.items() if key.startswith(start)), "")
 
 
 def _is_argument(value: object) -> bool:

@@ -44,7 +44,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"  guard     more than {knob['guard_factor']:g} times the file's value needs --force"
     yield f"  boundary  {knob['boundary']}: used {BOUNDARIES[knob['boundary']]}"
     yield (
-        f"  file      {knob['key']} = {shown(found['file_value'])}"
+        f"  {'default ' if found['is_default'] else 'file    '}  {knob['key']} = {shown(found['file_value'])}"
         if knob["key"]
         else "  file      it has no key there"
     )

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import msgspec
 
 from ...actors.audit import AUDIT_FILE, read_audit
+from ...core.config import RunConfig
 from ...core.errors import ConfigError
 from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobSheet, KnobState, KnobTable, KnobValue, Operator
 from ...core.suggestion import nearest, suggest
-from ..config_keys import value_at
+from ..config_keys import default_at, flat, value_at
 from ..supervisor.roster import ActorRecord
 from .coordinator_call import coordinator_call
 from .run_verbs import Reason
@@ -89,6 +90,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Actor -> how it stands there."""
     file_value: Any
     """What the run file says, if the knob has a key there."""
+    is_default: bool
+    """Whether that is what every run file says that leaves the key out."""
     reverts: str
     """When it goes back by itself; empty: it stays."""
     history: tuple[AuditRecord, ...]
@@ -106,7 +109,7 @@ def known_names(table: KnobTable) -> set[str]:
     return {state.tunable.name for sheet in table.sheets for state in sheet.knobs}
 
 
-def check_names(names: Sequence[str], table: KnobTable) -> None:
+def check_names(names: Sequence[str], table: KnobTable, room: Room) -> None:
     """Raises ConfigError for a knob that does not exist, with what may be meant: another name, or a key of the file."""
     known = known_names(table)
     keys = {state.tunable.key: state.tunable.name for sheet in table.sheets for state in sheet.knobs}
@@ -118,7 +121,21 @@ def check_names(names: Sequence[str], table: KnobTable) -> None:
         if table.silent:  # it may be theirs
             text = f"{name[:MAX_NAME_CHARS]!r} is no knob of any actor that answers"
             raise ConfigError(text, remedy=f"no answer from {', '.join(table.silent)}")
+        fixed = _keys_of_file(name, room.config)
+        if live := [keys[key] for key in fixed if key in keys]:
+            raise ConfigError(f"{name!r} is a key of the run file", remedy=f"the knob is {live[0]!r}")
+        if fixed:
+            raise ConfigError(
+                f"{name!r} is no knob: it is {' or '.join(fixed)} of the run file, and fixed while a run lives",
+                remedy=f"`myxa down`, then `myxa resume {room.run_dir.path} --set {fixed[0]}=...`; or `myxa fork`",
+            )
         raise ConfigError(f"{name[:MAX_NAME_CHARS]!r} is no knob", remedy=_hint(name, table))
+
+
+def _keys_of_file(name: str, config: RunConfig) -> list[str]:
+    """Keys of the run file that a person may mean: "batch_size", or "algo.batch_size"."""
+    keys = (key for key, _ in flat(config.model_dump(by_alias=True)))
+    return [key for key in keys if name in (key, key.rpartition(".")[2])]
 
 
 def _hint(name: str, table: KnobTable) -> str:
@@ -136,7 +153,7 @@ async def _get(room: Room, arguments: GetArguments, who: Operator) -> KnobTable:
     table = await knob_table(room)
     if not arguments.names:
         return table
-    check_names(arguments.names, table)
+    check_names(arguments.names, table, room)
     sheets = (
         msgspec.structs.replace(sheet, knobs=tuple(s for s in sheet.knobs if s.tunable.name in arguments.names))
         for sheet in table.sheets
@@ -147,7 +164,7 @@ async def _get(room: Room, arguments: GetArguments, who: Operator) -> KnobTable:
 async def _explain(room: Room, arguments: ExplainArguments, who: Operator) -> Explanation:
     name = arguments.name
     table = await knob_table(room)
-    check_names((name,), table)
+    check_names((name,), table, room)
     owners = {sheet.owner: state for sheet in table.sheets if (state := _state(sheet, name)) is not None}
     knob = next(iter(owners.values()))
     path = room.run_dir.path / AUDIT_FILE
@@ -156,6 +173,8 @@ async def _explain(room: Room, arguments: ExplainArguments, who: Operator) -> Ex
         knob=knob,
         owners=owners,
         file_value=value_at(room.config, knob.tunable.key) if knob.tunable.key else None,
+        is_default=bool(knob.tunable.key)
+        and value_at(room.config, knob.tunable.key) == default_at(RunConfig, knob.tunable.key),
         reverts=table.reverts.get(name, ""),
         history=tuple(record for record in records if any(move.name == name for move in record.moves)),
     )
@@ -187,7 +206,8 @@ async def _set(room: Room, arguments: SetArguments, who: Operator) -> ChangeRepl
     async with coordinator_call(room, CHANGE_S) as coordinator:
         reply = await coordinator.change_knobs(request)
     if reply.refused:
-        check_names(names, await knob_table(room))  # says better what was meant; asked only now, a good change is fast
+        # says better what was meant; asked only now, a good change is fast
+        check_names(names, await knob_table(room), room)
     return reply
 
 

@@ -141,7 +141,7 @@ async def _approve(room: Room, suggestion: Suggestion, who: Operator, reason: st
 async def _check_knob(room: Room, name: str) -> None:
     from .knob_verbs import check_names, knob_table
 
-    check_names((name,), await knob_table(room))
+    check_names((name,), await knob_table(room), room)
 
 
 VERBS: tuple[Verb[Any], ...] = (

@@ -143,6 +143,11 @@ def _staleness(plan: StalenessPlan | None) -> Iterator[str]:
     yield _heading("staleness")
     window = f", window W = {plan.window}" if plan.window else ""
     yield f"max_staleness = {plan.max_staleness}, policy {plan.policy}: N = {plan.num_slots} slots{window}"
+    yield "  slot: a group holds one from its dispatch until its step was trained: at most N are under way or waiting"
+    if plan.window:
+        bound = f"(N + W - 2) // {plan.batch_size} = {(plan.num_slots + plan.window - 2) // plan.batch_size}"
+        yield "  window: a batch is made of whatever is ready among the W oldest, so none waits for one slow group"
+        yield f"  no token is older than {bound} versions when it is trained on"
     fills = "fill the slots" if plan.fills_slots else f"leave {plan.num_slots - plan.concurrency} slots empty"
     yield f"rollout actors: {plan.num_engines}, which take {plan.concurrency} groups at a time and {fills}"
     if plan.waiting:

@@ -61,6 +61,7 @@ class StalenessPlan:
     """N: groups between dispatch and the end of their step."""
     window: int
     """W of `pace`; 0 for the other policies."""
+    batch_size: int
     num_engines: int
     concurrency: int
     """Groups that all rollout actors take at a time."""
@@ -81,6 +82,7 @@ def staleness_of(config: RunConfig, num_rollouts: int) -> StalenessPlan:
         max_staleness=settings.max_staleness,
         num_slots=policy.num_slots,
         window=getattr(policy, "window", 0),
+        batch_size=batch,
         num_engines=num_rollouts,
         concurrency=num_rollouts * config.rollout.max_groups,
         waiting=tuple(_tail(config, num_rollouts, skew) for skew in SKEWS) if num_rollouts else (),

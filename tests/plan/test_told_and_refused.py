@@ -1,0 +1,127 @@
+"""F6: what a plan explains, what a run cannot honour, and a name of a hub where a folder should be."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from myxa.actors.models.hf_folder import read_config
+from myxa.core.config import RunConfig, load_config
+from myxa.core.errors import ConfigError, ModelError
+from myxa.core.knobs import KnobSheet, KnobState, KnobTable, Tunable
+from myxa.launch.config_keys import default_at
+from myxa.launch.control.knob_verbs import check_names
+from myxa.launch.plan.plan_page import _staleness
+from myxa.launch.plan.staleness_plan import staleness_of
+from myxa.launch.run_dir import RunDir
+
+RUN = '[model]\npath = "m"\n[data]\ntrain = "t.jsonl"\n[roles.rollout]\nkind = "sglang"\n[sglang]\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('disaggregation_mode = "prefill"', "engine.attach"),
+        ('disaggregation_transfer_backend = "nixl"', "engine.attach"),
+        ("encoder_only = true", "engine.attach"),
+        ("enable_lora = true", "whole weights"),
+        ('lora_paths = ["a=b"]', "whole weights"),
+        ("max_loras_per_batch = 2", "whole weights"),
+        ("is_embedding = true", "generate"),
+        ('ssl_keyfile = "k"', "plain HTTP"),
+        ('chat_template = "x.jinja"', "data.chat_template"),
+        ('revision = "main"', "download that revision"),
+        ("grpc_mode = true", "HTTP"),
+    ],
+)
+def test_what_a_run_cannot_honour_is_refused_by_name(line: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN + line + "\n")
+    key = line.partition(" ")[0]
+    with pytest.raises(ConfigError, match=rf"sglang\.{key} = .* is nothing that a run can do: .*{re.escape(says)}"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("line", ["enable_lora = false", 'disaggregation_mode = "null"', "log_level = 'info'"])
+def test_what_switches_it_off_is_allowed(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN + line + "\n")
+    load_config(path)
+
+
+def test_a_plan_explains_slots_and_window() -> None:
+    config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "async": {"max_staleness": 2}})
+    plan = staleness_of(config, 1)
+    text = "\n".join(_staleness(plan))
+    assert f"N = {plan.num_slots} slots, window W = {plan.window}" in text
+    assert "slot: a group holds one from its dispatch until its step was trained" in text
+    assert "window: a batch is made of whatever is ready among the W oldest" in text
+    assert "no token is older than" in text
+    (bound,) = re.findall(r"\(N \+ W - 2\) // \d+ = (\d+) versions", text)
+    assert int(bound) == (plan.num_slots + plan.window - 2) // config.algo.batch_size == 2
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"])
+def test_a_hub_name_is_told_with_the_command_that_downloads_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match="looks like a name on the HuggingFace hub") as told:
+        read_config(name)
+    assert f"`hf download {name} --local-dir {name.partition('/')[2]}`" in told.value.remedy
+    Path(name).parent.mkdir()
+    for path in (name, "./a/b", "/a/b", "a", "a/b/c"):
+        with pytest.raises(ModelError, match="does not exist"):
+            read_config(path)
+
+
+def test_defaults_are_known_by_key() -> None:
+    assert default_at(RunConfig, "async.max_staleness") == RunConfig.model_fields["asynchrony"].default.max_staleness
+    assert default_at(RunConfig, "roles.rollout.count") == 1
+    assert default_at(RunConfig, "model.path") is None
+    assert default_at(RunConfig, "nothing.at.all") is None
+
+
+def knob_of(name: str, key: str) -> KnobTable:
+    tunable = Tunable(name=name, kind="int", boundary="now", owner="x", help="", key=key)
+    state = KnobState(tunable=tunable, value=1, first=1)
+    return KnobTable(epoch=0, sheets=(KnobSheet(owner="x", knobs=(state,)),))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("batch_size", "'batch_size' is no knob: it is algo.batch_size of the run file, and fixed while a run lives"),
+        ("algo.batch_size", "it is algo.batch_size of the run file"),
+        ("seed", "run.seed"),
+        ("max_groups", "the knob is 'concurrency'"),
+        ("concurency", 'did you mean "concurrency"'),
+    ],
+)
+def test_a_key_that_is_no_knob_is_told_with_the_way_to_change_it(name: str, says: str) -> None:
+    config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
+    room: Any = SimpleNamespace(config=config, run_dir=RunDir(Path("runs/sort-1")))
+    with pytest.raises(ConfigError) as told:
+        check_names((name,), knob_of("concurrency", "rollout.max_groups"), room)
+    assert says in str(told.value)
+    if "no knob: it is algo" in says:
+        assert "`myxa resume runs/sort-1 --set algo.batch_size=...`" in told.value.remedy
+
+
+def test_the_package_is_a_program(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "myxa", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("myxa ")
