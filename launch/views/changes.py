@@ -5,10 +5,12 @@ Knows: audit records (`audit.jsonl`) and, without an audit log, events of kind "
 
 from __future__ import annotations
 
+import json
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
 from ...core.knobs import AuditRecord, KnobMove, KnobValue
 from .numbers import duration, short
@@ -37,6 +39,8 @@ class Change:
     detail: str
     values: dict[str, KnobValue]
     """Knobs that moved, and what they became."""
+    actors: tuple[str, ...] = ()
+    """Whom it made join or leave."""
 
     @property
     def is_done(self) -> bool:
@@ -57,17 +61,77 @@ def changes_of(records: Sequence[AuditRecord]) -> list[Change]:
 
 
 def _of_record(record: AuditRecord) -> Change:
+    actors = _actors(record)
+    is_idle = record.verb == "scale" and record.result == "done" and actors == ()
+    # Processes are the launcher's business, which knows no version: `placed` finds the step by the clock.
+    step = max(record.at, record.version) if record.moves else record.version or -1
     return Change(
         number=record.number,
         wall_s=record.wall_s,
-        step=max(record.at, record.version) if record.moves else record.version,
+        step=step,
         what=moves_text(record.moves) or f"{record.verb} {asked_text(record.arguments)}".strip(),
         who=record.who.user or record.who.via,
         reason=_cut(record.reason),
-        result=record.result,
-        detail=_cut(record.detail),
+        result="nothing to do" if is_idle else record.result,
+        detail="" if is_idle else _cut(record.detail),
         values={move.name: move.new for move in record.moves},
+        actors=actors or (),
     )
+
+
+def _actors(record: AuditRecord) -> tuple[str, ...] | None:
+    """Names that a `scale` says join or leave; None where that is not told."""
+    if record.verb != "scale":
+        return None
+    try:
+        told: Any = json.loads(record.detail)
+        return (*(str(actor["name"]) for actor in told["joining"]), *(str(name) for name in told["leaving"]))
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+class Told(Protocol):
+    """What is needed of an event."""
+
+    @property
+    def wall_s(self) -> float: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+
+
+def placed(changes: Iterable[Change], steps: Sequence[tuple[float, int]], events: Sequence[Told]) -> list[Change]:
+    """The changes whose step nobody told, at the step when they took effect: for actors that join or leave, when the
+    last of them has. `steps`: (when it was reported, step), by time."""
+    times = [wall_s for wall_s, _ in steps]
+    found: list[Change] = []
+    for change in changes:
+        if change.step < 0 and steps:
+            index = bisect_right(times, _effect_s(change, events))
+            step = max((step for _, step in steps[max(0, index - 1) : index]), default=0)
+            found.append(replace(change, step=step))
+        else:
+            found.append(change)
+    return found
+
+
+def _effect_s(change: Change, events: Sequence[Told]) -> float:
+    moments = [change.wall_s]
+    for name in change.actors:
+        own = (
+            event.wall_s
+            for event in events
+            if event.wall_s >= change.wall_s
+            and (
+                (event.kind == "weights-adopted" and event.source == name)
+                or (event.kind == "engine-left" and name in event.text.split(maxsplit=1)[:1])
+            )
+        )
+        moments += [moment for moment in [next(own, None)] if moment is not None]
+    return max(moments)
 
 
 def changes_of_events(events: Iterable[tuple[float, str, dict[str, Any]]]) -> list[Change]:

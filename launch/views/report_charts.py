@@ -11,7 +11,7 @@ from .changes import stairs
 from .findings import setting
 from .numbers import percent, training_reward
 from .report_facts import drops, failures
-from .run_files import RunFiles, SpanRow
+from .run_files import BUFFER_CHARTS, RunFiles, SpanRow
 from .svg import Line, Mark, bar_chart, line_chart
 from .timeline import actor_order, timeline
 
@@ -128,7 +128,10 @@ def speed_charts(run: RunFiles) -> list[Markup]:
         line_chart("Tokens per second", speed, x_label=label, y_from_zero=True, marks=by_time),
         line_chart("Seconds per step", seconds, y_from_zero=True, marks=by_step),
         line_chart("Requests in the engines", load, x_label=label, y_from_zero=True, marks=by_time),
-        line_chart("Groups in the buffer", _buffer_lines(run, unit), x_label=label, y_from_zero=True, marks=by_time),
+        *(
+            line_chart(title, _buffer_lines(run, names, unit), x_label=label, y_from_zero=True, marks=by_time)
+            for title, names in BUFFER_CHARTS
+        ),
         line_chart("Mean response length (tokens)", tokens, marks=by_step),
         line_chart("Share of truncated samples", cut, y_from_zero=True, y_text=percent, marks=by_step),
         bar_chart("Dropped groups by reason", drops(run), colour=2),
@@ -137,15 +140,10 @@ def speed_charts(run: RunFiles) -> list[Markup]:
     return [chart for chart in charts if chart]
 
 
-_ENDED_STATES = ("dropped", "trained", "durable")
-
-
-def _buffer_lines(run: RunFiles, unit: float) -> list[Line]:
-    names = [name for name in run.names("buffer/") if "/" not in name.removeprefix("buffer/")]
-    names = [name for name in names if name.removeprefix("buffer/").lower() not in _ENDED_STATES]
-    lines = [(name.removeprefix("buffer/").lower().replace("_", " "), _binned_sum(run, name, unit)) for name in names]
-    alive = [(name, points) for name, points in lines if any(value for _, value in points)][:6]
-    return [Line(name, points, index + 1) for index, (name, points) in enumerate(alive)]
+def _buffer_lines(run: RunFiles, names: Sequence[str], unit: float) -> list[Line]:
+    lines = [(name, _binned_sum(run, f"buffer/{name}", unit)) for name in names]
+    alive = [(name, points) for name, points in lines if any(value for _, value in points)]
+    return [Line(name.replace("_", " "), points, index + 1) for index, (name, points) in enumerate(alive)]
 
 
 def _time_unit(run: RunFiles) -> tuple[float, str]:

@@ -24,13 +24,18 @@ from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
 from ...core.knobs import AuditRecord
 from .bottleneck import NEWEST
-from .changes import KNOB_EVENT, Change, changes_of, changes_of_events
+from .changes import KNOB_EVENT, Change, changes_of, changes_of_events, placed
 
 CONFIG_FILE = "config.toml"
 AUDIT_FILE = "audit.jsonl"
 
 _SUMMED = ("rollout/tokens_per_s", "rollout/running", "rollout/waiting", "rollout/num_groups", "rollout/num_errors")
 _LOAD = ("rollout/running", "rollout/waiting", "rollout/max_running")
+BUFFER_CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Groups in the buffer", ("under_way", "dispatched", "requeued", "ready", "claimed")),
+    ("Slots of admission", ("slots_used", "slots_total")),
+)
+"""Charts of the buffer's gauges, each of one unit: title and names without "buffer/"."""
 _MAX_SPANS = 400_000
 _MAX_EVENTS = 100_000
 
@@ -267,7 +272,8 @@ def _read_changes(run: RunFiles) -> None:
             num_odd += 1
     if num_odd:
         run.notes.append(f"{num_odd} lines of {AUDIT_FILE} are not audit records and were skipped")
-    run.changes = changes_of(records)
+    steps = sorted((wall_s, step) for step, wall_s in run.step_wall_s.items())
+    run.changes = placed(changes_of(records), steps, run.events)
 
 
 def _read_trace(run: RunFiles) -> None:

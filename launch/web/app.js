@@ -173,9 +173,9 @@ function knobRow(knob) {
 const head = (columns) => el("thead", {}, el("tr", {}, ...columns.map((c) => el("th", { scope: "col" }, c))));
 
 function drawChanges() {
-  const rows = [...past.changes].reverse().map((c) => el("tr", { class: c.result === "done" ? "" : "alarm" },
+  const rows = [...past.changes].reverse().map((c) => el("tr", { class: ["done", "nothing to do"].includes(c.result) ? "" : "alarm" },
     el("td", { class: "number" }, String(c.number)), el("td", { class: "nowrap" }, since(c.wall_s)), el("td", { class: "nowrap" }, c.step >= 0 ? String(c.step) : ""),
-    el("td", {}, c.what), el("td", {}, c.who), el("td", {}, c.reason), el("td", {}, c.result === "done" ? c.result : `${c.result}: ${c.detail}`)));
+    el("td", {}, c.what), el("td", {}, c.who), el("td", {}, c.reason), el("td", {}, c.detail && c.result !== "done" ? `${c.result}: ${c.detail}` : c.result)));
   $("change-table").replaceChildren(head(["no.", "after", "step", "what", "who", "reason", "result"]), el("tbody", {}, ...rows));
   if (!rows.length) $("change-table").append(el("caption", {}, "Nothing was changed yet."));
 }

@@ -9,10 +9,10 @@ from typing import Any, Literal
 from ...core.activity import ACTIVITY_KINDS
 from ..views.changes import stairs
 from ..views.picture import name_order
+from ..views.run_files import BUFFER_CHARTS
 from .history import History
 
 _MAX_ACTORS = 24
-_ENDED = frozenset({"dropped", "trained", "durable"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +142,13 @@ def staleness_bound(history: History) -> list[tuple[float, float]]:
 
 
 def _buffer(history: History) -> list[dict[str, Any]]:
-    prefix = "buffer/"
-    names = [name for name in sorted(history.by_time) if name.startswith(prefix) and name.count("/") == 1]
-    names = [name for name in names if name.removeprefix(prefix).lower() not in _ENDED]
-    found = [(name.removeprefix(prefix).lower().replace("_", " "), _points(history, "time", name)) for name in names]
-    alive = [(name, points) for name, points in found if any(point[1] for point in points)][:6]
-    lines = [_line(name, points, index + 1) for index, (name, points) in enumerate(alive)]
-    return [_table("Groups in the buffer", "speed", "time", lines, from_zero=True)] if lines else []
+    charts: list[dict[str, Any]] = []
+    for title, names in BUFFER_CHARTS:
+        found = [(name, _points(history, "time", f"buffer/{name}")) for name in names]
+        alive = [(name, points) for name, points in found if any(point[1] for point in points)]
+        lines = [_line(name.replace("_", " "), points, index + 1) for index, (name, points) in enumerate(alive)]
+        charts += [_table(title, "speed", "time", lines, from_zero=True)] if lines else []
+    return charts
 
 
 def time_charts(history: History) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import orjson
 from ...actors.sinks.jsonl import EVENTS_FILE, METRICS_FILE
 from ...core.activity import ACTIVITY_KINDS
 from ...core.knobs import AuditRecord
-from ..views.changes import Change, changes_of
+from ..views.changes import Change, changes_of, placed
 from ..views.run_files import AUDIT_FILE, CONFIG_FILE, EventRow
 from .series import Series, ShareBins, TimeBins
 
@@ -30,6 +30,7 @@ _MAX_EVENTS = 400
 _MAX_OF_A_KIND = 80
 """Routine must not bury the event that counts."""
 _MAX_CHANGES = 500
+_MAX_STEPS = 200_000
 _LAG_STEPS = 50
 """The histogram of lags is over so many newest steps."""
 _BY_TIME = ("rollout/tokens_per_s", "rollout/running", "rollout/waiting", "buffer/", "train/tokens_per_s")
@@ -86,7 +87,8 @@ class History:
         """Lag -> groups, of the newest steps."""
         self._events: dict[str, deque[EventRow]] = {}
         self.event_counts: Counter[str] = Counter()
-        self.changes: list[Change] = []
+        self._steps: list[tuple[float, int]] = []
+        """(when the trainer told of it, step)."""
         self.start_wall_s: float | None = None
         self.step_range: tuple[int, int] | None = None
         self.generation = 0
@@ -152,6 +154,8 @@ class History:
             self.by_time.setdefault(name, TimeBins()).put(wall_s, source, value)
         if step < 0 or not name.startswith(_BY_STEP):
             return
+        if name == "train/loss" and len(self._steps) < _MAX_STEPS:
+            self._steps.append((wall_s, step))
         # Of several ranks that report the same metric, the first that was heard speaks for all.
         if self._owner.setdefault(name, source) != source or (
             name not in self.by_step and len(self.by_step) >= _MAX_NAMES
@@ -186,7 +190,11 @@ class History:
         except msgspec.ValidationError:
             return
         self.generation += 1
-        self.changes = changes_of(list(self._records))
+
+    @property
+    def changes(self) -> list[Change]:
+        """What was changed, oldest first, at its step."""
+        return placed(changes_of(list(self._records)), sorted(self._steps), self.events)
 
     def lag_counts(self) -> dict[int, float]:
         """Lag -> groups, over the newest steps."""

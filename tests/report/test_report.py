@@ -90,6 +90,7 @@ ALL_CHARTS = {
     "Seconds per step",
     "Requests in the engines",
     "Groups in the buffer",
+    "Slots of admission",
     "Mean response length (tokens)",
     "Share of truncated samples",
     "Dropped groups by reason",
