@@ -82,13 +82,22 @@ def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
+def _hub_name(root: Path) -> str:
+    """owner/name, if a path that is not there looks like one: its folder is not there either, but the one above that
+    is, for a run file's paths are relative to the file's folder."""
+    name = "/".join(root.parts[-2:])
+    base = root.absolute().parent.parent
+    is_one = HUB_NAME.fullmatch(name) is not None and not root.parent.exists()
+    return name if is_one and base.is_dir() and base != base.parent else ""
+
+
 def read_config(folder: str | Path) -> ModelConfig:
     """The folder's `config.json`. Raises ModelError when the folder or the file is missing or not understood."""
     root = Path(folder)
-    if not root.is_dir() and HUB_NAME.fullmatch(str(folder)) and not root.parent.exists():
+    if not root.is_dir() and (name := _hub_name(root)):
         raise ModelError(
-            f"there is no folder {root}; it looks like a name on the HuggingFace hub, and a run downloads nothing",
-            remedy=f"`hf download {root} --local-dir {root.name}`, then give the path {root.name}",
+            f"there is no folder {root}; {name} looks like a name on the HuggingFace hub, and a run downloads nothing",
+            remedy=f"`hf download {name} --local-dir {root.name}`, then give the path {root.name}",
         )
     if not root.is_dir():
         raise ModelError(

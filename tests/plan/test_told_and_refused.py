@@ -73,10 +73,10 @@ def test_a_hub_name_is_told_with_the_command_that_downloads_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match="looks like a name on the HuggingFace hub") as told:
-        read_config(name)
+        read_config(tmp_path / name)  # as a run file says it: relative to its folder
     assert f"`hf download {name} --local-dir {name.partition('/')[2]}`" in told.value.remedy
     Path(name).parent.mkdir()
-    for path in (name, "./a/b", "/a/b", "a", "a/b/c"):
+    for path in (name, "/a/b", "a", "a/b/c", "no such/folder"):
         with pytest.raises(ModelError, match="does not exist"):
             read_config(path)
 
