@@ -115,6 +115,7 @@ def files(config: RunConfig) -> Iterator[str]:
     yield "origin.json, .launcher.lock, coordinator.journal, rdzv.json while it goes on, report.html at the end"
     rest = [
         ("control.json while it goes on", config.control.socket),
+        (f"samples.jsonl (at most {config.monitor.samples_mb} MiB)", bool(config.monitor.samples_per_step)),
         ("trace.json (and trace.1.json, the part before)", config.monitor.trace),
         ("TensorBoard's files", config.monitor.tensorboard),
         (f"memory.{config.roles.memory.nodes[0]}.jsonl", config.memory.share == "switch"),
