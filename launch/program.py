@@ -209,6 +209,7 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
     engine, urls = config.engine, servers_of(spec, config)
     options = SglangOptions(
         vocab_size=model.vocab_size,
+        model_type=model.model_type,
         context_length=engine.context_length,
         model_context_length=model.context_length,
         max_running=engine.max_running,

@@ -18,6 +18,7 @@ import orjson
 
 from ...core.errors import EngineError, RequestRefused
 from ..http_client import client_session
+from .attach_check import FACTS_ROUTE, MODEL_ROUTE, Answer, attach_fault
 from .server_silence import LOOK_S
 
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -90,18 +91,49 @@ class SglangHttp:
         """Wait for a server that is loading; False: it is there and stands, for somebody has paused it. Raises
         EngineError when it is not there in time."""
         look_s = min(LOOK_S, within_s / 3)
+        last = Answer(MODEL_ROUTE, error="nothing", is_absent=True)
         try:
             async with asyncio.timeout(within_s):
                 while (found := await self.look(within_s=look_s)) is not Look.WELL:
                     if found is Look.SILENT and await self.look("/model_info", within_s=look_s) is Look.WELL:
                         return False
+                    if found is Look.UNWELL:
+                        last = await self.answer(MODEL_ROUTE, look_s)
+                        self._refuse(
+                            *attach_fault(last, last) if not last.may_come and last.status != 200 else ("", "")
+                        )
                     await asyncio.sleep(0.2)
         except TimeoutError as err:
             raise EngineError(
-                f"{self.place}: no healthy answer within {within_s:g} s",
+                f"{self.place}: no healthy answer within {within_s:g} s; {last.words()}",
                 remedy="start the server, or mend engine.attach",
             ) from err
         return True
+
+    async def check(self, model_type: str) -> Mapping[str, Any]:
+        """What `/server_info` says. Raises EngineError for what is no SGLang server, or one of another model."""
+        model, facts = await self.answer(MODEL_ROUTE, self.call_s), await self.answer(FACTS_ROUTE, self.call_s)
+        self._refuse(*attach_fault(model, facts, model_type))
+        return facts.value
+
+    def _refuse(self, fault: str, remedy: str) -> None:
+        if fault:
+            raise EngineError(f"{self.place}: {fault}", remedy=remedy)
+
+    async def answer(self, route: str, within_s: float) -> Answer:
+        """What a GET is answered with, whatever that is."""
+        try:
+            async with (
+                asyncio.timeout(within_s),
+                self.session.get(self.url + route, headers=self.headers) as answer,
+            ):
+                return Answer(route, answer.status, await answer.read())
+        except (TimeoutError, aiohttp.ClientConnectorError) as err:
+            why = f"no answer within {within_s:g} s" if isinstance(err, TimeoutError) else str(err)
+            return Answer(route, error=why, is_absent=not isinstance(err, aiohttp.ClientSSLError))
+        except aiohttp.ClientError as err:
+            is_cut = isinstance(err, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+            return Answer(route, error=f"no HTTP ({type(err).__name__}: {str(err)[:80]})", is_absent=is_cut)
 
     async def get(self, path: str) -> Mapping[str, Any]:
         """The object a GET answers with; {} for plain text. Raises EngineError."""

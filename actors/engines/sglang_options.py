@@ -14,6 +14,8 @@ class SglangOptions:
 
     vocab_size: int
     """Of the model folder; SGLang does not tell."""
+    model_type: str = ""
+    """Of the model folder; a server of another one is refused. Empty: any."""
     context_length: int = 0
     """Longest prompt plus answer; 0: what the server says, if it does."""
     model_context_length: int = 0

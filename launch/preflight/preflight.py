@@ -32,6 +32,7 @@ from ...core.config.source import parse_sources
 from ...core.errors import ConfigError, LedgerError, ModelError, MyxaError, TrainError
 from ..actor_spec import ActorSpec
 from ..lives.named_checkpoint import named_checkpoint
+from .attached import ABSENT_S, attached_findings
 from .chat_templates import template_findings
 from .disk import disk_findings, disk_of, free_at, nearest_folder
 from .finding import Finding, looked
@@ -52,7 +53,12 @@ MAX_READ_BYTES = 2 << 30
 
 def check_node(config: RunConfig, actors: Iterable[ActorSpec], checks: Sequence[Check] | None = None) -> None:
     """Raise what is wrong for these actors of this node: one error as it is, several as one of the first one's kind."""
-    errors = [found.error for found in find_problems(config, actors, checks) if not found.is_warning]
+    mine = tuple(actors)
+    found = list(find_problems(config, mine, checks))
+    if any(one.is_warning and one.key == "engine.attach" for one in found):
+        found = [one for one in found if one.key != "engine.attach"]
+        found += attached_findings(config, mine, _model_type(config), wait_s=ABSENT_S)
+    errors = [one.error for one in found if not one.is_warning]
     if len(errors) == 1:
         raise errors[0]
     if errors:
@@ -325,6 +331,15 @@ def _check_key(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Findi
         yield Finding("engine.key_env", error)
 
 
+def _check_attached(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+    yield from attached_findings(config, actors, _model_type(config))
+
+
+def _model_type(config: RunConfig) -> str:
+    model = readable_model(config)
+    return "" if model is None else model.model_type
+
+
 def _check_ports(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
     ports = (("monitor", "monitor.prometheus_port", config.monitor.prometheus_port),
              ("coordinator", "control.dashboard_port", config.control.dashboard_port))  # fmt: skip
@@ -375,6 +390,7 @@ CHECKS: tuple[Check, ...] = (
     _check_data,
     _check_sinks,
     _check_key,
+    _check_attached,
     _check_ports,
     _check_control,
     _check_run_dir,

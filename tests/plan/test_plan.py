@@ -236,9 +236,11 @@ def test_an_open_server_is_told(site: Site, capsys: pytest.CaptureFixture[str]) 
     text = text.replace("[roles.rollout]\n", '[roles.rollout]\nkind = "sglang"\n')
     code, answer = plan(site.write(text), capsys=capsys)
     assert code == 0, answer["problems"]
-    (found,) = answer["problems"]
+    (found,) = [one for one in answer["problems"] if "without engine.key_env" in one["message"]]
     assert "10.0.0.7" in found["message"]
     assert "127.0.0.1" not in found["message"]
+    absent = [one["message"] for one in answer["problems"] if "127.0.0.1:30001: GET /model_info" in one["message"]]
+    assert len(absent) == 1
 
 
 def test_a_large_file_is_not_read(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,78 @@
+"""A look at the servers that a run is to attach to, before anything is started. Knows HTTP; what an answer means is
+`actors/engines/attach_check.py`'s.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import ssl
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from urllib.parse import urlsplit
+
+from ...actors.engines.attach_check import FACTS_ROUTE, MODEL_ROUTE, Answer, attach_fault
+from ...core.config import RunConfig
+from ...core.errors import ConfigError
+from ..actor_spec import ActorSpec
+from .finding import Finding
+
+ANSWER_S = 2.0
+"""Within which a server must answer a look."""
+ABSENT_S = 7.0
+"""How long a run that is started waits for a server that is not there."""
+MAX_ANSWER_BYTES = 1 << 20
+AT_ONCE = 16
+ROUTES = (MODEL_ROUTE, FACTS_ROUTE)
+
+
+def attached_findings(
+    config: RunConfig, actors: Sequence[ActorSpec], model_type: str, *, wait_s: float = 0.0
+) -> Iterator[Finding]:
+    """Servers of `engine.attach` that are none. One that is not there is a warning, unless it was waited for."""
+    rollouts = [actor for actor in actors if actor.role == "rollout"]
+    name = config.engine.key_env
+    key = os.environ.get(name) or rollouts[0].env.get(name, "") if name and rollouts else ""
+    if not rollouts or not config.engine.attach or (name and not key):
+        return
+    look = partial(_fault, key=key, model_type=model_type, wait_s=wait_s)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for url, (fault, remedy, may_come) in zip(
+            config.engine.attach, pool.map(look, config.engine.attach), strict=True
+        ):
+            if fault:
+                error = ConfigError(f"engine.attach: {url}: {fault}", remedy=remedy)
+                yield Finding("engine.attach", error, is_warning=may_come and not wait_s)
+
+
+def _fault(url: str, *, key: str, model_type: str, wait_s: float) -> tuple[str, str, bool]:
+    until = time.monotonic() + wait_s
+    while True:
+        model, facts = (_ask(url, route, key) for route in ROUTES)
+        fault, remedy = attach_fault(model, facts, model_type)
+        may_come = model.may_come or facts.may_come
+        if not (fault and may_come) or time.monotonic() + ANSWER_S > until:
+            return fault, remedy, may_come
+        time.sleep(0.2)
+
+
+def _ask(url: str, route: str, key: str) -> Answer:
+    parts = urlsplit(url)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        link = connect(parts.hostname or "", parts.port, timeout=ANSWER_S)
+        try:
+            link.request("GET", parts.path.rstrip("/") + route, headers=headers)
+            answer = link.getresponse()
+            return Answer(route, answer.status, answer.read(MAX_ANSWER_BYTES))
+        finally:
+            link.close()
+    except (TimeoutError, ConnectionRefusedError, socket.gaierror) as error:
+        why = f"no answer within {ANSWER_S:g} s" if isinstance(error, TimeoutError) else str(error)
+        return Answer(route, error=why, is_absent=True)
+    except (OSError, http.client.HTTPException, ssl.SSLError, ValueError) as error:
+        return Answer(route, error=f"no HTTP ({type(error).__name__}: {str(error)[:80]})")

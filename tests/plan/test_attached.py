@@ -1,0 +1,208 @@
+"""D6: attaching to what is no SGLang server, or to nothing, is refused by words within seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from myxa.actors.engines.attach_check import Answer, attach_fault
+from myxa.actors.engines.sglang import SglangEngine
+from myxa.actors.engines.sglang_options import SglangOptions
+from myxa.core.config import RunConfig
+from myxa.core.errors import EngineError
+from myxa.launch.preflight.attached import attached_findings
+from myxa.launch.supervisor.placement import place as place_actors
+
+MODEL = {"model_path": "/models/m", "model_type": "qwen3", "weight_version": "0"}
+FACTS = {"version": "0.5.17", "context_length": 128, "max_running_requests": 8}
+HTML = b"<html><head><title>404 Not Found</title></head><body>nginx/1.25</body></html>"
+
+
+def answer(status: int, body: bytes | dict[str, object], kind: str = "application/json") -> bytes:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + data
+
+
+def routes(**found: bytes) -> dict[str, bytes]:
+    return {f"/{name}": value for name, value in found.items()}
+
+
+SERVERS: dict[str, tuple[dict[str, bytes] | bytes | None, str]] = {
+    "nginx": (answer(404, HTML, "text/html"), "answered 404: <html>.*nginx/1.25.*this is no SGLang server"),
+    "vllm": (routes(health=answer(200, b"")), "GET /model_info answered 404: .*this is no SGLang server"),
+    "a page for everything": (answer(200, HTML, "text/html"), "answered 200: <html>.*this is no SGLang server"),
+    "a list": (answer(200, b"[1]"), "answered 200: .1.*this is no SGLang server"),
+    "nothing in it": (answer(200, b""), "answered 200 with nothing: this is no SGLang server"),
+    "deep JSON": (answer(200, b"[" * 100_000), "this is no SGLang server"),
+    "another key": (answer(401, {"error": "Unauthorized"}), "answered 401: .*it asks for another key -- set engine.key_env"),
+    "a redirect": (answer(302, b""), "answered 302"),
+    "another protocol": (b"SSH-2.0-OpenSSH_9.6\r\n", "this is no SGLang server; if it speaks https, write https://"),
+    "an old one": (
+        routes(health=answer(200, b""), model_info=answer(200, MODEL), server_info=answer(200, FACTS | {"version": "0.4.6"})),
+        "it is SGLang 0.4.6, older than 0.5",
+    ),
+    "another model": (
+        routes(
+            health=answer(200, b""), model_info=answer(200, MODEL | {"model_type": "llama"}), server_info=answer(200, FACTS)
+        ),
+        "it serves a model of type 'llama' ./models/m., the run's is of type 'qwen3'",
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def server(script: dict[str, bytes] | bytes | None) -> Iterator[str]:
+    """Answers every request as the script says; None: accepts and never answers."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    kept: list[socket.socket] = []
+
+    def serve(link: socket.socket) -> None:
+        with link:
+            link.settimeout(5)
+            try:
+                path = link.recv(65536).decode("latin1").split(" ")[1]
+                assert script is not None
+                link.sendall(script if isinstance(script, bytes) else script.get(path, answer(404, b"{}")))
+            except (OSError, IndexError):
+                return
+
+    def accept() -> None:
+        while True:
+            try:
+                link, _ = listening.accept()
+            except OSError:
+                return
+            if script is None:
+                kept.append(link)
+            else:
+                threading.Thread(target=serve, args=(link,), daemon=True).start()
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
+        thread.join(5)
+        for link in kept:
+            link.close()
+
+
+def config(*urls: str) -> RunConfig:
+    raw = {
+        "model": {"path": "m"},
+        "data": {"train": "d.jsonl"},
+        "roles": {"rollout": {"kind": "sglang", "count": 1}},
+        "engine": {"attach": list(urls)},
+    }
+    return RunConfig.model_validate(raw)
+
+
+def told(url: str, wait_s: float = 0.0) -> list[tuple[str, bool]]:
+    run = config(url)
+    found = attached_findings(run, place_actors(run, 1), "qwen3", wait_s=wait_s)
+    return [(str(one.error), one.is_warning) for one in found]
+
+
+@pytest.mark.parametrize("name", list(SERVERS))
+def test_a_server_of_another_kind_is_refused_by_what_it_answers(name: str) -> None:
+    script, says = SERVERS[name]
+    with server(script) as url:
+        begun = time.monotonic()
+        ((text, is_warning),) = told(url)
+        assert time.monotonic() - begun < 10
+        assert text.startswith(f"engine.attach: {url}: ")
+        assert not is_warning
+        assert re.search(says, text), text
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", list(SERVERS))
+async def test_an_engine_refuses_it_too_however_long_it_may_wait_for_a_start(name: str) -> None:
+    script, says = SERVERS[name]
+    with server(script) as url:
+        engine = SglangEngine(url, SglangOptions(vocab_size=320, model_type="qwen3", start_s=300.0))
+        async with asyncio.timeout(20):
+            with pytest.raises(EngineError, match=says):
+                await engine.start()
+
+
+def test_a_server_that_fits_is_taken() -> None:
+    script = routes(health=answer(200, b""), model_info=answer(200, MODEL), server_info=answer(200, FACTS))
+    with server(script) as url:
+        assert told(url) == []
+
+
+def test_nothing_there_is_a_warning_of_the_plan_and_ends_a_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    for wait_s in (0.0, 0.5):
+        ((text, is_warning),) = told(url, wait_s)
+        assert "GET /model_info: " in text
+        assert "refused -- start the server, or mend engine.attach" in text
+        assert is_warning is (wait_s == 0)
+
+
+def test_a_server_that_never_answers_is_told_in_seconds() -> None:
+    with server(None) as url:
+        begun = time.monotonic()
+        ((text, is_warning),) = told(url)
+        assert "no answer within 2 s" in text
+        assert is_warning
+        assert time.monotonic() - begun < 10
+
+
+def test_a_server_that_comes_within_the_wait_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    script = routes(model_info=answer(200, MODEL), server_info=answer(200, FACTS))
+    late: list[socket.socket] = []
+
+    def come() -> None:
+        listening = socket.create_server(("127.0.0.1", port))
+        late.append(listening)
+        while True:
+            try:
+                link, _ = listening.accept()
+            except OSError:
+                return
+            with link:
+                link.sendall(script.get(link.recv(65536).decode().split(" ")[1], b""))
+
+    timer = threading.Timer(0.6, come)
+    timer.daemon = True
+    timer.start()
+    try:
+        assert told(f"http://127.0.0.1:{port}", wait_s=7.0) == []
+    finally:
+        late[0].shutdown(socket.SHUT_RDWR)
+        late[0].close()
+        timer.join(5)
+
+
+def test_https_on_a_port_of_plain_http_is_told() -> None:
+    with server(answer(200, MODEL)) as url:
+        ((text, is_warning),) = told(url.replace("http://", "https://"))
+    assert "no HTTP (" in text
+    assert ssl.SSLError.__name__ in text or "EOF" in text
+    assert not is_warning
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 504])
+def test_a_server_that_is_loading_may_come(status: int) -> None:
+    loading = Answer("/model_info", status, b"loading")
+    fault, remedy = attach_fault(loading, loading)
+    assert f"answered {status}: loading" in fault
+    assert remedy.startswith("start the server")
+    assert loading.may_come
