@@ -98,10 +98,10 @@ class SglangEngine:
             if not await self._http.until_there(self._options.start_s):
                 self._torn = "it stood paused when this client came, and what is in it may be of no version"
                 _log.warning("%s: %s; it goes on with the first version that it is given", self._place, self._torn)
-            facts = await self._http.check(self._options.model_type)
         except EngineError:
             await self.close()
             raise
+        facts = await self._http.check(self._options.model_type)
         self._options.needs.check(facts, self._place)
         self._sampling = ServerSampling.of(facts, self._options.end_token_ids, self._options.vocab_size)
         if self._memory is not None:

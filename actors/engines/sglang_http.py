@@ -105,8 +105,8 @@ class SglangHttp:
                     await asyncio.sleep(0.2)
         except TimeoutError as err:
             raise EngineError(
-                f"{self.place}: no healthy answer within {within_s:g} s; {last.words()}",
-                remedy="start the server, or mend engine.attach",
+                f"{self.place}: no healthy answer within {within_s:g} s",
+                remedy=f"start the server, or mend engine.attach; {last.words()}",
             ) from err
         return True
 

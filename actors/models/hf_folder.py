@@ -29,6 +29,7 @@ __all__ = [
     "check_tensors",
     "check_values",
     "copy_tokenizer",
+    "export_dtype",
     "find_tokenizer",
     "open_weights",
     "read_config",
@@ -214,6 +215,13 @@ def check_values(names: Collection[str], tensors: Mapping[str, NamedArray], plac
                     f"{tensors[name].spec.num_bytes // bits.itemsize}",
                     remedy="the run that wrote it diverged, or the file is damaged: use an earlier checkpoint",
                 )
+
+
+def export_dtype(wish: str, config: ModelConfig, otherwise: str) -> str:
+    """The number type of weights that are written: as wished, or "model": the folder's own, or `otherwise` where that
+    is no type that weights are written in."""
+    own = config.dtype.removeprefix("torch.")
+    return wish if wish != "model" else own if own in FLOATS and own != "float64" else otherwise
 
 
 def write_folder(

@@ -449,6 +449,8 @@ class TrainerConfig(Section, frozen=True):
     """Checkpoint folder, or run directory (its newest checkpoint), to go on from; empty = start anew."""
     export_at_end: bool = True
     """Whether the trained model is written as a HuggingFace folder when the run ends."""
+    export_dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"
+    """Number type of its weights; model = that of the model folder (`dtype` or `torch_dtype` of its config.json)."""
     activation_checkpointing: bool = False
     """Whether activations are recomputed in the backward pass to save memory."""
 

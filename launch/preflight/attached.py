@@ -8,6 +8,7 @@ import http.client
 import os
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ ANSWER_S = 2.0
 ABSENT_S = 7.0
 """How long a run that is started waits for a server that is not there."""
 MAX_ANSWER_BYTES = 1 << 20
+LOOK_EVERY_S = 0.2
 AT_ONCE = 16
 ROUTES = (MODEL_ROUTE, FACTS_ROUTE)
 
@@ -56,7 +58,7 @@ def _fault(url: str, *, key: str, model_type: str, wait_s: float) -> tuple[str, 
         may_come = model.may_come or facts.may_come
         if not (fault and may_come) or time.monotonic() + ANSWER_S > until:
             return fault, remedy, may_come
-        time.sleep(0.2)
+        threading.Event().wait(LOOK_EVERY_S)
 
 
 def _ask(url: str, route: str, key: str) -> Answer:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...actors.models.hf_folder import export_dtype
 from ...actors.models.model_config import ModelConfig
 from ...actors.models.value_head import critic_parameters
 from ...core.config import RunConfig
@@ -68,7 +69,8 @@ def written(config: RunConfig, model: ModelConfig) -> Iterator[Part]:
         how = f"{kept} at a time x {one // saved} B x {count_text(saved)} = {size_text(one)} each"
         yield Part("checkpoints", kept * one, how)
     if config.trainer.export_at_end:
-        yield Part("export", item * model.num_parameters, f"{config.trainer.dtype} {item} B x {num}")
+        name = export_dtype(config.trainer.export_dtype, model, config.trainer.dtype)
+        yield Part("export", ITEM_BYTES[name] * model.num_parameters, f"{name} {ITEM_BYTES[name]} B x {num}")
     if choose_channel(config) == "disk" and config.algo.kind != "sft":
         how = f"{VERSIONS_ON_DISK} versions x {item} B x {num}"
         yield Part("weight versions", VERSIONS_ON_DISK * item * model.num_parameters, how)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 import transformers
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
-from myxa.actors.models.hf_folder import read_config
+from myxa.actors.models.hf_folder import open_weights, read_config
 from myxa.core.errors import ModelError
 from myxa.core.samples import TrainShard
 
@@ -56,7 +58,7 @@ def test_bfloat16_is_rounded_into_buffers_used_again(backends: Backends) -> None
 def test_transformers_loads_the_folder_and_agrees(
     tmp_path: Path, backends: Backends, make_shards: Shards, dtype: str
 ) -> None:
-    backend = backends(trainer={"dtype": dtype})
+    backend = backends(trainer={"dtype": dtype, "export_dtype": dtype})
     backend.train(make_shards(62)[0], {})
     backend.export_hf(str(tmp_path / "hf"))
     judge: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
@@ -70,6 +72,37 @@ def test_transformers_loads_the_folder_and_agrees(
     np.testing.assert_allclose(backend.score([sample])[0], expected.detach().numpy(), atol=tolerance)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.decode(tokenizer("sort 312")["input_ids"]) == "sort 312"
+
+
+@pytest.mark.parametrize(
+    ("trains", "folder_says", "wish", "written"),
+    [
+        ("float32", "bfloat16", "model", "bfloat16"),
+        ("float32", "torch.float16", "model", "float16"),
+        ("bfloat16", "float32", "model", "float32"),
+        ("bfloat16", "auto", "model", "bfloat16"),
+        ("float32", "float32", "bfloat16", "bfloat16"),
+        ("bfloat16", "bfloat16", "float32", "float32"),
+    ],
+)
+def test_g_folders_are_written_in_the_type_of_the_models_own_or_as_wished(
+    tmp_path: Path, model: Path, backends: Backends, trains: str, folder_says: str, wish: str, written: str
+) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(model, own)
+    source = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(source | {"dtype": folder_says, "torch_dtype": folder_says}))
+    backend = backends(folder=own, trainer={"dtype": trains, "export_dtype": wish})
+    backend.export_hf(str(tmp_path / "hf"))
+    said = json.loads((tmp_path / "hf/config.json").read_text())
+    assert said["dtype"] == said["torch_dtype"] == written
+    config = read_config(tmp_path / "hf")
+    with open_weights(tmp_path / "hf", config) as tensors, open_weights(model, config) as before:
+        for name in config.tensor_shapes():
+            assert tensors[name].spec.dtype == written
+            exact = torch.frombuffer(bytearray(before[name].data), dtype=torch.float32)
+            found = torch.frombuffer(bytearray(tensors[name].data), dtype=getattr(torch, written))
+            assert torch.equal(found, exact.to(getattr(torch, written))), "of the float32 masters"
 
 
 def test_the_exported_folder_trains_on(tmp_path: Path, backends: Backends, make_shards: Shards) -> None:

@@ -136,6 +136,7 @@ async def test_an_engine_refuses_it_too_however_long_it_may_wait_for_a_start(nam
         async with asyncio.timeout(20):
             with pytest.raises(EngineError, match=says):
                 await engine.start()
+            await engine.close()
 
 
 def test_a_server_that_fits_is_taken() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ....core.clock import Clock
-from ...models.hf_folder import ModelConfig, read_config
+from ...models.hf_folder import ModelConfig, export_dtype, read_config
 from ...models.reference import check_reference
 from ..rank_backend import RankBackend
 from ..torch_backend.schedule import check_schedule
@@ -124,12 +124,17 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
             world,
             self._clock,
         )
-        serving = DTYPE_OF[config.serving_dtype or config.trainer.dtype]
-        exporter = Exporter(world, model, precision.params, serving, config.model_path, self._hf_tensors)
+        exporter = self._exporter(world, model, precision.params)
         self._parts = _Parts(world, model, pipeline, optimizer, stepper, exporter)
         return self._facts(self._parts)
 
     # -- set-up
+
+    def _exporter(self, world: MegatronWorld, model: ModelConfig, dtype: torch.dtype) -> Exporter:
+        config = self._config
+        serving = DTYPE_OF[config.serving_dtype or config.trainer.dtype]
+        folder = DTYPE_OF[export_dtype(config.trainer.export_dtype, model, config.trainer.dtype)]
+        return Exporter(world, model, dtype, serving, config.model_path, self._hf_tensors, folder)
 
     def _facts(self, parts: _Parts) -> dict[str, Any]:
         layout, world = self._config.layout, parts.world

@@ -39,12 +39,14 @@ class Exporter:
         serving_dtype: torch.dtype,
         model_path: str,
         tensors: Callable[[bool], Iterator[tuple[str, Tensor]]],
+        folder_dtype: torch.dtype | None = None,
     ) -> None:
-        """`tensors(to_all)`: whole tensors, see `hf_export`."""
+        """`tensors(to_all)`: whole tensors, see `hf_export`. `folder_dtype`: of folders; None: `dtype`."""
         self._world = world
         self._config = config
         self._dtype = dtype
         self._serving_dtype = serving_dtype
+        self._folder_dtype = folder_dtype or dtype
         self._model_path = model_path
         self._tensors = tensors
         self._buffers: dict[str, Tensor] = {}
@@ -61,7 +63,10 @@ class Exporter:
     def on_host(self) -> list[NamedArray]:
         """All weights on rank 0 in the order of the model's own list, one behind the other (`offset`); empty on other
         ranks. Collective. The bytes lie in buffers that the next export overwrites."""
-        self._collect()
+        return self._arrays(self._dtype, self._buffers)
+
+    def _arrays(self, dtype: torch.dtype, buffers: dict[str, Tensor]) -> list[NamedArray]:
+        self._collect(dtype, buffers)
         if self._world.rank != 0:
             return []
         if self._world.device.type == "cuda":
@@ -69,7 +74,7 @@ class Exporter:
         arrays: list[NamedArray] = []
         offset = 0
         for name in self._config.tensor_shapes():
-            tensor = self._buffers[name]
+            tensor = buffers[name]
             raw = raw_bytes(tensor)
             spec = TensorSpec(
                 name=name, dtype=NAME_OF[tensor.dtype], shape=tuple(tensor.shape), offset=offset, num_bytes=raw.nbytes
@@ -80,7 +85,7 @@ class Exporter:
 
     def write(self, folder: str) -> None:
         """Write a HuggingFace folder, tokenizer files included. Collective; raises on every rank if rank 0 fails."""
-        tensors = self.on_host()
+        tensors = self._arrays(self._folder_dtype, {})
         failure: Exception | None = None
         if self._world.rank == 0:
             try:
@@ -90,22 +95,22 @@ class Exporter:
         self._world.agree(failure, f"exporting to {folder}")
 
     def _config_json(self) -> dict[str, Any]:
-        name = NAME_OF[self._dtype]
+        name = NAME_OF[self._folder_dtype]
         return {**self._config.source, "dtype": name, "torch_dtype": name}
 
-    def _collect(self) -> None:
+    def _collect(self, dtype: torch.dtype, buffers: dict[str, Tensor]) -> None:
         """Bring every stage's tensors into rank 0's buffers: its own, then stage by stage."""
         is_first = self._world.place.pp_rank == 0
         for name, found in self._tensors(False):
-            tensor = found.detach().to(self._dtype)
+            tensor = found.detach().to(dtype)
             if self._world.rank == 0:
-                self._keep(name, tensor)
+                _keep(buffers, name, tensor)
             else:
                 _send(name, tensor)
         if self._world.rank == 0:
             for source in self._later_senders():
                 while (received := _receive(source, self._world.device)) is not None:
-                    self._keep(*received)
+                    _keep(buffers, *received)
         elif not is_first and self._is_sender():
             _send_end(self._world.device)
 
@@ -119,13 +124,13 @@ class Exporter:
         place = self._world.place
         return place.dp_rank == place.tp_rank == place.cp_rank == 0
 
-    def _keep(self, name: str, tensor: Tensor) -> None:
-        buffer = self._buffers.get(name)
-        is_cuda = tensor.device.type == "cuda"
-        if buffer is None:
-            buffer = torch.empty(tensor.shape, dtype=self._dtype, device="cpu", pin_memory=is_cuda)
-            self._buffers[name] = buffer
-        buffer.copy_(tensor, non_blocking=is_cuda)
+
+def _keep(buffers: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    buffer = buffers.get(name)
+    is_cuda = tensor.device.type == "cuda"
+    if buffer is None:
+        buffer = buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_cuda)
+    buffer.copy_(tensor, non_blocking=is_cuda)
 
 
 def _send(name: str, tensor: Tensor) -> None:

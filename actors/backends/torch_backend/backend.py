@@ -14,7 +14,7 @@ import torch
 
 from ....core.clock import Clock
 from ....core.errors import ConfigError
-from ...models.hf_folder import ModelConfig, read_config
+from ...models.hf_folder import ModelConfig, export_dtype, read_config
 from ...models.reference import check_reference
 from ...models.value_head import critic_config
 from ..rank_backend import RankBackend, RankSettings
@@ -103,7 +103,8 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         )
         dtype = DTYPE_OF[config.trainer.dtype]
         serving_dtype = DTYPE_OF[config.serving_dtype or config.trainer.dtype]
-        exporter = Exporter(replica, model_config, dtype, config.model_path, serving_dtype)
+        folder_dtype = DTYPE_OF[export_dtype(config.trainer.export_dtype, model_config, config.trainer.dtype)]
+        exporter = Exporter(replica, model_config, dtype, config.model_path, serving_dtype, folder_dtype)
         self._parts = _Parts(world, TrainingState(replica, optimizer, model_config, critic), stepper, exporter)
         return {
             "backend": "torch",

@@ -39,13 +39,15 @@ class Exporter:
         dtype: torch.dtype,
         model_path: str,
         serving_dtype: torch.dtype | None = None,
+        folder_dtype: torch.dtype | None = None,
     ) -> None:
-        """`serving_dtype`: of tensors that go to engines on devices; None: `dtype`."""
+        """`serving_dtype`: of tensors that go to engines on devices; `folder_dtype`: of folders; None: `dtype`."""
         self._replica = replica
         self._config = config
         self._dtype = dtype
         self._model_path = model_path
         self._serving_dtype = serving_dtype or dtype
+        self._folder_dtype = folder_dtype or dtype
         self._buffers: dict[str, Tensor] = {}
 
     def on_host(self) -> list[NamedArray]:
@@ -53,13 +55,16 @@ class Exporter:
 
         Collective: under fsdp every tensor is gathered, one at a time.
         """
+        return self._arrays(self._dtype, self._buffers)
+
+    def _arrays(self, dtype: torch.dtype, buffers: dict[str, Tensor]) -> list[NamedArray]:
         parameters = dict(self._replica.parameters())
         arrays: list[NamedArray] = []
         offset = 0
         for name in self._config.tensor_shapes():
             whole = whole_tensor(parameters[name].detach())
             if self._replica.world.rank == 0:
-                array = named_array(name, self._on_host(name, whole), offset)
+                array = named_array(name, self._on_host(name, whole, dtype, buffers), offset)
                 offset += array.spec.num_bytes
                 arrays.append(array)
         if self._replica.world.device.type == "cuda":
@@ -79,7 +84,7 @@ class Exporter:
 
     def write(self, folder: str) -> None:
         """Write a HuggingFace folder, tokenizer files included. Collective; raises on every rank if rank 0 fails."""
-        tensors = self.on_host()
+        tensors = self._arrays(self._folder_dtype, {})
         failure: Exception | None = None
         if self._replica.world.rank == 0:
             try:
@@ -90,15 +95,15 @@ class Exporter:
 
     def _config_json(self) -> dict[str, Any]:
         """The config as it was read, but with the type that the weights have now."""
-        name = NAME_OF[self._dtype]
+        name = NAME_OF[self._folder_dtype]
         return {**self._config.source, "dtype": name, "torch_dtype": name}
 
-    def _on_host(self, name: str, tensor: Tensor) -> Tensor:
+    def _on_host(self, name: str, tensor: Tensor, dtype: torch.dtype, buffers: dict[str, Tensor]) -> Tensor:
         is_cuda = tensor.device.type == "cuda"
-        if not is_cuda and tensor.dtype == self._dtype and not self._replica.is_sharded:
+        if not is_cuda and tensor.dtype == dtype and not self._replica.is_sharded:
             return tensor
-        buffer = self._buffers.get(name)
+        buffer = buffers.get(name)
         if buffer is None:
-            buffer = torch.empty(tensor.shape, dtype=self._dtype, device="cpu", pin_memory=is_cuda)
-            self._buffers[name] = buffer
-        return buffer.copy_(tensor.to(self._dtype), non_blocking=is_cuda)
+            buffer = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=is_cuda)
+            buffers[name] = buffer
+        return buffer.copy_(tensor.to(dtype), non_blocking=is_cuda)
