@@ -70,6 +70,8 @@ class CheckpointOptions:
     """What is to be told of where the run goes on from: kinds and texts of events. Asked when all ranks have begun:
     before, nobody knows what they pass over."""
     is_async: bool = False
+    keep_start: Callable[[Path], None] = lambda _: None
+    """Copies what the run is started from into a checkpoint. May raise MyxaError or OSError."""
     writer: Writer = (1, 0)
     """Under which name what grows is held; the ranks write under it too."""
 
@@ -308,6 +310,7 @@ class Checkpoints:
     def _write_run_part(self, folder: Path, part: RunPart) -> None:
         try:
             with place_of(folder, self._options.writer):
+                self._options.keep_start(folder)
                 write_run_part(folder, part, self._copy_of(part.version), read_manifest(folder).files)
         except OSError as error:
             raise TrainError(f"{folder} cannot be completed: {error}", remedy="check disk and rights") from error

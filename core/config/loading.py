@@ -54,28 +54,33 @@ class Inspected:
 
 
 def load_config(
-    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ()
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    overrides: Sequence[str] = (),
+    *,
+    text: str | None = None,
 ) -> RunConfig:
-    """Read, merge and check run files.
+    """Read, merge and check run files. `text`: what the first of them is to say, whatever it holds.
 
     `path`: one TOML file or several, later ones winning; `overrides`: `section.key=value` texts (TOML values; a bare
     word is text). Raises ConfigError with every problem found: file and line, dotted path, value, cause, suggestion.
     """
     files = [path] if isinstance(path, (str, os.PathLike)) else list(path)
-    found = inspect_config(files, overrides)
+    found = inspect_config(files, overrides, text=text)
     if found.config is None or found.problems:
         raise ConfigError(render(found.problems, [str(file) for file in files]))
     return found.config
 
 
-def inspect_config(files: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ()) -> Inspected:
+def inspect_config(
+    files: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = (), *, text: str | None = None
+) -> Inspected:
     """The same for who wants to go on looking: problems are returned. Raises ConfigError for a file that cannot be read
     or is no TOML."""
     if not files:
         raise ConfigError("no run file was given", remedy="name a TOML file")
     layers = _Layers(Origins(str(files[0])))
-    for file in files:
-        _read_file(layers, Path(file))
+    for number, file in enumerate(files):
+        _read_file(layers, Path(file), text if number == 0 else None)
     for override in overrides:
         _read_override(layers, override)
     _default_run_dir(layers)
@@ -129,8 +134,8 @@ def _remove(table: Table, path: KeyPath) -> bool:
     return True
 
 
-def _read_file(layers: _Layers, file: Path) -> None:
-    text = _read_text(file)
+def _read_file(layers: _Layers, file: Path, text: str | None) -> None:
+    text = _read_text(file) if text is None else text
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import ConfigError, LaunchError
 from ..control.client import ControlClient
-from ..control.live_runs import CONFIG, RUNS, ControlNote, find_run
+from ..control.live_runs import CONFIG, RUNS, ControlNote, find_run, is_run_folder
 from .launch import add_node_flags, options_of_node
 from .output import Verbs, add_run_flags, show
 from .pause import ASK_S
@@ -81,7 +81,7 @@ def _is_over(named: Path) -> bool:
     """Whether a run directory has no launcher any more. A socket alone says little: one that was killed left it."""
     from ..run_dir import LOCK, RunDir
 
-    if not (named / CONFIG).is_file():
+    if not is_run_folder(named):
         return False
     note = ControlNote.load(named)
     is_spoken_to = note is not None and note.is_live
@@ -127,12 +127,17 @@ def _launch(run_dir: RunDir, point: ResumePoint | None, options: argparse.Namesp
     from ..launcher import launch
     from ..lives.next_life import begin_next_life, put_config_back
     from ..lives.origin import Origin
+    from ..lives.start_files import config_of
 
     place = f"trainer.resume={toml_value(str(run_dir.path))}"  # the same on all nodes; node 0 says which checkpoint
-    config = load_config(run_dir.config, [*options.overrides, place])
-    if config.run.name != load_config(run_dir.config, [place]).run.name:
+    text, torn = config_of(run_dir.path)
+    origin, lost = Origin.found(run_dir.path)
+    for said in filter(None, (torn, lost)):
+        print(said, flush=True)
+    config = load_config(run_dir.config, [*options.overrides, place], text=text)
+    if config.run.name != load_config(run_dir.config, [place], text=text).run.name:
         raise ConfigError("run.name: a run that goes on keeps its name", remedy="`myxa fork` makes another run of it")
-    base = replace(base, program=Origin.load(run_dir.path).program)
+    base = replace(base, program=origin.program)
     chosen = replace(chosen_by(options, base), run_dir=run_dir)
     if point is not None:
         for text in point.passed_over:

@@ -13,7 +13,7 @@ from ...core.config import RunConfig
 from ...core.errors import LedgerError, TrainError
 from ..actor_spec import ActorSpec
 from ..lives.named_checkpoint import named_checkpoint
-from ..lives.origin import Origin, origin_events
+from ..lives.origin import Origin, origin_events, start_keeper
 
 
 def checkpoint_options(spec: ActorSpec, config: RunConfig, run_dir: Path) -> CheckpointOptions:
@@ -27,6 +27,7 @@ def checkpoint_options(spec: ActorSpec, config: RunConfig, run_dir: Path) -> Che
         at_stop=trainer.checkpoint_at_stop and not config.megatron.offload_optimizer,
         is_async=trainer.async_save,
         origin=tuple if spec.attempt else lambda: origin_events(run_dir),
+        keep_start=start_keeper(run_dir),
         writer=(len(Origin.load(run_dir).lives), spec.attempt),
     )
 

@@ -22,7 +22,7 @@ from ...core.config import RunConfig
 from ...core.errors import LaunchError, TrainError
 from ..actor_spec import ActorSpec
 from ..lives.named_checkpoint import named_checkpoint
-from ..lives.origin import Origin
+from ..lives.origin import Origin, start_keeper
 from ..lives.undone import UNDONE, past_of, put_away
 
 CHECKPOINTS = "checkpoints"
@@ -89,6 +89,8 @@ class GangStart:
                 else:
                     take_away(info.path)
             Origin.load(self._run_dir).went_back(start.attempt, version).save(self._run_dir)
+            if (place := Path(start.checkpoint)).parent == self._own:
+                start_keeper(self._run_dir)(place)
         except (OSError, LaunchError) as error:
             raise TrainError(
                 f"what is newer than version {version} cannot be put away: {error}",

@@ -76,6 +76,11 @@ class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
             return False
 
 
+def is_run_folder(folder: Path) -> bool:
+    """Whether that is a run directory: with its config.toml, or a copy of it in a checkpoint."""
+    return (folder / CONFIG).is_file() or any(folder.glob("checkpoints/*/start.json"))
+
+
 def find_run(named: Path | None, *, command: str = "") -> ControlNote:
     """The run that is named, else the only live one: of `runs/` here, of this folder or one below, or else of this user
     on this host. `command`: what was typed, of a command that changes the run: one elsewhere has to be named.
@@ -111,7 +116,7 @@ def _named(named: Path) -> ControlNote:
         return note
     if not named.is_dir():
         raise LaunchError(f"there is no run directory {named}", remedy="`myxa up` prints it when it starts")
-    if note is None and not (named / CONFIG).is_file():
+    if note is None and not is_run_folder(named):
         raise LaunchError(
             f"{named} is no run directory: there is no {CONFIG} in it",
             remedy="name the folder that `myxa up` printed, one of those in run.dir",

@@ -28,9 +28,11 @@ from ...actors.ledger.file import is_in_use
 from ...actors.ledger.resume import LEDGER, continue_ledger
 from ...core.config import RunConfig, dump_config, load_config
 from ...core.errors import LaunchError, MyxaError
+from ..control.live_runs import is_run_folder
 from ..run_dir import RunDir
-from .origin import Origin
+from .origin import Origin, start_keeper
 from .resume_point import CHECKPOINTS, ResumePoint, choose_point
+from .start_files import CONFIG, config_of
 
 
 def fork_run(
@@ -44,12 +46,13 @@ def fork_run(
     """Returns the new run directory. `check` raises for a configuration with which the run could not begin; in it
     `trainer.resume` names the checkpoint. Raises what that does, LaunchError if there is nothing to begin from,
     ConfigError for what does not go together."""
-    if not (parent / "config.toml").is_file():
+    if not is_run_folder(parent):
         raise LaunchError(f"{parent} is no run directory", remedy="name the folder that `myxa up` printed")
     parent = parent.resolve()
     point = _choose(parent, version)
     named = [f"run.name={name}"] if name else []
-    config = load_config(parent / "config.toml", [*overrides, *named, 'trainer.resume=""'])
+    text, _ = config_of(parent)
+    config = load_config(parent / CONFIG, [*overrides, *named, 'trainer.resume=""'], text=text)
     trainer = config.trainer.model_copy(update={"resume": str(point.checkpoint)})
     check(config.model_copy(update={"trainer": trainer}))
     run_dir = RunDir.create(config.run.dir, config.run.name, now, is_announced=False)
@@ -65,6 +68,7 @@ def fork_run(
         run_dir.config.write_text(dump_config(config), encoding="utf-8")
         program = Origin.load(parent).program
         Origin(program=program, parent=str(parent), parent_version=point.version, lives=()).save(run_dir.path)
+        start_keeper(run_dir.path)(place)  # not the parent's
         run_dir.is_latest()
     except (OSError, MyxaError) as error:
         shutil.rmtree(run_dir.path, ignore_errors=True)

@@ -27,11 +27,14 @@ from ...actors.ledger.file import lock_ledger
 from ...actors.ledger.resume import LEDGER, adopt_copy, begin_life, floor_of
 from ...core.errors import LaunchError, LedgerError
 from ..run_dir import RunDir
-from .origin import Life, Origin
+from .origin import Life, Origin, start_keeper
 from .resume_point import CHECKPOINTS, ResumePoint
+from .start_files import ORIGIN, config_of
 from .undone import UNDONE, past_of, put_away
 
 MOVED = ("logs", "coordinator.journal", "rdzv.json", "control.json")
+DAMAGED = "damaged"
+"""In `lives/<number>/`: what a copy in a checkpoint replaced."""
 BUFFER_ENDS_S = 15.0
 """How long processes of a launcher that was killed may take to end."""
 _LOOK_S = 0.1
@@ -76,6 +79,7 @@ def begin_next_life(run_dir: RunDir, point: ResumePoint) -> Origin:
     origin = Origin.load(run_dir.path)
     past = past_of(run_dir.path, len(origin.lives))
     try:
+        _restore(run_dir, past)
         for info in list_checkpoints(run_dir.path / CHECKPOINTS):
             if info.version > point.version or (info.version == point.version and info.path != point.checkpoint):
                 put_away(info.path, past / UNDONE)
@@ -103,4 +107,21 @@ def begin_next_life(run_dir: RunDir, point: ResumePoint) -> Origin:
     )
     origin = msgspec.structs.replace(origin, lives=(*origin.lives, life))
     origin.save(run_dir.path)
+    try:
+        start_keeper(run_dir.path)(point.place)
+    except OSError as error:
+        raise LaunchError(f"{point.place} cannot be written: {error}", remedy="check disk and rights") from error
     return origin
+
+
+def _restore(run_dir: RunDir, past: Path) -> None:
+    """What is torn of config.toml and origin.json is put away, its copy takes its place. Raises OSError or
+    LaunchError."""
+    text, _ = config_of(run_dir.path)
+    if text is not None:
+        put_away(run_dir.config, past / DAMAGED)
+        run_dir.post_config(text)
+    origin, lost = Origin.found(run_dir.path)
+    if lost:
+        put_away(run_dir.path / ORIGIN, past / DAMAGED)
+        origin.save(run_dir.path)

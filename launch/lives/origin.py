@@ -5,16 +5,20 @@ Knows `origin.json`, which lies in the run directory. Must not know how a life i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from ...actors.checkpoints.folder import CheckpointInfo
+from ...actors.checkpoints.start_copy import StartCopy, write_start_copy
 from ...core.errors import LaunchError
-from ...core.file_entry import write_durably
+from ...core.file_entry import read_regular, write_durably
 from ..worker_spec import DEFAULT_PROGRAM
+from .start_files import ORIGIN, config_text, newest_copy
 
-ORIGIN = "origin.json"
+MAX_BYTES = 16 << 20
 
 
 class WentBack(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,24 +63,42 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     def save(self, run_dir: Path) -> None:
         """Write it in one step. Raises LaunchError if the disk refuses."""
         try:
-            write_durably(run_dir / ORIGIN, msgspec.json.format(msgspec.json.encode(self), indent=2))
+            write_durably(run_dir / ORIGIN, self.text.encode())
         except OSError as error:
             raise LaunchError(f"{run_dir / ORIGIN} cannot be written: {error.strerror}", remedy="check disk") from error
 
+    @property
+    def text(self) -> str:
+        """As origin.json has it."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
+
     @classmethod
     def load(cls, run_dir: Path) -> Origin:
-        """What `save` wrote; that of a first life where there is nothing. Raises LaunchError if it cannot be read: a
-        guess would start another program, or take a life that is undone for the newest."""
+        """What `save` wrote, or where it is torn what its newest copy in a checkpoint says; that of a first life where
+        there is nothing. Raises LaunchError if it cannot be read: a guess would start another program, or take a life
+        that is undone for the newest."""
+        return cls.found(run_dir)[0]
+
+    @classmethod
+    def found(cls, run_dir: Path) -> tuple[Origin, str]:
+        """The same, and why it is not the file's own word; empty: it is."""
         path = run_dir / ORIGIN
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
-        except FileNotFoundError:
-            return cls()
+            return msgspec.json.decode(read_regular(path, MAX_BYTES), type=cls), ""
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise LaunchError(
-                f"{path}, which tells of the run's lives, cannot be read: {error}",
-                remedy="mend it (it is JSON), or remove it if the run was started once, by `myxa up`",
-            ) from error
+            failure = error
+        newest = newest_copy(run_dir)
+        is_missing = isinstance(failure, FileNotFoundError)
+        if newest is not None:
+            copy, place = newest
+            trouble = "is missing" if is_missing else f"cannot be read ({failure})"
+            return msgspec.json.decode(copy.origin, type=cls), f"{path} {trouble}: its copy in {place.name} is taken"
+        if is_missing:
+            return cls(), ""
+        raise LaunchError(
+            f"{path}, which tells of the run's lives, cannot be read: {failure}",
+            remedy="mend it (it is JSON), or remove it if the run was started once, by `myxa up`",
+        ) from failure
 
     def went_back(self, attempt: int, version: int) -> Origin:
         """The same, with another attempt of this life's trainer gang."""
@@ -118,3 +140,18 @@ def origin_events(run_dir: Path) -> tuple[tuple[str, str], ...]:
     elif origin.parent:
         told.append(("forked", f"from version {origin.parent_version} of {origin.parent}, with {life.ledger}"))
     return tuple(told)
+
+
+def start_keeper(run_dir: Path) -> Callable[[Path], None]:
+    """What copies the run's config.toml, as it is now, and its origin.json into one of its checkpoints. A run that has
+    neither gets no copy. What is made may raise OSError."""
+    try:
+        config = config_text(run_dir)
+    except (OSError, UnicodeDecodeError):
+        return lambda _: None
+
+    def keep(checkpoint: Path) -> None:
+        with suppress(LaunchError):  # an origin.json that cannot be read has no copy to be made
+            write_start_copy(checkpoint, StartCopy(config=config, origin=Origin.load(run_dir).text))
+
+    return keep

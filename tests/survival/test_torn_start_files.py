@@ -1,0 +1,196 @@
+"""config.toml and origin.json are once in the run directory and once in each checkpoint: a run with a whole checkpoint
+goes on whatever became of the two, and says what it took instead. What a person wrote into them is never passed over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from checkpoint_maker import RunOnDisk
+from lives import Lives, consumed, make_lives
+
+from myxa.actors.checkpoints.start_copy import START_FILE, read_start_copy
+from myxa.core.errors import LaunchError
+from myxa.launch.control.live_runs import is_run_folder
+from myxa.launch.lives.next_life import begin_next_life
+from myxa.launch.lives.origin import Life, Origin, start_keeper
+from myxa.launch.lives.resume_point import choose_point
+from myxa.launch.lives.start_files import config_of, config_text
+from myxa.launch.run_dir import RunDir
+from myxa.launch.runtime_dir import RuntimeDir
+
+TEXT = '# Resolved\n[run]\nname = "small"\n\n[model]\npath = "model"\n\n[optimizer]\nlr = 0.001\n'
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def cut_within_a_number(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 3)
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(bytes(range(256)) * 4)
+
+
+def zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def other_text(path: Path) -> None:
+    path.write_text("}{ not what was here")
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "something").write_text("x")
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+HURTS: tuple[Callable[[Path], None], ...] = (empty, cut, garbage, zeros, other_text, missing, folder, pipe)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunOnDisk:
+    made = RunOnDisk(tmp_path, steps=3)
+    (made.path / "config.toml").write_text(TEXT)
+    Origin(program="mine:build", lives=(Life(), Life(version=1))).save(made.path)
+    for version in (1, 2, 3):
+        start_keeper(made.path)(made.place(version))
+    return made
+
+
+@pytest.mark.parametrize("hurt", [*HURTS, cut_within_a_number])
+def test_a_torn_configuration_is_replaced_by_its_copy_and_kept_aside(run: RunOnDisk, hurt: Callable[[Path], None]):
+    config = run.path / "config.toml"
+    hurt(config)
+    text, why = config_of(run.path)
+    assert text == TEXT
+    assert str(config) in why
+    assert "its copy in version_00000003 is taken" in why
+    assert is_run_folder(run.path)
+    begin_next_life(RunDir(run.path), choose_point(run.path, None))
+    assert config.read_text() == TEXT
+    assert config_of(run.path) == (None, "")
+    if hurt is not missing:
+        assert (run.path / "lives" / "2" / "damaged" / "config.toml").exists()
+
+
+@pytest.mark.parametrize("hurt", HURTS)
+def test_a_torn_origin_is_replaced_by_its_copy_and_kept_aside(run: RunOnDisk, hurt: Callable[[Path], None]):
+    before = Origin.load(run.path)
+    hurt(run.path / "origin.json")
+    origin, why = Origin.found(run.path)
+    assert origin == before
+    assert "its copy in version_00000003 is taken" in why
+    begun = begin_next_life(RunDir(run.path), choose_point(run.path, None))
+    assert (begun.program, len(begun.lives)) == ("mine:build", 3)
+    assert Origin.found(run.path) == (begun, "")
+
+
+def test_both_are_replaced_at_once(run: RunOnDisk):
+    missing(run.path / "config.toml")
+    missing(run.path / "origin.json")
+    assert len(begin_next_life(RunDir(run.path), choose_point(run.path, None)).lives) == 3
+    assert (run.path / "config.toml").read_text() == TEXT
+
+
+@pytest.mark.parametrize("hurt", [empty, cut, garbage, missing, folder])
+def test_a_torn_copy_is_passed_over_for_an_older_one(run: RunOnDisk, hurt: Callable[[Path], None]):
+    hurt(run.place(3) / START_FILE)
+    empty(run.path / "config.toml")
+    assert "its copy in version_00000002 is taken" in config_of(run.path)[1]
+
+
+def test_without_any_copy_the_files_say_what_is_wrong_themselves(run: RunOnDisk):
+    for version in (1, 2, 3):
+        missing(run.place(version) / START_FILE)
+    garbage(run.path / "origin.json")
+    empty(run.path / "config.toml")
+    assert config_of(run.path) == (None, "")
+    with pytest.raises(LaunchError, match="which tells of the run's lives, cannot be read"):
+        Origin.load(run.path)
+
+
+def test_what_a_person_wrote_is_not_passed_over(run: RunOnDisk):
+    config = run.path / "config.toml"
+    for text in (TEXT.replace("0.001", "0.002"), TEXT.replace("lr =", "lr "), '[model]\npath = "other"\n', TEXT + "\n"):
+        config.write_text(text)
+        assert config_of(run.path) == (None, ""), text
+
+
+def test_the_copy_of_the_latest_life_is_taken(run: RunOnDisk):
+    """A life that went back to version 2, and made no checkpoint of its own yet."""
+    begun = begin_next_life(RunDir(run.path), choose_point(run.path, 2))
+    missing(run.path / "origin.json")
+    assert Origin.load(run.path) == begun
+
+
+def test_a_fork_keeps_its_own_and_leaves_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from myxa.launch.lives.fork_run import fork_run
+
+    monkeypatch.chdir(tmp_path)
+    made = RunOnDisk(tmp_path, steps=3)
+    whole = f'[run]\nname = "small"\ndir = "{tmp_path}"\n[model]\npath = "model"\n[data]\ntrain = "rows.jsonl"\n'
+    (made.path / "config.toml").write_text(whole)
+    start_keeper(made.path)(made.place(3))
+    before = (made.place(3) / START_FILE).read_bytes()
+    empty(made.path / "config.toml")
+    child = fork_run(made.path, 3, "child", [], datetime(2030, 1, 1))
+    copy = read_start_copy(child / "checkpoints" / made.place(3).name)
+    assert copy is not None
+    assert 'name = "child"' in copy.config
+    assert str(made.path) in copy.origin
+    assert (made.place(3) / START_FILE).read_bytes() == before
+    missing(child / "config.toml")
+    assert 'name = "child"' in config_text(child)
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Iterator[Lives]:
+    lives = make_lives(tmp_path)
+    try:
+        lives.begin()
+        lives.until_version(5)
+        lives.kill()
+        yield lives
+    finally:
+        lives.end()
+        with RuntimeDir():  # the next launcher removes what the killed one left
+            pass
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_run_whose_start_files_are_torn_goes_on_to_its_end(killed: Lives):
+    assert killed.run_dir is not None
+    assert read_start_copy(max(killed.run_dir.glob("checkpoints/version_*"))) is not None, "the trainer wrote it"
+    before = (killed.run_dir / "config.toml").read_text()
+    cut(killed.run_dir / "config.toml")
+    missing(killed.run_dir / "origin.json")
+    killed.resume()
+    assert killed.wait() == 0, killed.said
+    assert "config.toml is cut off: its copy in version_" in killed.said[-1]
+    assert "origin.json is missing: its copy in version_" in killed.said[-1]
+    assert len(Origin.load(killed.run_dir).lives) == 2
+    after = (killed.run_dir / "config.toml").read_text()
+    assert [line for line in after.splitlines() if not line.startswith("resume")] == [
+        line for line in before.splitlines() if not line.startswith("resume")
+    ]
+    assert set(consumed(killed.run_dir).draws.values()) == {1}
