@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import ConfigError, LaunchError
 from ..control.client import ControlClient
-from ..control.live_runs import CONFIG, RUNS, ControlNote, find_run, is_run_folder
+from ..control.live_runs import CONFIG, RUNS, ControlNote, find_run
+from ..run_dir import is_run_folder
 from .launch import add_node_flags, options_of_node
 from .output import Verbs, add_run_flags, show
 from .pause import ASK_S
@@ -143,7 +144,7 @@ def _launch(run_dir: RunDir, point: ResumePoint | None, options: argparse.Namesp
         for text in point.passed_over:
             print(f"passed over: {text}", flush=True)
         print(f"from version {point.version} of {run_dir.path}, with {point.ledger_words}", flush=True)
-        chosen = replace(chosen, start=point.place, prepare=lambda: begin_next_life(run_dir, point))
+        chosen = replace(chosen, start=point.place, prepare=lambda: begin_next_life(run_dir, point, text))
     ending = launch(config, chosen)
     came_to_nothing = 0 < ending.exit_code < FIRST_OF_SIGNALS and point is not None and ending.version <= point.version
     if came_to_nothing and put_config_back(run_dir):

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from ...core.errors import LaunchError
+from ..run_dir import is_run_folder
 from ..runtime_dir import PREFIX, short_base
 
 RUNS = Path("runs")
@@ -74,11 +75,6 @@ class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
             return stat.S_ISSOCK(Path(self.view).stat().st_mode)
         except OSError:
             return False
-
-
-def is_run_folder(folder: Path) -> bool:
-    """Whether that is a run directory: with its config.toml, or a copy of it in a checkpoint."""
-    return (folder / CONFIG).is_file() or any(folder.glob("checkpoints/*/start.json"))
 
 
 def find_run(named: Path | None, *, command: str = "") -> ControlNote:

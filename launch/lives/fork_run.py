@@ -24,12 +24,12 @@ from ...actors.checkpoints.drafts import partial_of
 from ...actors.checkpoints.folder import forget_writer, read_manifest
 from ...actors.checkpoints.reading import MANIFEST, being_read
 from ...actors.checkpoints.run_part import ledger_in, writing_run
+from ...actors.checkpoints.start_copy import START_FILE
 from ...actors.ledger.file import is_in_use
 from ...actors.ledger.resume import LEDGER, continue_ledger
 from ...core.config import RunConfig, dump_config, load_config
 from ...core.errors import LaunchError, MyxaError
-from ..control.live_runs import is_run_folder
-from ..run_dir import RunDir
+from ..run_dir import RunDir, is_run_folder
 from .origin import Origin, start_keeper
 from .resume_point import CHECKPOINTS, ResumePoint, choose_point
 from .start_files import CONFIG, config_of
@@ -68,7 +68,8 @@ def fork_run(
         run_dir.config.write_text(dump_config(config), encoding="utf-8")
         program = Origin.load(parent).program
         Origin(program=program, parent=str(parent), parent_version=point.version, lives=()).save(run_dir.path)
-        start_keeper(run_dir.path)(place)  # not the parent's
+        if (place / START_FILE).exists():  # the parent's
+            start_keeper(run_dir.path)(place)
         run_dir.is_latest()
     except (OSError, MyxaError) as error:
         shutil.rmtree(run_dir.path, ignore_errors=True)

@@ -29,7 +29,7 @@ from ...core.errors import LaunchError, LedgerError
 from ..run_dir import RunDir
 from .origin import Life, Origin, start_keeper
 from .resume_point import CHECKPOINTS, ResumePoint
-from .start_files import ORIGIN, config_of
+from .start_files import ORIGIN
 from .undone import UNDONE, past_of, put_away
 
 MOVED = ("logs", "coordinator.journal", "rdzv.json", "control.json")
@@ -74,12 +74,13 @@ def _await_buffer(ledger: Path) -> None:
             return
 
 
-def begin_next_life(run_dir: RunDir, point: ResumePoint) -> Origin:
-    """Make the directory what the next life expects. Raises LaunchError or LedgerError if the disk refuses."""
+def begin_next_life(run_dir: RunDir, point: ResumePoint, config: str | None = None) -> Origin:
+    """Make the directory what the next life expects. `config`: text of config.toml where the file is torn. Raises
+    LaunchError or LedgerError if the disk refuses."""
     origin = Origin.load(run_dir.path)
     past = past_of(run_dir.path, len(origin.lives))
     try:
-        _restore(run_dir, past)
+        _restore(run_dir, past, config)
         for info in list_checkpoints(run_dir.path / CHECKPOINTS):
             if info.version > point.version or (info.version == point.version and info.path != point.checkpoint):
                 put_away(info.path, past / UNDONE)
@@ -114,13 +115,12 @@ def begin_next_life(run_dir: RunDir, point: ResumePoint) -> Origin:
     return origin
 
 
-def _restore(run_dir: RunDir, past: Path) -> None:
+def _restore(run_dir: RunDir, past: Path, config: str | None) -> None:
     """What is torn of config.toml and origin.json is put away, its copy takes its place. Raises OSError or
     LaunchError."""
-    text, _ = config_of(run_dir.path)
-    if text is not None:
+    if config is not None:
         put_away(run_dir.config, past / DAMAGED)
-        run_dir.post_config(text)
+        run_dir.post_config(config)
     origin, lost = Origin.found(run_dir.path)
     if lost:
         put_away(run_dir.path / ORIGIN, past / DAMAGED)
