@@ -55,6 +55,7 @@ MAX_CLAUSE_CHARS = 2000
 """How far the end of a clause is looked for."""
 CLAUSE_END = re.compile(
     r"[.;!?](?=[*_\s]|$)|[。；！？]"
+    r"|\s\((?=[A-Za-z]{2})|,\s(?:not|i\.e\.|that is|namely|but not|and not)(?=[\s,])"
     r"|,?\s(?:because|since|as|so|which|where|when|hence|thus|therefore|if|by|using|given|due)\b"
 )
 LEADING = re.compile(

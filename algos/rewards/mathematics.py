@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 from ...core.completions import Completion
-from .extraction import Answer, accepted_labels, read_answer
+from .extraction import TAG, Answer, accepted_labels, read_answer
 from .limited import Say, last_byte
 from .numbers import last_quantity, parse_quantity
 from .units import NONE, Unit, are_same, parse_unit
@@ -167,7 +167,8 @@ def _at_once(label: str, answer: Answer) -> bool | _Pair:
         said = last_quantity(answer.text[-TAIL_CHARS:])
         if wanted is not None and said is not None and not are_same(said.unit, wanted.unit):
             return False
-        tail = answer.text[-TAIL_CHARS:].translate(_SIGNS).replace("\\boxed{", "")  # a box that does not close
+        tail = answer.text[-TAIL_CHARS:].translate(_SIGNS)
+        tail = TAG.sub(" ", tail.replace("\\boxed{", ""))  # what does not close
         return _Pair(_for_library(label)[0], tail, is_whole=False)
     if len(answer.text) > MAX_ANSWER_CHARS:
         return False

@@ -58,9 +58,15 @@ WRAPPERS = (
     ("\\boldsymbol{", "}"),
 )  # fmt: skip
 CURRENCIES = "$€£¥₹₩₽"
+CURRENCY = re.compile(
+    rf"(?:\\text\s?\{{\s?)?(?:(?:US|A|C|HK|NZ)(?=\\?\$))?\\?([{CURRENCIES}]|(?:USD|EUR|GBP|INR|JPY|CNY|RMB|KRW|RUB|Rs)\b)"
+    r"\.?\s?\}?\s?"
+)
+SPACED = re.compile(r"(?<![\d.,/])\d{1,3}(?: \d{3})+(?![\d/]| /)")
+DECIMAL_COMMA = re.compile(r"(?<=\d),(?=(?:\d{1,2}|\d{4,})(?!\d))(?<![\d,.]\d{3},)(?!\d+,)")
 GROUP = r"(?=\d{3}(?!\d))"
 SPACES = (
-    (re.compile(rf"(?<=\d)(?:\\[,;:! ]|\{{\s?,\s?\}}|\\thinspace|[\u00a0\u2009\u202f\u2007]){GROUP}"), ","),
+    (re.compile(rf"(?<=\d)(?:\\[,;:! ]|\{{\s?,\s?\}}|\\thinspace|['’\u00a0\u2009\u202f\u2007]){GROUP}"), ","),
     (
         re.compile(
             r"(?<=\d)_(?=\d)|\\!|[\u200b-\u200f\u202a-\u202e\u2060\ufeff]"
@@ -173,17 +179,19 @@ def _quantity(text: str, *, may_have_name: bool) -> Quantity | None:
     if len(text) > MAX_CHARS:
         return None
     plain = _unwrapped(_normalised(text))
+    if may_have_name:  # it is one answer, so these are no two numbers
+        plain = DECIMAL_COMMA.sub(".", SPACED.sub(lambda of: of[0].replace(" ", ""), plain))
     while may_have_name and (name := NAME.match(plain)) is not None:
         plain = _unwrapped(plain[name.end() :])
     sign = plain[:1] if plain[:1] in ("+", "-") else ""
     money = plain[len(sign) :].lstrip()
-    currency = money.removeprefix("\\")[:1]
-    if not (currency and currency in CURRENCIES):
+    currency = CURRENCY.match(money)
+    if currency is None:
         return _with_unit(plain, NONE)
-    money = money.removeprefix("\\")[1:].lstrip()
+    money = CURRENCY.sub("", money, count=1)
     if sign and money[:1] in ("+", "-"):
         return None
-    unit = parse_unit(currency)
+    unit = parse_unit(currency[1])
     return _with_unit(sign + money, unit) if unit is not None else None
 
 

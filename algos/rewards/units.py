@@ -20,7 +20,7 @@ N: newton | J: joule | kJ: kilojoule | W: watt | kW: kilowatt | MW: megawatt | k
 Pa: pascal | kPa: | atm: atmosphere | bar: | Hz: hertz | kHz: | MHz: | GHz: | K: kelvin | cal: calorie | kcal:
 mol: mole | C: coulomb | F: farad | T: tesla | eV: | B: byte | KB: kB kilobyte | MB: megabyte | GB: gigabyte | bit:
 °: deg degree | rad: radian | °C: celsius centigrade | °F: fahrenheit | %: percent pct percentage 百分之 | ha: hectare
-$: dollar usd USD bucks | €: euro eur EUR | £: pound gbp GBP quid | ¥: yen yuan rmb CNY JPY 元 円 | ₹: rupee inr INR
+$: dollar usd USD bucks | €: euro eur EUR | £: pound gbp GBP quid | ¥: yen yuan rmb CNY JPY 元 円 | ₹: rupee inr INR rs
 ¢: cent | ₽: ruble rub RUB | ₩: won krw KRW | rpm: | kph: kmh | mph: | unit: units
 """
 _PRODUCTS = {"kph": (("km", 1), ("h", -1)), "mph": (("mi", 1), ("h", -1)), "cc": (("cm", 3),)}

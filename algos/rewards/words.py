@@ -22,7 +22,7 @@ _MACRO = r"(?:\\[a-z]{4,6}\s?\{)?"
 _END = r"[\s*_$`\"'\])}）】」.:：\\]"
 # An answer that is a letter, or begins with one that stands apart: "B", "(b)", "\text{B}", "**B.**", "B) Paris".
 CHOICE = re.compile(
-    rf"{_BARE}{_MACRO}{_BARE}([A-Za-z]){_END}*(?:(?<=[).:\]}}*）】：])(?!\s*[A-Z]{_END}*$).*)?", re.DOTALL
+    rf"{_BARE}{_MACRO}{_BARE}([A-Za-z]){_END}*,?(?:(?<=[).:,\]}}*）】：])(?!\s*[A-Z]{_END}*$).*)?", re.DOTALL
 )
 _ALONE = r"(?![\w'’-])"
 _APART = r"(?![A-Za-z0-9_'’])"
@@ -30,7 +30,8 @@ _APART = r"(?![A-Za-z0-9_'’])"
 _IS = r"(?i:\s{1,4}(?:is|was|must be|should be|would be|has to be|will be|to pick is))"
 # In running text, where a small letter may be a word, and "I" too: "the answer is (B)", "Answer: **B**", "B is right".
 _ANSWER_IS = (
-    r"\b(?i:answer|option|choice)(?i:\s{1,4}(?:here|therefore|then|letter|choice|option|to this question))?"
+    r"\b(?i:answer|option|choice|pick|selection|solution)"
+    r"(?i:\s{1,4}(?:here|therefore|then|letter|choice|option|to this question))?"
     rf"(?:{_IS})?(?:\s{{0,4}}[:=：]|\s{{1,4}}[-–—]{{1,3}}(?=\s))?{_BARE}{_MACRO}{_BARE}"
     rf"(?:(?i:option|choice|letter)\s{{1,2}}{_BARE})?"
     rf"(?:(?!I\s[a-z])([A-Z]){_ALONE}|([a-z]){_END}{{0,8}}(?=$|\n|[.,;!?])"
@@ -54,9 +55,9 @@ _IN_OTHER_LANGUAGES = (
     ),
     rf"(?:정답|답)\s?(?:은|는|이)?\s?[:：]?{_BARE}([A-Z]){_APART}",
     (
-        r"\b(?i:antwort|r[ée]ponse|respuesta|resposta|risposta|antwoord)"
+        r"\b(?i:antwort|r[ée]ponse|respuesta|resposta|risposta|antwoord|lösung)"
         r"(?i:\s(?:correct[ae]|richtige|finale?|final|exacte))?"
-        r"(?:\s(?i:ist|lautet|est|es|é|è|is)(?i:\s(?:la|die|a|de|option|opción|opção))?)?"
+        r"(?:\s(?i:ist|lautet|est|es|é|è|is)(?i:\s(?:la|die|a|de|option|opción|opção)){0,2})?"
         rf"\s?:?\s?{_BARE}([A-Z]){_ALONE}"
     ),
     rf"(?i:ответ)\s?[:—–-]?\s?{_BARE}([A-Z]){_ALONE}",

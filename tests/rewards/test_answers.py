@@ -33,7 +33,7 @@ NUMBERS = [
     ("\u22127", "-7", True), ("\u20137", "-7", True), ("\uff0d7", "-7", True), ("-\\,7", "-7", True), ("7\u00a0", "7", True),
     ("1,234", "1234", True), ("1{,}234", "1234", True), ("1{,}234", "234", False), (r"1\,234", "1234", True), (r"1\!234", "1234", True),
     (r"1,\!234", "1234", True), ("1\u00a0234", "1234", True), ("1\u2009234", "1234", True), ("1\u202f234\u202f567", "1234567", True),
-    ("12,34", "1234", False), ("1.234.567", "1234567", True), ("1.234,5", "1234.5", True), ("1,234.5", "1234.5", True), ("4２", "42", True),
+    ("12,34", "1234", False), ("1.234.567", "1234567", True), ("1.234,5", "1234.5", True), ("1,234.5", "1234.5", True), ("4２", "42", True), ("1 000 000", "1000000", True), ("1'000", "1000", True), ("3,5", "3.5", True), ("41,42", "42", False), ("1,500", "1.5", False), ("USD 42", "42", True), (r"\text{€}42", "$42", False), ("42元", "42", True),
     ("0.5", "1/2", True), ("1/2", "0.5", True), (".5", "1/2", True), (r"\frac{1}{2}", "1/2", True), (r"\dfrac12", "1/2", True),
     (r"\tfrac12", "1/2", True), (r"\frac12", "0.5", True), (r"\frac1{2}", "1/2", True), (r"\frac{1}2", "1/2", True), ("½", "1/2", True),
     (r"-\frac{1}{2}", "-1/2", True), (r"\frac{-1}{2}", "-1/2", True), (r"\frac{1}{-2}", "-1/2", True), ("1⁄2", "1/2", True),
@@ -100,7 +100,7 @@ TEXTS = [
     (r"Answer: \frac{84}{2}", "42", True), ("**Answer:** 42", "42", True), ("Answer: **42**", "42", True), ("Answer:\n\n\\[\n42\n\\]", "42", True),
     ("### Final Answer\n42", "42", True), ("The final answer is $42$. I hope it is correct.", "42", True), ("the answer is 41. No, the answer is 42.", "42", True),
     ("The answer is 42 because 6*7 = 42.", "42", True), ("The answer is 41 or 42.", "42", False), ("The answer is not 42.", "42", False),
-    ("The answer is between 41 and 42.", "42", False), ("The answer is 7 apples.", "7", True), ("The answer is 5 cm.", "5 m", False), ("It is 5 cm.", "5 m", False),
+    ("The answer is between 41 and 42.", "42", False), ("The answer is 7 apples.", "7", True), ("The answer is 42 (see above).", "42", True), ("The answer is 42, not 43.", "42", True), ("<answer>42", "42", True), ("The answer is 5 cm.", "5 m", False), ("It is 5 cm.", "5 m", False),
     ("Answer = 42", "42", True), ("Answer - 42", "42", True), ("answer: x = 42", "42", True), ("The answer to the question is 42", "42", True),
     ('{"answer": 42}', "42", True), ('{"answer": "41 or 42"}', "42", False),
     ("答案是42", "42", True), ("答案：42。", "42", True), ("答えは42です。", "42", True), ("정답은 42입니다.", "42", True), ("La réponse est 42.", "42", True),
@@ -144,7 +144,8 @@ CHOICES = [
     ("La respuesta correcta es C.", "C"), ("answer is (B)", "B"), (r"Answer is: $\boxed{C}$", "C"), ("The answer is A. Wait, no: the answer is B.", "B"),
     ("Option C is right.", "C"), ("(D) is the best choice", "D"), ("I would go with C.", "C"), ("It must be B because the others fail", "B"), ("the answer is b because", "B"),
     ("Therefore, D.", "D"), ("The correct choice here is **E**.", "E"), ("Answer: option B", "B"), (r"\boxed{\text{(C) 5}}", "C"), ("<answer>B. Paris</answer>", "B"),
-    ("My answer would be D", "D"), ("A) x\nB) y\nThe correct option is B because A is not correct", "B"), ("<think>the answer is A</think> B", "B"),
+    ("My answer would be D", "D"), ("A, because it fits", "A"), ("La respuesta es la opción C", "C"), ("Lösung: C", "C"), ("my pick is C", "C"), ("Answer: [C]", "C"),
+    ("The answer is neither A nor B, it is C.", "C"), ("A is incorrect; the answer is D", "D"), ("Answer: C\n\nA is wrong because of B", "C"), ("答案选C", "C"), ("Правильный ответ — C", "C"), ("A) x\nB) y\nThe correct option is B because A is not correct", "B"), ("<think>the answer is A</think> B", "B"),
 ]  # fmt: skip
 
 
@@ -157,7 +158,7 @@ def test_choices(text: str, letter: str) -> None:
     "text",
     [
         "The answer is a number that I cannot find", "A number of things", "I am not sure", "The answer is A or B.", r"\boxed{A or B}", r"\boxed{A, B}", "Answer: A, B, C",
-        "<answer>A B</answer>", "It is a cat", "A is not correct", "Both are Bad", "the answer is a lot", "<think>the answer is A",
+        "<answer>A B</answer>", "It is a cat", "A is not correct", "Options B and C are correct.", "either B or C", "The answer is not B", "答案是A或B", "answer: A/B", "Both are Bad", "the answer is a lot", "<think>the answer is A",
     ],
 )  # fmt: skip
 def test_no_choice_was_made(text: str) -> None:
