@@ -339,6 +339,11 @@ def _yarn(fields: _Fields, given: Mapping[str, Any]) -> RopeScaling:
     context = fields.size("max_position_embeddings")
     original = fields.get("original_max_position_embeddings") or number("original_max_position_embeddings", context)
     original = fields.number("original_max_position_embeddings", original)
+    if original < 1 or _rope_theta(fields) <= 1:
+        raise fields.fail(
+            f"yarn needs an original context of at least 1 and a rope_theta above 1, they are {original:g} and "
+            f"{_rope_theta(fields):g}"
+        )
     factor = number("factor", context / original)
     mscale, mscale_all_dim = given.get("mscale"), given.get("mscale_all_dim")
     gain = _yarn_gain(factor, 1.0)

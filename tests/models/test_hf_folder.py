@@ -195,6 +195,11 @@ def test_who_runs_plain_decoders_only_refuses_the_others_by_name():
         ({"rope_scaling": {"rope_type": "yarn", "factor": -4.0}}, "rope_scaling.factor must be a positive number"),
         ({"rope_scaling": {"rope_type": "yarn", "truncate": 1}}, "rope_scaling.truncate must be true or false"),
         ({"rope_scaling": {"rope_type": "yarn", "beta_fast": 1, "beta_slow": 2}}, "beta_fast 1 must be at least"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 0.5}},
+            "yarn needs an original context of at least 1",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}, "rope_theta": 1.0}, "a rope_theta above 1"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor must be a positive number"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta is 10000.0 but"),
         ({"rope_parameters": "yes"}, "rope_parameters must be an object"),
