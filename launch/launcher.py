@@ -24,6 +24,7 @@ from ..core.errors import CallError, LaunchError
 from ..core.lifeline import adopting_orphans
 from ..transport.descriptors import raise_limit
 from .contracts import SUPERVISOR, AgentContract, RunPlan, agent_name
+from .control.live_runs import NOTE
 from .control.verb import Room
 from .frozen_code import freeze
 from .lives.named_checkpoint import kept_meanwhile
@@ -148,8 +149,10 @@ async def _conduct(
         async with control_seat(room, runtime.path) as note:
             if note is not None and note.dashboard:
                 screen.say(f"dashboard: {note.dashboard}")
-            with StopSignals(asked) as signals:
-                ending = await _until_forced(lead, supervisor, meeting, signals)
+            files = [meeting.rdzv_path, runtime.path / NOTE]
+            async with runtime.kept(files):
+                with StopSignals(asked) as signals:
+                    ending = await _until_forced(lead, supervisor, meeting, signals)
     except LaunchError as error:
         ending = Ending(error.exit_code, str(error))
         raise

@@ -1,4 +1,4 @@
-"""The folder for sockets and process descriptions. It goes with the launcher, however the launcher ends.
+"""The folder for sockets and process descriptions. It goes with the launcher, however that ends, and not before.
 
 Knows paths, permissions and one helper process. Must not know what the files hold.
 `tempfile.TemporaryDirectory` was considered: it leaves its folder when the process is killed. Here a shell waits on
@@ -8,16 +8,21 @@ too, the next launcher of this user removes it: each keeps a file in its folder 
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+import pwd
 import shutil
 import subprocess
 import tempfile
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 from ..core.errors import LaunchError
-from ..core.file_lock import take_lock
+from ..core.file_lock import lock_now, take_lock
+from ..transport.address import make_private
 
 PREFIX = "myxa-"
 """How the names of these folders begin."""
@@ -29,10 +34,18 @@ SOCKET_NAME_ROOM = 56
 MEMORY = Path("/dev/shm")
 """Where files lie in the host's memory."""
 
+_LOGIN, _LINGER = Path("/run/user"), Path("/var/lib/systemd/linger")
 _LOCK = ".lock"
-_JANITOR = 'trap "" INT TERM HUP; cat >/dev/null; [ -e "$1" ] || exit 0; rm -rf -- "$@"; sleep 2; rm -rf -- "$@"'
-"""Twice where the launcher was killed: a child that dies of it may be writing there still."""
+_JANITOR = (
+    'trap "" INT TERM HUP; until cat >/dev/null; do sleep 0.2; done; '
+    '[ -e "$1" ] || exit 0; rm -rf -- "$@"; sleep 2; rm -rf -- "$@"'
+)
+"""`cat` fails if it is killed, and ends well only with the launcher. The folder is removed twice, since a child that
+dies of a launcher's end may be writing there still."""
 _JANITOR_S = 10.0
+LOOK_S = 0.5
+"""How often a launcher looks whether its folder is there."""
+_log = logging.getLogger("myxa.launcher")
 
 
 class RuntimeDir:
@@ -45,7 +58,7 @@ class RuntimeDir:
         base = short_base()
         _remove_deserted(Path(base))
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-        self._lock = _lock_in(self.path)
+        self._locks = _locks_in(self.path)
         self._janitor = subprocess.Popen(
             ["/bin/sh", "-c", _JANITOR, "sh", str(self.path), str(ram_folder(self.path))],
             stdin=subprocess.PIPE,
@@ -67,7 +80,7 @@ class RuntimeDir:
         """Remove the folder. Harmless to call again."""
         for folder in (self.path, ram_folder(self.path)):
             shutil.rmtree(folder, ignore_errors=True)
-        self._lock.close()
+        self._locks.close()
         if self._janitor.stdin is not None:
             self._janitor.stdin.close()
         try:
@@ -76,20 +89,77 @@ class RuntimeDir:
             self._janitor.kill()
             self._janitor.wait()
 
+    def restore(self) -> bool:
+        """Make the folder again if it is gone; whether it was. Raises OSError or LaunchError."""
+        if (self.path / _LOCK).exists():
+            return False
+        make_private(self.path)
+        self._locks.close()
+        self._locks = _locks_in(self.path)
+        return True
+
+    @asynccontextmanager
+    async def kept(self, files: Sequence[Path]) -> AsyncGenerator[None]:
+        """While this lasts, the folder and these files in it, as they are now, are made again when they are gone."""
+        held = {path: path.read_bytes() for path in files if path.is_file()}
+        task = asyncio.get_running_loop().create_task(self._keep(held))
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _keep(self, held: Mapping[Path, bytes]) -> None:
+        """What is gone twice in a row: whoever removes the folder has ended by then."""
+        gone_before, told = False, ""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            is_gone = not all(path.exists() for path in (self.path / _LOCK, *held))
+            try:
+                if is_gone and gone_before:
+                    self._make_again(held)
+                    told = ""
+            except (OSError, LaunchError) as error:
+                if told != str(error):
+                    _log.warning("%s is gone and cannot be made again: %s", self.path, error)
+                told = str(error)
+            gone_before = is_gone
+
+    def _make_again(self, held: Mapping[Path, bytes]) -> None:
+        if self.restore():
+            _log.warning("%s was removed under the run; it is there again", self.path)
+        for path, data in held.items():
+            if not path.exists():
+                _write_again(path, data)
+
+
+def _write_again(path: Path, data: bytes) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+    draft.replace(path)
+
 
 def ram_folder(runtime: Path) -> Path:
     """A folder in the host's memory that belongs to a runtime folder and goes with it. Whoever wants it makes it."""
     return MEMORY / f"{runtime.name}.ram"
 
 
-def _lock_in(folder: Path) -> IO[str]:
-    """A locked file that appears locked, so that nobody takes the folder for deserted meanwhile."""
+def _locks_in(folder: Path) -> ExitStack:
+    """The folder itself, and a file that appears locked, so that nobody takes the folder for deserted meanwhile."""
     draft = folder / f"{_LOCK}.new"
-    handle = take_lock(draft)
-    if handle is None:
-        raise LaunchError(f"{folder}, which was just made, is used by another process")
-    draft.rename(folder / _LOCK)
-    return handle
+    with ExitStack() as locks:
+        handle = take_lock(draft)
+        if handle is None:
+            raise LaunchError(f"{folder}, which was just made, is used by another process")
+        locks.enter_context(handle)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        locks.callback(os.close, descriptor)
+        with suppress(OSError):  # a file system that does not lock folders
+            lock_now(descriptor, is_shared=True)
+        draft.rename(folder / _LOCK)
+        return locks.pop_all()
 
 
 def _remove_deserted(base: Path) -> None:
@@ -109,7 +179,8 @@ def _remove_deserted(base: Path) -> None:
 
 def short_base() -> str:
     """Where runtime folders are made. Raises LaunchError if no base folder is writable and short enough."""
-    bases = [base for base in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp") if base]
+    ours = os.environ.get("XDG_RUNTIME_DIR", "")
+    bases = [base for base in ("" if _goes_at_logout(ours) else ours, tempfile.gettempdir(), "/tmp") if base]
     for base in bases:
         room = MAX_SOCKET_PATH - len("/myxa-12345678/") - SOCKET_NAME_ROOM
         if len(os.fsencode(base)) <= room and os.access(base, os.W_OK | os.X_OK):
@@ -118,3 +189,13 @@ def short_base() -> str:
         f"no folder for sockets: {', '.join(bases)} are not writable or have too long names",
         remedy="set TMPDIR to a short path",
     )
+
+
+def _goes_at_logout(base: str) -> bool:
+    """systemd's, unless the user's processes are to stay (`loginctl enable-linger`)."""
+    if Path(base).parent != _LOGIN:
+        return False
+    try:
+        return not (_LINGER / pwd.getpwuid(os.getuid()).pw_name).exists()
+    except (KeyError, OSError):
+        return True

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from ..core.errors import LaunchError
+from ..transport.address import make_private
 from .actor_spec import ActorSpec
 
 DEFAULT_PROGRAM = "myxa.launch.program:build_actor"
@@ -32,7 +33,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def write_spec(spec: WorkerSpec, folder: Path) -> Path:
-    """Write it (0600) into the run-time directory; returns the file."""
+    """Write it (0600) into the run-time directory; returns the file. Raises OSError or LaunchError."""
+    if not folder.is_dir():  # it was removed under the run
+        make_private(folder)
     path = folder / f"{spec.actor.name.replace('/', '.')}.{spec.attempt}.json"
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(msgspec.json.encode(spec))

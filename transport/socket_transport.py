@@ -21,7 +21,7 @@ import zmq
 
 from ..core.errors import LaunchError
 from ..core.ids import PeerKey
-from .address import socket_paths
+from .address import make_private, socket_paths
 from .cuts import Cuts
 from .security import KeyPair, Keys
 from .sending.departures import Departures
@@ -45,6 +45,8 @@ SETTLE_S = 0.25
 """How long `flush` waits for connections that are just being made, where a handshake takes a few milliseconds, and for
 room on those that are full."""
 TERM_S = 5.0
+LOOK_S = 1.0
+"""How often our sockets' files are looked for: somebody may tidy up their folder under a living run."""
 NAMED_S = 0.1
 """By then ZeroMQ's threads have given themselves their names."""
 
@@ -90,6 +92,8 @@ class SocketTransport:
         """Connections that were refused, by reason."""
         self._other_threads = thread_ids()
         self._lowering: asyncio.TimerHandle | None = None
+        self._looking: asyncio.TimerHandle | None = None
+        self._were_gone = False
         self._context = make_context()
         self._inboxes: list[tuple[Lane, ZmqInbox | UnixInbox]] = []
         self._gatekeeper: Gatekeeper | None = None
@@ -147,10 +151,35 @@ class SocketTransport:
         if self._lowering is None:
             loop = asyncio.get_running_loop()
             self._lowering = loop.call_later(NAMED_S, lower_bulk_thread, self._other_threads)
+            self._looking = loop.call_later(LOOK_S, self._look_for_files)
         if self._gatekeeper is not None:
             self._gatekeeper.start()
         for _, inbox in self._inboxes:
             inbox.start(sink)
+
+    def _look_for_files(self) -> None:
+        """Connections outlive the files of the sockets by which they came; newcomers need them. Twice in a row: whoever
+        removes them has ended by then."""
+        is_gone = not all(path.exists() for path in self._paths)
+        try:
+            if is_gone and self._were_gone:
+                self._listen_again()
+        except (OSError, LaunchError, zmq.ZMQError) as error:
+            self.counters["files_gone"] += 1
+            self._note("files_gone", str(self._folder), f"who comes later does not reach this process: {error}")
+        self._were_gone = is_gone
+        self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look_for_files)
+
+    def _listen_again(self) -> None:
+        make_private(self._folder)
+        for path, (_, inbox) in zip(self._paths, self._inboxes, strict=False):  # those of this host come first
+            if path.exists():
+                continue
+            if isinstance(inbox, UnixInbox):
+                inbox.listen_again()
+            else:
+                inbox.listen_again(f"ipc://{path}")
+        _log.warning("%s was removed under this process; it is there again", self._folder)
 
     def joined(self) -> None:
         """The registry knows our own key now; from here on we speak under it."""
@@ -287,8 +316,9 @@ class SocketTransport:
         self._context.destroy(linger=0)
 
     def _close_inboxes(self) -> None:
-        if self._lowering is not None:
-            self._lowering.cancel()
+        for timer in (self._lowering, self._looking):
+            if timer is not None:
+                timer.cancel()
         for watch in self._watches:
             watch.close()
         self._watches.clear()

@@ -10,6 +10,7 @@ connection, and who it was goes into the audit log.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -46,6 +47,16 @@ class Door:
     async def open(self) -> None:
         """Listen. Raises LaunchError."""
         await self._http.start()
+        await self._listen()
+
+    async def open_again(self) -> None:
+        """Its file is gone: callers come in by a new one; those that are in stay. Raises LaunchError."""
+        former, self._server = self._server, None
+        if former is not None:
+            former.close()
+        await self._listen()
+
+    async def _listen(self) -> None:
         try:
             link = self._bound()
         except OSError as error:
@@ -186,3 +197,6 @@ class ControlServer:
             await asyncio.sleep(LOOK_EVERY_S)
             for door in self._doors:
                 door.look(loop.time())
+                if not door.path.exists() and door.path.parent.is_dir():  # the launcher makes the folder again
+                    with contextlib.suppress(LaunchError):  # the next look tries again
+                        await door.open_again()

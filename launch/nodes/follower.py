@@ -56,7 +56,10 @@ async def follow(config: RunConfig, options: LaunchOptions) -> Outcome:
     where = options.place.endpoint or options.rdzv_file
     Console().print(Text(f"node {options.place.rank} looks for node 0 at {where}"), soft_wrap=True)
     with RuntimeDir() as runtime:
-        async with join_meeting(options.place, runtime.path, options.job_key, options.rdzv_file, deadline) as meeting:
+        async with (
+            join_meeting(options.place, runtime.path, options.job_key, options.rdzv_file, deadline) as meeting,
+            runtime.kept([meeting.rdzv_path]),
+        ):
             return await _take_part(config, options, options.place, meeting, runtime.path, deadline)
 
 
@@ -70,7 +73,10 @@ async def follow_late(config: RunConfig | None, options: LaunchOptions) -> Outco
         check_own(config, reply.actors, options, reply.node)
         place = replace(options.place, rank=reply.node)
         Console().print(Text(f"this is node {reply.node} of the run at {place.endpoint or options.rdzv_file}"))
-        async with join_meeting(place, runtime.path, options.job_key, options.rdzv_file, deadline) as meeting:
+        async with (
+            join_meeting(place, runtime.path, options.job_key, options.rdzv_file, deadline) as meeting,
+            runtime.kept([meeting.rdzv_path]),
+        ):
             return await _take_part(config, options, place, meeting, runtime.path, deadline)
 
 

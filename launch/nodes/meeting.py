@@ -30,6 +30,8 @@ from ..worker_spec import WorkerSpec
 ATTACH_S = 10.0
 WORKER_ATTACH_S = 30.0
 CLOSE_S = 5.0
+FOLDER_S = 5.0
+"""How long an actor's process waits for the folder of sockets, which its launcher makes again (runtime_dir.py)."""
 POLL_S = 0.1
 NOWHERE = 1 << 30
 """Node number of a launcher that has none yet: it shares sockets with nobody."""
@@ -130,7 +132,10 @@ async def join_meeting(
 
 
 async def attach_worker(spec: WorkerSpec) -> Node:
-    """An actor's process joins."""
+    """An actor's process joins. Folders that were removed under the run are there again in a moment."""
+    deadline = time.monotonic() + FOLDER_S
+    while not (Path(spec.rdzv_path).exists() and _is_there(spec)) and time.monotonic() < deadline:
+        await asyncio.sleep(POLL_S)
     rdzv = Rendezvous.load(Path(spec.rdzv_path))
     return await Node.attach(
         name=spec.actor.name,
@@ -140,6 +145,15 @@ async def attach_worker(spec: WorkerSpec) -> Node:
         node_rank=spec.actor.node,
         timeout_s=WORKER_ATTACH_S,
     )
+
+
+def _is_there(spec: WorkerSpec) -> bool:
+    """The folder of the registry's sockets, if they are on this host."""
+    try:
+        rdzv = Rendezvous.load(Path(spec.rdzv_path))
+    except LaunchError:
+        return False
+    return rdzv.endpoints.node_rank != spec.actor.node or not rdzv.socket_dir or Path(rdzv.socket_dir).is_dir()
 
 
 def default_job_key() -> Path:

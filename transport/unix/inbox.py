@@ -101,6 +101,16 @@ class UnixInbox:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
+    def listen_again(self) -> None:
+        """Its file is gone: newcomers come in by a new one. Raises OSError."""
+        if self._is_stopped or self._loop is None:
+            return
+        fresh = make_listener(self._path)
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        self._listener = fresh
+        self._loop.add_reader(fresh.fileno(), self._accept)
+
     def forget(self, source: bytes) -> None:
         connection = self._connections.get(source)
         if connection is not None:

@@ -106,6 +106,13 @@ class ZmqInbox:
             budget = BULK_BUDGET if self._lane is Lane.BULK else BUDGET
             self._pump = Pump(self._socket, self._take, budget, self._turn)
 
+    def listen_again(self, endpoint: str) -> None:
+        """Its file is gone: newcomers come in by a new one. The old listener goes with the socket: ZeroMQ would remove
+        the new file with it. Raises zmq.ZMQError."""
+        if self._pump is not None and not self._socket.closed:
+            self._socket.bind(endpoint)
+            self._pump.look()
+
     def forget(self, source: bytes) -> None:
         self._unwrapping.forget(source)
 
