@@ -76,6 +76,10 @@ class TurnRenderer:
             ids = ids[ids.index(joint.mark) + 1 :]
         return np.asarray(ids, dtype=np.int32)
 
+    def end_mark(self) -> int | None:
+        """The token that the template ends a turn of the model with, if it is one of its own."""
+        return self._first_mark(self._text(ANSWERED, ()).partition(ANSWER)[2])
+
     def ends(self, replies: Sequence[Message], tools: Tools = ()) -> tuple[tuple[str, ...], str]:
         """Texts that may end a turn of the model before these replies, none where nothing does, and what the template
         writes behind the last turn of a conversation. Raises TemplateError, DataError as above."""

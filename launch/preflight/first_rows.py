@@ -20,7 +20,7 @@ from ...actors.workflows.demonstration import shown_turns
 from ...actors.workflows.turn_renderer import TurnRenderer
 from ...core.config import RunConfig
 from ...core.config.source import Source, parse_sources
-from ...core.errors import DataError, MyxaError
+from ...core.errors import DataError, ModelError, MyxaError
 from ...core.samples import Prompt
 from .finding import Finding
 from .interpreters import has_module
@@ -36,11 +36,30 @@ def row_findings(config: RunConfig) -> Iterator[Finding]:
         tokenizer = load_tokenizer(config.model.path, template_of(config.model.path, config.data))
     except MyxaError:
         return
-    write = partial(_write, tokenizer, TurnRenderer(tokenizer), is_learnt=config.algo.kind == "sft")
+    renderer = TurnRenderer(tokenizer)
+    yield from _end_findings(tokenizer, renderer)
+    write = partial(_write, tokenizer, renderer, is_learnt=config.algo.kind == "sft")
     for name, part in config.data.parts().items():
         key, layout = config.data.key_of(name), layout_of(config, part, config.reward, name)
         for source in () if layout.is_recorded else parse_sources(part.train):
             yield from _findings(source, layout, key, write, skips_bad=part.on_bad_line == "skip")
+
+
+def _end_findings(tokenizer: FolderTokenizer, renderer: TurnRenderer) -> Iterator[Finding]:
+    """A template for chats on a base model, whose answers would go on behind the end of the turn."""
+    try:
+        mark = renderer.end_mark()
+    except MyxaError:  # told of the template itself
+        return
+    if mark is None or mark in tokenizer.eos_token_ids:
+        return
+    error = ModelError(
+        f"the chat template of {tokenizer.template_place} ends turns with "
+        f"{tokenizer.decode([mark], skip_special=False)!r} (token {mark}), which is no end token of the model: "
+        "no answer ends there",
+        remedy="add it to eos_token_id of generation_config.json",
+    )
+    yield Finding("model.path", error, is_warning=True)
 
 
 def _findings(

@@ -233,11 +233,24 @@ def test_a3_first_rows_that_the_template_refuses_are_told_before_the_start(
         "model": {"path": str(tmp_path)}, "algo": {"kind": kind},
         "data": {"train": str(path), "preset": "chat", "chat_template_kwargs": {"enable_thinking": False}},
     }  # fmt: skip
-    (finding,) = row_findings(RunConfig.model_validate(raw))
+    (finding,) = (one for one in row_findings(RunConfig.model_validate(raw)) if not one.is_warning)
     assert (
         finding.key == "data.train"
         and f"{path}:2: " in str(finding.error)
         and str(tmp_path / "chat_template.jinja") in str(finding.error)
     )
     path.write_text(json.dumps({"messages": good, "label": "20"}) + "\n")
+    assert all(one.is_warning for one in row_findings(RunConfig.model_validate(raw)))
+
+
+def test_a3_a_template_whose_mark_ends_no_answer_is_told_before_the_start(tmp_path: Path) -> None:
+    plain(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"messages": CONVERSATIONS["answer"]}) + "\n")
+    raw = {"model": {"path": str(tmp_path)}, "algo": {"kind": "sft"}, "data": {"train": str(path), "preset": "chat"}}
+    (finding,) = row_findings(RunConfig.model_validate(raw))
+    assert finding.is_warning and "ends turns with '<|im_end|>'" in str(finding.error)
+    mark = load_tokenizer(tmp_path).encode("<|im_end|>")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [*mark]}))
     assert list(row_findings(RunConfig.model_validate(raw))) == []
