@@ -44,7 +44,9 @@ def parse_messages(value: object, key: str) -> tuple[Message, ...]:
     messages = cast("list[object]", value)
     if not messages:
         raise RowError(f'column "{key}" is an empty list', "fill it or leave the row out")
-    return tuple(_message(one, f'message {number} of "{key}"') for number, one in enumerate(messages, start=1))
+    return tuple(
+        _usual(one) or _message(one, f'message {number} of "{key}"') for number, one in enumerate(messages, start=1)
+    )
 
 
 def parse_json_messages(value: object) -> object:
@@ -97,15 +99,19 @@ def _holds_null(value: object) -> bool:
     return value is None
 
 
+def _usual(value: object) -> Message | None:
+    """A message that is role and text, as nearly all are."""
+    table = cast("dict[str, object]", value) if isinstance(value, dict) else {}
+    if list(table) != ["role", "content"]:
+        return None
+    role, content = table["role"], table["content"]
+    return Message(role=role, content=content) if role and isinstance(role, str) and isinstance(content, str) else None
+
+
 def _message(value: object, where: str) -> Message:
     if not isinstance(value, dict):
         raise RowError(f"{where} is not an object", 'write {"role": ..., "content": ...}')
-    given = cast("dict[str, Any]", value)
-    if list(given) == ["role", "content"] and type(given["role"]) is str and type(given["content"]) is str:
-        role, content = given["role"], given["content"]
-        if role:  # nearly all are like this one
-            return Message(role=role, content=content)
-    table = {key: one for key, one in given.items() if one is not None}
+    table = {key: one for key, one in cast("dict[str, Any]", value).items() if one is not None}
     if "from" in table and "value" in table and "role" not in table:
         table = _by_role(table, where)
     if media := [key for key in MEDIA_KEYS if table.get(key)]:

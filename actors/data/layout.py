@@ -247,7 +247,7 @@ def _value(columns: Columns, column: Column) -> Any:
     if not key:
         return None
     value: Any = columns.get(key)
-    if value is not None:
+    if value is not None or not (column.is_required or "." in key or key in columns):
         return value
     level: Any = columns
     path = [column.key] if column.key in columns else column.key.split(".")
