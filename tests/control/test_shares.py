@@ -28,6 +28,7 @@ from myxa.launch.nodes import agent as agent_module
 from myxa.launch.nodes.agent import Agent, AgentOptions
 from myxa.launch.run_dir import RunDir
 from myxa.launch.views.advice import Facts
+from myxa.launch.views.bottleneck import Filtered
 
 pytestmark = pytest.mark.asyncio
 MANY = Limits(num_connections=2 * MAX_AT_ONCE)
@@ -142,7 +143,7 @@ def evidence(**shares: float) -> Evidence:
     knobs = {"concurrency": KnobState(tunable=tunable, value=4, first=4)}
     facts = Facts(knobs=knobs, num_samples=4, max_running=1000)
     told = {"trainer/0": shares, "rollout/0": {"compute": 0.2, "wait-work": 0.8}}
-    return Evidence(told, facts, engines_are_full=False, version=3, is_running=True)
+    return Evidence(told, facts, engines_are_full=False, filtered=Filtered(), version=3, is_running=True)
 
 
 async def test_who_asks_for_suggestions_writes_nothing_and_takes_none_from_others(

@@ -9,6 +9,8 @@ from planned import RUN, Site, plan
 
 from myxa.actors.checkpoints.drafts import begin, writer_of
 from myxa.actors.checkpoints.folder import Manifest, commit, rank_file
+from myxa.actors.checkpoints.whose_model import identity_of
+from myxa.actors.models.hf_folder import read_config
 from myxa.core.file_entry import describe_file
 
 
@@ -23,8 +25,10 @@ def test_it_goes_on_as_it_began(
         partial = begin(folder, writer_of(extra))
         (partial / rank_file(0)).write_bytes(b"x")
         files = (describe_file(partial / rank_file(0)),)
+        model = identity_of(read_config(site.folder / "model"))
         commit(
-            folder, Manifest(format=1, model={}, world_size=1, num_updates=7, files=files, extra=extra, critic=critic)
+            folder,
+            Manifest(format=1, model=model, world_size=1, num_updates=7, files=files, extra=extra, critic=critic),
         )
     text = RUN.replace('kind = "grpo"', 'kind = "ppo"')
     text = text.replace("checkpoint_every = 10", f'checkpoint_every = 10\nresume = "{folder.name}"')
