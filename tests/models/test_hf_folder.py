@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -404,7 +405,7 @@ NORM = "model.norm.weight"
 BITS = {"float64": "<u8", "float32": "<u4", "float16": "<u2", "bfloat16": "<u2"}
 
 
-def one_weight(dtype: str, bits: Sequence[int]) -> NamedArray:
+def one_weight(dtype: str, bits: Sequence[int] | np.ndarray[Any, Any]) -> NamedArray:
     data = np.asarray(bits, dtype=BITS[dtype]).tobytes()
     spec = TensorSpec(name="model.norm.weight", dtype=dtype, shape=(len(bits),), offset=0, num_bytes=len(data))
     return NamedArray(spec=spec, data=memoryview(data))

@@ -9,7 +9,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
@@ -27,7 +27,7 @@ FACTS = {"version": "0.5.17", "context_length": 128, "max_running_requests": 8}
 HTML = b"<html><head><title>404 Not Found</title></head><body>nginx/1.25</body></html>"
 
 
-def answer(status: int, body: bytes | dict[str, object], kind: str = "application/json") -> bytes:
+def answer(status: int, body: bytes | Mapping[str, object], kind: str = "application/json") -> bytes:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
     return head.encode() + data

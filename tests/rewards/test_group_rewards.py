@@ -136,7 +136,7 @@ def test_a_function_with_another_signature_is_told_the_right_one(file: Path) -> 
     with pytest.raises(
         Exception, match=r"takes 2 values, and gets 1 -- it must look like: def rewards\(completions: Seq"
     ):
-        check_function(Named(f"{file}:rank", GROUP_REWARD, 0))
+        check_function(Named(f"{file}:rank", GROUP_REWARD, frozenset()))
 
 
 class Letters:

@@ -207,9 +207,9 @@ async def training(seed: int, folder: Path) -> Sim:
         await node.start(buffers[-1], "buffer")
 
     def buffer_killed() -> None:
-        opened = buffers[-1]._ledger if buffers else None
-        if opened is not None:
-            opened.close()
+        books = buffers[-1]._books if buffers else None
+        if books is not None:
+            books.ledger.close()
 
     async with Sim(seed, Net(delay_s=(0.0, 0.02))) as sim:
         await sim.node("buffer", open_buffer, on_crash=buffer_killed)

@@ -29,13 +29,23 @@ class Letters:
     template_place = "letters"
 
     def render_text(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[dict[str, Any]] = (),
+        goes_on: bool = False,
     ) -> str:
         text = "".join(f"{mark(self.roles[m.role])}{m.content}{mark(END)}" for m in messages)
         return text + mark(self.roles["assistant"]) if add_generation_prompt else text
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[dict[str, Any]] = (),
+        goes_on: bool = False,
     ) -> list[int]:
         return self.encode(self.render_text(messages, add_generation_prompt=add_generation_prompt, tools=tools))
 
