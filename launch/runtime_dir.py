@@ -8,7 +8,6 @@ too, the next launcher of this user removes it: each keeps a file in its folder 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import pwd
@@ -102,6 +101,8 @@ class RuntimeDir:
     async def kept(self, files: Sequence[Path]) -> AsyncGenerator[None]:
         """While this lasts, the folder and these files in it, as they are now, are made again when they are gone."""
         held = {path: path.read_bytes() for path in files if path.is_file()}
+        import asyncio  # commands start without it
+
         task = asyncio.get_running_loop().create_task(self._keep(held))
         try:
             yield
@@ -112,6 +113,8 @@ class RuntimeDir:
 
     async def _keep(self, held: Mapping[Path, bytes]) -> None:
         """What is gone twice in a row: whoever removes the folder has ended by then."""
+        import asyncio
+
         gone_before, told = False, ""
         while True:
             await asyncio.sleep(LOOK_S)

@@ -35,7 +35,7 @@ def breaking(engine: Any, *, times: int) -> Any:
 
 def saved(floor: Any, group_id: int) -> list[int]:
     """Tokens of each unfinished sample that the ledger has of a group."""
-    data = floor.buffer_actor._ledger.payload(group_id)
+    data = floor.buffer_actor._store.ledger.payload(group_id)
     return [] if data is None else [int(s.response_ids.size) for s in decode_partial(group_id, data)]
 
 
@@ -98,7 +98,7 @@ async def test_a_group_that_breaks_every_stream_is_given_up_by_name(
         async with asyncio.timeout(30):
             while (await floor.buffer.stats()).dropped.get(POISON, 0) < 1:
                 await asyncio.sleep(0.01)
-        row = floor.buffer_actor._ledger.find(0)
+        row = floor.buffer_actor._store.ledger.find(0)
         assert row is not None and row.reason == POISON and (await floor.buffer.stats()).dropped == {POISON: 1}
 
 

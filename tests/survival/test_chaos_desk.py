@@ -44,6 +44,9 @@ class Room:
     def agent(self, node: int) -> Room:
         return self
 
+    def signalled(self, name: str, number: int, who: str) -> None:
+        """The report of a failure is not looked at here."""
+
     async def signal_actors(self, names: tuple[str, ...], number: int) -> tuple[str, ...]:
         self.sent.append(number)
         if self.fails:
