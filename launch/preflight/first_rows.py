@@ -22,6 +22,7 @@ from ...core.config import RunConfig
 from ...core.config.source import Source, parse_sources
 from ...core.errors import DataError, ModelError, MyxaError
 from ...core.samples import Prompt
+from .chat_templates import template_findings
 from .finding import Finding
 from .interpreters import has_module
 
@@ -32,6 +33,8 @@ MAX_BYTES = 64 << 20
 
 def row_findings(config: RunConfig) -> Iterator[Finding]:
     """The first row of each source that the template refuses. Other faults of model and data are told elsewhere."""
+    if any(not finding.is_warning for finding in template_findings(config)):
+        return
     try:
         tokenizer = load_tokenizer(config.model.path, template_of(config.model.path, config.data))
     except MyxaError:

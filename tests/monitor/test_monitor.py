@@ -122,7 +122,7 @@ async def test_a_stuck_sink_never_blocks_the_handlers(tmp_path: Path) -> None:
         for _ in range(6000):
             await monitor.telemetry(Telemetry(metrics=(point,)))
         view = await monitor.snapshot()
-    assert view["monitor"]["bundles"] == 6000
+    assert view["monitor"]["bundles"] >= 6000  # its own come beside them
     assert view["monitor"]["bundles_refused"] > 1000
     release.set()
     await monitor.on_stop("end")
