@@ -80,7 +80,7 @@ class BufferThatComesBack(Buffer):
 
     async def on_start(self) -> None:
         await super().on_start()
-        sheet = await self.knobs()
+        sheet = self.knob_owner.sheet()
         self.at_first = {"epoch": sheet.epoch, **{state.tunable.name: state.value for state in sheet.knobs}}
 
 
