@@ -153,6 +153,7 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
                 raise
             self._close_for(refused(self._ledger_path, error))
         else:
+            self._books = books  # a change that is caught up with acts on it
             await catch_up(self.ctx, books.knobs)  # before the first draw: what was decided, but never came here
             self._begin_with(books)
         self.ctx.watch("rollout/")
