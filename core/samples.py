@@ -22,6 +22,8 @@ NO_VERSION = -1
 """Version stamp of tokens that no engine generated (tool replies, demonstrations)."""
 
 
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's thinking; the first is the one that templates read."""
 LOSS_KEYS = ("train", "weight", "loss_mask", "step_loss_mask", "loss")
 """Names that data sets have for whether a message is learnt: 1 or true, 0 or false."""
 

@@ -100,9 +100,9 @@ class RuntimeDir:
     @asynccontextmanager
     async def kept(self, files: Sequence[Path]) -> AsyncGenerator[None]:
         """While this lasts, the folder and these files in it, as they are now, are made again when they are gone."""
-        held = {path: path.read_bytes() for path in files if path.is_file()}
         import asyncio  # commands start without it
 
+        held = {path: path.read_bytes() for path in files if path.is_file()}
         task = asyncio.get_running_loop().create_task(self._keep(held))
         try:
             yield

@@ -16,6 +16,7 @@ import copy
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -153,7 +154,6 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
                 raise
             self._close_for(refused(self._ledger_path, error))
         else:
-            self._books = books  # a change that is caught up with acts on it
             await catch_up(self.ctx, books.knobs)  # before the first draw: what was decided, but never came here
             self._begin_with(books)
         self.ctx.watch("rollout/")
@@ -195,7 +195,7 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
             admission,
             filters=tuple(self._filters.by_name),
             limits=self._limits,
-            retune=self._retune,
+            retune=partial(self._retune, store),  # also while it is not in use yet: it catches up first
             stands_at=lambda: ledger.next_step - 1,
             clock=clock,
             telemetry=self._telemetry,
@@ -483,9 +483,9 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
 
     # ---- the operator
 
-    def _retune(self, values: Mapping[str, KnobValue], epoch: int) -> None:
+    def _retune(self, store: BufferStore, values: Mapping[str, KnobValue], epoch: int) -> None:
         with self._at_work("retune"):
-            overdue = self._store.retune(values, epoch)
+            overdue = store.retune(values, epoch)
         words = ", ".join(f"{name} {value}" for name, value in values.items())
         self._tell("retuned", f"{words}; {len(overdue)} groups dropped")
         self._polls.ring()

@@ -8,10 +8,9 @@ from typing import Any, cast
 import orjson
 from msgspec.structs import replace
 
-from ...core.samples import LOSS_KEYS, Message
+from ...core.samples import LOSS_KEYS, REASONING_KEYS, Message
 from .row_file import Columns, RowError, exact_json
 
-THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
 KNOWN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 MEDIA_KEYS = ("image", "images", "image_url", "video", "videos", "audio", "audios")
 """Of a message; the model would read their place holders as text."""
@@ -124,7 +123,7 @@ def _message(value: object, where: str) -> Message:
     if isinstance(content, list) and content:
         parts = tuple(_text_part(part, where) for part in cast("list[object]", content))
         content = "".join(part["text"] for part in parts)
-    if content is None and (calls or any(table.get(key) for key in THINKING_KEYS)):
+    if content is None and (calls or any(table.get(key) for key in REASONING_KEYS)):
         content = ""
     if not isinstance(content, str):
         raise RowError(f"{where} has no text as content", 'write {"role": ..., "content": ...}')

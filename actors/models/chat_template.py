@@ -17,7 +17,7 @@ import jinja2
 
 from ...core.config import DataSettings
 from ...core.errors import DataError, ModelError, TemplateError
-from ...core.samples import Message
+from ...core.samples import REASONING_KEYS, Message
 from .template_sandbox import NoDate, OverBudget, Sandbox, run
 from .tokenizer_files import (
     DEFAULT_NAME,
@@ -29,8 +29,6 @@ from .tokenizer_files import (
     read_tokenizer_files,
 )
 
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's thinking; the first is the one that templates read."""
 TO_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 PRINTED_PARTS = "{'type': 'text'"
 """What a template writes that takes content for a text, where it is a list of parts."""
