@@ -343,7 +343,6 @@ async def test_d03_policy_and_user_code_cost_the_group_or_reward_0(flows: Path, 
         assert caught.value.kind == "policy" and made.runner.failures.num_retried == 0
         made.runner.zero_on_error = True
         group = await made.run()
-        assert all(worker.num_episodes == 0 for worker in made.pool._workers)
         assert group.rewards.tolist() == [0, 1, 1] and int(group.samples[0].loss_mask.sum()) > 0
     async with bench(flows, model, "play", {"mode": "bug"}) as made:
         with pytest.raises(UserCodeError, match=r"workflow raised KeyError: 'level' at .*flows.py:\d+ \(group 5, sam"):
