@@ -55,6 +55,8 @@ class ColumnarFile:
         )
         self._batches: Iterator[tuple[int, Any]] | None = None
         self._batch: Any = None
+        self._is_valid = False
+        """The whole batch: a part of it takes as long to look at, where columns are nested."""
         self._first = 0
         self._rows: list[Columns] = []
         self._first_of_rows = 0
@@ -94,7 +96,8 @@ class ColumnarFile:
         return self._rows[at]
 
     def _to_python(self, batch: Any) -> list[Columns]:
-        batch.validate(full=True)
+        if not self._is_valid:
+            batch.validate(full=True)
         # Which is much slower, where no map is.
         return batch.to_pylist(maps_as_pydicts="strict") if self._has_maps else batch.to_pylist()
 
@@ -119,6 +122,11 @@ class ColumnarFile:
             if found is None:
                 raise DataError(f"{self._path}: ends before row {row}, but says that it has {self.num_rows}")
             self._first, self._batch = found
+            try:
+                self._batch.validate(full=True)
+                self._is_valid = True
+            except self._source.errors:
+                self._is_valid = False
 
 
 class _Parquet:

@@ -22,6 +22,7 @@ MAX_LINE_BYTES = 64 << 20
 BOM = b"\xef\xbb\xbf"
 CHUNK_BYTES = 1 << 20
 _SPACE = re.compile(r"[ \t\r\n]*")
+_COMMA = re.compile(r"[ \t\r\n]*,[ \t\r\n]*")
 _end_of = json.JSONDecoder().raw_decode
 
 
@@ -124,10 +125,7 @@ class _ArrayIndex:
         if self._text.startswith("\ufeff"):
             self._advance(1)
         self._expect("[")
-        while self._peek() != "]":
-            if offsets:
-                self._expect(",")
-                self._peek()
+        while self._goes_on(is_first=not offsets):
             line, offset = self._line, self._offset
             self._value()
             offsets.append(offset)
@@ -136,6 +134,19 @@ class _ArrayIndex:
         self._expect("]")
         if self._peek():
             raise self._wrong("something stands after the end of the JSON array", "write one array, or JSONL")
+
+    def _goes_on(self, *, is_first: bool) -> bool:
+        """Go to the next element, if there is one."""
+        comma = None if is_first else _COMMA.match(self._text, self._at)
+        if comma is not None and comma.end() < len(self._text):
+            self._advance(comma.end() - self._at)
+            return True
+        if self._peek() == "]":
+            return False
+        if not is_first:
+            self._expect(",")
+            self._peek()
+        return True
 
     def _peek(self) -> str:
         """The next character that is no white space; empty at the end of the file."""
@@ -172,7 +183,7 @@ class _ArrayIndex:
 
     def _advance(self, num_characters: int) -> None:
         passed = self._text[self._at : self._at + num_characters]
-        self._offset += len(passed.encode())
+        self._offset += len(passed) if passed.isascii() else len(passed.encode())
         self._line += passed.count("\n")
         self._at += num_characters
 
