@@ -413,5 +413,5 @@ class Leader:
         async with self._engines_turn(version):
             await self._ask("coordinator", lambda: self._coordinator.weights_offered(manifest))
 
-    async def _ask(self, who: str, send: Callable[[], Awaitable[T]]) -> T:
-        return await until_answered(send, who=who, clock=self._clock, log=self._ctx.log)
+    async def _ask(self, who: str, send: Callable[[], Awaitable[T]], *, waits_for_disk: bool = True) -> T:
+        return await until_answered(send, who=who, clock=self._clock, log=self._ctx.log, waits_for_disk=waits_for_disk)

@@ -120,7 +120,7 @@ class CheckpointRoom:
         return task
 
     @staticmethod
-    async def _ask(who: str, send: Callable[[], Awaitable[Any]]) -> Any:
+    async def _ask(who: str, send: Callable[[], Awaitable[Any]], *, waits_for_disk: bool = True) -> Any:
         return await send()
 
     async def ask(self, version: int) -> str:
