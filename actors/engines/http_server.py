@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 from aiohttp import web
 
 from ...core.errors import ConfigError, EngineError
 from ..http_guard import is_loopback
 from ..models.chat_template import PlainText
-from ..models.hf_folder import find_tokenizer
-from ..models.tokenizer import load_tokenizer
+from ..models.tokenizer import load_tokenizer, read_tokenizer
 from .embedded.engine import EmbeddedEngine, EmbeddedOptions
 from .engine_routes import EngineServer
 
@@ -116,7 +114,7 @@ async def _end_silent(runner: web.AppRunner, server: EngineServer) -> None:
 
 def _longest_token(folder: str | Path) -> int:
     """Characters of the vocabulary's longest token."""
-    vocabulary = tokenizers.Tokenizer.from_file(str(find_tokenizer(folder))).get_vocab(with_added_tokens=True)
+    vocabulary = read_tokenizer(folder).get_vocab(with_added_tokens=True)
     return max(map(len, vocabulary), default=1)
 
 

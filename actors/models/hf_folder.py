@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from ...core.errors import ModelError
 from ...core.file_entry import read_regular
 from ...core.protocols import NamedArray
 from .model_config import ModelConfig, parse_model_config, token_ids
-from .safetensors_file import open_safetensors, write_safetensors
+from .safetensors_file import open_safetensors, parse_json, write_safetensors
 
 __all__ = [
     "CONFIG",
@@ -57,6 +56,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
 )
 MAX_JSON_BYTES = 64 << 20
+MAX_TOKENIZER_BYTES = 128 << 20
 CHUNK = 1 << 20
 """Numbers that are looked at together."""
 FLOATS: Mapping[str, tuple[str, int]] = {
@@ -73,7 +73,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
     """A JSON object from a file of sane size. Raises ModelError naming the file."""
     try:
-        value: Any = json.loads(read_regular(path, MAX_JSON_BYTES))
+        value = parse_json(read_regular(path, MAX_JSON_BYTES))
     except FileNotFoundError as err:
         raise ModelError(f"{path} is missing", remedy=remedy) from err
     except (OSError, ValueError, RecursionError) as err:
@@ -273,13 +273,19 @@ def _shards(tensors: Sequence[NamedArray], max_bytes: int) -> list[list[NamedArr
 
 
 def copy_tokenizer(source: str | Path, target: str | Path) -> None:
-    """Copy the tokenizer files and `generation_config.json`. Raises ModelError if `source` has no `tokenizer.json`."""
-    root = Path(source)
+    """Copy the tokenizer files and `generation_config.json`. Raises ModelError if `source` has no `tokenizer.json`, or
+    one of them is no regular file or too large."""
+    root, into = Path(source), Path(target)
     if not (root / "tokenizer.json").exists():
         raise ModelError(f"{root / 'tokenizer.json'} is missing", remedy="point to the folder the model came from")
-    for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
-        if (root / name).exists() and root.resolve() != Path(target).resolve():
-            shutil.copyfile(root / name, Path(target) / name)
-    more = root / TEMPLATE_FOLDER
-    if more.is_dir() and root.resolve() != Path(target).resolve():
-        shutil.copytree(more, Path(target) / TEMPLATE_FOLDER, dirs_exist_ok=True)
+    if root.resolve() == into.resolve():
+        return
+    more = sorted(path.relative_to(root) for path in (root / TEMPLATE_FOLDER).glob("*.jinja"))
+    for name in (*map(Path, (*TOKENIZER_FILES, GENERATION_CONFIG)), *more):
+        if (root / name).exists():
+            try:
+                content = read_regular(root / name, MAX_TOKENIZER_BYTES)
+            except OSError as err:
+                raise ModelError(f"cannot read {root / name}: {err}", remedy="download the file again") from err
+            (into / name).parent.mkdir(exist_ok=True)
+            (into / name).write_bytes(content)

@@ -23,6 +23,8 @@ PLAIN_TYPES = ("qwen3", "qwen2", "llama")
 MAX_DIMENSION = 1 << 24
 """No honest size in a config is larger; guards against a file that would make us allocate the moon."""
 MAX_LAYERS = 1 << 10
+MAX_TOLD = 400
+"""Characters of a complaint: a value of the file stands in it."""
 MAX_TENSORS = 1 << 18
 """Weights of a whole model; listing more would fill the memory."""
 
@@ -173,7 +175,8 @@ class _Fields:
         self._place = place
 
     def fail(self, why: str, remedy: str = "mend the file, or use another model") -> ModelError:
-        return ModelError(f"{self._place}: {why}", remedy=remedy)
+        told = why if len(why) <= MAX_TOLD else f"{why[:MAX_TOLD]}..."
+        return ModelError(f"{self._place}: {told}", remedy=remedy)
 
     def get(self, key: str) -> Any:
         return self._source.get(key)
@@ -208,7 +211,9 @@ def token_ids(value: Any, place: str) -> tuple[int, ...]:
     values: list[Any] = [] if value is None else cast("list[Any]", value) if isinstance(value, list) else [value]
     for one in values:
         if not isinstance(one, int) or isinstance(one, bool) or one < 0:
-            raise ModelError(f"{place} must be a token id or a list of them, it is {value!r}", remedy="mend the file")
+            raise ModelError(
+                f"{place} must be a token id or a list of them, it is {value!r:.{MAX_TOLD}}", remedy="mend the file"
+            )
     return tuple(values)
 
 
@@ -220,6 +225,11 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
         raise fields.fail(
             f"model_type {model_type!r} is not known",
             remedy=f"use a model of type {', '.join(MODEL_TYPES)}",
+        )
+    if fields.get("auto_map"):
+        raise fields.fail(
+            "auto_map names code of the folder's own, which is not run",
+            remedy=f"take auto_map out if the model computes what others of type {model_type} do; use another if not",
         )
     for refuses in _REFUSALS:
         why = refuses(fields, str(model_type))
@@ -276,8 +286,8 @@ def _experts(fields: _Fields) -> dict[str, Any]:
         raise fields.fail(f"num_experts_per_tok = {chosen} of {num_experts} experts")
     layers, step = fields.size("num_hidden_layers"), fields.size("decoder_sparse_step", 1)
     listed: Any = fields.get("mlp_only_layers") or []
-    if not isinstance(listed, list):
-        raise fields.fail(f"mlp_only_layers must be a list, it is {listed!r}")
+    if not isinstance(listed, list) or len(cast("list[Any]", listed)) > layers:
+        raise fields.fail(f"mlp_only_layers must be a list of at most {layers} layers, it is {listed!r}")
     return {
         "num_experts": num_experts,
         "experts_per_token": chosen,

@@ -25,11 +25,14 @@ from ...core.file_entry import open_regular
 from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray
 
-MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+MAX_HEADER_BYTES = 16 << 20
+"""Names and places of 100,000 tensors; the format allows six times as many."""
 HEAD_BYTES = 8
 MAX_TENSORS = 1 << 18
 """Of one file; the largest models have a tenth of it in all their shards."""
+MAX_DIMENSIONS = 8
+MAX_COMMAS = 1 << 21
+"""Of a JSON text: each may part two empty lists, which take 64 bytes each."""
 
 DTYPES: Mapping[str, tuple[str, int]] = {
     "F64": ("float64", 8),
@@ -67,13 +70,24 @@ def open_safetensors(path: Path) -> Generator[dict[str, NamedArray], None, None]
             mapped.close()
 
 
+def parse_json(text: bytes) -> Any:
+    """The value of a JSON text of a folder that may be hostile. Raises ValueError, also for more values than a model
+    folder needs, and RecursionError for lists in lists without end."""
+    num_commas = text.count(b",")
+    if num_commas > MAX_COMMAS:
+        raise ValueError(f"it has {num_commas} commas, more than {MAX_COMMAS}")
+    return json.loads(text)
+
+
 def _tensors(path: Path, mapped: mmap.mmap) -> dict[str, NamedArray]:
     header_bytes = int.from_bytes(mapped[:HEAD_BYTES], "little")
     start = HEAD_BYTES + header_bytes
-    if header_bytes > MAX_HEADER_BYTES or start > len(mapped):
+    if start > len(mapped):
         raise _torn(path, f"its header would have {header_bytes} bytes, the file has {len(mapped)}")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise _torn(path, f"its header has {header_bytes} bytes, more than {MAX_HEADER_BYTES}")
     try:
-        header: Any = json.loads(mapped[HEAD_BYTES:start])
+        header = parse_json(mapped[HEAD_BYTES:start])
     except (ValueError, RecursionError) as err:
         raise _torn(path, f"its header is not JSON ({err})") from err
     if not isinstance(header, dict):
@@ -93,6 +107,8 @@ def _named(path: Path, name: str, entry: Any, data: memoryview) -> NamedArray:
     except (KeyError, TypeError, ValueError, OverflowError) as err:
         raise _torn(path, f"the entry of tensor {name} is malformed ({type(err).__name__}: {err})") from err
     num_bytes = item_bytes
+    if len(shape) > MAX_DIMENSIONS:
+        raise _torn(path, f"tensor {name} has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
     for length in shape:
         num_bytes *= length
     if min((0, *shape)) < 0 or not 0 <= first <= last <= len(data) or last - first != num_bytes:

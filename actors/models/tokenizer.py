@@ -7,23 +7,50 @@ light paths and the launcher may use it.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from ...core.errors import DataError, ModelError
+from ...core.file_entry import read_regular
 from ...core.samples import Message
 from .chat_template import ChatTemplate, PlainText, load_chat_template
-from .hf_folder import CONFIG, TOKENIZER, find_tokenizer, read_eos_token_ids, read_json
+from .hf_folder import CONFIG, MAX_TOKENIZER_BYTES, TOKENIZER, find_tokenizer, read_eos_token_ids, read_json
 from .tokenizer_files import TokenizerFiles, read_tokenizer_files
 
-MAX_TOKENIZER_BYTES = 128 << 20
+MAX_TOKENIZER_COMMAS = 1 << 22
+"""What the library makes of each while it reads takes 100 bytes; a vocabulary of 262,144 tokens has a third of it."""
 MAX_GROWTH = 1000
-"""A normalizer may make a text so many times longer."""
+"""A normalizer or decoder may make a text so many times longer."""
+TRIED_CHARS = 2048
+MAX_TRIED_SECONDS = 0.1
+"""For a text of one letter, repeated up to so often; honest files need a thousandth."""
+MAX_TRIED_LETTERS = 16
 
 Tools = Sequence[dict[str, Any]]
+
+
+class LibraryError(Exception):
+    """The tokenizers library cannot do it; for whatever is wrong in a file it raises Exception itself, or a panic."""
+
+
+@contextmanager
+def library_errors() -> Generator[None, None, None]:
+    """What the library raises becomes LibraryError; TypeError and OverflowError, for arguments, stay what they are."""
+    try:
+        yield
+    except (TypeError, OverflowError):
+        raise
+    except Exception as err:
+        raise LibraryError(str(err)) from err
+    except BaseException as err:
+        if type(err).__name__ != "PanicException":  # of pyo3_runtime, which cannot be imported
+            raise
+        raise LibraryError(str(err)) from err
 
 
 class FolderTokenizer:
@@ -72,9 +99,15 @@ class FolderTokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, nothing added; special tokens written out in the text are recognised."""
         try:
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            with library_errors():
+                ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError as err:  # lone surrogates have no bytes
             raise DataError(f"a text cannot be encoded: {err}", remedy="write it in valid Unicode") from err
+        except LibraryError as err:
+            raise DataError(
+                f"a text of {len(text)} characters cannot be encoded by the model's {TOKENIZER}: {err}",
+                remedy="mend the tokenizer, or leave the text out",
+            ) from err
         if self._beyond and not self._beyond.isdisjoint(ids):
             beyond = self._tokenizer.id_to_token(next(one for one in ids if one in self._beyond))
             raise DataError(
@@ -86,8 +119,9 @@ class FolderTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids. Raises DataError for an id that cannot be one; ids of padding rows decode to nothing."""
         try:
-            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
-        except (OverflowError, TypeError) as err:
+            with library_errors():
+                return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+        except (OverflowError, TypeError, LibraryError) as err:
             raise DataError(f"cannot decode token ids: {err}", remedy="ids are whole numbers from 0 on") from err
 
 
@@ -97,40 +131,93 @@ def load_tokenizer(folder: str | Path, template: ChatTemplate | PlainText | None
     Raises ModelError naming the file that is missing or broken.
     """
     root = Path(folder)
-    path = find_tokenizer(root)
-    try:
-        if path.stat().st_size > MAX_TOKENIZER_BYTES:
-            raise ModelError(f"{path} has more than {MAX_TOKENIZER_BYTES} bytes", remedy="download the file again")
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except ModelError:
-        raise
-    except Exception as err:  # the library raises bare Exception for whatever is wrong in the file
-        raise ModelError(f"cannot read {path}: {err}", remedy="download the file again") from err
-    _check_growth(path, tokenizer)
+    tokenizer = read_tokenizer(root)
     files = read_tokenizer_files(root)
     known = set(tokenizer.get_vocab(with_added_tokens=True))
     files.complete(tokenizer)
+    _check_pace(root / TOKENIZER, tokenizer)
     end_ids = load_eos_token_ids(root, tokenizer, files, known)
     beyond = _beyond_embedding(root, tokenizer, end_ids, files.assumed - known)
     template = load_chat_template(root) if template is None else template
     return FolderTokenizer(tokenizer, template, end_ids, beyond)
 
 
-def _check_growth(path: Path, tokenizer: tokenizers.Tokenizer) -> None:
-    """Raise ModelError for a normalizer that makes texts longer without measure."""
+def read_tokenizer(folder: str | Path) -> tokenizers.Tokenizer:
+    """The folder's `tokenizer.json` alone. Raises ModelError, also for one that is made to fill the memory."""
+    path = find_tokenizer(folder)
+    try:
+        content = read_regular(path, MAX_TOKENIZER_BYTES)
+        num_commas = content.count(b",")
+        if num_commas > MAX_TOKENIZER_COMMAS:
+            raise OSError(f"it has {num_commas} commas, more than {MAX_TOKENIZER_COMMAS}")
+        with library_errors():
+            tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    except (OSError, TypeError, LibraryError) as err:
+        raise ModelError(f"cannot read {path}: {err}", remedy="download the file again") from err
+    del content
+    _check_parts(path, tokenizer)
+    return tokenizer
+
+
+def _check_parts(path: Path, tokenizer: tokenizers.Tokenizer) -> None:
+    """Raise ModelError for a normalizer or decoder that makes texts longer without measure, and for ids by chance."""
     backend: Any = tokenizer
-    if backend.normalizer is None:
-        return
-    table = json.loads(backend.normalizer.__getstate__())
-    growth = 1.0
-    for one in table.get("normalizers", [table]):
-        if one.get("type") == "Replace":
-            pattern = one.get("pattern", {}).get("String", "")
-            growth *= max(1.0, len(one.get("content", "")) / max(1, len(pattern)))
-    if growth > MAX_GROWTH:
+    for name in ("normalizer", "decoder"):
+        growth = 1.0
+        for step in _steps(getattr(backend, name)):
+            pattern = step.get("pattern", {}).get("String", "") if step.get("type") == "Replace" else ""
+            growth *= max(1.0, len(step.get("content", "")) / max(1, len(pattern)))
+        if growth > MAX_GROWTH:
+            raise ModelError(
+                f"{path}: the {name} may make a text {growth:.0f} times longer", remedy="do not use this folder"
+            )
+    dropout = getattr(backend.model, "dropout", None)
+    if dropout:
         raise ModelError(
-            f"{path}: the normalizer may make a text {growth:.0f} times longer", remedy="do not use this folder"
+            f"{path}: the model has dropout {dropout}: the same text has other ids each time",
+            remedy=f'set "dropout": null in {TOKENIZER}',
         )
+
+
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    """Settings of a part of a tokenizer; of a sequence, those of all of its parts."""
+    waiting: list[Any] = [] if part is None else [json.loads(part.__getstate__())]
+    while waiting:
+        step = waiting.pop()
+        waiting += [*step.get("normalizers", ()), *step.get("pretokenizers", ()), *step.get("decoders", ())]
+        yield step
+
+
+def _check_pace(path: Path, tokenizer: tokenizers.Tokenizer) -> None:
+    """Raise ModelError for a pattern that takes longer for each character the longer the text is: it would hang.
+
+    Each letter is repeated twice as often until the limit, so that no trial takes much longer than the limit.
+    """
+    backend: Any = tokenizer
+    steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
+    patterns = [step["pattern"]["Regex"] for step in steps if "Regex" in step.get("pattern", {})]
+    if not patterns:
+        return
+    letters = dict.fromkeys(
+        "a 1\n." + "".join(letter for pattern in patterns for letter in pattern if letter.isalnum())
+    )
+    for letter in list(letters)[:MAX_TRIED_LETTERS]:
+        length = 16
+        while length <= TRIED_CHARS:
+            started, why = time.thread_time(), ""
+            try:
+                with library_errors():
+                    tokenizer.encode(letter * length + "\x00", add_special_tokens=False)
+            except LibraryError as err:
+                why = str(err)
+            took = time.thread_time() - started
+            if why or took > MAX_TRIED_SECONDS:
+                raise ModelError(
+                    f"{path}: a text of {length} times {letter!r} takes {took:.1f} s to cut into tokens"
+                    f"{why and ': '}{why}",
+                    remedy=f"do not use this folder: a pattern of its {TOKENIZER} can hang",
+                )
+            length *= 2
 
 
 def _beyond_embedding(

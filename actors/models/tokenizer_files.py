@@ -17,7 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from ...core.errors import ModelError
 from ...core.file_entry import read_regular
-from .hf_folder import CONFIG, TEMPLATE_FOLDER, TOKENIZER, read_json
+from .hf_folder import CONFIG, MAX_TOKENIZER_BYTES, TEMPLATE_FOLDER, TOKENIZER, read_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
@@ -287,7 +287,10 @@ def _class_name(root: Path, settings: Mapping[str, Any]) -> str:
 
 
 def _is_byte_level(path: Path) -> bool:
-    return b'"ByteLevel"' in path.read_bytes() if path.is_file() else False
+    try:
+        return path.exists() and b'"ByteLevel"' in read_regular(path, MAX_TOKENIZER_BYTES)
+    except OSError as err:
+        raise ModelError(f"cannot read {path}: {err}", remedy="download the file again") from err
 
 
 def _object(path: Path) -> dict[str, Any]:

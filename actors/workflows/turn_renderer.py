@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from ...core.errors import DataError
 from ...core.protocols import Tokenizer
 from ...core.samples import I32, Message, Prompt
 from .appending import ANSWER, ANSWERED, between, unfit
@@ -54,12 +55,17 @@ class TurnRenderer:
 
     def prompt(self, prompt: Prompt) -> I32:
         """Token ids int32 [P] of the prompt's messages, up to where the model begins to speak, or goes on with a turn
-        that the prompt ends with."""
+        that the prompt ends with. Raises DataError when the template refuses it or writes nothing."""
         messages, tools = prompt.messages, prompt.tools
         if messages and messages[-1].role == "assistant":
             ids = self._tokenizer.render(messages, add_generation_prompt=False, tools=tools, goes_on=True)
         else:
             ids = self._tokenizer.render(messages, add_generation_prompt=True, tools=tools)
+        if not ids:
+            raise DataError(
+                f"the chat template of {self._tokenizer.template_place} writes nothing of the prompt",
+                remedy="mend the template, or leave the row out",
+            )
         return np.asarray(ids, dtype=np.int32)
 
     def reply(self, messages: Sequence[Message], *, ended_by: int | None, tools: Tools = ()) -> I32:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 from ...actors.models.chat_template import template_of
-from ...actors.workflows.appending import QUESTION, roles_that_fit
+from ...actors.workflows.appending import roles_that_fit
 from ...core.config import RunConfig
 from ...core.errors import DataError, MyxaError, TemplateError
 from ...core.samples import Message
 from .finding import Finding
 
+ASKED = "Myxa7c1e04b9Question"
+"""What no template writes by itself."""
+
 
 def template_findings(config: RunConfig) -> Iterator[Finding]:
-    """A template that is missing, refuses a question, or cannot go on after a turn where the run has several."""
+    """A template that is missing, refuses a question or leaves it out, or cannot go on after a turn where the run has
+    several."""
     try:
         template = template_of(config.model.path, config.data)
     except MyxaError as error:
@@ -22,14 +26,12 @@ def template_findings(config: RunConfig) -> Iterator[Finding]:
         return
     render = partial(template.render, add_generation_prompt=True)
     try:
-        trouble = _refusal(render, (QUESTION,))
+        trouble = _trouble(render)
     except TemplateError as error:  # the template asks for a date
         yield Finding("data.date", error)
         return
     if trouble:
-        error = TemplateError(
-            f"the chat template of {template.place} refuses a question: {trouble}", remedy="mend the template"
-        )
+        error = TemplateError(f"the chat template of {template.place} {trouble}", remedy="mend the template")
         yield Finding("model.path", error)
     elif config.rollout.max_turns > 1 and not roles_that_fit(render):
         error = TemplateError(
@@ -40,9 +42,9 @@ def template_findings(config: RunConfig) -> Iterator[Finding]:
         yield Finding("rollout.max_turns", error)
 
 
-def _refusal(render: partial[str], messages: Sequence[Message]) -> str:
+def _trouble(render: partial[str]) -> str:
     try:
-        render(messages)
+        text = render((Message(role="user", content=ASKED),))
     except DataError as error:
-        return error.message
-    return ""
+        return f"refuses a question: {error.message}"
+    return "" if ASKED in text else f"leaves out what the user says: of a question it writes {text[:80]!r}"

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import socket
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -114,8 +115,9 @@ def by(flags: str) -> Row:
 
 def make_models(folder: Path) -> None:
     for name in (
-        "dated", "endless", "far_end", "many_layers", "nan_weights", "no_config", "no_end", "no_tokenizer", "no_weights",
-        "other_type", "piped_weights", "processor", "torn_weights",
+        "crowded_weights", "dated", "endless", "far_end", "many_layers", "nan_weights", "no_config", "no_end",
+        "no_tokenizer", "no_weights", "other_type", "own_code", "piped_weights", "processor", "slow_words", "speechless",
+        "throws_dice", "torn_weights",
     ):  # fmt: skip
         shutil.copytree(folder / "model", folder / name)
     (folder / "no_config/config.json").unlink()
@@ -126,6 +128,20 @@ def make_models(folder: Path) -> None:
     weights = (folder / "model/model.safetensors").read_bytes()
     (folder / "torn_weights/model.safetensors").write_bytes(weights[: len(weights) // 2])
     (folder / "many_layers/config.json").write_text(json.dumps({**config, "num_hidden_layers": 1 << 24}))
+    (folder / "own_code/config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "own.Model"}}))
+    crowded = json.dumps({f"w{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(300_000)})
+    (folder / "crowded_weights/model.safetensors").write_bytes(struct.pack("<Q", len(crowded)) + crowded.encode())
+    words = {
+        "type": "Split",
+        "pattern": {"Regex": "(?:1|a)+(?:a|1)+(?:1|a)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    tokens = json.loads((folder / "model/tokenizer.json").read_text())
+    (folder / "slow_words/tokenizer.json").write_text(json.dumps({**tokens, "pre_tokenizer": words}))
+    dice = {**tokens, "model": {**tokens["model"], "dropout": 0.5}}
+    (folder / "throws_dice/tokenizer.json").write_text(json.dumps(dice))
+    (folder / "speechless/chat_template.jinja").write_text("{{ messages[0].text }}")
     (folder / "piped_weights/model.safetensors").unlink()
     os.mkfifo(folder / "piped_weights/model.safetensors")
     (folder / "far_end/config.json").write_text(json.dumps({**config, "eos_token_id": 1_000_000}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import stat
 import struct
 import subprocess
@@ -27,6 +28,7 @@ from myxa.actors.models.hf_folder import (
 from myxa.actors.models.model_config import parse_model_config
 from myxa.actors.models.safetensors_file import open_safetensors, write_safetensors
 from myxa.actors.models.tiny import PRESETS, init_weights, make_tiny_model, tiny_config
+from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.core.errors import ModelError
 from myxa.core.messages import TensorSpec
 from myxa.core.protocols import NamedArray
@@ -286,6 +288,7 @@ def header(value: object, data: bytes = b"") -> bytes:
         struct.pack("<Q", 1 << 62) + b"{}",
         header(b"{not json}"),
         header([1, 2]),
+        header({"x": {"dtype": "F32", "shape": [1] * 9, "data_offsets": [0, 4]}}, bytes(4)),
         header({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"),
         header({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, bytes(8)),
         header({"x": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}}, bytes(8)),
@@ -376,12 +379,62 @@ def test_e10_numbers_beyond_all_bounds_in_a_header_are_refused(tmp_path: Path, n
         pass
 
 
-def test_e10_a_header_of_a_million_tensors_is_refused_by_its_count(tmp_path: Path):
-    header = json.dumps({f"w{i}": 0 for i in range(1_000_000)}).encode()
+TENSOR = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"{" + b",".join(b'"t%d":%b' % (i, TENSOR) for i in range(1_000_000)) + b"}", "bytes, more than 16777216"),
+        (b'{"a":[' + b"[]," * 5_000_000 + b"0]}", "commas, more than"),
+        (b"{" + b",".join(b'"%d":0' % i for i in range(1_000_000)) + b"}", "names 1000000 tensors, more than 262144"),
+        (b'{"a":{"dtype":"F32","shape":[' + b"1," * 999_999 + b'1],"data_offsets":[0,4]}}', "1000000 dimensions"),
+        (b'{"a":' * 60_000 + b"1" + b"}" * 60_000, "header is not JSON"),
+    ],
+    ids=["tensors", "lists", "names", "dimensions", "depth"],
+)
+def test_e10_a_header_without_measure_is_refused_before_it_fills_the_memory(tmp_path: Path, text: bytes, says: str):
     path = tmp_path / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", len(header)) + header)
-    with pytest.raises(ModelError, match="names 1000000 tensors"), open_safetensors(path):
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ModelError, match=says) as caught, open_safetensors(path):
         pass
+    assert len(str(caught.value)) < 1000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 300 << 10
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"]
+)
+def test_e10_a_json_file_of_millions_of_values_is_refused_before_it_fills_the_memory(tmp_path: Path, name: str):
+    make_tiny_model(tmp_path, "0p5m", seed=5)
+    (tmp_path / name).write_bytes(b'{"model":{"type":"BPE","x":[' + b"[]," * 5_000_000 + b"0]}}")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ModelError, match=rf"cannot read .*{name}: it has 5000001 commas, more than"):
+        if "tokenizer" in name:
+            load_tokenizer(tmp_path)
+        else:
+            arrays(tmp_path, read_config(tmp_path))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 300 << 10
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("key", ["mlp_only_layers", "eos_token_id", "layer_types", "hidden_act", "rope_scaling"])
+def test_e10_a_long_list_in_a_config_is_refused_at_once_and_in_few_words(folder: Path, key: str):
+    source = dict(read_config(folder).source) | EXPERTS | {key: [0.5] * 1_000_000}
+    with pytest.raises(ModelError, match=key) as caught:
+        parse_model_config(source, "config.json")
+    assert len(str(caught.value)) < 1000
+
+
+def test_e10_a_model_that_brings_its_own_code_is_refused(folder: Path):
+    source = dict(read_config(folder).source) | {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnModel"}}
+    with pytest.raises(
+        ModelError, match="auto_map names code of the folder's own, which is not run -- take auto_map out"
+    ):
+        parse_model_config(source, "config.json")
 
 
 @pytest.mark.parametrize(
@@ -397,6 +450,21 @@ def test_e10_more_experts_than_any_model_has_are_refused(folder: Path):
     experts = {"model_type": "qwen3_moe", "num_experts": 1 << 24, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
     with pytest.raises(ModelError, match="16777216 experts"):
         parse_model_config(dict(read_config(folder).source) | experts, "config.json")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", LINKS)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "additional_chat_templates/rag.jinja"])
+def test_e10_a_tokenizer_file_that_is_no_regular_file_is_neither_read_nor_copied(tmp_path: Path, kind: str, name: str):
+    source, target = tmp_path / "source", tmp_path / "target"
+    make_tiny_model(source, "0p5m", seed=5)
+    target.mkdir()
+    (source / name).parent.mkdir(exist_ok=True)
+    put_strange(source / name, kind)
+    with pytest.raises(ModelError, match=name.replace("/", ".")):
+        copy_tokenizer(source, target)
+    with pytest.raises(ModelError, match=name.replace("/", ".")):
+        load_tokenizer(source)
 
 
 # -- broken weights --------------------------------------------------------------------------------------------------

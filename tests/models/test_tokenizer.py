@@ -12,6 +12,7 @@ import pytest
 from myxa.actors.models.chat_template import ChatTemplate
 from myxa.actors.models.tiny import END_ID, PAD_ID, make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
+from myxa.actors.models.tokenizer_files import QWEN2_WORDS
 from myxa.core.errors import DataError, ModelError
 from myxa.core.samples import Message
 
@@ -188,3 +189,70 @@ def test_e06_a_token_that_the_model_cannot_have_is_refused(tmp_path: Path, name:
     path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **change}))
     with pytest.raises(ModelError, match=message):
         load_tokenizer(tmp_path)
+
+
+def with_part(folder: Path, **parts: object) -> Path:
+    make_tiny_model(folder, "0p5m", seed=5)
+    edit(folder / "tokenizer.json", **parts)
+    return folder
+
+
+def cut_by(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "s"}, "content": "s" * 1000}
+CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": ""}
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ({"pre_tokenizer": cut_by("(a+)+$|(sort|s|o|r|t)*x")}, "times 'a' takes .* retry-limit-in-match"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [cut_by("(q|qq)+$")]}}, "times 'q' takes"),
+        ({"pre_tokenizer": cut_by(r"(?:\s|a)+(?:a|\s)+(?:\s|a)+$")}, "times 'a' takes .* to cut into tokens -- "),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}}, "times 'a' takes"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [REPLACE] * 4}}, "the normalizer may make a text"),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [REPLACE] * 4}]}},
+            "the normalizer may make a text",
+        ),
+        ({"decoder": {"type": "Sequence", "decoders": [REPLACE] * 4}}, "the decoder may make a text"),
+        ({"normalizer": CHARSMAP}, "cannot read .*Cannot parse precompiled_charsmap"),
+        ({"pre_tokenizer": cut_by("((")}, "cannot read .* Oniguruma error"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "dropout": 0.5}}, "has dropout 0.5"),
+    ],
+)
+def test_e10_a_tokenizer_that_hangs_grows_or_panics_is_refused(tmp_path: Path, parts: dict[str, Any], says: str):
+    with pytest.raises(ModelError, match=says) as caught:
+        load_tokenizer(with_part(tmp_path, **parts))
+    assert str(tmp_path / "tokenizer.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {"normalizer": CHARSMAP | {"precompiled_charsmap": "CAAAAGFiY2RlZmdo"}},
+        {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<none>"}},
+        {"model": {"type": "Unigram", "vocab": [["a", -1.0]], "unk_id": None}},
+    ],
+)
+def test_e10_a_text_on_which_the_library_panics_is_a_data_error(tmp_path: Path, parts: dict[str, Any]):
+    ours = load_tokenizer(with_part(tmp_path, **parts))
+    with pytest.raises(DataError, match=r"a text of 8 characters cannot be encoded by the model's tokenizer\.json: "):
+        ours.encode("sort 123")
+
+
+def test_patterns_that_models_have_are_quick_enough(tmp_path: Path):
+    """Of Qwen2, GPT-2, Llama 3, GPT-4o and of numbers cut from the right."""
+    words = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rest = r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for pattern in (
+        QWEN2_WORDS,
+        r"'s|'t| ?\p{L}+| ?\p{N}+|\s+(?!\S)|\s+",
+        words + rest,
+        r"\p{N}{1,3}(?=(?:\p{N}{3})*\b)",
+    ):
+        load_tokenizer(with_part(tmp_path, pre_tokenizer=cut_by(pattern)))

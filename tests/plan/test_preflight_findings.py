@@ -318,6 +318,13 @@ def test_the_first_rows_of_data(tmp_path: Path) -> None:
         ("{{ raise_exception('no') }}", 1, "model.path", "the chat template of {file} refuses a question: "),
         ("{{ strftime_now('%Y') }}", 1, "data.date", "the chat template of {file} writes today's date (strftime_now)"),
         ("{{ 'a' * 10 ** 9 }}", 1, "model.path", "{file} refuses a question: "),
+        ("", 1, "model.path", "the chat template of {file} leaves out what the user says: of a question it writes ''"),
+        (
+            "{{ self._x }}Say 2.",
+            1,
+            "model.path",
+            "{file} leaves out what the user says: of a question it writes 'Say 2.'",
+        ),
         ("{% for %}", 1, "model.path", "{file}: the chat template does not compile"),
         (None, 1, "model.path", "has no chat template"),
     ],
