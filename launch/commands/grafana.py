@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import ConfigError
-from ..control.live_runs import find_run
 from .output import Verbs, add_run_flags, show
+from .which_run import note_of
 
 DASHBOARD = "dashboard.json"
 SCRAPE = "prometheus.yml"
@@ -27,7 +27,7 @@ def _grafana(options: argparse.Namespace) -> int:
     from ...actors.sinks.prometheus import PORT_FILE
     from ..views.grafana import dashboard, scrape_config
 
-    run_dir = Path(find_run(options.run_path).run_dir)
+    run_dir = Path(note_of(options).run_dir)
     try:
         port = int((run_dir / PORT_FILE).read_text())
     except (OSError, ValueError):

@@ -11,7 +11,7 @@ from ..control.client import ControlClient
 from ..control.live_runs import find_run
 from .explain import change_line
 from .output import Verbs, add_run_flags, show
-from .which_run import client_of
+from .which_run import client_of, client_or_folder
 from .whole import at_least
 
 
@@ -31,26 +31,14 @@ def add(verbs: Verbs) -> None:
 def _history(options: argparse.Namespace) -> int:
     if options.replay is not None:
         return _replay(options)
-    client = _remote(options.run_path)
-    if client is not None:
-        return _list_remote(options, client)
-    path = _log_of(options.run_path)
-    return _verify(options, path) if options.verify else _list(options, path)
-
-
-def _log_of(run: Path | None) -> Path:
     from ...actors.audit import AUDIT_FILE
 
-    folder = run if run is not None and run.is_dir() else Path(find_run(run).run_dir)
-    return folder / AUDIT_FILE
-
-
-def _remote(run: Path | None) -> ControlClient | None:
-    """A client for a run on another host, whose files are not here."""
-    if run is None or run.is_dir():
-        return None
-    client = ControlClient.of(run)
-    return client if client.note.is_remote else None
+    run: Path | None = options.run_path
+    found = run if run is not None and run.is_dir() else client_or_folder(options)
+    if isinstance(found, ControlClient) and found.note.is_remote:
+        return _list_remote(options, found)  # its files are not here
+    path = (found if isinstance(found, Path) else found.run_dir) / AUDIT_FILE
+    return _verify(options, path) if options.verify else _list(options, path)
 
 
 def _list_remote(options: argparse.Namespace, client: ControlClient) -> int:
@@ -93,6 +81,13 @@ def _verdict_text(told: dict[str, Any]) -> str:
     torn = "; the last line was never finished and does not count" if told["is_torn"] else ""
     head = f"; digest {told['head']['digest']}" if told["head"] else ""
     return f"{told['num_records']} records, the chain holds{torn}{head}"
+
+
+def _log_of(run: Path) -> Path:
+    from ...actors.audit import AUDIT_FILE
+
+    folder = run if run.is_dir() else Path(find_run(run).run_dir)
+    return folder / AUDIT_FILE
 
 
 def _replay(options: argparse.Namespace) -> int:

@@ -59,7 +59,10 @@ def _draw_kept(told: dict[str, Any]) -> RenderableType:
     from rich.text import Text
 
     lines = [line for group in told["groups"] for line in _kept_group(group)]
-    return Text("\n".join(lines) or "samples.jsonl has no such group: see monitor.samples_per_step, and its steps")
+    return Text(
+        "\n".join(lines)
+        or "samples.jsonl holds no such group: monitor.samples_per_step says how many of each step it gets"
+    )
 
 
 def _kept_group(group: dict[str, Any]) -> Iterator[str]:

@@ -8,10 +8,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import ConfigError, LaunchError
-from ..control.client import ControlClient
+from ...core.errors import ConfigError
 from .output import Verbs, add_run_flags, show
 from .stretch import stretch_s
+from .which_run import client_or_folder
 
 
 def add(verbs: Verbs) -> None:
@@ -26,7 +26,7 @@ def add(verbs: Verbs) -> None:
 
 
 def _trace(options: argparse.Namespace) -> int:
-    source = _source(options.run_path)
+    source = _source(options)
     import orjson  # slow to import, and the last thing needed
 
     from ...actors.sinks.chrome_trace import read_trace, trace_parts
@@ -51,15 +51,15 @@ def _trace(options: argparse.Namespace) -> int:
     return 0
 
 
-def _source(run: Path | None) -> Path:
+def _source(options: argparse.Namespace) -> Path:
     """The trace of a live run, written up to now; or that of a run that is over."""
-    try:
-        return Path(ControlClient.of(run).ask("trace")["file"])
-    except LaunchError:
-        path = run / "trace.json" if run is not None else None
-        if path is None or not path.exists():
-            raise
-        return path
+    found = client_or_folder(options)
+    if not isinstance(found, Path):
+        return Path(found.ask("trace")["file"])
+    path = found / "trace.json"
+    if not path.is_file():
+        raise ConfigError(f"there is no {path}", remedy="it is written with monitor.trace = true")
+    return path
 
 
 def _words(told: dict[str, Any]) -> str:

@@ -37,5 +37,11 @@ def client_or_folder(options: argparse.Namespace, *, view: bool = False) -> Cont
         return folder
 
 
+def folder_of(options: argparse.Namespace) -> Path:
+    """The folder of the run that the command means, whether the run goes on or is over. Raises LaunchError."""
+    found = client_or_folder(options)
+    return found if isinstance(found, Path) else found.run_dir
+
+
 def _command(options: argparse.Namespace) -> str:
     return shlex.join(["myxa", *getattr(options, "words", ())])

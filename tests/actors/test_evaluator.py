@@ -120,7 +120,7 @@ async def test_a_set_that_fails_is_named_and_the_others_are_told() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a05_rows_that_are_not_asked_are_told_with_the_result() -> None:
+async def test_a5_rows_that_are_not_asked_are_told_with_the_result() -> None:
     world = World(EvalSet(num_prompts=64))
     result = await world.evaluator.evaluate()
     assert result.num_left_out == 36

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -227,9 +228,29 @@ def test_entropy_bonus_pushes_entropy_up(draw):
 
 
 @pytest.mark.parametrize("correction", ["none", "behaviour", "decoupled", "tis", "icepop", "mis"])
-def test_opsm(draw, correction):
+def test_b_f4_off_policy_masking_looks_at_the_sampling_policy(draw, correction):
     config = ObjectiveConfig(correction=correction, minibatches=2, opsm_delta=0.05)
     check(draw(44, spread=0.8), config)
+
+
+@pytest.mark.parametrize(
+    ("correction", "minibatches"),
+    [(c, 2) for c in ("behaviour", "decoupled", "tis", "icepop", "mis")] + [("behaviour", 1), ("tis", 1)],
+)
+def test_b_f4_samples_that_the_engine_drew_far_from_the_policy_lose_their_tokens(draw, correction, minibatches):
+    """Also where the trainer's own weights did not move since, so that only the engine differs."""
+    some = draw(44)
+    config = ObjectiveConfig(correction=correction, minibatches=minibatches, opsm_delta=0.1, mis_low=1e-9)
+    count = len(some.live)
+    alike = replace(some, proximal=some.live, advantages=[-1.0] * count, mask=[1] * count)
+    normaliser = Normaliser(alike.num_tokens, alike.num_present, CONSTANT, 1.0)
+
+    def removed(gap):
+        apart = replace(alike, behaviour=[live + gap for live in some.live], leaves={})
+        batch = apart.batch(leave_out=("proximal_T",) if minibatches == 1 else ())
+        return float(policy_objective(batch, config, normaliser).sums["opsm_fraction"])
+
+    assert (removed(1.0), removed(0.05)) == (count, 0.0)
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])

@@ -217,7 +217,7 @@ async def test_trained_groups_come_back_with_the_trainer_s_log_probs(
 
 
 @pytest.mark.asyncio
-async def test_the_trainers_view_is_of_the_newest_steps(shop: Any) -> None:
+async def test_a7_the_trainers_view_is_of_the_newest_steps(shop: Any) -> None:
     """A7: once the shelf was full, those of the first steps stayed for ever."""
     async with shop.open(max_staleness=200) as desk:
         for step in range(12):

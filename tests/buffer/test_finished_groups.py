@@ -21,7 +21,7 @@ def told_of_steps(desk: Any) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.asyncio
-async def test_all_finished_groups_count_by_step(shop: Any, make_group: Callable[..., Group]) -> None:
+async def test_a6_all_finished_groups_count_by_step(shop: Any, make_group: Callable[..., Group]) -> None:
     async with shop.open(group_filter="zero_variance", max_staleness=8) as desk:
 
         async def put(*rewards: float) -> str:
@@ -89,7 +89,7 @@ def test_a_group_of_one_answer_has_no_spread_to_lack(make_group: Callable[..., G
 
 
 @pytest.mark.asyncio
-async def test_some_groups_of_each_step_can_be_read_later(shop: Any, make_group: Callable[..., Group]) -> None:
+async def test_f4_some_groups_of_each_step_can_be_read_later(shop: Any, make_group: Callable[..., Group]) -> None:
     """F4: kept ones when their step was trained, and at most half as many that the filter left out."""
     limits = BufferLimits(samples_per_step=4)
     async with shop.open(group_filter="zero_variance", max_staleness=50, batch_size=3, limits=limits) as desk:

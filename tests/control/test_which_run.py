@@ -31,7 +31,7 @@ def live_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         yield run_dir
 
 
-def test_only_a_run_of_this_folder_is_changed_without_a_name(
+def test_f5_only_a_run_of_this_folder_is_changed_without_a_name(
     live_note: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
@@ -52,7 +52,7 @@ def test_only_a_run_of_this_folder_is_changed_without_a_name(
         assert find_run(None, command="myxa down").run_dir == str(live_note)
 
 
-def test_two_runs_below_are_listed(live_note: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f5_two_runs_below_are_listed(live_note: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Path(short_base()) / f"{PREFIX}other"
     place.mkdir(mode=0o700)
     note = json.loads((Path(short_base()) / f"{PREFIX}test" / "control.json").read_text())

@@ -122,7 +122,7 @@ def test_a13_other_text_in_brackets_stays_text(tmp_path: Path, text: str) -> Non
     assert message.content == text
 
 
-def test_a05_all_held_out_rows_are_evaluated_and_those_left_out_are_told(
+def test_a5_all_held_out_rows_are_evaluated_and_those_left_out_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "h.jsonl"

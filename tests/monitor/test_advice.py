@@ -133,7 +133,7 @@ def test_time_that_nobody_accounts_for_is_told_apart_from_start_up() -> None:
     assert "does what nobody accounts for 10 %" in idleness("x", {"compute": 0.9, "other": 0.1}).sentence
 
 
-def test_no_more_rollout_actors_than_the_machine_has_room_for() -> None:
+def test_f2_no_more_rollout_actors_than_the_machine_has_room_for() -> None:
     """F2."""
     roomy = Facts(num_rollouts=2, cores=3, most_rollouts=3)
     assert advise(verdict("generation", 0.9), roomy).command == "myxa scale rollout=3"  # type: ignore[union-attr]
@@ -148,7 +148,7 @@ def test_no_more_rollout_actors_than_the_machine_has_room_for() -> None:
     assert advise(verdict("reward"), Facts(cores=2, num_rollouts=1, reward_workers=2)) is None
 
 
-def test_gpus_are_counted_as_scale_counts_them() -> None:
+def test_f2_gpus_are_counted_as_scale_counts_them() -> None:
     one = {"rollout": {"kind": "sglang", "devices": "0-3", "count": 2}, "trainer": {"devices": "4-5"}}
     config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "roles": one})
     specs = place(config, 1)
@@ -160,7 +160,7 @@ def test_gpus_are_counted_as_scale_counts_them() -> None:
     assert room_for_rollouts(on_cores, Present(place(on_cores, 2), (0, 1)), 2, 6) == (0, ""), "others have cores too"
 
 
-def test_all_views_show_the_same_line() -> None:
+def test_f2_all_views_show_the_same_line() -> None:
     known = facts(concurrency=48)
     reason = explain(STARVED, known, window_s=60)
     assert reason.to_try == what_to_try(judge(STARVED), known) == f"`myxa set concurrency=168`: {reason.remedy}"

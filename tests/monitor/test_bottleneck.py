@@ -203,7 +203,7 @@ def newest(**told: float) -> Shares:
         ({"groups": 100, "left_out": 0.9, "flat": 0.1, "reward_max": 1}, "see algo.group_filter"),
     ],
 )
-def test_a_filter_that_leaves_nothing_is_named_and_not_generation(told: dict[str, float], says: str) -> None:
+def test_f2_a_filter_that_leaves_nothing_is_named_and_not_generation(told: dict[str, float], says: str) -> None:
     """F2."""
     verdict = judge(THROWN_AWAY, filtered=Filtered.of(newest(**told)))
     assert verdict.bound == "filter"

@@ -35,5 +35,5 @@ def told(**algo) -> dict[str, str]:
          "k = x (k1), x = log pi - log reference; reference: the initial model"),
     ],
 )  # fmt: skip
-def test_f2_the_formula_has_the_numbers_of_the_run(algo, part, text):
+def test_b_f2_the_formula_has_the_numbers_of_the_run(algo, part, text):
     assert told(**algo)[part] == text

@@ -40,7 +40,7 @@ RUN = '[model]\npath = "m"\n[data]\ntrain = "t.jsonl"\n[roles.rollout]\nkind = "
         ("grpc_mode = true", "HTTP"),
     ],
 )
-def test_what_a_run_cannot_honour_is_refused_by_name(line: str, says: str, tmp_path: Path) -> None:
+def test_f6_what_a_run_cannot_honour_is_refused_by_name(line: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(RUN + line + "\n")
     key = line.partition(" ")[0]
@@ -49,13 +49,13 @@ def test_what_a_run_cannot_honour_is_refused_by_name(line: str, says: str, tmp_p
 
 
 @pytest.mark.parametrize("line", ["enable_lora = false", 'disaggregation_mode = "null"', "log_level = 'info'"])
-def test_what_switches_it_off_is_allowed(line: str, tmp_path: Path) -> None:
+def test_f6_what_switches_it_off_is_allowed(line: str, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(RUN + line + "\n")
     load_config(path)
 
 
-def test_a_plan_explains_slots_and_window() -> None:
+def test_f6_a_plan_explains_slots_and_window() -> None:
     config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "async": {"max_staleness": 2}})
     plan = staleness_of(config, 1)
     text = "\n".join(_staleness(plan))
@@ -68,7 +68,7 @@ def test_a_plan_explains_slots_and_window() -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"])
-def test_a_hub_name_is_told_with_the_command_that_downloads_it(
+def test_f6_a_hub_name_is_told_with_the_command_that_downloads_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -81,7 +81,7 @@ def test_a_hub_name_is_told_with_the_command_that_downloads_it(
             read_config(path)
 
 
-def test_defaults_are_known_by_key() -> None:
+def test_f6_defaults_are_known_by_key() -> None:
     assert default_at(RunConfig, "async.max_staleness") == RunConfig.model_fields["asynchrony"].default.max_staleness
     assert default_at(RunConfig, "roles.rollout.count") == 1
     assert default_at(RunConfig, "model.path") is None
@@ -104,7 +104,7 @@ def knob_of(name: str, key: str) -> KnobTable:
         ("concurency", 'did you mean "concurrency"'),
     ],
 )
-def test_a_key_that_is_no_knob_is_told_with_the_way_to_change_it(name: str, says: str) -> None:
+def test_f6_a_key_that_is_no_knob_is_told_with_the_way_to_change_it(name: str, says: str) -> None:
     config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
     room: Any = SimpleNamespace(config=config, run_dir=RunDir(Path("runs/sort-1")))
     with pytest.raises(ConfigError) as told:
@@ -114,7 +114,7 @@ def test_a_key_that_is_no_knob_is_told_with_the_way_to_change_it(name: str, says
         assert "`myxa resume runs/sort-1 --set algo.batch_size=...`" in told.value.remedy
 
 
-def test_the_package_is_a_program(tmp_path: Path) -> None:
+def test_f6_the_package_is_a_program(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "myxa", "--version"],
         capture_output=True,

@@ -124,7 +124,7 @@ def scaled(number: int, wall_s: float, detail: str, verb: str = "scale", version
                        arguments=asked, detail=detail)  # fmt: skip
 
 
-def test_marks_of_verbs_about_processes_are_at_the_step_when_they_took_effect() -> None:
+def test_f3_marks_of_verbs_about_processes_are_at_the_step_when_they_took_effect() -> None:
     """F3: the launcher, which notes them, knows no step."""
     joins = '{"joining": [{"name": "rollout/1", "node": 0}], "leaving": []}'
     records = [scaled(1, 25.0, joins), scaled(2, 65.0, '{"ending": "x"}', "down"), scaled(3, 5.0, "", "drain")]
@@ -139,7 +139,7 @@ def test_marks_of_verbs_about_processes_are_at_the_step_when_they_took_effect() 
     assert [change.step for change in placed(changes_of([scaled(1, 25.0, "cut", version=3)]), steps, [])] == [3]
 
 
-def test_a_scale_that_changes_nothing_is_not_drawn_as_a_change() -> None:
+def test_f3_a_scale_that_changes_nothing_is_not_drawn_as_a_change() -> None:
     """F3."""
     (change,) = changes_of([scaled(1, 5.0, '{"joining": [], "leaving": [], "is_done": true}')])
     assert (change.is_done, change.result) == (False, "nothing to do")

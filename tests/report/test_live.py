@@ -139,7 +139,7 @@ def test_the_pace_is_recent_and_starts_anew_after_a_restart() -> None:
 
 
 @pytest.mark.parametrize("seen", [[], [0, 0, 0], [0, 0, 300, 300]])
-def test_a_run_that_goes_on_is_as_fast_as_in_this_life(seen: list[int]) -> None:
+def test_f1_a_run_that_goes_on_is_as_fast_as_in_this_life(seen: list[int]) -> None:
     """F1: the steps of earlier lives were made in no time."""
     pace, now_s = Pace(), 0.0
     for version in (*seen, 300, 300):  # nobody knows the version, or the coordinator begins at 0
@@ -154,7 +154,7 @@ def test_a_run_that_goes_on_is_as_fast_as_in_this_life(seen: list[int]) -> None:
     assert pace.eta_s(400) == pytest.approx(950.0, rel=0.15)
 
 
-def test_a_coordinator_that_is_started_again_makes_no_run_fast() -> None:
+def test_f1_a_coordinator_that_is_started_again_makes_no_run_fast() -> None:
     """F1."""
     console, _ = screen()
     view = LiveView(console)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 
 from myxa.actors.group_text import MAX_CHARS, group_text
 from myxa.actors.sinks.jsonl import JsonlSink
@@ -18,6 +16,7 @@ from myxa.core.clock import SystemClock
 from myxa.core.messages import GroupText, Telemetry
 from myxa.core.samples import Group, Message, Prompt, Sample
 from myxa.core.sink import SinkContext
+from myxa.launch.cli import main
 from myxa.launch.views.report import write_report
 from myxa.launch.views.sample_log import Wanted, read_samples
 
@@ -57,7 +56,7 @@ def write(run_dir: Path, groups: list[GroupText], samples_bytes: int = 1 << 20) 
     sink.close()
 
 
-def test_any_step_can_be_read_and_held_out_answers_apart(tmp_path: Path) -> None:
+def test_f4_any_step_can_be_read_and_held_out_answers_apart(tmp_path: Path) -> None:
     groups = [told(step, 10 * step + i) for step in range(1, 6) for i in range(3)]
     groups += [told(4, 0, "held-out", eval_set="gsm"), told(4, 1, "held-out", eval_set="aime")]
     write(tmp_path, groups)
@@ -118,12 +117,6 @@ def test_samples_wait_within_bounds_while_the_monitor_is_away() -> None:
         assert len(msgspec.json.encode(buffer.drain())) < 1 << 20, "what one message may be"
 
 
-def myxa(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "myxa", *words]
-    env = {**os.environ, "XDG_RUNTIME_DIR": str(folder / "none")}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=folder, env=env)
-
-
 def ended_run(folder: Path) -> Path:
     run_dir = folder / "runs" / "sort-1"
     (run_dir / "logs" / "latest").mkdir(parents=True)
@@ -137,24 +130,49 @@ def ended_run(folder: Path) -> Path:
     return run_dir
 
 
-def test_verbs_that_show_answer_of_a_run_that_is_over_from_its_files(tmp_path: Path) -> None:
+def test_f4_verbs_that_show_answer_of_a_run_that_is_over_from_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = ended_run(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
+    monkeypatch.chdir(tmp_path)
+
+    def myxa(*words: str, code: int = 0) -> tuple[str, str]:
+        assert main(words) == code, capsys.readouterr().err
+        return capsys.readouterr()
+
     named = ("--run", str(run_dir))
-    shown = myxa("samples", "--step", "1", *named, folder=tmp_path)
-    assert shown.returncode == 0, shown.stderr
-    assert "step 1, group 1: kept, version 3" in shown.stdout
-    assert f"run sort-1 in {run_dir} is over: this is from its files" in shown.stderr
-    held_out = json.loads(myxa("samples", "--eval", "--json", *named, folder=tmp_path).stdout)
+    shown, said = myxa("samples", "--step", "1", *named)
+    assert "step 1, group 1: kept, version 3" in shown
+    assert f"run sort-1 in {run_dir} is over: this is from its files" in said
+    held_out = json.loads(myxa("samples", "--eval", "--json", *named)[0])
     assert [g["outcome"] for g in held_out["groups"]] == ["held-out"]
-    why = json.loads(myxa("why", "--json", *named, folder=tmp_path).stdout)
+    why = json.loads(myxa("why", "--json", *named)[0])
     assert why["bound"] == "training"
-    assert [row["state"] for row in json.loads(myxa("ps", "--json", *named, folder=tmp_path).stdout)] == ["ended"] * 2
-    assert myxa("logs", "rollout", "-n", "1", *named, folder=tmp_path).stdout == "two\n"
-    wrong = myxa("logs", "rolout", *named, folder=tmp_path)
-    assert wrong.returncode == 2
-    assert f"see {run_dir}/logs" in wrong.stderr
-    (tmp_path / "runs" / "latest").symlink_to("sort-1")
-    assert "sort-1" in myxa("ps", folder=tmp_path).stderr, "without a name the last one of this folder"
+    assert [row["state"] for row in json.loads(myxa("ps", "--json", *named)[0])] == ["ended"] * 2
+    assert myxa("logs", "rollout", "-n", "1", *named)[0] == "two\n"
+    assert f"see {run_dir}/logs" in myxa("logs", "rolout", *named, code=2)[1]
     page = write_report(run_dir, tmp_path / "report.html").read_text()
     assert "user: 2 + 2" in page
     assert 'href="#samples"' in page
+
+
+@pytest.mark.parametrize("verb", ["ps", "why", "samples", "history", "report", "trace"])
+def test_f4_without_a_name_the_last_run_of_this_folder_answers(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = ended_run(tmp_path)
+    (run_dir / "trace.json").write_text("[\n]\n")
+    (tmp_path / "runs" / "latest").symlink_to("sort-1")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
+    monkeypatch.chdir(tmp_path)
+    assert main([verb]) == 0, capsys.readouterr().err
+    assert f"run sort-1 in {run_dir} is over: this is from its files" in capsys.readouterr().err
+
+
+def test_f4_a_run_that_wrote_no_trace_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", "--run", str(ended_run(tmp_path))]) == 2
+    assert "trace.json -- it is written with monitor.trace = true" in capsys.readouterr().err

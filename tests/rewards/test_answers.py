@@ -61,12 +61,12 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("boxed", "label", "is_right"), NUMBERS)
-def test_numeric_judges_the_whole_of_a_box(boxed: str, label: str, is_right: bool) -> None:
+def test_b_f6_numeric_judges_the_whole_of_a_box(boxed: str, label: str, is_right: bool) -> None:
     assert score("numeric", rf"It is 17, so \boxed{{{boxed}}} follows.", label) == is_right
 
 
 @pytest.mark.parametrize(("boxed", "label", "is_right"), NUMBERS)
-def test_math_agrees_about_numbers(boxed: str, label: str, is_right: bool) -> None:
+def test_b_f6_math_agrees_about_numbers(boxed: str, label: str, is_right: bool) -> None:
     assert score("math", rf"It is 17, so \boxed{{{boxed}}} follows.", label) == is_right
 
 
@@ -87,7 +87,7 @@ ALGEBRA = [
 
 
 @pytest.mark.parametrize(("boxed", "label", "is_right"), ALGEBRA)
-def test_math_judges_the_whole_of_a_box(boxed: str, label: str, is_right: bool) -> None:
+def test_b_f5_math_judges_the_whole_of_a_box(boxed: str, label: str, is_right: bool) -> None:
     assert score("math", rf"It is 17, so $\boxed{{{boxed}}}$ follows.", label) == is_right
 
 
@@ -118,7 +118,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("text", "label", "is_right"), TEXTS)
-def test_whole_texts(text: str, label: str, is_right: bool) -> None:
+def test_b_f5_whole_texts(text: str, label: str, is_right: bool) -> None:
     assert (score("numeric", text, label), score("math", text, label)) == (is_right, is_right)
 
 
@@ -128,11 +128,13 @@ def test_whole_texts(text: str, label: str, is_right: bool) -> None:
         ("1234567", r"\boxed{1234567.0}", True), ("1234567", r"\boxed{1234568}", False), ("0.1", r"\boxed{0.10000001}", True), ("0.1", r"\boxed{0.101}", False),
     ],
 )  # fmt: skip
-def test_whole_numbers_are_met_exactly_and_others_within_a_millionth(label: str, text: str, is_right: bool) -> None:
+def test_b_f7_whole_numbers_are_met_exactly_and_others_within_a_millionth(
+    label: str, text: str, is_right: bool
+) -> None:
     assert score("numeric", text, label) == is_right
 
 
-def test_a_tolerance_that_is_given_is_for_whole_numbers_too() -> None:
+def test_b_f7_a_tolerance_that_is_given_is_for_whole_numbers_too() -> None:
     assert score("numeric", r"\boxed{1234568}", "1234567", tolerance=1e-6) == 1.0
     assert score("numeric", r"\boxed{1234568}", "1234567", absolute=1.0) == 1.0
     assert score("numeric", r"\boxed{1234568}", "1234567", tolerance=0.0) == 0.0
@@ -150,7 +152,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("text", "letter"), CHOICES)
-def test_choices(text: str, letter: str) -> None:
+def test_b_f8_choices(text: str, letter: str) -> None:
     assert [one for one in "ABCDE" if score("choice", text, one)] == [letter]
 
 
@@ -161,7 +163,7 @@ def test_choices(text: str, letter: str) -> None:
         "<answer>A B</answer>", "It is a cat", "A is not correct", "Options B and C are correct.", "either B or C", "The answer is not B", "答案是A或B", "answer: A/B", "Both are Bad", "the answer is a lot", "<think>the answer is A",
     ],
 )  # fmt: skip
-def test_no_choice_was_made(text: str) -> None:
+def test_b_f8_no_choice_was_made(text: str) -> None:
     assert [one for one in "ABCDEI" if score("choice", text, one)] == []
 
 
@@ -193,7 +195,7 @@ def test_a_pattern_is_looked_for_behind_the_thoughts_unless_it_speaks_of_them() 
     assert found(r"</think> Answer: 41", text) == 1.0
 
 
-def test_thoughts_may_be_left_in() -> None:
+def test_b_f8_thoughts_may_be_left_in() -> None:
     text = r"<think>maybe \boxed{42}</think> The answer is 41."
     for name in ("numeric", "math"):
         assert score(name, text, "42", strip_thinking=False) == 1.0
@@ -235,7 +237,7 @@ HOSTILE = [
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("boxed", HOSTILE, ids=range(len(HOSTILE)))
-def test_nothing_takes_longer_than_its_seconds(boxed: str) -> None:
+def test_b_f8_nothing_takes_longer_than_its_seconds(boxed: str) -> None:
     score("math", r"\boxed{x}", "x+1")  # imports
     begun = time.monotonic()
     assert score("math", rf"\boxed{{{boxed}}}", "x+42", seconds=1) == 0.0

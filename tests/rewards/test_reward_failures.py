@@ -67,7 +67,7 @@ def listened(file: Path, **settings: Any) -> tuple[Rewarder, list[tuple[str, str
 @pytest.mark.parametrize(
     ("on_error", "value", "then"), [("zero", 0.0, "its answer gets 0"), ("drop", None, "its group is lost")]
 )
-async def test_each_kind_of_failure_is_told_at_once_and_counted_later(
+async def test_a4_each_kind_of_failure_is_told_at_once_and_counted_later(
     file: Path, on_error: str, value: float | None, then: str
 ) -> None:
     made, told = listened(file, on_error=on_error, max_error_rate=1.0)
@@ -88,7 +88,7 @@ async def test_each_kind_of_failure_is_told_at_once_and_counted_later(
 
 
 @pytest.mark.asyncio
-async def test_groups_that_few_failed_calls_lose_count_against_the_run(file: Path) -> None:
+async def test_a4_groups_that_few_failed_calls_lose_count_against_the_run(file: Path) -> None:
     made, _ = listened(file, max_error_rate=0.1)
     for group in range(25):
         for index in range(8):
@@ -117,7 +117,7 @@ def test_causes_are_told_apart_by_type_and_line_not_by_value() -> None:
     assert kind_of_cause("returned 3 rewards for 4 answers") == kind_of_cause("returned 1 rewards for 4 answers")
 
 
-def test_the_console_says_each_cause_once_and_its_counts(tmp_path: Path) -> None:
+def test_a4_the_console_says_each_cause_once_and_its_counts(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
 
     def happened(kind: str, text: str, *, is_whole: bool = True) -> None:
@@ -161,7 +161,7 @@ def test_the_console_says_each_cause_once_and_its_counts(tmp_path: Path) -> None
         (torch.tensor(0.5), 0.5), (torch.tensor(True), 1.0), (torch.tensor(2), 2.0), (torch.tensor(0.5, dtype=torch.bfloat16), 0.5), (torch.tensor(0.5, requires_grad=True), 0.5),
     ],
 )  # fmt: skip
-def test_numbers_of_any_library_are_taken_exactly(returned: object, value: float) -> None:
+def test_f7_numbers_of_any_library_are_taken_exactly(returned: object, value: float) -> None:
     assert outcome_of(returned) == RewardOutcome(value)
     assert outcome_of({"reward": returned, "part": returned}) == RewardOutcome(value, {"part": value})
 
@@ -183,7 +183,7 @@ def test_what_is_no_finite_number_is_refused_by_name(returned: object, words: st
 
 
 @pytest.mark.timeout(300)
-def test_a_run_tells_what_its_reward_does_wrong_and_goes_on(tmp_path: Path) -> None:
+def test_a4_a_run_tells_what_its_reward_does_wrong_and_goes_on(tmp_path: Path) -> None:
     """`on_error = "zero"` lost the cause: no event, no line (A4)."""
     job = make_job(tmp_path)
     (tmp_path / "mine.py").write_text(

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "launch"
 GAUGES = {"ready": 3.0, "under_way": 8.0, "slots_used": 11.0, "slots_total": 64.0, "draw_wait_s": 900.0, "drawn": 5e4}
 
 
-def test_groups_slots_and_seconds_are_not_on_one_axis(tmp_path: Path) -> None:
+def test_f3_groups_slots_and_seconds_are_not_on_one_axis(tmp_path: Path) -> None:
     history = History(tmp_path)
     for second in range(3):
         values = {f"buffer/{name}": value for name, value in GAUGES.items()}
@@ -36,7 +36,7 @@ def test_groups_slots_and_seconds_are_not_on_one_axis(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["web/style.css", "views/report_style.jinja"])
-def test_charts_keep_their_letters_on_a_narrow_screen(file: str) -> None:
+def test_f3_charts_keep_their_letters_on_a_narrow_screen(file: str) -> None:
     style = (PACKAGE / file).read_text()
     narrow = re.search(
         r"@media \(max-width: (\d+)px\) \{ \.chart \{ overflow-x: auto; \} \.chart svg \{ min-width: (\d+)px", style
@@ -51,7 +51,7 @@ def test_charts_keep_their_letters_on_a_narrow_screen(file: str) -> None:
     assert all(11 * int(narrow[2]) / width >= 9 for width in widths), f"drawn {widths} wide, with letters of 11"
 
 
-def test_a_button_is_one_line() -> None:
+def test_f3_a_button_is_one_line() -> None:
     style = (PACKAGE / "web/style.css").read_text()
     (rule,) = re.findall(r"^button \{([^}]*)\}", style, re.MULTILINE)
     assert "white-space: nowrap" in rule
