@@ -37,9 +37,9 @@ from myxa.actors.engines.sglang_weights import DeviceRouteOptions, device_routes
 from myxa.actors.models.hf_folder import open_weights, read_config
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.torch_store import find_store
-from myxa.actors.weights.process_group import ChannelGroup
-from myxa.actors.weights.sender import DeviceWeightSender
-from myxa.actors.weights.staging import DTYPES
+from myxa.actors.weights.channels.process_group import ChannelGroup
+from myxa.actors.weights.channels.sender import DeviceWeightSender
+from myxa.actors.weights.channels.staging import DTYPES
 from myxa.core.host import boot_id
 from myxa.core.weight_channel import JoinRequest, SendOrder
 

@@ -48,7 +48,7 @@ class PlanReply(Record, frozen=True):
 
     fingerprint: str
     digest: str
-    """Of this version's bytes, see `actors/weights/digest.py`; empty: not computed."""
+    """Of this version's bytes, see `actors/weights/channels/staging.py`; empty: not computed."""
     buckets: tuple[Bucket, ...] = ()
     has_channel: bool = False
     """Whether the channel asked about stands, on the sender's side."""
@@ -104,7 +104,7 @@ class ShareRequest(Record, frozen=True):
 
 
 class ShareReply(Record, frozen=True):
-    """`payloads[bucket][rank]`: what each of the ranks is handed, base64 (see `actors/weights/cuda_ipc.py`)."""
+    """`payloads[bucket][rank]`: what each rank is handed, base64 (see `actors/weights/channels/cuda_ipc.py`)."""
 
     payloads: tuple[tuple[str, ...], ...]
     fingerprint: str = ""

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..actors.models.model_config import ModelConfig
-from ..actors.rollout.weight_senders import TrainerSenders
 from ..actors.trainer.canary import BOUNDS, CanaryOptions, precision_of
+from ..actors.weights.receive import TrainerSenders
 from ..core.actor import Actor
 from ..core.clock import Clock, SystemClock
 from ..core.config import RoleName, RunConfig
@@ -264,7 +264,7 @@ def _engine(
     if spec.kind == "sglang":
         return _sglang(spec, config, model, run_dir, senders)
     from ..actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-    from ..actors.weights.channel import ChannelReader
+    from ..actors.weights.channels.reader import ChannelReader
 
     options = EmbeddedOptions(
         max_running=engine.max_running,
@@ -284,9 +284,9 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     from ..actors.backends.torch_backend.world import Gang
     from ..actors.trainer.batch_functions import BatchFunctions
     from ..actors.trainer.knobs import step_values
-    from ..actors.trainer.leader_options import LeaderOptions
     from ..actors.trainer.standby import StandbyOptions
     from ..actors.trainer.step_plan import PlanOptions
+    from ..actors.trainer.train_loop import TrainLoopOptions
     from ..actors.trainer.trainer import Trainer, TrainerOptions
     from .composition.checkpoint_parts import checkpoint_options
     from .composition.gang_comms import gang_comms
@@ -313,7 +313,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         functions=BatchFunctions() if gang.rank else BatchFunctions.load(config.algo),
         takes_reference=bool(config.algo.ref_urls),
     )
-    leader = LeaderOptions(
+    leader = TrainLoopOptions(
         world_size=gang.world_size,
         num_steps=config.run.num_steps,
         plan=plan,

@@ -33,9 +33,9 @@ from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray
 from ..own_thread import in_own_thread
 from ..torch_store import find_store
-from ..weights.digest import buffer_mark, join_marks, padded_bytes
-from ..weights.plan import ITEM_BYTES
-from ..weights.process_group import ChannelGroup
+from ..weights.channels.plan import ITEM_BYTES
+from ..weights.channels.process_group import ChannelGroup
+from ..weights.channels.staging import buffer_mark, join_marks, padded_bytes
 from .embedded.engine import EmbeddedEngine
 from .route_bodies import json_response, read_body, version_of
 

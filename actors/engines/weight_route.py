@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from ...core.errors import EngineError, ModelError, RequestRefused, WeightsRefused
 from ...core.messages import WeightManifest
 from ..weights.beacon import Beacon
-from ..weights.disk import DiskWeightReader
+from ..weights.channels.disk import DiskWeightReader
 from .folder_check import check_folder
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")

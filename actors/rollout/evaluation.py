@@ -1,4 +1,7 @@
-"""Held-out prompts answered by one engine, and what came of it. Knows the group runner; touches no ledger."""
+"""Held-out prompts answered and judged by one engine, and canary prompts answered for comparison with the trainer.
+
+Neither touches the ledger. A canary has no workflow and no reward: one turn per prompt, tokens and log-probs only.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,17 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
 from ...algos.pass_rate import pass_rates
 from ...core.errors import EngineError
-from ...core.messages import Assignment, EvalRequest, EvalResult, GroupText
-from ...core.samples import Group
+from ...core.messages import Assignment, CanaryAnswers, EvalRequest, EvalResult, GroupText
+from ...core.protocols import Tokenizer
+from ...core.samples import Group, Prompt, Sample
 from ..group_text import group_text
+from ..workflows.episode import Episode, Interrupted, ModelAccess
 from .group_runner import GroupRunner
 from .judging import PooledScorer
 
@@ -104,3 +110,35 @@ def measured(groups: Sequence[Group], pass_reward: float) -> dict[str, float]:
         "response_length": sum(len(sample.response_ids) for sample in samples) / len(samples),
         "truncated_ratio": sum(sample.finish == "length" for sample in samples) / len(samples),
     }
+
+
+async def answer_canary(
+    model: ModelAccess, tokenizer: Tokenizer, request: EvalRequest, *, name: str, prefix: str
+) -> CanaryAnswers:
+    """One turn for every prompt, side by side; the first that fails ends the others. Raises what the engine raises,
+    DataError for a prompt that is too long, EngineError when the actor was told to stop.
+
+    `prefix`: makes the request ids unique among all that this actor sends, also for the same question asked again.
+    """
+    access = replace(model, sampling=request.sampling, request_prefix=prefix)
+
+    async def answer(prompt: Prompt, index: int) -> Sample:
+        episode = Episode(prompt=prompt, index=index, tokenizer=tokenizer, model=access)
+        try:
+            await episode.generate()
+        except Interrupted as err:
+            raise EngineError(
+                f"{name} was told to stop in the middle of a canary", remedy="ask another engine"
+            ) from err
+        return episode.sample()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            jobs = [
+                group.create_task(answer(prompt, index))
+                for prompt in request.prompts
+                for index in range(request.num_samples)
+            ]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return CanaryAnswers(rollout=name, samples=tuple(job.result() for job in jobs))

@@ -1,28 +1,36 @@
-"""Where a rollout actor's groups come from and go to: draws them while there is room, has each run, hands it back.
+"""A rollout actor's groups: drawn from the buffer while there is room, run, and returned to the buffer.
 
-Who waits for whom: the pull loop waits for room here, then for work in the buffer (long poll); each group's task waits
-for engine and rewards, then for the buffer's answer. The room may be changed while it goes on: less of it lets what
-runs end, and work that was on its way is handed back at once.
+The pull loop waits for room here, then for work in the buffer (long poll). Each group's task waits for engine and
+rewards, then for the buffer's answer. The room may change while groups run: with less room what runs ends as usual, and
+work that was on its way is returned at once.
 
-Tokens outlive the engine: a group whose stream broke is handed back with those it has, all of them are before this
-actor gives its engine up, and what lasts longer is told to the buffer from time to time, for an actor that is killed.
-
-Knows the buffer's contract and the group runner; must not know engines or weights.
+Tokens outlive the engine: a group whose stream broke is returned with its tokens; all groups are returned before this
+actor drops its engine; and long groups are copied to the buffer from time to time, in case the actor is killed.
+`GroupHandover` returns finished, interrupted and failed groups, also while the buffer restarts, and counts failures
+against the budget of errors.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
+from ...core.activity import TelemetryBuffer
 from ...core.actor import ActorContext
-from ...core.errors import CallError, DiskRefused, EngineError, MyxaError
-from ...core.messages import Assignment, DrawBlock, DrawRequest
-from ...core.samples import Sample
+from ...core.chaos import reached
+from ...core.clock import Clock
+from ...core.errors import CallError, DiskRefused, EngineError, MyxaError, UserCodeError
+from ...core.messages import Assignment, DrawBlock, DrawRequest, GroupDropped, GroupReturned
+from ...core.patience import until_answered
+from ...core.samples import Group, Prompt, Sample
 from ..contracts.roles import BufferContract
 from ..engine_versions import Weights
-from .group_handover import GroupHandover
-from .group_runner import GroupRunner, Partial
+from ..rewards.error_budget import GroupBudget
+from .gauges import GroupCounts
+from .group_runner import GroupRunner, Partial, drop_reason
+from .judging import PooledScorer
 from .time_booking import RolloutTime
 
 POLL_S = 5.0
@@ -240,3 +248,116 @@ class GroupPull:
 
 def _num_tokens(samples: Sequence[Sample]) -> int:
     return sum(int(sample.response_ids.size) for sample in samples)
+
+
+R = TypeVar("R")
+
+
+class GroupHandover:
+    """One rollout actor's way to the buffer."""
+
+    def __init__(
+        self,
+        name: str,
+        buffer: BufferContract,
+        *,
+        scorer: PooledScorer,
+        max_error_rate: float,
+        max_outage_s: float,
+        telemetry: TelemetryBuffer,
+        clock: Clock,
+        log: logging.Logger,
+    ) -> None:
+        """`max_error_rate`: share of groups that may be lost to the workflow or the engine. `max_outage_s`: for so long
+        all of them may be lost to their environments."""
+        self._name = name
+        self._buffer = buffer
+        self._scorer = scorer
+        self._budget = GroupBudget(max_error_rate, max_outage_s)
+        self._telemetry = telemetry
+        self._clock = clock
+        self._log = log
+        self.counts = GroupCounts()
+        self._broke: EngineError | None = None
+        """What a group was failed with since that was judged last."""
+        scorer.listen(self._tell)
+
+    def _tell(self, kind: str, text: str) -> None:
+        self._log.warning("%s: %s", kind, text)
+        self._telemetry.event(kind, text)
+
+    def allow(self, max_error_rate: float) -> None:
+        """Another share of lost groups, and of failed reward calls, from now on."""
+        self._budget.max_rate = max_error_rate
+        self._scorer.allow(max_error_rate)
+
+    async def deliver(self, group: Group, attempt: int) -> None:
+        """A finished group."""
+        self._budget.note(None)
+        reached("rollout.put")
+        result = await self._ask(lambda: self._buffer.put_group(group, attempt, self._name))
+        if result.outcome not in ("ready", "filtered"):
+            self._log.info("group %d: %s %s", group.group_id, result.outcome, result.reason)
+        self.counts.num_groups += 1
+
+    async def give_back(self, assignment: Assignment, partial: Partial) -> None:
+        """A group to be continued elsewhere."""
+        returned = GroupReturned(
+            group_id=assignment.prompt.group_id,
+            attempt=assignment.attempt,
+            rollout=self._name,
+            partial=partial.samples,
+            has_died=partial.cause is not None,
+        )
+        await self._ask(lambda: self._buffer.return_group(returned))
+
+    async def save(self, assignment: Assignment, samples: tuple[Sample, ...]) -> None:
+        """Tell what there is of a group that goes on here. Raises CallError when the buffer does not
+        hear, DiskRefused when it cannot keep them."""
+        await self._buffer.return_group(
+            GroupReturned(
+                group_id=assignment.prompt.group_id,
+                attempt=assignment.attempt,
+                rollout=self._name,
+                partial=samples,
+                goes_on=True,
+            )
+        )
+
+    def note_break(self, assignment: Assignment, partial: Partial) -> None:
+        """The engine failed a group, which goes on elsewhere."""
+        self._broke = partial.cause
+        self.counts.num_breaks += 1
+        num_tokens = sum(int(sample.response_ids.size) for sample in partial.samples)
+        text = f"group {assignment.prompt.group_id} goes on elsewhere with {num_tokens} tokens: {partial.cause}"
+        self._log.error("group-broken: %s", text)
+        self._telemetry.event("group-broken", text)
+
+    def judge_breaks(self) -> None:
+        """The engine lives on after it failed some groups at a time, which counts as one. Raises what the budget raises
+        when that comes too often: then it is the engine."""
+        broke, self._broke = self._broke, None
+        if broke is not None:
+            self._budget.note(broke)
+
+    async def drop(self, assignment: Assignment, err: MyxaError) -> None:
+        """A group that failed. Raises UserCodeError or what the budget raises when too many did."""
+        self.counts.num_errors += 1
+        prompt: Prompt = assignment.prompt
+        self._log.error("group %d (row %d) dropped: %s", prompt.group_id, prompt.row, err)
+        self._telemetry.event("group-dropped", f"group {prompt.group_id}: {err}")
+        dropped = GroupDropped(
+            group_id=prompt.group_id,
+            attempt=assignment.attempt,
+            rollout=self._name,
+            reason=drop_reason(err),
+            detail=str(err)[:2000],
+        )
+        await self._ask(lambda: self._buffer.drop_group(dropped))
+        if text := self._scorer.too_many_errors:
+            raise UserCodeError(text.removesuffix(f" -- {err.remedy}"), remedy=err.remedy)
+        self._budget.note(err, self._clock.monotonic())
+
+    async def _ask(self, send: Callable[[], Awaitable[R]]) -> R:
+        """Keyed or idempotent calls, repeated while the buffer is restarting: the group in hand must not be lost."""
+        return await until_answered(send, who="buffer", clock=self._clock, log=self._log)

@@ -1,7 +1,9 @@
-"""From an assignment to a finished group: workflows side by side, each sample rewarded as soon as it is finished,
-or all of them together once the last one is.
+"""From an assignment to a finished group: workflows run side by side, and each sample is rewarded as soon as it is
+finished, or all of them together once the last one is.
 
-Knows workflows, rewards and the engine's contract; knows nothing of the ledger, of admission or of other actors.
+`GroupSoFar` is what a running group has at any moment, for another actor that must continue it. `Stretches` records
+when the first and the last member of a group reached each stage, for the trace. Knows workflows, rewards and the
+engine's contract; the ledger, admission and other actors are not known here.
 """
 
 from __future__ import annotations
@@ -9,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -39,6 +42,7 @@ from ...core.flow_sampling import Hop
 from ...core.messages import Assignment, DropReason
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
 from ...core.samples import I32, Group, Prompt, Sample
+from ..stream_checks import checked_sample
 from ..user_call import TookTooLong, UserRaised, within
 from ..user_code import what_was_raised
 from ..workflows.context import Workflow, WorkflowContext
@@ -47,10 +51,7 @@ from ..workflows.failures import FAILURE_KINDS, RETRIED
 from ..workflows.pool import EpisodeStart, TokensSoFar, WorkflowPool
 from ..workflows.stream_end import closing
 from ..workflows.turn_renderer import TurnRenderer
-from .group_so_far import GroupSoFar
-from .group_stretches import Stretches
 from .judging import Outcome, Reference, Scorer
-from .sample_checks import checked_sample
 
 T = TypeVar("T")
 
@@ -580,3 +581,73 @@ def drop_reason(error: MyxaError) -> DropReason:
     if isinstance(error, MemberFailed) and error.kind not in RETRIED:
         return "policy-error"
     return next(reason for kind, reason in _REASONS if isinstance(error, kind))
+
+
+class HasTokens(Protocol):
+    """An episode, wherever it runs."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing of it."""
+        ...
+
+    def so_far(self) -> Sample:
+        """The record of everything so far."""
+        ...
+
+
+class GroupSoFar:
+    """See the module's head."""
+
+    def __init__(self, recorded: dict[int, Sample]) -> None:
+        """`recorded`: index -> what an earlier attempt left."""
+        self._recorded = recorded
+        self._episodes: dict[int, HasTokens] = {}
+        self._finished: dict[int, Sample] = {}
+
+    def begun(self, index: int, episode: HasTokens) -> None:
+        """That member is in the making."""
+        self._episodes[index] = episode
+
+    def finished(self, sample: Sample) -> None:
+        """That member is whole."""
+        self._finished[sample.index] = sample
+
+    def again(self, index: int) -> None:
+        """That member begins anew: what it has is of no use."""
+        self._recorded.pop(index, None)
+        self._episodes.pop(index, None)
+
+    def of(self, index: int) -> Sample | None:
+        """What there is of an unfinished member; None: nothing."""
+        episode = self._episodes.get(index)
+        return None if episode is None or episode.is_empty else episode.so_far()
+
+    def samples(self) -> tuple[Sample, ...]:
+        """Members with at least one token, finished or not."""
+        begun = {i: e.so_far() for i, e in self._episodes.items() if not e.is_empty}
+        known = self._recorded | begun | self._finished
+        return tuple(known[index] for index in sorted(known) if known[index].response_ids.size)
+
+
+class Stretches:
+    """Of one group."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.found: dict[Hop, tuple[float, float]] = {}
+        """Hop -> begin and end on the monotonic clock."""
+
+    @contextmanager
+    def of(self, hop: Hop) -> Generator[None]:
+        """A member is there."""
+        began_s = self._clock.monotonic()
+        try:
+            yield
+        finally:
+            first_s = self.found[hop][0] if hop in self.found else began_s
+            self.found[hop] = (min(first_s, began_s), self._clock.monotonic())
+
+    def wall_s(self, monotonic_s: float) -> float:
+        """That moment on the wall clock."""
+        return self._clock.wall() - self._clock.monotonic() + monotonic_s

@@ -1,27 +1,29 @@
-"""The rollout role: pulls groups from the buffer, has them generated and rewarded, hands them back.
+"""The rollout role: pulls groups from the buffer, has them generated and rewarded, and returns them.
 
-Knows the contracts of buffer, coordinator and engine; knows no concrete engine. Who waits for whom:
-
-    groups         see `group_pull.py`
-    weight update  prepare (beside the old weights) -> commit (between two tokens); generation goes on meanwhile
+    groups         `group_pull.py`
+    weight update  `weights/receive.py`: prepare (beside the old weights) -> commit (between two tokens); generation
+                   continues meanwhile
 
 An actor serves nothing before its first commit: the coordinator brings every engine to the trainer's version first,
-so that what an engine calls version v is what the trainer calls version v, whatever folder it was started from.
+so that what an engine calls version v is what the trainer calls version v, whatever folder it was started from. It
+reports to the coordinator when its engine is up, and again to a coordinator that restarted (`CoordinatorReport`). Knows
+the contracts of buffer, coordinator and engine; no concrete engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import MailboxPolicy, PeerEvent
+from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
 from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
-from ...core.engine_profile import EngineTrace
+from ...core.engine_profile import EngineTrace, ProfilesItself
 from ...core.errors import CallError, EngineError, EngineLied
 from ...core.flow_sampling import Hop
 from ...core.knobs import KnobChange, KnobVote
@@ -32,32 +34,29 @@ from ...core.messages import (
     EvalResult,
     SamplingParams,
     WeightAck,
+    WeightChannel,
     WeightManifest,
 )
+from ...core.patience import until_answered
 from ...core.protocols import Engine, PausesAsTold, Tokenizer
 from ...core.samples import NO_VERSION
 from ...core.weight_channel import WeightProgress
-from ..contracts.roles import BufferContract, MonitorContract
+from ..contracts.roles import BufferContract, CoordinatorContract, MonitorContract, RolloutContract
 from ..engine_versions import ALWAYS_NEWEST, Weights
 from ..knobs.owner import KnobOwner, OwnsKnobs
 from ..knobs.process import process_knobs
+from ..stream_checks import StreamChecks
 from ..telemetry import ReportPace, report_forever
+from ..weights.receive import EngineWeights, channel_refusal
 from ..workflows.context import Workflow
 from ..workflows.episode import Generate, ModelAccess
 from ..workflows.pool import WorkflowPool
-from .canary_answer import answer_canary
-from .channel_reach import ReachedByChannels
-from .engine_profile import profile_engine
-from .engine_weights import EngineWeights
-from .evaluation import Evaluation
+from .evaluation import Evaluation, answer_canary
 from .gauges import gauge_forever
-from .group_handover import GroupHandover
-from .group_pull import GroupPull
+from .group_pull import GroupHandover, GroupPull
 from .group_runner import GroupRunner, NoEngine
 from .judging import PooledScorer, Reference, ScorerAndReference
 from .knobs import RolloutLive, crowding, rollout_knobs
-from .reporting_in import ReportingIn
-from .stream_checks import StreamChecks
 from .tenant import RolloutTenant, Tenancy, require
 from .time_booking import RolloutTime
 
@@ -91,7 +90,7 @@ class RolloutOptions:
     """A member that fails by its policy gets reward 0."""
 
 
-class Rollout(OwnsKnobs, ReachedByChannels):
+class Rollout(OwnsKnobs, RolloutContract):
     """One engine and the groups that use it. See the module's head."""
 
     mailbox = MailboxPolicy(size=4096)
@@ -115,7 +114,7 @@ class Rollout(OwnsKnobs, ReachedByChannels):
         self._scorer = scorer if reference is None else ScorerAndReference(scorer, reference)
         self._reference = reference
         self._tokenizer = tokenizer
-        self._options, self._run_dir = options, options.run_dir
+        self._options = options
         self._clock = clock
         self._version = NO_VERSION
         self._serving = asyncio.Event()
@@ -138,7 +137,7 @@ class Rollout(OwnsKnobs, ReachedByChannels):
         self._meter = ActivityMeter(self.ctx.name, self._clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
         self._buffer = self.ctx.ref(BufferContract, "buffer")
-        self._reporting = ReportingIn(self.ctx, self._report)
+        self._reporting = CoordinatorReport(self.ctx, self._report)
         self._handover = GroupHandover(
             self.ctx.name,
             self._buffer,
@@ -271,7 +270,7 @@ class Rollout(OwnsKnobs, ReachedByChannels):
 
     def _set_up(self, runner: GroupRunner) -> None:
         """What the runner does beside generating."""
-        runner.reference, runner.run_name = self._reference, Path(self._run_dir).name
+        runner.reference, runner.run_name = self._reference, Path(self._options.run_dir).name
         runner.zero_on_error, runner.on_failure = self._options.zero_on_error, self._tell_failure
         runner.max_retries = self._options.max_retries
 
@@ -303,6 +302,9 @@ class Rollout(OwnsKnobs, ReachedByChannels):
             raise error
 
     # -- weights
+
+    async def judge_channel(self, channel: WeightChannel, host: str) -> str:
+        return channel_refusal(channel, host, self._options.run_dir)
 
     async def prepare_weights(self, manifest: WeightManifest) -> WeightAck:
         async with self._weights_turn:
@@ -389,7 +391,12 @@ class Rollout(OwnsKnobs, ReachedByChannels):
         return replace(status, running=info.running, waiting=info.waiting, usage=info.usage)
 
     async def profile_engine(self, duration_s: float) -> tuple[EngineTrace, ...]:
-        return await profile_engine(self._engine, duration_s, self.ctx.name)
+        if not isinstance(self._engine, ProfilesItself):
+            return ()
+        try:
+            return await self._engine.profile(duration_s)
+        except EngineError as error:  # the engine serves all the same
+            return (EngineTrace(engine=self.ctx.name, refused=str(error)),)
 
     async def _report(self) -> EngineStatus:
         """For a coordinator that must know what needs to be handed over."""
@@ -429,3 +436,37 @@ class Rollout(OwnsKnobs, ReachedByChannels):
 
     def _tell_hop(self, hop: Hop, group_id: int, began_wall_s: float, lasted_s: float) -> None:
         self._telemetry.hop(hop, (group_id,), began_wall_s, lasted_s)
+
+
+COORDINATOR = "coordinator"
+MEET_S = 120.0
+
+
+class CoordinatorReport:
+    """Tells the coordinator of this actor. Made in `on_start`."""
+
+    def __init__(self, ctx: ActorContext, status: Callable[[], Awaitable[EngineStatus]]) -> None:
+        self._ctx = ctx
+        self._status = status
+        self._coordinator = ctx.ref(CoordinatorContract, COORDINATOR)
+        self._is_known = False
+        ctx.watch(COORDINATOR)
+
+    async def run(self, *others: str) -> None:
+        """The first time, once the others are there too. Raises LaunchError without them or a coordinator, CallError
+        without an answer."""
+        await self._ctx.wait_for(COORDINATOR, *others, timeout_s=MEET_S)
+        await self._tell()
+        self._is_known = True
+
+    def on_peer(self, event: PeerEvent) -> None:
+        """Who comes after the coordinator that was told knows nothing of this actor."""
+        if event.name == COORDINATOR and event.kind in ("up", "restarted") and self._is_known:
+            self._ctx.log.info("the coordinator is new (epoch %d): this actor reports in again", event.epoch)
+            self._ctx.spawn(self._tell(), name=f"report in {event.epoch}")
+
+    async def _tell(self) -> None:
+        async def send() -> None:
+            await self._coordinator.rollout_ready(await self._status(), self._ctx.epoch)
+
+        await until_answered(send, who=COORDINATOR, clock=self._ctx.clock, log=self._ctx.log)

@@ -1,29 +1,37 @@
-"""A rollout actor's side of taking turns: its engine registered with the memory manager, and when it may load.
+"""A rollout actor whose engine shares its device in turns with a trainer.
 
     register -> (room is made) -> load -> loaded -> (weights handed over) -> (its turn) -> (the trainer's turn) -> ...
 
-Knows the engine's turn, the tenant's side of leases and the coordinator; must not know assignments.
+    quiesce   the gate closes -> what runs is aborted, its tokens stay with the episodes that asked -> engine parked
+    resume    engine unparked -> the gate opens -> those episodes continue from prompt and tokens, others begin
+
+`EngineTurn` is the gate, and the engine's memory as an `AssetStore`: its calls come in a thread, the engine's own
+belong to the loop. `RolloutTenant` registers it with the memory manager and says when the engine may load.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
+from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import numpy as np
 
 from ...core.activity import TelemetryBuffer
 from ...core.actor import ActorContext, PeerEvent
+from ...core.assets import MovedBytes
 from ...core.clock import Clock
-from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
-from ...core.errors import EngineError
+from ...core.device_memory import MemoryCommand, MemoryReply, Tag, TagReport, TenantReport
+from ...core.errors import EngineError, MemoryFault, MyxaError
 from ...core.patience import until_answered
-from ...core.protocols import Engine, EngineMemory
+from ...core.protocols import Delta, Engine, EngineMemory, GenerateRequest
 from ..contracts.memory import MemoryContract
 from ..contracts.roles import CoordinatorContract
 from ..own_thread import in_own_thread
 from ..tenancy.tenant import Tenant, TenantOptions
 from ..tenancy.time_share import ROLLOUT
-from .engine_turn import EngineTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +136,152 @@ def require(tenant: RolloutTenant | None, name: str) -> RolloutTenant:
     if tenant is None:
         raise EngineError(f"{name} has its device for itself", remedy='set memory.share = "switch"')
     return tenant
+
+
+T = TypeVar("T")
+
+ABORT_EVERY_S = 0.25
+"""A request that was on its way into the engine when all were aborted is met by the next round."""
+PARK_S = 60.0
+"""For an engine to be idle once its streams have ended; the command's own deadline is usually shorter."""
+CALL_S = 600.0
+
+
+class EngineTurn:
+    """See the module's head. Made on the engine's loop; the gate is closed until the first `resume`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        memory: EngineMemory,
+        *,
+        on_weights_lost: Callable[[], Awaitable[None]],
+        on_change: Callable[[bool], None] = lambda _: None,
+    ) -> None:
+        """`on_weights_lost`: the memory of the weights came back without contents. `on_change(has_turn)`: the gate
+        moved."""
+        self._engine = engine
+        self._memory = memory
+        self._on_weights_lost = on_weights_lost
+        self._on_change = on_change
+        self._loop = asyncio.get_running_loop()
+        self._gate = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._num_inside = 0
+        self._is_started = False
+        self._is_ending = False
+        self._owes_loss = False
+        """Weights came back without contents, and nobody was told."""
+        self._tags: tuple[TagReport, ...] = ()
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether requests go through."""
+        return self._gate.is_set() and not self._is_ending
+
+    def started(self) -> None:
+        """The engine is loaded: from here on it can be parked."""
+        self._is_started = True
+        self._tags = self._memory.memory_tags()
+
+    def end(self) -> None:
+        """The actor leaves: whoever waits at the gate, or comes to it, is answered with finish "abort"."""
+        self._is_ending = True
+        self._gate.set()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        """As the engine's, once it is its turn."""
+        while not self.has_turn and not self._is_ending:  # it may be closed again before this wakes up
+            await self._gate.wait()
+        if self._is_ending:
+            yield _aborted()
+            return
+        self._num_inside += 1
+        self._empty.clear()
+        try:
+            stream = cast("AsyncGenerator[Delta, None]", self._engine.generate(request))
+            async with aclosing(stream):
+                async for delta in stream:
+                    yield delta
+        finally:
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._empty.set()
+
+    # -- the gate that a tenant closes and opens
+
+    async def quiesce(self) -> None:
+        """Admit nothing, end what runs (its tokens stay with those who asked), wait until the engine is idle."""
+        if not self._is_ending:
+            self._gate.clear()
+        self._on_change(self.has_turn)
+        if not self._is_started:
+            return
+        while self._num_inside:
+            await self._engine.abort()
+            try:
+                async with asyncio.timeout(ABORT_EVERY_S):
+                    await self._empty.wait()
+            except TimeoutError:
+                continue
+        await self._memory.park(PARK_S)
+
+    async def resume(self) -> None:
+        """Go on. Raises EngineError while the engine would generate with weights that are none."""
+        if self._owes_loss:
+            raise EngineError("the engine's weights have no contents", remedy="a version has to be given to it first")
+        if self._is_started:
+            await self._memory.unpark()
+        self._gate.set()
+        self._on_change(self.has_turn)
+
+    # -- the engine's memory, from a thread
+
+    def report(self) -> tuple[TagReport, ...]:
+        """As after the last call that changed it."""
+        return self._tags
+
+    def release(self, tags: Collection[Tag]) -> MovedBytes:
+        """Have them leave. Blocks; never on the loop."""
+        return self._on_loop(self._release(tags))
+
+    def restore(self, tags: Collection[Tag]) -> MovedBytes:
+        """Have them back. Blocks; never on the loop."""
+        return self._on_loop(self._restore(tags))
+
+    async def _release(self, tags: Collection[Tag]) -> MovedBytes:
+        try:
+            return await self._memory.release_memory(self._known(tags))
+        finally:
+            self._tags = self._memory.memory_tags()
+
+    async def _restore(self, tags: Collection[Tag]) -> MovedBytes:
+        away = {report.tag for report in self._tags if report.backing == "discarded"}
+        try:
+            moved = await self._memory.restore_memory(self._known(tags))
+        finally:
+            self._tags = self._memory.memory_tags()
+        self._owes_loss = self._owes_loss or ("weights" in away and "weights" in tags)
+        if self._owes_loss:
+            await self._on_weights_lost()
+            self._owes_loss = False
+        return moved
+
+    def _known(self, tags: Collection[Tag]) -> list[Tag]:
+        return [report.tag for report in self._tags if report.tag in tags]
+
+    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(CALL_S)
+        except MyxaError as err:
+            raise MemoryFault(err.message, remedy=err.remedy) from err
+        except TimeoutError as err:
+            future.cancel()
+            raise MemoryFault(f"the engine did not answer within {CALL_S:g} s", remedy="see its log") from err
+
+
+def _aborted() -> Delta:
+    nothing = np.zeros(0, dtype=np.int32)
+    return Delta(output_ids=nothing, logprobs=np.zeros(0, dtype=np.float32), versions=nothing, finish="abort")

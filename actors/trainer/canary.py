@@ -1,20 +1,34 @@
-"""Does the engine compute what the trainer computes? When to ask, and what the answer means. Pure: no IO, no time.
+"""The canary check: does the engine compute what the trainer computes?
 
-A few prompts are answered by an engine and scored by the trainer under the same weight version. Both tell log p(token)
-of the same tokens from the same weights, so the mean absolute difference measures what lies between them: precision,
-kernels, a wrong layout of a tensor, a weight that never arrived. The mean tells such things apart; the maximum does
-not, since one unlikely token in bf16 may be off by a nat.
+An engine answers a few prompts, and the trainer scores them under the same weight version. Both give log p(token) of
+the same tokens from the same weights, so the mean absolute difference measures what lies between them: precision,
+kernels, a wrong layout of a tensor, a weight that never arrived. The mean separates such causes; the maximum does not,
+because one unlikely token in bf16 may be off by a nat.
+
+    loop -> coordinator.canary(v)     an engine that serves v answers the canary prompts (the trainer stays at v)
+    loop -> all ranks: score          log-probs of those tokens under v
+    above the bound                   coordinator.pause(reason): nothing is drawn or claimed until an operator resumes
+
+A check that cannot be made (no engine has that version, an engine failed) is reported and does not stop the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from ...core.activity import ActivityMeter, TelemetryBuffer
+from ...core.actor import ActorContext
+from ...core.actor_group import ActorGroup
+from ...core.errors import MyxaError, TrainError
+from ...core.messages import CanaryAnswers
+from ...core.patience import until_answered
 from ...core.samples import F32, Sample, TrainSample
+from ..contracts.roles import CoordinatorContract, TrainerContract
 
 BOUNDS: Mapping[str, float] = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05, "fp8": 0.15}
 """Coarsest precision on either side -> nats; about 2.5 times what was seen of sound pairs on GPUs (bf16 0.02)."""
@@ -107,3 +121,69 @@ def judge(version: int, who: str, samples: Sequence[Sample], scores: F32, bound:
             f"over {num_tokens} tokens (at most {most:.3g}), guard.bound is {bound:g}"
         )
     return Verdict(mean_diff=mean, max_diff=most, num_tokens=num_tokens, complaint=complaint)
+
+
+REMEDY = "compare both by hand before going on: see docs/engines.md; `guard.every = 0` switches the check off"
+
+
+class Guard:
+    """See the module's head. One per leader."""
+
+    def __init__(
+        self,
+        ctx: ActorContext,
+        options: CanaryOptions,
+        ranks: ActorGroup[TrainerContract],
+        meter: ActivityMeter,
+        telemetry: TelemetryBuffer,
+    ) -> None:
+        self._ctx = ctx
+        self._options = options
+        self.every = options.every
+        """Live: versions between two checks; 0: never."""
+        self._checked: int | None = None
+        self._ranks = ranks
+        self._meter = meter
+        self._telemetry = telemetry
+        self._coordinator = ctx.ref(CoordinatorContract, "coordinator")
+
+    async def check(
+        self,
+        version: int,
+        scoring: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    ) -> None:
+        """If it is due. `scoring`: inside it the trainer can score. Raises TrainError above the bound when the options
+        say that this is fatal."""
+        if not replace(self._options, every=self.every).is_due(version, self._checked):
+            return
+        self._checked = version
+        with self._meter.during("wait-weights", f"canary {version}"):
+            try:
+                answers = await self._coordinator.canary(version)
+            except MyxaError as err:
+                self._telemetry.event("guard-skipped", f"version {version}: {err.message}")
+                self._ctx.log.warning("version %d was not compared with an engine: %s", version, err)
+                return
+            async with scoring():
+                verdict = await self._compare(version, answers)
+        if not verdict.num_tokens:
+            self._telemetry.event("guard-skipped", f"version {version}: the engine answered with no token of it")
+            return
+        values = {"guard/logprob_diff": verdict.mean_diff, "guard/logprob_diff_max": verdict.max_diff}
+        self._telemetry.metric(version, values)
+        if not verdict.complaint:
+            return
+        if self._options.is_fatal:
+            raise TrainError(verdict.complaint, remedy=REMEDY)
+        self._ctx.log.error("%s -- %s", verdict.complaint, REMEDY)
+        reason = f"{verdict.complaint} -- {REMEDY}"
+        await until_answered(
+            lambda: self._coordinator.pause(reason), who="coordinator", clock=self._ctx.clock, log=self._ctx.log
+        )
+
+    async def _compare(self, version: int, answers: CanaryAnswers) -> Verdict:
+        logprobs = np.zeros(0, np.float32)
+        if answers.samples:  # ranks have nothing to run for none
+            scores = (await self._ranks.all(TrainerContract.score, as_train_samples(answers.samples)))["trainer/0"]
+            logprobs = np.asarray(scores.logprobs, dtype=np.float32)
+        return judge(version, answers.rollout, answers.samples, logprobs, self._options.bound)

@@ -1,24 +1,28 @@
-"""The leader's checkpoints: written while training waits, or (async) while it goes on.
+"""The run's checkpoints: written while training waits, or (async) while it continues.
 
     begin      all ranks copy what they will write; training waits for that only
     written    each rank's files are on its disk, and a copy of the ledger beside them, whenever that is
-    finish     between two steps, or while training waits for data (where engines have the devices meanwhile: once it
-               has waited `OVERDUE_S`), all ranks: the folder appears, then the run's part of it
-               (`checkpoints/run_part.py`), and only now is the buffer told "durable"
+    finish     between two steps, or while training waits for data (where engines have the devices meanwhile: after
+               `OVERDUE_S` of waiting), all ranks: the folder appears, then the run's part of it
+               (`checkpoints/run_part.py`), and only then is the buffer told "durable"
 
-One at a time: the next checkpoint first settles the one before. One that lacks what was decided about the knobs since
-is written again, in its place. One by schedule that cannot be written is told, with what is not covered, and tried
-again at a boundary some time later, without end: a full disk or a buffer that is away is no reason to throw training
-back. Knows ranks and buffer by their contracts.
+One at a time: the next checkpoint first settles the one before. A checkpoint that lacks a later decision about knobs is
+written again in its place. A scheduled one that cannot be written is reported, with what is not covered, and tried
+again at a later boundary, without end: a full disk or an absent buffer is no reason to throw training back.
+
+`RunSide` asks buffer and coordinator, which may restart, for what belongs into a checkpoint. `CheckpointOrders` serves
+checkpoints and exports that an operator asks for: between two steps, and while the loop waits for data.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Protocol, TypeVar
 
 import msgspec
 
@@ -30,12 +34,19 @@ from ...core.errors import CallError, GatherError, MyxaError, RemoteError, Train
 from ...core.file_entry import FileEntry
 from ...core.knobs import LiveKnobs
 from ..checkpoints.drafts import Writer, hold_drafts, let_go_drafts, partial_of, sweep
-from ..checkpoints.folder import CheckpointInfo, list_checkpoints, look_at, place_of, read_manifest, version_in
+from ..checkpoints.folder import (
+    CheckpointInfo,
+    list_checkpoints,
+    look_at,
+    newest_checkpoint,
+    place_of,
+    read_manifest,
+    version_in,
+)
 from ..checkpoints.reading import take_away_unread
 from ..checkpoints.run_part import RunPart, is_kept, write_run_part
-from ..contracts.roles import TrainerContract
+from ..contracts.roles import BufferContract, CoordinatorContract, TrainerContract
 from ..ledger.resume import LEDGER
-from .checkpoint_side import RunSide
 
 RETRY_S = 30.0
 """After one by schedule that failed, before the next attempt; doubled each time up to `RETRY_LIMIT_S`. By time: a disk
@@ -399,3 +410,154 @@ class Checkpoints:
             is_silent = isinstance(cause, CallError) and not isinstance(cause, RemoteError)
             kind = RankSilent if is_silent else TrainError
             raise kind(message, remedy=f"see the log of {name}; an older checkpoint stays whole") from cause
+
+
+class Ask(Protocol):
+    """Repeats what is sent while `who` is away, or, if it `waits_for_disk`, waits for its disk."""
+
+    async def __call__(self, who: str, send: Callable[[], Awaitable[T]], *, waits_for_disk: bool = True) -> T: ...
+
+
+class RunSide:
+    """Knows both by their contracts."""
+
+    def __init__(self, buffer: BufferContract, coordinator: CoordinatorContract, ask: Ask) -> None:
+        self._buffer = buffer
+        self._coordinator = coordinator
+        self._ask = ask
+
+    async def copy_ledger(self, path: Path, version: int) -> FileEntry:
+        """Durably, with everything in it that was trained up to `version`. Raises TrainError if it cannot be made."""
+        try:
+            return await self._ask(
+                "buffer",
+                lambda: self._buffer.snapshot(str(path), version),
+                waits_for_disk=False,  # that disk is this checkpoint's: training does not wait for it
+            )
+        except MyxaError as error:
+            message = f"checkpoint {version} lacks its copy of the ledger: {error.message}"
+            raise TrainError(message, remedy=error.remedy or "see the log of buffer") from error
+
+    async def live_knobs(self) -> LiveKnobs:
+        """What was decided so far. Raises CallError if the coordinator does not come back."""
+        return await self._ask("coordinator", self._coordinator.live_knobs)
+
+    async def durable(self, version: int, oldest: int | None) -> None:
+        """The buffer may give away what only checkpoints older than `oldest` need (None: than the one before). Raises
+        CallError if it does not come back."""
+        await self._ask("buffer", lambda: self._buffer.durable(version, oldest))
+
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    is_export: bool
+    done: asyncio.Future[str]
+
+
+class CheckpointOrders:
+    """See the module's head. One per leader."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        ranks: ActorGroup[TrainerContract],
+        run_dir: str,
+        meter: ActivityMeter,
+        log: logging.Logger,
+    ) -> None:
+        """`ranks` fail fast together."""
+        self._checkpoints = checkpoints
+        self._ranks = ranks
+        self._exports = Path(run_dir) / "exports"
+        self._meter = meter
+        self._log = log
+        self._waiting: list[_Order] = []
+        self._closed = ""
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether there is anything to serve."""
+        return bool(self._waiting)
+
+    async def ask(self, *, is_export: bool) -> str:
+        """The folder, once it is written. Raises TrainError when it cannot be, or when the run is at its end."""
+        if self._closed:
+            raise TrainError(f"nothing is written on request any more: {self._closed}", remedy="see what it wrote then")
+        order = _Order(is_export, asyncio.get_running_loop().create_future())
+        self._waiting.append(order)
+        return await order.done
+
+    async def serve(self, version: int) -> None:
+        """Write what is waited for; the ranks stand at `version` and may compute."""
+        while self._waiting:
+            if not self._waiting[0].is_export:  # one by schedule that cannot be written is no business of who asks now
+                await self._checkpoints.settle_by_schedule(version)
+            order = self._waiting.pop(0)
+            if order.done.done():  # whoever asked does not wait any more
+                continue
+            try:
+                folder = await (self._export(version) if order.is_export else self._save(version))
+            except MyxaError as error:
+                self._log.warning("what was asked for could not be written: %s", error)
+                _tell(order, error)
+            except BaseException as error:
+                _tell(order, TrainError(f"the trainer stopped while writing: {error!r}", remedy="see its log"))
+                raise
+            else:
+                _tell(order, str(folder))
+
+    def close(self, reason: str) -> None:
+        """Nothing more is served."""
+        self._closed = reason
+        for order in self._waiting:
+            _tell(
+                order, TrainError(f"it was not written before the end: {reason}", remedy="see what the run wrote then")
+            )
+        self._waiting.clear()
+
+    async def _save(self, version: int) -> Path:
+        if self._checkpoints.lacks(version):
+            await asyncio.to_thread(_check_room, self._checkpoints.folder_of(version).parent)
+        await self._checkpoints.save(version)
+        await self._checkpoints.settle()
+        return self._checkpoints.folder_of(version)
+
+    async def _export(self, version: int) -> Path:
+        folder = self._exports / f"version_{version:08d}"
+        try:
+            with self._meter.during("compute", f"export {version}"):
+                await self._ranks.all(TrainerContract.export_hf, str(folder))
+        except GatherError as error:
+            name, cause = next(iter(error.errors.items()))
+            raise TrainError(f"{name} could not export the model: {cause}", remedy=f"see the log of {name}") from cause
+        return folder
+
+
+def _check_room(holder: Path) -> None:
+    """Raises TrainError where the disk has less room than the newest checkpoint takes. Without one nobody knows."""
+    try:
+        newest, _ = newest_checkpoint(holder)
+        if newest is None:
+            return
+        num_bytes = sum(path.stat().st_size for path in newest.path.rglob("*") if path.is_file())
+        num_free = shutil.disk_usage(holder).free
+    except OSError:  # it is written, or not, as far as the disk goes
+        return
+    if num_free < num_bytes:
+        raise TrainError(
+            f"no space left for a checkpoint: the newest takes {num_bytes / MIB:.1f} MiB, and {num_free / MIB:.1f} MiB "
+            f"are free in {holder}",
+            remedy="make room there, for example by a lower trainer.keep_last",
+        )
+
+
+def _tell(order: _Order, outcome: str | Exception) -> None:
+    if order.done.done():
+        return
+    if isinstance(outcome, str):
+        order.done.set_result(outcome)
+    else:
+        order.done.set_exception(outcome)

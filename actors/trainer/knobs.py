@@ -18,8 +18,6 @@ from ..knobs.owner import Knob
 from .step_plan import PlanOptions
 
 OWNER = "trainer"
-CHANNEL = "weight_channel"
-"""Knob that the leader asks for by name."""
 
 
 def _knob(name: str, key: str, kind: KnobKind, text: str, *, boundary: Boundary = "step", **limits: Any) -> Tunable:

@@ -1,7 +1,14 @@
-"""From claimed groups to one shard per trainer rank: advantages, balance, micro-batches. Pure; runs on the leader."""
+"""From a claimed batch to one shard per trainer rank (advantages, balance, micro-batches), and the metrics of the
+batch.
+
+The user's functions (`batch_functions.py`) may take long or hang: they run in a thread with a deadline. Without them
+the plan is pure arithmetic on the loop. Names of reward parts come from user code and may be made of data: only the
+first `MAX_PARTS` names become metrics.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,10 +16,10 @@ import numpy as np
 
 from ...algos.baselines import group_advantages
 from ...algos.packing import plan_shards
-from ...core.errors import DataError, StalenessError
-from ...core.samples import F32, Group, TrainSample, TrainShard
+from ...core.errors import DataError, StalenessError, UserCodeError
+from ...core.samples import F32, I32, Group, Sample, TrainSample, TrainShard
+from ..own_thread import in_own_thread
 from .batch_functions import BatchFunctions
-from .response_metrics import response_metrics
 
 SHOWN_GROUPS = 4
 SHOWN_TOKENS = 1 << 18
@@ -210,3 +217,107 @@ def _of_sources(groups: Sequence[Group], names: Sequence[str], *, has_rewards: b
         if mine and has_rewards:
             found[f"reward/source/{name}"] = float(np.concatenate(mine).astype(np.float64).mean())
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A step, ready for the ranks."""
+
+    metrics: dict[str, float]
+    lags: tuple[int, ...]
+    """Of each group; -1: no engine took part."""
+    shards: tuple[TrainShard, ...]
+
+
+async def planned_step(version: int, batch: Batch, options: PlanOptions, timeout_s: float) -> Planned:
+    """The step from `version`. Raises UserCodeError for a function that fails or takes longer than `timeout_s`."""
+    metrics, lags = batch_metrics(version, batch, options.sources)
+    if not options.functions:
+        return Planned(metrics, lags, plan_step(version, batch.groups, options))
+
+    def work() -> Planned:
+        groups = options.functions.rewarded(version, batch.groups)
+        shards = plan_step(version, groups, options)
+        return Planned(metrics | _processed(groups, options), lags, shards)
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await in_own_thread(work, "batch functions")
+    except TimeoutError as error:
+        named = (options.functions.reward_post_process, options.functions.advantage_fn)
+        names = " and ".join(f'"{one.name}"' for one in named if one is not None)
+        raise UserCodeError(
+            f"{names} did not return within {timeout_s:g} s (step {version})",
+            remedy="make it faster, or raise trainer.step_timeout_s",
+        ) from error
+
+
+def _processed(groups: Sequence[Group], options: PlanOptions) -> dict[str, float]:
+    if options.functions.reward_post_process is None:
+        return {}
+    rewards = np.concatenate([group.rewards for group in groups]).astype(np.float64)
+    return {"reward/processed_mean": float(rewards.mean()), "reward/processed_std": float(rewards.std())}
+
+
+MAX_PARTS = 32
+"""Names that become metrics in the life of one leader."""
+MAX_NAME = 64
+"""Characters of a name that becomes one."""
+LEFT_OUT = "reward/parts_left_out"
+
+
+class PartMetrics:
+    """One per leader: remembers which names have metrics."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def of(self, groups: Sequence[Group]) -> dict[str, float]:
+        """`reward/part/NAME/mean` and `/std` over those samples of the batch that have the part, and how many names
+        were left out; nothing where no sample has parts."""
+        found: dict[str, list[float]] = {}
+        for name, value in (item for g in groups for parts in g.reward_parts for item in parts.items()):
+            found.setdefault(name, []).append(value)
+        for name in sorted(found):
+            if len(self._names) < MAX_PARTS and len(name) <= MAX_NAME:
+                self._names.add(name)
+        metrics = {LEFT_OUT: float(len(found.keys() - self._names))} if found else {}
+        for name in sorted(found.keys() & self._names):
+            values = np.asarray(found[name], dtype=np.float64)
+            metrics[f"reward/part/{name}/mean"] = float(values.mean())
+            metrics[f"reward/part/{name}/std"] = float(values.std())
+        return metrics
+
+
+NGRAM = 4
+TAIL_TOKENS = 1024
+"""Of an answer's end: a model that falls into a loop stays in it until it is cut off, and long batches cost no more."""
+QUANTILES = (10, 50, 90, 99)
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+def response_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Quantiles and the longest, in response tokens; share of repeated n-grams, over the samples."""
+    lengths = np.asarray([len(sample.response_ids) for sample in samples])
+    values = np.percentile(lengths, QUANTILES, method="lower")
+    repeated = [repetition(sample.response_ids) for sample in samples]
+    return {
+        **{f"batch/response_tokens_p{q}": float(value) for q, value in zip(QUANTILES, values, strict=True)},
+        "batch/response_tokens_max": float(lengths.max()),
+        "batch/repetition_mean": float(np.mean(repeated)),
+        "batch/repetition_max": float(max(repeated)),
+    }
+
+
+def repetition(ids: I32) -> float:
+    """Share of the n-grams of an answer's end that were there before in it: 0 nothing repeats, near 1 a loop. Different
+    n-grams are taken for equal with a chance below 1e-13."""
+    tail = ids[-TAIL_TOKENS:].astype(np.uint64) + np.uint64(1)
+    count = len(tail) - NGRAM + 1
+    if count < 2:
+        return 0.0
+    mixed = np.zeros(count, dtype=np.uint64)
+    for place in range(NGRAM):
+        mixed = (mixed ^ tail[place : place + count]) * _MULTIPLIER
+        mixed ^= mixed >> np.uint64(29)
+    return 1.0 - len(np.unique(mixed)) / count

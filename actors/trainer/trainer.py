@@ -1,9 +1,9 @@
-"""The trainer role: a gang of ranks around one `TrainBackend` each; rank 0 leads (see `leader.py`).
+"""The trainer role: a gang of ranks, each around one `TrainBackend`. Rank 0 also runs the loop (`train_loop.py`).
 
-A rank does what the leader asks, one call at a time, in one worker thread: collectives need one order on all ranks,
-and the event loop stays free to answer. Weights leave through the rank's ends of the weight channels
-(`channel_ends.py`), beside that thread: engines that take them never wait for a training step. Knows `TrainBackend`;
-knows no engine and no concrete backend. Version v exists when all ranks finished the optimizer step that made it.
+A rank executes one call of the loop at a time in one worker thread: collectives need the same order on all ranks, and
+the event loop stays free to answer. Weights leave through the rank's ends of the weight channels
+(`weights/channel_ends.py`) in other threads, so an engine that takes weights never waits for a training step. Version v
+exists when all ranks finished the optimizer step that made it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,30 @@ from ...core.knobs import KnobChange, KnobValue, KnobVote, LiveKnobs
 from ...core.messages import Scores, WeightChannel, WeightManifest
 from ...core.protocols import PendingSave, StepStats, TrainBackend
 from ...core.samples import TrainSample, TrainShard
-from ..contracts.roles import MonitorContract
+from ...core.weight_channel import (
+    JoinOffer,
+    JoinRequest,
+    PlanReply,
+    PlanRequest,
+    SampleReply,
+    SampleRequest,
+    SendOrder,
+    SendReport,
+    ShareReply,
+    ShareRequest,
+)
+from ..contracts.roles import MonitorContract, TrainerContract
 from ..knobs.owner import KnobOwner, OwnsKnobs
 from ..knobs.process import process_knobs
 from ..own_thread import in_own_thread
 from ..telemetry import ReportPace, report_forever
 from ..tenancy.time_share import TimeShare
-from .channel_choice import refuses
-from .channel_ends import ChannelEnds
-from .knobs import CHANNEL, after, of_ranks
-from .leader import Leader
-from .leader_options import LeaderOptions
-from .sending import SendsWeights
+from ..weights.channel_ends import ChannelEnds
+from ..weights.publish import CHANNEL, refuses
+from .knobs import after, of_ranks
 from .start_point import FixedStart, StartFinder, StartPoint, marks_of, restore
 from .tenant import TrainerTenancy, TrainerTenant
+from .train_loop import TrainLoop, TrainLoopOptions
 
 T = TypeVar("T")
 
@@ -56,13 +66,13 @@ class TrainerOptions:
     """Plain settings of the role."""
 
     rank: int
-    leader: LeaderOptions
+    leader: TrainLoopOptions
     block_limit_s: float = 600.0
     """Setting up, the first step (kernels are compiled) and writing files may hold the interpreter lock for so long; a
     rank that hangs there is noticed that much later."""
 
 
-class Trainer(OwnsKnobs, SendsWeights):
+class Trainer(OwnsKnobs, TrainerContract):
     """One rank. See the module's head."""
 
     mailbox = MailboxPolicy(size=256)
@@ -87,7 +97,7 @@ class Trainer(OwnsKnobs, SendsWeights):
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="backend")
         self._is_set_up = asyncio.Event()
-        self._leader: Leader | None = None
+        self._leader: TrainLoop | None = None
         self._tenancy = tenancy
         self._tenant: TrainerTenant | None = None
         self._share: TimeShare | None = None
@@ -133,7 +143,7 @@ class Trainer(OwnsKnobs, SendsWeights):
         self.ctx.log.info("rank %d is ready at version %d: %s", self._options.rank, self._version, facts)
         self._is_set_up.set()
         if self._options.rank == 0:
-            self._leader = Leader(
+            self._leader = TrainLoop(
                 self.ctx,
                 self._options.leader,
                 self._meter,
@@ -283,6 +293,30 @@ class Trainer(OwnsKnobs, SendsWeights):
         with naming_disk(Path(folder)), exporting, self._blocking("exports the model"):
             await self._in_thread(lambda: self._backend.export_hf(folder))
 
+    # -- weights that engines take from this rank, each call in a thread of its own
+
+    async def weight_plan(self, request: PlanRequest) -> PlanReply:
+        return self._ends.sender_of(request.version).plan(request)
+
+    async def join_channel(self, request: JoinRequest) -> JoinOffer:
+        sender = self._ends.group_sender()
+        return await in_own_thread(lambda: sender.join(request), f"join {request.channel}")
+
+    async def send_weights(self, order: SendOrder) -> SendReport:
+        sender = self._ends.sender_of(order.version)
+        return await in_own_thread(lambda: sender.send(order), f"send {order.version}")
+
+    async def leave_channel(self, channel: str, reason: str) -> None:
+        self._ends.left(channel, reason)
+
+    async def share_weights(self, request: ShareRequest) -> ShareReply:
+        sender = self._ends.sender_of(request.version)
+        return await in_own_thread(lambda: sender.share(request), f"share {request.version}")
+
+    async def sample_weights(self, request: SampleRequest) -> SampleReply:
+        sender = self._ends.sender_of(request.version)
+        return await in_own_thread(lambda: sender.sample(request), f"sample {request.version}")
+
     # -- memory
 
     async def memory_command(self, command: MemoryCommand) -> MemoryReply:
@@ -295,7 +329,7 @@ class Trainer(OwnsKnobs, SendsWeights):
 
     # -- what only the leader answers
 
-    def _require_leader(self) -> Leader:
+    def _require_leader(self) -> TrainLoop:
         if self._options.rank:
             raise TrainError(f"{self.ctx.name} does not lead", remedy="ask trainer/0")
         if self._leader is None:

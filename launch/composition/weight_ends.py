@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from ...actors.trainer.channel_ends import ChannelEnds, EndMakers
+from ...actors.weights.channel_ends import ChannelEnds, EndMakers
 from ...core.config import RunConfig
 from ...core.host import boot_id
 from ...core.messages import WeightChannel
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 def channel_ends(config: RunConfig, run_dir: Path, rank: int, *, local_rank: int) -> ChannelEnds:
     """Of one rank; each end is made when it is first used."""
-    from ...actors.weights.disk import clear_folders
+    from ...actors.weights.channels.disk import clear_folders
 
     makers = EndMakers(
         writer=lambda channel: weight_writer(config, run_dir, channel),
@@ -38,15 +38,15 @@ def weight_folder(run_dir: Path) -> Path:
 
 def weight_writer(config: RunConfig, run_dir: Path, channel: WeightChannel) -> WeightWriter:
     """Where engines read versions from."""
-    from ...actors.weights.channel import ReadChannel, make_writer
+    from ...actors.weights.channels.reader import ReadChannel, make_writer
 
     return make_writer(cast(ReadChannel, channel), weight_folder(run_dir), Path(config.model.path))
 
 
 def weight_sender(config: RunConfig, rank: int, channel: WeightChannel, *, local_rank: int) -> WeightSender:
     """What sends versions from this rank's device."""
-    from ...actors.weights.fp8 import Fp8Rule
-    from ...actors.weights.sender import DeviceWeightSender, SentChannel
+    from ...actors.weights.channels.fp8 import Fp8Rule
+    from ...actors.weights.channels.sender import DeviceWeightSender, SentChannel
 
     rule = Fp8Rule.of_folder(Path(config.weights.served_folder or config.model.path))
     return DeviceWeightSender(

@@ -46,7 +46,7 @@ KITS: Mapping[str, Kit] = {
         (
             *("myxa.launch.composition.gang_comms", "myxa.launch.composition.gang_start"),
             *("myxa.actors.backends.torch_backend.backend", "myxa.actors.trainer.trainer"),
-            *("myxa.actors.engines.embedded.engine", "myxa.actors.weights.channel"),
+            *("myxa.actors.engines.embedded.engine", "myxa.actors.weights.channels.reader"),
         ),
         patience_s=30.0,
         base=LIGHT,

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from myxa.actors.trainer.batch_functions import BatchFunctions
-from myxa.actors.trainer.planning import planned_step
-from myxa.actors.trainer.step_plan import Batch, PlanOptions, plan_step
+from myxa.actors.trainer.step_plan import Batch, PlanOptions, plan_step, planned_step
 from myxa.core.config import AlgoConfig
 from myxa.core.errors import ConfigError, UserCodeError
 from myxa.core.samples import Group, Message, Prompt, Sample, TrainSample

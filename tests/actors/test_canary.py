@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myxa.actors.trainer.canary import BOUNDS, ORDER, CanaryOptions, as_train_samples, judge, precision_of
-from myxa.actors.trainer.canary_guard import Guard
+from myxa.actors.trainer.canary import BOUNDS, ORDER, CanaryOptions, Guard, as_train_samples, judge, precision_of
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.clock import SystemClock
 from myxa.core.messages import CanaryAnswers

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myxa.actors.rollout.stream_checks import StreamChecks
+from myxa.actors.stream_checks import StreamChecks
 from myxa.core.errors import EngineLied
 from myxa.core.messages import SamplingParams
 from myxa.core.protocols import Delta, GenerateRequest

@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 
 from myxa.actors.trainer import step_plan
-from myxa.actors.trainer.part_metrics import MAX_PARTS, PartMetrics
-from myxa.actors.trainer.response_metrics import repetition
-from myxa.actors.trainer.step_plan import Batch, PlanOptions, batch_metrics, plan_step
+from myxa.actors.trainer.step_plan import (
+    MAX_PARTS,
+    Batch,
+    PartMetrics,
+    PlanOptions,
+    batch_metrics,
+    plan_step,
+    repetition,
+)
 from myxa.core.errors import DataError
 from myxa.core.samples import NO_VERSION, Group, Message, Prompt, Sample
 

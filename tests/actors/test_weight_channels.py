@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from myxa.actors.models.tiny import init_weights, make_tiny_model, tiny_config
-from myxa.actors.weights.channel import ChannelReader, make_writer
+from myxa.actors.weights.channels.reader import ChannelReader, make_writer
 from myxa.core.config import RunConfig
 from myxa.core.errors import EngineError
 from myxa.core.messages import WeightChannel, WeightManifest

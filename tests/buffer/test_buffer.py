@@ -17,7 +17,7 @@ import pytest
 
 from myxa.actors.contracts.roles import BufferContract, MonitorContract
 from myxa.actors.ledger.audit import audit_ledger
-from myxa.actors.trainer.fetching import Fetching
+from myxa.actors.trainer.train_loop import GroupFetcher
 from myxa.algos.filters import zero_variance
 from myxa.algos.staleness import STALE_AFTER_RETUNE
 from myxa.core.actor import with_deadline
@@ -83,7 +83,7 @@ async def test_a_batch_that_no_message_holds_comes_in_several(shop: Any, make_gr
         metas = (await desk.ref.claim(0, 0.0)).groups
         desk.node._session.serving._limits = msgspec.structs.replace(LIMITS, body=1_500_000)
         node = await Node.attach(name="trainer-node", rdzv=desk.node.rendezvous)
-        fetching = Fetching(node.ref(BufferContract, "buffer").fetch)
+        fetching = GroupFetcher(node.ref(BufferContract, "buffer").fetch)
         assert [group.group_id for group in await fetching.groups(metas)] == [0, 1, 2, 3]
         assert fetching.at_once == 2, "2.0 MB of text are too much for one message, and 1.2 are not"
         await node.close(grace_s=0.3)
@@ -91,7 +91,7 @@ async def test_a_batch_that_no_message_holds_comes_in_several(shop: Any, make_gr
         async def too_large(group_ids: tuple[int, ...]) -> tuple[Group, ...]:
             raise MessageTooLarge(f"a reply of {len(group_ids)} groups is over the limit")
 
-        fetching = Fetching(too_large)
+        fetching = GroupFetcher(too_large)
         with pytest.raises(TrainError, match=r"group 0 cannot be handed to the trainer: a reply of .* -- lower"):
             await fetching.groups(metas)
 

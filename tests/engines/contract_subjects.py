@@ -20,8 +20,8 @@ from myxa.actors.engines.http_server import serve
 from myxa.actors.engines.sglang import SglangEngine, SglangOptions
 from myxa.actors.models.hf_folder import open_weights, read_config
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.actors.weights.channel import ChannelReader
-from myxa.actors.weights.disk import DiskWeightWriter
+from myxa.actors.weights.channels.disk import DiskWeightWriter
+from myxa.actors.weights.channels.reader import ChannelReader
 from myxa.core.messages import WeightManifest
 
 RECORDINGS = Path(__file__).parent / "recordings"

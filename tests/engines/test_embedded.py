@@ -14,7 +14,7 @@ import pytest
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.models.hf_folder import open_weights, read_config, write_folder
 from myxa.actors.models.tiny import init_weights, make_tiny_model, tiny_config
-from myxa.actors.weights.channel import ChannelReader, make_writer
+from myxa.actors.weights.channels.reader import ChannelReader, make_writer
 from myxa.core.errors import EngineError, ModelError
 from myxa.core.messages import WeightManifest
 from myxa.core.protocols import NamedArray

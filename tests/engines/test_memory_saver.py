@@ -22,7 +22,7 @@ from myxa.actors.engines.sglang_args import OptionSchema, ServerSchema
 from myxa.actors.engines.sglang_launched import LaunchedSglang, SglangLaunch, server_values
 from myxa.actors.engines.sglang_memory import hide_megatron, saver_env
 from myxa.actors.models.tokenizer import load_tokenizer
-from myxa.actors.rollout.engine_turn import EngineTurn
+from myxa.actors.rollout.tenant import EngineTurn
 from myxa.actors.workflows.episode import Episode, ModelAccess
 from myxa.core.clock import SystemClock
 from myxa.core.device_memory import TagReport

@@ -22,7 +22,7 @@ from myxa.actors.models.hf_folder import read_config
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rewards.making import FixedReward, make_rewarder
 from myxa.actors.rollout.group_runner import GroupRunner
-from myxa.actors.rollout.stream_checks import StreamChecks
+from myxa.actors.stream_checks import StreamChecks
 from myxa.actors.workflows import single_turn
 from myxa.actors.workflows.context import Workflow, WorkflowContext
 from myxa.actors.workflows.episode import ModelAccess

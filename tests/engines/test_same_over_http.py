@@ -22,7 +22,7 @@ from myxa.actors.engines.http_server import serve
 from myxa.actors.engines.sglang import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang_wire import version_number
 from myxa.actors.models.tokenizer import load_tokenizer
-from myxa.actors.weights.channel import ChannelReader
+from myxa.actors.weights.channels.reader import ChannelReader
 from myxa.core.protocols import Delta, Engine
 from myxa.core.samples import NO_VERSION
 

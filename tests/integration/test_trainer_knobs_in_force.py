@@ -12,7 +12,7 @@ import torch
 from trainer_room import Conductor, Room, trainer_room
 
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.actors.weights.channel import ChannelReader
+from myxa.actors.weights.channels.reader import ChannelReader
 from myxa.core.knobs import KnobChange, KnobCommit, KnobValue, LiveKnob, LiveKnobs
 
 pytestmark = pytest.mark.timeout(120)

@@ -14,16 +14,16 @@ from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.contracts.roles import BufferContract, CoordinatorContract, TrainerContract
 from myxa.actors.trainer.canary import CanaryOptions
-from myxa.actors.trainer.channel_ends import ChannelEnds, EndMakers
 from myxa.actors.trainer.checkpoints import CheckpointOptions
 from myxa.actors.trainer.knobs import step_values
-from myxa.actors.trainer.leader_options import LeaderOptions
 from myxa.actors.trainer.start_point import FixedStart
 from myxa.actors.trainer.step_plan import PlanOptions
+from myxa.actors.trainer.train_loop import TrainLoopOptions
 from myxa.actors.trainer.trainer import Trainer, TrainerOptions
-from myxa.actors.weights.channel import make_writer
-from myxa.actors.weights.disk import clear_folders
-from myxa.actors.weights.sender import DeviceWeightSender
+from myxa.actors.weights.channel_ends import ChannelEnds, EndMakers
+from myxa.actors.weights.channels.disk import clear_folders
+from myxa.actors.weights.channels.reader import make_writer
+from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.clock import SystemClock
 from myxa.core.config import AlgoConfig, OptimizerConfig
 from myxa.core.errors import EngineError
@@ -232,7 +232,7 @@ async def trainer_room(
     algo_config = AlgoConfig.model_validate({"batch_size": BATCH, **(algo or {})})
     optimizer_config = OptimizerConfig.model_validate({"lr": 1e-3, **(optimizer or {})})
     settings = RankSettings(model_path=str(model), algo=algo_config, optimizer=optimizer_config, num_steps=num_steps)
-    leader = LeaderOptions(
+    leader = TrainLoopOptions(
         world_size=1,
         num_steps=num_steps,
         plan=PlanOptions(

@@ -19,7 +19,7 @@ from knob_maker import Desk, make_desk
 
 from myxa.actors.knobs.joining import catch_up
 from myxa.actors.knobs.owner import OwnsKnobs
-from myxa.actors.rollout.reporting_in import ReportingIn
+from myxa.actors.rollout.rollout import CoordinatorReport
 from myxa.core.actor import PeerEvent
 from myxa.core.clock import SystemClock
 from myxa.core.knobs import KnobChange, KnobCommit, KnobVote
@@ -42,7 +42,7 @@ class Child(OwnsKnobs):
         self.knob_owner = self.desk.owner
         if role == "buffer":
             await catch_up(self.ctx, self.knob_owner)
-        self._reporting = ReportingIn(self.ctx, self._status)
+        self._reporting = CoordinatorReport(self.ctx, self._status)
         self.ctx.spawn(self._work(), name="work")
 
     async def _status(self) -> EngineStatus:

@@ -13,9 +13,7 @@ from checkpoint_maker import make_checkpoint
 
 from myxa.actors.checkpoints.drafts import Writer, begin, partial_of
 from myxa.actors.checkpoints.folder import version_in
-from myxa.actors.trainer.checkpoint_orders import CheckpointOrders
-from myxa.actors.trainer.checkpoint_side import RunSide
-from myxa.actors.trainer.checkpoints import CheckpointOptions, Checkpoints
+from myxa.actors.trainer.checkpoints import CheckpointOptions, CheckpointOrders, Checkpoints, RunSide
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.clock import ManualClock
 from myxa.core.errors import GatherError, RemoteError

@@ -18,7 +18,7 @@ from gang_run import gang_run
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from myxa.actors.torch_store import find_store, host_store, own_address_towards
-from myxa.actors.weights.process_group import ChannelGroup
+from myxa.actors.weights.channels.process_group import ChannelGroup
 from myxa.launch.nodes.quiet_port import quiet_port
 
 pytestmark = pytest.mark.timeout(300)

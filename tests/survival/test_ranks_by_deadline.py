@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from myxa.actors.contracts.trainer import TrainerContract
-from myxa.actors.trainer.ranks import Ranks
+from myxa.actors.trainer.train_loop import TrainerGang
 from myxa.core.activity import TelemetryBuffer
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock
@@ -41,7 +41,7 @@ class Gang:
     leader_node: Node
     nodes: list[Node]
     ranks: list[Rank]
-    calls: Ranks
+    calls: TrainerGang
 
 
 @asynccontextmanager
@@ -54,7 +54,7 @@ async def gang(step_timeout_s: float) -> AsyncIterator[Gang]:
         await leader_node.start(asker, name="asker")
         for number, (node, rank) in enumerate(zip(nodes, ranks, strict=True)):
             await node.start(rank, name=f"trainer/{number}")
-        calls = Ranks(
+        calls = TrainerGang(
             asker.ctx, len(ranks), shard_of_rank=(), step_timeout_s=step_timeout_s,
             telemetry=TelemetryBuffer("asker", clock), clock=clock,
         )  # fmt: skip

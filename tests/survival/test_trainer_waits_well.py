@@ -15,7 +15,7 @@ from myxa.actors.checkpoints.run_part import RUN_FILE
 from myxa.actors.contracts.roles import TrainerContract
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.trainer import checkpoints as checkpoints_module
-from myxa.actors.trainer import leader as leader_module
+from myxa.actors.trainer import train_loop as leader_module
 from myxa.core.errors import StalenessError
 from myxa.core.knobs import LiveKnobs
 from myxa.core.messages import WeightManifest

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from myxa.actors.knobs.owner import KnobOwner
-from myxa.actors.trainer.channel_choice import ChannelChoice
 from myxa.actors.trainer.knobs import TrainerKnobs
-from myxa.actors.trainer.publishing import Publisher
-from myxa.actors.trainer.standing import Standing
+from myxa.actors.trainer.train_loop import CoordinatorLink
+from myxa.actors.weights.publish import ChannelChoice, Publisher
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import PeerEvent
 from myxa.core.clock import SystemClock
@@ -47,9 +46,9 @@ class Gang:
         ranks: Any = SimpleNamespace(all=self._publish)
         knobs = TrainerKnobs({"weight_channel": "nccl"})
         owner = KnobOwner(self.name, knobs.knobs(), stands_at=lambda: -1, clock=SystemClock())
-        side: Any = None
-        options: Any = SimpleNamespace(channel="nccl", refused_channels={})
-        channels = ChannelChoice(owner, knobs, options, side, TelemetryBuffer(self.name, SystemClock()))
+        telemetry = TelemetryBuffer(self.name, SystemClock())
+        nothing: Any = None
+        channels = ChannelChoice(owner, lambda: "nccl", "nccl", {}, nothing, telemetry)
         meter = ActivityMeter(self.name, SystemClock())
         self.publisher = Publisher(ctx, ranks, channels, meter, lambda kind, text: None, Path(), lambda channel: 9)
 
@@ -162,13 +161,13 @@ class Coordinator:
         await self.may_answer.wait()
 
 
-def standing_of(gang: Gang, coordinator: Coordinator) -> Standing:
+def standing_of(gang: Gang, coordinator: Coordinator) -> CoordinatorLink:
     async def ask(who: str, send: Callable[[], Any]) -> None:
         await send()
 
     gang.coordinator = coordinator
     ctx: Any = gang
-    return Standing(ctx, gang.publisher, ask)
+    return CoordinatorLink(ctx, gang.publisher, ask)
 
 
 @pytest.mark.asyncio

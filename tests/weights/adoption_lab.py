@@ -32,8 +32,8 @@ from myxa.actors.coordinator.adopter import Adopter, AdoptionLimits
 from myxa.actors.coordinator.adoption import Adoption
 from myxa.actors.engines.sglang import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang_weights import DeviceRouteOptions, device_routes
-from myxa.actors.rollout.engine_weights import EngineWeights
-from myxa.actors.rollout.stream_checks import StreamChecks
+from myxa.actors.stream_checks import StreamChecks
+from myxa.actors.weights.receive import EngineWeights
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock

@@ -18,7 +18,7 @@ from fingerprint import greedy
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
 from myxa.actors.engines.embedded.options import EmbeddedOptions
 from myxa.actors.weights.beacon import Beacon
-from myxa.actors.weights.channel import ChannelReader
+from myxa.actors.weights.channels.reader import ChannelReader
 from myxa.core.errors import MyxaError
 from myxa.core.messages import WeightManifest
 

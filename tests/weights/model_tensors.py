@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from myxa.actors.models.hf_folder import open_weights, read_config
-from myxa.actors.weights.staging import DTYPES
+from myxa.actors.weights.channels.staging import DTYPES
 from myxa.core.protocols import NamedArray
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 from model_tensors import arrays_of, tensors_of
 
-from myxa.actors.weights.channel import make_writer
-from myxa.actors.weights.disk import clear_folders
-from myxa.actors.weights.sender import DeviceWeightSender
-from myxa.actors.weights.shm import ShmWeightWriter
+from myxa.actors.weights.channels.disk import clear_folders
+from myxa.actors.weights.channels.reader import make_writer
+from myxa.actors.weights.channels.sender import DeviceWeightSender
+from myxa.actors.weights.channels.shm import ShmWeightWriter
 from myxa.core.errors import MyxaError
 from myxa.core.host import boot_id
 from myxa.core.messages import WeightManifest

@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from myxa.actors.engines.weight_bodies import bucket_bodies, check_sample, sampled_names, tensor_body
-from myxa.actors.weights.plan import Shape, make_plan
+from myxa.actors.weights.channels.plan import Shape, make_plan
 from myxa.core.errors import EngineError
 
 PLAN = make_plan(

@@ -16,7 +16,7 @@ import pytest
 import torch
 from commands import Command  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.weights.sender import DeviceWeightSender
+from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.errors import TrainError
 from myxa.core.host import boot_id
 from myxa.core.weight_channel import JoinRequest, PlanRequest, SampleRequest, SendOrder, ShareRequest

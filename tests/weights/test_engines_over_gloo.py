@@ -16,8 +16,8 @@ from weight_lab import CONTEXT, VOCAB, InProcess, Server, engine_of, greedy, sen
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.actors.trainer.manifest_parts import join_parts
-from myxa.actors.weights.sender import DeviceWeightSender
+from myxa.actors.weights.channels.sender import DeviceWeightSender
+from myxa.actors.weights.publish import join_parts
 from myxa.core.errors import EngineError
 from myxa.core.host import boot_id
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from myxa.actors.weights.fp8 import Fp8Rule, dequantise_blocks, quantise_blocks
-from myxa.actors.weights.sender import DeviceWeightSender
+from myxa.actors.weights.channels.fp8 import Fp8Rule, dequantise_blocks, quantise_blocks
+from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.errors import ConfigError, ModelError
 from myxa.core.weight_channel import PlanRequest, SampleRequest
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from myxa.actors.weights.plan import ITEM_BYTES, Shape, make_plan
+from myxa.actors.weights.channels.plan import ITEM_BYTES, Shape, make_plan
 from myxa.core.errors import TrainError
 
 

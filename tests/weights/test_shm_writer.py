@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from myxa.actors.weights import shm
-from myxa.actors.weights.shm import ShmWeightReader, ShmWeightWriter
+from myxa.actors.weights.channels import shm
+from myxa.actors.weights.channels.shm import ShmWeightReader, ShmWeightWriter
 from myxa.core.errors import TrainError
 from myxa.core.messages import TensorSpec
 from myxa.core.protocols import NamedArray

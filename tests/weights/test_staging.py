@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from myxa.actors.weights.digest import ROW_BYTES, buffer_mark, join_marks, padded_bytes
-from myxa.actors.weights.staging import Staging, place
+from myxa.actors.weights.channels.staging import ROW_BYTES, Staging, buffer_mark, join_marks, padded_bytes, place
 from myxa.core.errors import TrainError
 
 SEED = 5

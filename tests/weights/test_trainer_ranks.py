@@ -13,19 +13,19 @@ from model_tensors import arrays_of, tensors_of
 from torch import Tensor
 from weight_lab import CONTEXT, VOCAB, engine_of, greedy, serving, started
 
+from myxa.actors.contracts.roles import RolloutContract
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
 from myxa.actors.engines.sglang import SglangEngine
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.actors.rollout.channel_reach import ReachedByChannels
-from myxa.actors.rollout.weight_senders import TrainerSenders
-from myxa.actors.trainer.channel_ends import ChannelEnds, EndMakers
 from myxa.actors.trainer.checkpoints import CheckpointOptions
-from myxa.actors.trainer.leader_options import LeaderOptions
 from myxa.actors.trainer.step_plan import PlanOptions
+from myxa.actors.trainer.train_loop import TrainLoopOptions
 from myxa.actors.trainer.trainer import Trainer, TrainerOptions
-from myxa.actors.weights.channel import make_writer
-from myxa.actors.weights.disk import clear_folders
-from myxa.actors.weights.sender import DeviceWeightSender, SentChannel
+from myxa.actors.weights.channel_ends import ChannelEnds, EndMakers
+from myxa.actors.weights.channels.disk import clear_folders
+from myxa.actors.weights.channels.reader import make_writer
+from myxa.actors.weights.channels.sender import DeviceWeightSender, SentChannel
+from myxa.actors.weights.receive import TrainerSenders, channel_refusal
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock
 from myxa.core.errors import MyxaError
@@ -79,7 +79,7 @@ class StageBackend:
 def trainer(rank: int, backend: StageBackend, run_dir: Path, channel: SentChannel = "nccl", beside: int = 2) -> Trainer:
     """`beside`: so many ranks, the first ones, are on the GPUs of engines."""
     plan = PlanOptions(kind="grpo", normalise_std=True, num_ranks=2, max_tokens=100, minibatches=1)
-    leader = LeaderOptions(
+    leader = TrainLoopOptions(
         world_size=2, num_steps=1, plan=plan, publishes=True, run_dir=str(run_dir),
         checkpoints=CheckpointOptions(run_dir=str(run_dir)), channel=channel,
     )  # fmt: skip
@@ -99,10 +99,13 @@ def trainer(rank: int, backend: StageBackend, run_dir: Path, channel: SentChanne
     )
 
 
-class Asker(ReachedByChannels):
+class Asker(RolloutContract):
     """The rollout actor whose calls the engine's are."""
 
-    _run_dir = ""
+    run_dir = ""
+
+    async def judge_channel(self, channel: WeightChannel, host: str) -> str:
+        return channel_refusal(channel, host, self.run_dir)
 
 
 async def go_over(leader: Trainer, epoch: int, channel: WeightChannel, version: int) -> WeightManifest:
@@ -219,8 +222,8 @@ async def test_stages_publish_send_and_release_together_while_they_train_and_go_
                 assert "rollout/1" in (await first.prepare_knobs(wishes[0])).reason
                 await node.stop(deaf.ctx.name, grace_s=1)
                 with monkeypatch.context() as far:
-                    far.setattr("myxa.actors.rollout.channel_reach.boot_id", lambda: "elsewhere")
-                    asker._run_dir = str(tmp_path)
+                    far.setattr("myxa.actors.weights.receive.boot_id", lambda: "elsewhere")
+                    asker.run_dir = str(tmp_path)
                     vote = await first.prepare_knobs(wishes[1])
                 assert not vote.accepted and not first.knob_owner.holds("weights", 99)
                 assert f"rollout/0: is on another host than trainer/0, and {tmp_path} is not on" in vote.reason

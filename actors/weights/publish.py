@@ -1,31 +1,39 @@
-"""The leader's side of weight versions: every rank publishes its part, engines let go, the ranks may forget.
+"""Publishing a weight version, on rank 0 of the trainer: which channel carries it, when the ranks may drop it.
 
-    publish    all ranks gather and write or stage a version; first, room is made: not too many at once are kept
-    released   no engine reads a version any more; ranks beside the leader's that published a part of it are told
+    publish    all ranks gather and write or stage the version. At most `max_unreleased` versions are kept: publishing
+               waits for the release of older ones
+    released   no engine reads the version any more; the other ranks that published a part of it drop it too
 
-Knows ranks by their contract. Must not know engines, how bytes travel, or which versions are worth publishing.
+The channel of a new version is the knob `weight_channel` as it is in force at the boundary "weights". The first version
+after a start, and a version that is published again, take the channel that was decided last: a channel that does not
+work could not be left otherwise, because the next version may be waiting for this one.
+
+Ranks and rollout actors are called by their contracts. How bytes travel is the business of `channel_ends.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
-from ...core.activity import ActivityMeter
+from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext
 from ...core.actor_group import ActorGroup
 from ...core.disk import Tell, until_written
 from ...core.errors import GatherError, TrainError
-from ...core.knobs import LiveKnobs
+from ...core.host import boot_id
+from ...core.knobs import KnobValue, LiveKnob, LiveKnobs
 from ...core.messages import WeightChannel, WeightManifest
 from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS
-from ..contracts.roles import TrainerContract
-from .channel_choice import ChannelChoice
-from .manifest_parts import join_parts
+from ..contracts.roles import RolloutContract, TrainerContract
+from ..knobs.owner import KnobOwner
 
+CHANNEL = "weight_channel"
+"""The knob."""
 RELEASE_DEADLINE_S = 300.0
 
 
@@ -35,7 +43,7 @@ def max_unreleased(channel: WeightChannel) -> int:
 
 
 class Publisher:
-    """See the module's head. One per leader."""
+    """Publishes weight versions and keeps account of those that engines still read. One per run."""
 
     def __init__(
         self,
@@ -151,3 +159,105 @@ class Publisher:
                 f"within {RELEASE_DEADLINE_S:g} s",
                 remedy="an engine is stuck in a weight update; see the coordinator's log for its name",
             ) from err
+
+
+ASK_S = 5.0
+"""For rollout actors to say whether a channel reaches them; less than a vote may take."""
+
+
+class ChannelChoice:
+    """Chooses the channel of each version. One per run."""
+
+    def __init__(
+        self,
+        owner: KnobOwner,
+        in_force: Callable[[], str],
+        first: WeightChannel,
+        refused: Mapping[WeightChannel, str],
+        live_knobs: Callable[[], Awaitable[LiveKnobs]],
+        telemetry: TelemetryBuffer,
+    ) -> None:
+        """`in_force`: value of the knob; empty: the run has none. `first`: the run file's channel. `refused`: channels
+        that the run's shape refuses, and why. `live_knobs`: what was decided in this run. `telemetry`: the event
+        "knobs-not-restored" names a kept channel that cannot be used."""
+        self._owner = owner
+        self._in_force = in_force
+        self._live_knobs = live_knobs
+        self._telemetry = telemetry
+        self._begins_with: WeightChannel = first
+        self._refused = refused
+        self._kept: LiveKnob | None = None
+        """Decided before this gang began, which is told of it only once engines have its first version."""
+
+    async def take_up(self, kept: LiveKnobs | None) -> LiveKnobs | None:
+        """Before the first version. `kept`: what the checkpoint that the gang begins with says of the knobs; this run's
+        own word is the newer one. Returns `kept` without a channel that this run's roles cannot use: a fork may have
+        others than the run that wrote it."""
+        if not self._in_force():
+            return kept
+        usable = None if kept is None else self._usable(kept)
+        for live in (usable or LiveKnobs(), self._usable(await self._live_knobs())):
+            found = [k for k in live.knobs if self._is_ours(k)]
+            if found:
+                self._kept = max(found, key=lambda k: k.epoch)
+        return usable
+
+    def _is_ours(self, knob: LiveKnob) -> bool:
+        """Whether it is the channel, and newer than the run file's word."""
+        return (knob.name, knob.first) == (CHANNEL, self._begins_with)
+
+    def _usable(self, live: LiveKnobs) -> LiveKnobs:
+        refused = {k: why for k in live.knobs if self._is_ours(k) and (why := _refusal(k.value, self._refused))}
+        for knob, why in refused.items():
+            self._telemetry.event("knobs-not-restored", f"{why}; decided by change {knob.epoch}")
+        return msgspec.structs.replace(live, knobs=tuple(k for k in live.knobs if k not in refused))
+
+    def of_new(self) -> WeightChannel:
+        """For a version that is published for the first time."""
+        self._kept = None
+        return cast(WeightChannel, self._in_force() or self._begins_with)
+
+    def newest(self) -> WeightChannel:
+        """For the first version after a start, and for one that is published again."""
+        if not self._in_force():
+            return self._begins_with
+        epoch, told = self._owner.newest(CHANNEL)
+        # Epochs, not values: to go back to the one in force is a decision like any other.
+        kept = self._kept
+        return cast(WeightChannel, kept.value if kept is not None and kept.epoch > epoch else told)
+
+
+async def refuses(ctx: ActorContext, channel: KnobValue, refused: Mapping[WeightChannel, str]) -> str:
+    """Why weights cannot go by `channel`, naming who cannot; empty: they can. `refused`: what the run's own shape says.
+    Rollout actors that are there are asked, since they may have come later, from elsewhere."""
+    if reason := _refusal(channel, refused):
+        return reason
+    wanted = cast(WeightChannel, channel)
+    names = list(ctx.peers("rollout/"))
+    if not names:
+        return ""
+    engines = ctx.group(RolloutContract, names).options(deadline_s=ASK_S)
+    try:
+        answers = await engines.all(RolloutContract.judge_channel, wanted, boot_id())
+    except GatherError as error:
+        return f"{CHANNEL} = {wanted}: not every engine says whether it can take it: {error.message}"
+    return "; ".join(f"{CHANNEL} = {wanted}: {name}: {why}" for name, why in answers.items() if why)
+
+
+def _refusal(channel: KnobValue, refused: Mapping[WeightChannel, str]) -> str:
+    reason = refused.get(cast(WeightChannel, channel), "")
+    return f"{CHANNEL} = {channel}: {reason}" if reason else ""
+
+
+def join_parts(parts: Mapping[str, WeightManifest | None]) -> WeightManifest | None:
+    """Parts by rank, in order of ranks; None if no rank published. Locations and digests are joined by commas."""
+    published = [part for part in parts.values() if part is not None]
+    if len(published) < 2:
+        return published[0] if published else None
+    is_whole = published[0].channel in SHARED_CHANNELS
+    return msgspec.structs.replace(
+        published[0],
+        location=",".join(part.location for part in published),
+        digest=",".join(part.digest for part in published),
+        num_bytes=published[0].num_bytes if is_whole else sum(part.num_bytes for part in published),
+    )

@@ -1,24 +1,34 @@
-"""Copies of published versions in flat buckets on the sender's device, so that training goes on while they are read.
+"""Copies of published versions in flat buckets on the sender's device, so that training continues while they are read.
 
-Buffers are made once per version in flight (the leader keeps those to two) and used again after `release`; views of
-every tensor's place are made with them, so that staging a version is one copy per tensor and nothing else. Methods may
-be called from any thread: a version that is being read is held by its reader, not by its place in a table.
+Buffers are made once per version in flight (at most two) and reused after `release`; views of every tensor's place are
+made with them, so that staging a version is one copy per tensor. Methods may be called from any thread: a version that
+is being read is held by its reader, not by its place in a table.
+
+`buffer_mark` is a 64-bit checksum of a buffer, computed where it lies (GPU or CPU) in two passes over memory. It finds
+lost, doubled, swapped and torn stretches; it is no defence against malice. Words of 8 bytes are laid out as rows of
+`ROW_WORDS`; with all sums modulo 2**64,
+
+    mark = sum_r a(r) * (sum of row r)  +  sum_c b(c) * (sum of column c)
+
+with a(r) = 2 r + 1 and b(c) = K c, K even. A word's weight a + b is odd, hence invertible: any single changed word
+changes the mark. Words that change places are found unless their difference is a multiple of a large power of two.
+xxhash and BLAKE2 do not run on a GPU, and copying to the host for them costs more than the transfer.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ...core.errors import TrainError
-from ...core.messages import TensorSpec
-from .digest import buffer_mark, join_marks, padded_bytes
+from ....core.errors import TrainError
+from ....core.messages import TensorSpec
 from .plan import Shape, WeightPlan, make_plan
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -227,3 +237,30 @@ def beside_training(device: torch.device) -> Generator[None]:
         return
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
         yield
+
+
+ROW_WORDS = 4096
+ROW_BYTES = ROW_WORDS * 8
+"""Buffers are padded with zeros to a multiple of this."""
+_SPREAD = 4354685564936845354
+"""2**65 / golden ratio modulo 2**64, as a signed word; even: keeps column weights away from row weights."""
+
+
+def padded_bytes(num_bytes: int) -> int:
+    """Size of a buffer that holds `num_bytes` and can be digested."""
+    return -(-num_bytes // ROW_BYTES) * ROW_BYTES
+
+
+def buffer_mark(buffer: Tensor) -> Tensor:
+    """0-dim int64 on the buffer's device: the mark of a flat uint8 buffer of a multiple of ROW_BYTES."""
+    words = buffer.view(torch.int64).view(-1, ROW_WORDS)
+    rows, columns = words.sum(dim=1), words.sum(dim=0)
+    row_weights = torch.arange(rows.numel(), device=buffer.device, dtype=torch.int64) * 2 + 1
+    column_weights = torch.arange(ROW_WORDS, device=buffer.device, dtype=torch.int64) * _SPREAD
+    return (rows * row_weights).sum() + (columns * column_weights).sum()
+
+
+def join_marks(marks: Sequence[Tensor]) -> str:
+    """The digest of several buffers: their marks in order, as hexadecimal words. Waits for the device."""
+    numbers = cast("list[int]", torch.stack(list(marks)).cpu().tolist())  # pyright: ignore[reportUnknownMemberType]
+    return ".".join(f"{number & 0xFFFFFFFFFFFFFFFF:016x}" for number in numbers)

@@ -13,10 +13,10 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ...core.errors import EngineError, MyxaError, TrainError
-from ...core.messages import WeightManifest
-from ...core.protocols import NamedArray
-from ..models.hf_folder import open_weights, read_config, write_folder
+from ....core.errors import EngineError, MyxaError, TrainError
+from ....core.messages import WeightManifest
+from ....core.protocols import NamedArray
+from ...models.hf_folder import open_weights, read_config, write_folder
 
 
 class DiskWeightWriter:

@@ -1,28 +1,190 @@
-"""The sender's channels: built, used and given up, one per engine, none waiting for another.
+"""A trainer rank's end of the channels between devices. Fulfils `core.protocols.WeightSender`.
 
-Every blocking thing runs in a daemon thread with a deadline; whoever waits for it waits on an event. A group whose peer
-is dead or stands still therefore costs one thread until its deadline and nothing else: the trainer goes on, is never
-kept from ending, and other engines' channels do not notice.
+    publish   export -> staging buckets (+ digest)        in the backend's thread, between two steps
+    join      rendezvous, group built in a thread         while the engine generates
+    send      broadcast from staging                      while the engine is paused, and the trainer trains
+    share     handles of the staging buckets              instead of join and send, on one GPU
+
+`plan.py` cuts, `staging.py` keeps, `cuda_ipc.py` shares, `fp8.py` quantises on the way. `Channels` holds one group per
+engine:
 
     join   -> building (waits for the engine's ranks) -> standing -> [sending] -> standing ...
                  any error, deadline or leave -> gone (a later attempt has another name)
+
+Every blocking call runs in a daemon thread with a deadline, and its caller waits on an event. A group whose peer is
+dead or stopped costs one thread until its deadline: training continues, the trainer can end, other engines do not
+notice.
 """
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 import torch
 
-from ...core.errors import TrainError
-from ...core.weight_channel import CollectiveBackend, JoinOffer, JoinRequest, SendOrder, SendReport
-from ..torch_store import host_store
-from .address import address_for
+from ....core.errors import TrainError
+from ....core.messages import WeightManifest
+from ....core.weight_channel import (
+    CollectiveBackend,
+    JoinOffer,
+    JoinRequest,
+    PlanReply,
+    PlanRequest,
+    SampleReply,
+    SampleRequest,
+    SendOrder,
+    SendReport,
+    ShareReply,
+    ShareRequest,
+)
+from ...torch_store import host_store
+from .cuda_ipc import Written, bucket_metadata, bucket_payload
+from .plan import WeightPlan
 from .process_group import ChannelGroup
-from .staging import Staged, beside_training
+from .staging import Staged, Staging, beside_training
+
+Tensors = Iterator[tuple[str, Any]]
+SentChannel = Literal["nccl", "cuda_ipc"]
+
+
+class DeviceWeightSender:
+    """One rank. `name` is its actor's, under which engines ask for it."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        channel: SentChannel,
+        bucket_bytes: int,
+        host: str,
+        quantise: Callable[[Tensors], Tensors] | None = None,
+        keeps_buffers: bool = True,
+        is_needed: bool = True,
+    ) -> None:
+        """`host`: boot id of this host. `quantise`: turns exported tensors into those that the engines hold.
+        `keeps_buffers`: see `Staging`. `is_needed` False: no engine asks this rank for what it is given, so it keeps
+        nothing, and only takes part in gathering."""
+        self._name = name
+        self._channel: SentChannel = channel
+        self._host = host
+        self._quantise = quantise
+        self._is_needed = is_needed
+        self._staging = Staging(bucket_bytes, keeps_buffers=keeps_buffers)
+        self._channels = Channels(name, host)
+        self._metadata: tuple[str, tuple[Written, ...]] = ("", ())
+        """Fingerprint of a plan, and its buckets' metadata."""
+
+    def publish(self, version: int, export: Callable[[], Tensors]) -> WeightManifest | None:
+        """See the protocol."""
+        staged = self._staging.publish(version, lambda: self._wanted(export()))
+        if staged is None:
+            return None
+        self._channels.published()
+        return WeightManifest(
+            version=version,
+            channel=self._channel,
+            location=self._name,
+            generation=0,
+            num_bytes=staged.buffers.plan.num_bytes,
+            tensors=(),
+            digest=staged.digest,
+            host=self._host,
+        )
+
+    def _wanted(self, tensors: Tensors) -> Tensors:
+        """What is staged of an export, which is gone through to its end either way."""
+        if not self._is_needed:
+            for _ in tensors:
+                pass
+        elif self._quantise is None:
+            yield from tensors
+        else:
+            yield from self._quantise(tensors)
+
+    def release(self, version: int) -> None:
+        """See the protocol."""
+        self._staging.release(version)
+
+    def plan(self, request: PlanRequest) -> PlanReply:
+        """See the protocol."""
+        staged = self._staging.read(request.version)
+        self._staging.done(staged)
+        plan = staged.buffers.plan
+        return PlanReply(
+            fingerprint=plan.fingerprint,
+            digest=staged.digest,
+            buckets=() if request.known == plan.fingerprint else plan.buckets,
+            has_channel=self._channels.has(request.channel),
+        )
+
+    def join(self, request: JoinRequest) -> JoinOffer:
+        """See the protocol."""
+        device = self._staging.device
+        if device is None:
+            raise TrainError(f"{self._name} has published nothing yet", remedy="publish a version first")
+        return self._channels.join(request, device)
+
+    def send(self, order: SendOrder) -> SendReport:
+        """See the protocol."""
+        staged = self._staging.read(order.version)
+        return self._channels.send(order, staged, lambda: self._staging.done(staged))
+
+    def leave(self, channel: str, reason: str) -> None:
+        """See the protocol."""
+        self._channels.leave(channel, reason)
+
+    def progress(self) -> dict[str, str]:
+        """Where each channel is, for people: "bucket 2 of 5"."""
+        return self._channels.progress()
+
+    def share(self, request: ShareRequest) -> ShareReply:
+        """See the protocol."""
+        staged = self._staging.read(request.version)
+        try:
+            with beside_training(staged.buffers.device):
+                payloads = tuple(
+                    tuple(bucket_payload(staged.buffers.bucket(number), metadata) for _ in range(request.num_ranks))
+                    for number, metadata in enumerate(self._metadata_of(staged.buffers.plan))
+                )
+        finally:
+            self._staging.done(staged)
+        return ShareReply(payloads=payloads, fingerprint=staged.buffers.plan.fingerprint)
+
+    def _metadata_of(self, plan: WeightPlan) -> tuple[Written, ...]:
+        """What is told of each bucket, the same for all versions of the plan."""
+        fingerprint, metadata = self._metadata
+        if fingerprint != plan.fingerprint:
+            metadata = tuple(bucket_metadata(bucket) for bucket in plan.buckets)
+            self._metadata = (plan.fingerprint, metadata)
+        return metadata
+
+    def sample(self, request: SampleRequest) -> SampleReply:
+        """See the protocol."""
+        staged = self._staging.read(request.version)
+        try:
+            with beside_training(staged.buffers.device):
+                values = tuple(self._first_values(staged.buffers.views, n, request.num_values) for n in request.names)
+        finally:
+            self._staging.done(staged)
+        return SampleReply(values=values)
+
+    def _first_values(self, views: dict[str, torch.Tensor], name: str, num_values: int) -> tuple[float, ...]:
+        view = views.get(name)
+        if view is None:
+            raise TrainError(f"{self._name} sends no weight {name}", remedy="ask another sender")
+        first = view.reshape(-1)[:num_values].to(torch.float32).cpu()
+        return tuple(cast("list[float]", first.tolist()))  # pyright: ignore[reportUnknownMemberType]
+
+    def close(self) -> None:
+        """See the protocol."""
+        self._channels.close()
+        self._staging.close()
+
 
 IDLE_VERSIONS = 8
 """A channel through which none of so many published versions went is given up: its engine died without a word. One that
@@ -198,3 +360,20 @@ class Channels:
 
 def _start(work: Callable[[], None], name: str) -> None:
     threading.Thread(target=work, name=name, daemon=True).start()
+
+
+LOOPBACK = "127.0.0.1"
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+def address_for(request: JoinRequest, own_host: str) -> str:
+    """Loopback for an engine on this host, else the address of ours from which a packet to it would leave.
+
+    An engine with a loopback address seen from another host is on that other host; then our host's name has to do.
+    Raises OSError for a name that nobody knows.
+    """
+    if request.engine_host in _LOCAL:
+        return LOOPBACK if request.asker_host == own_host else socket.gethostbyname(socket.gethostname())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((socket.gethostbyname(request.engine_host), 9))  # sends nothing
+        return str(probe.getsockname()[0])

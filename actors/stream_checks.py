@@ -1,25 +1,34 @@
-"""Does an engine tell the truth? Every piece of every stream is looked at before a token of it is used.
+"""Checks of what engines and workflows return, before a token of it is used.
+
+Every piece of every stream:
 
     as many log-probs and stamps as tokens; token ids of the vocabulary; log-probs that are such
     no more tokens than were asked for; nothing after the end; the token that stopped it is the last one
     stamps of versions that this engine was told to serve since the request was sent, in their order
 
-The first piece that fails ends the stream with EngineLied; the tokens before it are sound. Knows which versions the
-actor had the engine load (a trainer that went back makes numbers go down: order counts, not size). What it cannot see:
-tokens that are missing or doubled with plausible numbers; the clients count those where the wire does
-(`engines/sglang_wire.HeldTokens`), and the canary compares log-probs with the trainer's.
+The first piece that fails ends the stream with EngineLied; the tokens before it are sound. The checks know which
+versions the actor had the engine load (a trainer that went back makes numbers go down: order counts, not size). Tokens
+that are missing or doubled with plausible numbers are not seen here: the clients count tokens
+(`engines/sglang_wire.HeldTokens`), and the canary compares log-probs with the trainer's. `check_sample` and its like
+check what a workflow returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from typing import cast
 
+import msgspec
 import numpy as np
+import orjson
 
-from ...core.errors import EngineLied
-from ...core.protocols import Delta, GenerateRequest
-from ..workflows.episode import Generate
-from ..workflows.stream_end import closing
+from ..algos.rewards import outcome_of
+from ..core.errors import EngineError, EngineLied, UserCodeError
+from ..core.protocols import Delta, GenerateRequest
+from ..core.samples import Prompt, Sample, check_sample
+from .user_code import what_was_raised, words_of
+from .workflows.episode import Generate
+from .workflows.stream_end import closing
 
 MAX_LOGPROB = 1e-3
 """Rounding may put a certain token's a little above 0."""
@@ -138,3 +147,79 @@ def _wrong_values(delta: Delta, vocab_size: int) -> str:
     if float(logprobs.max()) > MAX_LOGPROB:
         return f"a log-prob is {float(logprobs.max()):g}, above 0"
     return ""
+
+
+MAX_METADATA_BYTES = 64 << 10
+"""Of a sample, as JSON: it travels to the reward function and is kept with the group."""
+
+
+def checked_sample(
+    sample: object, prompt: Prompt, index: int, *, temperature: float | None, vocab_size: int | None
+) -> Sample:
+    """User code may return anything: only a consistent Sample of this very prompt passes, with the temperature that its
+    turns were drawn at, and its reward and metadata as plain values. Raises UserCodeError, EngineError."""
+    where = f"(group {prompt.group_id}, sample {index})"
+    if not isinstance(sample, Sample):
+        raise UserCodeError(
+            f"workflow returned a value of type {type(sample).__name__}, not a Sample {where}",
+            remedy="end it with `return ctx.episode.sample()`",
+        )
+    if (sample.group_id, sample.index) != (prompt.group_id, index):
+        raise UserCodeError(
+            f"workflow returned sample {sample.group_id}/{sample.index} for {prompt.group_id}/{index}",
+            remedy="return the sample of the episode it was given",
+        )
+    try:
+        check_sample(sample, vocab_size)
+    except ValueError as err:
+        raise EngineError(str(err), remedy="the engine or workflow broke the per-token contract") from err
+    except Exception as err:
+        raise UserCodeError(
+            f"workflow returned a sample that cannot be checked: {what_was_raised(err)} {where}",
+            remedy="end it with `return ctx.episode.sample()`",
+        ) from err
+    sample = _with_plain_outcome(sample, where)
+    if temperature is None or sample.temperature == temperature:
+        return sample
+    return msgspec.structs.replace(sample, temperature=temperature)
+
+
+def _with_plain_outcome(sample: Sample, where: str) -> Sample:
+    """Reward and metadata as they will be after a journey: a float, and what JSON makes of the rest."""
+    if sample.reward is None and not sample.metadata:
+        return sample
+    reward = sample.reward
+    if reward is not None:
+        try:
+            reward = outcome_of(_bare(reward)).value
+        except (TypeError, ValueError) as err:
+            raise UserCodeError(
+                f"workflow: reward of its sample: {words_of(err)} {where}",
+                remedy="give episode.sample(reward=...) a finite number",
+            ) from err
+    return msgspec.structs.replace(sample, reward=reward, metadata=_plain(sample.metadata, where))
+
+
+def _bare(reward: object) -> object:
+    """A dict is what reward functions may return, and no reward of a sample."""
+    if isinstance(reward, dict):
+        raise TypeError("returned a value of type dict, not a number")
+    return reward
+
+
+def _plain(metadata: object, where: str) -> dict[str, object]:
+    remedy = f"give episode.sample(metadata=...) a dict of JSON values, of at most {MAX_METADATA_BYTES:,} bytes in all"
+    try:
+        written = orjson.dumps(metadata)
+    except (TypeError, ValueError, RecursionError) as err:
+        raise UserCodeError(
+            f"workflow: the metadata of its sample cannot be written as JSON: {words_of(err)} {where}", remedy=remedy
+        ) from err
+    if len(written) > MAX_METADATA_BYTES:
+        raise UserCodeError(
+            f"workflow: the metadata of its sample has {len(written):,} bytes as JSON {where}", remedy=remedy
+        )
+    read = orjson.loads(written)
+    if not isinstance(read, dict):
+        raise UserCodeError(f"workflow: the metadata of its sample is no dict {where}", remedy=remedy)
+    return cast("dict[str, object]", read)

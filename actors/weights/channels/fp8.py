@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...core.errors import ConfigError, ModelError
+from ....core.errors import ConfigError, ModelError
 
 LARGEST = 448.0
 """Of float8_e4m3fn."""

@@ -1,4 +1,4 @@
-"""Which weight channel: chosen for the writer by whoever publishes, told by each manifest to the reader."""
+"""The host channels, shared memory and folders: the writer by its channel, the reader by what a manifest names."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Literal
 
-from ...core.errors import EngineError
-from ...core.host import boot_id
-from ...core.messages import WeightManifest
-from ...core.protocols import NamedArray, WeightWriter
+from ....core.errors import EngineError
+from ....core.host import boot_id
+from ....core.messages import WeightManifest
+from ....core.protocols import NamedArray, WeightWriter
 from .disk import DiskWeightReader, DiskWeightWriter
 from .shm import ShmWeightReader, ShmWeightWriter
 

@@ -11,10 +11,10 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
-from ...core.errors import EngineError, MyxaError, TrainError
-from ...core.messages import WeightManifest
-from ...core.protocols import NamedArray
-from ...transport.shm import SlabReader, SlabWriter, needed_bytes
+from ....core.errors import EngineError, MyxaError, TrainError
+from ....core.messages import WeightManifest
+from ....core.protocols import NamedArray
+from ....transport.shm import SlabReader, SlabWriter, needed_bytes
 
 MAX_OPEN = 8
 """Slabs a reader keeps open; a trainer uses as many as versions are unreleased."""

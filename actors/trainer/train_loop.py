@@ -1,53 +1,55 @@
-"""The leader's loop: claim -> plan -> train on all ranks -> publish -> report; one pass makes one weight version.
+"""The training loop: claim -> plan -> train on all ranks -> publish -> report. One pass makes one weight version.
 
-    waits for the buffer (wait-data, or paused), for the ranks (wait-data while its own is done), and, before
-    publishing, for engines that still read old weights (wait-weights); every wait is a call with a deadline or an
-    event that the coordinator sets
-    knobs change between a claim and its plan (boundary "step") and before publishing (boundary "weights"); what was
-    decided for the step after the last one is used too, since it may have moved the end
+    claim      the buffer gives whole groups within the staleness bound; `Batch.check` checks the bound once more
+    plan       advantages and one shard per rank (`step_plan.py`); knobs of the boundary "step" change before it
+    train      every rank trains its shard; then the buffer records the groups as trained
+    publish    the ranks write the new version (`weights/publish.py`); knobs of the boundary "weights" change before it
+    report     the coordinator gets the metrics and offers the version to the engines; checkpoints are written
 
-Runs inside the trainer actor of rank 0, and speaks to all ranks, itself included, by their contract. The buffer keeps
-the staleness bound by its own books; before a step it is checked here on the stamps of the tokens that came
-(`Batch.check`): a batch that breaks it ends the run.
+The loop runs in the trainer actor of rank 0 and calls all ranks, itself included, by their contract. Each wait is a
+call with a deadline or an event that the coordinator sets, and is booked: wait-data, wait-weights, or paused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext, PeerEvent
+from ...core.actor_group import ActorGroup
 from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.disk import until_written
-from ...core.errors import DataError
-from ...core.knobs import LiveKnobs
-from ...core.messages import ActivityKind, Claim, GroupMeta, StepReport, WeightManifest
+from ...core.errors import (
+    DataError,
+    DeadlineExceeded,
+    GatherError,
+    MessageTooLarge,
+    MyxaError,
+    TrainError,
+    UserCodeError,
+)
+from ...core.knobs import KnobValue, LiveKnobs
+from ...core.messages import ActivityKind, Claim, GroupMeta, StepReport, WeightChannel, WeightManifest
 from ...core.patience import until_answered
+from ...core.protocols import StepStats
+from ...core.samples import Group, TrainShard
 from ..contracts.roles import BufferContract, CoordinatorContract, TrainerContract
 from ..knobs.owner import KnobOwner
 from ..ledger.states import State
 from ..tenancy.time_share import TimeShare
-from .canary_guard import Guard
-from .channel_choice import ChannelChoice
-from .checkpoint_orders import CheckpointOrders
-from .checkpoint_side import RunSide
-from .checkpoints import Checkpoints
-from .fetching import Fetching
+from ..weights.publish import CHANNEL, ChannelChoice, Publisher
+from .canary import CanaryOptions, Guard
+from .checkpoints import CheckpointOptions, CheckpointOrders, Checkpoints, RunSide
 from .knobs import TrainerKnobs
-from .leader_options import LeaderOptions
-from .part_metrics import PartMetrics
-from .planning import planned_step
-from .publishing import Publisher
-from .ranks import Ranks
-from .standby import Standby
-from .standing import Standing
-from .step_plan import Batch
+from .standby import Standby, StandbyOptions
+from .step_plan import Batch, PartMetrics, PlanOptions, planned_step
 
 T = TypeVar("T")
 
@@ -57,17 +59,64 @@ HELD_BACK_WAIT_S = 0.25
 """The same while engines lack the newest version: they may have to be given it before there can be a batch."""
 _RESTING = ("paused", "disk")
 """Reasons of the buffer for having no batch that no other work of the run can end."""
+MAX_SAMPLES_PER_MESSAGE = 8192
+"""A message holds at most 65,536 arrays; a sample has five."""
+COORDINATOR = "coordinator"
 KNOBS_DECIDED_S = 60.0
 """How long the coordinator may take to decide a change that was prepared here."""
 
 
-class Leader:
-    """See the module's head."""
+@dataclass(frozen=True, slots=True)
+class TrainLoopOptions:
+    """Plain settings of the loop."""
+
+    world_size: int
+    num_steps: int
+    """0: until the data ends or the run is stopped. A live knob."""
+    plan: PlanOptions
+    publishes: bool
+    """False when no engine wants weights (supervised runs)."""
+    run_dir: str
+    checkpoints: CheckpointOptions
+    export_at_end: bool = True
+    setup_timeout_s: float = 300.0
+    step_timeout_s: float = 1800.0
+    """A call to all ranks (a step, a publication, a checkpoint) that takes longer hangs."""
+    refused_channels: Mapping[WeightChannel, str] = field(default_factory=dict[WeightChannel, str])
+    """Those that the run's shape does not allow, and why."""
+    shard_of_rank: tuple[int, ...] = ()
+    """Number of the shard that each rank trains, where ranks share one; empty: each its own."""
+    guard: CanaryOptions = field(default_factory=lambda: CanaryOptions(every=0, bound=0.0))
+    channel: WeightChannel = "shm"
+    """By which weights are published. A live knob, where engines have devices of their own."""
+    standby: StandbyOptions = field(default_factory=StandbyOptions)
+    step_values: Mapping[str, KnobValue] = field(default_factory=dict[str, KnobValue])
+    """What the run file says of the knobs that ranks use; see `trainer_knobs.step_values`."""
+
+    def knobs(self, *, takes_turns: bool) -> TrainerKnobs:
+        """The live knobs of a run with these settings. `takes_turns`: with engines on the same devices, which are then
+        given every version, since they lose their weights in between, by the channel that a turn's memory was counted
+        with."""
+        first: dict[str, KnobValue] = {
+            **self.step_values,
+            "num_steps": self.num_steps,
+            "max_tokens_per_microbatch": self.plan.max_tokens,
+            "checkpoint_every": self.checkpoints.every,
+            "keep_last": self.checkpoints.keep_last,
+        }
+        if self.publishes:
+            first["guard_every"] = self.guard.every
+            first |= {} if takes_turns else {"weights_every": 1, "weight_channel": self.channel}
+        return TrainerKnobs(first)
+
+
+class TrainLoop:
+    """Claims, plans, trains, publishes and reports until the run ends. One per run, in the actor trainer/0."""
 
     def __init__(
         self,
         ctx: ActorContext,
-        options: LeaderOptions,
+        options: TrainLoopOptions,
         meter: ActivityMeter,
         telemetry: TelemetryBuffer,
         clock: Clock,
@@ -85,7 +134,7 @@ class Leader:
         self._meter = meter
         self._telemetry = telemetry
         self._clock = clock
-        self._ranks = Ranks(
+        self._gang = TrainerGang(
             ctx,
             options.world_size,
             shard_of_rank=options.shard_of_rank,
@@ -93,9 +142,9 @@ class Leader:
             telemetry=telemetry,
             clock=clock,
         )
-        self._together = self._ranks.together
+        self._together = self._gang.together
         self._buffer = ctx.ref(BufferContract, "buffer")
-        self._fetching = Fetching(lambda ids: self._ask("buffer", lambda: self._buffer.fetch(ids)))
+        self._fetcher = GroupFetcher(lambda ids: self._ask("buffer", lambda: self._buffer.fetch(ids)))
         self._coordinator = ctx.ref(CoordinatorContract, "coordinator")
         self._guard = Guard(ctx, options.guard, self._together, meter, telemetry)
         self._written = -1
@@ -103,10 +152,17 @@ class Leader:
         side = RunSide(self._buffer, self._coordinator, self._ask)
         self.checkpoints = Checkpoints(ctx, options.checkpoints, self._together, side, meter, telemetry, clock)
         self._orders = CheckpointOrders(self.checkpoints, self._together, options.run_dir, meter, ctx.log)
-        channels = ChannelChoice(owner, knobs, options, side, telemetry)
+        channels = ChannelChoice(
+            owner,
+            lambda: knobs.text(CHANNEL),
+            options.channel,
+            options.refused_channels,
+            side.live_knobs,
+            telemetry,
+        )
         self._publisher = Publisher(ctx, self._together, channels, meter, self._tell, Path(options.run_dir))
         self._standby = Standby(options.standby, self._together, meter, telemetry, side.live_knobs)
-        self._standing = Standing(ctx, self._publisher, self._ask)
+        self._link = CoordinatorLink(ctx, self._publisher, self._ask)
         self._parts = PartMetrics()
         self.stands_at = -1
         """Number of the boundary that was passed last; see `KnobOwner`."""
@@ -121,11 +177,11 @@ class Leader:
     def go(self, start_version: int) -> None:
         """Start stepping from the version that the ranks have; `start_version` is the coordinator's view of it. An
         order that comes before the gang was told of was given to the gang before it, and is void."""
-        if (at := self._standing.version) < 0:
+        if (at := self._link.version) < 0:
             self._ctx.log.warning("an order to start at version %d was not for this gang; ignored", start_version)
             return
         self._ctx.log.info("the coordinator lets the loop start at version %d; it stands at %d", start_version, at)
-        self._standing.is_leading = self._may_go = True
+        self._link.is_leading = self._may_go = True
         self._told.set()
 
     def stop(self, reason: str) -> None:
@@ -150,7 +206,7 @@ class Leader:
 
     def on_peer(self, event: PeerEvent) -> None:
         """The coordinator may be a new one."""
-        self._standing.on_peer(event)
+        self._link.on_peer(event)
 
     async def run(
         self, version: int, facts: dict[str, str], live: LiveKnobs | None = None, *, is_restart: bool = False
@@ -159,12 +215,12 @@ class Leader:
         `is_restart`: the gang was here before, so what was trained after `version` is undone."""
         self.stands_at, start_version = version - 1, version
         self.checkpoints.goes_on_from(version)
-        await self._ctx.wait_for("coordinator", "buffer", *self._ranks.names, timeout_s=self._options.setup_timeout_s)
+        await self._ctx.wait_for("coordinator", "buffer", *self._gang.names, timeout_s=self._options.setup_timeout_s)
         if version > 0 or is_restart:
             await self._ask("buffer", lambda: self._buffer.rewind(version, self._ctx.epoch))
         manifest, live = await self._publisher.first(version, live) if self._options.publishes else (None, live)
         async with self._engines_turn(version):
-            await self._standing.ready(version, manifest, facts, live)
+            await self._link.ready(version, manifest, facts, live)
         with self._meter.during("other", "start, first engine"):
             while not self._may_go:
                 self._told.clear()
@@ -245,7 +301,7 @@ class Leader:
             await self._give_held_back(version)
 
     async def _fetch(self, metas: Sequence[GroupMeta]) -> Batch:
-        return Batch(await self._fetching.groups(metas), {meta.group_id: meta.oldest_version for meta in metas})
+        return Batch(await self._fetcher.groups(metas), {meta.group_id: meta.oldest_version for meta in metas})
 
     def _end_of_data(self, version: int) -> str:
         """Why the loop ends now. A run that could not make a single step did not do what it was started for."""
@@ -266,10 +322,10 @@ class Leader:
         if self._share is not None:
             await self._share.take()
         with self._meter.during("wait-data", "ranks"):
-            stats = await self._ranks.train(plan.shards, self._knobs.for_step())
+            stats = await self._gang.train(plan.shards, self._knobs.for_step())
         metrics = plan.metrics | self._parts.of(batch.groups) | stats.metrics | self._knobs.metrics()
         metrics["knobs/epoch"] = float(self._owner.epoch)
-        made = self._standing.version = version + 1
+        made = self._link.version = version + 1
         reached("trainer.trained")
         with self._meter.during("wait-data", "tell buffer"):
             await self._ask("buffer", lambda: self._buffer.trained(version, stats.scores))
@@ -349,7 +405,7 @@ class Leader:
             if is_new or self.checkpoints.is_pending or self._options.export_at_end:
                 async with self._trainers_turn(version):
                     await self._write_last(version, is_new=is_new)
-        await self._standing.finished(version, reason)
+        await self._link.finished(version, reason)
 
     async def _write_last(self, version: int, *, is_new: bool) -> None:
         """What is left of a run: a whole checkpoint, the exported model. A disk that refuses them is waited for."""
@@ -415,3 +471,145 @@ class Leader:
 
     async def _ask(self, who: str, send: Callable[[], Awaitable[T]], *, waits_for_disk: bool = True) -> T:
         return await until_answered(send, who=who, clock=self._clock, log=self._ctx.log, waits_for_disk=waits_for_disk)
+
+
+class TrainerGang:
+    """Calls all ranks at once, with one deadline, and names a rank that does not answer.
+
+    A rank that died ends the wait at once, because the other ranks would wait for it in a collective. A rank that hangs
+    ends the wait at the deadline. Both fail the loop, and the gang restarts as one.
+    """
+
+    def __init__(
+        self,
+        ctx: ActorContext,
+        world_size: int,
+        *,
+        shard_of_rank: Sequence[int],
+        step_timeout_s: float,
+        telemetry: TelemetryBuffer,
+        clock: Clock,
+    ) -> None:
+        """`shard_of_rank`: empty where each rank trains a shard of its own."""
+        self._shard_of_rank = tuple(shard_of_rank) or tuple(range(world_size))
+        self._step_timeout_s = step_timeout_s
+        self._telemetry = telemetry
+        self._clock = clock
+        members = ctx.group(TrainerContract, [f"trainer/{rank}" for rank in range(world_size)])
+        self.together: ActorGroup[TrainerContract] = members.options(
+            deadline_s=step_timeout_s, fails_fast=True, cancels_rest=False
+        )
+        """For collectives: with one rank gone the others may hang in them, and cannot be cancelled there."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, rank 0 first."""
+        return self.together.names
+
+    async def train(self, shards: Sequence[TrainShard], knobs: dict[str, float]) -> StepStats:
+        """All ranks at once, with the same values; returns rank 0's metrics and the scores of all. Raises TrainError
+        naming who failed, UserCodeError if it was the user's loss."""
+        started, began = self._clock.wall(), self._clock.monotonic()
+        try:
+            stats = await self.together.scatter(lambda rank, i: rank.train_shard(shards[self._shard_of_rank[i]], knobs))
+        except GatherError as error:
+            raise self._failed(shards[0].step, error) from error
+        group_ids = {sample.group_id for shard in shards for sample in shard.samples}
+        self._telemetry.hop("train", group_ids, started, self._clock.monotonic() - began, step=shards[0].step)
+        scores = tuple(score for told in stats.values() for score in told.scores)
+        return StepStats(metrics=stats["trainer/0"].metrics, scores=scores)
+
+    def _failed(self, step: int, error: GatherError) -> MyxaError:
+        name, cause = next(iter(error.errors.items()))
+        if isinstance(cause, UserCodeError):  # it would fail again: no restart helps
+            return UserCodeError(cause.message, remedy=cause.remedy)
+        if not isinstance(cause, DeadlineExceeded):
+            return TrainError(f"{name} failed in step {step}: {cause}", remedy=f"see the log of {name}")
+        silent = ", ".join((name, *error.unheard))
+        return TrainError(
+            f"step {step} was not done within {self._step_timeout_s:g} s: no answer from {silent}",
+            remedy="see their logs for where they hang; a step that needs longer wants a higher trainer.step_timeout_s",
+        )
+
+
+class CoordinatorLink:
+    """Reports to the coordinator that the gang is up or finished, and reports again to a coordinator that restarted."""
+
+    def __init__(
+        self,
+        ctx: ActorContext,
+        publisher: Publisher,
+        ask: Callable[[str, Callable[[], Awaitable[None]]], Awaitable[None]],
+    ) -> None:
+        self._ctx = ctx
+        self._publisher = publisher
+        self._ask = ask
+        self._coordinator = ctx.ref(CoordinatorContract, COORDINATOR)
+        self.version = -1
+        """That the ranks have; -1: the gang was not told of yet."""
+        self.is_leading = False
+        """Whether the loop was let go."""
+        self._facts: dict[str, str] = {}
+        self._live: LiveKnobs | None = None
+        self._finished = ""
+
+    async def ready(
+        self, version: int, manifest: WeightManifest | None, facts: dict[str, str], live: LiveKnobs | None
+    ) -> None:
+        """The gang is up. `live`: knobs as the checkpoint that it goes on from holds them. A coordinator that restarts
+        just now may be told twice, which does no harm."""
+        self._facts, self._live, self.version = facts, live, version
+        await self._ask(COORDINATOR, lambda: self._coordinator.trainer_ready(version, manifest, facts, live))
+
+    async def finished(self, version: int, reason: str) -> None:
+        """The loop ended."""
+        self._finished = reason
+        await self._ask(COORDINATOR, lambda: self._coordinator.trainer_finished(version, reason))
+
+    def on_peer(self, event: PeerEvent) -> None:
+        """A coordinator that came up after the gang was told of knows nothing of it."""
+        if event.name == COORDINATOR and event.kind in ("up", "restarted") and self.version >= 0:
+            self._ctx.spawn(self._tell_again(), name=f"tell coordinator {event.epoch}")
+
+    async def _tell_again(self) -> None:
+        """What the one before was to release is nobody's any more. What is published meanwhile is the new one's."""
+        version, live = self.version, None if self.is_leading else self._live
+        manifest, newest = self._publisher.readable, self._publisher.newest
+        self._ctx.log.info("the coordinator is new: it is told that the trainer stands at version %d", version)
+        await self._ask(
+            COORDINATOR,
+            lambda: self._coordinator.trainer_ready(version, manifest, self._facts, live, is_leading=self.is_leading),
+        )
+        await self._publisher.release_older(newest)
+        if self._finished:
+            await self._ask(COORDINATOR, lambda: self._coordinator.trainer_finished(version, self._finished))
+
+
+class GroupFetcher:
+    """Fetches the groups of a claimed batch in as few messages as the message limit allows.
+
+    Only the buffer knows how large texts and metadata are. The fetcher asks for all groups, and for half as many after
+    a reply was too large; it keeps that number for later batches.
+    """
+
+    def __init__(self, fetch: Callable[[tuple[int, ...]], Awaitable[tuple[Group, ...]]]) -> None:
+        """`fetch`: asks the buffer; raises MessageTooLarge if the answer is."""
+        self._fetch = fetch
+        self.at_once = MAX_SAMPLES_PER_MESSAGE
+
+    async def groups(self, metas: Sequence[GroupMeta]) -> tuple[Group, ...]:
+        """In that order. Raises TrainError for a group that is too large by itself, and what `fetch` raises."""
+        found: list[Group] = []
+        num_samples = max((len(meta.num_tokens) for meta in metas), default=1)
+        while left := metas[len(found) :]:
+            piece = left[: min(self.at_once, max(1, MAX_SAMPLES_PER_MESSAGE // num_samples))]
+            try:
+                found += await self._fetch(tuple(meta.group_id for meta in piece))
+            except MessageTooLarge as error:
+                if len(piece) == 1:
+                    raise TrainError(
+                        f"group {piece[0].group_id} cannot be handed to the trainer: {error.message}",
+                        remedy="lower rollout.num_samples or rollout.max_new_tokens, or give the row less metadata",
+                    ) from error
+                self.at_once = len(piece) // 2
+        return tuple(found)

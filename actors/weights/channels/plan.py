@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ...core.errors import TrainError
-from ...core.messages import TensorSpec
-from ...core.weight_channel import Bucket
+from ....core.errors import TrainError
+from ....core.messages import TensorSpec
+from ....core.weight_channel import Bucket
 
 ITEM_BYTES: Mapping[str, int] = MappingProxyType(
     {

@@ -1,0 +1,197 @@
+"""CUDA IPC handles of weight buckets for an SGLang server on the same GPU: it reads the bucket in place, no copy.
+
+The server takes them by `/update_weights_from_tensor` with load_format "flattened_bucket" (0.5.17), as an object stream
+(Python protocol 3) of
+
+    {"flattened_tensor": tensor by handle, "metadata": [FlattenedTensorMetadata(name, shape, dtype, start, end, numel)]}
+
+The tensor is what `torch.multiprocessing.reductions.reduce_tensor` makes of one: a call of `rebuild_cuda_tensor` with
+the handle of its allocation. The device goes as its UUID, which SGLang maps to its own number. Every payload counts as
+one more reader of the memory until the server drops it; a staging buffer is not overwritten before its version is
+released, which is later.
+
+Reading an object stream runs code of its writer, so this package never reads one and does not import the library that
+can. The writer below knows only what a bucket needs: None, bool, int, str, bytes, tuples, lists, dicts, names, and
+calls of named things. Its bytes go to the server of the run, over the same connection as every other order. Opcodes:
+the documentation of `pickletools` in the standard library.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ....core.errors import TrainError
+from ....core.weight_channel import Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """Something the reader has: `module.attribute`."""
+
+    module: str
+    attribute: str
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a named thing returns for these arguments."""
+
+    by: Name
+    arguments: tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A value that was written before, to be put in as it is: see `write_part`."""
+
+    stream: bytes
+
+
+def write_part(value: object) -> Written:
+    """A value that many streams will hold. Raises TypeError for a kind that cannot be written."""
+    return Written(_write(value))
+
+
+def write_object(value: object) -> bytes:
+    """The stream of one value. Raises TypeError for a kind it does not know."""
+    return b"\x80\x03" + _write(value) + b"."
+
+
+def _write(value: object) -> bytes:
+    writer = _WRITERS.get(type(value))
+    if writer is None:
+        raise TypeError(f"cannot write a {type(value).__name__}")
+    return writer(value)
+
+
+def _int(value: int) -> bytes:
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(raw)]) + raw
+
+
+def _str(value: str) -> bytes:
+    raw = value.encode()
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def _bytes(value: bytes) -> bytes:
+    return b"B" + struct.pack("<I", len(value)) + value
+
+
+def _tuple(value: Sequence[object]) -> bytes:
+    return b"(" + b"".join(map(_write, value)) + b"t"
+
+
+def _list(value: Sequence[object]) -> bytes:
+    return b"](" + b"".join(map(_write, value)) + b"e"
+
+
+def _dict(value: Mapping[str, object]) -> bytes:
+    return b"}(" + b"".join(_write(k) + _write(v) for k, v in value.items()) + b"u"
+
+
+def _name(value: Name) -> bytes:
+    return b"c" + value.module.encode("ascii") + b"\n" + value.attribute.encode("ascii") + b"\n"
+
+
+def _made(value: Made) -> bytes:
+    return _name(value.by) + _tuple(value.arguments) + b"R"
+
+
+_WRITERS: Mapping[type, Callable[[Any], bytes]] = MappingProxyType(
+    {
+        type(None): lambda _: b"N",
+        bool: lambda value: b"\x88" if value else b"\x89",
+        int: _int,
+        str: _str,
+        bytes: _bytes,
+        tuple: _tuple,
+        list: _list,
+        dict: _dict,
+        Name: _name,
+        Made: _made,
+        Written: lambda value: value.stream,
+    }
+)
+
+
+_METADATA = Name("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
+_REBUILD = Name("torch.multiprocessing.reductions", "rebuild_cuda_tensor")
+
+
+def bucket_metadata(bucket: Bucket) -> Written:
+    """The bucket's tensors as SGLang names them; the same for every version, so made once."""
+    tensors = [
+        Made(
+            _METADATA,
+            (
+                spec.name,
+                spec.shape,
+                Name("torch", spec.dtype),
+                spec.offset,
+                spec.offset + spec.num_bytes,
+                spec.num_bytes,
+            ),
+        )
+        for spec in bucket.tensors
+    ]
+    return write_part(tensors)
+
+
+def bucket_payload(flat: Tensor, metadata: Written) -> str:
+    """Base64 of the stream for one reader of a flat uint8 buffer. Raises TrainError where memory cannot be shared."""
+    return payload_of(shared_tensor(flat), metadata)
+
+
+def payload_of(tensor: object, metadata: Written) -> str:
+    """Base64 of the stream."""
+    return base64.b64encode(write_object({"flattened_tensor": tensor, "metadata": metadata})).decode("ascii")
+
+
+def shared_tensor(flat: Tensor) -> Made:
+    """A 1-dim CUDA tensor by handle, for exactly one reader."""
+    if flat.device.type != "cuda":
+        raise TrainError(
+            f'channel "cuda_ipc" shares GPU memory, but the weights are on {flat.device}',
+            remedy='set weights.channel = "shm" (embedded engine) or "nccl" (any server)',
+        )
+    storage = cast(Any, flat.untyped_storage())
+    try:
+        shared = storage._share_cuda_()
+    except RuntimeError as err:
+        raise TrainError(
+            f"the GPU's memory cannot be shared: {err}",
+            remedy="do not allocate weights in expandable segments or a memory saver's region; see weights.channel",
+        ) from err
+    device, handle, size, offset, counter, counter_offset, event, needs_event = shared
+    uuid = str(cast(Any, torch.cuda).get_device_properties(device).uuid)
+    return Made(
+        _REBUILD,
+        (
+            Name("torch", "Tensor"),
+            tuple(flat.shape),
+            tuple(flat.stride()),
+            int(flat.storage_offset()),
+            Name("torch.storage", "TypedStorage"),
+            Name("torch", "uint8"),
+            uuid,
+            bytes(handle),
+            int(size),
+            int(offset),
+            False,
+            bytes(counter),
+            int(counter_offset),
+            bytes(event),
+            bool(needs_event),
+        ),
+    )

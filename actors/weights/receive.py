@@ -1,0 +1,169 @@
+"""A rollout actor's end of weight sync: prepare and commit a version in its engine, and reach the ranks that send it.
+
+    prepare    the engine takes the bytes beside the weights that serve; those stay whole whatever happens
+    commit     the next token is of the new version; the stamps of tokens are checked against it from here on
+
+The coordinator calls both (`coordinator`), the engine fetches bytes through `TrainerSenders` from the trainer's ranks.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from ...core.activity import TelemetryBuffer
+from ...core.actor import Actor, with_deadline
+from ...core.chaos import reached
+from ...core.clock import Clock
+from ...core.errors import CallError, EngineError, MyxaError, WeightsRefused
+from ...core.host import boot_id
+from ...core.messages import WeightAck, WeightChannel, WeightManifest
+from ...core.protocols import Engine, TellsProgress
+from ...core.weight_channel import (
+    JoinOffer,
+    JoinRequest,
+    PlanReply,
+    PlanRequest,
+    SampleReply,
+    SampleRequest,
+    SendOrder,
+    SendReport,
+    ShareReply,
+    ShareRequest,
+    WeightProgress,
+)
+from ..contracts.roles import TrainerContract
+from ..stream_checks import StreamChecks
+
+
+class EngineWeights:
+    """Of one engine; None: the actor has none, and every version is taken at its word."""
+
+    def __init__(
+        self, name: str, engine: Engine | None, checks: StreamChecks, telemetry: TelemetryBuffer, clock: Clock
+    ) -> None:
+        self._name = name
+        self._engine = engine
+        self._checks = checks
+        self._telemetry = telemetry
+        self._clock = clock
+        self._prepared: WeightManifest | None = None
+        self.lineage = 0
+        """Of the weights that serve (`WeightManifest.lineage`)."""
+
+    async def prepare(self, manifest: WeightManifest) -> WeightAck:
+        """Bytes beside the weights that serve, which stay whole whatever happens."""
+        if self._engine is None:
+            return self._ack(manifest.version)
+        reached("rollout.prepare")
+        self._prepared = None
+        try:
+            await self._engine.prepare_weights(manifest)
+        except MyxaError as err:
+            return self._ack(manifest.version, reason=str(err), is_whole=True)
+        self._prepared = manifest
+        return self._ack(manifest.version)
+
+    async def commit(self, version: int) -> WeightAck:
+        """The next token is of that version."""
+        if self._engine is None:
+            return self._ack(version)
+        if self._prepared is None or self._prepared.version != version:
+            return self._ack(version, reason=f"{self._name} has not prepared version {version}", is_whole=True)
+        try:
+            await self._swap(self._engine, version)
+        except MyxaError as err:
+            return self._ack(version, reason=str(err), is_whole=isinstance(err, WeightsRefused))
+        self.lineage, self._prepared = self._prepared.lineage, None
+        return self._ack(version)
+
+    async def _swap(self, engine: Engine, version: int) -> None:
+        """Commit, and note it on a track of its own in the trace: generation goes on around it."""
+        started, wall_s = self._clock.monotonic(), self._clock.wall()
+        reached("rollout.commit")
+        self._checks.loading(version)
+        try:
+            await engine.commit_weights(version)
+        except WeightsRefused:
+            self._checks.kept()
+            raise
+        self._checks.loaded()
+        self._telemetry.span(
+            f"adopt {version}",
+            "compute",
+            wall_s,
+            self._clock.monotonic() - started,
+            track="weights",
+            adopts_version=version,
+        )
+
+    def progress(self) -> WeightProgress:
+        """How far an adoption that is under way is."""
+        engine = self._engine
+        return engine.weight_progress() if isinstance(engine, TellsProgress) else WeightProgress(at="not told")
+
+    def _ack(self, version: int, *, reason: str = "", is_whole: bool = False) -> WeightAck:
+        return WeightAck(rollout=self._name, version=version, accepted=not reason, reason=reason, is_whole=is_whole)
+
+
+ANSWER_S = 5.0
+"""On top of what an order itself may take."""
+
+
+class TrainerSenders:
+    """The trainer ranks that send weights, as the engine of a rollout actor calls them: under deadlines.
+
+    Fulfils `core.protocols.WeightSenders`. An engine is made before its actor has a place in the run, so the actor is
+    named later (`speak_as`); nothing is asked before it has started.
+    """
+
+    def __init__(self) -> None:
+        self._actor: Actor | None = None
+
+    def speak_as(self, actor: Actor) -> None:
+        """The actor whose calls these are."""
+        self._actor = actor
+
+    def _ref(self, sender: str, within_s: float = 0.0) -> TrainerContract:
+        if self._actor is None:
+            raise EngineError("nobody speaks to the trainer yet", remedy="this is a bug: call speak_as first")
+        ref = self._actor.ctx.ref(TrainerContract, sender)
+        return with_deadline(ref, within_s) if within_s else ref
+
+    async def plan(self, sender: str, request: PlanRequest) -> PlanReply:
+        """See the protocol."""
+        return await self._ref(sender).weight_plan(request)
+
+    async def join(self, sender: str, request: JoinRequest) -> JoinOffer:
+        """See the protocol."""
+        return await self._ref(sender, request.timeout_s).join_channel(request)
+
+    async def send(self, sender: str, order: SendOrder) -> SendReport:
+        """See the protocol."""
+        return await self._ref(sender, order.timeout_s + ANSWER_S).send_weights(order)
+
+    async def leave(self, sender: str, channel: str, reason: str) -> None:
+        """See the protocol."""
+        with suppress(CallError):
+            await self._ref(sender, ANSWER_S).leave_channel(channel, reason)
+
+    async def share(self, sender: str, request: ShareRequest) -> ShareReply:
+        """See the protocol."""
+        return await self._ref(sender).share_weights(request)
+
+    async def sample(self, sender: str, request: SampleRequest) -> SampleReply:
+        """See the protocol."""
+        return await self._ref(sender).sample_weights(request)
+
+
+def channel_refusal(channel: WeightChannel, host: str, run_dir: str) -> str:
+    """Why weights of a trainer on `host` (a boot id) cannot reach an engine here by that channel; empty: they can. What
+    the run's own shape excludes (kinds, devices) was refused before. `run_dir` empty: its folder is not looked for."""
+    if host == boot_id():
+        return ""
+    if channel in ("shm", "cuda_ipc"):
+        return "is on another host than trainer/0, whose memory it cannot read"
+    # The ledger is where the buffer is: seen elsewhere only through a file system that both share.
+    if channel == "disk" and run_dir and not (Path(run_dir) / "ledger.sqlite").exists():
+        return f"is on another host than trainer/0, and {run_dir} is not on a file system that both share"
+    return ""
