@@ -92,6 +92,8 @@ class Layout:
         """Whether rows are those of dumps."""
         self.recorded = recorded
         self._rewards = rewards
+        self._compares = needs_label
+        """Whether the reward of each row compares with its label."""
         self._is_chat = settings.preset == "chat"
         self._system = settings.system
         self._needs_demonstration = needs_demonstration
@@ -155,15 +157,28 @@ class Layout:
         label = self._label_of(columns)
         if self._rewards is not None:
             self._rewards.check(metadata, has_label=label is not None)
-        return Item(messages, label or "", metadata, tools)
+        return Item(messages, "" if label is None else label, metadata, tools)
 
     def _column_of_prompt(self, columns: Columns) -> Column:
         other = self._or_prompt
         return self._prompt if other is None or self._prompt.key in columns or other.key not in columns else other
 
     def _label_of(self, columns: Columns) -> str | None:
+        """As text, None if the row has none. Raises RowError."""
         value = _value(columns, self._label)
-        return value if value is None or isinstance(value, str) else _json(value, self._label.key)
+        if value is None:
+            if self._rewards is not None and self._label.key in columns:
+                raise RowError(
+                    f'column "{self._label.key}" is null',
+                    f'write "" for a row without, or name another column with data.{self._label.setting}',
+                )
+            return None
+        if self._compares and (lack := _lack(value)):
+            raise RowError(
+                f'column "{self._label.key}" is a list {lack}, and the reward compares with it',
+                "list the answers that are accepted",
+            )
+        return value if isinstance(value, str) else _json(value, self._label.key)
 
     def _metadata_of(self, columns: Columns) -> dict[str, Any]:
         value = _value(columns, self._metadata)
@@ -261,6 +276,14 @@ def _value(columns: Columns, column: Column) -> Any:
     if level is None and column.is_required:
         raise RowError(f'column "{column.key}" is null', f"fill it, or name another column with data.{column.setting}")
     return level
+
+
+def _lack(label: object) -> str:
+    """What is missing in a list of accepted answers."""
+    if not isinstance(label, list):
+        return ""
+    answers = cast("list[Any]", label)
+    return "without answers" if not answers else "that holds null" if None in answers else ""
 
 
 def _only_text(messages: Any) -> Any:

@@ -63,7 +63,8 @@ class RecordedGroups:
             "rewards": group.rewards.tolist(),
         }
         columns["metadata"] = {**group.prompt.metadata, RECORDED: told}
-        columns["label"] = group.prompt.label or None
+        if not group.prompt.label:
+            del columns["label"]
         return columns
 
     def group(self, row: int) -> Group:

@@ -42,8 +42,16 @@ CLASS_OF_TYPE: Mapping[str, str] = {
 TRUSTED_OVER_FILES = ("qwen2",)
 """Models for which transformers takes its own class, whatever the tokenizer says."""
 GENERIC_CLASSES = ("", "TokenizersBackend", "PythonBackend", "PreTrainedTokenizer", "PreTrainedTokenizerFast")
+AS_FILE = (*GENERIC_CLASSES, "BloomTokenizer")
+"""Classes that take `tokenizer.json` as it is."""
+BYTE_LEVEL = ("Qwen2Tokenizer", "GPT2Tokenizer", "GPTNeoXTokenizer")
 DEFAULT_TOKENS: Mapping[str, Mapping[str, str]] = {
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+    "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
+    "GPTNeoXTokenizer": {
+        **dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
+        "pad_token": "<|padding|>",
+    },
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "GemmaTokenizer": {key: f"<{key.removesuffix('_token')}>" for key in SPECIAL_KEYS if key[:3] not in ("sep", "cls")},
 }
@@ -120,14 +128,17 @@ class TokenizerFiles:
             what = f"leaves out the added token {lost[0]!r}" if lost else "gives the added tokens other ids"
             raise ModelError(f"{place}: transformers reads it as {self.class_name}, which {what}", remedy=remedy)
         model.dropout, model.ignore_merges, model.unk_token = None, False, None
-        model.fuse_unk = model.byte_fallback = self.class_name != "Qwen2Tokenizer"
+        model.continuing_subword_prefix, model.end_of_word_suffix = None, None
+        model.fuse_unk = model.byte_fallback = self.class_name not in BYTE_LEVEL
         prefix = self.settings.get("add_prefix_space")
         backend: Any = tokenizer
-        if self.class_name == "Qwen2Tokenizer":
+        if self.class_name in BYTE_LEVEL:
+            is_qwen = self.class_name == "Qwen2Tokenizer"
             words = pre_tokenizers.Split(tokenizers.Regex(QWEN2_WORDS), behavior="isolated", invert=False)
-            level = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix), use_regex=False)
-            backend.normalizer, backend.decoder = normalizers.NFC(), decoders.ByteLevel()
-            backend.pre_tokenizer = pre_tokenizers.Sequence([words, level])
+            level = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix), use_regex=not is_qwen)
+            backend.normalizer = None if self.class_name == "GPT2Tokenizer" else normalizers.NFC()
+            backend.decoder = decoders.ByteLevel()
+            backend.pre_tokenizer = pre_tokenizers.Sequence([words, level]) if is_qwen else level
             return
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         if self.class_name == "GemmaTokenizer":
@@ -191,6 +202,14 @@ def _refuse_unknown(root: Path, settings: Mapping[str, Any]) -> None:
         raise ModelError(
             f"{root / TOKENIZER_CONFIG}: fix_mistral_regex changes how texts are cut, which is not done here",
             remedy="load the tokenizer with transformers and save it again, then leave the key out",
+        )
+    own_code = settings.get("auto_map")
+    if isinstance(own_code, dict):
+        own_code = cast("dict[str, Any]", own_code).get("AutoTokenizer")
+    if own_code:
+        raise ModelError(
+            f"{root / TOKENIZER_CONFIG}: auto_map names code of the folder's own, which is not run",
+            remedy=f"save the tokenizer with transformers as one {TOKENIZER} that does the same, and take auto_map out",
         )
 
 
@@ -283,7 +302,13 @@ def _class_name(root: Path, settings: Mapping[str, Any]) -> str:
         return ""
     if own and registered and registered != own:
         own = "" if registered in GENERIC_CLASSES else registered if model_type in TRUSTED_OVER_FILES else own
-    return own or ("" if named else registered)
+    found = own or ("" if named else registered)
+    if found not in AS_FILE and found not in DEFAULT_TOKENS:
+        raise ModelError(
+            f"{root}: tokenizer_class is {found}; what transformers makes of {TOKENIZER} for it is not done here",
+            remedy=f'set tokenizer_class = "PreTrainedTokenizerFast" in {TOKENIZER_CONFIG}: the file is taken as it is',
+        )
+    return "" if found in AS_FILE else found
 
 
 def _is_byte_level(path: Path) -> bool:

@@ -91,8 +91,8 @@ def _check_model(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Fin
         yield Finding("model.path", error)
         return
     if "rollout" in roles:
-        yield from looked("model.path", load_tokenizer, config.model.path, PlainText())
-        yield from template_findings(config)
+        tokenizer = tuple(looked("model.path", load_tokenizer, config.model.path, PlainText()))
+        yield from tokenizer or template_findings(config)
     yield from looked("model.path", _check_weights, config.model.path, model)
     if config.trainer.freeze and "trainer" in roles:
         yield from looked("trainer.freeze", _check_freeze, config, model)

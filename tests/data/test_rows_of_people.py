@@ -97,6 +97,46 @@ def test_a22_a_null_label_is_refused_where_one_is_compared_with(tmp_path: Path) 
         first(tmp_path, {"prompt": "2+2", "label": None}, reward={"fn": "exact"})
 
 
+def test_a2_a_null_label_is_refused_where_a_function_of_the_users_gets_it(tmp_path: Path) -> None:
+    row: dict[str, Any] = {"prompt": "2+2"}
+    own = {"reward": {"fn": "mine.py:reward"}}
+    with pytest.raises(DataError, match=r't\.jsonl:1: column "label" is null -- write "" for a row without'):
+        first(tmp_path, row | {"label": None}, **own)
+    assert first(tmp_path, row, **own).label == ""
+    assert first(tmp_path, row | {"label": ""}, **own).label == ""
+
+
+def test_a2_a_null_label_is_nothing_to_a_run_that_learns_demonstrations(tmp_path: Path) -> None:
+    row = {"prompt": "2+2", "label": None, "answer": "4"}
+    prompt = first(tmp_path, row, algo={"kind": "sft"}, rollout={"num_samples": 1}, data={"answer_key": "answer"})
+    assert (prompt.label, prompt.metadata) == ("", {"demonstration": "4"})
+
+
+@pytest.mark.parametrize(
+    ("value", "label"),
+    [
+        (5, "5"), (-0.5, "-0.5"), (5.0, "5.0"), (True, "true"), (False, "false"), (0, "0"), ("", ""), (" 5 ", " 5 "),
+        (2**53 + 1, "9007199254740993"), ([1, 2], "[1,2]"), ([], "[]"), ({"a": None}, '{"a":null}'), ([None], "[null]"),
+    ],
+)  # fmt: skip
+def test_a2_a_label_that_is_no_text_arrives_as_json(tmp_path: Path, value: object, label: str) -> None:
+    assert first(tmp_path, {"prompt": "?", "label": value}, reward={"fn": "mine.py:reward"}).label == label
+
+
+@pytest.mark.parametrize(("value", "how"), [([], "without answers"), (["4", None], "that holds null")])
+@pytest.mark.parametrize("fn", ["exact", "numeric", "math"])
+def test_a2_a_list_of_labels_in_which_one_is_missing_is_refused(
+    tmp_path: Path, value: object, how: str, fn: str
+) -> None:
+    with pytest.raises(DataError, match=f'column "label" is a list {how}, and the reward compares with it'):
+        first(tmp_path, {"prompt": "?", "label": value}, reward={"fn": fn})
+
+
+def test_a2_null_in_metadata_arrives_as_null(tmp_path: Path) -> None:
+    metadata = {"level": None, "parts": [None, {"a": None}], "none": []}
+    assert first(tmp_path, {"prompt": "?", "label": "1", "metadata": metadata}).metadata == metadata
+
+
 def test_a23_deep_metadata_arrives(tmp_path: Path) -> None:
     deep: Any = 1
     for _ in range(60):

@@ -100,6 +100,10 @@ CONVERSATIONS: dict[str, Rows] = {
     "begun": [ASK, {"role": "assistant", "content": "<think>\n"}],
     "observation": [ASK, {"role": "assistant", "content": "a"}, {"role": "observation", "content": "b"}],
 }
+OTHER_CLASSES = (
+    "CodeLlamaTokenizerFast", "CohereTokenizer", "T5TokenizerFast", "RobertaTokenizer", "DebertaV2TokenizerFast",
+    "XLMRobertaTokenizer", "MistralCommonBackend", "BertTokenizer", "AlbertTokenizer", "Qwen3_5Tokenizer", "OwnTokenizer",
+)  # fmt: skip
 ARGUMENTS: list[dict[str, Any]] = [{}, {"enable_thinking": False}]
 
 
@@ -219,6 +223,9 @@ def test_a1_a_template_for_processors_is_not_the_tokenizers(tmp_path: Path) -> N
         ({"added_tokens_decoder": {"x": {"content": "a"}}}, "'x' is no token id"),
         ({"added_tokens_decoder": {"3": {"content": 7}}}, "is no token"),
         ({"added_tokens_decoder": []}, "added_tokens_decoder holds list, not an object"),
+        *(({"tokenizer_class": name}, f"tokenizer_class is {name.removesuffix('Fast')}") for name in OTHER_CLASSES),
+        ({"auto_map": {"AutoTokenizer": ["own.Own", None]}}, "auto_map names code of the folder's own"),
+        ({"auto_map": ["own.Own", "own.OwnFast"]}, "auto_map names code of the folder's own"),
         ({"bos_token": 3}, "bos_token holds int, not a token"),
         ({"extra_special_tokens": 3}, "extra_special_tokens holds int, not a list"),
         ({"chat_template": [{"name": "default"}]}, "chat_template holds something else than names and templates"),

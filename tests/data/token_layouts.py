@@ -123,6 +123,32 @@ def qwen2_model(folder: Path) -> None:
     write(folder, byte_level(), files)
 
 
+def gpt2_class(folder: Path) -> None:
+    settings = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    write(folder, byte_level(), {"tokenizer_config.json": {**settings, "add_prefix_space": False}})
+
+
+def gpt2_class_with_spaces(folder: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.Lowercase()
+    files = {"tokenizer_config.json": {"tokenizer_class": "GPT2TokenizerFast", "add_prefix_space": True}}
+    write(folder, tokenizer, {"config.json": {"model_type": "qwen3"}, **files})
+
+
+def gpt_neox_class(folder: Path) -> None:
+    settings = {"tokenizer_class": "GPTNeoXTokenizer", "eos_token": "<|endoftext|>", "pad_token": "<pad>"}
+    write(folder, byte_level(), {"tokenizer_config.json": {**settings, "add_bos_token": True}})
+
+
+def bloom_class(folder: Path) -> None:
+    write(folder, byte_level(words=True), {"tokenizer_config.json": {"tokenizer_class": "BloomTokenizerFast", **NAMED}})
+
+
+def class_of_model_config(folder: Path) -> None:
+    files = {"config.json": {"model_type": "llama", "tokenizer_class": "GPT2Tokenizer"}}
+    write(folder, byte_level(), {**files, "tokenizer_config.json": {"eos_token": "<|im_end|>"}})
+
+
 def added_tokens_json(folder: Path) -> None:
     tokenizer = byte_level(MARKS[:6])
     files = {
@@ -160,7 +186,8 @@ LAYOUTS: Mapping[str, Callable[[Path], None]] = {
     made.__name__: made
     for made in (
         plain, no_config, special_tokens_map_only, truncated_and_padded, sentence_pieces, llama_class,
-        llama_class_legacy, gemma_class, qwen_class, qwen_model_alone, qwen2_model, added_tokens_json,
-        added_tokens_decoder, own_names, special_tokens_are_split,
+        llama_class_legacy, gemma_class, qwen_class, qwen_model_alone, qwen2_model, gpt2_class, gpt2_class_with_spaces,
+        gpt_neox_class, bloom_class, class_of_model_config, added_tokens_json, added_tokens_decoder, own_names,
+        special_tokens_are_split,
     )
 }  # fmt: skip

@@ -117,7 +117,7 @@ def make_models(folder: Path) -> None:
     for name in (
         "crowded_weights", "dated", "endless", "far_end", "many_layers", "nan_weights", "no_config", "no_end",
         "no_tokenizer", "no_weights", "other_type", "own_code", "piped_weights", "processor", "slow_words", "speechless",
-        "throws_dice", "torn_weights",
+        "t5_class", "throws_dice", "torn_weights",
     ):  # fmt: skip
         shutil.copytree(folder / "model", folder / name)
     (folder / "no_config/config.json").unlink()
@@ -149,6 +149,9 @@ def make_models(folder: Path) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (folder / "endless/chat_template.jinja").write_text(loop)
     settings = json.loads((folder / "no_end/tokenizer_config.json").read_text())
+    (folder / "t5_class/tokenizer_config.json").write_text(
+        json.dumps({**settings, "tokenizer_class": "T5TokenizerFast"})
+    )
     (folder / "processor/chat_template.jinja").rename(folder / "processor/chat_template.json")
     without = {key: value for key, value in settings.items() if key != "chat_template"}
     (folder / "processor/tokenizer_config.json").write_text(json.dumps(without))
