@@ -22,6 +22,7 @@ from ...algos.rewards import (
 from ...core.completions import Completion
 from ..user_call import is_the_callers
 from ..user_code import load_function, place_of, reward_expected, what_was_raised, words_of
+from ..user_loop import Blocked
 
 Answers = tuple[Completion, ...]
 """What one call judges: a single answer, or all of a group in the order of their numbers."""
@@ -160,4 +161,6 @@ def checked(outcomes: Sequence[RewardOutcome], num_answers: int) -> Outcomes:
 
 def raised(error: BaseException) -> BadReward:
     """What the function raised, and where."""
+    if isinstance(error, Blocked):
+        return BadReward(f"{error}; a plain def may, and so may asyncio.to_thread")
     return BadReward(f"raised {what_was_raised(error)}")

@@ -20,6 +20,22 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     takes_group: bool = False
     strip_thinking: bool = True
     keys: Keys = ALONE
+    max_block_s: float = 0.0
+    """Above 0: calls are sent as `Judge`, many at a time; so long may one of them hold the loop of all."""
+
+
+class Judge(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """One of the calls that run side by side."""
+
+    number: int
+    answers: tuple[Completion, ...]
+    timeout_s: float
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Nobody waits for that call any more."""
+
+    number: int
 
 
 class Scored(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -36,6 +52,25 @@ class Failed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 Reply = Scored | Failed
 
+
+class Replied(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """How one of the calls that run side by side ended."""
+
+    number: int
+    reply: Reply
+    is_hanging: bool = False
+    """Something of it runs all the same."""
+
+
+class Stuck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The call cannot be interrupted, and this process ends. `number`: negative if it is not known which."""
+
+    number: int
+    place: str
+
+
 spec_decoder = msgspec.msgpack.Decoder(WorkerSpec)
+to_side_by_side: msgspec.msgpack.Decoder[Judge | Cancel] = msgspec.msgpack.Decoder(Judge | Cancel)
+from_side_by_side: msgspec.msgpack.Decoder[Replied | Stuck] = msgspec.msgpack.Decoder(Replied | Stuck)
 answers_decoder = msgspec.msgpack.Decoder(tuple[Completion, ...])
 reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

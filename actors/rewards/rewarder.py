@@ -1,4 +1,4 @@
-"""Judges completions inside a rollout actor: built-ins at once, async functions in the loop, others in processes.
+"""Judges completions for a rollout actor: built-ins at once, your own functions in processes.
 
 | function | `reward.workers = 0` | `reward.workers = n` |
 |---|---|---|
@@ -6,7 +6,7 @@
 | remote | in the loop | - |
 | regex, format with a pattern | up to 4 processes; with `isolate = false` in the loop | n processes |
 | math | 1 process | n processes |
-| your own `async def` | in the loop | n processes |
+| your own `async def` | 1 process, side by side; with `isolate = false` in the loop | n processes |
 | your own `def` | up to 4 processes; with `isolate = false` in threads | n processes |
 
 Calls that fail in a row are an outage until shown otherwise: they wait and are repeated (`guard.py`).
@@ -41,6 +41,7 @@ from .guard import MAX_PROBES, Guard
 from .length_cost import by_length
 from .pool import RewardPool
 from .protocol import WorkerSpec
+from .side_by_side import SideBySide
 from .threads import BlockingCalls, ThreadsBusy
 
 if TYPE_CHECKING:
@@ -81,23 +82,26 @@ class Rewarder:
             )
         )
         self._guard = Guard(settings, f'reward function "{self._reward.name}"', place=self._reward.place)
-        self._pool: RewardPool | None = None
+        self._pool: RewardPool | SideBySide | None = None
         self._run = self._way_to_run(self._reward)
 
     def _way_to_run(self, reward: RewardFn) -> RunReward:
         if self._remote is not None:
             return self._remote.ask
+        of = self._settings
+        spec = WorkerSpec(
+            fn=of.fn,
+            pattern=of.pattern,
+            args=of.args,
+            takes_group=self.judges_groups,
+            strip_thinking=of.strip_thinking,
+            keys=self._keys,
+        )
         if num_workers := self._num_workers(reward):
-            of = self._settings
-            spec = WorkerSpec(
-                fn=of.fn,
-                pattern=of.pattern,
-                args=of.args,
-                takes_group=self.judges_groups,
-                strip_thinking=of.strip_thinking,
-                keys=self._keys,
-            )
             self._pool = RewardPool(num_workers, spec)
+            return self._in_process
+        if reward.is_async and of.isolate:
+            self._pool = SideBySide(spec, of.max_block_s)
             return self._in_process
         if reward.is_async:
             return self._in_loop

@@ -1,19 +1,35 @@
-"""A worker process that judges completions, one call at a time; `actors/keeper.py` starts it.
+"""A worker process that judges completions, one call at a time, or those of an async function side by side;
+`actors/keeper.py` starts it.
 
 Speaks over its standard input and output; what the reward function prints goes to standard error, the actor's log.
 The function runs in the main thread, where math-verify's time limits (signals) work.
+Side by side, one that blocks the loop of all is interrupted and named, see `actors/user_loop.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import threading
+from typing import Any, BinaryIO
 
 from ...algos.rewards import BUILTINS
 from ...core.errors import MyxaError
+from ..user_call import TookTooLong, UserRaised, within
+from ..user_loop import CALL, Blocked, DaemonThreads, Outgoing, Watch, read_in_thread
 from ..user_process import LoadFailed, Ready, own_pipes, read_frame, write_frame
-from .call import BadReward, RewardFn, await_reward, call_reward, load_reward
-from .protocol import Failed, Reply, Scored, answers_decoder, spec_decoder
+from .call import BadReward, Outcomes, RewardFn, await_reward, call_reward, load_reward, raised
+from .protocol import (
+    Failed,
+    Judge,
+    Replied,
+    Reply,
+    Scored,
+    Stuck,
+    answers_decoder,
+    spec_decoder,
+    to_side_by_side,
+)
 
 
 def main() -> None:
@@ -38,6 +54,10 @@ def main() -> None:
     if spec.fn in BUILTINS and (prepare := BUILTINS[spec.fn].prepare) is not None:
         prepare()
     write_frame(outgoing, Ready(os.getpid()))
+    if spec.max_block_s:
+        with asyncio.Runner() as runner:
+            runner.run(_SideBySide(reward, spec.max_block_s, Outgoing(outgoing)).run(incoming))
+        return
     own_pid = os.getpid()
     with asyncio.Runner() as runner:
         while (body := read_frame(incoming)) is not None:
@@ -55,3 +75,70 @@ def _judge(reward: RewardFn, body: bytes, runner: asyncio.Runner) -> Reply:
         return Scored(call_reward(reward, answers))
     except BadReward as error:
         return Failed(str(error))
+
+
+class _Call:
+    """One of several that share the loop."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+
+
+class _SideBySide:
+    """Calls of an async function, as many at a time as there are."""
+
+    def __init__(self, reward: RewardFn, max_block_s: float, out: Outgoing) -> None:
+        self._reward, self._max_block_s, self._out = reward, max_block_s, out
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._doing: dict[asyncio.Task[Any] | None, int] = {}
+        """The tasks that the function runs in, those left out that it made itself."""
+
+    async def run(self, incoming: BinaryIO) -> None:
+        """Until the input ends."""
+        self._loop = loop = asyncio.get_running_loop()
+        loop.set_default_executor(DaemonThreads())
+        Watch(loop, self._max_block_s, self._tell_stuck)
+        await read_in_thread(incoming, self._take).wait()
+        os._exit(0)  # nobody waits for what runs still
+
+    def _take(self, body: bytes) -> None:
+        message = to_side_by_side.decode(body)
+        if isinstance(message, Judge):
+            self._tasks[message.number] = self._loop.create_task(self._judge(message))
+        elif (task := self._tasks.get(message.number)) is not None:
+            task.cancel()
+
+    async def _judge(self, judge: Judge) -> None:
+        call = _Call()
+        CALL.set(call)
+        is_hanging = False
+        reply: Reply
+        try:
+            reply = Scored(await within(self._call(judge), judge.timeout_s))
+        except TookTooLong as late:
+            is_hanging = late.goes_on
+            more = ", and goes on although it was cancelled; its process ends with the calls beside it"
+            reply = Failed(f"took longer than {judge.timeout_s:g} s{more if late.goes_on else ''}")
+        except UserRaised as error:
+            reply = Failed(str(raised(error.cause)))
+        except (BadReward, Blocked) as error:
+            reply = Failed(str(error))
+        except asyncio.CancelledError:
+            reply = Failed("was cancelled")
+        finally:
+            self._tasks.pop(judge.number)
+        is_hanging |= any(thread.is_alive() for thread in call.threads)
+        self._out.put(Replied(judge.number, reply, is_hanging))
+
+    async def _call(self, judge: Judge) -> Outcomes:
+        task = asyncio.current_task()
+        self._doing[task] = judge.number
+        try:
+            return await await_reward(self._reward, judge.answers)
+        finally:
+            del self._doing[task]
+
+    def _tell_stuck(self, place: str) -> None:
+        number = self._doing.get(asyncio.current_task(self._loop), -1)
+        self._out.put(Stuck(number, place))
+        self._out.flush()

@@ -1,9 +1,7 @@
 """A worker process that runs workflows of the user's; `actors/keeper.py` starts it, `pool.py` speaks to it.
 
-    main thread   the loop: async phases of all episodes, and what talks to the actor
-    threads       one for each phase that is a plain `def`, and for each `asyncio.to_thread`; daemons, so that one that
-                  hangs neither keeps others waiting nor this process from ending
-    watch thread  interrupts (SIGUSR1) code that holds the loop longer than `rollout.max_block_s`: that episode fails
+Async phases of all episodes run in its loop (see `actors/user_loop.py`), each phase that is a plain `def` in a thread
+of its own. Code that holds the loop longer than `rollout.max_block_s` is interrupted: that episode fails.
 
 What is printed goes to standard error, the actor's log. Knows episodes and phases; must not know engines.
 """
@@ -16,18 +14,12 @@ import copy
 import inspect
 import itertools
 import os
-import queue
-import signal
 import sys
-import sysconfig
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError as FutureCancelled
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import ContextVar, copy_context
-from pathlib import Path
-from types import FrameType
+from concurrent.futures import Future
+from contextvars import copy_context
 from typing import Any, BinaryIO, TypeVar, cast
 
 import msgspec
@@ -41,7 +33,8 @@ from ..models.chat_template import template_of
 from ..models.tokenizer import load_tokenizer
 from ..own_thread import in_own_thread
 from ..user_call import TookTooLong, UserRaised, within
-from ..user_code import PACKAGE, is_async, what_was_raised
+from ..user_code import is_async, what_was_raised
+from ..user_loop import CALL, Blocked, DaemonThreads, Outgoing, Watch, awaited, frames_above, read_in_thread, user_place
 from ..user_process import MAX_FRAME_BYTES, LoadFailed, Ready, encoder, own_pipes, read_frame, write_frame
 from .context import WorkflowContext
 from .episode import Episode, ModelAccess, Turn
@@ -55,7 +48,6 @@ from .worker_messages import (
     Done,
     Drawn,
     Failed,
-    FromWorker,
     Start,
     Stuck,
     Waits,
@@ -67,14 +59,7 @@ from .worker_messages import (
 T = TypeVar("T")
 
 WAITS_EVERY_S = 1.0
-MAX_INTERRUPTS = 3
-"""Of one stretch in which the loop is held, before this process is given up."""
-STUCK_EXIT = 70
 FRAME_SLACK_BYTES = 1 << 16
-_LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-
-EPISODE: ContextVar[Play | None] = ContextVar("episode", default=None)
-"""That the running code belongs to."""
 
 
 def main() -> None:
@@ -99,59 +84,6 @@ def main() -> None:
         os._exit(0)  # threads that hang would be waited for
 
 
-class Outgoing:
-    """Frames leave in a thread of their own, so that nothing here waits for an actor that is busy."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._frames: queue.SimpleQueue[FromWorker | threading.Event] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="outgoing", daemon=True).start()
-
-    def put(self, message: FromWorker) -> None:
-        """Send it; from any thread."""
-        self._frames.put(message)
-
-    def flush(self) -> None:
-        """Wait until all is sent, though not for ever."""
-        done = threading.Event()
-        self._frames.put(done)
-        done.wait(5.0)
-
-    def _run(self) -> None:
-        while True:
-            message = self._frames.get()
-            if isinstance(message, threading.Event):
-                message.set()
-                continue
-            with contextlib.suppress(OSError):  # the actor is gone; the end of the input says so too
-                write_frame(self._stream, message)
-
-
-class _Blocked(BaseException):
-    """Raised into code that holds the loop. No Exception, so that user code does not take it for one of its own."""
-
-
-class _DaemonThreads(ThreadPoolExecutor):
-    """The loop's executor: `asyncio.to_thread` gets a thread of its own, whatever else hangs."""
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        future: Future[T] = Future()
-        play = EPISODE.get()
-
-        def run() -> None:
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001 -- raised where the future is awaited
-                with contextlib.suppress(Exception):
-                    future.set_exception(error)
-
-        thread = threading.Thread(target=run, name="to_thread", daemon=True)
-        if play is not None:
-            play.threads.append(thread)
-        thread.start()
-        return future
-
-
 class Worker:
     """The episodes of this process."""
 
@@ -166,10 +98,9 @@ class Worker:
     async def run(self, incoming: BinaryIO) -> None:
         """Until the input ends; then all episodes are ended, their teardown included."""
         self.loop = loop = asyncio.get_running_loop()
-        loop.set_default_executor(_DaemonThreads())
-        Watch(loop, self.spec.max_block_s, self.out, self._current)
-        over = asyncio.Event()
-        threading.Thread(target=self._read, args=(incoming, over), name="incoming", daemon=True).start()
+        loop.set_default_executor(DaemonThreads())
+        Watch(loop, self.spec.max_block_s, self._tell_stuck)
+        over = read_in_thread(incoming, self._take)
         while not over.is_set():
             self._tell_waits()
             with contextlib.suppress(TimeoutError):
@@ -179,11 +110,6 @@ class Worker:
             play.cancel()
         if self._plays:
             await asyncio.wait([play.task for play in self._plays.values()])
-
-    def _read(self, incoming: BinaryIO, over: asyncio.Event) -> None:
-        while (body := read_frame(incoming)) is not None:
-            self.loop.call_soon_threadsafe(self._take, body)
-        self.loop.call_soon_threadsafe(over.set)
 
     def _take(self, body: bytes) -> None:
         message = to_worker.decode(body)
@@ -200,6 +126,10 @@ class Worker:
         """The episode whose code the loop runs now, asked from another thread; negative: none that is known."""
         task = asyncio.current_task(self.loop)
         return next((number for number, play in list(self._plays.items()) if task in play.tasks), -1)
+
+    def _tell_stuck(self, place: str) -> None:
+        self.out.put(Stuck(place, self._current()))
+        self.out.flush()
 
     def ended(self, episode: int) -> None:
         """It has told how."""
@@ -271,7 +201,7 @@ class Play:
     # -- the phases
 
     async def _run(self) -> None:
-        EPISODE.set(self)
+        CALL.set(self)
         methods: dict[str, Callable[..., Any]] = {}
         end: Done | Failed
         try:
@@ -385,7 +315,7 @@ class Play:
             kind = "user-code" if self.waits_for_model else "environment"
             remedy = "bound its waits, or raise rollout.timeout_s"
             return Failed(episode=self._start.episode, kind=kind, words=str(error), remedy=remedy)
-        if isinstance(error, _Blocked):
+        if isinstance(error, Blocked):
             remedy = "write a plain def, use asyncio.to_thread, or raise rollout.max_block_s"
             return Failed(episode=self._start.episode, kind="environment", words=str(error), remedy=remedy)
         if isinstance(error, asyncio.CancelledError):
@@ -406,35 +336,9 @@ class Play:
         threads = {thread.ident for thread in self.threads if thread.is_alive()}
         running = [frame for ident, frame in sys._current_frames().items() if ident in threads]  # pyright: ignore[reportPrivateUsage]
         if running:
-            return user_place(_frames_above(running[-1]))
+            return user_place(frames_above(running[-1]))
         coro: Any = self._doing.get_coro() if self._doing is not None else None
-        return user_place(_awaited(coro))
-
-
-def _awaited(coro: Any) -> Iterator[FrameType]:
-    """Innermost first."""
-    frames: list[FrameType] = []
-    while coro is not None:
-        found = getattr(coro, "cr_frame", None) or getattr(coro, "gi_frame", None) or getattr(coro, "ag_frame", None)
-        if found is not None:
-            frames.append(found)
-        coro = getattr(coro, "cr_await", None) or getattr(coro, "gi_yieldfrom", None) or getattr(coro, "ag_await", None)
-    return reversed(frames)
-
-
-def _frames_above(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def user_place(frames: Iterator[FrameType]) -> str:
-    """`Env.step (env.py:22)`: the innermost frame of the user's own code, else of a library; empty: there is none."""
-    outside = [frame for frame in frames if not frame.f_code.co_filename.startswith(PACKAGE)]
-    own = [frame for frame in outside if not frame.f_code.co_filename.startswith(_LIBRARIES)]
-    for frame in own or outside:
-        return f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-    return ""
+        return user_place(awaited(coro))
 
 
 class RemoteEpisode(Episode):
@@ -510,54 +414,3 @@ class PlainEpisode:
             raise _EpisodeOver from None
         finally:
             self._play.calls.discard(call)
-
-
-class Watch:
-    """Interrupts code that holds the loop. Its own thread; the signal's handler runs in the main one, where that code
-    is."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, max_block_s: float, out: Outgoing, current: Callable[[], int]
-    ) -> None:
-        """`current`: the episode whose code runs now."""
-        self._loop, self._max_block_s, self._out, self._current = loop, max_block_s, out, current
-        self._main = threading.get_ident()
-        self._num_interrupts = 0
-        self._never = threading.Event()
-        self._last: Play | None = None
-        """That was interrupted."""
-        self._beat()
-        signal.signal(signal.SIGUSR1, self._interrupt)
-        threading.Thread(target=self._run, name="watch", daemon=True).start()
-
-    def _beat(self) -> None:
-        self._at_s = time.monotonic()
-        self._num_interrupts = 0
-        self._loop.call_later(self._max_block_s / 4, self._beat)
-
-    def _is_silent(self) -> bool:
-        return time.monotonic() - self._at_s > self._max_block_s
-
-    def _run(self) -> None:
-        while True:
-            self._never.wait(self._max_block_s / 4)
-            if not self._is_silent():
-                continue
-            if self._num_interrupts >= MAX_INTERRUPTS:
-                frame = sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage]
-                place = user_place(_frames_above(frame))
-                self._out.put(Stuck(place, self._current()))
-                self._out.flush()
-                os._exit(STUCK_EXIT)
-            self._num_interrupts += 1
-            self._at_s = time.monotonic()  # so long it has to clean up
-            signal.pthread_kill(self._main, signal.SIGUSR1)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        play = EPISODE.get()
-        if not self._num_interrupts or play is None:  # the loop turned meanwhile, or it is none of theirs
-            return
-        if play is not self._last:  # the loop runs what is due before it beats again: each has its own count
-            self._last, self._num_interrupts = play, 1
-        place = user_place(_frames_above(frame))
-        raise _Blocked(f"blocked its process for {self._max_block_s:g} s at {place}")

@@ -75,11 +75,14 @@ class RewardSettings(Section, frozen=True):
     """What one call judges: one answer (sample), or, where a function of your own or remote judges, all answers to a
     prompt at once (group): it gets a sequence of them, and returns a reward for each."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Worker processes per rollout actor; 0 = what the function needs: `math` one, a plain `def` of your own and
-    patterns up to four, the rest none."""
+    """Worker processes per rollout actor, each for one call at a time; 0 = what the function needs: `math` one, a plain
+    `def` of your own and patterns up to four, an `async def` one for all its calls side by side, the rest none."""
     isolate: bool = True
-    """Whether a plain `def` of your own gets processes although `workers = 0`; without, it runs in threads of the
-    rollout actor, which it can stop or kill together with the engine."""
+    """Whether a function of your own gets processes although `workers = 0`; without, a plain `def` runs in threads of
+    the rollout actor, an `async def` in its loop, and can stop or kill it together with the engine."""
+    max_block_s: PositiveFloat = 5.0
+    """Seconds for which an `async def` may hold the loop that all its calls share, by one that blocks; then that call
+    is interrupted, and fails."""
     timeout_s: PositiveFloat = 30.0
     """Seconds one call may take; a worker process that takes longer is killed and replaced."""
     max_error_rate: UnitFloat = 0.1

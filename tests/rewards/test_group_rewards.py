@@ -54,7 +54,7 @@ async def rank_later(completions):
 '''
 
 WAYS: list[tuple[str, dict[str, Any]]] = [
-    ("rank_later", {}), ("rank", {"isolate": False}), ("rank", {"workers": 1}), ("rank_later", {"workers": 1}),
+    ("rank_later", {}), ("rank_later", {"isolate": False}), ("rank", {"isolate": False}), ("rank", {"workers": 1}), ("rank_later", {"workers": 1}),
 ]  # fmt: skip
 
 
@@ -114,7 +114,9 @@ async def test_a_group_that_ends_its_worker_twice_is_blamed(file: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_errors_and_truncated_answers_may_count_zero(file: Path) -> None:
-    async with rewarder(f"{file}:rank_later", on_error="zero", truncated="zero", max_error_rate=1.0) as made:
+    async with rewarder(
+        f"{file}:rank_later", isolate=False, on_error="zero", truncated="zero", max_error_rate=1.0
+    ) as made:
         assert await made.score_group(answers("x", "raise")) == (RewardOutcome(0.0), RewardOutcome(0.0))
         cut = msgspec.structs.replace(answers("x", "abcd")[1], finish="length")
         assert [one.value for one in await made.score_group([answers("x")[0], cut])] == [0.25, 0.0]

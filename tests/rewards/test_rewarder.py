@@ -181,9 +181,12 @@ async def test_own_functions_run_in_threads_the_loop_or_processes(code: str) -> 
     async with rewarder(f"{code}:act") as made:
         outcome = await made.score(answer("pid"))
         assert outcome == RewardOutcome(0.5, {"pid": float(*made.worker_pids), "main": 1.0})
-    async with rewarder(f"{code}:act_later") as made:
+    async with rewarder(f"{code}:act_later", isolate=False) as made:
         outcome = await made.score(answer("pid"))
         assert outcome.parts == {"pid": float(os.getpid()), "main": 1.0}
+    async with rewarder(f"{code}:act_later") as made:
+        outcome = await made.score(answer("pid"))
+        assert outcome.parts == {"pid": float(*made.worker_pids), "main": 1.0}
     for fn in ("act", "act_later"):
         async with rewarder(f"{code}:{fn}", workers=2) as made:
             outcomes = await asyncio.gather(*(made.score(answer("pid")) for _ in range(8)))
@@ -215,7 +218,7 @@ CAUSES = [
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("fn", "workers", "isolate"),
-    [("act", 0, False), ("act_later", 0, True), ("act", 1, True), ("act_later", 1, False)],
+    [("act", 0, False), ("act_later", 0, False), ("act_later", 0, True), ("act", 1, True), ("act_later", 1, False)],
 )
 async def test_what_a_function_may_do_wrong_anywhere(code: str, fn: str, workers: int, isolate: bool) -> None:
     async with rewarder(f"{code}:{fn}", workers=workers, isolate=isolate) as made:
@@ -472,8 +475,9 @@ async def test_a_worker_that_hangs_ends_when_its_parent_is_killed(code: str, tmp
 
 
 @pytest.mark.asyncio
-async def test_an_async_function_that_takes_too_long_is_cancelled(code: str) -> None:
-    async with rewarder(f"{code}:act_later", timeout_s=0.2) as made:
+@pytest.mark.parametrize("isolate", [True, False])
+async def test_an_async_function_that_takes_too_long_is_cancelled(code: str, isolate: bool) -> None:
+    async with rewarder(f"{code}:act_later", timeout_s=0.2, isolate=isolate) as made:
         assert "took longer than 0.2 s (group 3, sample 1)" in await failure(made, answer("hang"))
 
 

@@ -56,7 +56,7 @@ def answer(text: str, label: str = "", index: int = 0, **metadata: Any) -> Compl
 
 
 def several(functions: dict[str, Any], **more: Any) -> SeveralRewards:
-    return SeveralRewards(RewardSettings.model_validate({"functions": functions, **more}))
+    return SeveralRewards(RewardSettings.model_validate({"functions": functions, "isolate": False, **more}))
 
 
 @pytest.mark.asyncio

@@ -176,7 +176,7 @@ async def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) ->
     monkeypatch.setattr(sys, "path", list(sys.path))
     file = tmp_path / "judge.py"
     file.write_text(CODE)
-    made = Rewarder(RewardSettings(fn=f"{file}:judge", pause_after=3, cool_down_s=0.05, **more))
+    made = Rewarder(RewardSettings(fn=f"{file}:judge", isolate=False, pause_after=3, cool_down_s=0.05, **more))
     (module,) = [m for m in sys.modules.values() if getattr(m, "__file__", "") == str(file)]
     judged = Judge(made, module)
     made.listen(lambda kind, text: judged.told.append((kind, text)))

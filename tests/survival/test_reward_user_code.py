@@ -97,8 +97,14 @@ WORDS = {
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("fn", "settings"),
-    [("act", {"isolate": False}), ("act", {}), ("act_later", {}), ("act_later", {"workers": 1})],
-    ids=["thread", "process", "loop", "process-async"],
+    [
+        ("act", {"isolate": False}),
+        ("act", {}),
+        ("act_later", {"isolate": False}),
+        ("act_later", {}),
+        ("act_later", {"workers": 1}),
+    ],
+    ids=["thread", "process", "loop", "side-by-side", "process-async"],
 )
 async def test_whatever_a_reward_does_is_told_and_the_next_call_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fn: str, settings: dict[str, Any]

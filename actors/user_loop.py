@@ -1,0 +1,192 @@
+"""What a worker process has whose loop runs code of the user's, many calls side by side: rewards and workflows.
+
+    main thread   the loop: what is async of all calls, and what talks to the actor
+    threads       one for each `asyncio.to_thread`; daemons, so that one that hangs neither keeps others waiting nor the
+                  process from ending
+    watch thread  interrupts (SIGUSR1) code that holds the loop too long: that call fails, with its place
+
+Knows loops, threads and frames; must not know what a call is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from pathlib import Path
+from types import FrameType
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+from .user_code import PACKAGE
+from .user_process import read_frame, write_frame
+
+T = TypeVar("T")
+
+MAX_INTERRUPTS = 3
+"""Of one stretch in which the loop is held, before this process is given up."""
+STUCK_EXIT = 70
+FLUSH_S = 5.0
+_LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+class UserCall(Protocol):
+    """One of those that share the loop."""
+
+    threads: list[threading.Thread]
+    """That it started by `asyncio.to_thread`."""
+
+
+CALL: ContextVar[UserCall | None] = ContextVar("call", default=None)
+"""That the running code belongs to."""
+
+
+class Outgoing:
+    """Frames leave in a thread of their own, so that nothing here waits for an actor that is busy."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._pid = os.getpid()
+        self._frames: queue.SimpleQueue[object] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="outgoing", daemon=True).start()
+
+    def put(self, message: object) -> None:
+        """Send it; from any thread."""
+        if os.getpid() != self._pid:  # a copy that the user's code forked and let return
+            os._exit(0)
+        self._frames.put(message)
+
+    def flush(self) -> None:
+        """Wait until all is sent, though not for ever."""
+        done = threading.Event()
+        self._frames.put(done)
+        done.wait(FLUSH_S)
+
+    def _run(self) -> None:
+        while True:
+            message = self._frames.get()
+            if isinstance(message, threading.Event):
+                message.set()
+                continue
+            with contextlib.suppress(OSError):  # the actor is gone; the end of the input says so too
+                write_frame(self._stream, message)
+
+
+def read_in_thread(incoming: BinaryIO, take: Callable[[bytes], None]) -> asyncio.Event:
+    """Every frame to `take`, on the running loop; returns what is set at the end of the input."""
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+
+    def read() -> None:
+        while (body := read_frame(incoming)) is not None:
+            loop.call_soon_threadsafe(take, body)
+        loop.call_soon_threadsafe(over.set)
+
+    threading.Thread(target=read, name="incoming", daemon=True).start()
+    return over
+
+
+class Blocked(BaseException):
+    """Raised into code that holds the loop. No Exception, so that user code does not take it for one of its own."""
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """The loop's executor: `asyncio.to_thread` gets a thread of its own, whatever else hangs."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        call = CALL.get()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 -- raised where the future is awaited
+                with contextlib.suppress(Exception):
+                    future.set_exception(error)
+
+        thread = threading.Thread(target=run, name="to_thread", daemon=True)
+        if call is not None:
+            call.threads.append(thread)
+        thread.start()
+        return future
+
+
+def awaited(coro: Any) -> Iterator[FrameType]:
+    """The frames of a coroutine and of what it awaits, innermost first."""
+    frames: list[FrameType] = []
+    while coro is not None:
+        found = getattr(coro, "cr_frame", None) or getattr(coro, "gi_frame", None) or getattr(coro, "ag_frame", None)
+        if found is not None:
+            frames.append(found)
+        coro = getattr(coro, "cr_await", None) or getattr(coro, "gi_yieldfrom", None) or getattr(coro, "ag_await", None)
+    return reversed(frames)
+
+
+def frames_above(frame: FrameType | None) -> Iterator[FrameType]:
+    """It, and those that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def user_place(frames: Iterator[FrameType]) -> str:
+    """`Env.step (env.py:22)`: the innermost frame of the user's own code, else of a library; empty: there is none."""
+    outside = [frame for frame in frames if not frame.f_code.co_filename.startswith(PACKAGE)]
+    own = [frame for frame in outside if not frame.f_code.co_filename.startswith(_LIBRARIES)]
+    for frame in own or outside:
+        return f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+    return ""
+
+
+class Watch:
+    """Interrupts code that holds the loop. Its own thread; the signal's handler runs in the main one, where that code
+    is."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, max_block_s: float, on_stuck: Callable[[str], None]) -> None:
+        """`on_stuck`: told where code cannot be interrupted, before this process ends."""
+        self._loop, self._max_block_s, self._on_stuck = loop, max_block_s, on_stuck
+        self._main = threading.get_ident()
+        self._num_interrupts = 0
+        self._never = threading.Event()
+        self._last: UserCall | None = None
+        """That was interrupted."""
+        self._beat()
+        signal.signal(signal.SIGUSR1, self._interrupt)
+        threading.Thread(target=self._run, name="watch", daemon=True).start()
+
+    def _beat(self) -> None:
+        self._at_s = time.monotonic()
+        self._num_interrupts = 0
+        self._loop.call_later(self._max_block_s / 4, self._beat)
+
+    def _is_silent(self) -> bool:
+        return time.monotonic() - self._at_s > self._max_block_s
+
+    def _run(self) -> None:
+        while True:
+            self._never.wait(self._max_block_s / 4)
+            if not self._is_silent():
+                continue
+            if self._num_interrupts >= MAX_INTERRUPTS:
+                frame = sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage]
+                self._on_stuck(user_place(frames_above(frame)))
+                os._exit(STUCK_EXIT)
+            self._num_interrupts += 1
+            self._at_s = time.monotonic()  # so long it has to clean up
+            signal.pthread_kill(self._main, signal.SIGUSR1)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        call = CALL.get()
+        if not self._num_interrupts or call is None:  # the loop turned meanwhile, or it is none of theirs
+            return
+        if call is not self._last:  # the loop runs what is due before it beats again: each has its own count
+            self._last, self._num_interrupts = call, 1
+        place = user_place(frames_above(frame))
+        raise Blocked(f"blocked its process for {self._max_block_s:g} s at {place}")

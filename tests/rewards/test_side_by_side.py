@@ -1,0 +1,147 @@
+"""An async reward that blocks, hangs or ends its process costs its own call: the actor's loop turns, others are judged."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myxa.actors.rewards import side_by_side
+from myxa.actors.rewards.rewarder import Rewarder
+from myxa.algos.rewards import RewardOutcome
+from myxa.core.completions import Completion
+from myxa.core.config import RewardSettings
+from myxa.core.errors import DeadlyReward, UserCodeError
+
+pytestmark = pytest.mark.asyncio
+
+CODE = """
+import asyncio, os, re, signal, time
+
+async def act(completion):
+    verb = completion.text
+    if verb == "blocks":
+        time.sleep(60)
+    if verb == "cannot be interrupted":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        time.sleep(60)
+    if verb == "holds the interpreter":
+        re.match("(a+)+$", "a" * 60 + "b")
+    if verb == "leaves":
+        os._exit(7)
+    if verb == "forks":
+        return float(os.fork() > 0)
+    if verb == "will not be cancelled":
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                pass
+    if verb == "waits in a thread":
+        await asyncio.to_thread(time.sleep, 60)
+    await asyncio.sleep(0.3)
+    return {"reward": 1.0, "pid": os.getpid()}
+"""
+
+
+def answer(text: str, index: int = 0) -> Completion:
+    return Completion(group_id=3, index=index, messages=(), prompt="?", text=text, label="")
+
+
+@asynccontextmanager
+async def judge(tmp_path: Path, **settings: Any) -> AsyncIterator[Rewarder]:
+    file = tmp_path / "mine.py"
+    file.write_text(CODE)
+    made = Rewarder(RewardSettings(fn=f"{file}:act", pause_after=0, **{"max_block_s": 0.3, **settings}))
+    try:
+        await made.score(answer("good"))  # its process is there
+        yield made
+    finally:
+        await made.close()
+        assert made.worker_pids == ()
+
+
+async def with_others(made: Rewarder, *texts: str) -> list[RewardOutcome | BaseException]:
+    """What became of them, called beside good ones, which all are judged; the loop turned all the while."""
+    gaps, is_over = [0.0], False
+
+    async def watch() -> None:
+        last_s = time.monotonic()
+        while not is_over:
+            await asyncio.sleep(0.01)
+            gaps.append(time.monotonic() - last_s)
+            last_s = time.monotonic()
+
+    watching = asyncio.create_task(watch())
+    good = [answer("good", index) for index in range(8)]
+    calls = [*(made.score(one) for one in good[:4]), *(made.score(answer(text)) for text in texts)]
+    calls += [made.score(one) for one in good[4:]]
+    done = await asyncio.gather(*calls, return_exceptions=True)
+    is_over = True
+    await watching
+    assert max(gaps) < 2.0
+    told, others = done[4 : 4 + len(texts)], done[:4] + done[4 + len(texts) :]
+    assert [one.value if isinstance(one, RewardOutcome) else one for one in others] == [1.0] * 8
+    return told
+
+
+async def test_d01_a_reward_that_blocks_is_named_with_its_line_and_the_others_are_judged(tmp_path: Path) -> None:
+    async with judge(tmp_path) as made:
+        before = made.worker_pids
+        (told,) = await with_others(made, "blocks")
+        assert isinstance(told, UserCodeError)
+        assert "blocked its process for 0.3 s at act (mine.py:7); a plain def may" in told.message
+        assert made.worker_pids == before
+
+
+async def test_d01_code_that_cannot_be_interrupted_loses_its_process_and_nobody_else_is_blamed(tmp_path: Path) -> None:
+    async with judge(tmp_path) as made:
+        (told,) = await with_others(made, "cannot be interrupted")
+        assert isinstance(told, UserCodeError)
+        assert "blocked its process at act (mine.py:10), which was killed" in told.message
+
+
+async def test_d01_code_that_holds_the_interpreter_is_found_by_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_by_side, "SLACK_S", 0.2)
+    async with judge(tmp_path, timeout_s=1.0) as made:
+        (told,) = await with_others(made, "holds the interpreter")
+        assert isinstance(told, UserCodeError)
+        assert "took longer than 1 s" in told.message
+
+
+async def test_d01_of_all_that_were_under_way_only_the_one_that_ends_its_process_is_deadly(tmp_path: Path) -> None:
+    async with judge(tmp_path) as made:
+        (told,) = await with_others(made, "leaves")
+        assert isinstance(told, DeadlyReward)
+        assert "ended its worker process (exit code 7)" in told.message
+
+
+async def test_d01_calls_that_hang_in_threads_or_for_ever_starve_nobody(tmp_path: Path) -> None:
+    async with judge(tmp_path, timeout_s=3.0) as made:
+        told = await with_others(made, *["waits in a thread"] * 40, "will not be cancelled")
+        assert all(isinstance(one, UserCodeError) and "took longer than 3 s" in one.message for one in told)
+        assert isinstance(await made.score(answer("good")), RewardOutcome)
+        async with asyncio.timeout(10):  # the process that has them is given up
+            while len(made.worker_pids) > 1:
+                await asyncio.sleep(0.05)
+
+
+async def test_as_many_calls_as_there_are_run_side_by_side_in_one_process(tmp_path: Path) -> None:
+    async with judge(tmp_path) as made:
+        begun_s = time.monotonic()
+        done = await asyncio.gather(*(made.score(answer("good", index)) for index in range(100)))
+        assert time.monotonic() - begun_s < 10  # 30 one after another
+        assert {one.parts["pid"] for one in done} == {float(made.worker_pids[0])}
+
+
+async def test_a_copy_that_a_reward_forks_says_nothing(tmp_path: Path) -> None:
+    async with judge(tmp_path) as made:
+        assert (await made.score(answer("forks"))).value == 1.0
+        assert (await made.score(answer("good"))).value == 1.0
