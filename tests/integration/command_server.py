@@ -12,6 +12,7 @@ by what a command looks like. Ends when the socket is closed.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -21,12 +22,15 @@ import runpy
 import signal
 import socket
 import sys
+import threading
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import standing_by
 
+from myxa.launch.cli import make_parser
 from myxa.launch.nodes.fork_server import unfit
 from myxa.launch.nodes.preloads import KITS, LIGHT, SERVED, TORCH
 from myxa.launch.nodes.process_look import look_like
@@ -132,6 +136,7 @@ def main() -> None:
         importlib.import_module("megatron_on_cpu").install()  # for runs with its trainer; nothing has imported it yet
         sys.path.remove(str(BACKENDS))
     compile_loaded()
+    make_parser()  # what it compiles at first is kept
     page_template()
     problem = unfit()
     if problem:
@@ -141,10 +146,36 @@ def main() -> None:
     request = become_a_command(tests)
     if request is None:
         return
-    if request.program:
-        runpy.run_path(request.program, run_name="__main__")
-    else:
-        runpy.run_module("myxa.launch", run_name="__main__", alter_sys=True)
+    end(play(request))
+
+
+def play(request: Request) -> int:
+    """The command itself; its exit status."""
+    try:
+        if request.program:
+            runpy.run_path(request.program, run_name="__main__")
+        else:
+            runpy.run_module("myxa.launch", run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def end(status: int) -> None:
+    """As Python ends, but for the taking apart of all modules: it writes to every page of torch's, which the server lends
+    us, and takes most of a second."""
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
