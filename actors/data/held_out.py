@@ -10,6 +10,7 @@ from ...core.config.source import parse_sources
 from ...core.errors import DataError
 from ...core.samples import Prompt
 from .layout import Layout
+from .overlong import PromptLimit
 from .recorded_terms import terms_of
 from .row_rewards import RowRewards
 from .row_set import MAX_HELD_OUT_BYTES, RowSet
@@ -52,10 +53,11 @@ class HeldOutSets:
 NO_SETS = HeldOutSets({})
 
 
-def open_held_out(config: RunConfig) -> HeldOutSets:
-    """Open and check all sets of a run. Raises ConfigError for files that are not there, DataError for bad rows, and
-    for more of them than a message holds."""
-    return HeldOutSets({name: _open(config, name, key, files) for name, (key, files) in config.eval.files().items()})
+def open_held_out(config: RunConfig, limit: PromptLimit | None) -> HeldOutSets:
+    """Open and check all sets of a run. `limit`: of prompts. Raises ConfigError for files that are not there, DataError
+    for bad rows, and for more of them than a message holds."""
+    files = config.eval.files()
+    return HeldOutSets({name: _open(config, name, key, paths, limit) for name, (key, paths) in files.items()})
 
 
 def held_out_layout(config: RunConfig, name: str) -> Layout:
@@ -76,9 +78,14 @@ def layout_of(config: RunConfig, part: DataSettings, reward: RewardSettings, sou
     return Layout(part, needs_label=rewards.all_need_label, rewards=rewards, recorded=terms_of(config))
 
 
-def _open(config: RunConfig, name: str, key: str, files: str | tuple[str, ...]) -> RowSet:
+def _open(config: RunConfig, name: str, key: str, files: str | tuple[str, ...], limit: PromptLimit | None) -> RowSet:
     skips_bad = config.data.on_bad_line == "skip"
-    rows = RowSet(parse_sources(files), held_out_layout(config, name), key=key, skips_bad=skips_bad)
+    rows = RowSet(parse_sources(files), held_out_layout(config, name), key=key, skips_bad=skips_bad, limit=limit)
+    if rows.num_overlong:
+        _log.warning(
+            "%s: %d of %d rows are left out because their prompts are too long; the first: %s",
+            key, rows.num_overlong, rows.num_overlong + len(rows), "; ".join(rows.overlong_rows),
+        )  # fmt: skip
     own = config.eval.sets.get(name)
     num_rows = min((own.num_prompts if own is not None else 0) or config.eval.num_prompts, len(rows))
     place = f"eval.sets.{name}" if name else "eval"

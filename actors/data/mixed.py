@@ -13,6 +13,7 @@ from ...core.config import RunConfig
 from ...core.errors import DataError
 from ...core.samples import Prompt
 from .held_out import HeldOutSets, open_held_out
+from .overlong import limit_of
 from .prompts import PromptDataset, open_prompts, open_source
 from .row_set import SHOWN_BAD_ROWS
 
@@ -103,6 +104,7 @@ def _opened(config: RunConfig) -> PromptDataset | MixedDataset:
     sources = config.data.sources
     if not sources:
         return open_prompts(config)
-    by_name = {name: open_source(config, name) for name in sources}
+    limit = limit_of(config)
+    by_name = {name: open_source(config, name, limit) for name in sources}
     weights = {name: source.weight for name, source in sources.items()}
-    return MixedDataset(by_name, weights, open_held_out(config))
+    return MixedDataset(by_name, weights, open_held_out(config, limit))

@@ -15,7 +15,7 @@ from ...core.errors import DataError
 from ...core.samples import Prompt
 from .held_out import DATA_SOURCE, NO_SETS, HeldOutSets, layout_of, open_held_out
 from .order import Order
-from .overlong import limit_of
+from .overlong import PromptLimit, limit_of
 from .row_set import RowSet
 
 
@@ -110,17 +110,20 @@ def named(prompt: Prompt, name: str) -> Prompt:
 def open_prompts(config: RunConfig) -> PromptDataset:
     """Open and check all data of a run with one source. Raises ConfigError for files that are not there, DataError for
     bad rows."""
-    return open_source(config, "", open_held_out(config))
+    limit = limit_of(config)
+    return open_source(config, "", limit, open_held_out(config, limit))
 
 
-def open_source(config: RunConfig, name: str, held_out: HeldOutSets = NO_SETS) -> PromptDataset:
-    """Open and check one source of a run, which has that name. Raises as `open_prompts`."""
+def open_source(
+    config: RunConfig, name: str, limit: PromptLimit | None, held_out: HeldOutSets = NO_SETS
+) -> PromptDataset:
+    """Open and check one source of a run, which has that name. `limit`: of prompts. Raises as `open_prompts`."""
     part = config.data.parts()[name]
     rows = RowSet(
         parse_sources(part.train),
         layout_of(config, part, config.reward, name),
         key=config.data.key_of(name),
         skips_bad=part.on_bad_line == "skip",
-        limit=limit_of(config),
+        limit=limit,
     )
     return PromptDataset(rows, held_out, part, config.run.seed, name=name)

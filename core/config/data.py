@@ -119,9 +119,9 @@ class DataSettings(Section, frozen=True):
     on_bad_line: Literal["stop", "skip"] = "stop"
     """stop: a bad row ends the run with its place; skip: bad rows are left out and counted."""
     overlong: Literal["pass", "refuse", "drop"] = "pass"
-    """What becomes of training rows whose prompt has more than `max_prompt_tokens` tokens. refuse: the first one ends
-    the run at its start, with its place; drop: they are left out at the start, and counted; pass: rows are not measured
-    at the start, and a prompt that does not fit into the context costs its group whenever it is drawn."""
+    """What becomes of rows, held-out ones too, whose prompt has more than `max_prompt_tokens` tokens. refuse: the first
+    one ends the run at its start, with its place; drop: they are left out at the start, and counted; pass: rows are not
+    measured at the start, and a prompt that does not fit into the context costs its group whenever it is drawn."""
     max_prompt_tokens: CountInt = 0
     """For `overlong`, as the chat template writes the prompt; 0 = as many as the context has room for, less one."""
     difficulty_low: float = 0.0

@@ -202,6 +202,25 @@ def test_a10_over_long_prompts_are_refused_on_demand(tmp_path: Path, model: str)
     assert len(opened(tmp_path, [SHORT, LONG], data={"apply_chat_template": False})) == 2
 
 
+def test_a10_over_long_held_out_prompts_are_dropped_and_counted_or_refused(
+    tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    held_out = tmp_path / "h.jsonl"
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in (LONG, SHORT, SHORT, LONG)))
+    data = {"overlong": "drop", "max_prompt_tokens": 200, "apply_chat_template": False}
+    sections: dict[str, Any] = {"model": {"path": model}, "eval": {"data": str(held_out)}}
+    with caplog.at_level(logging.WARNING):
+        dataset = opened(tmp_path, [SHORT], data=data, **sections)
+    assert [prompt.row for prompt in dataset.eval_prompts(9)] == [1, 2]
+    assert (dataset.num_held_out(), dataset.num_overlong) == (2, 0)
+    assert "eval.data: 2 of 4 rows are left out because their prompts are too long; the first: " in caplog.text
+    assert "h.jsonl:4: the prompt has " in caplog.text
+    with pytest.raises(DataError, match=r'h\.jsonl:1: the prompt has .* data\.overlong = "drop"'):
+        opened(tmp_path, [SHORT], data=data | {"overlong": "refuse"}, **sections)
+    sources = {"data": {"sources": {"a": {"path": str(tmp_path / "t.jsonl")}}, **data}, **sections}
+    assert open_data(RunConfig.model_validate(sources)).num_held_out() == 2
+
+
 def test_a10b_all_over_long_is_an_error(tmp_path: Path, model: str) -> None:
     data = {"overlong": "drop", "max_prompt_tokens": 200, "apply_chat_template": False}
     with pytest.raises(DataError, match=r"data\.train: no row is left, 2 are over-long; the first: .*t\.jsonl:1: "):
