@@ -23,7 +23,7 @@ from ..models.hf_folder import ModelConfig, read_config, write_folder
 from ..models.safetensors_file import open_safetensors
 from .torch_backend.checkpoint import KINDS
 from .torch_backend.export import named_array
-from .torch_backend.tensors import DTYPE_OF, NAME_OF, from_bytes
+from .torch_backend.tensors import DTYPE_OF, NAME_OF, from_bytes, largest_beyond
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def convert(checkpoint: str | Path, model: str | Path, folder: str | Path, *, dt
 
     `model`: the folder that the run started from; configuration and tokenizer come from there. `dtype`: of the weights
     ("" as in the checkpoint). Raises TrainError for a torn checkpoint or one of another model, ModelError for a bad
-    model folder, for a target that holds something, or for an unknown dtype.
+    model folder, for a target that holds something, for an unknown dtype, or for weights that it has no number for.
     """
     target = Path(folder)
     if dtype and dtype not in ("float32", "bfloat16", "float16"):
@@ -76,6 +76,11 @@ def _tensors(path: Path, manifest: Manifest, config: ModelConfig, dtype: str) ->
     """Every weight of the model in its own order, checked against the shapes that the model has."""
     found: dict[str, Tensor] = {}
     for name, tensor in _read(path, manifest, config):
+        if dtype and (largest := largest_beyond(tensor, DTYPE_OF[dtype])):
+            raise ModelError(
+                f"weight {name} of {path} holds {largest:g}, which {dtype} has not",
+                remedy="use --dtype bfloat16, or float32",
+            )
         found[name] = tensor.to(DTYPE_OF[dtype]) if dtype else tensor
     shapes = config.tensor_shapes()
     wrong = [name for name, shape in shapes.items() if name not in found or tuple(found[name].shape) != shape]

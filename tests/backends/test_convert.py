@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from myxa.actors.backends.convert import convert
 from myxa.actors.backends.torch_backend.backend import TorchBackend
@@ -62,6 +62,23 @@ def test_the_command_takes_the_model_from_the_run_and_writes_the_type_asked_for(
     assert "bfloat16" in capsys.readouterr().out
     with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
         assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {"torch.bfloat16"}  # noqa: SIM118 - no dict
+
+
+def test_g_weights_that_float16_has_not_are_refused(
+    model: Path, tmp_path: Path, backends: Callable[..., TorchBackend], make_shards: Callable[..., Any]
+) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(model, own)
+    weights = load_file(own / "model.safetensors")
+    weights["model.norm.weight"][3] = 1e5
+    save_file(weights, own / "model.safetensors", {"format": "pt"})
+    backends(folder=own).save(str(tmp_path / "run" / "checkpoints" / "version_00000000"), {"version": 0})
+    with pytest.raises(
+        ModelError, match=r"weight model\.norm\.weight of .* holds 100000, which float16 has not -- use --d"
+    ):
+        convert(tmp_path / "run", own, tmp_path / "hf", dtype="float16")
+    assert not (tmp_path / "hf").exists()
+    assert convert(tmp_path / "run", own, tmp_path / "hf", dtype="bfloat16").dtype == "bfloat16"
 
 
 def test_mistakes_are_told_before_anything_is_written(

@@ -21,6 +21,7 @@ from ....core.errors import MyxaError
 from ....core.messages import TensorSpec
 from ....core.protocols import NamedArray
 from ...models.hf_folder import ModelConfig, write_folder
+from ..torch_backend.export import for_folder, gathered_as
 from ..torch_backend.tensors import DTYPE_OF, NAME_OF, integers, raw_bytes
 from .world import MegatronWorld
 
@@ -85,17 +86,18 @@ class Exporter:
 
     def write(self, folder: str) -> None:
         """Write a HuggingFace folder, tokenizer files included. Collective; raises on every rank if rank 0 fails."""
-        tensors = self._arrays(self._folder_dtype, {})
+        gathered = self._arrays(gathered_as(self._folder_dtype), {})
         failure: Exception | None = None
         if self._world.rank == 0:
             try:
-                write_folder(folder, self._config_json(), tensors, tokenizer_from=self._model_path)
+                tensors, dtype = for_folder(gathered, self._folder_dtype)
+                write_folder(folder, self._config_json(dtype), tensors, tokenizer_from=self._model_path)
             except (MyxaError, OSError) as error:
                 failure = error
         self._world.agree(failure, f"exporting to {folder}")
 
-    def _config_json(self) -> dict[str, Any]:
-        name = NAME_OF[self._folder_dtype]
+    def _config_json(self, dtype: torch.dtype) -> dict[str, Any]:
+        name = NAME_OF[dtype]
         return {**self._config.source, "dtype": name, "torch_dtype": name}
 
     def _collect(self, dtype: torch.dtype, buffers: dict[str, Tensor]) -> None:

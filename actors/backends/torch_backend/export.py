@@ -6,6 +6,7 @@ the next training step or load. Otherwise they lie in buffers that the next expo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,9 @@ from ....core.messages import TensorSpec
 from ....core.protocols import NamedArray
 from ...models.hf_folder import ModelConfig, write_folder
 from .parallel import Replica
-from .tensors import NAME_OF, raw_bytes, whole_tensor
+from .tensors import NAME_OF, from_bytes, largest_beyond, raw_bytes, whole_tensor
+
+_log = logging.getLogger("myxa.backends")
 
 
 def named_array(name: str, tensor: Tensor, offset: int = 0) -> NamedArray:
@@ -27,6 +30,34 @@ def named_array(name: str, tensor: Tensor, offset: int = 0) -> NamedArray:
         name=name, dtype=NAME_OF[tensor.dtype], shape=tuple(tensor.shape), offset=offset, num_bytes=raw.nbytes
     )
     return NamedArray(spec=spec, data=raw)
+
+
+def gathered_as(folder_dtype: torch.dtype) -> torch.dtype:
+    """The type that weights are gathered in for a folder of that type: what `for_folder` can still look at."""
+    return torch.float32 if folder_dtype == torch.float16 else folder_dtype
+
+
+def for_folder(arrays: list[NamedArray], dtype: torch.dtype) -> tuple[list[NamedArray], torch.dtype]:
+    """Weights, gathered as `gathered_as` says, in the type of a folder; in float32 if one would become infinite.
+
+    Then the log says so: a run that ends writes its model all the same.
+    """
+    if gathered_as(dtype) == dtype:
+        return arrays, dtype
+    narrow: list[NamedArray] = []
+    offset = 0
+    for array in arrays:
+        tensor = from_bytes(array)
+        if largest := largest_beyond(tensor, dtype):
+            _log.warning(
+                "weight %s holds %g, which float16 has not: the folder is written in float32 -- set "
+                'trainer.export_dtype = "bfloat16"',
+                array.spec.name, largest,
+            )  # fmt: skip
+            return arrays, torch.float32
+        narrow.append(named_array(array.spec.name, tensor.to(dtype), offset))
+        offset += narrow[-1].spec.num_bytes
+    return narrow, dtype
 
 
 class Exporter:
@@ -84,18 +115,19 @@ class Exporter:
 
     def write(self, folder: str) -> None:
         """Write a HuggingFace folder, tokenizer files included. Collective; raises on every rank if rank 0 fails."""
-        tensors = self._arrays(self._folder_dtype, {})
+        gathered = self._arrays(gathered_as(self._folder_dtype), {})
         failure: Exception | None = None
         if self._replica.world.rank == 0:
             try:
-                write_folder(folder, self._config_json(), tensors, tokenizer_from=self._model_path)
+                tensors, dtype = for_folder(gathered, self._folder_dtype)
+                write_folder(folder, self._config_json(dtype), tensors, tokenizer_from=self._model_path)
             except (MyxaError, OSError) as error:
                 failure = error
         self._replica.world.agree(failure, f"exporting to {folder}")
 
-    def _config_json(self) -> dict[str, Any]:
+    def _config_json(self, dtype: torch.dtype) -> dict[str, Any]:
         """The config as it was read, but with the type that the weights have now."""
-        name = NAME_OF[self._folder_dtype]
+        name = NAME_OF[dtype]
         return {**self._config.source, "dtype": name, "torch_dtype": name}
 
     def _on_host(self, name: str, tensor: Tensor, dtype: torch.dtype, buffers: dict[str, Tensor]) -> Tensor:
