@@ -12,7 +12,7 @@ import errno
 import os
 import re
 from collections.abc import Awaitable, Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -140,8 +140,11 @@ def pauses() -> Iterator[float]:
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-async def until_written(write: Callable[[], Awaitable[T]], *, path: Path, tell: Tell, meter: ActivityMeter) -> T:
-    """The result of `write()`, repeated while the disk under `path` refuses. Raises every other error."""
+async def until_written(
+    write: Callable[[], Awaitable[T]], *, path: Path, tell: Tell, meter: ActivityMeter | None = None
+) -> T:
+    """The result of `write()`, repeated while the disk under `path` refuses. Raises every other error. `meter`: of an
+    actor that does nothing else meanwhile."""
     told = ""
     for pause_s in pauses():
         try:
@@ -152,7 +155,7 @@ async def until_written(write: Callable[[], Awaitable[T]], *, path: Path, tell: 
             if not told:
                 told = str(refused(path, error))
                 tell(REFUSED_EVENT, told)
-            with meter.during(*WAITS):
+            with meter.during(*WAITS) if meter is not None else nullcontext():
                 await asyncio.sleep(pause_s)
             continue
         if told:

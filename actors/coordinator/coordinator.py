@@ -86,7 +86,7 @@ class Coordinator(OperatorHandlers):
             telemetry=self._telemetry,
         )
         self.knob_owner.add(process_knobs(pace))
-        self._journal.make = self._to_keep
+        self._journal.make, self._journal.tell = self._to_keep, self._event
         if kept is not None:
             self._take_up(kept)
         if ignored:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...core.disk import Tell, until_written
 from ...core.errors import ConfigError, LedgerError
 from ...core.knobs import AuditRecord, LiveKnob
 from ...core.messages import Record
@@ -77,6 +78,8 @@ class CoordinatorJournal:
         self.launch = launch
         self.make: Callable[[], Kept] = lambda: Kept(launch=launch)
         """What is to be kept now; set by the owner."""
+        self.tell: Tell = lambda kind, text: None
+        """Of a disk that refuses; set by the owner."""
         self._turn = asyncio.Lock()
         self._next: asyncio.Task[None] | None = None
         """Waits for the write before it: whoever keeps something meanwhile is served by it too."""
@@ -112,6 +115,10 @@ class CoordinatorJournal:
             self._writing.add(task)
             task.add_done_callback(self._written)
         await asyncio.shield(self._next)
+
+    async def until_kept(self) -> None:
+        """As `keep`, for what nobody can be refused: while the disk refuses, it is tried again."""
+        await until_written(self.keep, path=self.path, tell=self.tell)
 
     async def _write(self) -> None:
         async with self._turn:

@@ -80,7 +80,7 @@ class KnobBook:
         """The journal has a decision that is none. While it has, this incarnation must not say so: the next one would
         say otherwise."""
         try:
-            await self._journal.keep()
+            await self._journal.until_kept()
         except MyxaError as error:
             self._fail(error)
             raise
@@ -102,6 +102,10 @@ class KnobBook:
         """A resumed run counts on from the newest epoch that its checkpoint or its groups carry."""
         self._asked = max(self._asked, epoch)
         self.decisions.go_on_from(epoch)
+
+    async def until_disk(self) -> None:
+        """Until the journal can be written. Raises LedgerError if it is not the disk that is in its way."""
+        await self._journal.until_kept()
 
     # -- from one incarnation to the next
 

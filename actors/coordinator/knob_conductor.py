@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ...core.activity import TelemetryBuffer
@@ -352,6 +353,8 @@ class KnobConductor:
         if expiry.is_overtaken:
             self._book.decisions.lapse(expiry.epoch, expiry.names)
             return True
+        with suppress(LedgerError):  # told with the order's own refusal
+            await self._book.until_disk()
         order = Order("expire", AUTO, f"change {expiry.epoch} was made for a time", {"epoch": expiry.epoch})
         order = replace(order, options=replace(order.options, force=True, not_before=expiry.not_before))
         reply = await self._undo(order, expiry.epoch, expiry.names, expiry.spared, is_recorded=not num_retries)

@@ -55,7 +55,8 @@ class PhaseMoves:
         """Nobody is told, and nothing of that phase is done, before it is kept; False when something else came between.
         It is made to its end, whatever becomes of who asked.
 
-        A start that cannot be kept is none, and raises LedgerError: the next incarnation would begin the run again. In
+        A start that cannot be kept is none: the next incarnation would begin the run again. It waits for a disk that
+        refuses, and raises LedgerError for any other reason. In
         all other phases the run goes on without, and without a disk that hangs: what ended has ended, and who said so
         says it again.
         """
@@ -66,7 +67,7 @@ class PhaseMoves:
     async def _move(self, phase: RunPhase) -> bool:
         before = self._state.phase
         try:
-            await (self._journal.keep() if phase == "running" else keep_in_time(self._journal))
+            await (self._journal.until_kept() if phase == "running" else keep_in_time(self._journal))
         except MyxaError as error:
             if phase == "running":
                 self._next.withdraw(phase)

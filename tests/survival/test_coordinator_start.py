@@ -275,7 +275,7 @@ async def test_an_end_does_not_wait_for_a_disk_that_hangs(phase: Any, monkeypatc
     told: list[str] = []
     state, around = RunState(phase="running"), Surroundings(None)
     ctx: Any = around
-    journal: Any = SimpleNamespace(keep=hang.wait, path=Path("coordinator.journal"))
+    journal: Any = SimpleNamespace(keep=hang.wait, until_kept=hang.wait, path=Path("coordinator.journal"))
     moves = PhaseMoves(ctx, state, journal, lambda kind, text: told.append(kind), lambda: None)
     async with asyncio.timeout(20):
         assert await moves.to(phase)
@@ -287,7 +287,7 @@ async def test_a_begin_waits_for_a_disk_that_hangs(monkeypatch: pytest.MonkeyPat
     hang = asyncio.Event()
     state, around = RunState(), Surroundings(None)
     ctx: Any = around
-    journal: Any = SimpleNamespace(keep=hang.wait, path=Path("coordinator.journal"))
+    journal: Any = SimpleNamespace(keep=hang.wait, until_kept=hang.wait, path=Path("coordinator.journal"))
     moves = PhaseMoves(ctx, state, journal, lambda kind, text: None, lambda: None)
     moving = asyncio.create_task(moves.to("running"))
     await asyncio.sleep(0.1)

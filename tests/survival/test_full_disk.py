@@ -44,14 +44,22 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("scene", CELLS)
-def test_a_run_on_a_disk_that(tmp_path: Path, scene: str):
+def play(program: Path, folder: Path, *args: str) -> None:
     way, why = way_in()
     if not way:
         pytest.skip(f"nothing can be mounted here: {why}")
-    (tmp_path / "runs").mkdir()
+    (folder / "runs").mkdir()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [*way, "sh", "-c", MOUNT, str(tmp_path / "runs"), sys.executable, str(SCENE), scene, str(tmp_path)]
+    command = [*way, "sh", "-c", MOUNT, str(folder / "runs"), sys.executable, str(program), *args, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=env)
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("scene", CELLS)
+def test_e08_a_run_on_a_disk_that(tmp_path: Path, scene: str):
+    play(SCENE, tmp_path, scene)
+
+
+def test_e08_journals_wait_for_a_full_disk_and_are_written_once_there_is_room(tmp_path: Path):
+    play(SCENE.with_name("journals_on_a_full_disk.py"), tmp_path)

@@ -105,7 +105,7 @@ def test_a_full_disk_stops_grants_and_leaves_a_journal_that_can_be_read(tmp_path
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))  # Python ignores SIGXFSZ
     try:
-        with pytest.raises(LaunchError, match=r"cannot be written: .*(File too large|only 20 of)"):
+        with pytest.raises(LaunchError, match=r"cannot be written: .*File too large"):
             journal.append(known("near", 3, 1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

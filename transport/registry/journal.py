@@ -16,11 +16,13 @@ import logging
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from ...core.disk import refusal, until_written
 from ...core.errors import LaunchError
 from ...core.file_lock import lock_now
 from .directory import NodeRecord
@@ -67,8 +69,14 @@ class RegistryJournal:
         self.entries = entries
         """What was in it when it was opened."""
         self._descriptor = descriptor
-        self._size = size
-        self._num_written = 0
+        self._durable_bytes = size
+        self._lines: list[bytes] = []
+        """Appended and not known to be on the disk."""
+        self._num_in_file = 0
+        """Of these."""
+        self._is_torn = False
+        """An attempt failed: nobody knows what of these lines is in the file."""
+        self._num_appended = 0
         self._num_durable = 0
         self._sync: asyncio.Task[None] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="myxa-journal")
@@ -102,46 +110,78 @@ class RegistryJournal:
         return next((entry for entry in reversed(self.entries) if isinstance(entry, Seat)), None)
 
     def append(self, entry: Entry) -> None:
-        """Write it; a process that dies keeps it, a machine that dies may not (see `settle`). Raises LaunchError, also
-        for everything that comes later: after a failed write nobody knows what is on the disk."""
+        """Write it; a process that dies keeps it, a machine that dies may not (see `settle`). While the disk refuses it
+        is kept here, and written before all that comes later. Raises LaunchError, also for everything that comes later,
+        if it cannot be written for another reason."""
         if self._trouble:
-            raise LaunchError(self._trouble, remedy="restart the registry when there is room again")
-        line = _line(entry)
-        try:
-            written = os.write(self._descriptor, line)
-            if written < len(line):
-                raise OSError(0, f"only {written} of {len(line)} bytes were written")
-        except OSError as error:
-            self._trouble = f"registry journal {self.path} cannot be written: {error.strerror}"
-            os.ftruncate(self._descriptor, self._size)
-            raise LaunchError(self._trouble, remedy="make room") from error
-        self._size += len(line)
-        self._num_written += 1
+            raise LaunchError(self._trouble, remedy="restart the registry when it can be written again")
+        self._lines.append(_line(entry))
+        self._num_appended += 1
+        if not self._is_torn:
+            try:
+                self._write()
+            except OSError as error:
+                self._failed(error)
 
     async def settle(self) -> None:
-        """Until all that was appended so far is on the disk. Those who wait at the same time share one fsync."""
-        wanted = self._num_written
+        """Until all that was appended so far is on the disk, however long that refuses. Those who wait at the same time
+        share one fsync. Raises as `append`."""
+        wanted = self._num_appended
         while self._num_durable < wanted:
             if self._sync is None:
                 self._sync = asyncio.get_running_loop().create_task(self._flush(), name="registry journal")
             await asyncio.shield(self._sync)
 
     async def _flush(self) -> None:
-        written = self._num_written
         try:
-            await asyncio.get_running_loop().run_in_executor(self._worker, os.fsync, self._descriptor)
-            self._num_durable = written
-        except OSError as error:
-            self._trouble = f"registry journal {self.path} cannot be written: {error.strerror}"
-            raise LaunchError(self._trouble, remedy="is the disk full or broken?") from error
+            await until_written(self._attempt, path=self.path, tell=lambda _, text: _log.warning("%s", text))
         finally:
             self._sync = None
+
+    async def _attempt(self) -> None:
+        try:
+            self._write()
+            num_lines = self._num_in_file
+            await asyncio.get_running_loop().run_in_executor(self._worker, os.fsync, self._descriptor)
+        except OSError as error:
+            self._failed(error)
+            raise
+        self._durable_bytes += sum(len(line) for line in self._lines[:num_lines])
+        del self._lines[:num_lines]
+        self._num_in_file -= num_lines
+        self._num_durable += num_lines
+
+    def _write(self) -> None:
+        """All lines that are not in the file."""
+        if self._is_torn:
+            self._cut()
+        for line in self._lines[self._num_in_file :]:
+            left = line
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+            self._num_in_file += 1
+
+    def _cut(self) -> None:
+        """Only what is durable is in the file."""
+        os.ftruncate(self._descriptor, self._durable_bytes)
+        self._num_in_file, self._is_torn = 0, False
+
+    def _failed(self, error: OSError) -> None:
+        self._is_torn = True
+        if refusal(error) is None:
+            self._trouble = f"registry journal {self.path} cannot be written: {error.strerror}"
+            with suppress(OSError):
+                self._cut()
+            raise LaunchError(self._trouble, remedy="is the disk broken?") from error
 
     def close(self) -> None:
         """Write what is left and give the file free. Harmless to call again."""
         if self._descriptor < 0:
             return
         self._worker.shutdown(wait=True)
+        if self._lines and not self._trouble:
+            with suppress(OSError):  # news of the last moments, while the disk refused
+                self._write()
         os.close(self._descriptor)
         self._descriptor = -1
 

@@ -201,7 +201,7 @@ class RegistryActor(RegistryContract):
             self._write(Known(record=record))
 
     def _write(self, entry: Entry) -> None:
-        """News: a journal that is full stops grants, but nobody is kept from hearing who has gone."""
+        """News: a journal that cannot be written stops grants, but nobody is kept from hearing who has gone."""
         if self._journal is None:
             return
         try:
