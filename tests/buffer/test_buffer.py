@@ -434,7 +434,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_disk_that_refuses_is_a_pause(shop: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_e08_a_disk_that_refuses_is_a_pause(shop: Any, caplog: pytest.LogCaptureFixture) -> None:
     """E8."""
     caplog.set_level(logging.INFO)
     async with shop.open() as desk:

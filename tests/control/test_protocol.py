@@ -378,7 +378,7 @@ async def test_the_number_of_connections_is_bounded_for_each_socket(tmp_path: Pa
 @pytest.mark.parametrize(
     "half", [b"", b'{"verb": "ec', b"GET /v1/ec", b"POST /v1/p HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"]
 )
-async def test_half_open_connections_keep_nobody_out(tmp_path: Path, half: bytes):
+async def test_e05_half_open_connections_keep_nobody_out(tmp_path: Path, half: bytes):
     async with control_bench(tmp_path) as bench:
         links = [await asyncio.to_thread(connect, bench.control) for _ in range(2 * Limits().num_connections)]
         for link in links:

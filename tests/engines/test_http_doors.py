@@ -54,7 +54,7 @@ async def answered(port: int, method: str, path: str, headers: dict[str, str], b
 
 
 @pytest.mark.asyncio
-async def test_no_page_of_another_site_steers_or_reads_an_engine(folders):
+async def test_e03_no_page_of_another_site_steers_or_reads_an_engine(folders):
     async with serve(folders[0], options=OPTIONS) as served:
         for headers, status in PAGES.values():
             for path in STEERING:
@@ -85,7 +85,7 @@ async def test_programs_of_this_machine_need_no_settings(folders):
 
 
 @pytest.mark.asyncio
-async def test_a_key_is_asked_for_where_there_is_one(folders):
+async def test_e03_a_key_is_asked_for_where_there_is_one(folders):
     body = json.dumps({"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}).encode()
     async with serve(folders[0], options=OPTIONS, key=KEY) as served:
         for wrong in ("", "Bearer", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Basic {KEY}", KEY, "Bearer \xff"):
@@ -100,14 +100,14 @@ async def test_a_key_is_asked_for_where_there_is_one(folders):
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "gpu-7"])
-async def test_no_engine_listens_to_other_machines_without_a_key(host, folders):
+async def test_e03_no_engine_listens_to_other_machines_without_a_key(host, folders):
     with pytest.raises(ConfigError, match="other machines reach this address.*--key-env"):
         async with serve(folders[0], host, options=OPTIONS):
             pass
 
 
 @pytest.mark.asyncio
-async def test_connections_that_say_nothing_are_ended_and_streams_are_not(folders, monkeypatch):
+async def test_e03_connections_that_say_nothing_are_ended_and_streams_are_not(folders, monkeypatch):
     monkeypatch.setattr("myxa.actors.engines.http_server.HEAD_S", 0.4)
     async with serve(folders[0], options=OPTIONS) as served:
         silent = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(20)]

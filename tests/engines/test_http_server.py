@@ -244,7 +244,7 @@ BAD_BODIES = [
 
 
 @pytest.mark.asyncio
-async def test_bad_bodies_are_answered_with_400_and_a_reason(folders):
+async def test_e03_bad_bodies_are_answered_with_400_and_a_reason(folders):
     async with client_of(folders[0]) as client:
         for body, says in BAD_BODIES:
             status, answer = await client.post("/generate", body)
@@ -258,7 +258,7 @@ async def test_bad_bodies_are_answered_with_400_and_a_reason(folders):
 
 
 @pytest.mark.asyncio
-async def test_bad_control_calls_are_refused(folders, tmp_path):
+async def test_e03_bad_control_calls_are_refused(folders, tmp_path):
     calls = [
         ("/pause_generation", {"mode": "sleep"}, "Invalid enum value"),
         ("/pause_generation", [], "Expected `object`"),
@@ -302,7 +302,7 @@ async def test_e09_health_is_answered_while_long_prompts_are_encoded(folders):
 
 
 @pytest.mark.asyncio
-async def test_more_requests_than_may_wait_are_refused_and_the_others_served(folders, monkeypatch):
+async def test_e03_more_requests_than_may_wait_are_refused_and_the_others_served(folders, monkeypatch):
     monkeypatch.setattr("myxa.actors.engines.engine_routes.MAX_LIVE", 4)
     async with client_of(folders[0]) as client:
         one = {"input_ids": [1], "sampling_params": sampling()}
@@ -312,7 +312,7 @@ async def test_more_requests_than_may_wait_are_refused_and_the_others_served(fol
 
 
 @pytest.mark.asyncio
-async def test_a_huge_body_is_refused(folders, monkeypatch):
+async def test_e03_a_huge_body_is_refused(folders, monkeypatch):
     monkeypatch.setattr("myxa.actors.engines.engine_routes.MAX_BODY_BYTES", 10_000)
     async with client_of(folders[0]) as client:
         status, answer = await client.post("/generate", b'{"text": "' + b"a" * 20_000 + b'"}')
@@ -320,7 +320,7 @@ async def test_a_huge_body_is_refused(folders, monkeypatch):
 
 
 @pytest.mark.asyncio
-async def test_a_client_that_leaves_frees_its_rows(folders):
+async def test_e03_a_client_that_leaves_frees_its_rows(folders):
     body = json.dumps({"input_ids": [1], "sampling_params": sampling(max_new_tokens=127, n=8)}).encode()
     head = f"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     async with client_of(folders[0]) as client:

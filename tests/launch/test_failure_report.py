@@ -143,7 +143,7 @@ def killed_by(number: signal.Signals, *, status: int = -9, attempt: int = 0, the
     return failures.first.report()
 
 
-def test_what_myxa_killed_is_not_blamed_on_the_kernel():
+def test_e07_what_myxa_killed_is_not_blamed_on_the_kernel():
     told = killed_by(signal.SIGKILL)
     assert "is never restarted: `myxa kill` by alice (the disk is swapped)" in told
     assert "kernel" not in told
@@ -153,7 +153,7 @@ def test_what_myxa_killed_is_not_blamed_on_the_kernel():
     assert "native code" in killed_by(signal.SIGKILL, status=-11), "it was faster"
 
 
-def test_a_hang_that_somebody_made_is_told_as_his():
+def test_e07_a_hang_that_somebody_made_is_told_as_his():
     told = killed_by(signal.SIGSTOP, then=signal.SIGKILL)
     assert "it was stopped before by `myxa kill` by alice" in told
     told = killed_by(signal.SIGCONT, then=signal.SIGKILL)
@@ -161,7 +161,7 @@ def test_a_hang_that_somebody_made_is_told_as_his():
     assert "kernel" not in told
 
 
-def test_the_report_of_a_run_names_who_asked_for_the_kill(tmp_path: Path, run):
+def test_e07_the_report_of_a_run_names_who_asked_for_the_kill(tmp_path: Path, run):
     with run(tmp_path, "up", "--set", 'roles.buffer.restart="never"') as one:
         one.until_serving(*FIRST)
         client = ControlClient(find_run(one.dir))

@@ -102,7 +102,7 @@ def test_a_sink_that_raises_is_off_with_one_event_and_the_rest_go_on(tmp_path: P
     assert bad.calls.count("close") == (0 if where == "open" else 1)
 
 
-def test_a_sink_whose_disk_refuses_stays(tmp_path: Path) -> None:
+def test_e08_a_sink_whose_disk_refuses_stays(tmp_path: Path) -> None:
     """E8: it was off for the life of the monitor."""
     full = OSError(errno.EDQUOT, "Disk quota exceeded")
     bad, good = Recorder("bad", {"write": full, "flush": full}), Recorder("good")

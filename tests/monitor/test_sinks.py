@@ -216,7 +216,7 @@ def version_spans(step: int) -> tuple[Span, ...]:
     )  # fmt: skip
 
 
-def test_a_long_trace_goes_on_in_a_new_file_and_the_newest_two_stay(tmp_path: Path) -> None:
+def test_e12_a_long_trace_goes_on_in_a_new_file_and_the_newest_two_stay(tmp_path: Path) -> None:
     """E12: it stopped at 256 MiB."""
     sink = ChromeTraceSink(part_bytes=20_000)
     sink.open(context(tmp_path))

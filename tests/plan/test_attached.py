@@ -116,7 +116,7 @@ def told(url: str, wait_s: float = 0.0) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("name", list(SERVERS))
-def test_a_server_of_another_kind_is_refused_by_what_it_answers(name: str) -> None:
+def test_d06_a_server_of_another_kind_is_refused_by_what_it_answers(name: str) -> None:
     script, says = SERVERS[name]
     with server(script) as url:
         begun = time.monotonic()
@@ -129,7 +129,7 @@ def test_a_server_of_another_kind_is_refused_by_what_it_answers(name: str) -> No
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", list(SERVERS))
-async def test_an_engine_refuses_it_too_however_long_it_may_wait_for_a_start(name: str) -> None:
+async def test_d06_an_engine_refuses_it_too_however_long_it_may_wait_for_a_start(name: str) -> None:
     script, says = SERVERS[name]
     with server(script) as url:
         engine = SglangEngine(url, SglangOptions(vocab_size=320, model_type="qwen3", start_s=300.0))
@@ -145,7 +145,7 @@ def test_a_server_that_fits_is_taken() -> None:
         assert told(url) == []
 
 
-def test_nothing_there_is_a_warning_of_the_plan_and_ends_a_start() -> None:
+def test_d06_nothing_there_is_a_warning_of_the_plan_and_ends_a_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     for wait_s in (0.0, 0.5):
@@ -155,7 +155,7 @@ def test_nothing_there_is_a_warning_of_the_plan_and_ends_a_start() -> None:
         assert is_warning is (wait_s == 0)
 
 
-def test_a_server_that_never_answers_is_told_in_seconds() -> None:
+def test_d06_a_server_that_never_answers_is_told_in_seconds() -> None:
     with server(None) as url:
         begun = time.monotonic()
         ((text, is_warning),) = told(url)

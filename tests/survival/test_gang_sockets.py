@@ -53,7 +53,7 @@ def beyond_loopback(pids: list[int]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["torch", "megatron"])
-def test_no_process_of_a_run_on_one_machine_listens_beyond_loopback(
+def test_e04_no_process_of_a_run_on_one_machine_listens_beyond_loopback(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -68,7 +68,7 @@ def test_no_process_of_a_run_on_one_machine_listens_beyond_loopback(
         assert beyond_loopback(pids) == {}, places
 
 
-def test_a_store_is_not_reached_by_another_address_of_the_host() -> None:
+def test_e04_a_store_is_not_reached_by_another_address_of_the_host() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
         other = probe.getsockname()[0]
@@ -81,7 +81,7 @@ def test_a_store_is_not_reached_by_another_address_of_the_host() -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_a_weight_group_over_gloo_listens_at_the_address_of_its_store(address: str) -> None:
+def test_e04_a_weight_group_over_gloo_listens_at_the_address_of_its_store(address: str) -> None:
     before = set(listening([os.getpid()]))
     store = host_store(address, 0, 2, 10.0)
     flat, pulse = [torch.arange(4.0), torch.zeros(4)], threading.Event()

@@ -86,7 +86,7 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize("what", REFUSALS)
 @pytest.mark.parametrize("verb", ["resume", "fork"])
-def test_a_refused_start_leaves_every_byte(
+def test_e02_a_refused_start_leaves_every_byte(
     killed: Lives, verb: str, what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words, cause = REFUSALS[what]
@@ -101,14 +101,14 @@ def without_room(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("verb", ["resume", "fork"])
-def test_without_room_on_the_disk_every_byte_is_left(
+def test_e02_without_room_on_the_disk_every_byte_is_left(
     killed: Lives, verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_room(killed.run_dir or Path(), monkeypatch)
     assert "are free at" in refused([verb, str(killed.run_dir)], killed, capsys, monkeypatch)
 
 
-def test_one_that_lives_or_is_prepared_by_another_launcher_is_left(
+def test_e02_one_that_lives_or_is_prepared_by_another_launcher_is_left(
     killed: Lives, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert killed.run_dir is not None
@@ -128,7 +128,7 @@ def test_one_that_lives_or_is_prepared_by_another_launcher_is_left(
     ],
     ids=["no checkpoint", "torn checkpoints", "no origin", "no configuration"],
 )
-def test_a_run_with_nothing_to_go_on_from_is_left(
+def test_e02_a_run_with_nothing_to_go_on_from_is_left(
     killed: Lives,
     hurt: Callable[[Path], object],
     cause: str,
@@ -148,7 +148,7 @@ def test_a_run_with_nothing_to_go_on_from_is_left(
         shutil.rmtree(copy)
 
 
-def test_a_start_that_fails_later_leaves_the_configuration_and_a_plain_resume_goes_on(killed: Lives) -> None:
+def test_e02_a_start_that_fails_later_leaves_the_configuration_and_a_plain_resume_goes_on(killed: Lives) -> None:
     """No code of a user runs before an actor's process does: what it lacks is seen then. The last test of this module:
     it uses the run up."""
     assert killed.run_dir is not None

@@ -58,7 +58,7 @@ def is_up_again(site: Path, actor: str, attempt: int) -> bool:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_whose_folder_goes_twice_is_found_and_trains_each_prompt_once(tmp_path: Path) -> None:
+def test_e01_a_run_whose_folder_goes_twice_is_found_and_trains_each_prompt_once(tmp_path: Path) -> None:
     with gang_run(tmp_path, "roles.rollout.max_restarts=1", "roles.buffer.max_restarts=1", patience_s=3.0) as run:
         run.until_version(1)
         note = json.loads((run.run_dir / "control.json").read_text())
@@ -77,7 +77,7 @@ def test_a_run_whose_folder_goes_twice_is_found_and_trains_each_prompt_once(tmp_
     assert not folder.exists(), "it goes with the launcher"
 
 
-def test_the_shell_outlives_its_cat_and_removes_the_folder_at_the_end() -> None:
+def test_e01_the_shell_outlives_its_cat_and_removes_the_folder_at_the_end() -> None:
     runtime = RuntimeDir()
     try:
         shell = psutil.Process(runtime._janitor.pid)
@@ -93,7 +93,9 @@ def test_the_shell_outlives_its_cat_and_removes_the_folder_at_the_end() -> None:
     assert not runtime.path.exists()
 
 
-def test_a_folder_that_is_gone_is_made_again_and_is_still_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_e01_a_folder_that_is_gone_is_made_again_and_is_still_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = tmp_path / "x"
     base.mkdir()
     monkeypatch.setattr(runtime_dir, "short_base", lambda: str(base))
@@ -120,7 +122,7 @@ def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path) -> None:
         make_private(link)
 
 
-def test_a_folder_that_goes_at_logout_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_e01_a_folder_that_goes_at_logout_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     login = tmp_path / "user" / "1000"
     login.mkdir(parents=True)
     monkeypatch.setattr(runtime_dir, "_LOGIN", login.parent)

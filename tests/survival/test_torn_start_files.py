@@ -77,7 +77,7 @@ def run(tmp_path: Path) -> RunOnDisk:
 
 
 @pytest.mark.parametrize("hurt", [*HURTS, cut_within_a_number])
-def test_a_torn_configuration_is_replaced_by_its_copy_and_kept_aside(run: RunOnDisk, hurt: Callable[[Path], None]):
+def test_e11_a_torn_configuration_is_replaced_by_its_copy_and_kept_aside(run: RunOnDisk, hurt: Callable[[Path], None]):
     config = run.path / "config.toml"
     hurt(config)
     text, why = config_of(run.path)
@@ -93,7 +93,7 @@ def test_a_torn_configuration_is_replaced_by_its_copy_and_kept_aside(run: RunOnD
 
 
 @pytest.mark.parametrize("hurt", HURTS)
-def test_a_torn_origin_is_replaced_by_its_copy_and_kept_aside(run: RunOnDisk, hurt: Callable[[Path], None]):
+def test_e11_a_torn_origin_is_replaced_by_its_copy_and_kept_aside(run: RunOnDisk, hurt: Callable[[Path], None]):
     before = Origin.load(run.path)
     hurt(run.path / "origin.json")
     origin, why = Origin.found(run.path)
@@ -104,7 +104,7 @@ def test_a_torn_origin_is_replaced_by_its_copy_and_kept_aside(run: RunOnDisk, hu
     assert Origin.found(run.path) == (begun, "")
 
 
-def test_both_are_replaced_at_once(run: RunOnDisk):
+def test_e11_both_are_replaced_at_once(run: RunOnDisk):
     missing(run.path / "config.toml")
     missing(run.path / "origin.json")
     text, _ = config_of(run.path)
@@ -178,7 +178,7 @@ def killed(tmp_path: Path) -> Iterator[Lives]:
 
 
 @pytest.mark.timeout(400)
-def test_a_killed_run_whose_start_files_are_torn_goes_on_to_its_end(killed: Lives):
+def test_e11_a_killed_run_whose_start_files_are_torn_goes_on_to_its_end(killed: Lives):
     assert killed.run_dir is not None
     assert any(map(read_start_copy, killed.run_dir.glob("checkpoints/version_*"))), "the trainer wrote it"
     before = (killed.run_dir / "config.toml").read_text()

@@ -56,7 +56,7 @@ async def test_what_does_not_wait_is_over_at_once_and_needs_no_task():
     assert asyncio.all_tasks() == before
 
 
-async def test_what_waited_leaves_nothing_for_the_collector():
+async def test_e12_what_waited_leaves_nothing_for_the_collector():
     """E12: ten objects of each, with all that it had held, stayed until the collector came by."""
     loop = asyncio.get_running_loop()
     eager = Eager(loop)
