@@ -45,7 +45,7 @@ def parquet(folder: Path, row: dict[str, Any]) -> Path:
         ('{"a": 1, "a": 2}', 'the key "a" comes twice in one object -- keep one of them'),
     ],
 )
-def test_a02_a_number_or_key_that_would_be_lost_is_refused(tmp_path: Path, number: str, cause: str) -> None:
+def test_a2_a_number_or_key_that_would_be_lost_is_refused(tmp_path: Path, number: str, cause: str) -> None:
     with pytest.raises(DataError) as caught:
         first(line(tmp_path, f'{{"prompt": "?", "label": {number}}}'))
     assert "t.jsonl:1: " in str(caught.value)
@@ -53,19 +53,19 @@ def test_a02_a_number_or_key_that_would_be_lost_is_refused(tmp_path: Path, numbe
 
 
 @pytest.mark.parametrize("number", ["9007199254740993", "18446744073709551615", "0.1", "-2.5e-7", "1e22"])
-def test_a02_numbers_arrive_exactly(tmp_path: Path, number: str) -> None:
+def test_a2_numbers_arrive_exactly(tmp_path: Path, number: str) -> None:
     label = first(line(tmp_path, f'{{"prompt": "?", "label": {number}}}')).label
     assert label == number or float(label) == float(number)
     assert "." in number or "e" in number or label == number
 
 
-def test_a02_seventeen_digits_are_the_value_itself(tmp_path: Path) -> None:
+def test_a2_seventeen_digits_are_the_value_itself(tmp_path: Path) -> None:
     assert first(line(tmp_path, '{"prompt": "?", "label": 0.10000000000000001}')).label == "0.1"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), b"\x00"])
 @pytest.mark.parametrize("column", ["label", "metadata"])
-def test_a11_parquet_values_that_json_has_not_are_refused(tmp_path: Path, value: object, column: str) -> None:
+def test_a2_parquet_values_that_json_has_not_are_refused(tmp_path: Path, value: object, column: str) -> None:
     row = {"prompt": "?", "label": "x", column: {"m": value} if column == "metadata" else value}
     with pytest.raises(DataError, match=rf't.parquet, row 0: column "{column}" holds bytes, NaN or an infinite'):
         first(parquet(tmp_path, row))
@@ -73,7 +73,7 @@ def test_a11_parquet_values_that_json_has_not_are_refused(tmp_path: Path, value:
 
 @pytest.mark.parametrize("column", ["images", "videos", "audios"])
 @pytest.mark.parametrize("preset", ["slime", "plain"])
-def test_a05_images_column_is_refused(tmp_path: Path, column: str, preset: str) -> None:
+def test_a2_images_column_is_refused(tmp_path: Path, column: str, preset: str) -> None:
     row = {"prompt": "<image>How many sides?", "label": "3", column: [{"bytes": b"PNG", "path": None}]}
     with pytest.raises(DataError, match=f't.parquet, row 0: column "{column}" is not empty: only text is trained on'):
         first(parquet(tmp_path, row), preset=preset)
@@ -89,7 +89,7 @@ def call(city: str | None) -> list[dict[str, Any]]:
     ]
 
 
-def test_a09_nulls_in_tool_calls_and_tools_of_parquet_are_refused(tmp_path: Path) -> None:
+def test_a2_nulls_in_tool_calls_and_tools_of_parquet_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match='row 0: tool calls in column "prompt" hold null'):
         first(parquet(tmp_path, {"prompt": call(None), "label": "x"}))
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"a": None, "b": 1}}}]
@@ -97,19 +97,19 @@ def test_a09_nulls_in_tool_calls_and_tools_of_parquet_are_refused(tmp_path: Path
         first(parquet(tmp_path, {"prompt": "?", "label": "x", "tools": tools}))
 
 
-def test_a09_the_remedy_json_text_keeps_nulls_as_written(tmp_path: Path) -> None:
+def test_a2_the_remedy_json_text_keeps_nulls_as_written(tmp_path: Path) -> None:
     wanted = call(None)
     text = msgspec.json.encode(wanted).decode()
     prompt = first(parquet(tmp_path, {"prompt": text, "label": "x"}))
     assert list(prompt.messages[1].tool_calls) == wanted[1]["tool_calls"]
 
 
-def test_a12_metadata_as_json_text_is_an_object(tmp_path: Path) -> None:
+def test_g_metadata_as_json_text_is_an_object(tmp_path: Path) -> None:
     path = line(tmp_path, r'{"prompt": "?", "label": "4", "metadata": "{\"level\": 2}"}')
     assert first(path).metadata == {"level": 2}
 
 
-def test_a13_a_conversation_as_json_text_is_parsed(tmp_path: Path) -> None:
+def test_a2_a_conversation_as_json_text_is_parsed(tmp_path: Path) -> None:
     text = r"[{\"role\": \"system\", \"content\": \"be brief\"}, {\"role\": \"user\", \"content\": \"2+2\"}]"
     path = line(tmp_path, f'{{"prompt": "{text}", "label": "4"}}')
     assert [(one.role, one.content) for one in first(path).messages] == [("system", "be brief"), ("user", "2+2")]
@@ -117,7 +117,7 @@ def test_a13_a_conversation_as_json_text_is_parsed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[1, 2] is a list", "[1, 2]", "[]", "[0.12345678901234567890123]"])
-def test_a13_other_text_in_brackets_stays_text(tmp_path: Path, text: str) -> None:
+def test_a2_other_text_in_brackets_stays_text(tmp_path: Path, text: str) -> None:
     (message,) = first(line(tmp_path, f'{{"prompt": "{text}", "label": "4"}}')).messages
     assert message.content == text
 

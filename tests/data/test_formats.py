@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,7 +135,7 @@ def test_g_slices_and_shuffles_work_on_every_format(tmp_path: Path, kind: str) -
 
 
 @pytest.mark.parametrize("kind", ["t.json", "t.jsonl.gz", "t.jsonl.zst", "t.parquet", "t.arrow", "folder"])
-def test_a_bad_row_is_told_with_its_place_in_every_format(tmp_path: Path, kind: str, monkeypatch: Any) -> None:
+def test_f7_a_bad_row_is_told_with_its_place_in_every_format(tmp_path: Path, kind: str, monkeypatch: Any) -> None:
     rows = [*ROWS[:150], {**ROWS[150], "label": None}, *ROWS[151:]]
     monkeypatch.setitem(globals(), "ROWS", rows)
     path = write(tmp_path, kind)
@@ -145,7 +147,7 @@ def test_a_bad_row_is_told_with_its_place_in_every_format(tmp_path: Path, kind: 
     assert (len(opened(path, on_bad_line="skip")), opened(path, on_bad_line="skip").num_bad) == (299, 1)
 
 
-def test_a14_elements_of_an_array_have_their_lines(tmp_path: Path) -> None:
+def test_f7_elements_of_an_array_have_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text('[\n {"prompt": "a", "label": "1"},\n\n {"prompt": "b"}\n]\n')
     assert refused(path).startswith('t.json:4: column "label" is missing')
@@ -166,13 +168,13 @@ def test_a14_elements_of_an_array_have_their_lines(tmp_path: Path) -> None:
         ('[{"prompt": "a", "label": NaN}]', "t.json:1: the line is not JSON from column 26 on: JSON has no NaN"),
     ],
 )
-def test_a14_a_broken_array_is_told_with_its_line(tmp_path: Path, text: str, cause: str) -> None:
+def test_f7_a_broken_array_is_told_with_its_line(tmp_path: Path, text: str, cause: str) -> None:
     path = tmp_path / "t.json"
     path.write_text(text)
     assert refused(path).startswith(cause)
 
 
-def test_a14_an_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f7_an_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, "t.json")
     whole = opened(path).fingerprint
     for size in (1, 7, 64):
@@ -298,3 +300,32 @@ def test_more_files_than_a_process_may_have_open(tmp_path: Path) -> None:
     dataset = opened(tmp_path, shuffle=True)
     assert sorted(int(prompt.label) for draw in range(200) if (prompt := dataset.prompt(draw))) == list(range(1, 201))
     assert len(os.listdir("/proc/self/fd")) - before < 70
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.arrow", "t.jsonl"])
+def test_g_a_large_file_is_parsed_in_batches(tmp_path: Path, name: str) -> None:
+    """10,000 rows of 6 kB each."""
+    row = {"prompt": [{"role": "user", "content": "word " * 1200}], "label": "1"}
+    table = pa.Table.from_pylist([row] * 10_000)
+    path = tmp_path / name
+    if name == "t.parquet":
+        pq.write_table(table, path, use_dictionary=False)
+    elif name == "t.arrow":
+        with ipc.new_file(str(path), table.schema) as sink:
+            sink.write_table(table, max_chunksize=1024)
+    else:
+        path.write_text((json.dumps(row) + "\n") * 10_000)
+    code = f"""
+import resource
+import pyarrow, pyarrow.parquet, pyarrow.ipc
+from myxa.actors.data import open_prompts
+from myxa.core.config import RunConfig
+config = RunConfig.model_validate({{"model": {{"path": "m"}}, "data": {{"train": {str(path)!r}}}}})
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+rows = len(open_prompts(config))
+print(rows, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    rows, grown_mib = map(int, done.stdout.split())
+    assert rows == 10_000
+    assert grown_mib < 80, grown_mib

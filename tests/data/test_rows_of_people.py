@@ -40,31 +40,31 @@ TALK = [{"from": "system", "value": "be brief"}, {"from": "human", "value": "2+2
 
 
 @pytest.mark.parametrize("value", [TALK, json.dumps(TALK)])
-def test_a18_sharegpt_rows_are_conversations(tmp_path: Path, value: Any) -> None:
+def test_g_sharegpt_rows_are_conversations(tmp_path: Path, value: Any) -> None:
     prompt = first(tmp_path, {"id": "x", "conversations": value}, data={"preset": "chat"}, **SFT)
     assert said(prompt) == [("system", "be brief"), ("user", "2+2?")]
     assert prompt.metadata == {"demonstration": "4"}
 
 
-def test_a18_sharegpt_messages_in_a_named_column_and_in_a_prompt(tmp_path: Path) -> None:
+def test_g_sharegpt_messages_in_a_named_column_and_in_a_prompt(tmp_path: Path) -> None:
     data = {"preset": "chat", "messages_key": "talk"}
     assert said(first(tmp_path, {"talk": TALK}, data=data, **SFT))[1] == ("user", "2+2?")
     assert said(first(tmp_path, {"prompt": TALK[:2], "label": "4"}))[1] == ("user", "2+2?")
 
 
-def test_a18_the_column_messages_comes_first(tmp_path: Path) -> None:
+def test_g_sharegpt_the_column_messages_comes_first(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "own"}], "conversations": TALK, "label": "x"}
     assert said(first(tmp_path, row, data={"preset": "chat"})) == [("user", "own")]
 
 
-def test_a18_an_unknown_speaker_is_refused(tmp_path: Path) -> None:
+def test_g_sharegpt_an_unknown_speaker_is_refused(tmp_path: Path) -> None:
     talk = [{"from": "human", "value": "?"}, {"from": "function_call", "value": "{}"}]
     with pytest.raises(DataError, match=r"t\.jsonl:1: message 2 of .* is from 'function_call' -- known are human"):
         first(tmp_path, {"conversations": talk}, data={"preset": "chat"}, **SFT)
 
 
 @pytest.mark.parametrize("preset", ["slime", "plain"])
-def test_a19_trl_rows_have_their_completion_learnt(tmp_path: Path, preset: str) -> None:
+def test_g_trl_rows_have_their_completion_learnt(tmp_path: Path, preset: str) -> None:
     turns = [{"role": "assistant", "content": "4"}]
     row = {"prompt": [{"role": "user", "content": "2+2?"}], "completion": turns}
     data = {"preset": preset, "answer_key": "completion"}
@@ -76,7 +76,7 @@ def test_a19_trl_rows_have_their_completion_learnt(tmp_path: Path, preset: str) 
         first(tmp_path, {"prompt": "2+2?"}, data=data, **SFT)
 
 
-def test_a16_gsm8k_rows_by_their_columns(tmp_path: Path) -> None:
+def test_g_gsm8k_rows_by_their_columns(tmp_path: Path) -> None:
     row = {"question": "2+2?", "answer": "two and two #### 4"}
     prompt = first(tmp_path, row, data={"prompt_key": "question", "label_key": "answer"}, reward={"fn": "numeric"})
     assert (said(prompt), prompt.label) == ([("user", "2+2?")], "two and two #### 4")
@@ -86,13 +86,13 @@ def test_a16_gsm8k_rows_by_their_columns(tmp_path: Path) -> None:
         first(tmp_path, row)
 
 
-def test_a_list_of_accepted_labels_is_kept_whole(tmp_path: Path) -> None:
+def test_g_a_list_of_accepted_labels_is_kept_whole(tmp_path: Path) -> None:
     assert json.loads(first(tmp_path, {"prompt": "?", "label": ["4", "four", 'a "b" \u00e9']}).label) == [
         "4", "four", 'a "b" \u00e9',
     ]  # fmt: skip
 
 
-def test_a22_a_null_label_is_refused_where_one_is_compared_with(tmp_path: Path) -> None:
+def test_a2_a_null_label_is_refused_where_one_is_compared_with(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r't\.jsonl:1: column "label" is null'):
         first(tmp_path, {"prompt": "2+2", "label": None}, reward={"fn": "exact"})
 
@@ -137,27 +137,27 @@ def test_a2_null_in_metadata_arrives_as_null(tmp_path: Path) -> None:
     assert first(tmp_path, {"prompt": "?", "label": "1", "metadata": metadata}).metadata == metadata
 
 
-def test_a23_deep_metadata_arrives(tmp_path: Path) -> None:
+def test_a2_deep_metadata_arrives(tmp_path: Path) -> None:
     deep: Any = 1
     for _ in range(60):
         deep = [deep]
     assert first(tmp_path, {"prompt": "a", "label": "1", "metadata": {"a": deep}}).metadata == {"a": deep}
 
 
-def test_a25_odd_text_arrives_as_written(tmp_path: Path) -> None:
+def test_a2_odd_text_arrives_as_written(tmp_path: Path) -> None:
     text = "\U0001f600 e\u0301 \u200b \u0000 \u2028 x"
     prompt = first(tmp_path, {"prompt": text, "label": "\U0001f600"})
     assert (said(prompt), prompt.label) == ([("user", text)], "\U0001f600")
 
 
 @pytest.mark.parametrize("half", [r"\ud83d", r"\ude00", r"\ud83d\ud83d"])
-def test_a02_a_lone_surrogate_is_named(tmp_path: Path, half: str) -> None:
+def test_f7_a_lone_surrogate_is_named(tmp_path: Path, half: str) -> None:
     with pytest.raises(DataError, match=r"t\.jsonl:1: .*: \\ud.* is half a character \(a lone surrogate\)"):
         first(tmp_path, f'{{"prompt": "Name the {half} here", "label": "cat"}}')
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "nan", "1e999"])
-def test_a11_numbers_that_json_has_not_are_named(tmp_path: Path, value: str) -> None:
+def test_f7_numbers_that_json_has_not_are_named(tmp_path: Path, value: str) -> None:
     cause = "too large for float64" if value == "1e999" else f"JSON has no {value}"
     with pytest.raises(DataError, match=rf"t\.jsonl:1: .*{cause}"):
         first(tmp_path, f'{{"prompt": "?", "label": "4", "metadata": {{"d": {value}}}}}')
@@ -176,7 +176,7 @@ LONG = {"prompt": "x " * 300, "label": "1"}
 SHORT = {"prompt": "2+2", "label": "4"}
 
 
-def test_a10_over_long_prompts_are_dropped_at_the_start_and_counted(
+def test_g_over_long_prompts_are_dropped_at_the_start_and_counted(
     tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     sections: dict[str, Any] = {
@@ -194,7 +194,7 @@ def test_a10_over_long_prompts_are_dropped_at_the_start_and_counted(
     assert "1 of 3 rows are left out because their prompts are too long; the first: " in caplog.text
 
 
-def test_a10_over_long_prompts_are_refused_on_demand(tmp_path: Path, model: str) -> None:
+def test_g_over_long_prompts_are_refused_on_demand(tmp_path: Path, model: str) -> None:
     data = {"overlong": "refuse", "apply_chat_template": False}
     engine = {"context_length": 200}
     with pytest.raises(DataError, match=r't\.jsonl:2: the prompt has .* the limit is 199 .* data\.overlong = "drop"'):
@@ -202,7 +202,7 @@ def test_a10_over_long_prompts_are_refused_on_demand(tmp_path: Path, model: str)
     assert len(opened(tmp_path, [SHORT, LONG], data={"apply_chat_template": False})) == 2
 
 
-def test_a10_over_long_held_out_prompts_are_dropped_and_counted_or_refused(
+def test_g_over_long_held_out_prompts_are_dropped_and_counted_or_refused(
     tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     held_out = tmp_path / "h.jsonl"
@@ -221,12 +221,12 @@ def test_a10_over_long_held_out_prompts_are_dropped_and_counted_or_refused(
     assert open_data(RunConfig.model_validate(sources)).num_held_out() == 2
 
 
-def test_a10b_all_over_long_is_an_error(tmp_path: Path, model: str) -> None:
+def test_g_all_over_long_is_an_error(tmp_path: Path, model: str) -> None:
     data = {"overlong": "drop", "max_prompt_tokens": 200, "apply_chat_template": False}
     with pytest.raises(DataError, match=r"data\.train: no row is left, 2 are over-long; the first: .*t\.jsonl:1: "):
         opened(tmp_path, [LONG, LONG], model={"path": model}, data=data)
 
 
-def test_a10_a_limit_without_a_choice_is_refused() -> None:
+def test_g_a_limit_of_prompts_without_a_choice_is_refused() -> None:
     with pytest.raises(ValueError, match="needs overlong"):
         RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "x", "max_prompt_tokens": 5}})

@@ -257,3 +257,42 @@ def test_f7_a_template_that_writes_the_date_needs_one_in_the_run_file() -> None:
     assert ChatTemplate(clock, "here", {}, day=day).render(ask, add_generation_prompt=True) == "29 Feb 2024"
     guarded = ChatTemplate(TEMPLATES["clock_guarded"], "here", {}, {"day": "1 May"})
     assert guarded.render(ask, add_generation_prompt=True).startswith("Today 1 May\n")
+
+
+@pytest.mark.parametrize(
+    ("which", "template", "how"),
+    [
+        ("thinking", "qwen3", {"add_generation_prompt": True}),
+        ("parts", "parts", {"add_generation_prompt": True}),
+        ("parts", "chatml", {"add_generation_prompt": True}),
+        ("begun", "chatml", {"add_generation_prompt": False, "continue_final_message": True}),
+        ("begun", "qwen3", {"add_generation_prompt": False, "continue_final_message": True}),
+    ],
+)
+def test_g_reasoning_content_text_parts_and_prefill(
+    tmp_path: Path, which: str, template: str, how: dict[str, bool]
+) -> None:
+    """As transformers; for text parts in a template that takes text, as it writes the joined text."""
+    from transformers import AutoTokenizer
+
+    plain(tmp_path)
+    judge: Any = AutoTokenizer.from_pretrained(tmp_path)
+    judge.chat_template = TEMPLATES[template]
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATES[template])
+    rows = CONVERSATIONS[which]
+    messages = parse_messages(rows, "prompt")
+    opens, goes_on = how["add_generation_prompt"], how.get("continue_final_message", False)
+    found = load_tokenizer(tmp_path).render(messages, add_generation_prompt=opens, goes_on=goes_on)
+    if which == "parts" and template == "chatml":
+        rows = [{"role": "user", "content": "1+2?"}]
+    assert found == judge.apply_chat_template(rows, return_dict=False, **how)
+
+
+def test_f7_reasoning_content_that_a_template_does_not_write_is_told_as_that(tmp_path: Path) -> None:
+    plain(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    messages = parse_messages(CONVERSATIONS["thinking"], "prompt")
+    with pytest.raises(
+        DataError, match=r"a message has reasoning_content, which the chat template of .* does not write"
+    ):
+        load_tokenizer(tmp_path).render(messages, add_generation_prompt=True)

@@ -319,7 +319,7 @@ def test_an_abandoned_loop_does_not_keep_the_thread(folders, ask):
         (3e38, "logits of the model folder's weights are not finite"),
     ],
 )
-async def test_e06_broken_weights_end_the_start_and_blame_no_prompt(tmp_path: Path, value: float, message: str):
+async def test_e6_broken_weights_end_the_start_and_blame_no_prompt(tmp_path: Path, value: float, message: str):
     write_with_norm(tmp_path, value)
     engine = EmbeddedEngine(tmp_path, OPTIONS)
     try:

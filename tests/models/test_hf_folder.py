@@ -485,7 +485,7 @@ SIGN = {"float64": 1 << 63, "float32": 1 << 31, "float16": 1 << 15, "bfloat16": 
 
 @pytest.mark.parametrize("dtype", BITS)
 @pytest.mark.parametrize("place", [0, 7, (1 << 20) + 3])
-def test_e06_each_value_that_is_not_finite_is_found_and_placed(dtype: str, place: int):
+def test_e6_each_value_that_is_not_finite_is_found_and_placed(dtype: str, place: int):
     good = np.full((1 << 20) + 5, INFINITY[dtype] - 1, dtype=BITS[dtype])  # the largest number
     check_values([NORM], {"model.norm.weight": one_weight(dtype, good)}, "folder")
     for bad in (INFINITY[dtype], INFINITY[dtype] | SIGN[dtype], INFINITY[dtype] + 1):
@@ -495,7 +495,7 @@ def test_e06_each_value_that_is_not_finite_is_found_and_placed(dtype: str, place
             check_values([NORM], {"model.norm.weight": one_weight(dtype, bits)}, "folder")
 
 
-def test_e06_of_large_models_the_start_of_each_weight_is_read():
+def test_e6_of_large_models_the_start_of_each_weight_is_read():
     bits = np.zeros(1000, dtype="<u4")
     bits[500] = INFINITY["float32"]
     tensors = {"model.norm.weight": one_weight("float32", bits)}
@@ -504,7 +504,7 @@ def test_e06_of_large_models_the_start_of_each_weight_is_read():
         check_values([NORM], tensors, "folder", max_bytes=3000)
 
 
-def test_e06_weights_of_no_float_type_are_refused():
+def test_e6_weights_of_no_float_type_are_refused():
     spec = TensorSpec(name="model.norm.weight", dtype="int8", shape=(2,), offset=0, num_bytes=2)
     with pytest.raises(ModelError, match="of type int8, not a float type"):
         check_values([NORM], {spec.name: NamedArray(spec=spec, data=memoryview(bytes(2)))}, "f")

@@ -182,7 +182,7 @@ def test_a_template_sees_special_tokens_and_json():
         ("tokenizer_config.json", {"eos_token": "<nowhere>"}, r"eos_token '<nowhere>' .* is not in tokenizer.json"),
     ],
 )
-def test_e06_a_token_that_the_model_cannot_have_is_refused(tmp_path: Path, name: str, change: dict, message: str):
+def test_e6_a_token_that_the_model_cannot_have_is_refused(tmp_path: Path, name: str, change: dict, message: str):
     make_tiny_model(tmp_path, "0p5m", seed=5)
     load_tokenizer(tmp_path)
     path = tmp_path / name

@@ -165,7 +165,7 @@ def test_zero_heeds_no_list(shop: Open, tmp_path: Path) -> None:
     assert len((tmp_path / "quarantine.jsonl").read_text().splitlines()) == 4, "it is kept for later"
 
 
-def test_a_data_set_that_is_all_quarantined_ends_the_run(shop: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f7_a_data_set_that_is_all_quarantined_ends_the_run(shop: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffer_cursor, "MAX_PASSED_OVER", 20)
     here = shop(after=1)
     for row in here.draw(4):
