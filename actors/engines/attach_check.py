@@ -55,9 +55,14 @@ class Answer:
     def words(self) -> str:
         """What it was, for messages."""
         if not self.status:
-            return f"GET {self.route}: {self.error}"
-        text = " ".join(self.body[: 4 * MAX_QUOTED].decode("utf-8", "replace").split())[:MAX_QUOTED]
+            return f"GET {self.route}: {_quoted(self.error)}"
+        text = _quoted(self.body[: 4 * MAX_QUOTED].decode("utf-8", "replace"))
         return f"GET {self.route} answered {self.status}{f': {text}' if text else ' with nothing'}"
+
+
+def _quoted(text: str) -> str:
+    """A stranger's words on one line, without what a terminal would obey."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:MAX_QUOTED]
 
 
 def attach_fault(model: Answer, facts: Answer, model_type: str = "") -> tuple[str, str]:

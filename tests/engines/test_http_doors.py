@@ -124,6 +124,33 @@ async def test_e03_connections_that_say_nothing_are_ended_and_streams_are_not(fo
             each.close()
 
 
+@pytest.mark.asyncio
+async def test_e03_half_sent_bodies_and_unread_streams_hold_nobody_up_and_end(folders, monkeypatch):
+    monkeypatch.setattr("myxa.actors.engines.route_bodies.BODY_S", 3.0)
+    stream = {"input_ids": [1], "stream": True, "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}
+    good = json.dumps({"input_ids": [2], "sampling_params": {"max_new_tokens": 2}}).encode()
+    async with serve(folders[0], options=OPTIONS) as served:
+
+        async def begun(body: bytes, size: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            head = f"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {size}\r\n\r\n"
+            writer.write(head.encode() + body)
+            return reader, writer
+
+        body = json.dumps(stream).encode()
+        unread = [await begun(body, len(body)) for _ in range(12)]
+        half = [await begun(b"{", 100) for _ in range(200)]
+        async with asyncio.timeout(20):
+            assert (await answered(served.port, "GET", "/health", {}))[0] == 200
+            status, answer = await answered(served.port, "POST", "/generate", JSON, good)
+            assert (status, len(answer["output_ids"])) == (200, 2)
+            for reader, _ in half:
+                assert b"the body did not arrive within 3 s" in await reader.readuntil(b"}}")
+        for _, writer in (*half, *unread):
+            writer.close()
+        assert (await answered(served.port, "POST", "/generate", JSON, good))[0] == 200
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

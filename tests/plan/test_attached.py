@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,7 @@ SERVERS: dict[str, tuple[dict[str, bytes] | bytes | None, str]] = {
     "deep JSON": (answer(200, b"[" * 100_000), "this is no SGLang server"),
     "another key": (answer(401, {"error": "Unauthorized"}), "answered 401: .*it asks for another key -- set engine.key_env"),
     "a redirect": (answer(302, b""), "answered 302"),
+    "codes for a terminal": (answer(404, b"\x1b[2J\x1b]0;mine\x07\r\nno"), "answered 404: .2J .0;mine no: this is no SGLang"),
     "another protocol": (b"SSH-2.0-OpenSSH_9.6\r\n", "this is no SGLang server; if it speaks https, write https://"),
     "an old one": (
         routes(health=answer(200, b""), model_info=answer(200, MODEL), server_info=answer(200, FACTS | {"version": "0.4.6"})),
@@ -125,6 +127,23 @@ def test_d06_a_server_of_another_kind_is_refused_by_what_it_answers(name: str) -
         assert text.startswith(f"engine.attach: {url}: ")
         assert not is_warning
         assert re.search(says, text), text
+
+
+def documented() -> dict[str, str]:
+    """What answers -> message, of the page."""
+    lines = (Path(__file__).parents[2] / "docs" / "errors.md").read_text().splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if "`engine.attach: <url>" in line]
+    return {name: message.strip("`") for name, message in cells}
+
+
+@pytest.mark.parametrize("name", list(documented()))
+def test_d06_the_page_of_errors_says_what_is_said(name: str) -> None:
+    script, _ = SERVERS.get(name, (None, ""))
+    with server(script) as url:
+        ((text, _),) = told(url)
+    pattern = re.escape(documented()[name]).replace("<url>", re.escape(url)).replace(re.escape("..."), ".*")
+    assert re.fullmatch(pattern, text), text
+    assert text.isprintable()
 
 
 @pytest.mark.asyncio
